@@ -1,0 +1,61 @@
+# Two commands do everything on a fresh machine with Python 3.11: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
+
+.PHONY: install demo test lint check wheel mosquitto constraints clean
+
+install: $(VENV)/.installed
+
+# torch and torchvision must come from the same registry build, so one step installs everything
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@echo "installing fedvit and what it needs into $(VENV) (about 6 GB, once; half a minute to a few minutes)"
+	@$(UV) pip install --quiet -c constraints.txt -e ".[server,dev]"
+	@touch $@
+
+demo: install
+	@$(BIN)/fleet demo
+
+test: install mosquitto
+	@$(BIN)/python -m pytest -q
+
+lint: install
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+# what CI runs
+check: lint test wheel
+
+# the device's wheel, installed alone in an empty environment, outside of this folder
+wheel: install
+	@rm -rf build/wheel && mkdir -p build/wheel
+	@$(BIN)/python -m build --quiet --wheel --installer uv --outdir build/wheel .
+	@$(BIN)/python -m venv --without-pip build/wheel/env
+	@VIRTUAL_ENV=$(CURDIR)/build/wheel/env $(BIN)/uv pip install --quiet -c constraints.txt build/wheel/fedvit-*.whl
+	@cd build/wheel && env/bin/python -I -c "import edge_client.agent, fedvit.transport.mqtt, profiles.probes.host"
+	@cd build/wheel && env/bin/edge-client --help > help.txt
+	@cd build/wheel && ! ls env/lib/python*/site-packages | grep -E '^(torch|timm|onnx|sklearn|sqlalchemy)$$'
+	@du -sm build/wheel/env | awk '{print "the device installs as " $$1 " MB, without torch"}'
+	@rm -rf build/wheel
+
+# the tests run against a real mosquitto
+mosquitto:
+	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; command -v mosquitto > /dev/null || { \
+	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo "installing mosquitto"; apt-get update -qq && apt-get install -y -qq mosquitto openssl > /dev/null; \
+	  else echo "the tests need mosquitto: sudo apt-get install mosquitto (or brew install mosquitto)" >&2; exit 1; fi; }
+
+# after an upgrade that passed `make check`
+constraints: install
+	@{ echo "# The versions that the tests ran with: names and versions only. Renew with: make constraints"; \
+	   $(UV) pip freeze --quiet --exclude-editable | grep '=='; } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

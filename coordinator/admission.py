@@ -1,0 +1,86 @@
+"""What may enter: hellos and results are checked here, before anything is kept or averaged."""
+
+import re
+
+import numpy as np
+
+from fedvit.blobs import ALGORITHM
+from fedvit.errors import BadPayload, PeerRefused
+from fedvit.program import Program, Role
+from fedvit.tensors import Tensors, check_tensors, unpack
+from fedvit.wire.messages import Hello, Result
+
+_OVERHEAD_BYTES = 64 * 1024
+"""Room for the names and shapes in an upload's header, per hundred tensors."""
+_DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
+
+
+def check_hello(hello: Hello, classes: tuple[str, ...]) -> None:
+    """Raises PeerRefused when the device has a class folder that the run does not know, or nothing to train on."""
+    if hello.train_samples < 1:
+        raise PeerRefused("it has no training images")
+    unknown = sorted(set(hello.classes) - set(classes))
+    if classes and unknown:
+        known = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
+        raise PeerRefused(f"its class folder {unknown[0]!r} is not among this run's {len(classes)} classes: {known}")
+
+
+def check_result(result: Result, program: Program, hello: Hello) -> None:
+    """Refuse a result by its message alone, before a byte of its upload is fetched. Raises BadPayload."""
+    for name, value in result.metrics.items():
+        if not np.isfinite(value):
+            raise BadPayload(f"metric {name!r} is {value}")
+    announced = hello.train_samples if result.kind == "train" else hello.test_samples
+    if not 0 <= result.samples <= announced:
+        raise BadPayload(f"it claims {result.samples} samples, the device announced {announced}")
+    if result.kind == "evaluate" and not 0 <= result.metrics.get("correct", -1) <= result.samples:
+        raise BadPayload(f"it claims {result.metrics.get('correct')} right answers of {result.samples}")
+    wanted = bool(program.expected_upload()) and result.kind == "train"
+    if not wanted:
+        if result.upload:
+            raise BadPayload(f"the {result.kind} result brings {result.upload.size} bytes that nobody asked for")
+        return
+    if result.upload is None:
+        raise BadPayload("the upload is missing")
+    if not _DIGEST.fullmatch(result.upload.digest):
+        raise BadPayload(f"the upload's name {result.upload.digest!r} is no {ALGORITHM} digest")
+    limit = largest_upload_bytes(program, hello.train_samples)
+    if result.upload.size > limit:
+        raise BadPayload(f"an upload of {result.upload.size} bytes, this program allows at most {limit}")
+
+
+def largest_upload_bytes(program: Program, train_samples: int) -> int:
+    """What an honest upload of this program can measure at most."""
+    expected = program.expected_upload()
+    # a sample is collected at most once per epoch
+    most_rows = train_samples * max(phase.epochs for phase in program.train)
+    size = _OVERHEAD_BYTES * (1 + len(expected) // 100)
+    for shape, dtype in expected.values():
+        lengths = [most_rows if length is None else length for length in shape]
+        size += int(np.prod(lengths, dtype=np.int64)) * np.dtype(dtype).itemsize
+    return size
+
+
+def check_upload(content: bytes, program: Program, what: str) -> Tensors:
+    """The tensors of an upload: names, shapes, dtypes as the program says, finite, labels in range.
+
+    Raises BadPayload whose message begins with `what`.
+    """
+    try:
+        tensors = unpack(content)
+    except BadPayload as error:
+        raise BadPayload(f"{what}: {error}") from error
+    local = {name for group in program.with_role(Role.LOCAL) for name in program.names(group)}
+    if leaked := sorted(local & tensors.keys()):
+        raise BadPayload(f"{what}: it holds local tensor {leaked[0]!r}, which must not leave the device")
+    check_tensors(tensors, program.expected_upload(), what)
+    if "labels" in tensors:
+        labels = tensors["labels"]
+        for phase in program.train:
+            if phase.collect and len(tensors[phase.collect.output]) != len(labels):
+                rows = len(tensors[phase.collect.output])
+                raise BadPayload(f"{what}: {rows} rows of {phase.collect.output!r} for {len(labels)} labels")
+        if len(labels) and not (labels.min() >= 0 and labels.max() < len(program.classes)):
+            low, high = int(labels.min()), int(labels.max())
+            raise BadPayload(f"{what}: labels {low} to {high}, the run has {len(program.classes)} classes")
+    return tensors

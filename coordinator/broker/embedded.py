@@ -1,0 +1,126 @@
+"""The embedded broker: amqtt in a process of its own, so that it never stalls the coordinator.
+
+amqtt 0.12 leaves open what a fleet needs; `FleetBroker` closes it:
+
+- It never drops a silent client, so the last will of a device without power stays unsaid.
+- A client that comes back under its id before its old link is known to be dead is declared dead later,
+  when its old link is.
+- Every new client is sent what was retained for anybody's subscription, and a subscription that arrives
+  during that breaks the new client's session.
+- It writes out every payload for a debug log that nobody reads: two thirds of its time.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from amqtt.adapters import StreamReaderAdapter, StreamWriterAdapter
+from amqtt.broker import Broker
+from amqtt.plugins.base import BaseAuthPlugin
+
+from coordinator.broker import FLEET_USER, PASSWORD_VARIABLE
+
+LINGER_S = 0.3
+"""What the coordinator said last is delivered before the broker ends."""
+TAKE_OVER_S = 5.0
+
+
+class FleetPassword(BaseAuthPlugin):  # type: ignore[misc]
+    """Lets in who knows the fleet's password."""
+
+    @dataclass
+    class Config:
+        password: str
+
+    async def authenticate(self, *, session: Any) -> bool:
+        given = (session.password or "").encode()
+        return session.username == FLEET_USER and hmac.compare_digest(given, self.config.password.encode())
+
+
+class _Payload(bytes):
+    """A message body that is cheap to write into a log."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} bytes>"
+
+
+class _Socket(StreamWriterAdapter):  # type: ignore[misc]
+    """A client's socket that can be dropped; amqtt's own way of closing waits until the peer has read."""
+
+    def abort(self) -> None:
+        self._writer.transport.abort()
+
+
+class FleetBroker(Broker):  # type: ignore[misc]
+    """amqtt with keep-alive, take-over and retained messages as MQTT 3.1.1 has them."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._links: dict[str, tuple[_Socket, asyncio.Event]] = {}
+
+    async def stream_connected(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener_name: str
+    ) -> None:
+        await self._client_connected(listener_name, StreamReaderAdapter(reader), _Socket(writer))
+
+    async def _handle_client_session(
+        self, reader: Any, writer: _Socket, client_session: Any, handler: Any, *rest: Any
+    ) -> None:
+        client = client_session.client_id
+        if client in self._links:
+            previous, ended = self._links[client]
+            previous.abort()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), TAKE_OVER_S)  # its will comes before the new session
+        this = (writer, asyncio.Event())
+        self._links[client] = this
+        client_session.keep_alive = (3 * client_session.keep_alive + 1) // 2  # MQTT 3.1.1, section 3.1.2.10
+        handler.handle_read_timeout = writer.abort
+        try:
+            await super()._handle_client_session(reader, writer, client_session, handler, *rest)
+        finally:
+            this[1].set()
+            if self._links.get(client) is this:
+                del self._links[client]
+
+    async def _broadcast_message(
+        self, session: Any, topic: str | None, data: bytes | None, force_qos: int | None = None
+    ) -> None:
+        await super()._broadcast_message(session, topic, _Payload(data or b""), force_qos)
+
+    async def _publish_retained_messages_for_subscription(self, subscription: tuple[str, int], session: Any) -> None:
+        if any(subscriber is session for subscriber, _ in self.subscriptions.get(subscription[0], ())):
+            await super()._publish_retained_messages_for_subscription(subscription, session)
+
+
+async def serve(listen: str, port: int, password: str) -> None:
+    """Run until the coordinator asks to end."""
+    plugins: dict[str, Any] = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {}}
+    if password:
+        plugins = {"coordinator.broker.embedded.FleetPassword": {"password": password}}
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    broker = FleetBroker({"listeners": {"default": {"type": "tcp", "bind": f"{listen}:{port}"}}, "plugins": plugins})
+    await broker.start()
+    await ended.wait()
+    await asyncio.sleep(LINGER_S)
+    logging.disable()  # amqtt reports each of its tasks that ends now
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The embedded MQTT broker; started by the coordinator.")
+    parser.add_argument("--listen", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    asyncio.run(serve(options.listen, options.port, os.environ.pop(PASSWORD_VARIABLE, "")))
+
+
+if __name__ == "__main__":
+    main()

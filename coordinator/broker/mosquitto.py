@@ -1,0 +1,79 @@
+"""mosquitto with a configuration of ours: found on this machine, limits and password set."""
+
+import base64
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from pathlib import Path
+
+from coordinator.broker.process import FLEET_USER, Broker
+from fedvit.files import atomic_write
+from fedvit.transport.mqtt import MAX_PACKET_BYTES, Address
+
+PASSWORD_ITERATIONS = 2_000
+"""The broker is one thread and computes this for every connection: a fleet that comes back must not wait."""
+
+
+def find_mosquitto() -> Path | None:
+    """Debian installs it where the PATH of an ordinary user does not look."""
+    folders = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"])
+    found = shutil.which("mosquitto", path=folders)
+    return None if found is None else Path(found)
+
+
+def start_mosquitto(program: Path, folder: Path, listen: str, address: Address) -> Broker:
+    """Raises ConfigError when it does not come up, StorageFailed when `folder` cannot be written."""
+    password_file = folder / "mosquitto.passwords"
+    if address.password is not None:
+        atomic_write(password_file, password_line(FLEET_USER, address.password).encode(), private=True)
+    config = folder / "mosquitto.conf"
+    atomic_write(config, configuration(listen, address, password_file).encode(), private=True)
+    return Broker(
+        f"mosquitto {_version(program)} ({program})",
+        address,
+        [str(program), "-c", str(config)],
+        os.environ,
+        folder / "mosquitto.log",
+    )
+
+
+def configuration(listen: str, address: Address, password_file: Path) -> str:
+    """The text of mosquitto.conf. The limits are far above what the window of a transfer needs."""
+    lines = [
+        "# written by the coordinator at each start",
+        f"listener {address.port} {listen}",
+        "set_tcp_nodelay true",
+        # beyond these mosquitto drops silently; 0, its word for unlimited, is broken in several versions
+        "max_queued_messages 4096",
+        "max_queued_bytes 67108864",
+        "max_inflight_messages 64",
+        f"max_packet_size {MAX_PACKET_BYTES}",
+        "persistence false",
+        "log_dest stderr",
+        "log_timestamp_format %Y-%m-%dT%H:%M:%S",
+    ]
+    if address.password is None:
+        lines.append("allow_anonymous true")
+    else:
+        lines += ["allow_anonymous false", f"password_file {password_file}"]
+    if os.geteuid() == 0:
+        # started by root it becomes the user mosquitto, who cannot read this folder; the change of user
+        # would also clear the signal that ends it with its parent
+        lines.append("user root")
+    return "\n".join(lines) + "\n"
+
+
+def password_line(user: str, password: str) -> str:
+    """A line of mosquitto's password file: PBKDF2 with SHA-512."""
+    salt = secrets.token_bytes(12)
+    digest = hashlib.pbkdf2_hmac("sha512", password.encode(), salt, PASSWORD_ITERATIONS)
+    return f"{user}:$7${PASSWORD_ITERATIONS}${base64.b64encode(salt).decode()}${base64.b64encode(digest).decode()}\n"
+
+
+def _version(program: Path) -> str:
+    said = subprocess.run([str(program), "-h"], capture_output=True, text=True, timeout=10, check=False).stdout
+    found = re.search(r"mosquitto version (\S+)", said)
+    return found[1] if found else "of unknown version"

@@ -1,0 +1,331 @@
+"""`coordinator`: starts runs and tells of them."""
+
+import fcntl
+import json
+import os
+import secrets
+import signal
+import typing
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import click
+import msgspec
+from msgspec import Meta, Struct
+
+from coordinator.config import BrokerConfig, ImageConfig, RunConfig, StartConfig, make_config, read_toml
+from fedvit import command_line
+from fedvit.errors import ConfigError
+
+if typing.TYPE_CHECKING:
+    from coordinator.store import Store
+
+
+@click.group(context_settings={"show_default": True})
+@click.version_option(package_name="fedvit")
+def cli() -> None:
+    """Dispatch federated rounds to a fleet of devices, and keep what comes of them."""
+
+
+# --- flags from the configuration ---------------------------------------------------------------------
+
+
+def config_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one flag for every key of the configuration; an unset flag is None."""
+    for kind in (BrokerConfig, ImageConfig, RunConfig):
+        for field in reversed(msgspec.structs.fields(kind)):
+            if field.name == "images":
+                continue
+            command = _flag(kind, field.name, field.type, field.default)(command)
+    return command
+
+
+def _flag(
+    kind: type[Struct], name: str, hint: Any, default: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    text = _description(hint)
+    flag = "--" + name.replace("_", "-")
+    common: dict[str, Any] = {"default": None, "help": text, "show_default": False}
+    if default not in (None, msgspec.NODEFAULT, ()) and not isinstance(default, bool):
+        common["help"] = f"{text} [default: {default}]"
+    if name in ("options", "model_options"):
+        flags = ["--option", "-o"] if name == "options" else ["--model-option"]
+        return click.option(*flags, name, multiple=True, metavar="KEY=VALUE", help=f"{text} Repeatable.")
+    if name == "classes":
+        return click.option("--class", name, multiple=True, metavar="NAME", help=f"{text} Repeatable.")
+    if isinstance(default, bool) and name != "pretrained":
+        return click.option(f"{flag}/--no-{name.replace('_', '-')}", name, **common)
+    numbers = {int: int, float: float}
+    return click.option(flag, name, type=str if name == "cohort" else numbers.get(type(default), str), **common)
+
+
+def _description(hint: Any) -> str:
+    """The description in an annotation, also inside a union."""
+    for part in (hint, *typing.get_args(hint)):
+        for note in getattr(part, "__metadata__", ()):
+            if isinstance(note, Meta) and note.description:
+                return note.description
+    return ""
+
+
+def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Put the flags that were set over a file's values."""
+    merged = {**values}
+    tables: dict[str, type[Struct]] = {"broker": BrokerConfig, "images": ImageConfig}
+    for name, value in flags.items():
+        if value is None or value == ():
+            continue
+        if name in ("options", "model_options"):
+            inside = merged.get(name, {})
+            if isinstance(inside, dict):  # else the file is wrong, and make_config says so
+                merged[name] = {**inside, **dict(_key_value(pair) for pair in value)}
+            continue
+        if name in ("cohort", "pretrained"):
+            value = _literal(value)
+        home = next((table for table, kind in tables.items() if name in kind.__struct_fields__), None)
+        if home:
+            inside = merged.get(home, {})
+            if isinstance(inside, dict):
+                merged[home] = {**inside, name: value}
+        else:
+            merged[name] = list(value) if isinstance(value, tuple) else value
+    return merged
+
+
+def _key_value(pair: str) -> tuple[str, Any]:
+    key, equals, value = pair.partition("=")
+    if not equals:
+        raise ConfigError(f"option {pair!r} must be written KEY=VALUE")
+    return key, _literal(value)
+
+
+def _literal(text: str) -> Any:
+    """A number or true/false where the text is one, else the text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+# --- start --------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags win over it.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
+@click.option(
+    "--resume",
+    is_flag=False,
+    flag_value="newest",
+    default=None,
+    metavar="[RUN]",
+    help="Go on with an interrupted run; without a name the newest.",
+)
+@click.option(
+    "--run", "name", metavar="NAME", default=None, help="Name of the new run; by default date, time and method."
+)
+@click.option("--quiet", is_flag=True, help="Show nothing but errors.")
+@config_flags
+def start(file: Path | None, out: Path, resume: str | None, name: str | None, quiet: bool, **flags: Any) -> None:
+    """Start a broker if none is given, wait for devices, and train."""
+    from coordinator.store import Store
+
+    where = str(file) if file else "flags"
+    values = merge_flags(read_toml(file) if file else {}, flags)
+    config = make_config(values, where)
+    store = Store.in_folder(out)
+    try:
+        if resume is None:
+            run = _new_run(store, config.run, name)
+        else:
+            run, config = _resumed(store, resume, values, config)
+        _serve(store, out, run, config, quiet)
+    finally:
+        store.close()
+
+
+def _new_run(store: "Store", config: RunConfig, name: str | None) -> str:
+    from fedvit.wire.topics import check_name
+
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    run = check_name(name or f"{stamp}-{config.method}-{secrets.token_hex(2)}", "--run")
+    if any(record.id == run for record in store.runs()):
+        raise ConfigError(f"run {run!r} exists already; go on with it by --resume {run}, or choose another --run")
+    choose_accelerator(config.accelerator)  # a run that could never begin need not be recorded
+    store.create_run(run, msgspec.to_builtins(config))
+    return run
+
+
+def _resumed(store: "Store", which: str, values: dict[str, Any], config: StartConfig) -> tuple[str, StartConfig]:
+    """An unfinished run with the configuration it began with. Raises ConfigError when there is none."""
+    if set(values) - {"broker"}:
+        changed = sorted(set(values) - {"broker"})
+        raise ConfigError(f"--resume goes on with the run's own configuration; {changed[0]!r} cannot be changed")
+    if which == "newest":
+        unfinished = [record for record in store.runs() if record.status != "finished"]
+        if not unfinished:
+            raise ConfigError("no run to resume: every run here is finished, or there is none")
+        record = unfinished[0]
+    else:
+        record = store.run(which)
+        if record.status == "finished":
+            raise ConfigError(f"run {which!r} is finished; there is nothing to resume")
+    return record.id, StartConfig(make_config(record.config, f"run {record.id}").run, config.broker)
+
+
+def _serve(store: "Store", out: Path, run: str, config: StartConfig, quiet: bool) -> None:
+    """Connect the parts and run; every part is taken down again, whatever happens."""
+    from coordinator.broker import start_broker
+    from coordinator.display import choose_display
+    from coordinator.rounds import Coordinator, Interrupted
+    from fedvit.logs import configure_logging
+    from fedvit.transport.mqtt import Address, MqttTransport
+
+    folder = out / run
+    lock = _lock(folder, run)
+    configure_logging(file=folder / "coordinator.log", stderr=False)
+    accelerator = choose_accelerator(config.run.accelerator)
+    with ExitStack() as stack:
+        display = stack.enter_context(choose_display(quiet))
+        settings = config.broker
+        ca_file = Path(settings.ca_file) if settings.ca_file else None
+        watch: Callable[[], None] = lambda: None  # noqa: E731 - replaced where the broker is ours
+        if settings.broker in ("auto", "mosquitto", "embedded"):
+            password = settings.password or os.environ.get("FEDVIT_BROKER_PASSWORD")
+            broker = start_broker(settings.broker, folder / "broker", settings.listen, settings.port, password)
+            stack.callback(broker.stop)
+            address = broker.address
+            display.line(f"broker: {broker.kind} at {address.host}:{address.port}")
+
+            def watch() -> None:
+                if broker.restart_if_dead():
+                    display.line("broker: it had died and was started again")
+        else:
+            address = Address.parse(settings.broker, ca_file=ca_file)
+            display.line(f"broker: {address.host}:{address.port}")
+        display.line(
+            f"run {run}: {config.run.method} on {config.run.model}, {config.run.rounds} rounds, server on {accelerator}"
+        )
+        transport = MqttTransport(SimpleQueue(), address, client_id=f"coordinator-{secrets.token_hex(4)}")
+        coordinator = Coordinator(
+            run=run,
+            config=config.run,
+            transport=transport,
+            store=store,
+            folder=folder,
+            display=display,
+            accelerator=accelerator,
+            watch=watch,
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: coordinator.stop())
+        try:
+            coordinator.serve()
+        except Interrupted:
+            display.line(f"interrupted; go on with: coordinator start --resume {run} --out {out}")
+            raise KeyboardInterrupt from None
+        display.line(f"finished; tensors: {folder / 'model.safetensors'}, log: {folder / 'coordinator.log'}")
+    os.close(lock)
+
+
+def _lock(folder: Path, run: str) -> int:
+    """Only one process serves a run. Raises ConfigError when another does."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"run {run!r} is being served by another coordinator") from None
+    except OSError as error:
+        raise ConfigError(f"run folder {folder} cannot be used: {error.strerror}") from error
+    return handle
+
+
+def choose_accelerator(wanted: str) -> str:
+    """Torch device for the server's training. Raises ConfigError when it is not there."""
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=wanted)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"accelerator = {wanted!r} cannot be used: {first}") from error
+    return wanted
+
+
+# --- runs and show ------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def runs(out: Path, as_json: bool) -> None:
+    """List all runs, newest first."""
+    from rich.console import Console
+
+    from coordinator.store import Store
+    from coordinator.summary import runs_table, summarise
+
+    store = _existing(Store, out)
+    summaries = [summarise(store, record.id) for record in store.runs()]
+    if as_json:
+        listed = [
+            {
+                "run": entry.run,
+                "created_at": entry.created_at,
+                "status": entry.status,
+                "method": entry.method,
+                "model": entry.model,
+                "rounds": len(entry.rounds),
+                "rounds_planned": entry.rounds_planned,
+                "mean_accuracy": entry.mean_accuracy,
+            }
+            for entry in summaries
+        ]
+        click.echo(json.dumps(listed, indent=2))
+        return
+    console = Console()
+    console.print(runs_table(summaries, console.width))
+
+
+@cli.command()
+@click.argument("run")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def show(run: str, out: Path, as_json: bool) -> None:
+    """Print one run: accuracy by round, devices, refusals."""
+    from coordinator.store import Store
+    from coordinator.summary import summarise
+
+    summary = summarise(_existing(Store, out), run)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
+        return
+    print_summary(summary)
+
+
+def print_summary(summary: Any) -> None:
+    """The tables of one run on standard output."""
+    from rich.console import Console
+
+    from coordinator.summary import report
+
+    console = Console()
+    console.print(report(summary, console.width))
+
+
+def _existing(store: type["Store"], out: Path) -> "Store":
+    if not (out / "fedvit.db").is_file():
+        raise ConfigError(f"no runs in {out.resolve()}: there is no fedvit.db; use --out for another folder")
+    return store.in_folder(out)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    command_line.run(cli, "coordinator")

@@ -1,0 +1,168 @@
+"""What an operator can say of a run: a TOML file, every key of which is also a flag."""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from fedvit.errors import ConfigError
+from fedvit.wire.topics import check_name
+
+
+class ImageConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How devices vary their pictures in training: the table [images]."""
+
+    crop_padding: Annotated[
+        int, Meta(ge=0, le=64, description="Random crop after reflecting this many pixels at each border.")
+    ] = 0
+    flip: Annotated[bool, Meta(description="Random left-right flip.")] = False
+    brightness: Annotated[float, Meta(ge=0, lt=1, description="Random brightness factor in [1 - this, 1 + this].")] = (
+        0.0
+    )
+
+
+class BrokerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where messages meet: the table [broker]. Not part of a run; a resumed run may use another."""
+
+    broker: Annotated[
+        str,
+        Meta(description="auto, mosquitto, embedded, or a broker that is there: mqtt(s)://[USER:PASSWORD@]HOST:PORT."),
+    ] = "auto"
+    listen: Annotated[
+        str, Meta(description="Address that our own broker listens on; beyond this machine it needs a password.")
+    ] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port of our own broker; 0 takes a free one.")] = 1883
+    password: Annotated[
+        str | None, Meta(description="Secret of user 'fedvit' at our own broker; or set FEDVIT_BROKER_PASSWORD.")
+    ] = None
+    ca_file: Annotated[str | None, Meta(description="Certificate authority of an mqtts:// broker.")] = None
+
+
+class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run. Raises ConfigError on construction when names, or options of method or model, are wrong."""
+
+    method: Annotated[str, Meta(description="Federated method.")] = "eftvit"
+    options: Annotated[dict[str, Any], Meta(description="Hyperparameter of the method.")] = field(default_factory=dict)
+    model: Annotated[str, Meta(description="Name of a timm Vision Transformer, or vit_small_images.")] = (
+        "vit_small_images"
+    )
+    model_options: Annotated[dict[str, Any], Meta(description="Option of the model, e.g. image_size or depth.")] = (
+        field(default_factory=dict)
+    )
+    pretrained: Annotated[bool | str, Meta(description="true for timm's weights, or the path of a checkpoint.")] = False
+    classes: Annotated[
+        tuple[str, ...], Meta(description="Class of the run; without any: all that the first devices have.")
+    ] = ()
+    rounds: Annotated[int, Meta(ge=1, description="Rounds to train.")] = 10
+    seed: Annotated[int, Meta(ge=0, le=2**31 - 1, description="Every random draw of the run follows from it.")] = 0
+    devices: Annotated[int, Meta(ge=1, description="Devices to wait for before the first round.")] = 1
+    cohort: (
+        Annotated[float, Meta(gt=0, le=1, description="Devices asked per round: a share (0.1, 1.0) or a number (8).")]
+        | Annotated[int, Meta(ge=1)]
+    ) = 1.0
+    quorum: Annotated[
+        float, Meta(gt=0, le=1, description="Share of the cohort whose results close a round at once.")
+    ] = 1.0
+    deadline_s: Annotated[float, Meta(gt=0, description="Seconds after which a round closes with what has come.")] = (
+        600.0
+    )
+    rejoin_grace_s: Annotated[
+        float, Meta(ge=0, description="Seconds to wait for devices that went offline, once all others answered.")
+    ] = 30.0
+    evaluate_every: Annotated[
+        int, Meta(ge=1, description="Rounds between evaluations on all devices; the last round always has one.")
+    ] = 1
+    accelerator: Annotated[
+        str, Meta(description="Torch device of the server's training; auto takes CUDA where there is one.")
+    ] = "auto"
+    federation: Annotated[str, Meta(description="Name under which devices and coordinator meet at the broker.")] = (
+        "home"
+    )
+    images: ImageConfig = field(default_factory=ImageConfig)
+
+    def __post_init__(self) -> None:
+        check_name(self.federation, "federation")
+        if len(set(self.classes)) != len(self.classes):
+            twice = sorted({name for name in self.classes if self.classes.count(name) > 1})
+            raise ConfigError(f"classes: {twice[0]!r} is listed more than once")
+        if len(self.classes) == 1:
+            raise ConfigError(f"classes: a run needs at least two, there is only {self.classes[0]!r}")
+        if isinstance(self.pretrained, str) and not Path(self.pretrained).is_file():
+            raise ConfigError(f"pretrained = {self.pretrained!r}: there is no such file")
+        self._check_method_and_model()
+
+    def _check_method_and_model(self) -> None:
+        """Now, not when the devices have come: on torch's device "meta" a model is made in no time and memory."""
+        import torch  # seconds that `coordinator show` need not wait
+
+        from fedvit.methods import make_method
+        from fedvit.models import SMALL, build_vit
+
+        method = make_method(self.method, self.options)
+        pretrained = self.model == SMALL and self.pretrained  # it has none, and says so
+        with torch.device("meta"):
+            vit = build_vit(
+                self.model, max(1, len(self.classes)), seed=0, options=self.model_options, pretrained=pretrained
+            )
+            method.groups(vit)
+
+
+class StartConfig(Struct, frozen=True):
+    run: RunConfig
+    broker: BrokerConfig
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError naming the file, and the line when it is not TOML."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not TOML: {error}") from error
+
+
+def make_config(values: dict[str, Any], where: str) -> StartConfig:
+    """Validate what a file and flags said together.
+
+    Raises ConfigError naming the key, its value and what is allowed.
+    """
+    values = dict(values)
+    broker = values.pop("broker", {})
+    if not isinstance(broker, dict):
+        raise ConfigError(f'{where}: broker = {broker!r} must be a table: [broker] with broker = "..."')
+    return StartConfig(_convert(values, RunConfig, where), _convert(broker, BrokerConfig, f"{where} [broker]"))
+
+
+Config = TypeVar("Config", bound=Struct)
+
+
+def _convert(values: dict[str, Any], kind: type[Config], where: str) -> Config:
+    known = kind.__struct_fields__
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+    images = values.get("images")
+    if isinstance(images, dict) and kind is RunConfig:
+        values = {**values, "images": _convert(images, ImageConfig, f"{where} [images]")}
+    for key, value in values.items():  # one key at a time, so that the message can name key and value
+        try:
+            msgspec.convert({key: value} if not isinstance(value, Struct) else {}, _alone(kind, key))
+        except msgspec.ValidationError as error:
+            reason = str(error).partition(" - at")[0].lower().replace("`object`", "a table")
+            raise ConfigError(f"{where}: {key} = {value!r}: {reason}") from None
+    try:
+        return msgspec.convert(values, kind)
+    except (ConfigError, msgspec.ValidationError) as error:  # the latter from a ValueError or TypeError inside
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _alone(kind: type[Struct], key: str) -> type[Struct]:
+    """A struct with only the one field, so that checks across fields do not run on half a config."""
+    hint = {field.name: field.type for field in msgspec.structs.fields(kind)}[key]
+    return msgspec.defstruct("Alone", [(key, hint, None)], kw_only=True)

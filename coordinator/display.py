@@ -1,0 +1,118 @@
+"""What a person sees while a run is going: permanent lines, and below them what is happening now."""
+
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.summary import shortened
+
+QUIET = ("done", "failed", "offline")
+"""States of a device that nobody need watch."""
+
+
+@dataclass
+class DeviceLine:
+    """One device in the live view."""
+
+    name: str
+    state: str
+    done: int = 0
+    total: int = 0
+    loss: float | None = None
+
+
+@dataclass
+class View:
+    """What is going on, and what is being waited for."""
+
+    headline: str = ""
+    devices: list[DeviceLine] = field(default_factory=list)
+
+
+class Display:
+    """Lines only: for logs, pipes and tests."""
+
+    def __enter__(self) -> "Display":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def line(self, text: str) -> None:
+        """Say something that stays."""
+
+    def show(self, view: View) -> None:
+        """Replace the live part."""
+
+
+class LineDisplay(Display):
+    """One line per event on standard error."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+
+class LiveDisplay(Display):
+    """A terminal: lines above, a moving table below."""
+
+    REFRESH_S = 0.2
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._drawn_at = 0.0
+
+    def __enter__(self) -> "Display":
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def show(self, view: View) -> None:
+        now = time.monotonic()
+        if now - self._drawn_at < self.REFRESH_S:
+            return
+        self._drawn_at = now
+        self._live.update(drawn(view, self._console.width, self._console.height), refresh=True)
+
+
+def drawn(view: View, width: int, height: int) -> Group:
+    """The live part for a terminal of this size: one line a device, those that are at work first."""
+    devices = sorted(view.devices, key=lambda device: device.state in QUIET)  # stable: else in the cohort's order
+    shown = devices if len(devices) <= height - 3 else devices[: max(1, height - 4)]
+    rest = devices[len(shown) :]
+    bar_width = min(30, max(10, width - 48))
+    name_width = max(8, width - bar_width - 28)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for device in shown:
+        loss = "" if device.loss is None else f"loss {device.loss:.3f}"
+        bar = ProgressBar(total=max(1, device.total), completed=device.done, width=bar_width)
+        name = Text(f"  {shortened(device.name, name_width)}", no_wrap=True)
+        table.add_row(name, Text(device.state, style="dim", no_wrap=True), bar, Text(loss, no_wrap=True))
+    lines: list[RenderableType] = [Text(view.headline, style="bold", no_wrap=True, overflow="ellipsis"), table]
+    if rest:
+        counted = Counter(device.state for device in rest)
+        said = ", ".join(f"{count} {state}" for state, count in counted.items())
+        lines.append(Text(f"  and {len(rest)} more: {said}", style="dim", no_wrap=True, overflow="ellipsis"))
+    return Group(*lines)
+
+
+def choose_display(quiet: bool = False) -> Display:
+    """Live where standard error is a terminal, lines elsewhere."""
+    if quiet:
+        return Display()
+    return LiveDisplay() if sys.stderr.isatty() else LineDisplay()

@@ -1,0 +1,51 @@
+"""Who is alive: hellos, last wills, and two devices that claim one name."""
+
+from dataclasses import dataclass
+
+from fedvit.wire.messages import DeviceState, Hello
+
+
+@dataclass
+class Device:
+    """What is known of a device that said hello."""
+
+    name: str
+    hello: Hello
+    online: bool = True
+
+
+class Presence:
+    """All devices that were accepted since this process began."""
+
+    def __init__(self) -> None:
+        self._devices: dict[str, Device] = {}
+
+    def __getitem__(self, name: str) -> Device:
+        return self._devices[name]
+
+    def online(self) -> list[str]:
+        return sorted(name for name, device in self._devices.items() if device.online)
+
+    def is_online(self, name: str) -> bool:
+        return name in self._devices and self._devices[name].online
+
+    def rival(self, name: str, hello: Hello) -> Device | None:
+        """The device that already has this name and is alive, if it is another process."""
+        known = self._devices.get(name)
+        return known if known and known.online and known.hello.instance != hello.instance else None
+
+    def arrived(self, name: str, hello: Hello) -> None:
+        self._devices[name] = Device(name, hello)
+
+    def state_changed(self, name: str, state: DeviceState) -> bool:
+        """A last will or a farewell; False when it is not from the process that is known by this name."""
+        known = self._devices.get(name)
+        if known is None or known.hello.instance != state.instance or known.online == state.online:
+            return False
+        known.online = state.online
+        return True
+
+    def all_offline(self) -> None:
+        """Our own link broke: nobody is known to be there until it says hello again."""
+        for device in self._devices.values():
+            device.online = False

@@ -1,0 +1,505 @@
+"""The run: waits for devices, asks them round by round, and turns their results into the next state.
+
+One thread reads the inbox and owns all state; `_pump` handles what arrives until something holds or a
+deadline passes, so that the course of a run reads from top to bottom. Whatever a device is told is in the
+store first: after `kill -9` the same round goes on with the devices that come back.
+"""
+
+import logging
+import math
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from coordinator.admission import check_hello
+from coordinator.checkpoint import load_state, needed_blobs, save_state
+from coordinator.cohort import select_cohort
+from coordinator.config import RunConfig
+from coordinator.display import Display, View
+from coordinator.open_round import OpenRound
+from coordinator.planner import Plan, groups_from_server, initial_blobs, make_plan
+from coordinator.presence import Presence
+from coordinator.results import Results
+from coordinator.store import ResultRecord, SavedState, Store
+from coordinator.summary import round_line
+from fedvit.blobs import BlobStore
+from fedvit.errors import BadPayload, ConfigError, EmptyCohort, FedvitError, LinkDown, PeerRefused
+from fedvit.files import atomic_write
+from fedvit.methods.base import RoundContext, ServerState, Upload
+from fedvit.tensors import Tensors, pack, unpack
+from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
+from fedvit.transport.exchange import BlobExchange
+from fedvit.wire.messages import (
+    CoordinatorState,
+    DeviceState,
+    Done,
+    Failed,
+    FromCoordinator,
+    Hello,
+    Progress,
+    Refused,
+    Result,
+    RunEnded,
+    Task,
+    Want,
+    Welcome,
+    decode,
+    encode,
+)
+from fedvit.wire.topics import Topics
+
+log = logging.getLogger(__name__)
+
+Outcome = TypeVar("Outcome")
+
+TICK_S = 0.1
+ATTEMPTS = 3
+"""Times that a round which brought no usable result is tried before the run gives up."""
+
+
+class Interrupted(Exception):
+    """The operator asked to stop; the run can be resumed."""
+
+
+class Coordinator:
+    """One run of one federation. `serve` returns when the run is finished; raises Interrupted when stopped."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        config: RunConfig,
+        transport: Transport,
+        store: Store,
+        folder: Path,
+        display: Display,
+        accelerator: str,
+        graph_cache: Path | None = None,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.run = run
+        self.config = config
+        self.transport = transport
+        self.store = store
+        self.folder = folder
+        self.blobs = BlobStore(folder / "blobs")
+        self.display = display
+        self.topics = Topics(config.federation)
+        self.presence = Presence()
+        self.exchange = BlobExchange(
+            transport,
+            self.blobs,
+            tell=self._tell,
+            topic_for=self.topics.broadcast,
+            may_read=self._may_read,
+            receivers=lambda digest: self._asked_and_here(),
+        )
+        self.results = Results(
+            run=run,
+            store=store,
+            blobs=self.blobs,
+            exchange=self.exchange,
+            topics=self.topics,
+            presence=self.presence,
+            answer=self._tell,
+            say=self._say,
+        )
+        self._accelerator = accelerator
+        self._graph_cache = graph_cache
+        self._watch = watch
+        self._inbox = transport.inbox
+        self._stop = threading.Event()
+        self._epoch = 0
+        self._connected = False
+        self._classes: tuple[str, ...] = config.classes
+        self._plan: Plan | None = None
+        self._saved: SavedState | None = None
+        self._offered: set[str] = set()
+        self._link_trouble = ""
+        self._headline = ""
+
+    # --- the course of a run --------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ask `serve` to end; safe from a signal handler."""
+        self._stop.set()
+
+    def serve(self) -> None:
+        """Run, or go on with, all rounds. Raises Interrupted, and FedvitError when the run cannot go on."""
+        self._classes = self.store.run(self.run).classes or self.config.classes
+        for topic in self.topics.from_all_devices:
+            self.transport.subscribe(topic, 1)
+        farewell = encode(CoordinatorState(0, alive=False))
+        self.transport.open(Will(self.topics.coordinator_state, farewell, retain=True))
+        try:
+            self._say("connecting to the broker")
+            self._pump(lambda: self._connected)
+            self._gather()
+            self._prepare()
+            self._go_on()
+            self._finish()
+        except Interrupted:
+            self.store.update_run(self.run, status="interrupted")
+            raise
+        except (FedvitError, OSError) as error:
+            self.store.update_run(self.run, status="failed", reason=str(error))
+            self._tell_all(RunEnded(self.run, f"failed: {error}"[:400]))
+            raise
+        finally:
+            if self._connected:
+                self.transport.publish(self.topics.coordinator_state, farewell, qos=1, retain=True)
+            self.transport.close()
+
+    def _gather(self) -> None:
+        """Wait for the first devices; their classes are the run's, unless it has some already."""
+        wanted = self.config.devices
+
+        def enough() -> bool:
+            online = len(self.presence.online())
+            self._headline = f"waiting for devices: {online} of {wanted} are here"
+            return online >= wanted
+
+        self._say(f"waiting for {wanted} device{'s' if wanted > 1 else ''}")
+        self._pump(enough)
+        if not self._classes:
+            here = [self.presence[name].hello.classes for name in self.presence.online()]
+            self._classes = tuple(sorted({name for classes in here for name in classes}))
+        if len(self._classes) < 2:
+            raise ConfigError(f"a run needs at least two classes, the devices have {list(self._classes)}")
+        self.store.update_run(self.run, classes=list(self._classes), status="running")
+
+    def _prepare(self) -> None:
+        """Make the Program; take up the newest saved state, if there is one."""
+        plan = self._in_background(
+            lambda: make_plan(
+                self.config, self._classes, self.blobs, cache=self._graph_cache, progress=self._set_headline
+            )
+        )
+        record = self.store.run(self.run)
+        if record.program not in (None, plan.digest):
+            raise ConfigError(
+                f"run {self.run} began with program {record.program}, this software makes {plan.digest}: "
+                "resume it with the versions it began with"
+            )
+        self._plan = plan
+        self.results.program = plan.program
+        self.store.update_run(self.run, program=plan.digest)
+        closed = [record.state for record in self.store.rounds(self.run) if record.state]
+        self._saved = closed[-1] if closed else save_state(plan.state, plan.program, self.blobs)
+        groups = {group: (role.value, len(names)) for group, (role, names) in plan.method.groups(plan.vit).items()}
+        log.info("program ready", extra={"program": plan.digest, "groups": groups})
+
+    def _go_on(self) -> None:
+        """All rounds that are not done yet, from wherever an earlier process got to."""
+        done = {record.round: record for record in self.store.rounds(self.run)}
+        for number in range(1, self.config.rounds + 1):
+            record = done.get(number)
+            if record is None or record.closed_at is None:
+                self._train(number, record.cohort if record else None)
+                record = None
+            due = number % self.config.evaluate_every == 0 or number == self.config.rounds
+            if due and not (record and record.evaluated):
+                self._evaluate(number)
+            if record is None:
+                self._report(number)
+
+    def _finish(self) -> None:
+        state = self._state()
+        atomic_write(self.folder / "model.safetensors", pack(state.tensors))
+        self.store.update_run(self.run, status="finished")
+        self._tell_all(RunEnded(self.run, "finished"))
+        log.info("run finished", extra={"run": self.run})
+
+    # --- one round ------------------------------------------------------------------------------------
+
+    def _train(self, number: int, cohort: list[str] | None) -> None:
+        """Ask a cohort to train, and move the state. Raises EmptyCohort after ATTEMPTS fruitless tries."""
+        plan = self._ready()
+        for attempt in range(ATTEMPTS):
+            if cohort is None:
+                self._pump(lambda: bool(self.presence.online()))
+                cohort = select_cohort(self.presence.online(), self.config.cohort, self.config.seed, number)
+                (self.store.open_round if attempt == 0 else self.store.reopen_round)(self.run, number, cohort)
+            began = time.monotonic()
+            needed = max(1, math.ceil(self.config.quorum * len(cohort) - 1e-9))
+            opened = self._ask(OpenRound(self.run, number, "train", cohort, needed))
+            results = [
+                result for result in self.store.results(self.run, number, "train") if result.device in opened.accepted
+            ]
+            trained_s = time.monotonic() - began
+            try:
+                state, figures = self._server_step(plan, number, results)
+            except EmptyCohort as error:
+                self._say(f"round {number}: {error}; asking again ({attempt + 1} of {ATTEMPTS})")
+                log.warning("empty round", extra={"round": number, "reason": str(error)})
+                cohort = None
+                continue
+            figures |= {
+                "cohort": float(len(cohort)), "accepted": float(len(results)), "devices_s": trained_s,
+                "server_s": time.monotonic() - began - trained_s,
+            }  # fmt: skip
+            self._saved = save_state(state, plan.program, self.blobs)
+            self.store.close_round(self.run, number, self._saved, figures)
+            freed = self.blobs.prune(needed_blobs(plan, self._saved))
+            log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
+            return
+        raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `coordinator show {self.run}`")
+
+    def _evaluate(self, number: int) -> None:
+        """Ask every device that is here how good its model is on its own test images."""
+        cohort = self.presence.online()
+        if cohort:
+            self._ask(OpenRound(self.run, number, "evaluate", cohort, len(cohort)))
+        self.store.round_evaluated(self.run, number)
+
+    def _ask(self, opened: OpenRound) -> OpenRound:
+        """Send tasks, and wait until the round closes by quorum, deadline or absence."""
+        stored = self.store.results(self.run, opened.number, opened.kind)
+        opened.accepted |= {result.device for result in stored if result.device in opened.cohort}
+        self.results.opened = opened
+        self._headline = f"round {opened.number}/{self.config.rounds}: {opened.kind}"
+        for device in opened.waiting_for():
+            self._send_task(device)
+        in_time = self._pump(
+            lambda: opened.closes() or opened.given_up(self.presence, self.config.rejoin_grace_s),
+            deadline=opened.opened_at + self.config.deadline_s,
+        )
+        late = opened.waiting_for()
+        if late and not opened.closes():
+            reason = "deadline" if not in_time else "offline"
+            for device in late:
+                opened.failed[device] = reason
+                self.store.add_refusal(self.run, opened.number, device, opened.kind, f"no result: {reason}")
+            self._say(f"round {opened.number}: {opened.kind} closed without {', '.join(late)} ({reason})")
+        self.results.close()
+        return opened
+
+    def _send_task(self, device: str) -> None:
+        """Give a device its part of the open round, if it is here."""
+        opened, plan, saved = self.results.opened, self._ready(), self._saved
+        if opened is None or saved is None or not self.presence.is_online(device):
+            return
+        groups = {group: saved.groups[group] for group in groups_from_server(plan.program)}
+        digests = [plan.digest, *initial_blobs(plan.program), *groups.values()]
+        self._offered = set(digests)
+        instance = self.presence[device].hello.instance
+        left_s = self.config.deadline_s - (time.monotonic() - opened.opened_at)
+        self._tell(
+            device,
+            Task(
+                instance=instance,
+                epoch=self._epoch,
+                run=self.run,
+                round=opened.number,
+                kind=opened.kind,
+                seed=self.config.seed,
+                program=plan.digest,
+                groups=groups,
+                blobs=tuple(self.blobs.manifest(digest) for digest in digests),
+                deadline_s=max(1.0, left_s),
+                lr_scale=plan.method.lr_scale(opened.number, self.config.rounds),
+            ),
+        )
+
+    def _server_step(
+        self, plan: Plan, number: int, results: list[ResultRecord]
+    ) -> tuple[ServerState, dict[str, float]]:
+        """The method's server half, while devices stay served."""
+        if not results:
+            raise EmptyCohort(f"none of the devices that were asked brought a result for round {number}")
+        self._headline = f"round {number}/{self.config.rounds}: server step"
+
+        def load(digest: str) -> Tensors:
+            return unpack(self.blobs.get(digest))
+
+        uploads = [
+            Upload(result.device, result.samples, result.upload, partial(load, result.upload))
+            for result in results
+            if result.upload
+        ]
+        context = RoundContext(
+            round=number,
+            seed=self.config.seed,
+            lr_scale=plan.method.lr_scale(number, self.config.rounds),
+            vit=plan.vit,
+            accelerator=self._accelerator,
+            load=load,
+            progress=self._set_headline,
+        )
+        state = self._state()
+        return self._in_background(lambda: plan.method.server_rule().close(state, uploads, context))
+
+    # --- what arrives ---------------------------------------------------------------------------------
+
+    def _pump(self, until: Callable[[], bool], deadline: float = math.inf) -> bool:
+        """Handle events until `until()` holds (True) or the deadline passes (False)."""
+        while not until():
+            if self._stop.is_set():
+                raise Interrupted
+            if time.monotonic() >= deadline:
+                return False
+            try:
+                self._on_event(self._inbox.get(timeout=TICK_S))
+                while not self._inbox.empty():
+                    self._on_event(self._inbox.get_nowait())
+            except queue.Empty:
+                pass
+            self.exchange.tick()
+            self._watch()
+            self.display.show(self._view())
+        return True
+
+    def _on_event(self, event: object) -> None:
+        match event:
+            case Connected():
+                self._connected = True
+                self._link_trouble = ""
+                # a new epoch makes every device say hello: while we were away we heard no last will
+                self._epoch = secrets.randbits(48) + 1
+                state = encode(CoordinatorState(self._epoch, alive=True))
+                self.transport.publish(self.topics.coordinator_state, state, qos=1, retain=True)
+                self.exchange.reconnected()
+            case Disconnected(reason=reason):
+                if reason != self._link_trouble:
+                    self._say(f"broker: {reason}; trying again")
+                    self._link_trouble = reason
+                self._connected = False
+                self.presence.all_offline()
+            case Received(topic=topic, payload=payload):
+                self._on_received(topic, payload)
+
+    def _on_received(self, topic: str, payload: bytes) -> None:
+        device = self.topics.device_of(topic)
+        if "/up/b/" in topic:
+            self.exchange.on_chunk(payload)
+            return
+        try:
+            message = decode(payload)
+        except PeerRefused as error:
+            # the version is the first byte, so even an unknown one can be answered
+            self.results.refuse(device, "hello", str(error))
+            self._tell(device, Refused("", f"{error}; install the same version on both sides", final=True))
+            return
+        except BadPayload as error:
+            self.results.refuse(device, "message", str(error))
+            return
+        match message:
+            case Hello():
+                self._on_hello(device, message)
+            case DeviceState():
+                self._on_state(device, message)
+            case Result():
+                self.results.on_result(device, message)
+            case Failed():
+                self.results.on_failed(device, message)
+            case Progress():
+                if self.results.opened and self.results.opened.asked(message):
+                    self.results.opened.progress[device] = message
+            case Want():
+                try:
+                    self.exchange.on_want(device, message)
+                except BadPayload as error:
+                    self.results.refuse(device, "blob", str(error))
+            case Done():
+                self.exchange.on_done(device, message)
+            case _:
+                self.results.refuse(device, "message", f"a {type(message).__name__} is not for the coordinator")
+
+    def _on_hello(self, device: str, hello: Hello) -> None:
+        if rival := self.presence.rival(device, hello):
+            where = rival.hello.profile.host
+            reason = f"a device with id {device!r} is online already (on {where}); choose another with --id"
+            self.results.refuse(device, "hello", reason)
+            self._tell(device, Refused(hello.instance, reason, final=False))
+            return
+        try:
+            check_hello(hello, self._classes)
+        except PeerRefused as error:
+            self.results.refuse(device, "hello", str(error))
+            self._tell(device, Refused(hello.instance, str(error), final=True))
+            return
+        fresh = not self.presence.is_online(device)
+        self.presence.arrived(device, hello)
+        if fresh:
+            log.info(
+                "device joined", extra={"device": device, "train": hello.train_samples, "host": hello.profile.host}
+            )
+            self._say(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
+        self._tell(device, Welcome(hello.instance, self._epoch, self._headline))
+        opened = self.results.opened
+        if opened and device in opened.waiting_for() and not opened.is_uploading(device):
+            self._send_task(device)
+
+    def _on_state(self, device: str, state: DeviceState) -> None:
+        if self.presence.state_changed(device, state) and not state.online:
+            log.info("device left", extra={"device": device})
+            self._say(f"{device} left")
+            self.exchange.drop_peer(device)
+            self.results.device_left(device)
+
+    # --- state ----------------------------------------------------------------------------------------
+
+    def _state(self) -> ServerState:
+        assert self._saved is not None  # _prepare ran
+        return load_state(self._saved, self._ready().program, self.blobs)
+
+    def _ready(self) -> Plan:
+        if self._plan is None:
+            raise LinkDown("the run is not prepared yet")
+        return self._plan
+
+    def _asked_and_here(self) -> int:
+        """Devices that have got a task and not answered it: those that will ask for its blobs."""
+        opened = self.results.opened
+        return sum(self.presence.is_online(name) for name in opened.waiting_for()) if opened else 1
+
+    def _may_read(self, peer: str, digest: str) -> bool:
+        return digest in self._offered
+
+    # --- talking --------------------------------------------------------------------------------------
+
+    def _tell(self, device: str, message: FromCoordinator) -> None:
+        self.transport.publish(self.topics.to_device(device), encode(message), qos=1)
+
+    def _tell_all(self, message: FromCoordinator) -> None:
+        for device in self.presence.online():
+            self._tell(device, message)
+
+    def _say(self, text: str) -> None:
+        self.display.line(text)
+
+    def _set_headline(self, text: str) -> None:
+        self._headline = text
+
+    def _in_background(self, work: Callable[[], Outcome]) -> Outcome:
+        """Run something long in a thread while devices stay served; Ctrl-C does not wait for it."""
+        future: Future[Outcome] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="server-step", daemon=True).start()
+        self._pump(future.done)
+        return future.result()
+
+    def _report(self, number: int) -> None:
+        self._say(round_line(self.store, self.run, number, self.config.rounds))
+
+    def _view(self) -> View:
+        opened = self.results.opened
+        if opened is None:
+            return View(self._headline)
+        waited_s = time.monotonic() - opened.opened_at
+        missing = len(opened.waiting_for())
+        until = f"since {waited_s:.0f} s (until {self.config.deadline_s:.0f} s)"
+        tail = f", waiting for {missing} {until}" if missing else ""
+        return View(f"{self._headline}{tail}", opened.lines(self.presence))

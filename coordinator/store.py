@@ -1,0 +1,298 @@
+"""What a run's record is: runs, rounds and results in SQL, written before anybody is told.
+
+SQLite by default (write-ahead log, synced at commit); any SQLAlchemy URL works. Tensors are blobs; here
+are their digests.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    ForeignKeyConstraint,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    event,
+    select,
+    update,
+)
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from fedvit.errors import ConfigError, StorageFailed
+from fedvit.resources import ResourceUse
+from fedvit.wire.messages import Result, TaskKind
+
+_tables = MetaData()
+
+_runs = Table(
+    "runs",
+    _tables,
+    Column("id", String, primary_key=True),
+    Column("created_at", String, nullable=False),  # ISO 8601, UTC
+    Column("status", String, nullable=False),  # waiting, running, finished, failed
+    Column("config", JSON, nullable=False),
+    Column("classes", JSON),
+    Column("program", String),  # digest
+    Column("reason", String),  # why it failed
+)
+
+_rounds = Table(
+    "rounds",
+    _tables,
+    Column("run", String, primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("cohort", JSON, nullable=False),
+    Column("opened_at", String, nullable=False),
+    Column("closed_at", String),
+    Column("evaluated", Boolean, nullable=False, default=False),
+    Column("state", JSON),  # digests of the server's state after the round
+    Column("figures", JSON),
+    ForeignKeyConstraint(["run"], ["runs.id"]),
+)
+
+_results = Table(
+    "results",
+    _tables,
+    Column("run", String, primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("device", String, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("samples", Integer, nullable=False),
+    Column("metrics", JSON, nullable=False),
+    Column("use", JSON, nullable=False),
+    Column("upload", String),  # digest
+    Column("received_at", String, nullable=False),
+)
+
+_refusals = Table(
+    "refusals",
+    _tables,
+    Column("id", Integer, primary_key=True),
+    Column("run", String, nullable=False),
+    Column("round", Integer),
+    Column("device", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("reason", String, nullable=False),
+    Column("at", String, nullable=False),
+)
+
+
+class SavedState(msgspec.Struct, frozen=True):
+    """A `ServerState` as digests."""
+
+    groups: dict[str, str]  # group -> digest: the very blobs that devices fetch
+    memory: str | None
+    uploads: dict[str, str]
+
+
+class RunRecord(NamedTuple):
+    id: str
+    created_at: str
+    status: str
+    config: dict[str, Any]
+    classes: tuple[str, ...]
+    program: str | None
+    reason: str | None
+
+
+class RoundRecord(NamedTuple):
+    run: str
+    round: int
+    cohort: list[str]
+    opened_at: str
+    closed_at: str | None
+    evaluated: bool
+    state: SavedState | None
+    figures: dict[str, float]
+
+
+class ResultRecord(NamedTuple):
+    run: str
+    round: int
+    device: str
+    kind: TaskKind
+    samples: int
+    metrics: dict[str, float]
+    use: ResourceUse
+    upload: str | None
+
+
+class RefusalRecord(NamedTuple):
+    round: int | None
+    device: str
+    kind: str
+    reason: str
+    at: str
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+class Store:
+    """Raises StorageFailed when the database cannot be read or written."""
+
+    def __init__(self, url: str) -> None:
+        self._engine: Engine = create_engine(url)
+        if self._engine.dialect.name == "sqlite":
+            event.listen(self._engine, "connect", _prepare_sqlite)
+        with self._transaction() as connection:
+            _tables.create_all(connection)
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> "Store":
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run folder {folder} cannot be made: {error.strerror}") from error
+        return cls(f"sqlite:///{folder / 'fedvit.db'}")
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except SQLAlchemyError as error:
+            raise StorageFailed(f"database {self._engine.url}: {getattr(error, 'orig', None) or error}") from error
+
+    # --- runs -----------------------------------------------------------------------------------------
+
+    def create_run(self, run: str, config: dict[str, Any]) -> None:
+        with self._transaction() as connection:
+            connection.execute(
+                _runs.insert().values(id=run, created_at=_now(), status="waiting", config=config, classes=[])
+            )
+
+    def update_run(self, run: str, **values: Any) -> None:
+        """Set status, classes, program or reason."""
+        with self._transaction() as connection:
+            connection.execute(update(_runs).where(_runs.c.id == run).values(**values))
+
+    def runs(self) -> list[RunRecord]:
+        """Newest first."""
+        with self._transaction() as connection:
+            rows = connection.execute(select(_runs).order_by(_runs.c.created_at.desc(), _runs.c.id.desc()))
+            return [
+                RunRecord(
+                    row.id, row.created_at, row.status, row.config, tuple(row.classes or ()), row.program, row.reason
+                )
+                for row in rows
+            ]
+
+    def run(self, run: str) -> RunRecord:
+        """Raises ConfigError when there is no such run, naming those that there are."""
+        runs = self.runs()
+        for record in runs:
+            if record.id == run:
+                return record
+        known = ", ".join(record.id for record in runs[:5]) or "none yet"
+        raise ConfigError(f"no run {run!r}; the newest runs are: {known}")
+
+    # --- rounds ---------------------------------------------------------------------------------------
+
+    def open_round(self, run: str, number: int, cohort: list[str]) -> None:
+        with self._transaction() as connection:
+            connection.execute(
+                _rounds.insert().values(run=run, round=number, cohort=cohort, opened_at=_now(), evaluated=False)
+            )
+
+    def reopen_round(self, run: str, number: int, cohort: list[str]) -> None:
+        """Ask another cohort: the first gave nothing."""
+        with self._transaction() as connection:
+            connection.execute(
+                update(_rounds).where(_rounds.c.run == run, _rounds.c.round == number).values(cohort=cohort)
+            )
+
+    def close_round(self, run: str, number: int, state: SavedState, figures: dict[str, float]) -> None:
+        with self._transaction() as connection:
+            connection.execute(
+                update(_rounds)
+                .where(_rounds.c.run == run, _rounds.c.round == number)
+                .values(closed_at=_now(), state=msgspec.to_builtins(state), figures=figures)
+            )
+
+    def round_evaluated(self, run: str, number: int) -> None:
+        with self._transaction() as connection:
+            connection.execute(
+                update(_rounds).where(_rounds.c.run == run, _rounds.c.round == number).values(evaluated=True)
+            )
+
+    def rounds(self, run: str) -> list[RoundRecord]:
+        with self._transaction() as connection:
+            rows = connection.execute(select(_rounds).where(_rounds.c.run == run).order_by(_rounds.c.round))
+            return [
+                RoundRecord(
+                    row.run, row.round, row.cohort, row.opened_at, row.closed_at, row.evaluated,
+                    msgspec.convert(row.state, SavedState) if row.state else None, row.figures or {},
+                )
+                for row in rows
+            ]  # fmt: skip
+
+    # --- results --------------------------------------------------------------------------------------
+
+    def add_result(self, device: str, result: Result) -> None:
+        """An accepted result; one that is there already is not touched."""
+        with self._transaction() as connection:
+            key = (_results.c.run == result.run, _results.c.round == result.round, _results.c.device == device)
+            if connection.execute(select(_results.c.device).where(*key, _results.c.kind == result.kind)).first():
+                return
+            connection.execute(
+                _results.insert().values(
+                    run=result.run, round=result.round, device=device, kind=result.kind,
+                    samples=result.samples, metrics=result.metrics, use=msgspec.to_builtins(result.use),
+                    upload=result.upload.digest if result.upload else None, received_at=_now(),
+                )
+            )  # fmt: skip
+
+    def results(self, run: str, round_number: int | None = None, kind: TaskKind | None = None) -> list[ResultRecord]:
+        """Sorted by round and device."""
+        query = select(_results).where(_results.c.run == run)
+        if round_number is not None:
+            query = query.where(_results.c.round == round_number)
+        if kind is not None:
+            query = query.where(_results.c.kind == kind)
+        with self._transaction() as connection:
+            rows = connection.execute(query.order_by(_results.c.round, _results.c.device))
+            return [
+                ResultRecord(
+                    row.run, row.round, row.device, row.kind, row.samples,
+                    row.metrics, msgspec.convert(row.use, ResourceUse), row.upload,
+                )
+                for row in rows
+            ]  # fmt: skip
+
+    def add_refusal(self, run: str, round_number: int | None, device: str, kind: str, reason: str) -> None:
+        """Something that was not accepted: counted and shown, never fatal."""
+        with self._transaction() as connection:
+            connection.execute(
+                _refusals.insert().values(
+                    run=run, round=round_number, device=device, kind=kind, reason=reason, at=_now()
+                )
+            )
+
+    def refusals(self, run: str) -> list[RefusalRecord]:
+        with self._transaction() as connection:
+            rows = connection.execute(select(_refusals).where(_refusals.c.run == run).order_by(_refusals.c.id))
+            return [RefusalRecord(row.round, row.device, row.kind, row.reason, row.at) for row in rows]
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")  # a round that devices were told about must survive a power cut
+    cursor.execute("PRAGMA busy_timeout=5000")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()

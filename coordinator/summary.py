@@ -1,0 +1,342 @@
+"""A run in figures: for `coordinator show`, the demo's closing table, and `--json`."""
+
+import math
+from collections.abc import Callable
+from statistics import fmean, median, pstdev
+from typing import Literal
+
+from msgspec import Struct
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.store import ResultRecord, Store
+
+PROTOCOL = "newest tensors from the server + own local tensors, each device's own test images"
+"""How accuracy is measured; named in every output, because papers differ."""
+
+
+class RoundSummary(Struct, frozen=True, kw_only=True):
+    """One round; accuracies are None where the round was not evaluated."""
+
+    round: int
+    cohort: int
+    accepted: int
+    accuracy_mean: float | None  # over devices, unweighted
+    accuracy_std: float | None  # over devices, population
+    accuracy_weighted: float | None  # over test images
+    accuracy: dict[str, float]  # by device
+    train_loss: float | None
+    bytes_down: int
+    bytes_up: int
+    flops: int
+    figures: dict[str, float]
+
+
+class DeviceSummary(Struct, frozen=True, kw_only=True):
+    """One device over the whole run. What was not measured is None."""
+
+    device: str
+    train_samples: int
+    test_samples: int
+    rounds: int  # trained and accepted
+    accuracy: float | None  # in its last evaluation
+    bytes_down: int
+    bytes_up: int
+    step_s: float | None
+    peak_rss_bytes: int | None
+    flops_per_round: int | None
+
+
+class RunSummary(Struct, frozen=True, kw_only=True):
+    run: str
+    created_at: str
+    status: str
+    reason: str | None
+    method: str
+    model: str
+    seed: int
+    rounds_planned: int
+    protocol: str
+    classes: tuple[str, ...]
+    rounds: list[RoundSummary]
+    devices: list[DeviceSummary]
+    refusals: list[dict[str, str | int | None]]
+    mean_accuracy: float | None
+    bytes_down: int
+    bytes_up: int
+    max_edge_rss_bytes: int | None
+
+
+def summarise(store: Store, run: str) -> RunSummary:
+    """Everything that the record holds of one run. Raises ConfigError when there is no such run."""
+    record = store.run(run)
+    results = store.results(run)
+    rounds = []
+    for entry in store.rounds(run):
+        mine = [result for result in results if result.round == entry.round]
+        rounds.append(_round(entry.round, entry.cohort, entry.figures, mine))
+    devices = [
+        _device(name, [result for result in results if result.device == name])
+        for name in sorted({result.device for result in results})
+    ]
+    peaks = [device.peak_rss_bytes for device in devices if device.peak_rss_bytes is not None]
+    evaluated = [entry.accuracy_mean for entry in rounds if entry.accuracy_mean is not None]
+    return RunSummary(
+        run=run,
+        created_at=record.created_at,
+        status=record.status,
+        reason=record.reason,
+        method=str(record.config.get("method")),
+        model=str(record.config.get("model")),
+        seed=int(record.config.get("seed", 0)),
+        rounds_planned=int(record.config.get("rounds", 0)),
+        protocol=PROTOCOL,
+        classes=record.classes,
+        rounds=rounds,
+        devices=devices,
+        refusals=[entry._asdict() for entry in store.refusals(run)],
+        mean_accuracy=evaluated[-1] if evaluated else None,
+        bytes_down=sum(device.bytes_down for device in devices),
+        bytes_up=sum(device.bytes_up for device in devices),
+        max_edge_rss_bytes=max(peaks, default=None),
+    )
+
+
+def _round(number: int, cohort: list[str], figures: dict[str, float], results: list[ResultRecord]) -> RoundSummary:
+    trained = [result for result in results if result.kind == "train"]
+    tested = [result for result in results if result.kind == "evaluate" and result.samples]
+    accuracy = {result.device: result.metrics["correct"] / result.samples for result in tested}
+    images = sum(result.samples for result in tested)
+    losses = [result.metrics["loss"] for result in trained if "loss" in result.metrics]
+    return RoundSummary(
+        round=number,
+        cohort=len(cohort),
+        accepted=len(trained),
+        accuracy_mean=fmean(accuracy.values()) if accuracy else None,
+        accuracy_std=pstdev(accuracy.values()) if accuracy else None,
+        accuracy_weighted=sum(result.metrics["correct"] for result in tested) / images if images else None,
+        accuracy=accuracy,
+        train_loss=fmean(losses) if losses else None,
+        bytes_down=sum(result.use.received_bytes or 0 for result in results),
+        bytes_up=sum(result.use.sent_bytes or 0 for result in results),
+        flops=sum(result.use.flops or 0 for result in results),
+        figures=figures,
+    )
+
+
+def _device(name: str, results: list[ResultRecord]) -> DeviceSummary:
+    trained = [result for result in results if result.kind == "train"]
+    steps = [result.use.step_s for result in trained if result.use.step_s is not None]
+    peaks = [result.use.peak_rss_bytes for result in results if result.use.peak_rss_bytes is not None]
+    flops = [result.use.flops for result in trained if result.use.flops is not None]
+    tested = [result for result in results if result.kind == "evaluate"]
+    right = [result.metrics["correct"] / result.samples for result in tested if result.samples]
+    return DeviceSummary(
+        device=name,
+        train_samples=max((result.samples for result in trained), default=0),
+        test_samples=max((result.samples for result in tested), default=0),
+        rounds=len(trained),
+        accuracy=right[-1] if right else None,
+        bytes_down=sum(result.use.received_bytes or 0 for result in results),
+        bytes_up=sum(result.use.sent_bytes or 0 for result in results),
+        step_s=median(steps) if steps else None,
+        peak_rss_bytes=max(peaks, default=None),
+        flops_per_round=round(fmean(flops)) if flops else None,
+    )
+
+
+def round_line(store: Store, run: str, number: int, rounds: int) -> str:
+    """One line on one finished round."""
+    entry = next(entry for entry in store.rounds(run) if entry.round == number)
+    summary = _round(number, entry.cohort, entry.figures, store.results(run, number))
+    parts = [f"round {number:>3}/{rounds}", f"{summary.accepted}/{summary.cohort} devices"]
+    if summary.accuracy_mean is not None and summary.accuracy_std is not None:
+        parts.append(f"accuracy {summary.accuracy_mean:.3f} ± {summary.accuracy_std:.3f}")
+    if summary.train_loss is not None:
+        parts.append(f"loss {summary.train_loss:.3f}")
+    if "devices_s" in summary.figures:
+        parts.append(f"devices {summary.figures['devices_s']:.1f} s, server {summary.figures['server_s']:.1f} s")
+    parts.append(f"down {megabytes(summary.bytes_down)}, up {megabytes(summary.bytes_up)}")
+    return "   ".join(parts)
+
+
+# --- tables -------------------------------------------------------------------------------------------
+#
+# Made for a terminal of `width` columns: units stand in the headings, numbers are never cut or wrapped, and
+# what does not fit is left out as a whole column; `--json` has everything.
+
+CURVE_WIDTH = 20
+LEAST_NAME = 12
+"""Of a device's name at least so many letters are shown, from both of its ends."""
+
+
+def report(summary: RunSummary, width: int) -> Group:
+    """All tables of one run, for a person."""
+    reason = f" ({summary.reason})" if summary.reason else ""
+    parts: list[RenderableType] = [
+        Text(
+            f"run {summary.run}: {summary.method} on {summary.model}, {summary.status}{reason}, "
+            f"{len(summary.rounds)} of {summary.rounds_planned} rounds, seed {summary.seed}"
+        )
+    ]
+    if any(entry.accuracy_mean is not None for entry in summary.rounds):
+        parts += [Text(), accuracy_table(summary, width), Text(f"accuracy: {summary.protocol}", style="dim")]
+    if summary.devices:
+        parts += [Text(), device_table(summary, width)]
+    if summary.refusals:
+        parts += [Text(), refusal_table(summary, width)]
+    return Group(*parts)
+
+
+def accuracy_table(summary: RunSummary, width: int) -> Table:
+    """Accuracy by round, each device in a column where they fit, else the lowest and the highest."""
+    return _first_that_fits(
+        width,
+        lambda: _accuracy_table(summary, each_device=True, curve=True),
+        lambda: _accuracy_table(summary, each_device=True, curve=False),
+        lambda: _accuracy_table(summary, each_device=False, curve=True),
+        lambda: _accuracy_table(summary, each_device=False, curve=False),
+    )
+
+
+def _accuracy_table(summary: RunSummary, *, each_device: bool, curve: bool) -> Table:
+    names = [device.device for device in summary.devices if device.accuracy is not None]
+    table = _table("accuracy by round")
+    for heading in ("round", *(names if each_device else ("lowest", "highest")), "mean", "std", "by image"):
+        _column(table, heading, style="bold" if heading == "mean" else "")
+    if curve:
+        _column(table, "curve", justify="left")
+    for entry in summary.rounds:
+        if entry.accuracy_mean is None:
+            continue
+        values = [entry.accuracy.get(name) for name in names]
+        if not each_device:
+            values = [min(entry.accuracy.values()), max(entry.accuracy.values())]
+        cells = [_share(value) for value in (*values, entry.accuracy_mean, entry.accuracy_std, entry.accuracy_weighted)]
+        bar = [Text("█" * math.floor(CURVE_WIDTH * entry.accuracy_mean + 0.5), style="green")] if curve else []
+        table.add_row(str(entry.round), *cells, *bar)
+    return table
+
+
+def device_table(summary: RunSummary, width: int) -> Table:
+    """What each device did and what it cost; accuracy is that of its last evaluation."""
+    left = width - _natural_width(_device_table(summary, name_width=0))
+    return _device_table(summary, name_width=max(LEAST_NAME, left))
+
+
+def _device_table(summary: RunSummary, *, name_width: int) -> Table:
+    table = _table("devices")
+    _column(table, "device" if name_width else "", justify="left")
+    headings = ("train\nimages", "test\nimages", "rounds\ntrained", "last\naccuracy")
+    for heading in (*headings, "down\nMB", "up\nMB", "step\nms", "memory\nMB", "GFLOP\na round"):
+        _column(table, heading)
+    for device in summary.devices:
+        table.add_row(
+            Text(shortened(device.device, name_width)),
+            str(device.train_samples),
+            str(device.test_samples),
+            str(device.rounds),
+            _share(device.accuracy),
+            _scaled(device.bytes_down, 1e6),
+            _scaled(device.bytes_up, 1e6),
+            _scaled(device.step_s, 1e-3),
+            _scaled(device.peak_rss_bytes, 1e6),
+            _scaled(device.flops_per_round, 1e9),
+        )
+    return table
+
+
+def refusal_table(summary: RunSummary, width: int, most: int = 10) -> Table:
+    """The newest refusals, equal ones together; only their reasons may take several lines."""
+    times: dict[tuple[int | str | None, ...], int] = {}
+    for entry in summary.refusals:
+        key = tuple(entry[name] for name in ("round", "device", "kind", "reason"))
+        times[key] = times.pop(key, 0) + 1  # at the end again
+    left_out = len(times) - most
+    table = _table("refused or lost" if left_out <= 0 else f"refused or lost, and {left_out} others before")
+    for heading in ("times", "round", "device", "what"):
+        _column(table, heading, justify="right" if heading in ("times", "round") else "left")
+    table.add_column("reason", overflow="fold")
+    for (number, device, kind, reason), count in list(times.items())[-most:]:
+        name = shortened(str(device), max(LEAST_NAME, width // 4))
+        table.add_row(str(count), "" if number is None else str(number), Text(name), Text(str(kind)), Text(str(reason)))
+    return table
+
+
+def runs_table(summaries: list[RunSummary], width: int) -> Table:
+    """One line a run. A run's name is never cut: it is what `show` and `--resume` want."""
+    return _first_that_fits(
+        width,
+        lambda: _runs_table(summaries, ("created", "status", "method", "model", "rounds", "accuracy")),
+        lambda: _runs_table(summaries, ("created", "status", "method", "rounds", "accuracy")),
+        lambda: _runs_table(summaries, ("status", "method", "rounds", "accuracy")),
+        lambda: _runs_table(summaries, ("status", "rounds", "accuracy")),
+    )
+
+
+def _runs_table(summaries: list[RunSummary], headings: tuple[str, ...]) -> Table:
+    table = _table(None)
+    for heading in ("run", *headings):
+        _column(table, heading, justify="right" if heading in ("rounds", "accuracy") else "left")
+    for entry in summaries:
+        cells = {
+            "created": entry.created_at[:16].replace("T", " "),
+            "status": entry.status,
+            "method": entry.method,
+            "model": entry.model,
+            "rounds": f"{len(entry.rounds)}/{entry.rounds_planned}",
+            "accuracy": _share(entry.mean_accuracy),
+        }
+        table.add_row(Text(entry.run), *(Text(cells[heading]) for heading in headings))
+    return table
+
+
+def shortened(name: str, width: int) -> str:
+    """A name in at most `width` letters: its middle is left out, for names of a fleet differ at their ends.
+
+    >>> shortened("device-with-a-long-name-17", 12), shortened("device-3", 12)
+    ('device…me-17', 'device-3')
+    """
+    if len(name) <= width:
+        return name
+    tail = max(0, width - 1) // 2
+    return f"{name[: max(0, width - 1 - tail)]}…{name[len(name) - tail :]}" if width else ""
+
+
+def megabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e6:.1f} MB"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _scaled(value: float | None, unit: float) -> str:
+    if value is None:
+        return "-"
+    return f"{value / unit:.{0 if value / unit >= 9999.95 else 1}f}"
+
+
+def _table(title: str | None) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+
+
+def _column(table: Table, heading: str, justify: Literal["left", "right"] = "right", style: str = "") -> None:
+    # Text: brackets in a name are no markup
+    table.add_column(Text(heading), justify=justify, style=style, no_wrap=True)
+
+
+def _first_that_fits(width: int, *candidates: Callable[[], Table]) -> Table:
+    for candidate in candidates[:-1]:
+        table = candidate()
+        if _natural_width(table) <= width:
+            return table
+    return candidates[-1]()
+
+
+def _natural_width(table: Table) -> int:
+    console = Console(width=10_000)
+    return Measurement.get(console, console.options, table).maximum

@@ -1,0 +1,520 @@
+"""The device's loop: says hello, takes tasks, fetches what they need, works, keeps and sends results.
+
+One thread reads the inbox and owns all state; a worker thread runs the graphs and reports back through
+the inbox. Nothing here knows a method, and nothing here blocks on the network.
+"""
+
+import contextlib
+import logging
+import queue
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from edge_client.runtime import Runtime, Seeds, Stopped, Watch
+from edge_client.vault import Vault
+from fedvit.blobs import BlobStore
+from fedvit.data.folder import DeviceData
+from fedvit.errors import BadPayload, FedvitError, OverBudget, PeerRefused, StorageFailed
+from fedvit.program import Program, Role, decode_program
+from fedvit.resources import DeviceProfile, ResourceUse
+from fedvit.tensors import Tensors, check_finite, check_tensors, delta, pack, unpack
+from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
+from fedvit.transport.exchange import BlobExchange
+from fedvit.wire.messages import (
+    CoordinatorState,
+    DeviceState,
+    Done,
+    Failed,
+    FromDevice,
+    Hello,
+    Manifest,
+    Progress,
+    Refused,
+    Result,
+    ResultAck,
+    RunEnded,
+    Task,
+    Want,
+    Welcome,
+    decode,
+    encode,
+)
+from fedvit.wire.topics import Topics, check_name
+from profiles.probes.host import peak_rss_bytes
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+HELLO_AGAIN_S = 5.0
+"""A hello or a result that stays unanswered is sent again after about this long; the wait doubles to a minute."""
+AGAIN_MAX_S = 60.0
+PROGRESS_EVERY_S = 0.5
+SAME_ID_PATIENCE_S = 75.0
+"""How long a device waits for its own last will, when its id is said to be taken: 1.5 keepalives and some."""
+
+COORDINATOR = "coordinator"
+
+
+class _Worked(NamedTuple):
+    """The worker thread finished, one way or the other."""
+
+    job: "_Job"
+    result: Result | None
+    error: Exception | None
+
+
+class Resend:
+    """When to say something again that was not answered: jittered, doubling."""
+
+    def __init__(self) -> None:
+        self._wait_s = HELLO_AGAIN_S
+        self._due = time.monotonic() + self._wait_s
+
+    def due(self) -> bool:
+        if time.monotonic() < self._due:
+            return False
+        self._wait_s = min(AGAIN_MAX_S, 2 * self._wait_s)
+        self._due = time.monotonic() + self._wait_s * random.uniform(0.75, 1.25)
+        return True
+
+
+@dataclass
+class _Job:
+    """A task on this device: first its blobs are fetched, then it runs."""
+
+    task: Task
+    expires_at: float  # on this process's monotonic clock; clocks of two machines are never compared
+    stop: threading.Event = field(default_factory=threading.Event)
+    missing: set[str] = field(default_factory=set)
+    working: bool = False
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.task.run, self.task.round, self.task.kind
+
+
+@dataclass
+class _Pending:
+    """A result that is not acknowledged yet."""
+
+    result: Result
+    resend: Resend = field(default_factory=Resend)
+
+
+class Agent:
+    """One device of a fleet. `serve` runs until `stop` is set, the run ends (`once`), or the coordinator refuses."""
+
+    def __init__(
+        self,
+        *,
+        device: str,
+        federation: str,
+        transport: Transport,
+        data: DeviceData,
+        vault: Vault,
+        blobs: BlobStore,
+        runtime: Runtime,
+        profile: DeviceProfile,
+        software: str,
+    ) -> None:
+        self.device = check_name(device, "device id")
+        self.topics = Topics(check_name(federation, "federation"))
+        self.instance = secrets.token_hex(8)
+        self.transport = transport
+        self.data = data
+        self.vault = vault
+        self.blobs = blobs
+        self.runtime = runtime
+        self.profile = profile
+        self.software = software
+        self.exchange = BlobExchange(
+            transport, blobs, tell=self._tell_blob, topic_for=self._upload_topic, may_read=self._may_read
+        )
+        self._inbox = transport.inbox
+        self._connected = False
+        self._link_trouble = ""
+        self._epoch: int | None = None
+        self._hello: Resend | None = None  # set while a hello waits for its answer
+        self._refused_since: float | None = None
+        self._job: _Job | None = None
+        self._worker: threading.Thread | None = None
+        self._pending: dict[tuple[str, int, str], _Pending] = {}
+        self._ended: RunEnded | None = None
+        self._told_bytes = (0, 0)  # received, sent: already in some result
+        self._programs: dict[str, Program] = {}
+        self._by_classes: dict[tuple[str, ...], DeviceData] = {}
+
+    # --- the loop -------------------------------------------------------------------------------------
+
+    def serve(self, stop: threading.Event, *, once: bool = False) -> str:
+        """Take part until told to stop; returns why it ended. Raises PeerRefused when the refusal is final."""
+        for result in self.vault.pending():
+            self._pending[result.run, result.round, result.kind] = _Pending(result)
+        will = encode(DeviceState(self.instance, online=False))
+        self.transport.subscribe(self.topics.coordinator_state, 1)
+        self.transport.subscribe(self.topics.to_device(self.device), 1)
+        self.transport.open(Will(self.topics.device_state(self.device), will, retain=False))
+        try:
+            while not stop.is_set():
+                with contextlib.suppress(queue.Empty):
+                    self._on_event(self._inbox.get(timeout=TICK_S))
+                self._on_time()
+                if once and self._ended and not self._job:
+                    return f"run {self._ended.run} {self._ended.status}"
+            return "stopped"
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._job:
+            self._job.stop.set()
+        self.exchange.cancel()
+        if self._connected:
+            farewell = encode(DeviceState(self.instance, online=False))
+            self.transport.publish(self.topics.device_state(self.device), farewell, qos=1)
+        self.transport.close()
+        if self._worker:
+            self._worker.join(timeout=30)
+
+    def _on_event(self, event: object) -> None:
+        match event:
+            case Connected():
+                self._connected = True
+                self._link_trouble = ""
+                log.info("connected to the broker")
+                self._say_hello()
+                self.exchange.reconnected()
+            case Disconnected(reason=reason):
+                if reason != self._link_trouble:
+                    log.warning("no connection to the broker; trying again", extra={"reason": reason})
+                self._link_trouble = reason
+                self._connected = False
+            case Received(topic=topic, payload=payload):
+                self._on_received(topic, payload)
+            case _Worked():
+                self._on_worked(event)
+
+    def _on_time(self) -> None:
+        if self._job and time.monotonic() > self._job.expires_at:
+            # the round is over without us: to go on would only cost energy
+            self._fail(self._job, OverBudget(f"not done within the deadline of {self._job.task.deadline_s:.0f} s"))
+        if not self._connected:
+            return
+        self.exchange.tick()
+        if self._hello and self._hello.due():
+            self._say_hello(self._hello)
+        if self._hello is None:
+            for pending in self._pending.values():
+                if pending.resend.due():
+                    self._send(pending.result)
+
+    # --- messages -------------------------------------------------------------------------------------
+
+    def _on_received(self, topic: str, payload: bytes) -> None:
+        if topic not in (self.topics.coordinator_state, self.topics.to_device(self.device)):
+            self.exchange.on_chunk(payload)
+            return
+        try:
+            message = decode(payload)
+        except BadPayload as error:
+            log.warning("message dropped", extra={"reason": str(error)})
+            return
+        match message:
+            case CoordinatorState():
+                self._on_coordinator(message)
+            case Welcome() if message.instance == self.instance:
+                self._on_welcome(message)
+            case Refused() if message.instance == self.instance:
+                self._on_refused(message)
+            case Task() if message.instance == self.instance and message.epoch == self._epoch:
+                self._on_task(message)
+            case ResultAck():
+                self._on_ack(message)
+            case RunEnded():
+                self._on_run_ended(message)
+            case Want():
+                self._on_want(message)
+            case Done():
+                self.exchange.on_done(COORDINATOR, message)
+            case _:
+                pass  # meant for an earlier process with this id
+
+    def _on_want(self, want: Want) -> None:
+        try:
+            self.exchange.on_want(COORDINATOR, want)
+        except BadPayload as error:
+            log.warning("the coordinator wants what is not here", extra={"reason": str(error)})
+
+    def _on_coordinator(self, state: CoordinatorState) -> None:
+        if not state.alive:
+            log.info("the coordinator left; waiting for it")
+        elif state.epoch != self._epoch:
+            self._say_hello()
+
+    def _say_hello(self, resend: Resend | None = None) -> None:
+        self._hello = resend or Resend()
+        data = self.data
+        self._send(Hello(self.instance, self.software, self.profile, data.classes, len(data.train), len(data.test)))
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        if self._epoch != welcome.epoch:
+            log.info("joined", extra={"device": self.device, "next": welcome.waiting_for})
+        self._epoch = welcome.epoch
+        self._hello = None
+        self._refused_since = None
+        for pending in self._pending.values():
+            self._send(pending.result)
+
+    def _on_refused(self, refused: Refused) -> None:
+        if refused.final:
+            raise PeerRefused(f"the coordinator refused device {self.device!r}: {refused.reason}")
+        now = time.monotonic()
+        if self._refused_since is None:
+            self._refused_since = now
+            log.warning("not accepted yet; trying again", extra={"device": self.device, "reason": refused.reason})
+        elif now - self._refused_since > SAME_ID_PATIENCE_S:
+            raise PeerRefused(f"the coordinator refused device {self.device!r}: {refused.reason}")
+
+    def _on_ack(self, ack: ResultAck) -> None:
+        pending = self._pending.pop((ack.run, ack.round, ack.kind), None)
+        if pending is None:
+            return
+        if ack.kind == "train":
+            try:
+                self.vault.settle(ack.run, ack.round)
+            except StorageFailed as error:  # the device goes on; started again it sends the result once more
+                log.error("result not settled", extra={"run": ack.run, "round": ack.round, "reason": str(error)})
+        if not ack.accepted:
+            log.warning(
+                "result refused", extra={"run": ack.run, "round": ack.round, "kind": ack.kind, "reason": ack.reason}
+            )
+
+    def _on_run_ended(self, ended: RunEnded) -> None:
+        log.info("run ended", extra={"run": ended.run, "status": ended.status})
+        if ended.status == "finished":  # nobody will acknowledge what is still unsent; a failed run may be resumed
+            for key in [key for key in self._pending if key[0] == ended.run]:
+                del self._pending[key]
+        if self._job and self._job.task.run != ended.run:
+            return  # an earlier run's end, late
+        self._drop_job()
+        self._ended = ended
+
+    # --- a task ---------------------------------------------------------------------------------------
+
+    def _on_task(self, task: Task) -> None:
+        key = (task.run, task.round, task.kind)
+        self._ended = None
+        if self._job and self._job.key == key:
+            return
+        if pending := self._pending.get(key):
+            self._send(pending.result)
+            return
+        self._drop_job()
+        job = self._job = _Job(task, time.monotonic() + task.deadline_s)
+        manifests = {manifest.digest: manifest for manifest in task.blobs}
+        log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
+        try:
+            self.blobs.prune(keep=set(manifests) | self._pinned())
+            self._fetch(job, [task.program, *task.groups.values()], manifests)
+        except (FedvitError, OSError) as error:
+            self._fail(job, error)
+
+    def _fetch(self, job: _Job, digests: list[str], manifests: dict[str, Manifest]) -> None:
+        """Get blobs, then what the Program names in turn, then start the work."""
+        unknown = [digest for digest in digests if digest not in manifests]
+        if unknown:
+            self._fail(job, BadPayload(f"the task names blob {unknown[0]} but does not describe it"))
+            return
+        job.missing = set(digests)
+
+        def finished(manifest: Manifest, error: Exception | None) -> None:
+            if job is not self._job:
+                return
+            if error:
+                self._fail(job, error)
+                return
+            job.missing.discard(manifest.digest)
+            if not job.missing:
+                self._fetched(job, manifests)
+
+        for digest in sorted(job.missing):
+            if job is self._job:
+                self.exchange.fetch(manifests[digest], COORDINATOR, self.topics.broadcast(digest), finished)
+
+    def _fetched(self, job: _Job, manifests: dict[str, Manifest]) -> None:
+        if job.working:
+            return
+        try:
+            program = self._program(job.task.program)
+            wanted = [graph.digest for graph in program.graphs.values()]
+            wanted += [group.initial for group in program.groups.values() if group.initial]
+            missing = [digest for digest in wanted if not self.blobs.has(digest)]
+        except FedvitError as error:
+            self._fail(job, error)
+            return
+        if missing:
+            self._fetch(job, missing, manifests)
+            return
+        job.working = True
+        before = self._worker
+
+        def work() -> None:
+            if before:
+                before.join()  # a cancelled task ends at its next step
+            try:
+                self._inbox.put(_Worked(job, self._work(job, program), None))
+            except Exception as error:  # noqa: BLE001 - reported to the coordinator
+                self._inbox.put(_Worked(job, None, error))
+
+        self._worker = threading.Thread(target=work, name=f"task-{job.task.kind}-{job.task.round}", daemon=True)
+        self._worker.start()
+
+    def _program(self, digest: str) -> Program:
+        if digest not in self._programs:
+            self._programs = {digest: decode_program(self.blobs.get(digest))}
+        return self._programs[digest]
+
+    def _work(self, job: _Job, program: Program) -> Result:
+        """In the worker thread: everything that takes time."""
+        task, began = job.task, time.perf_counter()
+        data = self._labelled(program.classes)
+        self.runtime.keep_only({graph.digest for graph in program.graphs.values()})
+        for graph in program.graphs.values():
+            self.runtime.open(graph.digest, self.blobs.path(graph.digest))
+        values = self._values(task, program)
+        watch = Watch(self._progress(job), job.stop.is_set)
+        if task.kind == "evaluate":
+            evaluated = self.runtime.evaluate(program, values, data.test, watch)
+            use = self._use(began, flops=evaluated.flops)
+            correct = float(evaluated.correct)
+            return Result(task.run, task.round, task.kind, evaluated.samples, {"correct": correct}, use)
+        seeds = Seeds(task.seed, task.round, self.device)
+        trained = self.runtime.train(program, values, data.train, seeds, task.lr_scale, watch)
+        check_finite(trained.tensors, f"training diverged in round {task.round}, nothing of it is kept")
+        local = {
+            name: trained.tensors.get(name, values[name])
+            for group in program.with_role(Role.LOCAL)
+            for name in program.names(group)
+        }
+        back = {
+            name: values[name]
+            for group in program.with_role(*(role for role in Role if role.sent_back))
+            for name in program.names(group)
+        }
+        upload: Tensors = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
+        upload |= trained.collected
+        manifest = self.blobs.put(pack(upload)) if upload else None
+        use = self._use(began, flops=trained.flops, steps=trained.steps, step_s=trained.step_s)
+        metrics = {"loss": trained.loss}
+        result = Result(task.run, task.round, task.kind, trained.samples, metrics, use, manifest)
+        if job.stop.is_set():
+            raise Stopped("the task was cancelled")
+        self.vault.commit(result, local)
+        return result
+
+    def _labelled(self, classes: tuple[str, ...]) -> DeviceData:
+        """The images under the run's class list; kept, because decoded images are cached inside."""
+        if classes not in self._by_classes:
+            self._by_classes = {classes: self.data.relabelled(classes)}
+        return self._by_classes[classes]
+
+    def _values(self, task: Task, program: Program) -> Tensors:
+        """Every tensor at the start of the round, checked against the Program."""
+        values: Tensors = {}
+        stored = self.vault.local(task.run)
+        for group, spec in program.groups.items():
+            what = f"group {group!r} of round {task.round}"
+            if spec.role is Role.LOCAL and stored is not None:
+                tensors = {name: stored[name] for name in program.names(group) if name in stored}
+            elif spec.role.from_server_each_round:
+                if group not in task.groups:
+                    raise BadPayload(f"{what}: the task does not bring it")
+                tensors = unpack(self.blobs.get(task.groups[group]))
+            elif spec.initial:
+                tensors = unpack(self.blobs.get(spec.initial))
+            else:
+                raise BadPayload(f"{what}: it has no initial value")
+            check_tensors(tensors, program.expected([group]), what)
+            values |= tensors
+        return values
+
+    def _progress(self, job: _Job) -> Callable[[int, int, float | None], None]:
+        last = 0.0
+
+        def step(done: int, total: int, loss: float | None) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last >= PROGRESS_EVERY_S or done == total:
+                last = now
+                task = job.task
+                message = Progress(task.run, task.round, task.kind, done, total, loss)
+                self.transport.publish(self.topics.from_device(self.device), encode(message), qos=0)
+
+        return step
+
+    def _use(self, began: float, *, flops: int, steps: int = 0, step_s: float | None = None) -> ResourceUse:
+        told = self._told_bytes
+        self._told_bytes = (self.transport.received_bytes, self.transport.sent_bytes)
+        return ResourceUse(
+            train_s=time.perf_counter() - began,
+            step_s=step_s,
+            steps=steps,
+            flops=flops,
+            peak_rss_bytes=peak_rss_bytes(),
+            received_bytes=self._told_bytes[0] - told[0],
+            sent_bytes=self._told_bytes[1] - told[1],
+        )
+
+    def _on_worked(self, worked: _Worked) -> None:
+        job = worked.job
+        if worked.result:
+            result = worked.result
+            self._pending[job.key] = _Pending(result)
+            self._send(result)
+            log.info(
+                "task done",
+                extra={"round": result.round, "kind": result.kind, "samples": result.samples, **result.metrics},
+            )
+            if job is self._job:
+                self._job = None
+        elif worked.error and not isinstance(worked.error, Stopped):
+            self._fail(job, worked.error)
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        """Tell the coordinator why this task cannot be done; the device stays for the next one."""
+        if job is not self._job:
+            return
+        log.error("task failed", extra={"reason": str(error)}, exc_info=not isinstance(error, FedvitError) and error)
+        task = job.task
+        reason = str(error) if isinstance(error, FedvitError) else f"{type(error).__name__}: {error}"
+        self._drop_job()
+        self._send(Failed(task.run, task.round, task.kind, reason[:500]))
+
+    def _drop_job(self) -> None:
+        if self._job:
+            self._job.stop.set()
+            self._job = None
+            self.exchange.cancel(COORDINATOR)
+
+    # --- sending --------------------------------------------------------------------------------------
+
+    def _send(self, message: FromDevice) -> None:
+        """QoS 1; what is lost while the link is down is said again after the next welcome."""
+        self.transport.publish(self.topics.from_device(self.device), encode(message), qos=1)
+
+    def _tell_blob(self, peer: str, message: Want | Done) -> None:
+        self._send(message)
+
+    def _upload_topic(self, digest: str) -> str:
+        return self.topics.upload(self.device, digest)
+
+    def _pinned(self) -> set[str]:
+        return {pending.result.upload.digest for pending in self._pending.values() if pending.result.upload}
+
+    def _may_read(self, peer: str, digest: str) -> bool:
+        return digest in self._pinned()

@@ -1,0 +1,163 @@
+"""`edge-client`: one device of a fleet. Nothing here or below imports a deep-learning framework."""
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import secrets
+import signal
+import threading
+from importlib.metadata import version
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import click
+
+from fedvit import command_line
+from fedvit.errors import ConfigError
+from fedvit.files import atomic_write
+from fedvit.logs import configure_logging
+from fedvit.wire.topics import check_name
+from profiles.probes.host import device_profile, usable_cores
+
+log = logging.getLogger(__name__)
+
+
+@click.group(invoke_without_command=True, context_settings={"show_default": True})
+@click.option(
+    "--broker",
+    metavar="HOST[:PORT]",
+    default="localhost",
+    help="MQTT broker; also mqtt://USER:PASSWORD@HOST:PORT and mqtts://...",
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Folder with train/CLASS/ and test/CLASS/ images, or CLASS/ alone.",
+)
+@click.option("--id", "device", metavar="NAME", help="Name of this device; by default made once and kept in --state.")
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path),
+    help="Folder for personal tensors and unsent results; by default one per data folder.",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads that training may use; by default all cores.")
+@click.option("--federation", default="home", help="Which federation at the broker to join.")
+@click.option("--ca-file", type=click.Path(path_type=Path), help="Certificate authority of an mqtts:// broker.")
+@click.option(
+    "--test-share",
+    type=click.FloatRange(0, 0.9),
+    default=0.2,
+    help="Share of test images where the data folder has no train/ and test/.",
+)
+@click.option("--once", is_flag=True, help="Leave when the run has ended instead of waiting for the next.")
+@click.option("--quiet", is_flag=True, help="Say only what is wrong.")
+@click.version_option(version("fedvit"))
+@click.pass_context
+def cli(context: click.Context, /, **options: Any) -> None:
+    """Train on this device's own images, which never leave it, as the coordinator asks."""
+    if context.invoked_subcommand is None:
+        serve(**options)
+
+
+def serve(
+    *,
+    broker: str,
+    data: Path | None,
+    device: str | None,
+    state: Path | None,
+    threads: int | None,
+    federation: str,
+    ca_file: Path | None,
+    test_share: float,
+    once: bool,
+    quiet: bool,
+) -> None:
+    """Connect the parts and take part until stopped."""
+    # onnxruntime and the data readers are imported here, so that --help and typing errors answer at once
+    from edge_client.agent import Agent
+    from edge_client.runtime import Runtime
+    from edge_client.vault import Vault
+    from fedvit.blobs import BlobStore
+    from fedvit.data.folder import DeviceData
+    from fedvit.transport.mqtt import Address, MqttTransport
+
+    configure_logging(level=logging.WARNING if quiet else logging.INFO)
+    if data is None:
+        raise ConfigError("--data is missing: the folder with this device's images")
+    address = Address.parse(broker, ca_file=ca_file)
+    images = DeviceData.open(data, test_share=test_share)
+    folder = state or default_state(data)
+    lock = lock_state(folder)
+    name = device_id(folder, device, data)
+    threads = threads or usable_cores()
+    transport = MqttTransport(SimpleQueue(), address, client_id=f"{name}-{secrets.token_hex(4)}")
+    agent = Agent(
+        device=name,
+        federation=federation,
+        transport=transport,
+        data=images,
+        vault=Vault(folder / "vault"),
+        blobs=BlobStore(folder / "blobs"),
+        runtime=Runtime(threads),
+        profile=device_profile(threads),
+        software=version("fedvit"),
+    )
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    log.info(
+        "device ready",
+        extra={"device": name, "train": len(images.train), "test": len(images.test), "classes": len(images.classes)},
+    )
+    for path, reason in images.unreadable[:5]:
+        log.warning("image left out", extra={"file": str(path), "reason": reason})
+    if len(images.unreadable) > 5:
+        log.warning("more images left out", extra={"count": len(images.unreadable) - 5})
+    reason = agent.serve(stop, once=once)
+    log.info("device leaves", extra={"reason": reason})
+    os.close(lock)
+
+
+def default_state(data: Path) -> Path:
+    """Where a device that was not told otherwise keeps its state: one folder per data folder."""
+    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "fedvit"
+    place = data.resolve()
+    return base / f"{place.name}-{hashlib.blake2b(str(place).encode(), digest_size=4).hexdigest()}"
+
+
+def lock_state(folder: Path) -> int:
+    """Make sure that no other process uses this state. Raises ConfigError naming the one that does."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"state folder {folder} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.pread(handle, 32, 0).decode().strip()
+        raise ConfigError(f"state folder {folder} is in use by process {owner}; choose another with --state") from None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, str(os.getpid()).encode(), 0)
+    return handle
+
+
+def device_id(folder: Path, wanted: str | None, data: Path) -> str:
+    """The device's lasting name: given, kept from before, or made from the data folder's name."""
+    file = folder / "device-id"
+    if wanted is None and file.is_file():
+        return check_name(file.read_text().strip(), f"device id in {file}")
+    if wanted is None:
+        stem = re.sub("[^A-Za-z0-9_-]", "-", data.resolve().name)
+        wanted = f"{stem[:48] or 'device'}-{secrets.token_hex(2)}"
+    check_name(wanted, "--id")
+    atomic_write(file, wanted.encode())
+    return wanted
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    command_line.run(cli, "edge-client")

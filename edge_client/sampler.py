@@ -1,0 +1,42 @@
+"""Which features a device uploads: about as many of each class, so that the counts tell little."""
+
+from typing import Any
+
+import numpy as np
+
+from fedvit.tensors import Array
+
+
+class MedianSampler:
+    """EFTViT's median-balanced choice, drawn before training so that only what is sent is ever kept.
+
+    With n_c images of class c and med their median over the classes that are present: a class with fewer
+    than med gives features of all epochs, any other those of the last epoch; of more than med candidates,
+    med are drawn without replacement. So med features per class, or E * n_c where that is fewer.
+    """
+
+    def __init__(self, labels: Array, epochs: int, threshold: float, rng: np.random.Generator) -> None:
+        self._labels = labels
+        self._picks: list[dict[int, None]] = [{} for _ in range(epochs)]
+        present, counts = np.unique(labels, return_counts=True)
+        self.limit = max(1, int(np.floor(np.median(counts)) * threshold)) if len(counts) else 0
+        for label, count in zip(present, counts, strict=True):
+            rows = np.flatnonzero(labels == label)
+            first = 0 if count < self.limit else epochs - 1
+            pool = [(epoch, int(row)) for epoch in range(first, epochs) for row in rows]
+            if len(pool) > self.limit:
+                pool = [pool[index] for index in rng.choice(len(pool), self.limit, replace=False)]
+            for epoch, row in pool:
+                self._picks[epoch][row] = None
+        self._kept: list[tuple[Any, int]] = []
+
+    def record(self, epoch: int, rows: Array, readable: Array, values: Array) -> None:
+        """Keep the chosen ones among a batch's values; `rows` are indices of the device's images."""
+        for position, row in enumerate(rows):
+            if int(row) in self._picks[epoch] and readable[position]:
+                self._kept.append((np.array(values[position]), int(self._labels[row])))
+
+    def collected(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """(values (n, *shape) float32, labels (n,) int64)."""
+        values = np.stack([value for value, _ in self._kept]) if self._kept else np.zeros((0, *shape), np.float32)
+        return values, np.array([label for _, label in self._kept], np.int64)

@@ -1,0 +1,119 @@
+"""What must survive a power cut on a device: its personal tensors, and the result not yet acknowledged.
+
+Layout: `RUN/round-7-XXXXXXXX/{local.safetensors,result.msgpack,PENDING}`; the file `RUN/CURRENT` names the
+newest complete round and is replaced atomically. So personal tensors and the result that belongs to them
+change together, or not at all.
+"""
+
+import secrets
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from fedvit.errors import BadPayload, ConfigError, StorageFailed
+from fedvit.files import atomic_write
+from fedvit.tensors import Tensors, pack, unpack
+from fedvit.wire.messages import Result
+from fedvit.wire.topics import check_name
+
+_CURRENT = "CURRENT"
+_PENDING = "PENDING"
+
+
+class Vault:
+    """One device's vault, all runs.
+
+    Raises StorageFailed when the disk is full, the old content then stands; and when what is here cannot be
+    read. Raises BadPayload for a run that cannot be the name of a folder: it comes from the network.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def round_of(self, run: str) -> int:
+        """The newest round whose work is here; 0 before the first."""
+        current = self._current(run)
+        return int(current.name.split("-")[1]) if current else 0
+
+    def local(self, run: str) -> Tensors | None:
+        """The personal tensors as the newest finished round left them; None before the first."""
+        current = self._current(run)
+        if current is None:
+            return None
+        file = current / "local.safetensors"
+        try:
+            return unpack(_read(file))
+        except BadPayload as error:
+            raise StorageFailed(f"{file} is damaged: {error}") from error
+
+    def commit(self, result: Result, local: Tensors) -> None:
+        """Keep a finished round: personal tensors and result become current in one step."""
+        home = self._home(result.run)
+        folder = home / f"round-{result.round}-{secrets.token_hex(4)}"
+        try:
+            atomic_write(folder / "local.safetensors", pack(local), private=True)
+            atomic_write(folder / "result.msgpack", msgspec.msgpack.encode(result), private=True)
+            atomic_write(folder / _PENDING, b"")
+            atomic_write(home / _CURRENT, folder.name.encode())
+        except StorageFailed:
+            # what failed last may be the sync behind the rename: then this folder is the current one
+            if not _is_current(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        for old in home.glob("round-*"):
+            if old != folder:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def pending(self) -> list[Result]:
+        """Results that no coordinator has acknowledged yet."""
+        homes = sorted(path.parent for path in self.folder.glob(f"*/{_CURRENT}"))
+        current = [folder for home in homes if (folder := self._current(home.name))]
+        return [_result(folder / "result.msgpack") for folder in current if (folder / _PENDING).exists()]
+
+    def settle(self, run: str, round_number: int) -> None:
+        """The result was acknowledged, or refused for good; the personal tensors stay."""
+        if (current := self._current(run)) and self.round_of(run) == round_number:
+            try:
+                (current / _PENDING).unlink(missing_ok=True)
+            except OSError as error:
+                raise StorageFailed(f"cannot delete {current / _PENDING}: {error.strerror}") from error
+
+    def _home(self, run: str) -> Path:
+        try:
+            return self.folder / check_name(run, "run")
+        except ConfigError as error:
+            raise BadPayload(str(error)) from None
+
+    def _current(self, run: str) -> Path | None:
+        home = self._home(run)
+        try:
+            folder = home / (home / _CURRENT).read_text()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageFailed(f"cannot read {home / _CURRENT}: {error.strerror}") from error
+        if not (folder / "local.safetensors").is_file():
+            raise StorageFailed(f"the vault names {folder}, which is not there; move {home} away to start anew")
+        return folder
+
+
+def _is_current(folder: Path) -> bool:
+    try:
+        return (folder.parent / _CURRENT).read_text() == folder.name
+    except OSError:
+        return False
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
+
+
+def _result(file: Path) -> Result:
+    try:
+        return msgspec.msgpack.decode(_read(file), type=Result)
+    except msgspec.MsgspecError as error:
+        raise StorageFailed(f"{file} is damaged: {error}") from error

@@ -1,0 +1,77 @@
+"""All graphs of one method for one model and batch: traced, exported, verified, and kept on disk."""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from export.trace import Trace, to_onnx, trace
+from export.verify import reference_predict, reference_step, verify
+from fedvit.files import atomic_write
+from fedvit.methods.base import Method
+from fedvit.methods.step import Step, example_inputs, predict, train_step
+from fedvit.models.vit import PatchViT
+from fedvit.program import Batch
+
+log = logging.getLogger(__name__)
+
+PREDICT = "predict"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A graph that was compared with torch, and how far from it it was."""
+
+    content: bytes
+    max_difference: float
+    cached: bool
+
+
+def default_cache() -> Path:
+    """Where graphs are kept between runs: $XDG_CACHE_HOME/fedvit/graphs, or below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedvit" / "graphs"
+
+
+def export_graphs(
+    method: Method,
+    vit: PatchViT,
+    batch: Batch,
+    *,
+    cache: Path | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Exported]:
+    """Graph name -> verified graph: one per training phase, and `predict`.
+
+    Raises ExportMismatch when a graph and torch disagree; nothing is cached then.
+    """
+    folder = cache or default_cache()
+    graphs: dict[str, Exported] = {}
+    for phase in method.phases(vit):
+        inputs = example_inputs(method, vit, batch, phase)
+        progress(f"tracing graph {phase.graph!r}")
+        traced = trace(train_step(method, vit, phase), inputs)
+        graphs[phase.graph] = _cached(traced, reference_step(method, vit, phase), phase.graph, folder, progress)
+    inputs = example_inputs(method, vit, batch, None)
+    step = predict(method, vit)
+    progress(f"tracing graph {PREDICT!r}")
+    graphs[PREDICT] = _cached(trace(step, inputs), partial(reference_predict, step), PREDICT, folder, progress)
+    return graphs
+
+
+def _cached(traced: Trace, reference: Step, name: str, folder: Path, progress: Callable[[str], None]) -> Exported:
+    """The verified graph of a trace, from disk where an equal one was made before."""
+    file = folder / traced.key[:2] / f"{traced.key}.onnx"
+    facts = file.with_suffix(".json")
+    if file.is_file() and facts.is_file():  # facts are written last, so both are whole
+        return Exported(file.read_bytes(), json.loads(facts.read_text())["max_difference"], cached=True)
+    progress(f"exporting graph {name!r} (once for this method, model and batch)")
+    content = to_onnx(traced)
+    difference = verify(content, reference, traced.inputs, f"graph {name!r}")
+    progress(f"graph {name!r} agrees with torch within {difference:.1e}")
+    atomic_write(file, content)
+    atomic_write(facts, json.dumps({"graph": name, "max_difference": difference}).encode())
+    log.info("graph exported", extra={"graph": name, "bytes": len(content), "max_difference": difference})
+    return Exported(content, difference, cached=False)

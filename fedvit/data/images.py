@@ -1,0 +1,153 @@
+"""From image files to graph inputs: decode, augment, normalise, unfold, keep some patches.
+
+Everything here is numpy and pillow, because a device does it. Shape letters: B samples, S image side,
+C = 3 colours, P patch side, N patches, K kept patches, V = 3 P P values of a patch.
+"""
+
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from fedvit.errors import DataError
+from fedvit.program import Batch
+
+Pixels = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.int64]
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".pgm", ".ppm"})
+
+# pillow knows more formats, some of which run other programs (EPS starts ghostscript); a file's suffix
+# does not bind pillow, so the list does
+_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file of this name is meant as an image; hidden files are not.
+
+    >>> [is_image_name(name) for name in ("a.JPG", "notes.txt", "._a.jpg")]
+    [True, False, False]
+    """
+    return not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
+
+
+def header_problem(path: Path, file: BinaryIO | None = None) -> str | None:
+    """Why the image cannot be opened, or None; reads the header only.
+
+    `file` holds the bytes where `path` is but a name (a member of an archive).
+    """
+    try:
+        with Image.open(file or path, formats=_FORMATS):
+            return None
+    except Exception as error:  # noqa: BLE001 - pillow raises nearly anything on damaged files
+        return _reason(error)
+
+
+def read_image(path: Path, size: int, file: BinaryIO | None = None) -> Pixels:
+    """Decode one image as the models see it: upright, RGB, (size, size, 3) uint8, resized bilinearly if needed.
+
+    The sides are scaled apart from each other: nothing is cut off, other shapes are squeezed into the
+    square. Of a moving picture the first frame is taken; transparency is dropped. `file` as in
+    `header_problem`. Raises DataError that names `path` and the reason when it cannot be decoded.
+    """
+    try:
+        with Image.open(file or path, formats=_FORMATS) as image:
+            # a JPEG far larger than needed is decoded at 1/2, 1/4 or 1/8 of its size, never below twice `size`:
+            # a camera's 12 megapixels cost a Pi much time and memory otherwise
+            image.draft(None, (2 * size, 2 * size))
+            ImageOps.exif_transpose(image, in_place=True)
+            square = _rgb(image)
+            if square.size != (size, size):
+                square = square.resize((size, size), Image.Resampling.BILINEAR)
+            return np.array(square, dtype=np.uint8)
+    except Exception as error:
+        # broad, because pillow's decoders raise nearly anything on damaged files (struct.error, SyntaxError, ...)
+        raise DataError(f"cannot read image {path}: {_reason(error)}") from error
+
+
+def augment(images_BSSC: Pixels, batch: Batch, rng: np.random.Generator) -> Pixels:
+    """What `batch` asks for, drawn for each sample by itself: random crop, flip, brightness.
+
+    Takes and returns (B, S, S, 3); the input is never written to, and comes back as it is when nothing
+    is asked for. What is off draws nothing from `rng`.
+    """
+    samples, side = images_BSSC.shape[:2]
+    if batch.crop_padding or batch.flip:
+        # rows_BS[b, r] = which row of the original becomes row r; likewise columns, so that one gather does it all
+        rows_BS = np.broadcast_to(np.arange(side), (samples, side))
+        cols_BS = rows_BS
+        if batch.crop_padding:
+            reflected = np.pad(np.arange(side), batch.crop_padding, mode="reflect")
+            starts = 2 * batch.crop_padding + 1
+            rows_BS = reflected[rng.integers(starts, size=(samples, 1)) + np.arange(side)]
+            cols_BS = reflected[rng.integers(starts, size=(samples, 1)) + np.arange(side)]
+        if batch.flip:
+            flipped = rng.random((samples,)) < 0.5
+            cols_BS = np.where(flipped[:, None], cols_BS[:, ::-1], cols_BS)
+        images_BSSC = images_BSSC[np.arange(samples)[:, None, None], rows_BS[:, :, None], cols_BS[:, None, :]]
+    if batch.brightness:
+        factors = rng.uniform(1.0 - batch.brightness, 1.0 + batch.brightness, size=(samples, 1, 1, 1))
+        brighter = images_BSSC * factors.astype(np.float32)
+        images_BSSC = np.rint(brighter.clip(0, 255, out=brighter), out=brighter).astype(np.uint8)
+    return images_BSSC
+
+
+def normalise(images_BSSC: Pixels, batch: Batch) -> Floats:
+    """(value / 255 - mean) / std for each colour, float32; mean and std are on the 0..1 scale."""
+    mean, std = np.asarray(batch.mean), np.asarray(batch.std)
+    scaled = images_BSSC.astype(np.float32)
+    scaled *= (1.0 / (255.0 * std)).astype(np.float32)
+    scaled -= (mean / std).astype(np.float32)
+    return scaled
+
+
+def unfold(images_BSSC: Floats, patch_size: int) -> Floats:
+    """Cut images into patches, so that the patch embedding is a linear layer: (B, S, S, 3) -> (B, N, V).
+
+    `patches @ conv.weight.flatten(1).T + conv.bias` equals `Conv2d(3, D, P, stride=P)` on the NCHW image
+    followed by `flatten(2).transpose(1, 2)`: patches go row by row, a patch's values by colour, row,
+    column. Like the convolution it leaves out the pixels at the right and bottom that fill no patch.
+
+    >>> image = np.arange(4 * 4, dtype=np.float32).reshape(1, 4, 4, 1).repeat(3, axis=3)
+    >>> unfold(image, 2)[0, 1]
+    array([2., 3., 6., 7., 2., 3., 6., 7., 2., 3., 6., 7.], dtype=float32)
+    """
+    samples, side, _, colours = images_BSSC.shape
+    grid = side // patch_size
+    whole = images_BSSC[:, : grid * patch_size, : grid * patch_size]
+    split = whole.reshape(samples, grid, patch_size, grid, patch_size, colours)
+    return split.transpose(0, 1, 3, 5, 2, 4).reshape(samples, grid * grid, colours * patch_size**2)
+
+
+def draw_kept(rng: np.random.Generator, samples: int, patches: int, keep: int) -> Indices:
+    """Which patches survive masking: for each sample a uniformly random subset, (samples, keep), ascending.
+
+    Fresh in every call (EFTViT masks anew in every forward pass). Draws nothing when all are kept.
+    """
+    if keep == patches:
+        return np.tile(np.arange(patches, dtype=np.int64), (samples, 1))
+    order = rng.random((samples, patches)).argpartition(keep, axis=1)
+    return np.sort(order[:, :keep], axis=1).astype(np.int64)
+
+
+def select(patches_BNV: Floats, kept_BK: Indices) -> Floats:
+    """The kept patches of each sample: (B, N, V) and (B, K) -> (B, K, V)."""
+    return np.take_along_axis(patches_BNV, kept_BK[:, :, None], axis=1)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Pillow's own conversion, but for deep gray, which it clips at 255 so that 16-bit images turn white."""
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 256).astype(np.uint8))
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "not a PNG, JPEG, BMP, WebP, GIF, TIFF, PGM or PPM image"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__

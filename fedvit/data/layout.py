@@ -1,0 +1,85 @@
+"""Which files of a tree are images of which class, on disk or in an archive.
+
+Two layouts are known: `train/<class>/*` with `test/<class>/*`, and plain `<class>/*`. Hidden files and
+folders do not count.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from fedvit.data.images import is_image_name
+from fedvit.errors import DataError
+
+File = TypeVar("File")
+
+TRAIN, TEST = "train", "test"
+
+
+@dataclass
+class Tree(Generic[File]):
+    """Folders by name, and images by name; other files are not kept."""
+
+    folders: dict[str, "Tree[File]"] = field(default_factory=dict)
+    images: dict[str, File] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layout(Generic[File]):
+    """The images and their labels (indices into `classes`), sorted by class and name."""
+
+    classes: tuple[str, ...]
+    train: list[tuple[File, int]]
+    test: list[tuple[File, int]] | None  # None: nobody set test images apart
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is there for a program, not for people; __MACOSX is what macOS puts into archives."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def read_tree(folder: Path, depth: int) -> Tree[Path]:
+    """What lies in `folder`, `depth` levels of folders deep; the rest is never listed, however large.
+
+    Raises DataError, naming the folder, when one cannot be listed.
+    """
+    tree: Tree[Path] = Tree()
+    try:
+        for path in folder.iterdir():
+            if is_hidden(path.name):
+                continue
+            if path.is_dir():
+                tree.folders[path.name] = read_tree(path, depth - 1) if depth else Tree()
+            elif is_image_name(path.name):
+                tree.images[path.name] = path
+    except OSError as error:
+        raise DataError(f"cannot list folder {folder}: {error.strerror}") from error
+    return tree
+
+
+def find_layout(tree: Tree[File], where: str) -> Layout[File]:
+    """Classes are the names of class folders, also of empty ones, sorted; those of train and test together.
+
+    Raises DataError that begins with `where` when there is no class folder.
+    """
+    # a class may itself be named "train": then that folder holds images, not folders
+    parts = {name: tree.folders[name] for name in (TRAIN, TEST) if name in tree.folders}
+    divided = any(part.folders for part in parts.values()) or (bool(parts) and len(parts) == len(tree.folders))
+    train = parts.get(TRAIN, Tree()) if divided else tree
+    test = parts.get(TEST) if divided else None
+    classes = tuple(sorted(train.folders.keys() | (test.folders.keys() if test else ())))
+    if not classes:
+        beside = " (images lie beside where class folders should be)" if train.images else ""
+        raise DataError(
+            f"{where}: no class folders{beside}; images belong in train/<class>/ and test/<class>/, or in <class>/"
+        )
+    return Layout(classes, _labelled(train, classes), _labelled(test, classes) if test else None)
+
+
+def _labelled(part: Tree[File], classes: tuple[str, ...]) -> list[tuple[File, int]]:
+    return [
+        (file, label)
+        for label, name in enumerate(classes)
+        if name in part.folders
+        for _, file in sorted(part.folders[name].images.items())
+    ]

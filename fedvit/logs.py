@@ -1,0 +1,38 @@
+"""Log lines for people and for machines: constant text, values as fields."""
+
+import logging
+from pathlib import Path
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class KeyValueFormatter(logging.Formatter):
+    """`12:00:01 round closed  round=7 received=9`"""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # the line without the traceback that may follow
+        fields = [f"{name}={_short(value)}" for name, value in vars(record).items() if name not in _STANDARD]
+        text = super().formatMessage(record)
+        return f"{text}  {' '.join(fields)}" if fields else text
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return text if text.isprintable() and text and " " not in text else repr(text)
+
+
+def configure_logging(*, level: int = logging.INFO, file: Path | None = None, stderr: bool = True) -> None:
+    """Send the program's log to standard error and/or a file. Called once, by a program's command line."""
+    root = logging.getLogger()
+    root.setLevel(level)
+    handlers: list[logging.Handler] = [logging.StreamHandler()] if stderr else []
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(file))
+    for handler in handlers:
+        handler.setFormatter(KeyValueFormatter())
+        root.addHandler(handler)

@@ -1,0 +1,93 @@
+"""EFTViT: devices train the first blocks on masked patches, the server trains the rest on their features."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
+from torch import Tensor
+
+from fedvit.errors import ConfigError
+from fedvit.methods.base import Forward, GroupRule, Images, Method, ServerRule
+from fedvit.methods.rules.feature_training import FeatureTraining
+from fedvit.models.vit import PatchViT
+from fedvit.program import Collect, Role, Train, kept_patches
+
+FEATURES = "features"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EFTViT(Method):
+    """Local blocks stay on the device; the gradient reaches them through a frozen copy of the global ones.
+
+    Source: "EFTViT: Efficient Federated Training of Vision Transformers with Masked Images on
+    Resource-Constrained Clients", arXiv:2412.00334. Chosen where the paper is silent: learning rate,
+    the median over the classes that a device has, evaluation with the newest global module and head.
+    Where the paper contradicts itself (sections 3.5 and 3.6), `server_data` selects.
+    """
+
+    source: ClassVar[str] = "EFTViT, arXiv:2412.00334"
+
+    epochs: Annotated[int, Meta(ge=1)] = 5
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    lr: Annotated[float, Meta(gt=0)] = 1e-4  # paper's value is unknown; 5e-5 suits pretrained weights
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.05
+    schedule: Literal["constant", "cosine"] = "cosine"
+
+    local_blocks: Annotated[int, Meta(ge=1)] = 2  # blocks that the device trains (paper: M)
+    mask: Annotated[float, Meta(ge=0, lt=1)] = 0.75  # share of patches dropped in training (paper: r)
+    threshold: Annotated[float, Meta(gt=0)] = 1.0  # times the median: features uploaded per class
+    server_epochs: Annotated[int, Meta(ge=1)] = 2  # passes over the features per round (paper: E_s)
+    server_lr: Annotated[float, Meta(gt=0)] | None = None  # None: the devices' lr
+    server_batch_size: Annotated[int, Meta(ge=1)] = 32
+    server_data: Literal["store", "latest"] = "store"  # features of every device so far, or of this round's
+
+    @property
+    def mask_ratio(self) -> float:
+        return self.mask
+
+    def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
+        if self.local_blocks >= vit.depth:
+            raise ConfigError(
+                f"option local_blocks = {self.local_blocks} leaves nothing to the server: "
+                f"{vit.name!r} has {vit.depth} blocks"
+            )
+        global_blocks = tuple(f"blocks.{block}.*" for block in range(self.local_blocks, vit.depth))
+        return (
+            GroupRule("head", Role.SEEDED, ("head.*",)),
+            GroupRule("global", Role.GLOBAL, (*global_blocks, "norm.*", "fc_norm.*")),
+            GroupRule("local", Role.LOCAL, ("*",)),
+        )
+
+    def forward(self, vit: PatchViT, tensors: Mapping[str, Tensor], images: Images) -> Forward:
+        def body(vit: PatchViT) -> tuple[Tensor, Tensor]:
+            features = vit.run_blocks(vit.embed(*images), 0, self.local_blocks)
+            return vit.classify(vit.run_blocks(features, self.local_blocks, vit.depth)), features
+
+        logits, features = vit.call(tensors, body)
+        return Forward(logits, {FEATURES: features})
+
+    def phases(self, vit: PatchViT) -> tuple[Train, ...]:
+        return (
+            Train(
+                graph="train",
+                groups=("local", "head"),
+                slots=self.optimizer_rule().slots,
+                epochs=self.epochs,
+                lr=self.lr,
+                collect=Collect(
+                    FEATURES, (vit.prefix_tokens + kept_patches(vit.patches, self.mask), vit.width), self.threshold
+                ),
+            ),
+        )
+
+    def server_rule(self) -> ServerRule:
+        return FeatureTraining(
+            collected=FEATURES,
+            first_block=self.local_blocks,
+            epochs=self.server_epochs,
+            batch_size=self.server_batch_size,
+            optimizer=self.optimizer_rule(),
+            lr=self.server_lr or self.lr,
+            keep=self.server_data == "store",
+        )

@@ -1,0 +1,1 @@
+"""Server rules: what the server does with a round's uploads. Each exists once, shared by all methods."""

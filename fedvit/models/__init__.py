@@ -1,0 +1,114 @@
+"""Vision Transformers by name: every plain ViT of timm, and a small configurable one.
+
+Torch lives here; nothing that a device imports may import this room.
+"""
+
+import difflib
+import math
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.layers.config import set_fused_attn
+from timm.models.vision_transformer import VisionTransformer
+
+from fedvit.errors import ConfigError
+from fedvit.models.vit import PatchViT
+
+SMALL = "vit_small_images"
+"""The model that needs no timm name: `image_size`, `patch_size`, `width`, `depth`, `heads`, `mlp_ratio`."""
+
+Options = dict[str, Any]
+
+
+def build_vit(
+    name: str, classes: int, *, seed: int, options: Options | None = None, pretrained: bool | str = False
+) -> PatchViT:
+    """Make a ViT whose random parts follow from `seed`.
+
+    `options` of a timm model are `image_size` and `patch_size`. `pretrained` is False, True (timm's own
+    weights, from its cache or the network) or the path of a checkpoint file; then only the head is random, unless
+    the weights have one for as many classes as timm's own.
+    Raises ConfigError for an unknown name, a model that is not a plain ViT, and weights that do not load.
+    """
+    # the backward of fused attention has no decomposition into standard operators
+    set_fused_attn(False)
+    options = dict(options or {})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if name == SMALL:
+            if pretrained:
+                raise ConfigError(f"model {SMALL!r} has no pretrained weights, got pretrained = {pretrained!r}")
+            return PatchViT(name, _small(classes, **options))
+        model = _timm(name, classes, options, pretrained)
+        if isinstance(pretrained, str):
+            torch.manual_seed(seed)
+            _check_loaded(model, _timm(name, classes, options, False), name, pretrained)
+        return PatchViT(name, model)
+
+
+def _small(
+    classes: int,
+    image_size: int = 32,
+    patch_size: int = 4,
+    width: int = 64,
+    depth: int = 6,
+    heads: int = 4,
+    mlp_ratio: float = 2.0,
+    **unknown: Any,
+) -> VisionTransformer:
+    known = {"image_size": image_size, "patch_size": patch_size, "width": width, "depth": depth, "heads": heads}
+    if unknown:
+        raise ConfigError(f"model {SMALL!r} has no option {sorted(unknown)[0]!r}, it has {[*known, 'mlp_ratio']}")
+    for option, value in known.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"model option {option} = {value!r} must be a whole number of at least 1")
+    number = isinstance(mlp_ratio, int | float) and not isinstance(mlp_ratio, bool)
+    if not (number and 1 <= width * mlp_ratio < math.inf):
+        raise ConfigError(f"model option mlp_ratio = {mlp_ratio!r} must be a number, at least 1 / width")
+    if image_size % patch_size:
+        raise ConfigError(f"model option image_size = {image_size} is not a multiple of patch_size = {patch_size}")
+    if width % heads:
+        raise ConfigError(f"model option width = {width} is not a multiple of heads = {heads}")
+    return VisionTransformer(
+        img_size=image_size, patch_size=patch_size, embed_dim=width, depth=depth, num_heads=heads,
+        mlp_ratio=mlp_ratio, num_classes=classes,
+    )  # fmt: skip
+
+
+def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> VisionTransformer:
+    if not timm.is_model(name):  # also true with a tag, as in vit_base_patch16_224.augreg_in21k
+        near = difflib.get_close_matches(name, [SMALL, *timm.list_models()], n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ConfigError(f"unknown model {name!r}: neither {SMALL!r} nor a name that timm knows{hint}")
+    arguments: dict[str, Any] = {"num_classes": classes}
+    if unknown := sorted(options.keys() - {"image_size", "patch_size"}):
+        raise ConfigError(f"model {name!r} has no option {unknown[0]!r}, it has 'image_size' and 'patch_size'")
+    if "image_size" in options:
+        arguments["img_size"] = options["image_size"]
+    if "patch_size" in options:
+        arguments["patch_size"] = options["patch_size"]
+    if isinstance(pretrained, str):
+        if not Path(pretrained).is_file():
+            raise ConfigError(f"pretrained weights of {name!r}: there is no file {pretrained!r}")
+        arguments["pretrained_cfg_overlay"] = {"file": pretrained}
+    try:
+        model = timm.create_model(name, pretrained=bool(pretrained), **arguments)
+    except Exception as error:  # timm raises whatever hub, file system or torch raised
+        if pretrained:
+            reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
+            raise ConfigError(f"pretrained weights of {name!r} ({pretrained!r}) cannot be loaded: {reason}") from error
+        raise ConfigError(f"model {name!r} cannot be built with {options}: {error}") from error
+    if type(model) is not VisionTransformer:
+        raise ConfigError(f"model {name!r} is a {type(model).__name__}, not a plain Vision Transformer")
+    return model
+
+
+def _check_loaded(model: VisionTransformer, fresh: VisionTransformer, name: str, file: str) -> None:
+    """Refuse a checkpoint that left a random tensor as it was: timm passes over names that it does not find."""
+    for key, value in fresh.named_parameters():
+        if key.startswith("head.") or bool((value == value.flatten()[0]).all()):
+            continue
+        if torch.equal(model.get_parameter(key), value):
+            raise ConfigError(f"pretrained weights of {name!r}: file {file!r} has no tensor {key!r}")

@@ -1,0 +1,141 @@
+"""A timm Vision Transformer driven by unfolded patches, so that its whole training step can be traced.
+
+Tensors keep timm's names and shapes. Letters in names: B batch, N tokens, D width, P values of a patch.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from fedvit.errors import ConfigError
+
+
+class PatchViT(nn.Module):
+    """Stages of a plain ViT as functions of patches; `call` runs them with any values for its tensors."""
+
+    def __init__(self, name: str, vit: VisionTransformer) -> None:
+        super().__init__()
+        self.name = name
+        self.vit = vit.eval()
+        self._check_plain()
+
+    def _check_plain(self) -> None:
+        vit = self.vit
+        embed = vit.patch_embed
+        reasons = {
+            "it has no class token to pool": vit.global_pool != "token" or vit.cls_token is None,
+            f"its image of {embed.img_size[0]} pixels holds no patch of {embed.patch_size[0]}": embed.num_patches < 1,
+            "its patches are not square": embed.proj.kernel_size[0] != embed.proj.kernel_size[1],
+            "its image is not square": embed.img_size[0] != embed.img_size[1],
+            "its patch embedding is normalised": not isinstance(embed.norm, nn.Identity),
+            "it has no position embedding": vit.pos_embed is None,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise ConfigError(f"model {self.name!r} is not supported: {reason}")
+
+    # --- shape and tensors ----------------------------------------------------------------------------
+
+    @property
+    def image_size(self) -> int:
+        return int(self.vit.patch_embed.img_size[0])
+
+    @property
+    def patch_size(self) -> int:
+        return int(self.vit.patch_embed.patch_size[0])
+
+    @property
+    def patches(self) -> int:
+        return int(self.vit.patch_embed.num_patches)
+
+    @property
+    def width(self) -> int:
+        return int(self.vit.embed_dim)
+
+    @property
+    def depth(self) -> int:
+        return len(self.vit.blocks)
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Class token and registers: tokens that are no patches."""
+        return int(self.vit.num_prefix_tokens)
+
+    @property
+    def mean_std(self) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+        """Normalisation of the pictures that the weights expect; one half if the model does not say."""
+        config: dict[str, Any] = getattr(self.vit, "pretrained_cfg", None) or {}
+        half = (0.5, 0.5, 0.5)
+        mean, std = tuple(config.get("mean", half)), tuple(config.get("std", half))
+        return cast(tuple[float, float, float], mean), cast(tuple[float, float, float], std)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every trainable tensor by timm's name, detached."""
+        return {name: value.detach() for name, value in self.vit.named_parameters()}
+
+    # --- stages ---------------------------------------------------------------------------------------
+
+    def call(self, tensors: Mapping[str, Tensor], body: Callable[["PatchViT"], Any]) -> Any:
+        """Run `body(self)` while every tensor has the value given in `tensors`."""
+        return torch.func.functional_call(self, {f"vit.{name}": value for name, value in tensors.items()}, (body,))
+
+    def forward(self, body: Callable[["PatchViT"], Any]) -> Any:
+        return body(self)
+
+    def embed(self, patches_BNP: Tensor, kept_BN: Tensor | None = None) -> Tensor:
+        """Tokens of the kept patches, each with its own position, behind the prefix tokens.
+
+        `kept_BN` says which patch of the image each row is; None means all, in order.
+        """
+        vit = self.vit
+        assert vit.cls_token is not None  # refused on construction
+        assert vit.pos_embed is not None
+        projection = vit.patch_embed.proj
+        x_BND = nn.functional.linear(patches_BNP, projection.weight.flatten(1), projection.bias)
+        prefix_1ND = vit.cls_token if vit.reg_token is None else torch.cat([vit.cls_token, vit.reg_token], dim=1)
+        if vit.no_embed_class:
+            pos_ND = vit.pos_embed[0]
+        else:
+            pos_ND = vit.pos_embed[0, self.prefix_tokens :]
+            prefix_1ND = prefix_1ND + vit.pos_embed[:, : self.prefix_tokens]
+        x_BND = x_BND + (pos_ND if kept_BN is None else _TakeRows.apply(pos_ND, kept_BN))
+        x_BND = torch.cat([prefix_1ND.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
+        return cast(Tensor, vit.norm_pre(x_BND))
+
+    def run_blocks(self, x_BND: Tensor, first: int, last: int) -> Tensor:
+        """Blocks `first` to `last - 1`."""
+        for block in self.vit.blocks[first:last]:
+            x_BND = block(x_BND)
+        return x_BND
+
+    def classify(self, x_BND: Tensor) -> Tensor:
+        """(B, classes) logits of the last block's output."""
+        return self.vit.forward_head(self.vit.norm(x_BND))
+
+
+class _TakeRows(torch.autograd.Function):
+    """`table[rows]` whose backward is a matrix product.
+
+    Indexing's own backward adds into shared rows, which the exporter turns into a scatter: slow, and on
+    several threads its order of additions is not fixed. A product with the one-hot matrix is neither.
+    """
+
+    @staticmethod
+    def forward(table_ND: Tensor, rows_BN: Tensor) -> Tensor:
+        return table_ND[rows_BN]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        table, rows = inputs
+        ctx.save_for_backward(rows)
+        ctx.length = table.shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad_BND,) = grads
+        (rows,) = ctx.saved_tensors
+        one_hot = (rows.reshape(-1, 1) == torch.arange(ctx.length, device=rows.device)).to(grad_BND.dtype)
+        return one_hot.transpose(0, 1) @ grad_BND.reshape(-1, grad_BND.shape[-1]), None

@@ -1,0 +1,192 @@
+"""The contract between server and device: WHAT to compute, as data.
+
+A Program names ONNX graphs, the tensors they read and write, the role of every group of tensors, and
+the local work of a round as phases. The device's software knows no method; it follows this.
+
+Graph inputs and outputs are bound by name, so that graphs carry their own wiring:
+
+    tensor/NAME       a tensor of the Program, read (input) or its new value (output `new/tensor/NAME`)
+    slot/SLOT/NAME    optimizer state for tensor NAME, zero at the start of a phase (`new/slot/...`)
+    anchor/NAME       the tensor's value at the start of the round
+    batch/patches     (B, tokens, patch values) float32: normalised, unfolded, kept patches only
+    batch/kept        (B, tokens) int64: which patch of the image each row is
+    batch/labels      (B,) int64: index into `Program.classes`
+    batch/weight      (B,) float32: 1 for a sample, 0 for padding of the last batch
+    hyper/lr          () float32 learning rate;  hyper/step () float32, counts from 1 in a phase
+    metric/loss       () float32 mean loss over the batch's samples (output)
+    collect/NAME      (B, ...) what the phase may record per sample (output)
+    logits            (B, classes) float32 (output of a predict graph)
+"""
+
+import enum
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from fedvit.errors import BadPayload
+
+PROGRAM_VERSION = 1
+
+
+class Role(enum.StrEnum):
+    """Where a group's value comes from at the start of a round, who trains it, and what is sent back."""
+
+    FROZEN = "frozen"  # sent once, cached by digest; nobody trains it
+    GLOBAL = "global"  # the server, each round; frozen on the device
+    SEEDED = "seeded"  # the server, each round; trained on the device, not sent back
+    SHARED = "shared"  # the server, each round; trained, delta sent back to be averaged
+    GENERATED = "generated"  # the server, made for this device; trained, delta sent back
+    LOCAL = "local"  # the device's vault; trained, never leaves the device
+
+    @property
+    def from_server_each_round(self) -> bool:
+        return self in (Role.GLOBAL, Role.SEEDED, Role.SHARED, Role.GENERATED)
+
+    @property
+    def trained_on_device(self) -> bool:
+        return self in (Role.SEEDED, Role.SHARED, Role.GENERATED, Role.LOCAL)
+
+    @property
+    def sent_back(self) -> bool:
+        return self in (Role.SHARED, Role.GENERATED)
+
+
+class Group(Struct, frozen=True):
+    """A set of tensors with one role."""
+
+    role: Role
+    initial: str | None = None  # digest of the first value; only frozen and local groups have one
+
+
+class TensorSpec(Struct, frozen=True):
+    shape: tuple[int, ...]
+    dtype: str
+    group: str
+
+
+class GraphSpec(Struct, frozen=True):
+    """One ONNX file. `flops` counts one run over a full batch, 1 multiply-add = 2 FLOPs."""
+
+    digest: str
+    flops: int
+
+
+class Batch(Struct, frozen=True, kw_only=True):
+    """How a device turns its images into graph inputs."""
+
+    image_size: int
+    patch_size: int
+    batch_size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    mask_ratio: float = 0.0  # share of patches dropped per sample and step, training only; [0, 1)
+    crop_padding: int = 0  # random crop after reflecting this many pixels at each border
+    flip: bool = False  # random left-right flip
+    brightness: float = 0.0  # random factor in [1 - brightness, 1 + brightness]
+
+    @property
+    def patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def patch_values(self) -> int:
+        return 3 * self.patch_size**2
+
+    @property
+    def kept_patches(self) -> int:
+        return kept_patches(self.patches, self.mask_ratio)
+
+
+class Collect(Struct, frozen=True):
+    """Record one of the graph's `collect/` outputs for upload, chosen by the median-balanced sampler."""
+
+    output: str
+    shape: tuple[int, ...]  # of one sample's value, float32
+    threshold: float = 1.0  # multiplies the median; > 0
+
+
+class Train(Struct, frozen=True, tag="train", kw_only=True):
+    """Run a step graph over the device's training images."""
+
+    graph: str
+    groups: tuple[str, ...]  # the groups that this phase moves
+    slots: tuple[str, ...] = ()  # optimizer state kept per trained tensor
+    epochs: int = 1
+    lr: float
+    anchors: tuple[str, ...] = ()  # groups whose start value is an input
+    collect: Collect | None = None
+
+
+class Evaluate(Struct, frozen=True, tag="evaluate", kw_only=True):
+    """Count right answers on the device's own test images, full images, no augmentation."""
+
+    graph: str
+
+
+class Program(Struct, frozen=True, kw_only=True):
+    """Everything a device needs to take part in a run; identified by the digest of its bytes."""
+
+    v: int = PROGRAM_VERSION
+    method: str
+    model: str
+    classes: tuple[str, ...]
+    groups: dict[str, Group]
+    tensors: dict[str, TensorSpec]
+    graphs: dict[str, GraphSpec]
+    train: tuple[Train, ...]
+    evaluate: Evaluate
+    batch: Batch
+
+    def names(self, group: str) -> list[str]:
+        """The group's tensor names in their fixed order."""
+        return [name for name, spec in self.tensors.items() if spec.group == group]
+
+    def with_role(self, *roles: Role) -> list[str]:
+        """Names of the groups that have one of `roles`."""
+        return [name for name, group in self.groups.items() if group.role in roles]
+
+    def expected_upload(self) -> dict[str, tuple[tuple[int | None, ...], str]]:
+        """What a training result carries: deltas of the groups that are sent back, and what was collected.
+
+        Collected values have a first axis of any length; `labels` are theirs.
+        """
+        expected = self.expected(self.with_role(*(role for role in Role if role.sent_back)))
+        for phase in self.train:
+            if phase.collect:
+                expected[phase.collect.output] = ((None, *phase.collect.shape), "float32")
+                expected["labels"] = ((None,), "int64")
+        return expected
+
+    def expected(self, groups: list[str]) -> dict[str, tuple[tuple[int | None, ...], str]]:
+        """(shape, dtype) of every tensor in `groups`, as `check_tensors` wants it."""
+        return {name: (spec.shape, spec.dtype) for name, spec in self.tensors.items() if spec.group in groups}
+
+
+def encode_program(program: Program) -> bytes:
+    return msgspec.msgpack.encode(program, order="deterministic")
+
+
+def decode_program(raw: bytes) -> Program:
+    """Raises BadPayload when the bytes are no Program, or one of a version that this software does not know."""
+    try:
+        head: Any = msgspec.msgpack.decode(raw)
+        version = head.get("v") if isinstance(head, dict) else None
+        if version != PROGRAM_VERSION:
+            raise BadPayload(f"program version {version!r}, this software knows version {PROGRAM_VERSION}")
+        return msgspec.convert(head, Program)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the latter two through
+        raise BadPayload(f"not a program: {error}") from error
+
+
+def kept_patches(patches: int, mask_ratio: float) -> int:
+    """How many patches survive masking: floor(patches * (1 - ratio)), at least 1.
+
+    Rounded in a way that floating-point error cannot lower (1 - 0.9 is not 0.1 in binary).
+
+    >>> [kept_patches(196, ratio) for ratio in (0, 0.25, 0.5, 0.75, 0.95)]
+    [196, 147, 98, 49, 9]
+    >>> kept_patches(100, 0.9)
+    10
+    """
+    return max(1, int(patches * (1.0 - mask_ratio) + 1e-6))

@@ -1,0 +1,80 @@
+"""Named tensors: the one form in which weights, deltas and features are held, checked and moved.
+
+A delta is always `after - start`. Tensors travel as safetensors bytes (names, dtypes, shapes and raw
+numbers; never code).
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+import safetensors.numpy
+
+from fedvit.errors import BadPayload
+
+Array = npt.NDArray[np.generic]
+Tensors = dict[str, Array]
+
+
+def pack(tensors: Mapping[str, Array]) -> bytes:
+    """Serialise named tensors; the same names and numbers always give the same bytes."""
+    return safetensors.numpy.save({name: np.asarray(tensors[name], order="C") for name in sorted(tensors)})
+
+
+def unpack(raw: bytes) -> Tensors:
+    """Undo `pack`. Raises BadPayload when `raw` is not safetensors."""
+    try:
+        return dict(safetensors.numpy.load(raw))
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        raise BadPayload(f"{len(raw)} bytes are not safetensors: {error}") from error
+
+
+def delta(after: Mapping[str, Array], start: Mapping[str, Array]) -> Tensors:
+    """What training changed: `after - start`, name by name.
+
+    >>> delta({"w": np.float32([3.0])}, {"w": np.float32([1.0])})
+    {'w': array([2.], dtype=float32)}
+    """
+    return {name: np.subtract(after[name], start[name]) for name in start}
+
+
+def total_bytes(tensors: Mapping[str, Array]) -> int:
+    """Bytes of the numbers alone, without names and shapes."""
+    return sum(array.nbytes for array in tensors.values())
+
+
+def check_tensors(
+    tensors: Mapping[str, Array], expected: Mapping[str, tuple[tuple[int | None, ...], str]], what: str
+) -> None:
+    """Refuse tensors that are not exactly the expected ones.
+
+    `expected` maps a name to (shape, dtype); None in a shape allows any length there. All floating
+    tensors must be finite. Raises BadPayload whose message begins with `what` and names the tensor.
+    """
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise BadPayload(f"{what}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+    if extra := sorted(tensors.keys() - expected.keys()):
+        raise BadPayload(f"{what}: {len(extra)} tensors were not asked for, the first is {extra[0]!r}")
+    for name, (shape, dtype) in expected.items():
+        array = tensors[name]
+        if str(array.dtype) != dtype:
+            raise BadPayload(f"{what}: {name!r} has dtype {array.dtype}, expected {dtype}")
+        fits = len(array.shape) == len(shape) and all(
+            want is None or got == want for got, want in zip(array.shape, shape, strict=True)
+        )
+        if not fits:
+            raise BadPayload(f"{what}: {name!r} has shape {tuple(array.shape)}, expected {_dots(shape)}")
+    check_finite(tensors, what)
+
+
+def check_finite(tensors: Mapping[str, Array], what: str) -> None:
+    """Raises BadPayload, naming the tensor, when a floating one holds a NaN or an infinity."""
+    for name, array in tensors.items():
+        if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+            bad = int(array.size - np.isfinite(array).sum())
+            raise BadPayload(f"{what}: {name!r} holds {bad} values that are NaN or infinite")
+
+
+def _dots(shape: tuple[int | None, ...]) -> str:
+    return "(" + ", ".join("any" if length is None else str(length) for length in shape) + ")"

@@ -1,0 +1,153 @@
+"""A broker inside the process: rounds without a network, in tests and in rehearsals.
+
+It keeps what the programs rely on from a real broker (order within a topic, retained messages, last
+wills, take-over of a client id), and it can do on purpose what a network does by accident: stop, lose a
+client without a farewell, drop a share of the QoS 0 messages.
+"""
+
+import random
+import threading
+from queue import SimpleQueue
+
+from fedvit.errors import BadPayload
+from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
+from fedvit.wire.topics import covers
+
+
+class MemoryBroker:
+    """Routes between the transports of one process; safe from any thread.
+
+    `loss` is the share of QoS 0 deliveries that are dropped, drawn from `seed`.
+    """
+
+    def __init__(self, *, loss: float = 0.0, seed: int = 0, max_packet_bytes: int = 1024 * 1024) -> None:
+        self.max_packet_bytes = max_packet_bytes
+        self._loss = loss
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._clients: dict[str, MemoryTransport] = {}
+        self._retained: dict[str, bytes] = {}
+        self._running = True
+
+    def stop(self) -> None:
+        """Die as by kill -9: every link is lost, no will is published, what was retained is forgotten."""
+        with self._lock:
+            self._running = False
+            self._retained.clear()
+            for client in self._clients.values():
+                client.link_changed(Disconnected("memory: the broker stopped"))
+
+    def start(self) -> None:
+        """Come back; whoever has not closed its transport is connected again."""
+        with self._lock:
+            self._running = True
+            for client in self._clients.values():
+                self._connect(client)
+
+    def attach(self, client: "MemoryTransport") -> None:
+        with self._lock:
+            previous = self._clients.get(client.client_id)
+            if previous is not None and previous is not client:
+                self.detach(previous, with_will=True)
+                previous.link_changed(Disconnected(f"memory: client id {client.client_id} connected elsewhere"))
+            self._clients[client.client_id] = client
+            if self._running:
+                self._connect(client)
+            else:
+                client.link_changed(Disconnected("memory: connection refused"))
+
+    def _connect(self, client: "MemoryTransport") -> None:
+        client.link_changed(Connected())
+        for topic_filter in client.filters:
+            self.subscribed(client, topic_filter)
+
+    def detach(self, client: "MemoryTransport", *, with_will: bool) -> None:
+        with self._lock:
+            if self._clients.get(client.client_id) is not client:
+                return
+            del self._clients[client.client_id]
+            if with_will and client.will is not None and self._running:
+                self.route(client.will.topic, client.will.payload, qos=1, retain=client.will.retain)
+
+    def route(self, topic: str, payload: bytes, *, qos: int, retain: bool) -> bool:
+        """Deliver to everybody who hears `topic`; False while the broker is stopped."""
+        with self._lock:
+            if not self._running:
+                return False
+            if retain and payload:
+                self._retained[topic] = payload
+            elif retain:
+                self._retained.pop(topic, None)
+            for client in self._clients.values():
+                granted = [granted for wanted, granted in client.filters.items() if covers(wanted, topic)]
+                if granted and not (min(qos, max(granted)) == 0 and self._random.random() < self._loss):
+                    client.deliver(topic, payload)
+            return True
+
+    def subscribed(self, client: "MemoryTransport", topic_filter: str) -> None:
+        """A subscription begins: what was retained is delivered at once."""
+        with self._lock:
+            if self._running and self._clients.get(client.client_id) is client:
+                for topic, payload in self._retained.items():
+                    if covers(topic_filter, topic):
+                        client.deliver(topic, payload)
+
+
+class MemoryTransport(Transport):
+    """One client of a MemoryBroker."""
+
+    def __init__(self, inbox: SimpleQueue[object], broker: MemoryBroker, client_id: str) -> None:
+        super().__init__(inbox)
+        self.client_id = client_id
+        self.will: Will | None = None
+        self.filters: dict[str, int] = {}
+        self._broker = broker
+        self._lock = threading.Lock()
+        self._up = False
+
+    def open(self, will: Will | None = None) -> None:
+        self.will = will
+        self._broker.attach(self)
+
+    def subscribe(self, topic_filter: str, qos: int) -> None:
+        with self._lock:
+            self.filters = {**self.filters, topic_filter: qos}
+        self._broker.subscribed(self, topic_filter)
+
+    def unsubscribe(self, topic_filter: str) -> None:
+        with self._lock:
+            self.filters = {wanted: qos for wanted, qos in self.filters.items() if wanted != topic_filter}
+
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
+        if len(topic) + len(payload) > self._broker.max_packet_bytes:
+            raise BadPayload(
+                f"a message of {len(payload)} bytes on {topic} exceeds the limit of "
+                f"{self._broker.max_packet_bytes} bytes per packet"
+            )
+        if not self._up or not self._broker.route(topic, payload, qos=qos, retain=retain):
+            return False
+        with self._lock:
+            self.sent_bytes += len(payload)
+        return True
+
+    def pending_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self._up = False
+        self._broker.detach(self, with_will=False)
+
+    def vanish(self) -> None:
+        """Disappear as a device does whose power fails: the will is published. `open` brings it back."""
+        self._up = False
+        self._broker.detach(self, with_will=True)
+
+    # --- called by the broker, which holds its lock ----------------------------------------------------
+
+    def link_changed(self, event: Connected | Disconnected) -> None:
+        self._up = isinstance(event, Connected)
+        self.inbox.put(event)
+
+    def deliver(self, topic: str, payload: bytes) -> None:
+        self.received_bytes += len(payload)
+        self.inbox.put(Received(topic, payload))

@@ -1,0 +1,374 @@
+"""MQTT 3.1.1 through paho, so that every broker will do.
+
+What paho leaves to its user, and where it is done here:
+
+- A client that lost its link keeps QoS 1 messages and sends them after reconnecting, beyond any window.
+  So each connection gets a client of its own: what was handed over before a loss is gone with it.
+- An exception in a callback ends paho's thread while `is_connected()` stays true. The thread is ours, and
+  callbacks only put events into the inbox.
+- Reconnecting has no jitter, a failed attempt no reason. Both are in `_run`.
+- A message over the broker's limit is sent again for ever. The size is checked before publishing.
+- TCP_NODELAY is never set; with the broker's delayed acknowledgement that costs 40 ms per message.
+"""
+
+import contextlib
+import functools
+import logging
+import random
+import re
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from paho.mqtt.client import (
+    MQTT_ERR_SUCCESS,
+    Client,
+    MQTTMessage,
+    MQTTMessageInfo,
+    MQTTv311,
+)
+from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.reasoncodes import ReasonCode
+
+from fedvit.errors import BadPayload, ConfigError
+from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
+
+log = logging.getLogger(__name__)
+
+KEEPALIVE_S = 30
+MAX_PACKET_BYTES = 1024 * 1024
+INFLIGHT_MESSAGES = 32
+FILTERS_PER_SUBSCRIBE = 8
+"""AWS IoT takes no more in one packet."""
+FIRST_RETRY_S = 0.5
+LAST_RETRY_S = 10.0
+SETTLED_S = 10.0
+"""A link that held this long was a good one: the next loss is retried quickly."""
+FAREWELL_S = 2.0
+_HEADER_BYTES = 9  # at most: fixed header 5, length of the topic 2, packet id 2
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a broker is, and as whom to go there. `ca_file` replaces the system's certificates."""
+
+    host: str
+    port: int
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: bool = False
+    ca_file: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str, ca_file: Path | None = None) -> "Address":
+        """Read HOST, HOST:PORT, mqtt://USER:PASSWORD@HOST:PORT or mqtts://... Raises ConfigError.
+
+        >>> str(Address.parse("pi.local")), str(Address.parse("mqtts://fleet:secret@example.org"))
+        ('pi.local:1883', 'example.org:8883')
+        """
+        try:
+            parts = urlsplit(text if "://" in text else f"mqtt://{text}")
+            port = parts.port
+            host = (parts.hostname or "").encode("idna").decode()
+        except ValueError as error:  # also the UnicodeError of a name with an empty or overlong label
+            raise _unusable(text, str(error)) from error
+        if parts.scheme not in ("mqtt", "mqtts"):
+            raise _unusable(text, f"{parts.scheme}:// is not understood, only mqtt:// and mqtts://")
+        if not host or re.search(r"\s", host) or port == 0:
+            raise _unusable(text, "no host" if not host else "host or port is not valid")
+        if parts.path not in ("", "/") or parts.query or parts.fragment:
+            raise _unusable(text, "nothing may follow the port")
+        if parts.password and not parts.username:
+            raise _unusable(text, "a password needs a user name")
+        tls = parts.scheme == "mqtts"
+        user, password = (unquote(part) if part else None for part in (parts.username, parts.password))
+        return cls(host, port or (8883 if tls else 1883), user, password, tls, ca_file)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _unusable(text: str, why: str) -> ConfigError:
+    shown = re.sub(r":[^:@/]*@", ":***@", text)
+    return ConfigError(
+        f"broker address {shown!r} cannot be used: {why}; "
+        "expected HOST, HOST:PORT, mqtt://USER:PASSWORD@HOST:PORT or mqtts://..."
+    )
+
+
+def _tls_context(ca_file: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ConfigError(f"the certificates in {ca_file} cannot be used: {_in_words(error)}") from error
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the certificate is not trusted: {error.verify_message}"
+    words = str(getattr(error, "strerror", None) or error or type(error).__name__)
+    return words[:1].lower() + words[1:]
+
+
+def _never_raises(callback: Callable[..., None]) -> Callable[..., None]:
+    """paho's thread dies of an exception in a callback."""
+
+    @functools.wraps(callback)
+    def guarded(*arguments: Any) -> None:
+        try:
+            callback(*arguments)
+        except Exception:
+            log.exception("MQTT callback failed", extra={"callback": callback.__name__})
+
+    return guarded
+
+
+class _Link:
+    """One connection: a client of paho's, and what was handed to it."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.answered = False  # the broker said yes: subscriptions may be sent
+        self.up = False  # and they are in place: messages may be sent
+        self.awaited: set[int] = set()  # subscriptions that the broker has not confirmed
+        self.early: list[Received] = []  # brokers send what was retained before they confirm
+        self.ended: str | None = None
+        self._lock = threading.Lock()
+        # by QoS, as the broker acknowledges QoS 1 later than QoS 0 leaves this process
+        self._handed_over: tuple[deque[tuple[MQTTMessageInfo, int]], ...] = (deque(), deque())
+        self._pending_bytes = 0
+
+    def publish(self, topic: str, payload: bytes, qos: int, retain: bool) -> bool:
+        info = self.client.publish(topic, payload, qos, retain)
+        if info.rc != MQTT_ERR_SUCCESS:
+            return False
+        with self._lock:
+            self._handed_over[qos].append((info, len(payload)))
+            self._pending_bytes += len(payload)
+            self._settle()
+        return True
+
+    def pending_bytes(self) -> int:
+        with self._lock:
+            self._settle()
+            return self._pending_bytes
+
+    def unacknowledged(self) -> int:
+        with self._lock:
+            self._settle()
+            return len(self._handed_over[1])
+
+    def _settle(self) -> None:
+        for waiting in self._handed_over:
+            while waiting and waiting[0][0].is_published():
+                self._pending_bytes -= waiting.popleft()[1]
+
+
+class MqttTransport(Transport):
+    """A link to an MQTT broker that comes back by itself, for ever.
+
+    Raises ConfigError when the address names certificates that cannot be read.
+    """
+
+    def __init__(
+        self,
+        inbox: SimpleQueue[object],
+        address: Address,
+        client_id: str,
+        *,
+        max_packet_bytes: int = MAX_PACKET_BYTES,
+    ) -> None:
+        super().__init__(inbox)
+        self.address = address
+        self._client_id = client_id
+        self._max_packet_bytes = max_packet_bytes
+        self._tls = _tls_context(address.ca_file) if address.tls else None
+        self._will: Will | None = None
+        self._lock = threading.Lock()
+        self._filters: dict[str, int] = {}
+        self._link: _Link | None = None
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self, will: Will | None = None) -> None:
+        self._will = will
+        self._thread = threading.Thread(target=self._run, name=f"mqtt-{self._client_id}", daemon=True)
+        self._thread.start()
+
+    def subscribe(self, topic_filter: str, qos: int) -> None:
+        with self._lock:
+            self._filters[topic_filter] = qos
+            link = self._link
+            if link is None or not link.answered:
+                return  # goes out with the others when the broker has answered
+        link.client.subscribe(topic_filter, qos)
+
+    def unsubscribe(self, topic_filter: str) -> None:
+        with self._lock:
+            self._filters.pop(topic_filter, None)
+            link = self._link
+        if link is not None and link.answered:
+            link.client.unsubscribe(topic_filter)
+
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
+        packet_bytes = len(payload) + len(topic.encode()) + _HEADER_BYTES
+        if packet_bytes > self._max_packet_bytes:
+            raise BadPayload(
+                f"a message of {len(payload)} bytes on {topic} exceeds the limit of "
+                f"{self._max_packet_bytes} bytes per packet"
+            )
+        link = self._link
+        if link is None or not link.up or self._closing.is_set() or not link.publish(topic, payload, qos, retain):
+            return False
+        with self._lock:
+            self.sent_bytes += len(payload)
+        return True
+
+    def pending_bytes(self) -> int:
+        link = self._link
+        return 0 if link is None else link.pending_bytes()
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread is None:
+            return
+        deadline = time.monotonic() + FAREWELL_S
+        link = self._link
+        if link is not None:
+            while link.up and link.unacknowledged() and time.monotonic() < deadline:
+                time.sleep(0.005)
+            link.client.disconnect()
+        self._thread.join(max(0.0, deadline - time.monotonic()) + 0.5)
+        if self._thread.is_alive() and link is not None and isinstance(stuck := link.client.socket(), socket.socket):
+            with contextlib.suppress(OSError):
+                stuck.shutdown(socket.SHUT_RDWR)
+            self._thread.join(0.5)
+
+    # --- the network thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._closing.is_set():
+            began = time.monotonic()
+            reason = self._connection()
+            if self._closing.is_set():
+                return
+            self.inbox.put(Disconnected(reason))
+            if time.monotonic() - began > SETTLED_S:
+                failures = 0
+            # jitter, so that a fleet that lost its broker does not come back as one wave
+            delay_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.5)
+            failures += 1
+            self._closing.wait(delay_s)
+
+    def _connection(self) -> str:
+        """Connect and serve the link until it ends; the answer is why it did."""
+        link = _Link(self._new_client())
+        self._link = link
+        try:
+            link.client.reconnect()
+            ended = MQTT_ERR_SUCCESS
+            if not self._closing.is_set():
+                while ended == MQTT_ERR_SUCCESS:
+                    ended = link.client.loop(1.0)
+        except (OSError, ValueError) as error:
+            return f"{self.address}: {_in_words(error)}"
+        except Exception as error:
+            log.exception("MQTT link failed", extra={"broker": str(self.address)})
+            return f"{self.address}: {_in_words(error)}"
+        finally:
+            link.up = link.answered = False
+            self._link = None
+        return link.ended or f"{self.address}: connection lost"
+
+    def _new_client(self) -> Client:
+        client = Client(
+            CallbackAPIVersion.VERSION2,
+            self._client_id,
+            clean_session=True,
+            protocol=MQTTv311,
+            reconnect_on_failure=False,
+        )
+        if self.address.user is not None:
+            client.username_pw_set(self.address.user, self.address.password)
+        if self._tls is not None:
+            client.tls_set_context(self._tls)
+        if self._will is not None:
+            client.will_set(self._will.topic, self._will.payload, 1, self._will.retain)
+        client.max_inflight_messages_set(INFLIGHT_MESSAGES)
+        client.on_socket_open = _never_raises(self._on_socket_open)
+        client.on_connect = _never_raises(self._on_connect)
+        client.on_disconnect = _never_raises(self._on_disconnect)
+        client.on_subscribe = _never_raises(self._on_subscribe)
+        client.on_message = _never_raises(self._on_message)
+        # without it publish() writes to the socket from the caller's thread, into this thread's half-sent packet
+        client.on_socket_register_write = lambda *_: None
+        client.connect_async(self.address.host, self.address.port, KEEPALIVE_S)
+        return client
+
+    def _on_socket_open(self, client: Client, userdata: object, opened: socket.socket) -> None:
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _on_connect(
+        self, client: Client, userdata: object, flags: object, reason: ReasonCode, properties: object
+    ) -> None:
+        link = self._link
+        if link is None:
+            return
+        if reason.is_failure:
+            words = "not authorised" if reason.getName() == "Not authorized" else reason.getName().lower()
+            link.ended = f"broker refused: {words}"
+            return
+        with self._lock:
+            link.answered = True
+            filters = list(self._filters.items())
+        for first in range(0, len(filters), FILTERS_PER_SUBSCRIBE):
+            _, packet_id = client.subscribe(filters[first : first + FILTERS_PER_SUBSCRIBE])
+            if packet_id is not None:
+                link.awaited.add(packet_id)
+        self._up_if_subscribed(link)
+
+    def _on_subscribe(
+        self, client: Client, userdata: object, packet_id: int, reasons: list[ReasonCode], properties: object
+    ) -> None:
+        if any(reason.is_failure for reason in reasons):
+            log.warning("the broker refused a subscription", extra={"broker": str(self.address)})
+        if (link := self._link) is not None:
+            link.awaited.discard(packet_id)
+            self._up_if_subscribed(link)
+
+    def _up_if_subscribed(self, link: _Link) -> None:
+        if not link.up and not link.awaited and not self._closing.is_set():
+            link.up = True
+            self.inbox.put(Connected())
+            while link.early:
+                self.inbox.put(link.early.pop(0))
+
+    def _on_disconnect(
+        self, client: Client, userdata: object, flags: object, reason: ReasonCode, properties: object
+    ) -> None:
+        link = self._link
+        if link is not None and link.ended is None:
+            if reason.getName() == "Keep alive timeout":
+                link.ended = f"{self.address}: the broker stopped answering"
+            elif not link.answered:
+                link.ended = f"{self.address}: closed without an MQTT answer"
+
+    def _on_message(self, client: Client, userdata: object, message: MQTTMessage) -> None:
+        link = self._link
+        if link is None or self._closing.is_set():
+            return
+        self.received_bytes += len(message.payload)
+        received = Received(message.topic, bytes(message.payload))
+        if link.up:
+            self.inbox.put(received)
+        else:
+            link.early.append(received)

@@ -1,0 +1,201 @@
+"""Control messages: closed, versioned records; the reader decodes into the union and matches on type.
+
+Bytes = one version byte, then msgpack of an array that begins with the tag. Rules of evolution: new
+fields come last and have defaults; a field is never retyped, reordered or reused; a change that an old
+reader cannot bear raises WIRE_VERSION. The bytes of every message are kept as golden files in the tests.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fedvit.errors import BadPayload, PeerRefused
+from fedvit.resources import DeviceProfile, ResourceUse
+
+WIRE_VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024
+
+TaskKind = Literal["train", "evaluate"]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""What is kept as it came: a number that does not fit into a database must not get that far."""
+
+
+class Message(Struct, frozen=True, array_like=True, tag_field="type"):
+    """Base of all control messages."""
+
+
+class Manifest(Struct, frozen=True, array_like=True):
+    """What a receiver must know of a blob before the first byte arrives."""
+
+    digest: str
+    size: Annotated[int, Meta(ge=1)]
+    chunk: Annotated[int, Meta(ge=1024)]  # payload bytes per chunk; the last chunk may be shorter
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.size // self.chunk)
+
+
+# --- coordinator to everybody -------------------------------------------------------------------------
+
+
+class CoordinatorState(Message, frozen=True, tag="coordinator"):
+    """Retained: whether a coordinator is there. A new epoch makes every device say hello again."""
+
+    epoch: int
+    alive: bool
+
+
+# --- device to coordinator ----------------------------------------------------------------------------
+
+
+class DeviceState(Message, frozen=True, tag="device"):
+    """The device's last will, and its farewell."""
+
+    instance: str
+    online: bool
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """A device announces itself; `instance` is new for each start of the process."""
+
+    instance: str
+    software: str
+    profile: DeviceProfile
+    classes: tuple[str, ...]  # class folders that it has, with or without images
+    train_samples: Count
+    test_samples: Count
+
+
+class Progress(Message, frozen=True, tag="progress"):
+    """How far a task is: shown to people, and a sign of life."""
+
+    run: str
+    round: Count
+    kind: TaskKind
+    done_steps: int
+    total_steps: int
+    loss: float | None = None
+
+
+class Result(Message, frozen=True, tag="result"):
+    """A finished task. It stays in the device's vault until it is acknowledged."""
+
+    run: str
+    round: Count
+    kind: TaskKind
+    samples: int
+    metrics: dict[str, float]
+    use: ResourceUse
+    upload: Manifest | None = None  # what the roles send back; fetched by the coordinator
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """A device could not do its task; the round goes on without it."""
+
+    run: str
+    round: Count
+    kind: TaskKind
+    reason: str
+
+
+# --- coordinator to one device ------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The hello was accepted."""
+
+    instance: str
+    epoch: int
+    waiting_for: str  # what happens next, for people
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The hello was not accepted. `final`: trying again does not help."""
+
+    instance: str
+    reason: str
+    final: bool
+
+
+class Task(Message, frozen=True, tag="task"):
+    """Run this Program's phases and answer within `deadline_s` seconds of receipt."""
+
+    instance: str
+    epoch: int
+    run: str
+    round: Count  # from 1
+    kind: TaskKind
+    seed: int  # of the run; every random draw on the device derives from it
+    program: str  # digest
+    groups: dict[str, str]  # group -> digest of this round's value; local groups never travel
+    blobs: tuple[Manifest, ...]  # of every digest that the task may need
+    deadline_s: float
+    lr_scale: float = 1.0  # the schedule's factor for this round
+
+
+class ResultAck(Message, frozen=True, tag="ack"):
+    """The coordinator has the result safely on disk (accepted) or will never want it (not accepted)."""
+
+    run: str
+    round: Count
+    kind: TaskKind
+    accepted: bool
+    reason: str = ""
+
+
+class RunEnded(Message, frozen=True, tag="ended"):
+    """No more tasks of this run will come."""
+
+    run: str
+    status: str
+
+
+# --- blobs, both directions ---------------------------------------------------------------------------
+
+
+class Want(Message, frozen=True, tag="want"):
+    """A receiver's whole state of one blob: first request, acknowledgement and repair in one."""
+
+    digest: str
+    missing: tuple[tuple[int, int], ...]  # (first chunk, count), lowest first; may be cut, see transfer.py
+    last_seq: int = 0  # highest send number seen; chunks sent before it that are still missing were lost
+    stalled: bool = False  # nothing arrived for a while: what was under way is lost too
+
+
+class Done(Message, frozen=True, tag="done"):
+    """A receiver has the blob, verified and on disk."""
+
+    digest: str
+
+
+FromDevice = Hello | Progress | Result | Failed | Want | Done | DeviceState
+FromCoordinator = Welcome | Refused | Task | ResultAck | RunEnded | Want | Done | CoordinatorState
+AnyMessage = FromDevice | FromCoordinator
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """Raises BadPayload when the message is larger than one message may be."""
+    raw = bytes([WIRE_VERSION]) + _encoder.encode(message)
+    if len(raw) > MAX_MESSAGE_BYTES:
+        kind = type(message).__name__
+        raise BadPayload(f"a {kind} message of {len(raw)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes")
+    return raw
+
+
+def decode(raw: bytes) -> AnyMessage:
+    """Undo `encode`. Raises PeerRefused for another version, BadPayload for anything unreadable."""
+    if len(raw) > MAX_MESSAGE_BYTES:
+        raise BadPayload(f"a message of {len(raw)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes")
+    if not raw:
+        raise BadPayload("an empty message")
+    if raw[0] != WIRE_VERSION:
+        raise PeerRefused(f"the other side speaks wire version {raw[0]}, this side speaks version {WIRE_VERSION}")
+    try:
+        return _decoder.decode(raw[1:])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the latter two through
+        raise BadPayload(f"a message of {len(raw)} bytes cannot be read: {error}") from error

@@ -1,0 +1,83 @@
+"""The topic tree: who says what where. At most 7 slashes; `fl1` is version 1 of the tree.
+
+    fl1/F/srv/st           coordinator's state, retained and last will
+    fl1/F/all/b/BLOB       chunks for everybody who subscribed
+    fl1/F/d/DEV/dn/ctl     control to one device
+    fl1/F/d/DEV/up/ctl     control from one device
+    fl1/F/d/DEV/up/b/BLOB  chunks from one device
+    fl1/F/d/DEV/st         the device's last will
+
+The device's name is read from the topic, never from a payload: the broker can guard topics.
+"""
+
+import re
+from typing import NamedTuple
+
+from fedvit.errors import ConfigError
+
+ROOT = "fl1"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def check_name(name: str, what: str) -> str:
+    """Refuse a name that cannot be one level of a topic. Raises ConfigError naming it."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{what} {name!r} must be 1 to 64 letters, digits, '-' or '_'")
+    return name
+
+
+def blob_level(digest: str) -> str:
+    """The short name of a blob in a topic: 16 hex digits of its digest."""
+    return digest.partition(":")[2][:16]
+
+
+class Topics(NamedTuple):
+    """All topics of one federation."""
+
+    federation: str
+
+    @property
+    def coordinator_state(self) -> str:
+        return f"{ROOT}/{self.federation}/srv/st"
+
+    def broadcast(self, digest: str) -> str:
+        return f"{ROOT}/{self.federation}/all/b/{blob_level(digest)}"
+
+    def to_device(self, device: str) -> str:
+        return f"{ROOT}/{self.federation}/d/{device}/dn/ctl"
+
+    def from_device(self, device: str) -> str:
+        return f"{ROOT}/{self.federation}/d/{device}/up/ctl"
+
+    def upload(self, device: str, digest: str) -> str:
+        return f"{ROOT}/{self.federation}/d/{device}/up/b/{blob_level(digest)}"
+
+    def device_state(self, device: str) -> str:
+        return f"{ROOT}/{self.federation}/d/{device}/st"
+
+    @property
+    def from_all_devices(self) -> tuple[str, str]:
+        """Filters with which the coordinator hears control and last wills of every device."""
+        base = f"{ROOT}/{self.federation}/d/+"
+        return f"{base}/up/ctl", f"{base}/st"
+
+    def device_of(self, topic: str) -> str:
+        """Which device a topic below `d/` belongs to."""
+        return topic.split("/")[3]
+
+
+def covers(topic_filter: str, topic: str) -> bool:
+    """Whether a subscription to `topic_filter` receives messages on `topic` (MQTT 3.1.1, section 4.7).
+
+    >>> covers("a/+/c", "a/b/c"), covers("a/#", "a/b/c"), covers("a/+", "a/b/c")
+    (True, True, False)
+    """
+    if topic.startswith("$") and topic_filter.startswith(("+", "#")):
+        return False  # the broker's own topics must be asked for by name
+    filter_levels, levels = topic_filter.split("/"), topic.split("/")
+    for position, wanted in enumerate(filter_levels):
+        if wanted == "#":
+            return True
+        if position >= len(levels) or wanted not in ("+", levels[position]):
+            return False
+    return len(filter_levels) == len(levels)

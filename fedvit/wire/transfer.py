@@ -1,0 +1,183 @@
+"""Bookkeeping of one blob on its way: which chunks go next, which are missing. Pure: no clock, no socket.
+
+The receiver rules. Its `Want` is the full picture: what is missing, and the highest send number it has
+seen. Within one connection a broker delivers in order, so a missing chunk that was sent before a chunk
+that arrived is lost and sent again; one that was sent after it is still under way and counts against the
+window. So nothing is sent twice by a clock, and no broker ever holds more than the window.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fedvit.errors import BadPayload
+from fedvit.wire.messages import Manifest, Want
+
+CHUNK_BYTES = 126_976
+"""Payload of a chunk on every broker: one size fits AWS IoT's 128 kB with 4 kB spare."""
+WINDOW_CHUNKS = 64
+"""At most this many chunks ahead of the slowest receiver: 8 MiB, far below any broker's queue limit."""
+ACK_EVERY_CHUNKS = 8
+MAX_RANGES = 128
+"""Ranges that one Want carries; what is missing beyond them is asked for in a later one."""
+
+_HEADER = struct.Struct(">4sBBHIIQ32sII")
+_MAGIC = b"fvbc"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One piece of a blob as it travels: 64 bytes of header, then the bytes."""
+
+    digest: str
+    index: int
+    count: int
+    size: int  # of the whole blob
+    seq: int  # counts the sender's chunks of this transfer from 1, repairs included
+    payload: bytes
+
+    def encode(self) -> bytes:
+        head = _HEADER.pack(
+            _MAGIC, _VERSION, 0, 0, self.index, self.count, self.size,
+            bytes.fromhex(self.digest.partition(":")[2]), len(self.payload), self.seq,
+        )  # fmt: skip
+        return head + self.payload
+
+
+def decode_chunk(raw: bytes, digest_name: str = "blake3") -> Chunk:
+    """Raises BadPayload when `raw` is no chunk of a version that is known, or was cut."""
+    if len(raw) < _HEADER.size or raw[:4] != _MAGIC or raw[4] != _VERSION:
+        raise BadPayload(f"{len(raw)} bytes on a chunk topic are no chunk of version {_VERSION}")
+    _, _, _, _, index, count, size, digest, length, seq = _HEADER.unpack_from(raw)
+    payload = raw[_HEADER.size :]
+    if len(payload) != length:
+        raise BadPayload(f"chunk {index} says {length} bytes, {len(payload)} came")
+    return Chunk(f"{digest_name}:{digest.hex()}", index, count, size, seq, payload)
+
+
+def as_ranges(indices: Iterator[int], limit: int = MAX_RANGES) -> tuple[tuple[int, int], ...]:
+    """Ascending indices as (first, count), at most `limit` ranges.
+
+    >>> as_ranges(iter([0, 1, 2, 7, 9, 10]))
+    ((0, 3), (7, 1), (9, 2))
+    """
+    ranges: list[tuple[int, int]] = []
+    for index in indices:
+        if ranges and sum(ranges[-1]) == index:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + 1)
+        elif len(ranges) == limit:
+            break
+        else:
+            ranges.append((index, 1))
+    return tuple(ranges)
+
+
+class Incoming:
+    """A receiver's half: which chunks are here."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.last_seq = 0  # of the chunk that came last
+        self._have = bytearray(manifest.chunks)
+        self._left = manifest.chunks
+        self._since_want = 0
+
+    @property
+    def complete(self) -> bool:
+        return self._left == 0
+
+    @property
+    def received_chunks(self) -> int:
+        return self.manifest.chunks - self._left
+
+    def accept(self, chunk: Chunk) -> bool:
+        """Note an arrived chunk; False when its bytes are already here. Raises BadPayload if it does not fit."""
+        manifest = self.manifest
+        if (chunk.count, chunk.size) != (manifest.chunks, manifest.size):
+            raise BadPayload(
+                f"a chunk of a blob of {chunk.size} bytes in {chunk.count} chunks, "
+                f"expected {manifest.size} in {manifest.chunks}"
+            )
+        start = chunk.index * manifest.chunk
+        if chunk.index >= manifest.chunks or len(chunk.payload) != min(manifest.chunk, manifest.size - start):
+            raise BadPayload(f"chunk {chunk.index} of {manifest.chunks} has {len(chunk.payload)} bytes")
+        # not the highest ever: a sender that was started again counts from 1, and what it sent is under way
+        self.last_seq = chunk.seq
+        self._since_want += 1
+        if self._have[chunk.index]:
+            return False
+        self._have[chunk.index] = 1
+        self._left -= 1
+        return True
+
+    def want_is_due(self, *, idle: bool = False) -> bool:
+        """Whether enough came since the last Want to tell the sender; anything at all, when no more comes."""
+        return self._since_want >= (1 if idle else ACK_EVERY_CHUNKS)
+
+    def want(self, *, stalled: bool = False) -> Want:
+        self._since_want = 0
+        missing = (index for index, have in enumerate(self._have) if not have)
+        return Want(self.manifest.digest, as_ranges(missing), self.last_seq, stalled)
+
+    def restart(self) -> None:
+        """Forget everything: the whole did not have its digest."""
+        self._have = bytearray(self.manifest.chunks)
+        self._left = self.manifest.chunks
+
+
+class _Taker:
+    """What the sender knows of one receiver."""
+
+    def __init__(self, joined_seq: int) -> None:
+        self.floor_seq = joined_seq  # chunks sent up to here either arrived or are lost
+        self.to_send: deque[int] = deque()  # missing and not under way, ascending
+        self.under_way = 0
+
+
+class Outgoing:
+    """A sender's half: one blob, any number of receivers on one topic."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.sent_chunks = 0  # repairs included
+        self._takers: dict[str, _Taker] = {}
+        self._sent_seq = [0] * manifest.chunks
+        self._seq = 0
+
+    @property
+    def takers(self) -> tuple[str, ...]:
+        return tuple(self._takers)
+
+    def update(self, taker: str, want: Want) -> None:
+        """A receiver's Want arrived. Raises BadPayload when it asks for chunks that do not exist."""
+        for first, count in want.missing:
+            if first < 0 or count < 1 or first + count > self.manifest.chunks:
+                raise BadPayload(
+                    f"{taker} wants chunks {first} to {first + count - 1} of a blob of {self.manifest.chunks} chunks"
+                )
+        known = self._takers.setdefault(taker, _Taker(self._seq))
+        known.floor_seq = self._seq if want.stalled else max(known.floor_seq, min(want.last_seq, self._seq))
+        missing = sorted({index for first, count in want.missing for index in range(first, first + count)})
+        known.to_send = deque(index for index in missing if self._sent_seq[index] <= known.floor_seq)
+        known.under_way = len(missing) - len(known.to_send)
+
+    def drop(self, taker: str) -> None:
+        """The receiver has everything, or is gone."""
+        self._takers.pop(taker, None)
+
+    def next_chunk(self) -> tuple[int, int] | None:
+        """(index, send number) of the chunk to send now; None when the window is full or nobody misses one."""
+        waiting = [taker for taker in self._takers.values() if taker.to_send]
+        if not waiting or max(taker.under_way for taker in self._takers.values()) >= WINDOW_CHUNKS:
+            return None
+        index = min(taker.to_send[0] for taker in waiting)
+        self._seq += 1
+        self._sent_seq[index] = self._seq
+        self.sent_chunks += 1
+        for taker in waiting:
+            if taker.to_send[0] == index:
+                taker.to_send.popleft()
+                taker.under_way += 1
+        return index, self._seq

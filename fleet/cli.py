@@ -1,0 +1,31 @@
+"""`fleet`: a whole fleet on one machine."""
+
+import signal
+
+import click
+
+from fedvit import command_line
+from fleet.demo import demo_command
+from fleet.partition import partition_command
+from fleet.run import run_command
+
+
+@click.group(context_settings={"show_default": True})
+@click.version_option(package_name="fedvit")
+def cli() -> None:
+    """Partition data over devices, run fleets on one machine, see the demo."""
+
+
+cli.add_command(demo_command)
+cli.add_command(partition_command)
+cli.add_command(run_command)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    signal.signal(signal.SIGTERM, _interrupt)  # so that child processes are stopped on the way out
+    command_line.run(cli, "fleet")

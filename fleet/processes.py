@@ -1,0 +1,93 @@
+"""Starting and stopping the two programs as operating-system processes, so that none is left behind."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+PR_SET_PDEATHSIG = 1
+STOP_S = 20.0
+"""Patience with a process that was asked to end, before it is killed."""
+
+
+def program(module: str) -> list[str]:
+    """Command line of one of our programs under this Python, whether or not scripts are on the PATH."""
+    return [sys.executable, "-c", f"from {module} import main; main()"]
+
+
+def _end_with_parent() -> None:
+    """In the child: die when the parent dies, even by kill -9 (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Fleet:
+    """A set of child processes that end together; use as a context manager."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: list[IO[bytes]] = []
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, name: str, command: Sequence[str], log: Path | None = None) -> subprocess.Popen[bytes]:
+        """Start a process in its own session, so that Ctrl-C reaches us alone and we stop it in order.
+
+        With `log`, its output goes there; else it shares our standard error. Its OpenMP threads do not spin
+        while they wait: on cores that are shared, torch's server step took ten times as long.
+        """
+        output: IO[bytes] | int = sys.stderr.fileno()
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = open(log, "ab")  # noqa: SIM115 - closed in stop
+            self._logs.append(output)
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+            preexec_fn=_end_with_parent,
+        )
+        self._running[name] = process
+        return process
+
+    def ended(self) -> dict[str, int]:
+        """Exit codes of processes that are over."""
+        return {name: process.returncode for name, process in self._running.items() if process.poll() is not None}
+
+    def wait(self, names: Sequence[str], timeout_s: float) -> bool:
+        """Whether all of `names` ended by themselves within the time."""
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            if set(names) <= self.ended().keys():
+                return True
+            time.sleep(0.1)
+        return False
+
+    def stop(self) -> None:
+        """Ask every process to end, last started first, and kill what does not."""
+        for process in reversed(self._running.values()):
+            if process.poll() is None:
+                process.terminate()
+        until = time.monotonic() + STOP_S
+        for process in self._running.values():
+            try:
+                process.wait(timeout=max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for log in self._logs:
+            log.close()
+        self._running.clear()
+        self._logs.clear()

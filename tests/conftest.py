@@ -1,0 +1,62 @@
+"""What the tests of several rooms share: a model as small as they come, and its graphs, exported once."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:  # the device's tests run without torch
+    from export.graphs import Exported
+    from fedvit.methods.base import Method
+    from fedvit.models.vit import PatchViT
+    from fedvit.program import Batch
+
+# with more threads torch takes many times as long for models as small as these, when something else runs, too
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# no test reaches the network, and none finds what an earlier process downloaded
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "fedvit-no-such-cache")
+
+TINY_MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2, "mlp_ratio": 4.0}
+TINY_OPTIONS = {"batch_size": 8}
+TINY_CLASSES = 10
+
+
+class Tiny(NamedTuple):
+    """A method on the tiny model (16 patches, 3 blocks of width 32), and its verified graphs."""
+
+    method: "Method"
+    vit: "PatchViT"
+    batch: "Batch"
+    graphs: "dict[str, Exported]"
+
+
+@pytest.fixture(scope="session")
+def graph_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Graphs of this session: an export takes seconds, so tests with equal graphs share them here."""
+    return tmp_path_factory.mktemp("graphs")
+
+
+@pytest.fixture(scope="session")
+def tiny(graph_cache: Path) -> "Callable[[str], Tiny]":
+    """A method by name on the tiny model; its graphs are exported when first asked for."""
+    from export.graphs import export_graphs
+    from fedvit.methods import make_method
+    from fedvit.models import SMALL, build_vit
+    from fedvit.program import Batch
+
+    made: dict[str, Tiny] = {}
+
+    def make(name: str) -> Tiny:
+        if name not in made:
+            method = make_method(name, TINY_OPTIONS)
+            vit = build_vit(SMALL, TINY_CLASSES, seed=0, options=TINY_MODEL)
+            mean, std = vit.mean_std
+            batch = Batch(image_size=32, patch_size=8, batch_size=8, mean=mean, std=std, mask_ratio=method.mask_ratio)
+            made[name] = Tiny(method, vit, batch, export_graphs(method, vit, batch, cache=graph_cache))
+        return made[name]
+
+    return make

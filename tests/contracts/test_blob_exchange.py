@@ -1,0 +1,446 @@
+"""Blobs arrive, once, whole and verified, over every transport and through every accident."""
+
+import os
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import pytest
+
+from fedvit.blobs import BlobStore, digest_of
+from fedvit.errors import BadPayload, StorageFailed
+from fedvit.transport import exchange
+from fedvit.transport.base import Connected, Received, Transport
+from fedvit.transport.exchange import BlobExchange
+from fedvit.transport.memory import MemoryBroker, MemoryTransport
+from fedvit.wire.messages import Done, Manifest, Want, decode, encode
+from fedvit.wire.topics import blob_level
+from fedvit.wire.transfer import CHUNK_BYTES, WINDOW_CHUNKS
+
+if TYPE_CHECKING:
+    from tests.contracts.conftest import MqttWorld, World
+
+WAIT_S = 60.0
+BIG = 20_000_000
+"""158 chunks: more than two windows."""
+
+
+class Peer:
+    """A program reduced to its exchange: control on ctl/RECEIVER/SENDER, chunks on data/SENDER/BLOB."""
+
+    def __init__(self, prefix: str, name: str, transport: Transport, folder: Path) -> None:
+        self.name = name
+        self.transport = transport
+        self.blobs = BlobStore(folder / name)
+        self.finished: list[tuple[Manifest, Exception | None]] = []
+        self.refused: list[str] = []
+        self.readable = True
+        self.receivers = 4  # more than there are: the wait for them ends by time
+        self.events_per_step = 1_000_000
+        self._prefix = prefix
+        self._connected = False
+        self._ticked_at = 0.0
+        self.exchange = BlobExchange(
+            transport,
+            self.blobs,
+            tell=self._tell,
+            topic_for=self.data_topic,
+            may_read=lambda peer, digest: self.readable,
+            receivers=lambda digest: self.receivers,
+        )
+        transport.subscribe(f"{prefix}ctl/{name}/+", 1)
+        transport.open()
+
+    def data_topic(self, digest: str) -> str:
+        return f"{self._prefix}data/{self.name}/{blob_level(digest)}"
+
+    def fetch(self, manifest: Manifest, sender: "Peer") -> None:
+        self.exchange.fetch(
+            manifest, sender.name, sender.data_topic(manifest.digest), lambda *ended: self.finished.append(ended)
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.finished)
+
+    def got(self, content: bytes) -> bool:
+        """Whether exactly this one blob came, whole and without an error."""
+        [(manifest, error)] = self.finished
+        return error is None and self.blobs.get(manifest.digest) == content
+
+    @property
+    def sent_chunks(self) -> float:
+        return self.transport.sent_bytes / CHUNK_BYTES
+
+    def step(self) -> bool:
+        """Handle what came and let time pass; False when nothing came."""
+        busy = False
+        for _ in range(self.events_per_step):
+            try:
+                event = self.transport.inbox.get_nowait()
+            except Empty:
+                break
+            busy = True
+            match event:
+                case Connected():
+                    self._connected = True
+                    self.exchange.reconnected()
+                case Received(topic, payload) if topic.startswith(f"{self._prefix}ctl/"):
+                    self._on_control(topic.rsplit("/", 1)[1], payload)
+                case Received(_, payload):
+                    self.exchange.on_chunk(payload)
+        if time.monotonic() - self._ticked_at > 0.05:
+            self._ticked_at = time.monotonic()
+            self.exchange.tick()
+        return busy
+
+    def _on_control(self, sender: str, payload: bytes) -> None:
+        message = decode(payload)
+        try:
+            match message:
+                case Want():
+                    self.exchange.on_want(sender, message)
+                case Done():
+                    self.exchange.on_done(sender, message)
+        except BadPayload as error:
+            self.refused.append(str(error))
+
+    def _tell(self, peer: str, message: Want | Done) -> None:
+        self.transport.publish(f"{self._prefix}ctl/{peer}/{self.name}", encode(message))
+
+    def partial_files(self) -> list[Path]:
+        return list(self.blobs.folder.rglob("*.part"))
+
+
+def drive(peers: list[Peer], until: Callable[[], bool]) -> None:
+    """Run all peers in this thread."""
+    deadline = time.monotonic() + WAIT_S
+    while not until():
+        assert time.monotonic() < deadline, f"did not happen within {WAIT_S:.0f} s"
+        busy = [peer.step() for peer in peers]
+        if not any(busy):
+            time.sleep(0.001)
+
+
+def settle(peers: list[Peer]) -> None:
+    """Connect everybody."""
+    drive(peers, lambda: all(peer._connected for peer in peers))
+
+
+def blob(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+Peers = Callable[[str], Peer]
+
+
+def make_peers(world: "World", folder: Path) -> Peers:
+    return lambda name: Peer(world.prefix, name, world.new_transport(name), folder)
+
+
+@pytest.fixture
+def peer(world: "World", tmp_path: Path) -> Peers:
+    return make_peers(world, tmp_path)
+
+
+@pytest.fixture
+def mqtt_peer(mqtt_world: "MqttWorld", tmp_path: Path) -> Peers:
+    return make_peers(mqtt_world, tmp_path)
+
+
+# --- every transport ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, CHUNK_BYTES, CHUNK_BYTES + 1, BIG])
+def test_a_blob_reaches_one_receiver_and_is_sent_once(peer: Peers, size: int) -> None:
+    sender, receiver = peers = [peer("sender"), peer("receiver")]
+    settle(peers)
+    content = blob(size)
+    receiver.fetch(sender.blobs.put(content), sender)
+    drive(peers, lambda: receiver.has_ended)
+    assert receiver.got(content)
+    assert sender.transport.sent_bytes < 1.01 * size + 1000
+    assert not receiver.partial_files()
+
+
+def test_three_receivers_of_one_broadcast_cost_about_one_sending(peer: Peers) -> None:
+    sender, *receivers = peers = [peer("sender"), peer("r1"), peer("r2"), peer("r3")]
+    settle(peers)
+    content = blob(BIG)
+    manifest = sender.blobs.put(content)
+    for receiver in receivers:
+        receiver.fetch(manifest, sender)
+    drive(peers, lambda: all(receiver.has_ended for receiver in receivers))
+    assert all(receiver.got(content) for receiver in receivers)
+    assert sender.sent_chunks < 1.1 * manifest.chunks
+
+
+def test_receivers_that_were_expected_are_sent_a_small_blob_once(peer: Peers) -> None:
+    """The first Want must not start a broadcast that the second one then asks for again."""
+    sender, *receivers = peers = [peer("sender"), peer("r1"), peer("r2"), peer("r3")]
+    settle(peers)
+    sender.receivers = 3
+    manifest = sender.blobs.put(blob(3 * CHUNK_BYTES))
+    for receiver in receivers:
+        receiver.fetch(manifest, sender)
+    drive(peers, lambda: all(receiver.has_ended for receiver in receivers))
+    assert round(sender.sent_chunks) == 3  # plus headers and control messages
+
+
+def test_a_late_joiner_is_sent_what_it_missed(peer: Peers) -> None:
+    sender, early, late = peers = [peer("sender"), peer("early"), peer("late")]
+    settle(peers)
+    content = blob(BIG)
+    manifest = sender.blobs.put(content)
+    early.fetch(manifest, sender)
+    drive(peers, lambda: early.transport.received_bytes > BIG / 3)
+    late.fetch(manifest, sender)
+    drive(peers, lambda: early.has_ended and late.has_ended)
+    assert early.got(content)
+    assert late.got(content)
+    assert sender.sent_chunks < 2.1 * manifest.chunks
+
+
+def test_both_directions_at_once(peer: Peers) -> None:
+    coordinator, device = peers = [peer("coordinator"), peer("device")]
+    settle(peers)
+    down, up = blob(5_000_000, seed=1), blob(5_000_000, seed=2)
+    device.fetch(coordinator.blobs.put(down), coordinator)
+    coordinator.fetch(device.blobs.put(up), device)
+    drive(peers, lambda: device.has_ended and coordinator.has_ended)
+    assert device.got(down)
+    assert coordinator.got(up)
+
+
+def test_a_blob_that_is_already_here_is_not_sent(peer: Peers) -> None:
+    sender, receiver = peers = [peer("sender"), peer("receiver")]
+    settle(peers)
+    content = blob(1000)
+    manifest = sender.blobs.put(content)
+    receiver.blobs.put(content)
+    receiver.fetch(manifest, sender)
+    assert receiver.got(content)
+    assert sender.transport.sent_bytes == 0
+
+
+def test_two_requests_for_one_blob_end_with_one_transfer(peer: Peers) -> None:
+    sender, receiver = peers = [peer("sender"), peer("receiver")]
+    settle(peers)
+    manifest = sender.blobs.put(blob(3_000_000))
+    receiver.fetch(manifest, sender)
+    receiver.fetch(manifest, sender)
+    drive(peers, lambda: len(receiver.finished) == 2)
+    assert receiver.finished == [(manifest, None)] * 2
+    assert sender.sent_chunks < 1.1 * manifest.chunks
+
+
+def test_a_wrong_digest_ends_in_an_error_after_some_attempts(peer: Peers) -> None:
+    sender, receiver = peers = [peer("sender"), peer("receiver")]
+    settle(peers)
+    right, wrong = blob(3 * CHUNK_BYTES, seed=1), blob(3 * CHUNK_BYTES, seed=2)
+    manifest = sender.blobs.put(right)
+    sender.blobs.path(manifest.digest).write_bytes(wrong)
+    receiver.fetch(manifest, sender)
+    drive(peers, lambda: receiver.has_ended)
+    [(_, error)] = receiver.finished
+    assert isinstance(error, BadPayload)
+    assert digest_of(wrong) in str(error)
+    assert not receiver.blobs.has(manifest.digest)
+    assert not receiver.partial_files()
+    assert sender.sent_chunks < 1.1 * (1 + exchange.MAX_RESTARTS) * manifest.chunks
+
+
+def test_a_peer_that_may_not_read_a_blob_is_refused(peer: Peers) -> None:
+    sender, receiver = peers = [peer("sender"), peer("receiver")]
+    settle(peers)
+    manifest = sender.blobs.put(blob(1000))
+    sender.readable = False
+    receiver.fetch(manifest, sender)
+    drive(peers, lambda: bool(sender.refused))
+    assert "receiver asks for blob" in sender.refused[0]
+    assert sender.transport.sent_bytes == 0
+    assert not receiver.has_ended
+
+
+@pytest.mark.parametrize("manifest", [Manifest(digest_of(b"nobody has it"), 5, CHUNK_BYTES), Manifest("x:y", 5, 1024)])
+def test_a_blob_that_is_not_here_is_refused(peer: Peers, manifest: Manifest) -> None:
+    sender = peer("sender")
+    settle([sender])
+    with pytest.raises(BadPayload):
+        sender.exchange.on_want("receiver", Want(manifest.digest, ((0, 1),)))
+
+
+def test_a_request_for_chunks_that_do_not_exist_leaves_nothing_behind(peer: Peers) -> None:
+    sender, receiver = peers = [peer("sender"), peer("receiver")]
+    settle(peers)
+    content = blob(1000)
+    manifest = sender.blobs.put(content)
+    with pytest.raises(BadPayload, match="wants chunks 0 to 8 of a blob of 1 chunks"):
+        sender.exchange.on_want("stranger", Want(manifest.digest, ((0, 9),)))
+    receiver.fetch(manifest, sender)
+    drive(peers, lambda: receiver.has_ended)
+    assert receiver.got(content)
+
+
+@pytest.fixture
+def largest_file() -> Iterator[Callable[[int], None]]:
+    """Lets files of this process grow no further: a disk that is full, also for root."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room", [1_000_001, 24 * CHUNK_BYTES - 10])
+def test_a_full_disk_ends_in_an_error_and_the_sender_stops(
+    peer: Peers, largest_file: Callable[[int], None], room: int
+) -> None:
+    """Each limit lies within a chunk, so that its write is cut; the second within the last chunk."""
+    sender, receiver, other = peers = [peer("sender"), peer("receiver"), peer("other")]
+    settle(peers)
+    manifest, small = sender.blobs.put(blob(24 * CHUNK_BYTES)), sender.blobs.put(b"small")
+    largest_file(room)
+    receiver.fetch(manifest, sender)
+    drive(peers, lambda: receiver.has_ended)
+    [(_, error)] = receiver.finished
+    assert isinstance(error, StorageFailed)
+    assert "File too large" in str(error)
+    assert not receiver.partial_files()
+    other.fetch(small, sender)
+    drive(peers, lambda: other.has_ended)
+    assert other.got(b"small")
+
+
+def test_a_folder_that_cannot_be_written_ends_in_an_error(peer: Peers) -> None:
+    sender, receiver = peers = [peer("sender"), peer("receiver")]
+    settle(peers)
+    manifest = sender.blobs.put(b"content")
+    blocked = receiver.blobs.path(manifest.digest).parent
+    blocked.parent.mkdir(parents=True)
+    blocked.write_text("a file where the folder should be")
+    receiver.fetch(manifest, sender)
+    [(_, error)] = receiver.finished
+    assert isinstance(error, StorageFailed)
+
+
+# --- MQTT ---------------------------------------------------------------------------------------------
+
+
+def test_a_transfer_survives_the_death_of_the_broker(mqtt_world: "MqttWorld", mqtt_peer: Peers) -> None:
+    sender, *receivers = peers = [mqtt_peer("sender"), mqtt_peer("r1"), mqtt_peer("r2")]
+    settle(peers)
+    content = blob(BIG)
+    manifest = sender.blobs.put(content)
+    for receiver in receivers:
+        receiver.fetch(manifest, sender)
+    drive(peers, lambda: all(receiver.transport.received_bytes > BIG / 4 for receiver in receivers))
+    assert not any(receiver.has_ended for receiver in receivers)
+    mqtt_world.kill_broker()
+    mqtt_world.bring_broker_back()
+    drive(peers, lambda: all(receiver.has_ended for receiver in receivers))
+    assert all(receiver.got(content) for receiver in receivers)
+    # lost is at most what was under way; the receivers do not come back at the same moment
+    assert sender.sent_chunks < manifest.chunks + 3 * WINDOW_CHUNKS
+
+
+# --- memory: accidents that a network does not have on demand -------------------------------------------
+
+
+def memory_peers(broker: MemoryBroker, folder: Path, *names: str) -> list[Peer]:
+    return [Peer("", name, MemoryTransport(SimpleQueue(), broker, name), folder) for name in names]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_lost_chunks_are_sent_again_and_only_those(tmp_path: Path, seed: int) -> None:
+    sender, *receivers = peers = memory_peers(MemoryBroker(loss=0.05, seed=seed), tmp_path, "sender", "r1", "r2")
+    content = blob(BIG)
+    manifest = sender.blobs.put(content)
+    for receiver in receivers:
+        receiver.fetch(manifest, sender)
+    drive(peers, lambda: all(receiver.has_ended for receiver in receivers))
+    assert all(receiver.got(content) for receiver in receivers)
+    # each of two receivers loses one chunk in 20; the luck of the draw may double it
+    assert sender.sent_chunks < 1.2 * manifest.chunks
+
+
+def test_a_receiver_that_fell_silent_does_not_hold_up_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "SILENT_S", 0.5)
+    sender, alive, silent = memory_peers(MemoryBroker(), tmp_path, "sender", "alive", "silent")
+    content = blob(BIG)
+    manifest = sender.blobs.put(content)
+    alive.fetch(manifest, sender)
+    silent.fetch(manifest, sender)
+    drive([sender, alive], lambda: alive.has_ended)
+    assert alive.got(content)
+
+
+def test_requests_that_piled_up_at_a_busy_sender_are_answered_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "STALL_S", 0.2)
+    sender, receiver = peers = memory_peers(MemoryBroker(), tmp_path, "sender", "receiver")
+    content = blob(BIG)
+    manifest = sender.blobs.put(content)
+    receiver.fetch(manifest, sender)
+    drive(peers, lambda: receiver.transport.received_bytes > BIG / 4)
+    waited_until = time.monotonic() + 1.5  # of silence: the receiver says three times that it stalled
+    drive([receiver], lambda: time.monotonic() > waited_until)
+    drive(peers, lambda: receiver.has_ended)
+    assert receiver.got(content)
+    assert sender.sent_chunks < 1.1 * manifest.chunks
+
+
+def test_a_link_that_is_only_slow_is_given_more_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk takes longer than the first stall, but nothing is lost, so nothing is sent again."""
+    monkeypatch.setattr(exchange, "STALL_S", 0.1)
+    sender, receiver = memory_peers(MemoryBroker(), tmp_path, "sender", "receiver")
+    receiver.events_per_step = 1
+    content = blob(12 * CHUNK_BYTES)
+    manifest = sender.blobs.put(content)
+    receiver.fetch(manifest, sender)
+    while not receiver.has_ended:
+        next_at = time.monotonic() + 0.15
+        drive([sender], lambda due=next_at: time.monotonic() > due)
+        receiver.step()
+    assert receiver.got(content)
+    assert sender.sent_chunks < 1.1 * manifest.chunks
+
+
+def test_a_sender_that_was_started_again_sends_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunks count from 1 again; those must not pass for chunks that were lost long ago."""
+    monkeypatch.setattr(exchange, "STALL_S", 0.5)
+    broker = MemoryBroker()
+    sender, receiver = memory_peers(broker, tmp_path, "sender", "receiver")
+    content = blob(2 * BIG)
+    manifest = sender.blobs.put(content)
+    receiver.fetch(manifest, sender)
+    drive([sender, receiver], lambda: receiver.transport.received_bytes > BIG)
+    sender.transport.close()
+    [again] = memory_peers(broker, tmp_path, "sender")
+    drive([again, receiver], lambda: receiver.has_ended)
+    assert receiver.got(content)
+    assert sender.sent_chunks + again.sent_chunks < manifest.chunks + 1.1 * WINDOW_CHUNKS
+
+
+def test_a_dropped_peer_is_neither_sent_to_nor_waited_for(tmp_path: Path) -> None:
+    sender, receiver = peers = memory_peers(MemoryBroker(), tmp_path, "sender", "receiver")
+    manifest = sender.blobs.put(blob(BIG))
+    receiver.fetch(manifest, sender)
+    drive(peers, lambda: receiver.transport.received_bytes > BIG / 4)
+    receiver.exchange.drop_peer("sender")
+    sender.step()
+    sender.exchange.drop_peer("receiver")
+    before = sender.transport.sent_bytes
+    quiet_at = time.monotonic() + 0.3
+    drive(peers, lambda: time.monotonic() > quiet_at)
+    assert sender.transport.sent_bytes == before
+    assert not receiver.partial_files()
+    assert not receiver.has_ended
+    assert os.listdir(receiver.blobs.path(manifest.digest).parent) == []

@@ -1,0 +1,349 @@
+"""Every control message, byte by byte: what one version of the software wrote, every later one reads.
+
+`golden/v1/` holds the bytes of each message in `EXAMPLES`, and they are never changed. For a new message, or
+for a message that got a field at its end: add an example, then run
+
+    python tests/contracts/test_messages.py
+
+which writes the golden files that are missing and touches no other.
+"""
+
+import contextlib
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedvit.errors import BadPayload, PeerRefused
+from fedvit.resources import DeviceProfile, ResourceUse
+from fedvit.wire import messages
+from fedvit.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    WIRE_VERSION,
+    AnyMessage,
+    CoordinatorState,
+    DeviceState,
+    Done,
+    Failed,
+    FromCoordinator,
+    FromDevice,
+    Hello,
+    Manifest,
+    Message,
+    Progress,
+    Refused,
+    Result,
+    ResultAck,
+    RunEnded,
+    Task,
+    Want,
+    Welcome,
+    decode,
+    encode,
+)
+
+GOLDEN = Path(__file__).parent / "golden" / f"v{WIRE_VERSION}"
+
+DIGEST = "blake3:" + "0123456789abcdef" * 4
+MANIFEST = Manifest(DIGEST, 300_000, 126_976)
+
+EXAMPLES: dict[str, AnyMessage] = {
+    "coordinator": CoordinatorState(281_474_976_710_656, alive=True),
+    "device": DeviceState("8f14e45fceea167a", online=False),
+    "hello": Hello(
+        "8f14e45fceea167a",
+        "0.1.0",
+        DeviceProfile(host="pi-küche", machine="aarch64", cores=4, threads=3, ram_bytes=4_294_967_296),
+        ("cat", "dog"),
+        120,
+        30,
+    ),
+    "progress": Progress("run-1", 7, "train", 12, 40, 0.5),
+    "result": Result(
+        "run-1",
+        7,
+        "train",
+        120,
+        {"loss": 0.25},
+        ResourceUse(
+            train_s=12.5, step_s=0.25, steps=40, flops=10**12, peak_rss_bytes=2**28, received_bytes=5, sent_bytes=6
+        ),
+        MANIFEST,
+    ),
+    "failed": Failed("run-1", 7, "evaluate", "no memory"),
+    "welcome": Welcome("8f14e45fceea167a", 281_474_976_710_656, "waiting for devices: 1 of 3 are here"),
+    "refused": Refused("8f14e45fceea167a", "unknown class", final=True),
+    "task": Task(
+        "8f14e45fceea167a",
+        281_474_976_710_656,
+        "run-1",
+        7,
+        "train",
+        2**31 - 1,
+        DIGEST,
+        {"global": DIGEST, "head": DIGEST},
+        (MANIFEST,),
+        600.0,
+        0.5,
+    ),
+    "ack": ResultAck("run-1", 7, "train", accepted=False, reason="late"),
+    "ended": RunEnded("run-1", "finished"),
+    "want": Want(DIGEST, ((0, 3), (7, 1)), 12, True),
+    "done": Done(DIGEST),
+}
+"""File name -> message. A second example of one type is named after it: `task-2`."""
+
+TYPES: tuple[type[Message], ...] = typing.get_args(AnyMessage)
+
+
+def tag_of(kind: type[Message]) -> str:
+    tag = kind.__struct_config__.tag
+    assert isinstance(tag, str)
+    return tag
+
+
+def items(raw: bytes) -> list[Any]:
+    """A message as any other software reads it: a list that begins with the tag."""
+    assert raw[0] == WIRE_VERSION
+    decoded: list[Any] = msgspec.msgpack.decode(raw[1:])
+    return decoded
+
+
+def written(items: list[Any], version: int = WIRE_VERSION) -> bytes:
+    return bytes([version]) + msgspec.msgpack.encode(items)
+
+
+def continues(now: Any, kept: Any) -> bool:
+    """Whether `now` is `kept`, with more behind it at most.
+
+    >>> continues(["a", [1, 2], 9], ["a", [1]]), continues([2], [1])
+    (True, False)
+    """
+    if isinstance(kept, list):
+        return isinstance(now, list) and len(now) >= len(kept) and all(map(continues, now, kept))
+    if isinstance(kept, dict):
+        return isinstance(now, dict) and all(key in now and continues(now[key], kept[key]) for key in kept)
+    return type(now) is type(kept) and bool(now == kept)
+
+
+# --- golden bytes -------------------------------------------------------------------------------------
+
+
+def test_every_message_has_an_example() -> None:
+    defined = {kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)}
+    assert set(TYPES) == defined - {Message}, "a message is not in the union of those that are read"
+    assert set(typing.get_args(FromDevice | FromCoordinator)) == set(TYPES)
+    for kind in TYPES:
+        assert type(EXAMPLES.get(tag_of(kind))) is kind, f"no example of {kind.__name__}"
+
+
+def test_golden_files_and_examples_belong_together() -> None:
+    assert {path.stem for path in GOLDEN.iterdir()} == set(EXAMPLES), "see the top of this file"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_golden_bytes_are_kept(name: str) -> None:
+    """They are read as they were meant, and what is written now begins with what was written then."""
+    golden = (GOLDEN / f"{name}.bin").read_bytes()
+    assert decode(golden) == EXAMPLES[name]
+    now, kept = items(encode(EXAMPLES[name])), items(golden)
+    assert continues(now, kept)
+    if len(now) == len(kept):
+        assert encode(EXAMPLES[name]) == golden
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_newest_form_of_every_message_is_golden(kind: type[Message]) -> None:
+    """A field that was added at the end needs an example in which it has a value."""
+    fields = 1 + len(kind.__struct_fields__)
+    lengths = [
+        len(items((GOLDEN / f"{name}.bin").read_bytes())) for name, message in EXAMPLES.items() if type(message) is kind
+    ]
+    assert max(lengths) == fields
+
+
+# --- there and back -----------------------------------------------------------------------------------
+
+
+def values_of(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
+    """Every value that a field's type allows, so that messages to come are covered, too."""
+    match kind:
+        case msgspec.inspect.Metadata(type=inner):
+            return values_of(inner)
+        case msgspec.inspect.BoolType():
+            return st.booleans()
+        case msgspec.inspect.IntType(ge=low, le=high):
+            return st.integers(-(2**63) if low is None else low, 2**64 - 1 if high is None else high)
+        case msgspec.inspect.FloatType():
+            return st.floats(allow_nan=False)
+        case msgspec.inspect.StrType():
+            return st.text(max_size=30)
+        case msgspec.inspect.NoneType():
+            return st.none()
+        case msgspec.inspect.LiteralType(values=allowed):
+            return st.sampled_from(allowed)
+        case msgspec.inspect.UnionType(types=types):
+            return st.one_of(*map(values_of, types))
+        case msgspec.inspect.VarTupleType(item_type=inner):
+            return st.lists(values_of(inner), max_size=4).map(tuple)
+        case msgspec.inspect.TupleType(item_types=types):
+            return st.tuples(*map(values_of, types))
+        case msgspec.inspect.DictType(key_type=key, value_type=value):
+            return st.dictionaries(values_of(key), values_of(value), max_size=4)
+        case msgspec.inspect.StructType(cls=cls, fields=fields):
+            return st.builds(cls, **{field.name: values_of(field.type) for field in fields})
+    raise AssertionError(f"no values are known for {kind}: add them here")
+
+
+MESSAGES = values_of(msgspec.inspect.type_info(AnyMessage))
+
+
+@given(MESSAGES)
+def test_decode_undoes_encode(message: AnyMessage) -> None:
+    again = decode(encode(message))
+    assert again == message
+    assert type(again) is type(message)
+
+
+def test_a_loss_that_is_no_number_can_be_told() -> None:
+    decoded = decode(encode(Progress("r", 1, "train", 1, 1, float("nan"))))
+    assert isinstance(decoded, Progress)
+    assert decoded.loss != decoded.loss
+
+
+# --- evolution ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("appended", [[1], ["text", {"a": [1, None]}], [None, 2.5, b"bytes"]])
+def test_fields_of_a_newer_peer_are_passed_over(name: str, appended: list[Any]) -> None:
+    newer = written(items(encode(EXAMPLES[name])) + appended)
+    assert decode(newer) == EXAMPLES[name]
+
+
+def test_inner_records_of_a_newer_peer_are_read() -> None:
+    """A manifest is a list in the message and grows at its end; a profile is a map and gets more keys."""
+    result = items(encode(EXAMPLES["result"]))
+    result[-1] = [*result[-1], "extra"]
+    assert decode(written(result)) == EXAMPLES["result"]
+    hello = items(encode(EXAMPLES["hello"]))
+    hello[3] = {**hello[3], "gpu": "none"}
+    assert decode(written(hello)) == EXAMPLES["hello"]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_fields_that_an_older_peer_does_not_know_take_their_default(kind: type[Message]) -> None:
+    """Each field at the end that has a default may be absent; any other may not."""
+    name = tag_of(kind)
+    example, fields = EXAMPLES[name], msgspec.structs.fields(kind)
+    whole = items(encode(example))
+    for length in range(len(fields)):
+        older = written(whole[: 1 + length])
+        absent = fields[length:]
+        if all(field.default is not msgspec.NODEFAULT for field in absent):
+            defaults = {field.name: field.default for field in absent}
+            assert decode(older) == msgspec.structs.replace(example, **defaults)
+        else:
+            with pytest.raises(BadPayload):
+                decode(older)
+
+
+@pytest.mark.parametrize("version", sorted({0, 2, 0x7B, 0xFF} - {WIRE_VERSION}))
+def test_another_version_is_refused_by_name(version: int) -> None:
+    """0x7B is '{': somebody who speaks JSON. The rest need not be readable."""
+    for rest in (encode(EXAMPLES["hello"])[1:], b"", b"\xff\xff"):
+        with pytest.raises(PeerRefused) as refused:
+            decode(bytes([version]) + rest)
+        assert str(refused.value) == (
+            f"the other side speaks wire version {version}, this side speaks version {WIRE_VERSION}"
+        )
+
+
+# --- what is no message -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        bytes([WIRE_VERSION]),
+        bytes([WIRE_VERSION, 0xC1]),  # no such opcode
+        written(["nonsense", 1]),
+        written([]),
+        written([1]),
+        written(["done"]),
+        written(["done", 5]),
+        written(["done", DIGEST])[:-1],
+        written(["done", DIGEST]) + b"\0",
+        written({"type": "done", "digest": DIGEST}),  # type: ignore[arg-type]
+        written(["progress", "run", 1, "dream", 1, 1]),
+        written(["progress", "run", 1.5, "train", 1, 1]),
+        written(["progress", "run", -1, "train", 1, 1]),
+        written(["progress", "run", 2**31, "train", 1, 1]),  # no database keeps it as a round's number
+        written(["want", DIGEST, [[1, 2, 3]]]),
+        written(["result", "run", 1, "train", 1, {}, {}, [DIGEST, 0, 4096]]),  # a blob has at least a byte
+        written(["result", "run", 1, "train", 1, {}, {}, [DIGEST, 5, 16]]),  # and chunks of a sensible size
+        written(["ended", "run", "x"]).replace(b"\xa1x", b"\xa1\xff"),  # text that is not UTF-8
+        written(["ended", "run", "x"]).replace(b"\xa5ended", b"\xa5end\xff\xfe"),
+        bytes([WIRE_VERSION]) + b"\x91" * 5000,  # lists in lists
+        bytes([WIRE_VERSION, 0x93]) + encode(Done(DIGEST))[2:] + b"\x91" * 60_000 + b"\0",  # in a field to pass over
+        bytes([WIRE_VERSION, 0xDD, 0xFF, 0xFF, 0xFF, 0xFF]),  # a list of 4 billion items
+    ],
+)
+def test_what_is_no_message_is_refused(raw: bytes) -> None:
+    with pytest.raises(BadPayload):
+        decode(raw)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_refused(tail: bytes) -> None:
+    with contextlib.suppress(BadPayload):
+        assert isinstance(decode(bytes([WIRE_VERSION]) + tail), TYPES)
+
+
+@given(st.sampled_from(sorted(EXAMPLES)), st.data())
+def test_a_changed_byte_is_another_message_or_refused(name: str, data: st.DataObject) -> None:
+    raw = bytearray(encode(EXAMPLES[name]))
+    position = data.draw(st.integers(1, len(raw) - 1))
+    raw[position] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(BadPayload):
+        assert isinstance(decode(bytes(raw)), TYPES)
+
+
+def ended(size: int) -> RunEnded:
+    """A message of `size` bytes: version, list of 3, 'ended' with its length (1 + 5), 'r' (1 + 1) and a text of up
+    to 65535 bytes behind 3 bytes of length make 13 and the text."""
+    return RunEnded("r", "x" * (size - 13))
+
+
+def test_the_largest_message() -> None:
+    raw = encode(ended(MAX_MESSAGE_BYTES))
+    assert len(raw) == MAX_MESSAGE_BYTES
+    assert decode(raw) == ended(MAX_MESSAGE_BYTES)
+
+
+def test_a_larger_message_is_refused_by_both_sides() -> None:
+    limit = f"{MAX_MESSAGE_BYTES + 1} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes"
+    with pytest.raises(BadPayload, match=f"^a RunEnded message of {limit}$"):
+        encode(ended(MAX_MESSAGE_BYTES + 1))
+    raw = encode(ended(MAX_MESSAGE_BYTES))
+    one_more = raw.replace(b"\xda" + (MAX_MESSAGE_BYTES - 13).to_bytes(2, "big"), b"\xda\xff\xf4") + b"x"
+    with pytest.raises(BadPayload, match=f"^a message of {limit}$"):
+        decode(one_more)
+
+
+def write_missing_golden_files() -> None:
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    for name, message in EXAMPLES.items():
+        path = GOLDEN / f"{name}.bin"
+        if not path.exists():
+            path.write_bytes(encode(message))
+            print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    write_missing_golden_files()

@@ -1,0 +1,385 @@
+"""What every transport promises: one suite over memory, embedded amqtt and mosquitto."""
+
+import re
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from paho.mqtt.client import Client as RawClient
+from paho.mqtt.enums import CallbackAPIVersion
+
+from coordinator.broker.mosquitto import configuration, find_mosquitto
+from coordinator.broker.process import Broker, claim_port
+from fedvit.errors import BadPayload, ConfigError
+from fedvit.transport.base import Connected, Disconnected, Received, Will
+from fedvit.transport.mqtt import Address, MqttTransport
+
+if TYPE_CHECKING:
+    from tests.contracts.conftest import MqttWorld, World
+
+
+# --- every transport ----------------------------------------------------------------------------------
+
+
+def test_filters_with_wildcards_hear_what_they_cover(world: "World") -> None:
+    p = world.prefix
+    listener = world.client("listener", ("+/ctl", 1), ("deep/#", 0))
+    speaker = world.client("speaker")
+    for topic in ("a/ctl", "a/b/ctl", "deep/x/y", "other", "deep"):
+        speaker.publish(p + topic, topic.encode())
+    speaker.publish(p + "end/ctl", b"end")
+    heard = set(listener.messages(4))
+    assert heard == {(p + name, name.encode()) for name in ("a/ctl", "deep/x/y", "deep")} | {(p + "end/ctl", b"end")}
+
+
+def test_retained_messages_reach_those_who_subscribe_later_and_nobody_else(world: "World") -> None:
+    p = world.prefix
+    speaker = world.client("speaker", ("marker", 1), ("state", 1))
+    speaker.publish(p + "state", b"old", retain=True)
+    speaker.publish(p + "state", b"new", retain=True)
+    assert speaker.messages(2) == [(p + "state", b"old"), (p + "state", b"new")]
+    late = world.client("late", ("marker", 1), ("state", 1))
+    stranger = world.client("stranger", ("marker", 1))
+    assert late.messages(1) == [(p + "state", b"new")]
+    speaker.publish(p + "state", b"", retain=True)
+    speaker.publish(p + "marker", b"1")
+    assert stranger.messages(1) == [(p + "marker", b"1")]
+    after = world.client("after", ("marker", 1), ("state", 1))
+    speaker.publish(p + "marker", b"2")
+    assert after.messages(1) == [(p + "marker", b"2")]
+
+
+def test_the_will_of_a_client_that_vanishes_is_published_and_retained(world: "World") -> None:
+    p = world.prefix
+    witness = world.client("witness", ("will", 1))
+    vanish = world.doomed("doomed", Will(p + "will", b"gone", retain=True))
+    vanish()
+    assert witness.messages(1) == [(p + "will", b"gone")]
+    assert world.client("late", ("will", 1)).messages(1) == [(p + "will", b"gone")]
+
+
+def test_closing_is_a_farewell_without_a_will(world: "World") -> None:
+    p = world.prefix
+    witness = world.client("witness", ("#", 1))
+    leaving = world.client("leaving", will=Will(p + "will", b"gone", retain=False))
+    leaving.publish(p + "last", b"words")
+    leaving.transport.close()
+    again = world.client("leaving")
+    again.publish(p + "marker", b"")
+    assert witness.messages(2) == [(p + "last", b"words"), (p + "marker", b"")]
+    assert not leaving.transport.publish(p + "ghost", b"")
+
+
+def test_a_client_id_that_comes_back_ends_its_old_link_first(world: "World") -> None:
+    """Else the will of the old link would declare the new one dead, whenever the broker noticed."""
+    p = world.prefix
+    witness = world.client("witness", ("#", 1))
+    world.hung("same", Will(p + "will", b"gone", retain=False))
+    world.client("same").publish(p + "marker", b"here")
+    assert witness.messages(2) == [(p + "will", b"gone"), (p + "marker", b"here")]
+
+
+def test_after_unsubscribing_nothing_more_comes(world: "World") -> None:
+    p = world.prefix
+    client = world.client("client", ("a", 1), ("b", 1))
+    client.publish(p + "a", b"1")
+    assert client.messages(1) == [(p + "a", b"1")]
+    client.transport.unsubscribe(p + "a")
+    client.publish(p + "a", b"2")
+    client.publish(p + "b", b"3")
+    assert client.messages(1) == [(p + "b", b"3")]
+
+
+def test_a_subscription_made_while_connected_counts(world: "World") -> None:
+    client = world.client("client")
+    client.transport.subscribe(world.prefix + "a", 1)
+    client.publish(world.prefix + "a", b"1")
+    assert client.messages(1) == [(world.prefix + "a", b"1")]
+
+
+@pytest.mark.parametrize("qos", [0, 1])
+@pytest.mark.parametrize("size", [1, 127_040])
+def test_payloads_arrive_as_they_were_sent(world: "World", size: int, qos: int) -> None:
+    payload = bytes(index % 251 for index in range(size))
+    client = world.client("client", ("a", qos))
+    client.publish(world.prefix + "a", payload, qos=qos)
+    assert client.messages(1) == [(world.prefix + "a", payload)]
+
+
+@pytest.mark.parametrize("qos", [0, 1])
+def test_messages_of_one_topic_keep_their_order(world: "World", qos: int) -> None:
+    sent = [str(number).encode() for number in range(300)]
+    listener = world.client("listener", ("a", qos))
+    speaker = world.client("speaker")
+    for payload in sent:
+        speaker.publish(world.prefix + "a", payload, qos=qos)
+    assert [payload for _, payload in listener.messages(len(sent))] == sent
+
+
+def test_nothing_can_be_published_before_the_link_is_up(world: "World") -> None:
+    p = world.prefix
+    listener = world.client("listener", ("#", 1))
+    early = world.new_transport("early")
+    assert not early.publish(p + "a", b"too early")
+    early.open()
+    while not isinstance(early.inbox.get(timeout=30), Connected):
+        pass
+    assert early.publish(p + "a", b"now")
+    assert listener.messages(1) == [(p + "a", b"now")]
+
+
+def test_what_was_published_while_the_broker_was_away_is_gone_and_subscriptions_are_back(world: "World") -> None:
+    p = world.prefix
+    listener = world.client("listener", ("a/+", 1), *((f"more/{number}", 0) for number in range(20)))
+    speaker = world.client("speaker")
+    for _ in range(2):
+        world.kill_broker()
+        for client in (listener, speaker):
+            assert client.event(Disconnected).reason
+        for qos in (0, 1):
+            assert not speaker.transport.publish(p + "a/1", b"lost", qos=qos)
+        assert speaker.transport.pending_bytes() == 0
+        world.bring_broker_back()
+        listener.event(Connected)
+        speaker.event(Connected)
+        speaker.publish(p + "a/2", b"found")
+        speaker.publish(p + "more/19", b"found too")
+        assert listener.messages(2) == [(p + "a/2", b"found"), (p + "more/19", b"found too")]
+
+
+def test_payload_bytes_are_counted_and_leave_the_process(world: "World") -> None:
+    p = world.prefix
+    listener = world.client("listener", ("#", 1))
+    speaker = world.client("speaker")
+    for number in range(10):
+        speaker.publish(p + "a", b"x" * 100_000, qos=number % 2)
+    listener.messages(10)
+    speaker.transport.publish(p + "a", b"y")
+    listener.messages(1)
+    assert (speaker.transport.sent_bytes, listener.transport.received_bytes) == (1_000_001, 1_000_001)
+    assert (speaker.transport.received_bytes, listener.transport.sent_bytes) == (0, 0)
+    while speaker.transport.pending_bytes():
+        pass
+
+
+def test_a_message_that_no_broker_would_take_is_refused_here(world: "World") -> None:
+    p = world.prefix
+    client = world.client("client", ("a", 1))
+    with pytest.raises(BadPayload, match="1048576 bytes per packet"):
+        client.transport.publish(p + "a", bytes(1024 * 1024))
+    assert client.transport.sent_bytes == 0
+    largest = bytes(1024 * 1024 - 64)
+    client.publish(p + "a", largest)
+    assert client.messages(1) == [(p + "a", largest)]
+
+
+# --- MQTT ---------------------------------------------------------------------------------------------
+
+
+def test_closing_waits_until_the_broker_has_the_last_messages(mqtt_world: "MqttWorld") -> None:
+    p = mqtt_world.prefix
+    listener = mqtt_world.client("listener", ("a", 1))
+    speaker = mqtt_world.client("speaker", ("a", 1))
+    for _ in range(100):
+        speaker.publish(p + "a", b"x" * 10_000)
+    speaker.transport.close()
+    assert len(listener.messages(100)) == 100
+
+
+def test_a_closed_transport_says_nothing_more(mqtt_world: "MqttWorld") -> None:
+    p = mqtt_world.prefix
+    other = mqtt_world.client("other", ("marker", 1))
+    closed = mqtt_world.client("closed", ("#", 1))
+    closed.transport.close()
+    other.publish(p + "marker", b"")
+    other.messages(1)
+    with pytest.raises(Empty):
+        closed.transport.inbox.get_nowait()
+
+
+def test_the_will_of_a_client_that_only_keeps_its_socket_open_is_published(mqtt_world: "MqttWorld") -> None:
+    """A device without power sends no end of its connection; keep-alive must find out."""
+    p = mqtt_world.prefix
+    witness = mqtt_world.client("witness", ("will", 1))
+    silent = RawClient(CallbackAPIVersion.VERSION2, "silent")
+    silent.will_set(p + "will", b"gone", 1)
+    silent.connect(mqtt_world.broker.address.host, mqtt_world.broker.address.port, keepalive=1)
+    assert witness.messages(1) == [(p + "will", b"gone")]
+
+
+def test_clients_may_arrive_while_others_are_sent_retained_messages(mqtt_world: "MqttWorld") -> None:
+    """amqtt walks its subscriptions while it sends what was retained, and breaks when one is added."""
+    p = mqtt_world.prefix
+    speaker = mqtt_world.client("speaker")
+    for number in range(20):
+        speaker.publish(f"{p}state/{number}", b"x", retain=True)
+    transports = [mqtt_world.new_transport(f"device{number}") for number in range(20)]
+    for number, transport in enumerate(transports):
+        transport.subscribe(f"{p}state/{number}", 1)
+        transport.subscribe(f"{p}to/{number}", 1)
+        transport.open()
+    for transport in transports:
+        while not isinstance(transport.inbox.get(timeout=30), Connected):
+            pass
+    for number in range(20):
+        speaker.publish(f"{p}to/{number}", b"y")
+    for number, transport in enumerate(transports):
+        missing = {Received(f"{p}state/{number}", b"x"), Received(f"{p}to/{number}", b"y")}
+        wanted = set(missing)
+        while missing:  # what is published while a client subscribes may reach it twice: live, and as retained
+            got = transport.inbox.get(timeout=30)
+            assert got in wanted
+            missing.discard(got)
+
+
+def test_an_inbox_that_fails_does_not_end_the_link(mqtt_world: "MqttWorld") -> None:
+    class Failing(SimpleQueue[object]):
+        failed = False
+
+        def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+            if isinstance(item, Received) and not self.failed:
+                self.failed = True
+                raise RuntimeError("full")
+            super().put(item)
+
+    inbox = Failing()
+    transport = MqttTransport(inbox, mqtt_world.broker.address, mqtt_world.prefix + "x")
+    mqtt_world.clients.append(transport)
+    transport.subscribe(mqtt_world.prefix + "a", 1)
+    transport.open()
+    assert isinstance(inbox.get(timeout=30), Connected)
+    for payload in (b"1", b"2"):
+        transport.publish(mqtt_world.prefix + "a", payload)
+    assert inbox.get(timeout=30) == Received(mqtt_world.prefix + "a", b"2")
+
+
+def test_small_messages_are_not_held_back(mqtt_world: "MqttWorld") -> None:
+    """Without TCP_NODELAY each message after an acknowledgement waits 40 ms; no event shows it."""
+    transport = mqtt_world.client("client").transport
+    assert isinstance(transport, MqttTransport)
+    assert transport._link is not None
+    opened = transport._link.client.socket()
+    assert isinstance(opened, socket.socket)
+    assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    return claim_port("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "words"), [("127.0.0.1", "connection refused"), ("nosuchhost.invalid", "not known|resolution|address")]
+)
+def test_each_failed_attempt_says_why(host: str, words: str, unused_port: int) -> None:
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    transport = MqttTransport(inbox, Address(host, unused_port), "client")
+    transport.open()
+    for _ in range(2):
+        event = inbox.get(timeout=30)
+        assert isinstance(event, Disconnected)
+        assert event.reason.startswith(f"{host}:{unused_port}: ")
+        assert re.search(words, event.reason)
+    transport.close()
+
+
+def test_something_that_is_no_broker_is_named(unused_port: int) -> None:
+    with socket.create_server(("127.0.0.1", unused_port)) as server:
+        inbox: SimpleQueue[Any] = SimpleQueue()
+        transport = MqttTransport(inbox, Address("127.0.0.1", unused_port), "client")
+        transport.open()
+        server.accept()[0].close()
+        assert inbox.get(timeout=30) == Disconnected(f"127.0.0.1:{unused_port}: closed without an MQTT answer")
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pi.local", Address("pi.local", 1883)),
+        ("10.0.0.7:2000", Address("10.0.0.7", 2000)),
+        ("mqtt://u:p%40ss@h:1", Address("h", 1, "u", "p@ss")),
+        ("mqtts://u@h", Address("h", 8883, "u", None, True)),
+        ("[::1]:7", Address("::1", 7)),
+    ],
+)
+def test_addresses(text: str, expected: Address) -> None:
+    assert Address.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "h:port", "h:0", "h:70000", "http://h", "mqtt://:p@h", "h/topic", "a..b", "a b"])
+def test_addresses_that_cannot_be_used_are_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be used") as refused:
+        Address.parse(text)
+    assert repr(text) in str(refused.value).replace(":***@", ":p@")
+
+
+def test_an_address_never_shows_its_password() -> None:
+    assert "secret" not in repr(Address.parse("mqtt://u:secret@h")) + str(Address.parse("mqtt://u:secret@h"))
+    with pytest.raises(ConfigError) as refused:
+        Address.parse("mqtt://u:secret@h:99999")
+    assert "secret" not in str(refused.value)
+
+
+# --- TLS ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tls_broker(tmp_path: Path) -> Iterator[Broker]:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2"),
+            *("-keyout", key, "-out", certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    program = find_mosquitto()
+    assert program is not None
+    address = Address("localhost", claim_port("127.0.0.1", 0), tls=True, ca_file=certificate)
+    config = tmp_path / "mosquitto.conf"
+    tls_lines = f"certfile {certificate}\nkeyfile {key}\n"
+    config.write_text(configuration("127.0.0.1", address, tmp_path / "none") + tls_lines)
+    broker = Broker("mosquitto", address, [str(program), "-c", str(config)], {}, tmp_path / "log")
+    yield broker
+    broker.stop()
+
+
+def test_tls_with_a_certificate_of_ones_own(tls_broker: Broker) -> None:
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    transport = MqttTransport(inbox, tls_broker.address, "client")
+    transport.subscribe("a", 0)
+    transport.open()
+    assert inbox.get(timeout=30) == Connected()
+    payload = bytes(range(256)) * 500
+    for _ in range(50):
+        transport.publish("a", payload, qos=0)
+    assert [inbox.get(timeout=30) for _ in range(50)] == [Received("a", payload)] * 50
+    transport.close()
+
+
+def test_a_certificate_that_nobody_vouches_for_is_refused(tls_broker: Broker) -> None:
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    transport = MqttTransport(inbox, Address("localhost", tls_broker.address.port, tls=True), "client")
+    transport.open()
+    event = inbox.get(timeout=30)
+    assert isinstance(event, Disconnected)
+    assert "the certificate is not trusted" in event.reason
+    transport.close()
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_certificates_that_cannot_be_read_are_named(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "ca.pem"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=r"ca\.pem cannot be used"):
+        MqttTransport(SimpleQueue(), Address("h", 1, tls=True, ca_file=file), "client")
+    assert issubclass(ssl.SSLError, OSError)

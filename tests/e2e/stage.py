@@ -1,0 +1,189 @@
+"""Real processes, a real broker, real files: a small federation on digits that every test starts anew.
+
+All runs have the same configuration and seed, and the same devices answer; so whatever happens to them on
+the way, the final tensors must be those of the undisturbed run, bit for bit.
+"""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+import paho.mqtt.client as paho
+
+from fedvit.errors import FedvitError
+from fedvit.wire.messages import AnyMessage, decode
+from fleet.run import free_port
+
+DEVICES = ("device-0", "device-1", "device-2")
+ROUNDS = 3
+CONFIG: dict[str, Any] = {
+    "method": "eftvit",
+    "rounds": ROUNDS,
+    "seed": 5,
+    "options": {"epochs": 12, "batch_size": 8, "lr": 1e-3, "mask": 0.5, "local_blocks": 1},
+    "model_options": {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2},
+    "deadline_s": 120.0,
+    "rejoin_grace_s": 60.0,
+}
+WAIT_S = 90.0
+
+
+def program(module: str) -> list[str]:
+    return [sys.executable, "-c", f"from {module} import main; main()"]
+
+
+def wait_for(holds: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
+    """The first true value of `holds()`; fails, saying what was waited for, when there is none in time."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        if value := holds():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"waited {timeout_s:.0f} s for {what}")
+
+
+class Observer:
+    """An independent MQTT client that hears everything at the broker."""
+
+    def __init__(self, port: int) -> None:
+        self.seen: list[tuple[str, bytes]] = []
+        self._messages: list[tuple[str, AnyMessage]] = []
+        self._arrived: SimpleQueue[tuple[str, bytes]] = SimpleQueue()
+        self._client = paho.Client(paho.CallbackAPIVersion.VERSION2, client_id="observer")
+        self._client.on_connect = lambda client, *_: client.subscribe("#", 0)
+        self._client.on_message = lambda _client, _data, message: self._arrived.put((message.topic, message.payload))
+        self._client.connect_async("127.0.0.1", port)
+        self._client.loop_start()
+
+    def drain(self) -> list[tuple[str, bytes]]:
+        """Every payload that went by so far, with its topic."""
+        while not self._arrived.empty():
+            topic, payload = self._arrived.get()
+            self.seen.append((topic, payload))
+            if topic.endswith("/ctl"):
+                with suppress(FedvitError):
+                    self._messages.append((topic, decode(payload)))
+        return self.seen
+
+    def find(self, kind: type[AnyMessage], /, *, since_start: bool = False, **wanted: Any) -> Callable[[], Any]:
+        """A condition for `wait_for`: a message of this type, with these fields, goes by (`device` is in the topic).
+
+        `since_start`: it may also have gone by before.
+        """
+        self.drain()
+        device = wanted.pop("device", None)
+        looked = 0 if since_start else len(self._messages)
+
+        def look() -> AnyMessage | None:
+            nonlocal looked
+            self.drain()
+            while looked < len(self._messages):
+                topic, message = self._messages[looked]
+                looked += 1
+                same = isinstance(message, kind) and (device is None or f"/{device}/" in topic)
+                if same and all(getattr(message, name) == value for name, value in wanted.items()):
+                    return message
+            return None
+
+        return look
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        self._client.publish(topic, payload, qos=1).wait_for_publish(10)
+
+    def close(self) -> None:
+        self._client.disconnect()
+        self._client.loop_stop()
+
+
+class Stage:
+    """One federation: starts programs, keeps their output, and leaves nothing running."""
+
+    def __init__(self, folder: Path, parts: Path, cache: Path) -> None:
+        self.folder = folder
+        self.parts = parts
+        self.out = folder / "runs"
+        self.port = free_port()
+        self.environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_WAIT_POLICY": "PASSIVE"}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._observer: Observer | None = None
+
+    def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+        with open(self.log_path(name), "ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment)
+        self._processes.append(process)
+        return process
+
+    def log_path(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def log(self, name: str) -> str:
+        return self.log_path(name).read_text()
+
+    def coordinator(self, *arguments: str, broker: str = "embedded", resume: bool = False) -> subprocess.Popen[bytes]:
+        command = [*program("coordinator.cli"), "start", "--out", str(self.out), "--broker", broker]
+        command += ["--port", str(self.port)] if "://" not in broker else []
+        if resume:
+            return self.start("coordinator", [*command, "--resume", *arguments])
+        config = self.folder / "run.toml"
+        config.write_text(toml({**CONFIG, "devices": len(DEVICES)}))
+        return self.start("coordinator", [*command, "--config", str(config), "--run", "run", *arguments])
+
+    def device(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [*program("edge_client.cli"), "--broker", f"127.0.0.1:{self.port}", "--data", str(self.parts / name)]
+        command += ["--state", str(self.folder / "state" / name), "--id", name, "--threads", "1", "--once"]
+        return self.start(name, [*command, *arguments])
+
+    def observer(self) -> Observer:
+        """Connects as soon as the broker is there."""
+        if self._observer is None:
+            self._observer = Observer(self.port)
+        return self._observer
+
+    def finish(self, process: subprocess.Popen[bytes], name: str) -> int:
+        try:
+            return process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{name} is still running; it said:\n{self.log(name)}") from None
+
+    def model(self) -> bytes:
+        return (self.out / "run" / "model.safetensors").read_bytes()
+
+    def show(self) -> dict[str, Any]:
+        command = [*program("coordinator.cli"), "show", "run", "--out", str(self.out), "--json"]
+        shown = subprocess.run(command, capture_output=True, check=True, env=self.environment)
+        return dict(json.loads(shown.stdout))
+
+    def query(self, sql: str) -> list[tuple[Any, ...]]:
+        """Read the run's record while it is being written; empty while there is none."""
+        try:
+            with closing(sqlite3.connect(f"file:{self.out / 'fedvit.db'}?mode=ro", uri=True, timeout=5)) as database:
+                return database.execute(sql).fetchall()
+        except sqlite3.OperationalError:
+            return []
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._observer:
+            self._observer.close()
+
+
+def toml(values: dict[str, Any]) -> str:
+    return msgspec.toml.encode(values).decode()

@@ -1,0 +1,201 @@
+"""What goes wrong in a real fleet, to real processes: the run goes on, and its numbers stay the same."""
+
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedvit.blobs import digest_of
+from fedvit.program import Program, decode_program
+from fedvit.resources import DeviceProfile, ResourceUse
+from fedvit.tensors import pack
+from fedvit.wire.messages import Failed, Hello, Manifest, Progress, Refused, Result, ResultAck, Task, Want, encode
+from fedvit.wire.topics import Topics
+from fedvit.wire.transfer import CHUNK_BYTES, Chunk
+from tests.e2e.stage import DEVICES, ROUNDS, Observer, Stage, program, wait_for
+
+TOPICS = Topics("home")
+
+
+@pytest.mark.parametrize("broker", ["embedded", "mosquitto"])
+def test_everything_is_killed_once(stage: Stage, undisturbed: bytes, broker: str) -> None:
+    """kill -9 of the broker in round 1, of a device in round 2, of the coordinator in round 3.
+
+    The coordinator starts its broker again; the device does its round again from its vault; the resumed
+    coordinator keeps what it had accepted. In the end the numbers are those of the undisturbed run.
+    """
+    coordinator = stage.coordinator(broker=broker)
+    devices = {name: stage.device(name) for name in DEVICES}
+    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
+    observer = stage.observer()
+    wait_for(observer.find(Progress, since_start=True, round=1, kind="train"), "round 1")
+    marker = {"embedded": "coordinator.broker.embedded", "mosquitto": "mosquitto"}[broker]
+    [child] = _children(coordinator.pid, marker)
+    subprocess.run(["kill", "-9", str(child)], check=True)
+    wait_for(lambda: "was started again" in stage.log("coordinator"), "the broker to be started again")
+
+    wait_for(observer.find(Progress, round=2, kind="train", device="device-1"), "device-1 to train in round 2")
+    devices["device-1"].kill()
+    wait_for(lambda: "device-1 left" in stage.log("coordinator"), "the last will")
+    devices["device-1"] = stage.device("device-1")
+
+    wait_for(lambda: stage.query("select 1 from results where round = 3 and kind = 'train'"), "a result of round 3")
+    coordinator.kill()
+    coordinator.wait()
+    wait_for(lambda: stage.log("device-2").count("no connection to the broker") >= 2, "devices to notice")
+    assert all(process.poll() is None for process in devices.values())
+    earlier = "select device, round, received_at from results where round < 3 and kind = 'train'"
+    before = stage.query(earlier)
+    assert stage.finish(stage.coordinator(broker=broker, resume=True), "coordinator") == 0, stage.log("coordinator")
+    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    assert stage.query(earlier) == before
+    assert [entry["accepted"] for entry in stage.show()["rounds"]] == [3] * ROUNDS
+    assert stage.model() == undisturbed
+
+
+def _children(parent: int, marker: str) -> list[int]:
+    """Processes started by `parent` whose command line holds `marker`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            status, command = (folder / "status").read_text(), (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"PPid:\t{parent}\n" in status and marker.encode() in command:
+            found.append(int(folder.name))
+    return found
+
+
+class Impostor:
+    """A device that speaks the protocol through a plain MQTT client, and lies."""
+
+    def __init__(self, observer: Observer, name: str, classes: tuple[str, ...]) -> None:
+        self.observer = observer
+        self.name = name
+        self.classes = classes
+        self.profile = DeviceProfile(host="nowhere", machine="none", cores=1, threads=1)
+
+    def say(self, message: Hello | Result | Failed) -> None:
+        self.observer.publish(TOPICS.from_device(self.name), encode(message))
+
+    def hello(self) -> None:
+        self.say(Hello("impostor", "0", self.profile, self.classes, 50, 10))
+
+    def task(self, number: int, kind: str = "train") -> Task:
+        found = self.observer.find(Task, since_start=True, round=number, kind=kind, device=self.name)
+        task = wait_for(found, f"a task to {kind}")
+        assert isinstance(task, Task)
+        return task
+
+    def result(self, task: Task, content: bytes | None, **changed: object) -> Result:
+        manifest = Manifest(digest_of(content), len(content), CHUNK_BYTES) if content else None
+        values = {"run": task.run, "round": task.round, "kind": "train", "samples": 50, "metrics": {"loss": 1.0}}
+        return Result(**{**values, "use": ResourceUse(), "upload": manifest, **changed})  # type: ignore[arg-type]
+
+    def send(self, result: Result, content: bytes) -> ResultAck:
+        """Announce a result, send its chunks whenever they are asked for, and return the answer."""
+        assert result.upload is not None
+        digest = result.upload.digest
+        answer = self.observer.find(ResultAck, round=result.round, device=self.name)
+        asked = self.observer.find(Want, digest=digest, device=self.name)
+        self.say(result)
+
+        def answered() -> ResultAck | None:
+            if asked():
+                count = -(-len(content) // CHUNK_BYTES)
+                for index in range(count):
+                    piece = content[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+                    chunk = Chunk(digest, index, count, len(content), index + 1, piece)
+                    self.observer.publish(TOPICS.upload(self.name, digest), chunk.encode())
+            found = answer()
+            assert found is None or isinstance(found, ResultAck)
+            return found
+
+        return wait_for(answered, f"an answer to the result for round {result.round}")
+
+
+def test_bad_results_are_refused_and_the_rounds_go_on(stage: Stage) -> None:
+    """An impostor takes the place of device-2 and lies in three ways; each time the others' results count."""
+    coordinator = stage.coordinator()
+    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
+    observer = stage.observer()
+    impostor = Impostor(observer, "device-2", tuple("0123456789"))
+    honest = {name: stage.device(name) for name in DEVICES[:2]}
+    wait_for(lambda: stage.log("coordinator").count("joined") == 2, "two devices")
+    impostor.hello()
+    for number, lie in enumerate(("NaN", "shape", "digest"), start=1):
+        task = impostor.task(number)
+        [collect] = [phase.collect for phase in _program(stage, task).train if phase.collect]
+        features = np.full((5, *collect.shape), np.nan if lie == "NaN" else 1, np.float32)
+        if lie == "shape":
+            features = features[:, :-1]
+        content = pack({collect.output: features, "labels": np.arange(5)})
+        result = impostor.result(task, content)
+        answer = impostor.send(result, content[:-1] + b"\xff" if lie == "digest" else content)
+        assert not answer.accepted
+        assert lie in answer.reason
+        impostor.task(number, "evaluate")
+        impostor.say(Failed(task.run, number, "evaluate", "it has no images"))
+    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
+    assert all(stage.finish(process, name) == 0 for name, process in honest.items())
+    shown = stage.show()
+    assert [entry["accepted"] for entry in shown["rounds"]] == [2] * ROUNDS
+    refused = [entry for entry in shown["refusals"] if entry["device"] == "device-2" and entry["kind"] == "train"]
+    assert [entry["round"] for entry in refused] == [1, 2, 3]
+
+
+def _program(stage: Stage, task: Task) -> Program:
+    name = task.program.partition(":")[2]
+    return decode_program((stage.out / "run" / "blobs" / name[:2] / name).read_bytes())
+
+
+def test_strangers_are_answered_and_counted(stage: Stage) -> None:
+    """Another protocol version, garbage, an unknown class and a result out of nowhere: refused, nothing falls over."""
+    coordinator = stage.coordinator("--class", "0", "--class", "1")
+    wait_for(lambda: "waiting for 3 devices" in stage.log("coordinator"), "the coordinator")
+    observer = stage.observer()
+    wait_for(lambda: observer.drain(), "the coordinator's state")
+    observer.publish(TOPICS.from_device("old"), b"\x63" + b"anything")
+    wait_for(observer.find(Refused, since_start=True, device="old", final=True), "an answer to the old device")
+    observer.publish(TOPICS.from_device("noise"), b"\x01\xff\xff")
+    owl = Impostor(observer, "owl", ("0", "1", "owls"))
+    owl.hello()
+    refused = wait_for(observer.find(Refused, since_start=True, device="owl"), "an answer to the owl")
+    assert isinstance(refused, Refused)
+    assert "'owls'" in refused.reason
+    assert refused.final
+    nowhere = Result("other-run", 1, "train", 5, {}, ResourceUse())
+    owl.say(nowhere)
+    answer = wait_for(observer.find(ResultAck, since_start=True, device="owl"), "an answer to the stray result")
+    assert isinstance(answer, ResultAck)
+    assert "other-run" in answer.reason
+    reasons = " ".join(entry["reason"] for entry in stage.show()["refusals"])
+    assert "wire version 99" in reasons
+    assert "cannot be read" in reasons
+    assert coordinator.poll() is None
+    refusing = stage.device("device-0")  # has ten classes, the run knows two
+    assert stage.finish(refusing, "device-0") == 5
+    [line] = [line for line in stage.log("device-0").splitlines() if line.startswith("edge-client:")]
+    assert "'2'" in line
+    assert "Traceback" not in stage.log("device-0")
+
+
+def test_wrong_broker_address(stage: Stage) -> None:
+    """A device keeps trying and says why in one line; the coordinator too; both leave when asked."""
+    device = stage.start(
+        "lost",
+        [
+            *program("edge_client.cli"), "--broker", "no-such-host.invalid", "--data", str(stage.parts / "device-0"),
+            "--state", str(stage.folder / "lost"),
+        ],
+    )  # fmt: skip
+    coordinator = stage.coordinator(broker=f"mqtt://127.0.0.1:{stage.port}")
+    wait_for(lambda: "no-such-host.invalid" in stage.log("lost"), "the device to name the host")
+    wait_for(lambda: "refused" in stage.log("coordinator"), "the coordinator to say that nobody answers")
+    assert f"127.0.0.1:{stage.port}" in stage.log("coordinator")
+    for process, name, code in ((device, "lost", 0), (coordinator, "coordinator", 130)):
+        process.send_signal(signal.SIGINT)
+        assert stage.finish(process, name) == code
+        assert "Traceback" not in stage.log(name)

@@ -1,0 +1,163 @@
+"""The main job: edge processes and a coordinator train over a real broker."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import safetensors.numpy
+
+from fedvit.blobs import BlobStore
+from fedvit.program import Role, decode_program
+from fedvit.wire.messages import Progress, Welcome
+from fedvit.wire.transfer import decode_chunk
+from profiles.probes.host import parse_vm_hwm
+from tests.e2e.stage import DEVICES, ROUNDS, WAIT_S, Stage, program, wait_for
+
+DEEP_LEARNING = ("torch", "libc10", "onnx/", "timm")
+"""What must not be mapped into a device's process; `onnx/` is the library onnx, not onnxruntime."""
+
+
+@pytest.mark.parametrize("broker", ["embedded", "mosquitto"])
+def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: bytes, broker: str) -> None:
+    """Devices start first, the coordinator later; an independent client hears every payload at the broker."""
+    devices = {name: stage.device(name) for name in DEVICES}
+    wait_for(lambda: "no connection to the broker" in stage.log("device-0"), "the device to report the missing broker")
+    coordinator = stage.coordinator(broker=broker)
+    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
+    observer = stage.observer()
+    wait_for(observer.find(Progress, round=2, device="device-1"), "round 2")
+    for name, process in devices.items():
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "onnxruntime" in maps
+        assert not [library for library in DEEP_LEARNING if f"/{library}" in maps], name
+        peak = parse_vm_hwm(Path(f"/proc/{process.pid}/status").read_text())
+        assert peak is not None
+        assert peak < 160e6, name
+    assert stage.finish(coordinator, "coordinator") == 0
+    for name, process in devices.items():
+        assert stage.finish(process, name) == 0, stage.log(name)
+
+    assert stage.model() == undisturbed  # whatever the network did, the numbers are those of the run in memory
+    shown = stage.show()
+    assert shown["status"] == "finished"
+    assert [entry["accepted"] for entry in shown["rounds"]] == [3] * ROUNDS
+    assert all(set(entry["accuracy"]) == set(DEVICES) for entry in shown["rounds"])
+    assert shown["bytes_down"] > 0
+    assert shown["bytes_up"] > 0
+    assert not shown["refusals"]
+
+    [(digest,)] = stage.query("select program from runs")
+    held = decode_program(BlobStore(stage.out / "run" / "blobs").get(digest))
+    local = [name for group in held.with_role(Role.LOCAL) for name in held.names(group)]
+    personal = [
+        array.tobytes()
+        for name in DEVICES
+        for file in stage.folder.glob(f"state/{name}/vault/run/round-*/local.safetensors")
+        for array in safetensors.numpy.load(file.read_bytes()).values()
+        if array.nbytes >= 64  # a shorter pattern could occur by chance
+    ]
+    assert len(local) > 10
+    assert len(personal) > 30
+    uploads = b"".join(decode_chunk(raw).payload for topic, raw in observer.drain() if "/up/b/" in topic)
+    assert b'"features"' in uploads
+    for topic, payload in observer.drain():
+        assert not [1 for value in personal if value in payload], topic
+        if "/up/" in topic:
+            assert not [name for name in local if f'"{name}"'.encode() in payload], topic
+
+
+def test_ctrl_c_leaves_no_process_and_resumes(stage: Stage, undisturbed: bytes) -> None:
+    """Ctrl-C on the coordinator ends it with 130; devices wait, and the resumed run is the undisturbed one."""
+    coordinator = stage.coordinator()
+    devices = {name: stage.device(name) for name in DEVICES}
+    wait_for(lambda: stage.query("select 1 from results where round = 1"), "a result of round 1")
+    coordinator.send_signal(signal.SIGINT)
+    assert stage.finish(coordinator, "coordinator") == 130
+    assert "--resume run" in stage.log("coordinator")
+    assert stage.query("select status from runs") == [("interrupted",)]
+    assert all(process.poll() is None for process in devices.values())
+    assert stage.finish(stage.coordinator(resume=True), "coordinator") == 0
+    assert stage.model() == undisturbed
+    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+
+
+def test_demo_interrupted_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    """`fleet demo` gets Ctrl-C while its devices train: every process that it started is gone."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    command = [*program("fleet.cli"), "demo", "--out", str(tmp_path / "demo"), "--devices", "2", "--json"]
+    demo = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def children() -> list[str]:
+        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _readable(path)]
+        mine = [line.replace(b"\0", b" ").decode() for line in lines if str(tmp_path).encode() in line]
+        return [line for line in mine if "fleet.cli" not in line]
+
+    try:
+        wait_for(lambda: len(children()) >= 3, "the coordinator and two devices")
+        logs = tmp_path / "demo" / "runs"
+        wait_for(lambda: any("joined" in log.read_text() for log in logs.glob("*/devices/*.log")), "a device to join")
+        demo.send_signal(signal.SIGINT)
+        demo.wait(60)
+        assert demo.returncode == 130
+        wait_for(lambda: not children(), "all processes to be gone", timeout_s=10)
+    finally:
+        demo.kill()
+        demo.communicate()
+
+
+def _readable(path: Path) -> bool:
+    try:
+        path.read_bytes()
+    except OSError:
+        return False
+    return True
+
+
+def test_second_device_with_the_same_id(stage: Stage) -> None:
+    """The first keeps its place; the second is told, in one line that names the id, and the run goes on."""
+    stage.coordinator()
+    stage.device("device-0")
+    observer = stage.observer()
+    wait_for(lambda: "device-0 joined" in stage.log("coordinator"), "device-0")
+    twin = stage.start(
+        "twin",
+        [
+            *program("edge_client.cli"), "--broker", f"127.0.0.1:{stage.port}", "--data", str(stage.parts / "device-1"),
+            "--state", str(stage.folder / "state" / "twin"), "--id", "device-0", "--threads", "1", "--once",
+        ],
+    )  # fmt: skip
+    wait_for(lambda: "is online already" in stage.log("twin"), "the twin to be told")
+    twin.send_signal(signal.SIGTERM)
+    assert stage.finish(twin, "twin") == 0
+    found = observer.find(Welcome, device="device-1")
+    stage.device("device-1")
+    stage.device("device-2")
+    wait_for(found, "device-1 to be welcome")
+    wait_for(lambda: stage.query("select 1 from results where device = 'device-0'"), "the first device-0 to train")
+
+
+def test_fleet_run_with_flags_alone(stage: Stage) -> None:
+    """`fleet run` starts everything by itself, FedAvg by flags, and ends with one JSON object on standard output."""
+    command = [*program("fleet.cli"), "run", "--parts", str(stage.parts), "--devices", "2", "--out", str(stage.out)]
+    command += ["--name", "run", "--broker", "embedded", "--port", "0", "--json", "--method", "fedavg", "--rounds", "2"]
+    command += ["-o", "epochs=8", "-o", "lr=0.01", "-o", "momentum=0.9", "--seed", "1", "--quorum", "1.0"]
+    command += ["--model-option", "patch_size=8", "--model-option", "width=32", "--model-option", "depth=3"]
+    command += ["--model-option", "heads=2", "--brightness", "0.1", "--crop-padding", "2"]
+    done = subprocess.run(command, env=stage.environment, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome.keys() == {"mean_accuracy", "seconds", "max_edge_rss_bytes", "bytes_down", "bytes_up", "run"}
+    assert outcome["run"] == "run"
+    assert 0 <= outcome["mean_accuracy"] <= 1
+    assert 20e6 < outcome["max_edge_rss_bytes"] < 160e6
+    assert outcome["bytes_down"] > 100_000  # two graphs and the first values, to each of two devices
+    assert (stage.out / "run" / "model.safetensors").is_file()
+    assert sorted(path.name for path in (stage.out / "run" / "state").iterdir()) == ["device-0", "device-1"]
+    shown = stage.show()
+    assert shown["method"] == "fedavg"
+    assert shown["rounds"][-1]["train_loss"] < shown["rounds"][0]["train_loss"]
+    listed = [*program("coordinator.cli"), "runs", "--out", str(stage.out)]
+    assert "fedavg" in subprocess.run(listed, capture_output=True, check=True, text=True).stdout

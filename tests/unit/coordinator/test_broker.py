@@ -1,0 +1,225 @@
+"""Brokers of ours: they come up, keep strangers out, come back, and never outlive the coordinator."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from coordinator.broker import FLEET_USER, Broker, start_broker
+from coordinator.broker.mosquitto import find_mosquitto
+from fedvit.errors import ConfigError, StorageFailed
+from fedvit.transport.base import Connected, Disconnected
+from fedvit.transport.mqtt import Address, MqttTransport
+
+WAIT_S = 30.0
+BOTH = pytest.mark.parametrize("kind", ["mosquitto", "embedded"])
+
+Start = Callable[..., Broker]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts brokers that end with the test."""
+    brokers: list[Broker] = []
+
+    def start(kind: str, **options: Any) -> Broker:
+        brokers.append(start_broker(kind, tmp_path / "broker", **{"port": 0, **options}))
+        return brokers[-1]
+
+    yield start
+    for broker in brokers:
+        broker.stop()
+
+
+def first_event(address: Address) -> object:
+    """What a client hears first."""
+    inbox: SimpleQueue[object] = SimpleQueue()
+    transport = MqttTransport(inbox, address, "client")
+    transport.open()
+    try:
+        return inbox.get(timeout=WAIT_S)
+    finally:
+        transport.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen within {WAIT_S:.0f} s"
+        time.sleep(0.01)
+
+
+def is_listening(address: Address) -> bool:
+    try:
+        socket.create_connection((address.host, address.port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind"), [("mosquitto", "mosquitto "), ("embedded", "embedded amqtt"), ("auto", "mosquitto ")]
+)
+def test_a_broker_comes_up_where_it_says(start: Start, choice: str, kind: str) -> None:
+    broker = start(choice)
+    assert broker.kind.startswith(kind)
+    assert broker.alive()
+    assert broker.address.host == "127.0.0.1"
+    assert first_event(broker.address) == Connected()
+    broker.stop()
+    assert not broker.alive()
+    assert not is_listening(broker.address)
+
+
+def test_auto_takes_the_embedded_broker_where_there_is_no_mosquitto(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.broker.find_mosquitto", lambda: None)
+    assert start("auto").kind == "embedded amqtt"
+    with pytest.raises(ConfigError, match="mosquitto was not found"):
+        start("mosquitto")
+
+
+def test_mosquitto_is_found_although_users_do_not_search_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_mosquitto() is not None
+    first = tmp_path / "mosquitto"
+    first.write_text("#!/bin/sh\n")
+    first.chmod(0o755)
+    assert find_mosquitto() == first
+
+
+@BOTH
+def test_a_port_in_use_is_named(start: Start, kind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use.*--port"):
+            start(kind, port=port)
+
+
+def test_an_address_of_another_machine_is_refused(start: Start) -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on port 0 of 192\.0\.2\.1"):
+        start("auto", listen="192.0.2.1", password="secret")
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0", "::", "192.168.1.7", "coordinator.local"])
+def test_beyond_this_machine_a_password_is_needed(start: Start, listen: str) -> None:
+    with pytest.raises(ConfigError, match="needs a password"):
+        start("auto", listen=listen)
+
+
+@pytest.mark.parametrize(("choice", "password", "words"), [("other", None, "unknown"), ("auto", "", "is empty")])
+def test_wrong_settings_are_named(start: Start, choice: str, password: str | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        start(choice, password=password)
+
+
+@BOTH
+@pytest.mark.parametrize("listen", ["127.0.0.1", "localhost"])
+def test_who_knows_the_password_comes_in_and_nobody_else(start: Start, kind: str, listen: str) -> None:
+    secret = "pass:word $7$ #1 é"
+    broker = start(kind, listen=listen, password=secret)
+    address = broker.address
+    assert (address.user, address.password) == (FLEET_USER, secret)
+    assert first_event(address) == Connected()
+    refused = Disconnected("broker refused: not authorised")
+    assert first_event(replace(address, password="guess")) == refused
+    assert first_event(replace(address, password=None)) == refused
+    assert first_event(replace(address, user="root")) == refused
+    assert first_event(replace(address, user=None, password=None)) == refused
+    assert first_event(address) == Connected()
+
+
+@BOTH
+def test_the_password_is_in_no_file_and_no_command_line(start: Start, kind: str, tmp_path: Path) -> None:
+    broker = start(kind, password="s3cret-w0rd")
+    first_event(broker.address)
+    assert b"s3cret-w0rd" not in Path(f"/proc/{broker.pid}/cmdline").read_bytes()
+    for file in (tmp_path / "broker").iterdir():
+        assert "s3cret-w0rd" not in file.read_text()
+        assert file.suffix == ".log" or file.stat().st_mode & 0o077 == 0
+
+
+@BOTH
+def test_a_broker_that_died_comes_back_on_its_port(start: Start, kind: str) -> None:
+    broker = start(kind, password="secret")
+    pid = broker.pid
+    assert not broker.restart_if_dead()
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not broker.alive())
+    assert broker.restart_if_dead()
+    assert broker.pid != pid
+    assert first_event(broker.address) == Connected()
+    assert not broker.restart_if_dead()
+
+
+@BOTH
+def test_a_port_that_was_taken_meanwhile_ends_in_an_error(start: Start, kind: str) -> None:
+    broker = start(kind)
+    broker.stop()
+    with socket.create_server(("127.0.0.1", broker.address.port)), pytest.raises(ConfigError, match="in use"):
+        broker.restart_if_dead()
+
+
+@BOTH
+def test_ctrl_c_in_the_terminal_does_not_reach_the_broker(start: Start, kind: str) -> None:
+    assert os.getsid(start(kind).pid) != os.getsid(0)
+
+
+@BOTH
+def test_a_broker_outlives_the_thread_that_started_it(start: Start, kind: str) -> None:
+    """Linux sends the death signal of a parent when the thread that forked ends."""
+    started: list[Broker] = []
+    thread = threading.Thread(target=lambda: started.append(start(kind)))
+    thread.start()
+    thread.join()
+    for _ in range(5):
+        assert first_event(started[0].address) == Connected()
+
+
+COORDINATOR = """
+import sys, time
+from pathlib import Path
+from coordinator.broker import start_broker
+broker = start_broker(sys.argv[1], Path(sys.argv[2]), port=0)
+print(broker.pid, broker.address.port, flush=True)
+time.sleep(600)
+"""
+
+
+@BOTH
+def test_a_broker_ends_when_the_coordinator_is_killed(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COORDINATOR, kind, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as coordinator:
+        assert coordinator.stdout is not None
+        _, port = map(int, coordinator.stdout.readline().split())
+        address = Address("127.0.0.1", port)
+        assert is_listening(address)
+        coordinator.kill()
+        coordinator.wait(WAIT_S)
+        wait_until(lambda: not is_listening(address))
+
+
+def test_a_broker_that_ends_at_once_says_why(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "mosquitto"
+    broken.write_text("#!/bin/sh\necho Error: no such thing >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"Error: no such thing \(log: .*mosquitto\.log\)"):
+        start("mosquitto")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageFailed, match="cannot make folder"):
+        start_broker("auto", tmp_path / "file" / "broker", port=0)

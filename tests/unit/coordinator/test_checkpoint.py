@@ -1,0 +1,77 @@
+"""What a round leaves behind, and what the next one or a restart begins with."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from coordinator.checkpoint import load_state, needed_blobs, save_state
+from coordinator.planner import Plan, make_plan
+from fedvit.blobs import BlobStore, digest_of
+from fedvit.methods.base import ServerState
+from fedvit.tensors import pack, unpack
+
+if TYPE_CHECKING:
+    from tests.unit.coordinator.conftest import Configure
+
+
+@pytest.fixture(scope="module")
+def planned(
+    tmp_path_factory: pytest.TempPathFactory, graph_cache: Path, configure: "Configure"
+) -> tuple[Plan, BlobStore]:
+    blobs = BlobStore(tmp_path_factory.mktemp("blobs"))
+    return make_plan(configure("eftvit"), ("0", "1", "2"), blobs, cache=graph_cache), blobs
+
+
+def moved(plan: Plan) -> ServerState:
+    """A state after some round: other tensors, an optimizer's memory with a scalar in it, two devices' uploads."""
+    tensors = {name: value + np.float32(0.1) for name, value in plan.state.tensors.items()}
+    memory = {"exp_avg/norm.weight": np.arange(32, dtype=np.float32), "step/norm.weight": np.float32(7)}
+    return ServerState(tensors, memory, {"a": digest_of(b"a"), "b": digest_of(b"b")})  # type: ignore[arg-type]
+
+
+def test_a_state_comes_back_bit_for_bit(planned: tuple[Plan, BlobStore]) -> None:
+    """Also shapes without a dimension; tensors are in the model's order, however the state had them."""
+    plan, blobs = planned
+    state = moved(plan)
+    again = load_state(save_state(state, plan.program, blobs), plan.program, blobs)
+    assert list(again.tensors) == [name for name in plan.program.tensors if name in state.tensors]
+    assert again.tensors.keys() == state.tensors.keys()
+    assert again.memory.keys() == state.memory.keys()
+    for kept, given in ((again.tensors, state.tensors), (again.memory, state.memory)):
+        for name, value in given.items():
+            assert (kept[name].shape, kept[name].dtype) == (value.shape, value.dtype), name
+            assert kept[name].tobytes() == value.tobytes(), name
+    assert again.uploads == state.uploads
+
+
+def test_a_state_without_memory(planned: tuple[Plan, BlobStore]) -> None:
+    plan, blobs = planned
+    saved = save_state(plan.state, plan.program, blobs)
+    assert saved.memory is None
+    again = load_state(saved, plan.program, blobs)
+    assert (again.memory, again.uploads) == ({}, {})
+
+
+def test_the_saved_groups_are_what_devices_fetch(planned: tuple[Plan, BlobStore]) -> None:
+    """One blob a group that comes from the server; local tensors are in none."""
+    plan, blobs = planned
+    state = moved(plan)
+    saved = save_state(state, plan.program, blobs)
+    assert set(saved.groups) == {"head", "global"}
+    for group, digest in saved.groups.items():
+        tensors = unpack(blobs.get(digest))
+        assert sorted(tensors) == sorted(plan.program.names(group))
+        assert digest == digest_of(pack({name: state.tensors[name] for name in tensors}))
+
+
+def test_what_must_not_be_deleted(planned: tuple[Plan, BlobStore]) -> None:
+    """The program, its 2 graphs, the local group's first value, 2 groups, the memory, 2 uploads: 9 blobs."""
+    plan, blobs = planned
+    saved = save_state(moved(plan), plan.program, blobs)
+    needed = needed_blobs(plan, saved)
+    assert len(needed) == 9
+    assert {plan.digest, saved.memory, *saved.groups.values(), *saved.uploads.values()} <= needed
+    assert {graph.digest for graph in plan.program.graphs.values()} <= needed
+    assert plan.program.groups["local"].initial in needed

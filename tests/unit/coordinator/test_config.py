@@ -1,0 +1,367 @@
+"""What an operator may say, and how it is told what is wrong: key, value, what is allowed, and where."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from coordinator.cli import cli, config_flags, merge_flags
+from coordinator.config import BrokerConfig, ImageConfig, RunConfig, StartConfig, make_config, read_toml
+from fedvit.errors import ConfigError
+from profiles.probes.host import peak_rss_bytes
+
+FILE = "conf/run.toml"
+
+EVERY_KEY = """
+method = "fedavg"
+options = { epochs = 3, lr = 0.5 }
+model = "vit_small_images"
+model_options = { image_size = 16, patch_size = 8, width = 32, depth = 2, heads = 2 }
+pretrained = false
+classes = ["ant", "bee"]
+rounds = 7
+seed = 5
+devices = 3
+cohort = 2
+quorum = 0.5
+deadline_s = 60
+rejoin_grace_s = 0
+evaluate_every = 2
+accelerator = "cpu"
+federation = "lab-1"
+
+[images]
+crop_padding = 4
+flip = true
+brightness = 0.25
+
+[broker]
+broker = "mqtts://pi@h:8883"
+listen = "0.0.0.0"
+port = 0
+password = "secret"
+ca_file = "ca.pem"
+"""
+
+
+def refusal(**values: Any) -> str:
+    """What is said of a configuration that cannot be used."""
+    with pytest.raises(ConfigError) as refused:
+        make_config(values, FILE)
+    return str(refused.value)
+
+
+def flagged(*arguments: str, values: dict[str, Any] | None = None) -> StartConfig:
+    """The configuration that a command with these flags gets, over a file's values."""
+    got: list[dict[str, Any]] = []
+
+    @click.command()
+    @config_flags
+    def command(**flags: Any) -> None:
+        got.append(flags)
+
+    CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
+    return make_config(merge_flags(values or {}, got[0]), "flags")
+
+
+# --- files --------------------------------------------------------------------------------------------
+
+
+def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(EVERY_KEY)
+    config = make_config(read_toml(file), str(file))
+    assert config == StartConfig(
+        RunConfig(
+            method="fedavg",
+            options={"epochs": 3, "lr": 0.5},
+            model_options={"image_size": 16, "patch_size": 8, "width": 32, "depth": 2, "heads": 2},
+            classes=("ant", "bee"),
+            rounds=7,
+            seed=5,
+            devices=3,
+            cohort=2,
+            quorum=0.5,
+            deadline_s=60.0,
+            rejoin_grace_s=0.0,
+            evaluate_every=2,
+            accelerator="cpu",
+            federation="lab-1",
+            images=ImageConfig(crop_padding=4, flip=True, brightness=0.25),
+        ),
+        BrokerConfig(broker="mqtts://pi@h:8883", listen="0.0.0.0", port=0, password="secret", ca_file="ca.pem"),
+    )
+    said = read_toml(file)
+    assert {*RunConfig.__struct_fields__, "broker"} == said.keys()
+    assert set(ImageConfig.__struct_fields__) == said["images"].keys()
+    assert set(BrokerConfig.__struct_fields__) == said["broker"].keys()
+
+
+def test_nothing_needs_to_be_said() -> None:
+    config = make_config({}, FILE)
+    assert config == StartConfig(RunConfig(), BrokerConfig())
+    assert (config.run.method, config.run.rounds, config.run.cohort, config.broker.broker) == (
+        "eftvit",
+        10,
+        1.0,
+        "auto",
+    )
+
+
+def test_what_the_store_keeps_gives_the_same_configuration_again() -> None:
+    """Also whether `cohort` is a share (1.0: all) or a number (1: one device)."""
+    for cohort in (1, 1.0, 0.25, 8):
+        config = make_config({"cohort": cohort, "classes": ["a", "b"], "images": {"flip": True}}, FILE).run
+        raw = msgspec.json.encode(msgspec.to_builtins(config))
+        again = make_config(msgspec.json.decode(raw), "run r").run
+        assert again == config
+        assert type(again.cohort) is type(config.cohort) is type(cohort)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"rounds = 3\nlr = = 1\n", "line 2"),
+        (b"rounds = 3\nrounds = 4\n", "line 2"),
+        (b"[images\n", "line 1"),
+        (b"method = \xff\n", "not TOML"),
+    ],
+)
+def test_what_is_not_toml_is_named_with_its_line(tmp_path: Path, content: bytes, named: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        read_toml(file)
+    assert str(file) in str(refused.value)
+    assert named in str(refused.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml cannot be read: No such file"):
+        read_toml(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        read_toml(tmp_path)
+
+
+# --- what is wrong ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("rounds", 0, ">= 1"),
+        ("rounds", 2.5, "expected `int`, got `float`"),
+        ("rounds", "5", "expected `int`, got `str`"),
+        ("rounds", True, "expected `int`, got `bool`"),
+        ("seed", -1, ">= 0"),
+        ("seed", 2**31, "<= 2147483647"),
+        ("devices", 0, ">= 1"),
+        ("cohort", 0, ">= 1"),
+        ("cohort", 0.0, "> 0"),
+        ("cohort", 1.5, "<= 1.0"),
+        ("cohort", "all", "got `str`"),
+        ("quorum", 0.0, "> 0"),
+        ("quorum", 1.1, "<= 1.0"),
+        ("quorum", float("nan"), "> 0"),
+        ("deadline_s", 0, "> 0"),
+        ("rejoin_grace_s", -0.1, ">= 0"),
+        ("evaluate_every", 0, ">= 1"),
+        ("method", 3, "expected `str`"),
+        ("model", ["vit"], "expected `str`"),
+        ("options", 3, "a table"),
+        ("model_options", "depth=2", "a table"),
+        ("images", 3, "a table"),
+        ("classes", "ab", "expected `array`"),
+        ("classes", ["a", 1], "expected `str`"),
+        ("pretrained", 1, "expected `bool | str`"),
+        ("accelerator", 0, "expected `str`"),
+        ("federation", 7, "expected `str`"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named(key: str, value: Any, allowed: str) -> None:
+    said = refusal(**{key: value})
+    assert said.startswith(f"{FILE}: {key} = {value!r}: ")
+    assert allowed in said
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [("crop_padding", -1, ">= 0"), ("crop_padding", 65, "<= 64"), ("flip", 1, "`bool`"), ("brightness", 1.0, "< 1.0")],
+)
+def test_a_value_of_images_is_named_with_its_table(key: str, value: Any, allowed: str) -> None:
+    said = refusal(images={key: value})
+    assert said.startswith(f"{FILE} [images]: {key} = {value!r}: ")
+    assert allowed in said
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"), [("port", 70_000, "<= 65535"), ("port", "1883", "`int`"), ("broker", 3, "`str`")]
+)
+def test_a_value_of_the_broker_is_named_with_its_table(key: str, value: Any, allowed: str) -> None:
+    said = refusal(broker={key: value})
+    assert said.startswith(f"{FILE} [broker]: {key} = {value!r}: ")
+    assert allowed in said
+
+
+@pytest.mark.parametrize(
+    ("values", "where", "hint"),
+    [
+        ({"round": 3}, FILE, "did you mean 'rounds'?"),
+        ({"dead_line_s": 3}, FILE, "did you mean 'deadline_s'?"),
+        ({"images": {"flop": True}}, f"{FILE} [images]", "did you mean 'flip'?"),
+        ({"broker": {"prot": 1}}, f"{FILE} [broker]", "did you mean 'port'?"),
+        ({"broker": {"xyz": 1}}, f"{FILE} [broker]", "known keys are broker, listen, port, password, ca_file"),
+        ({"xyz": 3}, FILE, "known keys are method, options, model"),
+    ],
+)
+def test_an_unknown_key_is_named_with_what_may_have_been_meant(values: dict[str, Any], where: str, hint: str) -> None:
+    said = refusal(**values)
+    assert said.startswith(f"{where}: unknown key ")
+    assert hint in said
+
+
+def test_the_broker_must_be_a_table() -> None:
+    assert refusal(broker="localhost") == (
+        f"{FILE}: broker = 'localhost' must be a table: [broker] with broker = \"...\""
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"method": "fedavgg"}, ["unknown method 'fedavgg'", "eftvit, fedavg"]),
+        (
+            {"method": "fedavg", "options": {"mask": 0.5}},
+            ["method 'fedavg' has no option 'mask'", "epochs, batch_size"],
+        ),
+        ({"method": "fedavg", "options": {"epochs": 0}}, ["option epochs = 0 of method 'fedavg'", ">= 1"]),
+        ({"options": {"schedule": "linear"}}, ["option schedule = 'linear' of method 'eftvit'"]),
+        ({"options": {"mask": 1.0}}, ["option mask = 1.0 of method 'eftvit'", "< 1.0"]),
+        ({"options": {"local_blocks": 6}}, ["local_blocks = 6 leaves nothing to the server", "6 blocks"]),
+        ({"model": "vit_tiny_patch16_223"}, ["unknown model 'vit_tiny_patch16_223'", "vit_tiny_patch16_224"]),
+        ({"model": "resnet18"}, ["'resnet18' is a ResNet, not a plain Vision Transformer"]),
+        ({"model_options": {"depht": 2}}, ["'vit_small_images' has no option 'depht'", "depth"]),
+        ({"model_options": {"depth": 0}}, ["model option depth = 0", "at least 1"]),
+        ({"model_options": {"patch_size": 5}}, ["image_size = 32 is not a multiple of patch_size = 5"]),
+        ({"model_options": {"mlp_ratio": "wide"}}, [FILE]),
+        ({"pretrained": True}, ["'vit_small_images' has no pretrained weights"]),
+        ({"pretrained": "nowhere.safetensors"}, ["pretrained = 'nowhere.safetensors'", "no such file"]),
+        ({"federation": "a/b"}, ["federation 'a/b'", "1 to 64 letters"]),
+        ({"classes": ["ant", "bee", "ant"]}, ["classes: 'ant' is listed more than once"]),
+        ({"classes": ["ant"]}, ["classes", "at least two", "'ant'"]),
+    ],
+)
+def test_names_and_options_are_checked_before_anything_starts(values: dict[str, Any], named: list[str]) -> None:
+    said = refusal(**values)
+    assert said.startswith(f"{FILE}: ")
+    assert "\n" not in said
+    for text in named:
+        assert text in said
+
+
+def test_a_large_model_is_checked_without_taking_memory() -> None:
+    """ViT-H/14 has 632 million parameters: 2.5 GB of float32, of which the check takes no tenth."""
+    make_config({}, FILE)  # imports torch and timm
+    before = peak_rss_bytes()
+    assert make_config({"model": "vit_huge_patch14_224"}, FILE).run.model == "vit_huge_patch14_224"
+    after = peak_rss_bytes()
+    assert before is not None
+    assert after is not None
+    assert after - before < 250e6
+
+
+# --- flags --------------------------------------------------------------------------------------------
+
+
+def test_every_key_has_a_flag_and_a_description() -> None:
+    flags = {option.name: option for option in cli.commands["start"].params if isinstance(option, click.Option)}
+    for kind in (RunConfig, BrokerConfig, ImageConfig):
+        for key in kind.__struct_fields__:
+            if key != "images":  # a table: its keys are flags
+                assert len(flags[key].help or "") > 15, key
+    shown = CliRunner().invoke(cli, ["start", "--help"], terminal_width=200).output
+    for flag in ("--method", "-o, --option KEY=VALUE", "--class NAME", "--flip / --no-flip", "--deadline-s", "--port"):
+        assert flag in shown
+    assert "[default: 600.0]" in shown
+
+
+def test_every_flag_arrives() -> None:
+    config = flagged(
+        *("--method", "fedavg", "-o", "epochs=3", "--option", "optimizer=adamw", "--model-option", "depth=2"),
+        *("--class", "ant", "--class", "bee", "--rounds", "7", "--seed", "5", "--devices", "3", "--cohort", "2"),
+        *("--quorum", "0.5", "--deadline-s", "60", "--rejoin-grace-s", "0", "--evaluate-every", "2"),
+        *("--accelerator", "cpu", "--federation", "lab-1", "--model", "vit_small_images", "--pretrained", "false"),
+        *("--crop-padding", "4", "--flip", "--brightness", "0.25"),
+        *("--broker", "embedded", "--listen", "::1", "--port", "0", "--password", "p", "--ca-file", "ca.pem"),
+    )
+    assert config == StartConfig(
+        RunConfig(
+            method="fedavg",
+            options={"epochs": 3, "optimizer": "adamw"},
+            model_options={"depth": 2},
+            classes=("ant", "bee"),
+            rounds=7,
+            seed=5,
+            devices=3,
+            cohort=2,
+            quorum=0.5,
+            deadline_s=60.0,
+            rejoin_grace_s=0.0,
+            evaluate_every=2,
+            accelerator="cpu",
+            federation="lab-1",
+            images=ImageConfig(crop_padding=4, flip=True, brightness=0.25),
+        ),
+        BrokerConfig(broker="embedded", listen="::1", port=0, password="p", ca_file="ca.pem"),
+    )
+
+
+@pytest.mark.parametrize(("text", "meant"), [("0.5", 0.5), ("1.0", 1.0), ("1", 1), ("8", 8)])
+def test_the_cohort_is_a_share_with_a_point_and_a_number_without(text: str, meant: float) -> None:
+    cohort = flagged("--cohort", text).run.cohort
+    assert cohort == meant
+    assert type(cohort) is type(meant)
+
+
+def test_flags_win_over_the_file_key_by_key() -> None:
+    values = {
+        "rounds": 3,
+        "seed": 4,
+        "classes": ["old", "older"],
+        "options": {"epochs": 2, "lr": 0.5},
+        "images": {"flip": True, "crop_padding": 2},
+        "broker": {"port": 5, "listen": "::1"},
+    }
+    config = flagged(
+        *("--rounds", "9", "-o", "lr=0.25", "--no-flip", "--port", "6", "--class", "a", "--class", "b"), values=values
+    )
+    assert (config.run.rounds, config.run.seed, config.run.classes) == (9, 4, ("a", "b"))
+    assert config.run.options == {"epochs": 2, "lr": 0.25}
+    assert config.run.images == ImageConfig(flip=False, crop_padding=2)
+    assert config.broker == BrokerConfig(port=6, listen="::1")
+    assert values["options"] == {"epochs": 2, "lr": 0.5}, "the file's values are left as they are"
+
+
+@pytest.mark.parametrize(
+    ("values", "flag"),
+    [
+        ({"broker": "localhost"}, ("--port", "0")),
+        ({"images": 3}, ("--flip",)),
+        ({"options": 3}, ("-o", "epochs=2")),
+    ],
+)
+def test_a_flag_does_not_hide_a_mistake_in_the_file(values: dict[str, Any], flag: tuple[str, ...]) -> None:
+    [key] = values
+    with pytest.raises(ConfigError, match=f"{key} = .*table"):
+        flagged(*flag, values=values)
+
+
+@pytest.mark.parametrize(
+    "flags", [("--cohort", "many"), ("-o", "epochs=many"), ("-o", "epochs"), ("--pretrained", "3")]
+)
+def test_a_flag_that_cannot_be_used_is_named(flags: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=flags[1].rpartition("=")[2]):
+        flagged(*flags)

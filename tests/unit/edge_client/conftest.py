@@ -1,0 +1,112 @@
+"""Tiny programs, really exported, and a device's digits; made once per session."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from coordinator.config import make_config
+from coordinator.planner import Plan, make_plan
+from edge_client.runtime import Runtime, Watch
+from fedvit.blobs import BlobStore
+from fedvit.data.digits import read_digits
+from fedvit.data.folder import DeviceData
+from fedvit.program import Program
+from fedvit.tensors import Tensors, unpack
+
+CLASSES = ("0", "1", "2")
+MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fedavg": {"batch_size": 8, "epochs": 2, "lr": 0.05, "momentum": 0.9},
+    "eftvit": {"batch_size": 8, "epochs": 3, "lr": 1e-3, "mask": 0.5, "local_blocks": 1},
+}
+
+
+@dataclass
+class Setting:
+    """A program as the coordinator makes it, with everything that a device may fetch."""
+
+    plan: Plan
+    blobs: BlobStore
+
+    @property
+    def program(self) -> Program:
+        return self.plan.program
+
+    def start(self) -> Tensors:
+        """Every tensor at the start of the first round."""
+        values: Tensors = dict(self.plan.state.tensors)
+        for group in self.program.groups.values():
+            if group.initial:
+                values |= unpack(self.blobs.get(group.initial))
+        return values
+
+    def runtime(self) -> Runtime:
+        """A runtime with the program's graphs loaded."""
+        runtime = Runtime(1)
+        for graph in self.program.graphs.values():
+            runtime.open(graph.digest, self.blobs.path(graph.digest))
+        return runtime
+
+
+@pytest.fixture(scope="session")
+def settings(tmp_path_factory: pytest.TempPathFactory, graph_cache: Path) -> Mapping[str, Setting]:
+    """By method. Graphs are exported once per session, for the tests of the coordinator, too."""
+    made = {}
+    for method, options in OPTIONS.items():
+        config = make_config({"method": method, "options": options, "model_options": MODEL}, "test").run
+        blobs = BlobStore(tmp_path_factory.mktemp(method))
+        made[method] = Setting(make_plan(config, CLASSES, blobs, cache=graph_cache), blobs)
+    return made
+
+
+@pytest.fixture
+def fedavg(settings: Mapping[str, Setting]) -> Setting:
+    return settings["fedavg"]
+
+
+@pytest.fixture
+def eftvit(settings: Mapping[str, Setting]) -> Setting:
+    return settings["eftvit"]
+
+
+def write_digits(folder: Path, counts: Mapping[str, int], skip: int = 0) -> None:
+    """The first images of each class after `skip`, as PNG in class folders."""
+    digits = read_digits(32)
+    for name, count in counts.items():
+        rows = np.flatnonzero(digits.labels == digits.classes.index(name))[skip : skip + count]
+        (folder / name).mkdir(parents=True)
+        for number, row in enumerate(rows):
+            [pixels] = digits.images[np.array([row])]
+            Image.fromarray(pixels).save(folder / name / f"{number:02d}.png")
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 training images (8, 8, 4: batches of 8, 8 and 4) and 12 test images; not to be changed."""
+    folder = tmp_path_factory.mktemp("digits")
+    write_digits(folder / "train", {"0": 8, "1": 8, "2": 4})
+    write_digits(folder / "test", dict.fromkeys(CLASSES, 4), skip=50)
+    return folder
+
+
+@pytest.fixture
+def data(digits: Path) -> DeviceData:
+    return DeviceData.open(digits)
+
+
+class Log(Watch):
+    """Remembers the steps, and says stop after some."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.steps: list[tuple[int, int, float | None]] = []
+        super().__init__(lambda *step: self.steps.append(step), lambda: len(self.steps) == stop_after)
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()

@@ -1,0 +1,872 @@
+"""The device's loop over the memory transport; the test is the coordinator and says every word itself."""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from edge_client import agent as agent_module
+from edge_client.agent import Agent
+from edge_client.runtime import Runtime, Seeds, Watch
+from edge_client.vault import Vault
+from fedvit.blobs import BlobStore
+from fedvit.data.folder import DeviceData
+from fedvit.errors import PeerRefused
+from fedvit.program import Group, Program, Role, encode_program
+from fedvit.resources import DeviceProfile, ResourceUse
+from fedvit.tensors import Tensors, delta, pack, unpack
+from fedvit.transport.base import Received
+from fedvit.transport.exchange import BlobExchange
+from fedvit.transport.memory import MemoryBroker, MemoryTransport
+from fedvit.wire.messages import (
+    CoordinatorState,
+    DeviceState,
+    Done,
+    Failed,
+    FromCoordinator,
+    FromDevice,
+    Hello,
+    Manifest,
+    Progress,
+    Refused,
+    Result,
+    ResultAck,
+    RunEnded,
+    Task,
+    TaskKind,
+    Want,
+    Welcome,
+    decode,
+    encode,
+)
+from fedvit.wire.topics import Topics
+
+if TYPE_CHECKING:
+    from tests.unit.edge_client.conftest import Setting
+
+WAIT_S = 30.0
+"""Bound of every wait; only a failing test waits so long."""
+PROFILE = DeviceProfile(host="pi.local", machine="aarch64", cores=4, threads=1, ram_bytes=2**30)
+FAR_OFF = "blake3:" + "0" * 64
+
+Kind = TypeVar("Kind", bound=FromDevice)
+
+
+class Device:
+    """A real agent in a thread."""
+
+    def __init__(self, broker: MemoryBroker, digits: Path, state: Path, *, once: bool = False) -> None:
+        self.transport = MemoryTransport(SimpleQueue(), broker, "pi")
+        self.vault = Vault(state / "vault")
+        self.blobs = BlobStore(state / "blobs")
+        self.agent = Agent(
+            device="pi",
+            federation="home",
+            transport=self.transport,
+            data=DeviceData.open(digits),
+            vault=self.vault,
+            blobs=self.blobs,
+            runtime=Runtime(1),
+            profile=PROFILE,
+            software="9.9",
+        )
+        self.outcome: str | BaseException | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(once,), daemon=True)
+        self._thread.start()
+
+    def _serve(self, once: bool) -> None:
+        try:
+            self.outcome = self.agent.serve(self._stop, once=once)
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.outcome = error
+
+    def ended(self) -> str | BaseException:
+        """How `serve` ended by itself."""
+        self._thread.join(WAIT_S)
+        assert self.outcome is not None, "the agent did not end"
+        return self.outcome
+
+    def stop(self) -> str | BaseException:
+        self._stop.set()
+        return self.ended()
+
+
+class Server:
+    """The coordinator's end of the wire: blobs are served and fetched, everything else the test does."""
+
+    def __init__(self, broker: MemoryBroker, folder: Path) -> None:
+        self.topics = Topics("home")
+        self.blobs = BlobStore(folder)
+        self.transport = MemoryTransport(SimpleQueue(), broker, "coordinator")
+        self.heard: list[FromDevice] = []
+        self.chunks: list[str] = []  # topics of uploads that were sent
+        self.epoch = 1
+        self.instance = ""
+        self._read = 0  # how much of `heard` the test has looked at
+        self._marks = 0
+        self._marks_back: set[int] = set()
+        self.exchange = BlobExchange(
+            self.transport,
+            self.blobs,
+            tell=lambda peer, message: self.tell(message),
+            topic_for=self.topics.broadcast,
+            may_read=lambda peer, digest: True,
+        )
+        for topic in (*self.topics.from_all_devices, "fl1/home/d/+/up/b/+"):
+            self.transport.subscribe(topic, 1)
+        self.transport.open()
+
+    # --- saying ---------------------------------------------------------------------------------------
+
+    def tell(self, message: FromCoordinator) -> None:
+        self.transport.publish(self.topics.to_device("pi"), encode(message))
+
+    def is_here(self, epoch: int, *, alive: bool = True) -> None:
+        self.epoch = epoch
+        state = encode(CoordinatorState(epoch, alive))
+        self.transport.publish(self.topics.coordinator_state, state, retain=True)
+
+    def welcome(self) -> None:
+        """Take in the device: answer its newest hello."""
+        self.instance = self.expect(Hello).instance
+        self.tell(Welcome(self.instance, self.epoch, "tests"))
+
+    def keep(self, content: bytes) -> Manifest:
+        return self.blobs.put(content)
+
+    def acknowledge(self, result: Result, *, accepted: bool = True) -> None:
+        self.tell(ResultAck(result.run, result.round, result.kind, accepted, "" if accepted else "too late"))
+
+    # --- hearing --------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        try:
+            event = self.transport.inbox.get(timeout=0.02)
+        except Empty:
+            self.exchange.tick()
+            return
+        if not isinstance(event, Received):
+            return
+        if "/up/b/" in event.topic:
+            self.chunks.append(event.topic)
+            self.exchange.on_chunk(event.payload)
+            return
+        message: Any = decode(event.payload)
+        if isinstance(message, Failed) and message.run == "mark":
+            self._marks_back.add(message.round)
+            return
+        self.heard.append(message)
+        match message:
+            case Want():
+                self.exchange.on_want("pi", message)
+            case Done():
+                self.exchange.on_done("pi", message)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"did not happen; heard {self.heard[-5:]}"
+            self._pump()
+
+    def expect(self, kind: type[Kind]) -> Kind:
+        """The next message of a kind; others are passed over."""
+        found: list[Kind] = []
+
+        def look() -> bool:
+            while self._read < len(self.heard) and not found:
+                message = self.heard[self._read]
+                self._read += 1
+                if isinstance(message, kind):
+                    found.append(message)
+            return bool(found)
+
+        self.wait(look)
+        return found[0]
+
+    def count(self, kind: type[FromDevice]) -> int:
+        return sum(isinstance(message, kind) for message in self.heard)
+
+    def since(self, number: int) -> list[str]:
+        """Kinds of the messages heard after the first `number`."""
+        return [type(message).__name__ for message in self.heard[number:]]
+
+    def mark(self) -> None:
+        """Ask for what cannot be done and hear that it cannot: what was said before is dealt with by then."""
+        self._marks += 1
+        number = self._marks
+        self.tell(Task(self.instance, self.epoch, "mark", number, "evaluate", 0, FAR_OFF, {}, (), 600.0))
+        self.wait(lambda: number in self._marks_back)
+
+    def roll_call(self) -> None:
+        """A new epoch, and the hello that follows."""
+        self.is_here(self.epoch + 1)
+        self.welcome()
+        self.mark()
+
+    def fetch(self, manifest: Manifest | None) -> Tensors:
+        assert manifest is not None
+        ended: list[Exception | None] = []
+        topic = self.topics.upload("pi", manifest.digest)
+        self.exchange.fetch(manifest, "pi", topic, lambda _, error: ended.append(error))
+        self.wait(lambda: bool(ended))
+        assert ended == [None]
+        return unpack(self.blobs.get(manifest.digest))
+
+
+class World:
+    """A server, a device, and the tasks that one may give to the other."""
+
+    def __init__(self, broker: MemoryBroker, server: Server, digits: Path, folder: Path) -> None:
+        self.broker = broker
+        self.server = server
+        self.devices: list[Device] = []
+        self._digits = digits
+        self._state = folder / "state"
+
+    def device(self, *, joined: bool = True, once: bool = False, digits: Path | None = None) -> Device:
+        device = Device(self.broker, digits or self._digits, self._state, once=once)
+        self.devices.append(device)
+        if joined:
+            self.server.is_here(self.server.epoch)
+            self.server.welcome()
+            self.server.mark()
+        return device
+
+    def task(
+        self,
+        setting: "Setting",
+        *,
+        round: int = 1,
+        kind: TaskKind = "train",
+        program: Program | None = None,
+        group_values: dict[str, Tensors] | None = None,
+        **changed: Any,
+    ) -> Task:
+        """A task as the coordinator would send it, unless the test says otherwise."""
+        program, server = program or setting.program, self.server
+        values = setting.start()
+        brought = {
+            group: {name: values[name] for name in program.names(group)}
+            for group, spec in program.groups.items()
+            if spec.role.from_server_each_round
+        } | (group_values or {})
+        groups = {group: server.keep(pack(tensors)) for group, tensors in brought.items()}
+        once = [graph.digest for graph in program.graphs.values()]
+        once += [spec.initial for spec in program.groups.values() if spec.initial]
+        for digest in once:
+            if setting.blobs.has(digest):
+                server.keep(setting.blobs.get(digest))
+        shipped = server.keep(encode_program(program))
+        task = Task(
+            instance=server.instance,
+            epoch=server.epoch,
+            run="run",
+            round=round,
+            kind=kind,
+            seed=5,
+            program=shipped.digest,
+            groups={group: manifest.digest for group, manifest in groups.items()},
+            blobs=(shipped, *groups.values(), *(server.blobs.manifest(digest) for digest in once)),
+            deadline_s=600.0,
+        )
+        return msgspec.structs.replace(task, **changed)
+
+    def give(self, setting: "Setting", **changed: Any) -> None:
+        self.server.tell(self.task(setting, **changed))
+
+    def result(self, setting: "Setting", **changed: Any) -> Result:
+        self.give(setting, **changed)
+        return self.server.expect(Result)
+
+    def failure(self, setting: "Setting", **changed: Any) -> str:
+        self.give(setting, **changed)
+        return self.server.expect(Failed).reason
+
+
+@pytest.fixture
+def world(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 600.0)  # what is said again is said for another reason
+    broker = MemoryBroker()
+    world = World(broker, Server(broker, tmp_path / "server"), digits, tmp_path)
+    yield world
+    for device in world.devices:
+        device.stop()
+
+
+def trained_here(setting: "Setting", program: Program, start: Tensors, digits: Path, round: int = 1) -> Tensors:
+    """What the same round gives without an agent: new values of what moves, and what is collected."""
+    trained = setting.runtime().train(
+        program,
+        start,
+        DeviceData.open(digits).relabelled(program.classes).train,
+        Seeds(5, round, "pi"),
+        1.0,
+        Watch(lambda *step: None, lambda: False),
+    )
+    return trained.tensors | trained.collected
+
+
+def with_local_head(setting: "Setting") -> Program:
+    """FedAvg's graphs with the head as a local group (FedPer)."""
+    program = setting.program
+    [phase] = program.train
+    head = {name: setting.start()[name] for name in ("head.weight", "head.bias")}
+    initial = setting.blobs.put(pack(head)).digest
+    return msgspec.structs.replace(
+        program,
+        groups={**program.groups, "head": Group(Role.LOCAL, initial)},
+        tensors={
+            name: msgspec.structs.replace(spec, group="head") if name in head else spec
+            for name, spec in program.tensors.items()
+        },
+        train=(msgspec.structs.replace(phase, groups=("model", "head")),),
+    )
+
+
+def with_epochs(program: Program, epochs: int) -> Program:
+    [phase] = program.train
+    return msgspec.structs.replace(program, train=(msgspec.structs.replace(phase, epochs=epochs),))
+
+
+def assert_same_bits(one: Tensors, other: Tensors) -> None:
+    assert one.keys() == other.keys()
+    assert all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+# --- joining ------------------------------------------------------------------------------------------
+
+
+def test_a_device_announces_itself(world: World) -> None:
+    world.device(joined=False)
+    hello = world.server.expect(Hello)
+    assert hello == Hello(hello.instance, "9.9", PROFILE, ("0", "1", "2"), 20, 12)
+    assert len(hello.instance) == 16
+
+
+def test_every_epoch_of_the_coordinator_gets_one_hello(world: World) -> None:
+    server = world.server
+    world.device(joined=False)
+    server.expect(Hello)  # nobody was there to hear it
+    server.is_here(7)
+    server.welcome()
+    before = server.count(Hello)
+    server.is_here(7)
+    server.is_here(7, alive=False)
+    server.is_here(8)
+    server.welcome()
+    server.is_here(8)
+    server.is_here(9)
+    server.welcome()
+    assert server.count(Hello) == before + 2
+
+
+def test_an_unanswered_hello_is_said_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
+    world.device(joined=False)
+    instances = {world.server.expect(Hello).instance for _ in range(3)}
+    assert len(instances) == 1
+
+
+def test_a_final_refusal_ends_the_program(world: World) -> None:
+    device = world.device(joined=False)
+    hello = world.server.expect(Hello)
+    world.server.tell(Refused("somebody else", "not meant for this one", final=True))
+    world.server.tell(Refused(hello.instance, "its class folder 'cat' is unknown", final=True))
+    ended = device.ended()
+    assert isinstance(ended, PeerRefused)
+    assert str(ended) == "the coordinator refused device 'pi': its class folder 'cat' is unknown"
+
+
+def test_a_refusal_that_is_not_final_is_tried_again_for_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
+    monkeypatch.setattr(agent_module, "SAME_ID_PATIENCE_S", 0.3)
+    device, server = world.device(joined=False), world.server
+    instance = server.expect(Hello).instance
+    answered = 0
+
+    def ended() -> bool:
+        nonlocal answered
+        while answered < server.count(Hello):
+            answered += 1
+            server.tell(Refused(instance, "the id is taken", final=False))
+        return device.outcome is not None
+
+    server.wait(ended)
+    assert isinstance(device.outcome, PeerRefused)
+    assert "the id is taken" in str(device.outcome)
+    assert answered >= 2
+
+
+def test_an_accepted_hello_ends_the_patience_with_refusals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "SAME_ID_PATIENCE_S", 0.0)
+    world.device(joined=False)
+    world.server.tell(Refused(world.server.expect(Hello).instance, "the id is taken", final=False))
+    world.server.roll_call()
+    world.server.tell(Refused(world.server.instance, "the id is taken", final=False))
+    world.server.roll_call()
+
+
+def test_another_wire_version_is_named_with_both_versions(world: World) -> None:
+    device = world.device()
+    world.server.transport.publish(world.server.topics.to_device("pi"), bytes([9]) + encode(Done(FAR_OFF))[1:])
+    ended = device.ended()
+    assert isinstance(ended, PeerRefused)
+    assert "wire version 9" in str(ended)
+    assert "version 1" in str(ended)
+
+
+@pytest.mark.parametrize("raw", [b"", b"\x01", b"\x01nonsense", encode(Progress("r", 1, "train", 1, 1))])
+def test_what_cannot_be_read_is_dropped(world: World, raw: bytes) -> None:
+    world.device()
+    world.server.transport.publish(world.server.topics.to_device("pi"), raw)
+    world.server.transport.publish(world.server.topics.broadcast(FAR_OFF), raw)
+    world.server.roll_call()
+
+
+def test_a_device_says_farewell_and_its_will_speaks_when_it_cannot(world: World) -> None:
+    device = world.device()
+    assert device.stop() == "stopped"
+    assert world.server.expect(DeviceState) == DeviceState(world.server.instance, online=False)
+    again = world.device()
+    again.transport.vanish()
+    assert world.server.expect(DeviceState) == DeviceState(world.server.instance, online=False)
+
+
+# --- a task from end to end ---------------------------------------------------------------------------
+
+
+def test_training_sends_the_delta_of_what_is_shared(world: World, fedavg: "Setting", digits: Path) -> None:
+    """delta = after - start, and after is what the same graphs give without an agent, bit by bit."""
+    device = world.device()
+    result = world.result(fedavg)
+    assert (result.run, result.round, result.kind, result.samples) == ("run", 1, "train", 20)
+    assert set(result.metrics) == {"loss"}
+    assert (result.use.steps, result.use.flops) == (6, 6 * fedavg.program.graphs["train"].flops)
+    start = fedavg.start()
+    upload = world.server.fetch(result.upload)
+    assert_same_bits(upload, delta(trained_here(fedavg, fedavg.program, start, digits), start))
+    assert device.vault.pending() == [result]
+    world.server.acknowledge(result)
+    world.server.roll_call()
+    assert device.vault.pending() == []
+    progress = [message for message in world.server.heard if isinstance(message, Progress)]
+    assert (progress[-1].round, progress[-1].kind, progress[-1].done_steps, progress[-1].total_steps) == (
+        1,
+        "train",
+        6,
+        6,
+    )
+
+
+def test_evaluation_answers_with_counts_and_nothing_else(world: World, fedavg: "Setting", digits: Path) -> None:
+    device = world.device()
+    result = world.result(fedavg, kind="evaluate")
+    evaluated = fedavg.runtime().evaluate(
+        fedavg.program, fedavg.start(), DeviceData.open(digits).test, Watch(lambda *step: None, lambda: False)
+    )
+    assert (result.kind, result.samples, result.metrics) == ("evaluate", 12, {"correct": float(evaluated.correct)})
+    assert result.upload is None
+    assert device.vault.pending() == []
+
+
+def test_local_tensors_stay_in_the_vault_and_are_the_next_rounds_start(
+    world: World, fedavg: "Setting", digits: Path
+) -> None:
+    """The head is local: round 1 starts from its initial value, round 2 from the vault, whatever the server has."""
+    program = with_local_head(fedavg)
+    device = world.device()
+    start = fedavg.start()
+    for number in (1, 2):
+        result = world.result(fedavg, program=program, round=number)
+        after = trained_here(fedavg, program, start, digits, number)
+        upload = world.server.fetch(result.upload)
+        assert set(upload) == set(program.names("model")) == set(start) - {"head.weight", "head.bias"}
+        assert_same_bits(upload, delta(after, {name: start[name] for name in upload}))
+        kept = device.vault.local("run")
+        assert kept is not None
+        assert_same_bits(kept, {name: after[name] for name in ("head.weight", "head.bias")})
+        start |= kept
+        world.server.acknowledge(result)
+
+
+def test_evaluation_uses_the_local_tensors_of_the_vault(world: World, fedavg: "Setting") -> None:
+    """A head in the vault that always answers "2" is right on the 4 twos of 12 test images."""
+    program = with_local_head(fedavg)
+    device = world.device()
+    head: Tensors = {"head.weight": np.zeros((3, 32), np.float32), "head.bias": np.array([0, 0, 9], np.float32)}
+    device.vault.commit(Result("run", 1, "train", 20, {}, ResourceUse()), head)
+    assert world.result(fedavg, program=program, kind="evaluate").metrics == {"correct": 4.0}
+
+
+def test_an_upload_of_features_holds_no_tensor_of_the_model(world: World, eftvit: "Setting", digits: Path) -> None:
+    device = world.device()
+    upload = world.server.fetch(world.result(eftvit).upload)
+    after = trained_here(eftvit, eftvit.program, eftvit.start(), digits)
+    assert_same_bits(upload, {name: after[name] for name in ("features", "labels")})
+    local = device.vault.local("run")
+    assert local is not None
+    assert_same_bits(local, {name: after[name] for name in eftvit.program.names("local")})
+
+
+def test_a_seeded_head_comes_from_the_server_each_round(world: World, eftvit: "Setting", digits: Path) -> None:
+    """Round 2 brings another head: the device starts from it, not from what it trained in round 1."""
+    device = world.device()
+    world.server.acknowledge(world.result(eftvit))
+    start = eftvit.start()
+    start["head.bias"] = np.array([1, -1, 0.5], np.float32)
+    world.server.roll_call()
+    kept = device.vault.local("run")
+    assert kept is not None
+    head = {name: start[name] for name in eftvit.program.names("head")}
+    upload = world.server.fetch(world.result(eftvit, round=2, group_values={"head": head}).upload)
+    after = trained_here(eftvit, eftvit.program, start | kept, digits, 2)
+    assert_same_bits(upload, {name: after[name] for name in ("features", "labels")})
+
+
+def test_what_is_here_already_is_not_fetched_again(world: World, fedavg: "Setting") -> None:
+    world.device()
+    world.server.acknowledge(world.result(fedavg))
+    before = len(world.server.heard)
+    world.result(fedavg, round=2)
+    assert "Want" not in world.server.since(before)
+
+
+# --- which tasks are taken ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed", [{"epoch": 99}, {"instance": "an earlier process"}])
+def test_a_task_for_another_process_or_epoch_is_ignored(
+    world: World, fedavg: "Setting", changed: dict[str, Any]
+) -> None:
+    """A task that is taken is answered at once, by what the device wants."""
+    world.device()
+    before = len(world.server.heard)
+    world.give(fedavg, **changed)
+    world.server.mark()
+    assert world.server.since(before) == []
+    assert world.result(fedavg).round == 1
+
+
+def test_the_same_task_again_starts_nothing_twice(world: World, fedavg: "Setting") -> None:
+    device = world.device()
+    task = world.task(fedavg, program=with_epochs(fedavg.program, 40))
+    for _ in range(3):
+        world.server.tell(task)
+    result = world.server.expect(Result)
+    world.server.acknowledge(result)
+    world.server.roll_call()
+    assert (result.use.steps, world.server.count(Result)) == (120, 1)
+    assert device.vault.round_of("run") == 1
+
+
+def test_a_new_task_supersedes_the_running_one(world: World, fedavg: "Setting") -> None:
+    device = world.device()
+    world.give(fedavg, program=with_epochs(fedavg.program, 1_000_000))
+    assert world.server.expect(Progress).total_steps == 3_000_000
+    result = world.result(fedavg, round=2)
+    assert (result.round, result.use.steps) == (2, 6)
+    assert device.vault.pending() == [result]
+    world.server.acknowledge(result)
+    world.server.roll_call()
+    assert (world.server.count(Result), world.server.count(Failed)) == (1, 0)
+
+
+def test_a_task_ends_at_its_deadline(world: World, fedavg: "Setting") -> None:
+    device = world.device()
+    reason = world.failure(fedavg, program=with_epochs(fedavg.program, 1_000_000), deadline_s=0.4)
+    assert "deadline" in reason
+    assert device.vault.local("run") is None
+    assert world.result(fedavg, round=2).round == 2
+
+
+def test_the_end_of_a_run_stops_its_task(world: World, fedavg: "Setting") -> None:
+    device = world.device()
+    world.give(fedavg, program=with_epochs(fedavg.program, 1_000_000))
+    world.server.expect(Progress)
+    world.server.tell(RunEnded("run", "failed: tests"))
+    assert world.result(fedavg, run="next").run == "next"
+    assert device.vault.local("run") is None
+
+
+def test_the_end_of_another_run_does_not(world: World, fedavg: "Setting") -> None:
+    world.device()
+    world.give(fedavg, program=with_epochs(fedavg.program, 100))
+    world.server.expect(Progress)
+    world.server.tell(RunEnded("yesterday", "finished"))
+    assert world.server.expect(Result).use.steps == 300
+
+
+def test_once_leaves_when_the_run_has_ended(world: World, fedavg: "Setting") -> None:
+    device = world.device(once=True)
+    world.server.acknowledge(world.result(fedavg))
+    world.server.tell(RunEnded("run", "finished"))
+    assert device.ended() == "run run finished"
+
+
+# --- results stay until they are acknowledged ---------------------------------------------------------
+
+
+def test_a_result_is_sent_until_it_is_acknowledged(
+    world: World, fedavg: "Setting", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
+    monkeypatch.setattr(agent_module, "AGAIN_MAX_S", 0.1)
+    device = world.device()
+    first = world.result(fedavg)
+    assert [world.server.expect(Result) for _ in range(3)] == [first] * 3
+    world.server.acknowledge(first)
+    world.server.wait(lambda: device.vault.pending() == [])
+    world.server.roll_call()
+    said = world.server.count(Result)
+    time.sleep(0.5)  # five times the longest wait
+    world.server.roll_call()
+    assert world.server.count(Result) == said
+
+
+def test_a_result_survives_the_device(world: World, fedavg: "Setting") -> None:
+    """Started again from the same state, it sends the same bytes, and trains nothing: the vault's folder stays."""
+    first = world.device()
+    result = world.result(fedavg)
+    upload = first.blobs.get(result.upload.digest)  # type: ignore[union-attr]
+    first.stop()
+    committed = sorted(first.vault.folder.rglob("*"))
+    again = world.device()
+    assert again.agent.instance != first.agent.instance
+    assert world.server.expect(Result) == result
+    before = len(world.server.heard)
+    assert world.result(fedavg) == result
+    assert "Progress" not in world.server.since(before)
+    assert sorted(again.vault.folder.rglob("*")) == committed
+    assert pack(world.server.fetch(result.upload)) == upload
+    world.server.acknowledge(result)
+    world.server.wait(lambda: again.vault.pending() == [])
+
+
+def test_a_result_survives_other_tasks(world: World, fedavg: "Setting") -> None:
+    """Blobs that no task names are deleted, but not an upload that nobody has fetched."""
+    world.device()
+    result = world.result(fedavg)
+    assert world.result(fedavg, run="other", kind="evaluate").run == "other"
+    world.server.mark()
+    assert set(world.server.fetch(result.upload)) == set(fedavg.program.tensors)
+
+
+def test_a_result_survives_the_link(world: World, fedavg: "Setting") -> None:
+    world.device()
+    result = world.result(fedavg)
+    world.broker.stop()
+    world.broker.start()
+    world.server.is_here(world.server.epoch + 1)
+    world.server.welcome()
+    assert world.server.expect(Result) == result
+
+
+def test_a_refused_result_is_settled(world: World, fedavg: "Setting") -> None:
+    """Its personal tensors stay: they are as good as before."""
+    device = world.device()
+    result = world.result(fedavg, program=with_local_head(fedavg))
+    world.server.acknowledge(result, accepted=False)
+    world.server.roll_call()
+    assert device.vault.pending() == []
+    assert device.vault.local("run") is not None
+    world.server.roll_call()
+    assert world.server.count(Result) == 1
+
+
+def test_an_acknowledgement_of_something_else_settles_nothing(world: World, fedavg: "Setting") -> None:
+    device = world.device()
+    result = world.result(fedavg)
+    for wrong in (
+        msgspec.structs.replace(result, round=2),
+        msgspec.structs.replace(result, run="other"),
+        msgspec.structs.replace(result, kind="evaluate"),
+    ):
+        world.server.acknowledge(wrong)
+    world.server.roll_call()
+    assert world.server.expect(Result) == result
+    assert device.vault.pending() == [result]
+
+
+def test_once_leaves_with_a_result_of_another_run(world: World, fedavg: "Setting") -> None:
+    """That run may have been interrupted, and nobody is there to acknowledge; the vault keeps the result for it."""
+    device = world.device(once=True)
+    result = world.result(fedavg, run="other")
+    world.server.tell(RunEnded("run", "finished"))
+    assert device.ended() == "run run finished"
+    assert device.vault.pending() == [result]
+
+
+def test_only_uploads_are_served(world: World, fedavg: "Setting") -> None:
+    """The device has the program and the group too; a peer gets none of them, before and after the upload."""
+    world.device()
+    result = world.result(fedavg, program=with_local_head(fedavg))
+    task = world.task(fedavg, program=with_local_head(fedavg))
+    assert result.upload is not None
+    for digest in (task.program, task.groups["model"], FAR_OFF, "nonsense"):
+        world.server.tell(Want(digest, ((0, 1),)))
+    world.server.fetch(result.upload)
+    assert set(world.server.chunks) == {world.server.topics.upload("pi", result.upload.digest)}
+    world.server.acknowledge(result)
+    world.server.roll_call()
+    world.server.chunks.clear()
+    world.server.tell(Want(result.upload.digest, ((0, 1),)))
+    world.server.roll_call()
+    assert world.server.chunks == []
+
+
+# --- what cannot be done is said, and nothing of it is kept -------------------------------------------
+
+
+def test_a_program_of_another_version_is_named(world: World, fedavg: "Setting") -> None:
+    world.device()
+    newer = msgspec.structs.replace(fedavg.program, v=2)
+    assert world.failure(fedavg, program=newer) == "program version 2, this software knows version 1"
+    assert world.result(fedavg, round=2).round == 2
+
+
+def test_a_program_that_is_none_is_named(world: World, fedavg: "Setting") -> None:
+    world.device()
+    task, nonsense = world.task(fedavg), world.server.keep(b"\x81\xa1v\x01")  # {"v": 1}
+    world.server.tell(msgspec.structs.replace(task, program=nonsense.digest, blobs=(nonsense, *task.blobs)))
+    assert world.server.expect(Failed).reason.startswith("not a program: ")
+
+
+def damaged(start: Tensors, how: str) -> Tensors:
+    """The model's tensors, one of them not as it should be."""
+    changed = dict(start)
+    match how:
+        case "shape":
+            changed["head.weight"] = changed["head.weight"].T.copy()
+        case "nan":
+            changed["head.weight"] = np.full_like(changed["head.weight"], np.nan)
+        case "dtype":
+            changed["head.weight"] = changed["head.weight"].astype(np.float64)
+        case "missing":
+            del changed["head.weight"]
+        case "extra":
+            changed["head.extra"] = changed["head.weight"]
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("shape", r"'head\.weight' has shape \(32, 3\), expected \(3, 32\)"),
+        ("nan", r"'head\.weight' holds 96 values that are NaN"),
+        ("dtype", r"'head\.weight' has dtype float64, expected float32"),
+        ("missing", r"1 tensors are missing, the first is 'head\.weight'"),
+        ("extra", r"1 tensors were not asked for, the first is 'head\.extra'"),
+    ],
+)
+def test_a_group_that_is_not_as_the_program_says_is_named(
+    world: World, fedavg: "Setting", how: str, reason: str
+) -> None:
+    device = world.device()
+    values = damaged(fedavg.start(), how)
+    failed = world.failure(fedavg, group_values={"model": values})
+    assert re.search(reason, failed), failed
+    assert failed.startswith("group 'model' of round 1: ")
+    assert device.vault.round_of("run") == 0
+    assert world.result(fedavg, round=2).round == 2
+
+
+def test_a_group_that_is_no_tensors_at_all_is_named(world: World, fedavg: "Setting") -> None:
+    world.device()
+    nonsense = world.server.keep(b"no tensors")
+    task = world.task(fedavg)
+    world.server.tell(msgspec.structs.replace(task, groups={"model": nonsense.digest}, blobs=(nonsense, *task.blobs)))
+    assert "10 bytes are not safetensors" in world.server.expect(Failed).reason
+
+
+def test_a_group_that_is_not_brought_is_named(world: World, fedavg: "Setting") -> None:
+    world.device()
+    assert world.failure(fedavg, groups={}) == "group 'model' of round 1: the task does not bring it"
+
+
+@pytest.mark.parametrize("digest", [FAR_OFF, "nonsense", "blake3:../../../etc/passwd"])
+def test_a_blob_that_the_task_does_not_describe_is_named(world: World, fedavg: "Setting", digest: str) -> None:
+    world.device()
+    assert digest in world.failure(fedavg, program=None, groups={"model": digest})
+    assert world.result(fedavg, round=2).round == 2
+
+
+def test_a_description_that_is_no_digest_is_named(world: World, fedavg: "Setting") -> None:
+    world.device()
+    task = world.task(fedavg)
+    bad = Manifest("blake3:../../../etc/passwd", 10, 1024)
+    world.server.tell(msgspec.structs.replace(task, groups={"model": bad.digest}, blobs=(bad, *task.blobs)))
+    assert bad.digest in world.server.expect(Failed).reason
+    assert world.result(fedavg, round=2).round == 2
+
+
+def test_a_damaged_graph_is_named(world: World, fedavg: "Setting") -> None:
+    device = world.device()
+    nonsense = world.server.keep(b"no graph")
+    graphs = {
+        **fedavg.program.graphs,
+        "train": msgspec.structs.replace(fedavg.program.graphs["train"], digest=nonsense.digest),
+    }
+    reason = world.failure(fedavg, program=msgspec.structs.replace(fedavg.program, graphs=graphs))
+    assert f"graph {nonsense.digest} cannot be loaded" in reason
+    assert device.vault.round_of("run") == 0
+
+
+def test_images_of_a_class_that_the_run_does_not_know_are_named(world: World, fedavg: "Setting") -> None:
+    world.device()
+    other = msgspec.structs.replace(fedavg.program, classes=("0", "1", "seven"))
+    assert "class folders that the run does not know: 2" in world.failure(fedavg, program=other)
+
+
+def test_diverged_training_keeps_nothing(world: World, fedavg: "Setting") -> None:
+    """A rate of 1e30 makes the second step infinite; personal tensors of round 1 and its result stay as they are."""
+    program = with_local_head(fedavg)
+    device = world.device()
+    result = world.result(fedavg, program=program)
+    kept = sorted((path, path.read_bytes()) for path in device.vault.folder.rglob("*") if path.is_file())
+    reason = world.failure(fedavg, program=program, round=2, lr_scale=1e30)
+    assert reason.startswith("training diverged in round 2, nothing of it is kept: ")
+    assert sorted((path, path.read_bytes()) for path in device.vault.folder.rglob("*") if path.is_file()) == kept
+    assert device.vault.pending() == [result]
+    assert world.result(fedavg, program=program, round=3).round == 3
+
+
+def test_a_vault_that_cannot_be_written_is_named_and_the_device_stays(world: World, fedavg: "Setting") -> None:
+    device = world.device()
+    in_the_way = device.vault.folder / "run"
+    device.vault.folder.mkdir(parents=True)
+    in_the_way.write_text("no folder")
+    assert str(in_the_way) in world.failure(fedavg)
+    in_the_way.unlink()
+    assert world.result(fedavg, round=2).round == 2
+
+
+def test_a_vault_whose_round_is_gone_is_named_and_the_device_stays(world: World, fedavg: "Setting") -> None:
+    device = world.device()
+    result = world.result(fedavg)
+    [folder] = (device.vault.folder / "run").glob("round-*")
+    folder.rename(device.vault.folder / "elsewhere")
+    world.server.acknowledge(result)
+    assert folder.name in world.failure(fedavg, round=2)
+    assert world.result(fedavg, round=3, run="other").round == 3
+
+
+def test_a_run_whose_name_leads_elsewhere_is_refused(world: World, fedavg: "Setting", tmp_path: Path) -> None:
+    world.device()
+    assert "../../escaped" in world.failure(fedavg, run="../../escaped")
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_an_error_that_nobody_foresaw_is_named_and_the_device_stays(world: World, fedavg: "Setting") -> None:
+    world.device()
+    [phase] = fedavg.program.train
+    odd = msgspec.structs.replace(fedavg.program, train=(msgspec.structs.replace(phase, graph="no such graph"),))
+    assert "no such graph" in world.failure(fedavg, program=odd)
+    assert world.result(fedavg, round=2).round == 2

@@ -1,0 +1,265 @@
+"""The vault holds the whole old state or the whole new one, whatever happens."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_client.vault import Vault
+from fedvit.errors import BadPayload, StorageFailed
+from fedvit.resources import ResourceUse
+from fedvit.tensors import Tensors
+from fedvit.wire.messages import Manifest, Result
+
+RUN = "run"
+
+ACCIDENTS = """
+# For n = 0, 1, ...: in a copy of the vault BASE, commit round 2 and let an accident happen at the n-th
+# system call that changes or syncs something, until a commit ends without one. A line of JSON each.
+import json, os, pathlib, shutil, signal, sys
+import numpy as np
+from edge_client.vault import Vault
+from fedvit.errors import StorageFailed
+from fedvit.resources import ResourceUse
+from fedvit.wire.messages import Result
+
+accident, base, out = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
+
+def arm(calls_left):
+    def guard(name):
+        real = getattr(os, name)
+        def call(*arguments, **keywords):
+            nonlocal calls_left
+            calls_left -= 1
+            if calls_left == -1 and accident == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if calls_left == -1:
+                raise OSError(5, f"made to fail: {name}")
+            return real(*arguments, **keywords)
+        setattr(os, name, call)
+    for name in ("open", "mkdir", "fsync", "replace", "unlink", "rmdir"):
+        guard(name)
+    return lambda: calls_left >= 0
+
+for number in range(200):
+    folder = out / str(number)
+    shutil.copytree(base, folder)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        report = "committed"
+        passed = arm(number)
+        try:
+            Vault(folder).commit(
+                Result("run", 2, "train", 5, {"loss": 0.5}, ResourceUse()), {"w": np.full(4, 2, np.float32)}
+            )
+        except StorageFailed as error:
+            report = str(error)
+        except BaseException as error:
+            report = f"raised {type(error).__name__}: {error}"
+        os.write(writer, json.dumps([report, passed()]).encode())
+        os._exit(0)
+    os.close(writer)
+    _, status = os.waitpid(child, 0)
+    said = os.read(reader, 10000)
+    os.close(reader)
+    report, untouched = json.loads(said) if said else (f"signal {os.WTERMSIG(status)}", False)
+    print(json.dumps({"folder": str(folder), "report": report, "untouched": untouched}), flush=True)
+    if untouched:
+        break
+"""
+
+DISK_FULL = """
+# Nobody may write a file of more than 2000 bytes; then commit 100 kB of personal tensors.
+import pathlib, resource, sys
+import numpy as np
+from edge_client.vault import Vault
+from fedvit.errors import StorageFailed
+from fedvit.resources import ResourceUse
+from fedvit.wire.messages import Result
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+try:
+    result = Result("run", 2, "train", 5, {"loss": 0.5}, ResourceUse())
+    Vault(pathlib.Path(sys.argv[1])).commit(result, {"w": np.zeros(25_000, np.float32)})
+except StorageFailed as error:
+    print(error)
+"""
+
+
+def result(number: int, run: str = RUN) -> Result:
+    upload = Manifest("blake3:" + "ab" * 32, 1234, 126_976)
+    return Result(run, number, "train", 5, {"loss": 1 / number}, ResourceUse(train_s=1.5, steps=3), upload)
+
+
+def personal(value: float) -> Tensors:
+    return {"w": np.full(4, value, np.float32)}
+
+
+def content(vault: Vault, run: str = RUN) -> tuple[int, float | None, list[tuple[str, int]]]:
+    """(round, the personal tensors' value, what is not acknowledged)."""
+    local = vault.local(run)
+    value = None if local is None else float(local["w"][0])
+    return vault.round_of(run), value, [(pending.run, pending.round) for pending in vault.pending()]
+
+
+def folders(vault: Vault, run: str = RUN) -> list[Path]:
+    return list((vault.folder / run).glob("round-*"))
+
+
+@pytest.fixture
+def vault(tmp_path: Path) -> Vault:
+    return Vault(tmp_path / "vault")
+
+
+def test_a_new_vault_is_empty(vault: Vault) -> None:
+    assert content(vault) == (0, None, [])
+
+
+def test_what_is_committed_comes_back_after_a_restart(vault: Vault) -> None:
+    vault.commit(result(3), {"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array(7, np.int64)})
+    again = Vault(vault.folder)
+    assert again.round_of(RUN) == 3
+    local = again.local(RUN)
+    assert local is not None
+    assert {name: (value.shape, value.dtype.name) for name, value in local.items()} == {
+        "a.weight": ((2, 3), "float32"),
+        "b": ((), "int64"),
+    }
+    np.testing.assert_array_equal(local["a.weight"], [[0, 1, 2], [3, 4, 5]])
+    assert again.pending() == [result(3)]
+
+
+def test_a_method_without_personal_tensors_keeps_its_result(vault: Vault) -> None:
+    vault.commit(result(1), {})
+    assert vault.local(RUN) == {}
+    assert vault.pending() == [result(1)]
+
+
+def test_an_acknowledged_result_is_settled_and_the_personal_tensors_stay(vault: Vault) -> None:
+    vault.commit(result(1), personal(1))
+    vault.settle(RUN, 1)
+    vault.settle(RUN, 1)
+    assert content(Vault(vault.folder)) == (1, 1, [])
+
+
+def test_settling_another_round_or_run_changes_nothing(vault: Vault) -> None:
+    vault.commit(result(2), personal(1))
+    vault.settle(RUN, 1)
+    vault.settle("other", 2)
+    assert content(vault) == (2, 1, [(RUN, 2)])
+
+
+def test_a_commit_replaces_the_round_before_and_leaves_nothing_of_it(vault: Vault) -> None:
+    vault.commit(result(1), personal(1))
+    vault.commit(result(2), personal(2))
+    assert content(vault) == (2, 2, [(RUN, 2)])
+    assert len(folders(vault)) == 1
+
+
+def test_a_round_may_be_done_again(vault: Vault) -> None:
+    vault.commit(result(1), personal(1))
+    vault.settle(RUN, 1)
+    vault.commit(result(1), personal(5))
+    assert content(vault) == (1, 5, [(RUN, 1)])
+
+
+def test_two_runs_lie_side_by_side(vault: Vault) -> None:
+    vault.commit(result(1, "a"), personal(1))
+    vault.commit(result(7, "b"), personal(2))
+    assert content(vault, "a") == (1, 1, [("a", 1), ("b", 7)])
+    vault.settle("a", 1)
+    vault.commit(result(8, "b"), personal(3))
+    assert content(vault, "a") == (1, 1, [("b", 8)])
+    assert content(vault, "b") == (8, 3, [("b", 8)])
+
+
+@pytest.mark.parametrize("accident", ["kill", "fail"])
+def test_an_accident_at_any_point_leaves_the_old_state_or_the_new(tmp_path: Path, accident: str) -> None:
+    """kill -9, or an error of the disk, at each system call of a commit in turn."""
+    base = Vault(tmp_path / "base")
+    base.commit(result(1), personal(1))
+    before, after = (1, 1, [(RUN, 1)]), (2, 2, [(RUN, 2)])
+    (tmp_path / "out").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", ACCIDENTS, accident, str(base.folder), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert lines, done.stderr
+    assert lines[-1]["untouched"], done.stderr
+    assert lines[-1]["report"] == "committed"
+    seen = []
+    for line in lines:
+        vault, report = Vault(Path(line["folder"])), line["report"]
+        found = content(vault)
+        seen.append(found)
+        assert found in (before, after), line
+        if accident == "kill":
+            assert report in ("signal 9", "committed")
+        else:
+            assert report == "committed" or report.startswith("cannot write "), line
+        if report == "committed":
+            assert found == after, line
+        # and the vault goes on from there, without anything left over
+        vault.commit(result(3), personal(3))
+        assert content(vault) == (3, 3, [(RUN, 3)])
+        assert len(folders(vault)) == 1
+    if accident == "kill":
+        assert seen == sorted(seen), "once the new state is there, it stays"
+    assert seen.count(before) >= 12, "four files, each of them opened, synced and renamed"
+
+
+def test_a_full_disk_is_named_and_the_old_state_stands(vault: Vault) -> None:
+    vault.commit(result(1), personal(1))
+    before = sorted(vault.folder.rglob("*"))
+    done = subprocess.run(
+        [sys.executable, "-c", DISK_FULL, str(vault.folder)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith(f"cannot write {vault.folder / RUN / 'round-2-'}"), done.stderr
+    assert "File too large" in done.stdout
+    assert content(vault) == (1, 1, [(RUN, 1)])
+    assert sorted(vault.folder.rglob("*")) == before
+
+
+def test_a_missing_round_folder_is_named(vault: Vault) -> None:
+    vault.commit(result(1), personal(1))
+    [folder] = folders(vault)
+    folder.rename(vault.folder.parent / "moved")
+    for ask in (lambda: vault.local(RUN), lambda: vault.pending(), lambda: vault.round_of(RUN)):
+        with pytest.raises(StorageFailed, match=folder.name):
+            ask()
+
+
+@pytest.mark.parametrize("file", ["local.safetensors", "result.msgpack"])
+@pytest.mark.parametrize("damage", ["cut", "other"])
+def test_a_damaged_file_is_named(vault: Vault, file: str, damage: str) -> None:
+    vault.commit(result(1), personal(1))
+    [path] = vault.folder.rglob(file)
+    path.write_bytes(path.read_bytes()[:-1] if damage == "cut" else b"nonsense")
+    with pytest.raises(StorageFailed, match=file):
+        vault.local(RUN) if file.startswith("local") else vault.pending()
+
+
+def test_a_vault_that_cannot_be_read_is_named(vault: Vault) -> None:
+    vault.folder.mkdir()
+    (vault.folder / RUN).write_text("in the way")
+    with pytest.raises(StorageFailed, match=str(vault.folder / RUN)):
+        vault.local(RUN)
+    with pytest.raises(StorageFailed, match=str(vault.folder / RUN)):
+        vault.commit(result(1), personal(1))
+
+
+@pytest.mark.parametrize("run", ["..", "../../elsewhere", "/elsewhere", "a/b", ""])
+def test_a_run_whose_name_leads_elsewhere_is_refused(vault: Vault, run: str) -> None:
+    """The name comes from the network."""
+    with pytest.raises(BadPayload, match="run"):
+        vault.local(run)
+    with pytest.raises(BadPayload, match="run"):
+        vault.commit(result(1, run), personal(1))
+    assert not vault.folder.exists()

@@ -1,0 +1,262 @@
+"""From a function of tensors to a graph with the same names."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import Tensor
+
+from export.trace import IR_VERSION, OPSET, to_onnx, trace
+from fedvit.methods import METHODS
+from fedvit.methods.base import trained_names
+from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
+from fedvit.methods.step import Step, example_inputs
+
+GENERATOR = torch.Generator().manual_seed(0)
+INPUTS = {"a": torch.randn(3, 4, generator=GENERATOR), "b": torch.randn(4, generator=GENERATOR)}
+
+NAMES = re.compile(
+    r"tensor/.+|slot/[^/]+/.+|anchor/.+|batch/(patches|kept|labels|weight)|hyper/(lr|step)"  # read
+    r"|new/tensor/.+|new/slot/[^/]+/.+|metric/loss|collect/.+|logits"  # written
+)
+"""What a graph's inputs and outputs may be called: the table at the top of fedvit/program.py."""
+
+
+def run(graph: bytes, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, {name: value.numpy() for name, value in inputs.items()}), strict=True))
+
+
+# --- the key ------------------------------------------------------------------------------------------
+
+
+def plain(inputs: Any) -> dict[str, Tensor]:
+    return {"y": inputs["a"] * 2 + inputs["b"]}
+
+
+def same_in_other_words(inputs: Any) -> dict[str, Tensor]:
+    doubled = torch.mul(inputs["a"], 2)
+    result = torch.add(doubled, inputs["b"])
+    return {"y": result}
+
+
+def test_equal_functions_have_equal_keys() -> None:
+    """Whoever wrote them, and whatever the values of the inputs."""
+    key = trace(plain, INPUTS).key
+    assert trace(plain, INPUTS).key == key
+    assert trace(same_in_other_words, INPUTS).key == key
+    assert trace(plain, {name: value + 1 for name, value in INPUTS.items()}).key == key
+
+
+def constant(value: float) -> Step:
+    return lambda inputs: {"y": inputs["a"] * torch.tensor([value, 2.0, 3.0, 4.0])}
+
+
+OTHERS: dict[str, tuple[Step, dict[str, Tensor]]] = {
+    "another constant": (lambda i: {"y": i["a"] * 3 + i["b"]}, INPUTS),
+    "a constant that differs in the 9th digit": (lambda i: {"y": i["a"] * 2.00000001 + i["b"]}, INPUTS),
+    "another operator": (lambda i: {"y": i["a"] * 2 - i["b"]}, INPUTS),
+    "another order": (lambda i: {"y": (i["a"] + i["b"]) * 2}, INPUTS),
+    "another operand": (lambda i: {"y": i["b"] * 2 + i["a"]}, INPUTS),
+    "one operator more": (lambda i: {"y": (i["a"] * 2 + i["b"]).relu()}, INPUTS),
+    "another shape": (plain, {**INPUTS, "a": torch.zeros(5, 4)}),
+    "another dtype": (plain, {**INPUTS, "a": INPUTS["a"].double()}),
+    "another name of an input": (lambda i: {"y": i["c"] * 2 + i["b"]}, {"c": INPUTS["a"], "b": INPUTS["b"]}),
+    "another order of inputs": (plain, {"b": INPUTS["b"], "a": INPUTS["a"]}),
+    "another name of an output": (lambda i: {"z": i["a"] * 2 + i["b"]}, INPUTS),
+    "one output more": (lambda i: {**plain(i), "z": i["a"]}, INPUTS),
+    "a tensor that is a constant": (constant(1.0), INPUTS),
+    "another value in that tensor": (constant(1.5), INPUTS),
+}
+
+
+def test_different_functions_have_different_keys() -> None:
+    """Each differs from the plain one and from every other: a graph out of the cache must be the right one."""
+    keys = {name: trace(step, inputs).key for name, (step, inputs) in OTHERS.items()}
+    keys["plain"] = trace(plain, INPUTS).key
+    assert len(set(keys.values())) == len(keys), keys
+
+
+# --- the graph ----------------------------------------------------------------------------------------
+
+
+def twice(inputs: Any) -> dict[str, Tensor]:
+    doubled = inputs["a"] * 2
+    return {"first": doubled, "again": doubled, "input": inputs["b"]}
+
+
+def gradient(inputs: Any) -> dict[str, Tensor]:
+    """Takes a gradient inside, as every training step does."""
+    grads = torch.func.grad(lambda a: (torch.tanh(a) * inputs["b"]).sum())(inputs["a"])
+    return {"grads": grads}
+
+
+@pytest.mark.parametrize("step", [plain, twice, gradient, constant(1.5)])
+def test_a_graph_computes_what_the_function_computes(step: Callable[[Any], dict[str, Tensor]]) -> None:
+    """Also when an output is an input, or one value is two outputs."""
+    traced = trace(step, INPUTS)
+    got = run(to_onnx(traced), INPUTS)
+    want = step(INPUTS)
+    assert list(got) == list(want) == list(traced.outputs)
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value.numpy(), rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+def test_an_input_that_is_not_needed_stays() -> None:
+    """A device feeds by name what the Program describes."""
+    model = onnx.load_from_string(to_onnx(trace(lambda inputs: {"y": inputs["b"] + 1}, INPUTS)))
+    assert [value.name for value in model.graph.input] == ["a", "b"]
+
+
+def test_equal_traces_give_equal_bytes() -> None:
+    """A Program is known by the digest of its graphs: two servers must make the same."""
+    assert to_onnx(trace(gradient, INPUTS)) == to_onnx(trace(gradient, INPUTS))
+
+
+# --- optimizers ---------------------------------------------------------------------------------------
+
+
+def update_step(rule: Optimizer) -> Step:
+    """One tensor's update alone."""
+
+    def step(inputs: Any) -> dict[str, Tensor]:
+        slots = {slot: inputs[f"slot/{slot}"] for slot in rule.slots}
+        value, slots = rule.update(inputs["value"], inputs["grad"], slots, inputs["lr"], inputs["step"])
+        return {"new/value": value, **{f"new/slot/{slot}": kept for slot, kept in slots.items()}}
+
+    return step
+
+
+def in_torch(rule: Optimizer, value: Tensor, grads: list[Tensor], lr: float) -> Tensor:
+    value = value.clone().requires_grad_()
+    optimizer = rule.in_torch([value], lr)
+    for grad in grads:
+        value.grad = grad.clone()
+        optimizer.step()
+    return value.detach()
+
+
+@pytest.mark.parametrize("rule", [Sgd(weight_decay=0.1), MomentumSgd(weight_decay=0.1), AdamW(weight_decay=0.1)])
+def test_an_update_with_gradients_of_zero(rule: Optimizer) -> None:
+    """From empty slots, with gradients that are exactly zero, tiny and large: torch's exporter takes an added constant
+    of 1e-8 for zero and drops it, and AdamW then computes 0 / 0. The graph's first three steps equal torch.optim's."""
+    grad = torch.tensor([0.0, 0.0, 1e-12, 1e-8, -1e-4, 1.0, -1e4, 0.0])
+    value = torch.tensor([1.0, -2.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.0])
+    inputs = {
+        "value": value,
+        "grad": grad,
+        "lr": torch.tensor(0.1),
+        "step": torch.tensor(1.0),
+        **{f"slot/{slot}": torch.zeros(8) for slot in rule.slots},
+    }
+    graph = to_onnx(trace(update_step(rule), inputs))
+    grads = [grad, grad, grad.flip(0)]
+    for number, gradient in enumerate(grads, start=1):
+        outputs = run(graph, {**inputs, "grad": gradient, "step": torch.tensor(float(number))})
+        inputs |= {name.removeprefix("new/"): torch.from_numpy(array) for name, array in outputs.items()}
+        assert all(np.isfinite(array).all() for array in outputs.values())
+        want = in_torch(rule, value, grads[:number], 0.1)
+        np.testing.assert_allclose(outputs["new/value"], want.numpy(), rtol=2e-5, atol=1e-6)
+
+
+# --- whole steps --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_methods_graphs_hold_no_weights(name: str, tiny: Any) -> None:
+    """Weights are inputs, and what is left are small numbers and shapes. No constant is as large as the model's
+    smallest matrix (10 * 32 float32), let alone an activation: zeros for 32 samples of ViT-B would be 19 MB."""
+    for graph, exported in tiny(name).graphs.items():
+        model = onnx.load_from_string(exported.content)
+        sizes = [numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer]
+        for node in model.graph.node:
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.TENSOR:
+                    sizes.append(numpy_helper.to_array(attribute.t).nbytes)
+        assert max(sizes) < 10 * 32 * 4, graph
+        assert sum(sizes) < 10_000, graph
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_methods_graphs_have_the_names_of_the_contract(name: str, tiny: Any) -> None:
+    """Inputs are what a device feeds; outputs are the new values of what the phase moves, and what is collected."""
+    method, vit, batch, graphs = tiny(name)
+    phases = {phase.graph: phase for phase in method.phases(vit)}
+    assert set(graphs) == {*phases, "predict"}
+    for graph, exported in graphs.items():
+        model = onnx.load_from_string(exported.content)
+        phase = phases.get(graph)
+        inputs = {
+            value.name: tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim) for value in model.graph.input
+        }
+        example = example_inputs(method, vit, batch, phase)
+        assert inputs == {name: tuple(value.shape) for name, value in example.items()}
+        outputs = {value.name for value in model.graph.output}
+        assert all(NAMES.fullmatch(name) for name in inputs.keys() | outputs)
+        if phase is None:
+            assert outputs == {"logits"}
+            continue
+        moved = trained_names(method, vit, phase)
+        expected = {"metric/loss"} | {f"new/tensor/{name}" for name in moved}
+        expected |= {f"new/slot/{slot}/{name}" for slot in phase.slots for name in moved}
+        assert expected <= outputs
+        assert all(name.startswith("collect/") for name in outputs - expected)
+        assert (phase.collect is None) or f"collect/{phase.collect.output}" in outputs
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_methods_graphs_run_on_plain_onnxruntime(name: str, tiny: Any) -> None:
+    """Standard operators of one set only, no functions, no subgraphs' leftovers, and nothing of the server's paths."""
+    for exported in tiny(name).graphs.values():
+        model = onnx.load_from_string(exported.content)
+        assert model.ir_version == IR_VERSION
+        assert [(entry.domain, entry.version) for entry in model.opset_import if entry.domain == ""] == [("", OPSET)]
+        assert not model.functions
+        assert {node.domain for node in model.graph.node} == {""}
+        assert not any(node.op_type.startswith("Random") for node in model.graph.node)
+        assert b".py" not in exported.content
+        assert b"site-packages" not in exported.content
+
+
+def test_the_first_step_of_a_whole_graph_is_torchs(tiny: Any) -> None:
+    """EFTViT with AdamW from empty slots, one sample: positions of patches that were masked get no gradient. Half of
+    the 8 rows are padding. All is finite, and equals eager torch with torch.optim."""
+    from export.verify import reference_step
+    from fedvit.methods.step import first_step_inputs
+
+    method, vit, batch, graphs = tiny("eftvit")
+    (phase,) = method.phases(vit)
+    inputs = first_step_inputs(example_inputs(method, vit, batch, phase, seed=4))
+    inputs["batch/kept"] = torch.tensor([1, 2, 3, 4]).expand(8, -1).contiguous()
+    inputs["batch/weight"] = (torch.arange(8) < 4).float()
+    got, want = run(graphs["train"].content, inputs), reference_step(method, vit, phase)(inputs)
+    assert got.keys() == want.keys()
+    assert all(np.isfinite(value).all() for value in got.values())
+    untouched = np.setdiff1d(np.arange(17), [0, 2, 3, 4, 5])
+    assert not got["new/slot/exp_avg_sq/pos_embed"][0, untouched].any()
+    decayed = inputs["tensor/pos_embed"][0, untouched] * (1 - 0.01 * method.weight_decay)
+    np.testing.assert_allclose(got["new/tensor/pos_embed"][0, untouched], decayed.numpy(), rtol=1e-6)
+    for name in ("metric/loss", "collect/features", "new/slot/exp_avg/pos_embed", "new/slot/exp_avg/head.weight"):
+        wanted = want[name].detach().numpy()
+        np.testing.assert_allclose(got[name], wanted, rtol=0, atol=1e-4 * np.abs(wanted).max(), err_msg=name)
+    # in a first step AdamW moves each element by lr whatever its gradient: compared where that is more than noise
+    for name in trained_names(method, vit, phase):
+        steady = np.abs(want[f"new/slot/exp_avg/{name}"].numpy()) > 1e-6
+        difference = np.abs(got[f"new/tensor/{name}"] - want[f"new/tensor/{name}"].numpy())
+        assert difference[steady].max(initial=0) < 1e-3 * 0.01, name
+        assert steady.any(), name
+
+
+def test_a_trace_says_which_outputs_it_has() -> None:
+    traced = trace(twice, INPUTS)
+    assert traced.outputs == ("first", "again", "input")
+    assert list(traced.inputs) == ["a", "b"]
+    assert math.prod(traced.inputs["a"].shape) == 12

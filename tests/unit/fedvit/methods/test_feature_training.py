@@ -1,0 +1,275 @@
+"""The server's half of a split model: which features it trains on, and that it trains as torch does."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+
+from fedvit.errors import EmptyCohort
+from fedvit.methods.base import RoundContext, ServerState, Upload
+from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
+from fedvit.methods.rules.feature_training import FeatureTraining
+from fedvit.models import SMALL, build_vit
+from fedvit.models.vit import PatchViT
+from fedvit.tensors import Tensors, pack, unpack
+
+CLASSES, WIDTH = 4, 16
+OPTIONS = {"image_size": 32, "patch_size": 8, "width": WIDTH, "depth": 3, "heads": 2}
+RULE = FeatureTraining(
+    collected="features", first_block=1, epochs=2, batch_size=1000, optimizer=AdamW(), lr=0.01, keep=True
+)
+
+
+@pytest.fixture(scope="module")
+def vit() -> PatchViT:
+    return build_vit(SMALL, CLASSES, seed=0, options=OPTIONS)
+
+
+def server_state(vit: PatchViT) -> ServerState:
+    """Blocks 1 and 2, the norm and the head."""
+    mine = ("blocks.1.", "blocks.2.", "norm.", "head.")
+    return ServerState({name: value.numpy().copy() for name, value in vit.tensors().items() if name.startswith(mine)})
+
+
+def features(seed: int, items: int = 6, tokens: int = 5) -> Tensors:
+    draw = np.random.default_rng(seed)
+    values = draw.normal(size=(items, tokens, WIDTH)).astype(np.float32)
+    return {"features": values, "labels": draw.integers(0, CLASSES, items)}
+
+
+class Shelf:
+    """Uploads on disk, by digest; notes what is asked for."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, Tensors] = {}
+        self.loaded: list[str] = []
+
+    def upload(self, device: str, tensors: Tensors) -> Upload:
+        digest = f"blake3:{len(self.content)}"
+        self.content[digest] = tensors
+        return Upload(device, len(tensors["labels"]), digest, lambda: self.load(digest))
+
+    def load(self, digest: str) -> Tensors:
+        self.loaded.append(digest)
+        return self.content[digest]
+
+    def context(self, vit: PatchViT, number: int = 1, *, seed: int = 0, lr_scale: float = 1.0) -> RoundContext:
+        return RoundContext(
+            round=number,
+            seed=seed,
+            lr_scale=lr_scale,
+            vit=vit,
+            accelerator="cpu",
+            load=self.load,
+            progress=lambda line: None,
+        )
+
+
+def torch_training(
+    vit: PatchViT, shelves: list[Tensors], optimizer: Optimizer, rates: list[float]
+) -> tuple[Tensors, list[float]]:
+    """The same as a torch user writes it: timm's own blocks, one full batch per step, one optimizer throughout."""
+    model = build_vit(SMALL, CLASSES, seed=0, options=OPTIONS).vit
+    mine = {name: value for name, value in model.named_parameters() if name in server_state(vit).tensors}
+    rule = optimizer.in_torch(list(mine.values()), rates[0])
+    losses = []
+    for rate, shelf in zip(rates, shelves, strict=True):
+        rule.param_groups[0]["lr"] = rate
+        rule.zero_grad()
+        loss = torch.nn.functional.cross_entropy(logits(model, shelf), torch.from_numpy(shelf["labels"]))
+        loss.backward()
+        rule.step()
+        losses.append(float(loss.detach()))
+    return {name: value.detach().numpy() for name, value in mine.items()}, losses
+
+
+def logits(model: VisionTransformer, shelf: Tensors) -> torch.Tensor:
+    return model.forward_head(model.norm(model.blocks[1:](torch.from_numpy(shelf["features"]))))
+
+
+def joined(*shelves: Tensors) -> Tensors:
+    return {name: np.concatenate([shelf[name] for shelf in shelves]) for name in ("features", "labels")}
+
+
+def assert_close(got: Tensors, want: Tensors) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+def furthest(one: Tensors, other: Tensors) -> float:
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+# --- training -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(weight_decay=0.05), MomentumSgd(momentum=0.9), Sgd()])
+def test_rounds_with_a_saved_state_equal_one_run_of_torch(vit: PatchViT, optimizer: Optimizer) -> None:
+    """Three rounds of two epochs of one full batch are six steps of one torch optimizer that never stopped, with the
+    schedule's rates. Between the rounds the state goes through the bytes of a file, as on a server."""
+    rule = replace(RULE, optimizer=optimizer)
+    scales = [1.0, 0.5, 0.25]
+    shelf, state, reported = Shelf(), server_state(vit), []
+    shelves = [joined(features(1), features(2))] * 6
+    for number, scale in enumerate(scales, start=1):
+        uploads = [shelf.upload("a", features(1)), shelf.upload("b", features(2))]
+        state, figures = rule.close(state, uploads, shelf.context(vit, number, lr_scale=scale))
+        reported.append(figures["server_loss"])
+        state = replace(state, tensors=unpack(pack(state.tensors)), memory=unpack(pack(state.memory)))
+    want, losses = torch_training(vit, shelves, optimizer, [0.01 * scale for scale in scales for _ in range(2)])
+    assert_close(state.tensors, want)
+    np.testing.assert_allclose(reported, losses[1::2], rtol=1e-4)  # the last epoch's
+
+
+def test_an_optimizer_that_forgot_would_go_elsewhere(vit: PatchViT) -> None:
+    """The counterpart of the test above: without its memory AdamW takes other steps."""
+    shelf = Shelf()
+    first, _ = RULE.close(server_state(vit), [shelf.upload("a", features(1))], shelf.context(vit, 1))
+    upload = shelf.upload("a", features(2))
+    kept, _ = RULE.close(first, [upload], shelf.context(vit, 2))
+    forgot, _ = RULE.close(replace(first, memory={}), [upload], shelf.context(vit, 2))
+    assert furthest(kept.tensors, forgot.tensors) > 1e-3
+
+
+def test_the_state_given_is_not_written_to(vit: PatchViT) -> None:
+    """A round that fails is repeated from it."""
+    shelf, state = Shelf(), server_state(vit)
+    first, _ = RULE.close(state, [shelf.upload("a", features(1))], shelf.context(vit, 1))
+    before = pack(first.tensors), pack(first.memory), dict(first.uploads)
+    RULE.close(first, [shelf.upload("b", features(2))], shelf.context(vit, 2))
+    assert (pack(first.tensors), pack(first.memory), first.uploads) == before
+    assert pack(state.tensors) == pack(server_state(vit).tensors)
+
+
+def test_all_tensors_of_the_servers_half_move_and_no_other(vit: PatchViT) -> None:
+    shelf, state = Shelf(), server_state(vit)
+    before = pack({name: value.numpy() for name, value in vit.tensors().items()})
+    after, _ = RULE.close(state, [shelf.upload("a", features(1))], shelf.context(vit))
+    assert list(after.tensors) == list(state.tensors)
+    for name, value in after.tensors.items():
+        assert np.abs(value - state.tensors[name]).max() > 0, name
+        assert (value.dtype, value.shape) == (state.tensors[name].dtype, state.tensors[name].shape)
+    assert pack({name: value.numpy() for name, value in vit.tensors().items()}) == before
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 7, 12, 100])
+def test_every_item_counts_once_per_epoch(vit: PatchViT, batch_size: int) -> None:
+    """At a rate of 1e-30 nothing moves, so the reported loss is the mean cross-entropy of all 12 items, whatever the
+    batches: short last ones weigh less."""
+    rule = replace(RULE, batch_size=batch_size, lr=1e-30, optimizer=Sgd())
+    shelf = Shelf()
+    uploads = [shelf.upload("a", features(1, 5)), shelf.upload("b", features(2, 7))]
+    _, figures = rule.close(server_state(vit), uploads, shelf.context(vit))
+    everything = joined(features(1, 5), features(2, 7))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(logits(vit.vit, everything), torch.from_numpy(everything["labels"]))
+    assert figures["server_loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert figures["server_features"] == 12
+
+
+# --- determinism --------------------------------------------------------------------------------------
+
+
+def outcome(vit: PatchViT, **context: Any) -> bytes:
+    """Several small batches, whose order is drawn."""
+    shelf = Shelf()
+    uploads = [shelf.upload(device, features(number)) for number, device in enumerate("abc")]
+    state, _ = replace(RULE, batch_size=4).close(server_state(vit), uploads, shelf.context(vit, **context))
+    return pack(state.tensors)
+
+
+def test_the_same_seed_and_round_give_the_same_bits(vit: PatchViT) -> None:
+    first = outcome(vit, number=2, seed=5)
+    torch.manual_seed(123)
+    np.random.seed(123)
+    assert outcome(vit, number=2, seed=5) == first
+    assert outcome(vit, number=2, seed=6) != first
+    assert outcome(vit, number=3, seed=5) != first
+
+
+# --- the store ----------------------------------------------------------------------------------------
+
+
+def test_a_device_that_comes_again_replaces_its_features(vit: PatchViT) -> None:
+    """Round 1: a and b. Round 2: a again, and c. The store then holds a's new 3 items, b's 6 and c's 4: 13; a's old
+    ones are gone, not joined."""
+    shelf = Shelf()
+    old, other = shelf.upload("a", features(1, 5)), shelf.upload("b", features(2, 6))
+    first, figures = RULE.close(server_state(vit), [old, other], shelf.context(vit, 1))
+    assert first.uploads == {"a": old.digest, "b": other.digest}
+    assert (figures["server_features"], figures["stored_devices"]) == (11, 2)
+    new, third = shelf.upload("a", features(3, 3)), shelf.upload("c", features(4, 4))
+    shelf.loaded.clear()
+    second, figures = RULE.close(first, [new, third], shelf.context(vit, 2))
+    assert second.uploads == {"a": new.digest, "b": other.digest, "c": third.digest}
+    assert (figures["server_features"], figures["stored_devices"]) == (13, 3)
+    assert set(shelf.loaded) == {new.digest, other.digest, third.digest}
+    shelves = [joined(features(1, 5), features(2, 6))] * 2 + [
+        joined(features(3, 3), features(2, 6), features(4, 4))
+    ] * 2
+    want, _ = torch_training(vit, shelves, RULE.optimizer, [0.01] * 4)
+    assert_close(second.tensors, want)
+
+
+def test_latest_uses_the_features_of_this_round_alone(vit: PatchViT) -> None:
+    rule, shelf = replace(RULE, keep=False), Shelf()
+    first, _ = rule.close(server_state(vit), [shelf.upload("a", features(1))], shelf.context(vit, 1))
+    upload = shelf.upload("b", features(2, 4))
+    shelf.loaded.clear()
+    second, figures = rule.close(first, [upload], shelf.context(vit, 2))
+    assert second.uploads == {"b": upload.digest}
+    assert (figures["server_features"], figures["stored_devices"]) == (4, 1)
+    assert set(shelf.loaded) == {upload.digest}
+    want, _ = torch_training(vit, [features(1)] * 2 + [features(2, 4)] * 2, rule.optimizer, [0.01] * 4)
+    assert_close(second.tensors, want)
+
+
+# --- devices with other mask ratios -------------------------------------------------------------------
+
+
+def test_features_of_different_lengths_do_not_share_a_batch(vit: PatchViT) -> None:
+    """Devices a and c send 5 tokens per item, b 3: an epoch is a step on a's and c's items together and one on b's,
+    in an order that is drawn. One of the two orders it must be."""
+    rule, shelf = replace(RULE, epochs=1), Shelf()
+    a, b, c = features(1, 4, tokens=5), features(2, 6, tokens=3), features(3, 2, tokens=5)
+    uploads = [shelf.upload(device, tensors) for device, tensors in (("a", a), ("b", b), ("c", c))]
+    state, figures = rule.close(server_state(vit), uploads, shelf.context(vit))
+    assert figures["server_features"] == 12
+    orders = [
+        torch_training(vit, shelves, rule.optimizer, [0.01] * 2)[0]
+        for shelves in ([joined(a, c), b], [b, joined(a, c)])
+    ]
+    assert furthest(orders[0], orders[1]) > 1e-3
+    assert min(furthest(state.tensors, order) for order in orders) < 1e-4
+
+
+# --- nothing to train on ------------------------------------------------------------------------------
+
+
+def test_a_round_without_uploads(vit: PatchViT) -> None:
+    """Also when the store holds features of earlier rounds: nobody answered, and the round is asked again."""
+    shelf = Shelf()
+    state, _ = RULE.close(server_state(vit), [shelf.upload("a", features(1))], shelf.context(vit, 1))
+    with pytest.raises(EmptyCohort, match="round 2: no device uploaded features"):
+        RULE.close(state, [], shelf.context(vit, 2))
+
+
+def test_uploads_without_a_feature(vit: PatchViT) -> None:
+    """Devices whose images could not be decoded when it came to collecting."""
+    shelf = Shelf()
+    uploads = [shelf.upload(device, features(1, 0)) for device in "ab"]
+    with pytest.raises(EmptyCohort, match="round 3: the uploads of 2 devices hold no feature"):
+        RULE.close(server_state(vit), uploads, shelf.context(vit, 3))
+
+
+def test_one_upload_without_a_feature_does_not_stop_the_round(vit: PatchViT) -> None:
+    shelf = Shelf()
+    uploads = [shelf.upload("a", features(1, 0)), shelf.upload("b", features(2, 6))]
+    state, figures = RULE.close(server_state(vit), uploads, shelf.context(vit))
+    assert figures["server_features"] == 6
+    want, _ = torch_training(vit, [features(2, 6)] * 2, RULE.optimizer, [0.01] * 2)
+    assert_close(state.tensors, want)

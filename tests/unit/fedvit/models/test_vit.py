@@ -1,0 +1,416 @@
+"""The model that is traced must be timm's model: compared in float64, where rounding leaves no room for doubt."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from fedvit.data.images import select, unfold
+from fedvit.errors import ConfigError
+from fedvit.models import SMALL, build_vit
+from fedvit.models.vit import PatchViT, _TakeRows
+
+TINY = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
+
+MODELS: dict[str, Callable[[], PatchViT]] = {
+    "small images": lambda: build_vit(SMALL, 10, seed=1, options=TINY),
+    "vit_tiny": lambda: build_vit("vit_tiny_patch16_224", 10, seed=1, options={"image_size": 64}),
+    "vit_tiny, its own size": lambda: build_vit("vit_tiny_patch16_224", 1000, seed=1),
+    "vit_tiny, other patches": lambda: build_vit(
+        "vit_tiny_patch16_224", 10, seed=1, options={"image_size": 24, "patch_size": 4}
+    ),
+    "deit_tiny": lambda: build_vit("deit_tiny_patch16_224", 10, seed=1, options={"image_size": 64}),
+    # four registers, positions for patches only, scaled branches
+    "registers": lambda: build_vit("vit_small_patch14_reg4_dinov2", 10, seed=1, options={"image_size": 56}),
+    "registers with positions": lambda: PatchViT("made here", timm_vit(reg_tokens=2)),
+    "norm before the blocks, no bias": lambda: PatchViT("made here", timm_vit(pre_norm=True)),
+}
+
+
+def timm_vit(**options: Any) -> VisionTransformer:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return VisionTransformer(
+            img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=10, **options
+        )
+
+
+def exact(vit: PatchViT) -> PatchViT:
+    """In float64, and with every tensor random: zeros (registers, biases) would hide what is forgotten."""
+    vit = vit.double()
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for value in vit.parameters():
+            value += 0.02 * torch.randn(value.shape, generator=draw, dtype=value.dtype)
+    return vit
+
+
+@pytest.fixture(scope="module")
+def small() -> PatchViT:
+    return exact(MODELS["small images"]())
+
+
+@pytest.fixture(scope="module")
+def registers() -> PatchViT:
+    return exact(MODELS["registers with positions"]())
+
+
+def pictures(vit: PatchViT, count: int = 3) -> tuple[Tensor, Tensor]:
+    """(B, 3, S, S) for timm, and the same cut into patches as a device cuts them."""
+    images = np.random.default_rng(3).normal(size=(count, vit.image_size, vit.image_size, 3))
+    return torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(unfold(images, vit.patch_size))
+
+
+def logits(vit: PatchViT, patches: Tensor, kept: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        return vit.classify(vit.run_blocks(vit.embed(patches, kept), 0, vit.depth))
+
+
+def rows(vit: PatchViT, keep: int, count: int = 3) -> Tensor:
+    """Kept patches: distinct, in no order, others for each sample."""
+    draw = torch.Generator().manual_seed(5)
+    return torch.stack([torch.randperm(vit.patches, generator=draw)[:keep] for _ in range(count)])
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+# --- the same as timm ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_timms(name: str) -> None:
+    vit = exact(MODELS[name]())
+    images, patches = pictures(vit)
+    with torch.no_grad():
+        stock = vit.vit(images)
+    close(logits(vit, patches), stock)
+    everything = torch.arange(vit.patches).expand(3, -1)
+    close(logits(vit, patches, everything), stock)
+
+
+@pytest.mark.parametrize("name", ["small images", "registers"])
+def test_the_order_of_patches_does_not_matter(name: str) -> None:
+    vit = exact(MODELS[name]())
+    images, patches = pictures(vit)
+    shuffled = rows(vit, vit.patches)
+    mixed = torch.from_numpy(select(patches.numpy(), shuffled.numpy()))
+    assert not torch.equal(mixed, patches)
+    with torch.no_grad():
+        close(logits(vit, mixed, shuffled), vit.vit(images))
+
+
+def test_patches_at_the_wrong_place_are_noticed(small: PatchViT) -> None:
+    """The counterpart of the test above: without positions it would pass."""
+    _, patches = pictures(small)
+    mixed = torch.from_numpy(select(patches.numpy(), rows(small, small.patches).numpy()))
+    assert (logits(small, mixed) - logits(small, patches)).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", ["small images", "registers", "registers with positions"])
+def test_kept_tokens_carry_their_own_position(name: str) -> None:
+    """Row j of the embedding is conv(image)[kept j] + pos[of patch kept j]; prefix tokens come first, with their own
+    positions where there are such."""
+    vit = exact(MODELS[name]())
+    images, patches = pictures(vit)
+    kept = rows(vit, 5)
+    with torch.no_grad():
+        tokens = vit.embed(torch.from_numpy(select(patches.numpy(), kept.numpy())), kept)
+        projected = vit.vit.patch_embed(images)
+    assert vit.vit.pos_embed is not None
+    position = vit.vit.pos_embed[0]
+    before = position.shape[0] - vit.patches
+    assert tokens.shape == (3, vit.prefix_tokens + 5, vit.width)
+    for sample in range(3):
+        for row, patch in enumerate(kept[sample]):
+            close(tokens[sample, vit.prefix_tokens + row], projected[sample, patch] + position[before + patch])
+    whole = vit.embed(patches)
+    close(tokens[:, : vit.prefix_tokens], whole[:, : vit.prefix_tokens])
+
+
+@pytest.mark.parametrize("keep", [1, 4, 15])
+def test_embed_then_mask_equals_select_then_embed(small: PatchViT, keep: int) -> None:
+    """The paper embeds the whole image and drops tokens; a device selects patches and embeds only those."""
+    _, patches = pictures(small)
+    kept = rows(small, keep)
+    with torch.no_grad():
+        masked = small.embed(patches)[:, 1:].take_along_dim(kept[..., None], dim=1)
+        selected = small.embed(patches.take_along_dim(kept[..., None], dim=1), kept)
+    close(selected[:, 1:], masked)
+
+
+def test_reversing_the_kept_patches_leaves_the_logits(small: PatchViT) -> None:
+    _, patches = pictures(small)
+    kept = rows(small, 6)
+    backwards = kept.flip(1)
+    forward = logits(small, patches.take_along_dim(kept[..., None], dim=1), kept)
+    close(logits(small, patches.take_along_dim(backwards[..., None], dim=1), backwards), forward)
+    assert (forward - logits(small, patches)).abs().max() > 1e-6  # masking does change something
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_split_then_join_equals_the_whole(small: PatchViT, first: int) -> None:
+    images, patches = pictures(small)
+    with torch.no_grad():
+        features = small.run_blocks(small.embed(patches), 0, first)
+        joined = small.classify(small.run_blocks(features, first, small.depth))
+        close(joined, small.vit(images))
+
+
+# --- tensors from outside -----------------------------------------------------------------------------
+
+
+def test_call_runs_with_the_tensors_given(small: PatchViT) -> None:
+    """The model's own values are neither used nor changed."""
+    other = exact(build_vit(SMALL, 10, seed=2, options=TINY))
+    _, patches = pictures(small)
+    before = {name: value.clone() for name, value in small.tensors().items()}
+    with torch.no_grad():
+        got = small.call(other.tensors(), lambda vit: logits(vit, patches))
+    close(got, logits(other, patches))
+    for name, value in small.tensors().items():
+        assert torch.equal(value, before[name])
+
+
+def test_tensors_have_timms_names_and_shapes() -> None:
+    """12 in each of the three blocks, 4 that embed, 2 of the norm and 2 of the head: 44."""
+    vit = MODELS["small images"]()
+    tensors = vit.tensors()
+    assert {name: value.shape for name, value in tensors.items()} == {
+        name: value.shape for name, value in vit.vit.named_parameters()
+    }
+    assert len(tensors) == 44
+    assert not any(value.requires_grad for value in tensors.values())
+
+
+def test_every_tensor_takes_part(registers: PatchViT) -> None:
+    """Each has a gradient: none is forgotten by our own stages."""
+    _, patches = pictures(registers)
+    values = {name: value.clone().requires_grad_() for name, value in registers.tensors().items()}
+    out = registers.call(values, lambda vit: vit.classify(vit.run_blocks(vit.embed(patches), 0, vit.depth)))
+    out.square().sum().backward()
+    for name, value in values.items():
+        assert value.grad is not None, name
+        assert value.grad.abs().max() > 0, name
+
+
+def test_facts_of_a_model() -> None:
+    """224 / 16 = 14 patches a side; DINOv2 has a class token and 4 registers, and 56 / 14 = 4 patches a side."""
+    vit = build_vit("vit_tiny_patch16_224", 10, seed=0)
+    assert (vit.image_size, vit.patch_size, vit.patches, vit.width, vit.depth) == (224, 16, 196, 192, 12)
+    assert (vit.prefix_tokens, vit.mean_std) == (1, ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
+    dino = MODELS["registers"]()
+    assert (dino.patches, dino.prefix_tokens) == (16, 5)
+    assert dino.mean_std == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert MODELS["small images"]().mean_std == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+# --- seeds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "options"), [(SMALL, TINY), ("vit_tiny_patch16_224", {"image_size": 32})])
+def test_weights_follow_from_the_seed(name: str, options: dict[str, Any]) -> None:
+    first = build_vit(name, 10, seed=3, options=options).tensors()
+    torch.manual_seed(999)
+    again = build_vit(name, 10, seed=3, options=options).tensors()
+    other = build_vit(name, 10, seed=4, options=options).tensors()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not torch.equal(first["head.weight"], other["head.weight"])
+    assert not torch.equal(first["blocks.0.attn.qkv.weight"], other["blocks.0.attn.qkv.weight"])
+
+
+def test_nobody_elses_random_numbers_are_touched() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    build_vit(SMALL, 10, seed=3, options=TINY)
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ConfigError):
+        build_vit("resnet18", 10, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- taking rows --------------------------------------------------------------------------------------
+
+
+def test_taking_rows_has_the_gradient_of_indexing() -> None:
+    """Rows 2 and 0 come twice, so their gradients add up; row 3 is never taken and gets none."""
+    table = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    taken = torch.tensor([[2, 0, 2], [4, 0, 1]])
+    assert torch.autograd.gradcheck(lambda table: _TakeRows.apply(table, taken), (table,))
+    weights = torch.randn(2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (ours,) = torch.autograd.grad((_TakeRows.apply(table, taken) * weights).sum(), table)
+    (plain,) = torch.autograd.grad((table[taken] * weights).sum(), table)
+    close(ours, plain)
+    assert torch.equal(_TakeRows.apply(table, taken), table[taken])
+    close(ours[2], weights[0, 0] + weights[0, 2])
+    assert not ours[3].any()
+
+
+def test_the_position_gradient_equals_timms(small: PatchViT) -> None:
+    """Through the whole model, with all patches in another order: as if they had not been moved."""
+    images, patches = pictures(small)
+    shuffled = rows(small, small.patches)
+    values = {name: value.clone().requires_grad_() for name, value in small.tensors().items()}
+    mixed = patches.take_along_dim(shuffled[..., None], dim=1)
+    out = small.call(values, lambda vit: vit.classify(vit.run_blocks(vit.embed(mixed, shuffled), 0, vit.depth)))
+    out.square().sum().backward()
+    small.zero_grad()
+    small.vit(images).square().sum().backward()
+    for name, value in small.vit.named_parameters():
+        torch.testing.assert_close(values[name].grad, value.grad, rtol=1e-9, atol=1e-12, msg=name)
+    small.zero_grad()
+
+
+# --- pretrained weights -------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_replaces_all_but_the_head(tmp_path: Path) -> None:
+    """Its 1000 classes are not ours; the rest is bit-equal, and the head follows from the seed."""
+    source = build_vit("vit_tiny_patch16_224", 1000, seed=1, options={"image_size": 32})
+    path = tmp_path / "weights.pth"
+    torch.save(source.vit.state_dict(), path)
+    options = {"image_size": 32}
+    loaded = build_vit("vit_tiny_patch16_224", 5, seed=2, options=options, pretrained=str(path)).tensors()
+    fresh = build_vit("vit_tiny_patch16_224", 5, seed=2, options=options).tensors()
+    for name, value in source.tensors().items():
+        if not name.startswith("head."):
+            assert torch.equal(loaded[name], value), name
+    assert torch.equal(loaded["head.weight"], fresh["head.weight"])
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    path = str(tmp_path / "missing.pth")
+    with pytest.raises(ConfigError) as refused:
+        build_vit("vit_tiny_patch16_224", 10, seed=0, pretrained=path)
+    assert str(refused.value) == f"pretrained weights of 'vit_tiny_patch16_224': there is no file {path!r}"
+
+
+def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(ConfigError, match=rf"'vit_tiny_patch16_224' \('{re.escape(str(path))}'\) cannot be loaded: ."):
+        build_vit("vit_tiny_patch16_224", 10, seed=0, pretrained=str(path))
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    """The first thing that does not fit is told, not all 150."""
+    path = tmp_path / "weights.pth"
+    torch.save(MODELS["small images"]().vit.state_dict(), path)
+    with pytest.raises(ConfigError, match=rf"\('{re.escape(str(path))}'\) cannot be loaded: .*cls_token") as refused:
+        build_vit("vit_tiny_patch16_224", 10, seed=0, pretrained=str(path))
+    assert "blocks" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("rename", "missing"),
+    [
+        (lambda name: f"encoder.{name}", "cls_token"),
+        (lambda name: name.replace("blocks.11.", "blocks.12."), "blocks.11.attn.qkv.weight"),
+    ],
+)
+def test_a_checkpoint_without_some_of_the_tensors(tmp_path: Path, rename: Callable[[str], str], missing: str) -> None:
+    """timm would go on with random ones: a run that its operator believes to be pretrained."""
+    source = build_vit("vit_tiny_patch16_224", 10, seed=1, options={"image_size": 32}).vit.state_dict()
+    path = tmp_path / "weights.pth"
+    torch.save({rename(name): value for name, value in source.items()}, path)
+    with pytest.raises(ConfigError, match=rf"file '{re.escape(str(path))}' has no tensor '{missing}'"):
+        build_vit("vit_tiny_patch16_224", 10, seed=0, options={"image_size": 32}, pretrained=str(path))
+
+
+def test_pretrained_weights_without_a_network() -> None:
+    """The whole test session is offline, and its cache of downloads is empty (tests/conftest.py)."""
+    with pytest.raises(ConfigError, match=r"pretrained weights of 'vit_tiny_patch16_224' \(True\) cannot be loaded: ."):
+        build_vit("vit_tiny_patch16_224", 10, seed=0, pretrained=True)
+
+
+# --- refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("near", ["vit_tiny_patch16_22", "vit_small_image"])
+def test_an_unknown_name_gets_a_suggestion(near: str) -> None:
+    wanted = {"vit_tiny_patch16_22": "vit_tiny_patch16_224", "vit_small_image": SMALL}[near]
+    with pytest.raises(ConfigError, match=rf"unknown model '{near}'.*; did you mean .*\b{wanted}\b"):
+        build_vit(near, 10, seed=0)
+
+
+def test_a_name_like_no_other_gets_none() -> None:
+    with pytest.raises(ConfigError, match=r"unknown model '§§§': neither '\w+' nor a name that timm knows$"):
+        build_vit("§§§", 10, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("resnet18", "is a ResNet, not a plain Vision Transformer"),
+        ("deit_tiny_distilled_patch16_224", "is a VisionTransformerDistilled, not a plain"),
+        ("vit_base_patch16_siglip_224", "is not supported: it has no class token to pool"),
+    ],
+)
+def test_models_that_are_no_plain_vit(name: str, reason: str) -> None:
+    with torch.device("meta"), pytest.raises(ConfigError, match=f"model '{name}' {reason}"):
+        build_vit(name, 10, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (lambda: timm_vit(global_pool="avg"), "it has no class token to pool"),
+        (lambda: timm_vit(pos_embed="none"), "it has no position embedding"),
+        (lambda: timm_vit(class_token=False, global_pool="avg"), "it has no class token to pool"),
+    ],
+)
+def test_surgery_that_our_stages_do_not_know(made: Callable[[], VisionTransformer], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"model 'mine' is not supported: {reason}"):
+        PatchViT("mine", made())
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"widht": 64}, r"model 'vit_small_images' has no option 'widht', it has \['image_size', .*'mlp_ratio'\]"),
+        ({"width": 0}, "model option width = 0 must be a whole number of at least 1"),
+        ({"depth": -1}, "model option depth = -1 must be"),
+        ({"heads": 2.0}, "model option heads = 2.0 must be"),
+        ({"depth": True}, "model option depth = True must be"),
+        ({"patch_size": "8"}, "model option patch_size = '8' must be"),
+        ({"image_size": 30, "patch_size": 8}, "image_size = 30 is not a multiple of patch_size = 8"),
+        ({"width": 30, "heads": 4}, "width = 30 is not a multiple of heads = 4"),
+        ({"mlp_ratio": "4"}, "model option mlp_ratio = '4' must be a number"),
+        ({"mlp_ratio": 0}, "model option mlp_ratio = 0 must be a number"),
+        ({"mlp_ratio": -2.0}, "model option mlp_ratio = -2.0 must be a number"),
+        ({"mlp_ratio": float("nan")}, "model option mlp_ratio = nan must be a number"),
+        ({"mlp_ratio": float("inf")}, "model option mlp_ratio = inf must be a number"),
+    ],
+)
+def test_bad_options_of_the_small_model(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        build_vit(SMALL, 10, seed=0, options=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"depth": 3}, "model 'vit_tiny_patch16_224' has no option 'depth', it has 'image_size' and 'patch_size'"),
+        ({"image_size": "big"}, "cannot be built with {'image_size': 'big'}"),
+        ({"image_size": 0}, "cannot be built with {'image_size': 0}"),
+        ({"patch_size": 0}, "cannot be built with {'patch_size': 0}"),
+        ({"image_size": 8}, "is not supported: its image of 8 pixels holds no patch of 16"),
+        ({"image_size": [32, 64]}, "is not supported: its image is not square"),
+    ],
+)
+def test_bad_options_of_a_timm_model(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        build_vit("vit_tiny_patch16_224", 10, seed=0, options=options)
+
+
+@pytest.mark.parametrize("pretrained", [True, "weights.pth"])
+def test_the_small_model_has_no_pretrained_weights(pretrained: bool | str) -> None:
+    with pytest.raises(ConfigError, match=f"'{SMALL}' has no pretrained weights, got pretrained = {pretrained!r}"):
+        build_vit(SMALL, 10, seed=0, pretrained=pretrained)

@@ -1,0 +1,267 @@
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedvit.blobs import BlobStore, digest_of, digest_of_file
+from fedvit.errors import BadPayload, StorageFailed
+from fedvit.wire.messages import Manifest
+from fedvit.wire.transfer import CHUNK_BYTES
+
+CHUNK = 1024
+CONTENT = bytes(range(256)) * 12 + b"tail"
+"""3076 bytes: three whole chunks of 1024, and one of 4."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs")
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+def chunk(content: bytes, index: int) -> bytes:
+    return content[index * CHUNK : (index + 1) * CHUNK]
+
+
+# --- digests ------------------------------------------------------------------------------------------
+
+
+def test_digests_are_blake3() -> None:
+    """The test vector of the empty input in BLAKE3's own repository (test_vectors.json)."""
+    assert digest_of(b"") == "blake3:af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
+
+
+def test_a_file_has_the_digest_of_its_content(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(CONTENT)
+    assert digest_of_file(tmp_path / "file") == digest_of(CONTENT)
+
+
+@pytest.mark.parametrize(
+    "digest",
+    [
+        "",
+        "blake3",
+        "blake3:",
+        "blake3:" + "a" * 63,
+        "blake3:" + "a" * 65,
+        "blake3:" + "A" * 64,
+        "blake3:" + "g" * 64,
+        "blake3:" + "１" * 64,  # digits to Python, but not to us
+        "blake3:" + "a" * 63 + "\n",
+        "blake3:" + "a" * 63 + "\0",
+        "sha256:" + "a" * 64,
+        "a" * 64,
+        "blake3::" + "a" * 63,
+        "blake3:../../../../etc/passwd",
+        "blake3:" + "../" * 21 + "x",  # 64 letters
+        "blake3:/" + "a" * 63,
+        "blake3:" + "a" * 31 + "/" + "a" * 32,
+    ],
+)
+def test_malformed_digests_reach_no_file(store: BlobStore, tmp_path: Path, digest: str) -> None:
+    """Digests come from the other side; none may lead out of the folder."""
+    calls: list[Callable[[], object]] = [
+        lambda: store.path(digest),
+        lambda: store.has(digest),
+        lambda: store.get(digest),
+        lambda: store.manifest(digest),
+        lambda: store.receive(Manifest(digest, 10, CHUNK)),
+        lambda: store.prune({digest}),
+    ]
+    for call in calls:
+        with pytest.raises(BadPayload) as refused:
+            call()
+        assert str(refused.value) == f"{digest!r} is no blake3 digest"
+    assert files_in(tmp_path) == []
+
+
+# --- whole blobs --------------------------------------------------------------------------------------
+
+
+def test_put_and_get(store: BlobStore) -> None:
+    digest = digest_of(CONTENT)
+    assert not store.has(digest)
+    assert store.put(CONTENT) == Manifest(digest, len(CONTENT), CHUNK_BYTES)
+    assert store.has(digest)
+    assert store.get(digest) == CONTENT
+    assert store.manifest(digest) == Manifest(digest, len(CONTENT), CHUNK_BYTES)
+
+
+def test_a_blob_lies_under_its_digest(store: BlobStore) -> None:
+    name = digest_of(CONTENT).removeprefix("blake3:")
+    store.put(CONTENT)
+    assert files_in(store.folder) == [Path(name[:2]) / name]
+
+
+def test_what_is_here_is_not_written_again(store: BlobStore) -> None:
+    store.put(CONTENT)
+    path = store.path(digest_of(CONTENT))
+    before = path.stat()
+    store.put(CONTENT)
+    after = path.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_another_process_sees_it(store: BlobStore) -> None:
+    store.put(CONTENT)
+    assert BlobStore(store.folder).get(digest_of(CONTENT)) == CONTENT
+
+
+def test_what_is_not_here(store: BlobStore) -> None:
+    digest = digest_of(b"elsewhere")
+    for call in (store.get, store.manifest):
+        with pytest.raises(BadPayload) as refused:
+            call(digest)
+        assert str(refused.value) == f"blob {digest} is not in {store.folder}"
+
+
+def test_a_full_disk_leaves_nothing_half(tmp_path: Path) -> None:
+    """The child may write files of 10 000 bytes at most, as on a full disk: neither a whole blob of 50 000 nor the
+    chunk that crosses the limit gets in."""
+    code = """
+import resource, sys
+from pathlib import Path
+from fedvit.blobs import BlobStore, digest_of
+from fedvit.errors import StorageFailed
+from fedvit.wire.messages import Manifest
+store = BlobStore(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+content = bytes(50_000)
+try:
+    store.put(content)
+except StorageFailed as error:
+    print("put:", error)
+partial = store.receive(Manifest(digest_of(content), len(content), 1024))
+try:
+    for index in range(49):
+        partial.write(index, content[index * 1024 : (index + 1) * 1024])
+except StorageFailed as error:
+    print("chunk", index, error)
+partial.abandon()
+print(store.has(digest_of(content)))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    put, chunks, has = done.stdout.splitlines()
+    assert put.startswith(f"put: cannot write {tmp_path}")
+    assert put.endswith("File too large")
+    assert chunks.startswith("chunk 9 cannot write 1024 bytes to")  # 9 * 1024 = 9216 bytes fit, 10 240 do not
+    assert has == "False"
+    assert files_in(tmp_path) == []
+
+
+# --- pruning ------------------------------------------------------------------------------------------
+
+
+def test_prune_deletes_all_but_what_is_kept(store: BlobStore) -> None:
+    """50 + 70 bytes go, and 10 bytes of a blob that was never finished."""
+    kept = store.put(b"k" * 30)
+    store.put(b"a" * 50)
+    store.put(b"b" * 70)
+    store.receive(Manifest(digest_of(b"never"), 2048, CHUNK)).write(0, b"1234567890")
+    assert store.prune({kept.digest}) == 130
+    assert files_in(store.folder) == [store.path(kept.digest).relative_to(store.folder)]
+
+
+def test_prune_of_an_empty_store(store: BlobStore) -> None:
+    assert store.prune({digest_of(b"anything")}) == 0
+
+
+def test_two_may_prune_at_once(store: BlobStore) -> None:
+    """Every byte is counted by one of them, whoever is faster: 300 blobs of 4 bytes are 1200 bytes."""
+    for number in range(300):
+        path = store.path(digest_of(number.to_bytes(4, "big")))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(number.to_bytes(4, "big"))
+    freed: list[int] = []
+    together = threading.Barrier(4)
+
+    def prune() -> None:
+        together.wait()
+        freed.append(BlobStore(store.folder).prune(set()))
+
+    threads = [threading.Thread(target=prune) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(freed) == 4
+    assert sum(freed) == 1200
+    assert files_in(store.folder) == []
+
+
+# --- blobs that come in pieces ------------------------------------------------------------------------
+
+
+def test_chunks_in_any_order_make_the_blob(store: BlobStore) -> None:
+    digest = digest_of(CONTENT)
+    partial = store.receive(Manifest(digest, len(CONTENT), CHUNK))
+    for index in (3, 0, 2, 0, 1):
+        assert not store.has(digest)
+        partial.write(index, chunk(CONTENT, index))
+    partial.commit()
+    assert store.get(digest) == CONTENT
+    assert files_in(store.folder) == [store.path(digest).relative_to(store.folder)]
+
+
+def test_a_blob_with_another_digest_is_not_kept(store: BlobStore) -> None:
+    """One byte of one chunk is wrong. What came can still be put right, as a repeated transfer does."""
+    digest = digest_of(CONTENT)
+    partial = store.receive(Manifest(digest, len(CONTENT), CHUNK))
+    for index in range(4):
+        partial.write(index, chunk(CONTENT, index))
+    partial.write(1, b"!" + chunk(CONTENT, 1)[1:])
+    with pytest.raises(BadPayload, match=rf"^blob of 3076 bytes has digest blake3:\w{{64}}, expected {digest}$"):
+        partial.commit()
+    assert not store.has(digest)
+    partial.write(1, chunk(CONTENT, 1))
+    partial.commit()
+    assert store.get(digest) == CONTENT
+
+
+def test_a_missing_chunk_is_noticed(store: BlobStore) -> None:
+    digest = digest_of(CONTENT)
+    partial = store.receive(Manifest(digest, len(CONTENT), CHUNK))
+    for index in (0, 1, 3):
+        partial.write(index, chunk(CONTENT, index))
+    with pytest.raises(BadPayload, match="has digest"):
+        partial.commit()
+    assert not store.has(digest)
+
+
+def test_what_is_abandoned_leaves_nothing(store: BlobStore) -> None:
+    partial = store.receive(Manifest(digest_of(CONTENT), len(CONTENT), CHUNK))
+    partial.write(0, chunk(CONTENT, 0))
+    partial.abandon()
+    assert files_in(store.folder) == []
+
+
+def test_two_may_receive_the_same_blob(store: BlobStore) -> None:
+    """Devices on one machine may share a folder: neither disturbs the other's file."""
+    manifest = Manifest(digest_of(CONTENT), len(CONTENT), CHUNK)
+    first, second = store.receive(manifest), store.receive(manifest)
+    for index in range(4):
+        first.write(index, chunk(CONTENT, index))
+    second.write(0, b"x" * CHUNK)
+    first.commit()
+    assert store.get(manifest.digest) == CONTENT
+    for index in range(4):
+        second.write(index, chunk(CONTENT, index))
+    second.commit()
+    assert store.get(manifest.digest) == CONTENT
+    assert len(files_in(store.folder)) == 1
+
+
+def test_a_folder_that_cannot_be_written(store: BlobStore) -> None:
+    store.folder.write_bytes(b"a file where the folder should be")
+    with pytest.raises(StorageFailed, match=f"cannot receive into {store.folder}"):
+        store.receive(Manifest(digest_of(CONTENT), len(CONTENT), CHUNK))
+    with pytest.raises(StorageFailed, match=f"cannot write {store.folder}"):
+        store.put(CONTENT)
+    assert os.path.isfile(store.folder)

@@ -1,0 +1,116 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedvit.errors import StorageFailed
+from fedvit.files import atomic_write
+
+WAIT_S = 30.0
+
+
+def in_child(code: str, *arguments: object) -> str:
+    """Run code in a process of its own, so that its limits are not ours."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_file_is_made_with_its_folders(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "file"
+    atomic_write(path, b"content")
+    assert path.read_bytes() == b"content"
+    assert os.listdir(path.parent) == ["file"]
+
+
+def test_a_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    atomic_write(path, b"a long old content")
+    atomic_write(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    atomic_write(tmp_path / "PENDING", b"")
+    assert (tmp_path / "PENDING").read_bytes() == b""
+
+
+def test_a_reader_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    atomic_write(path, b"old")
+    with open(path, "rb") as reader:
+        atomic_write(path, b"new")
+        assert reader.read() == b"old"
+
+
+def test_on_a_full_disk_the_old_content_stays(tmp_path: Path) -> None:
+    """The child may write 10 000 bytes per file: the kernel cuts the write of 50 000, as on a full disk."""
+    path = tmp_path / "file"
+    code = """
+import resource, sys
+from pathlib import Path
+from fedvit.errors import StorageFailed
+from fedvit.files import atomic_write
+path = Path(sys.argv[1])
+atomic_write(path, b"old")
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    atomic_write(path, bytes(50_000))
+except StorageFailed as error:
+    print(error)
+"""
+    said = in_child(code, path)
+    assert said.startswith(f"cannot write {path} (50000 bytes): File too large")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]  # nothing is left that would fill the disk further
+
+
+def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file" / "inside").mkdir(parents=True)
+    with pytest.raises(StorageFailed, match=f"^cannot write {tmp_path}/file .*: Is a directory$"):
+        atomic_write(tmp_path / "file", b"content")
+    assert sorted(os.listdir(tmp_path)) == ["file"]
+
+
+def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"mine")
+    with pytest.raises(StorageFailed, match=f"^cannot write {tmp_path}/a/file"):
+        atomic_write(tmp_path / "a" / "file", b"content")
+    assert (tmp_path / "a").read_bytes() == b"mine"
+
+
+def test_whoever_is_killed_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    """A child writes 200 kB of one letter, then of the next, until it is killed; a reader never sees two letters,
+    and not a byte too few."""
+    path = tmp_path / "file"
+    code = """
+import sys
+from pathlib import Path
+from fedvit.files import atomic_write
+while True:
+    for letter in b"abcdefgh":
+        atomic_write(Path(sys.argv[1]), bytes([letter]) * 200_000)
+"""
+    for _ in range(3):
+        writer = subprocess.Popen([sys.executable, "-c", code, str(path)])
+        try:
+            seen: set[int] = set()
+            deadline = time.monotonic() + WAIT_S
+            while len(seen) < 3:
+                assert time.monotonic() < deadline, "the child does not write"
+                if path.exists():
+                    content = path.read_bytes()
+                    assert (len(content), len(set(content))) == (200_000, 1)
+                    seen.add(content[0])
+        finally:
+            writer.send_signal(signal.SIGKILL)
+            writer.wait()
+        content = path.read_bytes()
+        assert (len(content), len(set(content))) == (200_000, 1)

@@ -1,0 +1,245 @@
+import contextlib
+from fractions import Fraction
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedvit.errors import BadPayload
+from fedvit.program import (
+    PROGRAM_VERSION,
+    Batch,
+    Collect,
+    Evaluate,
+    GraphSpec,
+    Group,
+    Program,
+    Role,
+    TensorSpec,
+    Train,
+    decode_program,
+    encode_program,
+    kept_patches,
+)
+
+BATCH = Batch(image_size=32, patch_size=8, batch_size=4, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1), mask_ratio=0.75)
+
+PROGRAM = Program(
+    method="everything",
+    model="small",
+    classes=("cat", "dog"),
+    groups={
+        "backbone": Group(Role.FROZEN, "blake3:" + "0" * 64),
+        "middle": Group(Role.GLOBAL),
+        "head": Group(Role.SEEDED),
+        "body": Group(Role.SHARED),
+        "prefix": Group(Role.GENERATED),
+        "own": Group(Role.LOCAL, "blake3:" + "1" * 64),
+    },
+    tensors={
+        "z.weight": TensorSpec((2, 3), "float32", "body"),
+        "a.weight": TensorSpec((5,), "float32", "body"),
+        "backbone.w": TensorSpec((1,), "float32", "backbone"),
+        "middle.w": TensorSpec((2,), "float32", "middle"),
+        "head.w": TensorSpec((3,), "float32", "head"),
+        "prefix.w": TensorSpec((4,), "float32", "prefix"),
+        "own.w": TensorSpec((), "float32", "own"),
+    },
+    graphs={"train": GraphSpec("blake3:" + "2" * 64, 123), "predict": GraphSpec("blake3:" + "3" * 64, 45)},
+    train=(
+        Train(graph="train", groups=("body", "own"), slots=("exp_avg",), epochs=2, lr=0.1, anchors=("body",)),
+        Train(graph="train", groups=("head",), lr=0.2, collect=Collect("features", (5, 8), 1.5)),
+    ),
+    evaluate=Evaluate(graph="predict"),
+    batch=BATCH,
+)
+
+
+def as_dict(program: Program = PROGRAM) -> dict[str, Any]:
+    """The program as another software would write it."""
+    decoded: dict[str, Any] = msgspec.msgpack.decode(encode_program(program))
+    return decoded
+
+
+# --- bytes --------------------------------------------------------------------------------------------
+
+
+def test_decode_undoes_encode() -> None:
+    assert decode_program(encode_program(PROGRAM)) == PROGRAM
+
+
+def test_equal_programs_have_equal_bytes() -> None:
+    """A program is known by its digest, so the order in which its tables were filled must not show."""
+    backwards = msgspec.structs.replace(
+        PROGRAM,
+        groups=dict(reversed(PROGRAM.groups.items())),
+        tensors=dict(reversed(PROGRAM.tensors.items())),
+        graphs=dict(reversed(PROGRAM.graphs.items())),
+    )
+    assert encode_program(backwards) == encode_program(PROGRAM)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, True])
+def test_another_version_is_refused(version: object) -> None:
+    with pytest.raises(BadPayload) as refused:
+        decode_program(msgspec.msgpack.encode({**as_dict(), "v": version}))
+    if version is not True:  # equal to 1, but of the wrong type
+        assert str(refused.value) == f"program version {version!r}, this software knows version {PROGRAM_VERSION}"
+
+
+def test_a_program_without_a_version_is_refused() -> None:
+    content = as_dict()
+    del content["v"]
+    with pytest.raises(BadPayload, match="program version None"):
+        decode_program(msgspec.msgpack.encode(content))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("groups", {"body": {"role": "hidden"}}, "hidden"),
+        ("classes", "cat", "classes"),
+        ("tensors", {"w": {"shape": [1.5], "dtype": "float32", "group": "body"}}, "shape"),
+        ("train", [{"type": "dream", "graph": "train"}], "train"),
+        ("batch", {"image_size": 32}, "batch"),
+    ],
+)
+def test_a_program_with_a_wrong_part_is_refused(key: str, value: object, complaint: str) -> None:
+    with pytest.raises(BadPayload, match=rf"not a program: .*{complaint}"):
+        decode_program(msgspec.msgpack.encode({**as_dict(), key: value}))
+
+
+@pytest.mark.parametrize("key", ["method", "groups", "tensors", "graphs", "train", "evaluate", "batch"])
+def test_a_program_with_a_missing_part_is_refused(key: str) -> None:
+    content = as_dict()
+    del content[key]
+    with pytest.raises(BadPayload, match=f"not a program: .*{key}"):
+        decode_program(msgspec.msgpack.encode(content))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\xc1",  # no such opcode
+        b"\x81\xa1v\xa1\xff",  # text that is not UTF-8
+        b"\x91" * 5000,  # lists in lists
+        msgspec.msgpack.encode([1, 2]),
+        msgspec.msgpack.encode("program"),
+        encode_program(PROGRAM)[:-1],
+        encode_program(PROGRAM) + b"\0",
+    ],
+)
+def test_what_is_no_program_is_refused(raw: bytes) -> None:
+    with pytest.raises(BadPayload):
+        decode_program(raw)
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_are_refused(raw: bytes) -> None:
+    with pytest.raises(BadPayload):
+        decode_program(raw)
+
+
+@given(st.integers(0, len(encode_program(PROGRAM)) - 1), st.integers(0, 255))
+def test_a_flipped_byte_is_another_program_or_refused(position: int, byte: int) -> None:
+    raw = bytearray(encode_program(PROGRAM))
+    raw[position] = byte
+    with contextlib.suppress(BadPayload):
+        assert isinstance(decode_program(bytes(raw)), Program)
+
+
+# --- roles --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("role", "from_server_each_round", "trained_on_device", "sent_back"),
+    [
+        (Role.FROZEN, False, False, False),
+        (Role.GLOBAL, True, False, False),
+        (Role.SEEDED, True, True, False),
+        (Role.SHARED, True, True, True),
+        (Role.GENERATED, True, True, True),
+        (Role.LOCAL, False, True, False),
+    ],
+)
+def test_what_a_role_means(role: Role, from_server_each_round: bool, trained_on_device: bool, sent_back: bool) -> None:
+    """The table of the contract: where the value comes from, who trains it, what travels back."""
+    assert role.from_server_each_round is from_server_each_round
+    assert role.trained_on_device is trained_on_device
+    assert role.sent_back is sent_back
+
+
+def test_there_are_six_roles() -> None:
+    """A seventh needs a line in the table above."""
+    assert set(Role) == {"frozen", "global", "seeded", "shared", "generated", "local"}
+
+
+def test_groups_by_role() -> None:
+    assert PROGRAM.with_role(Role.LOCAL) == ["own"]
+    assert PROGRAM.with_role(Role.SHARED, Role.GENERATED) == ["body", "prefix"]
+    assert PROGRAM.with_role() == []
+
+
+def test_names_of_a_group_keep_their_order() -> None:
+    assert PROGRAM.names("body") == ["z.weight", "a.weight"]
+    assert PROGRAM.names("nobody") == []
+
+
+# --- uploads ------------------------------------------------------------------------------------------
+
+
+def test_an_upload_holds_what_the_roles_send_back_and_what_is_collected() -> None:
+    """body is shared, prefix generated; the second phase collects features (rows, 5, 8) and their labels. Nothing of
+    frozen, global, seeded and local groups."""
+    assert PROGRAM.expected_upload() == {
+        "z.weight": ((2, 3), "float32"),
+        "a.weight": ((5,), "float32"),
+        "prefix.w": ((4,), "float32"),
+        "features": ((None, 5, 8), "float32"),
+        "labels": ((None,), "int64"),
+    }
+
+
+def test_without_collection_an_upload_has_no_labels() -> None:
+    plain = msgspec.structs.replace(PROGRAM, train=PROGRAM.train[:1])
+    assert set(plain.expected_upload()) == {"z.weight", "a.weight", "prefix.w"}
+
+
+def test_expected_tensors_of_groups() -> None:
+    assert PROGRAM.expected(["own", "head"]) == {"own.w": ((), "float32"), "head.w": ((3,), "float32")}
+
+
+# --- patches ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("percent", range(100))
+def test_kept_patches_is_the_exact_floor(percent: int) -> None:
+    """floor(n (1 - p/100)) computed in whole numbers; in binary 1 - 0.9 is below 0.1 and would lose a patch."""
+    for patches in range(1, 1025):
+        exact = patches * (100 - percent) // 100
+        assert kept_patches(patches, percent / 100) == max(1, exact), patches
+
+
+@given(st.integers(1, 10_000), st.integers(1, 50), st.integers(1, 50))
+def test_kept_patches_of_any_share(patches: int, part: int, more: int) -> None:
+    """Shares such as 2/3, too, which no decimal number hits."""
+    share = Fraction(part, part + more)
+    assert kept_patches(patches, float(share)) == max(1, int(patches * (1 - share)))
+
+
+def test_one_patch_always_stays() -> None:
+    assert kept_patches(1, 0.999) == 1
+    assert kept_patches(196, 0.9999) == 1
+
+
+def test_batch_arithmetic() -> None:
+    """32 / 8 = 4 patches a side, 16 in all; 8 * 8 pixels of 3 colours are 192 values; a quarter of 16 is 4."""
+    assert (BATCH.patches, BATCH.patch_values, BATCH.kept_patches) == (16, 192, 4)
+
+
+def test_pixels_that_fill_no_patch_do_not_count() -> None:
+    """35 pixels hold 4 patches of 8 a side and 3 pixels more."""
+    assert msgspec.structs.replace(BATCH, image_size=35).patches == 16

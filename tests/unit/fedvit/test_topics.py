@@ -1,0 +1,132 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedvit.errors import ConfigError
+from fedvit.wire.topics import Topics, blob_level, check_name, covers
+
+DIGEST = "blake3:" + "0123456789abcdef" * 4
+NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
+
+
+def all_topics(topics: Topics, device: str) -> dict[str, str]:
+    return {
+        "coordinator_state": topics.coordinator_state,
+        "broadcast": topics.broadcast(DIGEST),
+        "to_device": topics.to_device(device),
+        "from_device": topics.from_device(device),
+        "upload": topics.upload(device, DIGEST),
+        "device_state": topics.device_state(device),
+    }
+
+
+def test_the_tree() -> None:
+    """As the module draws it; old devices and access lists of brokers rely on every level."""
+    assert all_topics(Topics("home"), "pi-1") == {
+        "coordinator_state": "fl1/home/srv/st",
+        "broadcast": "fl1/home/all/b/0123456789abcdef",
+        "to_device": "fl1/home/d/pi-1/dn/ctl",
+        "from_device": "fl1/home/d/pi-1/up/ctl",
+        "upload": "fl1/home/d/pi-1/up/b/0123456789abcdef",
+        "device_state": "fl1/home/d/pi-1/st",
+    }
+
+
+@given(NAMES, NAMES)
+def test_topics_fit_every_broker(federation: str, device: str) -> None:
+    """AWS IoT allows 7 slashes and 256 bytes; the longest topic is fl1/F/d/D/up/b/B with 64 + 64 + 16 letters of
+    names: 6 slashes, 157 bytes."""
+    for topic in all_topics(Topics(federation), device).values():
+        assert topic.count("/") <= 7
+        assert len(topic.encode()) <= 256
+        assert "+" not in topic
+        assert "#" not in topic
+
+
+@given(NAMES, NAMES, NAMES)
+def test_topics_do_not_meet(federation: str, device: str, other: str) -> None:
+    mine = all_topics(Topics(federation), device)
+    assert len(set(mine.values())) == len(mine)
+    if other != device:
+        theirs = all_topics(Topics(federation), other)
+        shared = {"coordinator_state", "broadcast"}
+        assert {name for name in mine if mine[name] in theirs.values()} == shared
+    if other != federation:
+        assert not set(mine.values()) & set(all_topics(Topics(other), device).values())
+
+
+@given(NAMES, NAMES)
+def test_the_device_is_read_from_the_topic(federation: str, device: str) -> None:
+    topics = Topics(federation)
+    for topic in (topics.from_device(device), topics.device_state(device), topics.upload(device, DIGEST)):
+        assert topics.device_of(topic) == device
+
+
+@given(NAMES, NAMES, NAMES)
+def test_what_the_coordinator_hears(federation: str, device: str, other: str) -> None:
+    """Control and last wills of its own federation; no chunks, and not its own words."""
+    topics = Topics(federation)
+
+    def heard(topic: str) -> bool:
+        return any(covers(wanted, topic) for wanted in topics.from_all_devices)
+
+    assert {name for name, topic in all_topics(topics, device).items() if heard(topic)} == {
+        "from_device",
+        "device_state",
+    }
+    if other != federation:
+        assert not any(heard(topic) for topic in all_topics(Topics(other), device).values())
+
+
+def test_a_blob_is_known_by_16_digits_of_its_digest() -> None:
+    assert blob_level(DIGEST) == "0123456789abcdef"
+
+
+@pytest.mark.parametrize("name", ["a", "pi-4", "Kitchen_2", "x" * 64])
+def test_good_names(name: str) -> None:
+    assert check_name(name, "device id") == name
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "a/b", "+", "#", "a b", "ä", "a\n", "a.b", "$SYS", "\0", "１"])
+def test_bad_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_name(name, "device id")
+    assert str(refused.value) == f"device id {name!r} must be 1 to 64 letters, digits, '-' or '_'"
+
+
+@pytest.mark.parametrize(
+    ("topic_filter", "topic", "receives"),
+    [
+        # section 4.7.1.2 of MQTT 3.1.1
+        ("sport/tennis/player1/#", "sport/tennis/player1", True),
+        ("sport/tennis/player1/#", "sport/tennis/player1/ranking", True),
+        ("sport/tennis/player1/#", "sport/tennis/player1/score/wimbledon", True),
+        ("sport/tennis/player1/#", "sport/tennis/player2", False),
+        ("sport/#", "sport", True),
+        ("#", "sport/tennis", True),
+        # section 4.7.1.3
+        ("sport/tennis/+", "sport/tennis/player1", True),
+        ("sport/tennis/+", "sport/tennis/player1/ranking", False),
+        ("sport/+", "sport", False),
+        ("sport/+", "sport/", True),
+        ("+/tennis/#", "sport/tennis", True),
+        ("sport/+/player1", "sport/tennis/player1", True),
+        ("+/+", "/finance", True),
+        ("/+", "/finance", True),
+        ("+", "/finance", False),
+        # section 4.7.2: the broker's own topics are not for wildcards in the first level
+        ("#", "$SYS/monitor/Clients", False),
+        ("+/monitor/Clients", "$SYS/monitor/Clients", False),
+        ("$SYS/#", "$SYS/monitor/Clients", True),
+        ("$SYS/monitor/+", "$SYS/monitor/Clients", True),
+        # section 4.7.3: levels are compared letter by letter
+        ("ACCOUNTS", "Accounts", False),
+        ("/finance", "finance", False),
+        ("a/b", "a/b", True),
+        ("a/b", "a/b/c", False),
+        ("a/b/c", "a/b", False),
+        ("a/b", "a/bc", False),
+    ],
+)
+def test_covers(topic_filter: str, topic: str, receives: bool) -> None:
+    assert covers(topic_filter, topic) is receives

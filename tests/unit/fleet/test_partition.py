@@ -1,0 +1,265 @@
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from PIL import Image
+from rich.console import Console
+
+from fedvit.data.folder import DeviceData
+from fedvit.data.imagefolder import read_imagefolder
+from fedvit.data.samples import Samples
+from fedvit.errors import ConfigError, StorageFailed
+from fleet.partition import DeviceCounts, PartitionSummary, partition_command, summary_table, write_device_folders
+
+CLASSES = ("ant", "bee", "cow")
+
+
+def made(labels: list[int], classes: tuple[str, ...] = CLASSES) -> Samples:
+    """4x4 images; sample i is gray of level i, so that a file tells which sample it was."""
+    images = np.arange(len(labels), dtype=np.uint8)[:, None, None, None].repeat(4, 1).repeat(4, 2).repeat(3, 3)
+    return Samples(dataset="made", size=4, images=images, labels=np.array(labels, dtype=np.int64), classes=classes)
+
+
+def written(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+class TestWriteDeviceFolders:
+    SAMPLES = made([0] * 10 + [1] * 5)
+    PARTS = (np.arange(10), np.arange(10, 15))
+
+    def test_what_is_written(self, tmp_path: Path) -> None:
+        """Share .2: of 10 ants 2, of 5 bees 1 go to test. The cow, which nobody has, has folders everywhere."""
+        out = tmp_path / "parts"
+        summary = write_device_folders(self.SAMPLES, self.PARTS, out, test_share=0.2, seed=0)
+        assert summary.devices == (
+            DeviceCounts("device-0", {"ant": 8, "bee": 0, "cow": 0}, {"ant": 2, "bee": 0, "cow": 0}),
+            DeviceCounts("device-1", {"ant": 0, "bee": 4, "cow": 0}, {"ant": 0, "bee": 1, "cow": 0}),
+        )
+        for device in ("device-0", "device-1"):
+            for part in ("train", "test"):
+                assert sorted(path.name for path in (out / device / part).iterdir()) == list(CLASSES)
+        names = sorted(path.name for path in (out / "device-0/train/ant").iterdir())
+        assert names == [f"{number:04d}.png" for number in range(8)]
+        levels = [Image.open(path).getpixel((0, 0))[0] for path in out.rglob("*.png")]  # type: ignore[index]
+        assert sorted(levels) == list(range(15))
+
+    def test_a_device_can_use_its_folder(self, tmp_path: Path) -> None:
+        write_device_folders(self.SAMPLES, self.PARTS, tmp_path / "parts", test_share=0.2, seed=0)
+        data = DeviceData.open(tmp_path / "parts/device-1")
+        assert data.classes == CLASSES
+        assert data.train.labels.tolist() == [1] * 4
+        images, readable = data.train.load(np.arange(4), 4)
+        assert readable.all()
+        assert set(images.ravel()) <= set(range(10, 15))
+
+    def test_the_record(self, tmp_path: Path) -> None:
+        out = tmp_path / "parts"
+        options = {"alpha": 0.5, "cap": True, "min_samples": 3}
+        summary = write_device_folders(
+            self.SAMPLES, self.PARTS, out, test_share=0.2, seed=7, partition="dirichlet", options=options
+        )
+        raw = (out / "partition.json").read_bytes()
+        assert msgspec.json.decode(raw, type=PartitionSummary) == summary
+        record = json.loads(raw)
+        assert record["dataset"] == "made"
+        assert record["partition"] == "dirichlet"
+        assert record["options"] == options
+        assert record["seed"] == 7
+        assert record["classes"] == list(CLASSES)
+        assert record["devices"][0] == {
+            "name": "device-0",
+            "train": {"ant": 8, "bee": 0, "cow": 0},
+            "test": {"ant": 2, "bee": 0, "cow": 0},
+        }
+
+    def test_the_seed_decides(self, tmp_path: Path) -> None:
+        for name, seed in (("first", 0), ("again", 0), ("other", 1)):
+            write_device_folders(self.SAMPLES, self.PARTS, tmp_path / name, test_share=0.2, seed=seed)
+        first, again, other = (written(tmp_path / name) for name in ("first", "again", "other"))
+        assert first == again
+        assert first != other
+
+    def test_no_test_share(self, tmp_path: Path) -> None:
+        summary = write_device_folders(self.SAMPLES, self.PARTS, tmp_path / "parts", test_share=0, seed=0)
+        assert [sum(device.test.values()) for device in summary.devices] == [0, 0]
+        assert len(DeviceData.open(tmp_path / "parts/device-0").train) == 10
+
+    def test_an_empty_folder_is_free(self, tmp_path: Path) -> None:
+        (tmp_path / "parts").mkdir()
+        write_device_folders(self.SAMPLES, self.PARTS, tmp_path / "parts", test_share=0.2, seed=0)
+        assert [path.name for path in tmp_path.iterdir()] == ["parts"]
+
+    def test_a_folder_that_holds_something_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "parts").mkdir()
+        (tmp_path / "parts/mine.txt").write_text("keep me")
+        with pytest.raises(ConfigError, match=r"parts is not empty; .*--overwrite"):
+            write_device_folders(self.SAMPLES, self.PARTS, tmp_path / "parts", test_share=0.2, seed=0)
+        with pytest.raises(ConfigError, match=r"parts holds no partition\.json, so it is no earlier partition"):
+            write_device_folders(self.SAMPLES, self.PARTS, tmp_path / "parts", test_share=0.2, seed=0, overwrite=True)
+        assert written(tmp_path / "parts") == {"mine.txt": b"keep me"}
+
+    def test_a_file_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "parts").touch()
+        with pytest.raises(ConfigError, match="parts is a file"):
+            write_device_folders(self.SAMPLES, self.PARTS, tmp_path / "parts", test_share=0.2, seed=0, overwrite=True)
+
+    def test_an_earlier_partition_is_replaced_whole(self, tmp_path: Path) -> None:
+        out = tmp_path / "parts"
+        write_device_folders(self.SAMPLES, self.PARTS, out, test_share=0.2, seed=0)
+        write_device_folders(self.SAMPLES, (np.arange(15),), out, test_share=0.2, seed=0, overwrite=True)
+        assert sorted(path.name for path in out.iterdir()) == ["device-0", "partition.json"]
+        assert [path.name for path in tmp_path.iterdir()] == ["parts"]
+
+    def test_behind_a_link(self, tmp_path: Path) -> None:
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "parts").symlink_to(tmp_path / "disk")
+        write_device_folders(self.SAMPLES, self.PARTS, tmp_path / "parts", test_share=0.2, seed=0)
+        assert (tmp_path / "disk/partition.json").is_file()
+
+    def test_a_run_that_breaks_leaves_what_was_there(self, tmp_path: Path) -> None:
+        """Class names that no disk takes: the second class fails after the first was written."""
+        out = tmp_path / "parts"
+        write_device_folders(self.SAMPLES, self.PARTS, out, test_share=0.2, seed=0)
+        before = written(out)
+        broken = made([0, 0, 1, 1], classes=("ant", "b" * 300))
+        with pytest.raises(StorageFailed, match=r"cannot write device folders to .*parts: File name too long"):
+            write_device_folders(broken, (np.arange(4),), out, test_share=0.2, seed=0, overwrite=True)
+        assert written(out) == before
+        assert [path.name for path in tmp_path.iterdir()] == ["parts"]
+
+    def test_a_run_that_breaks_leaves_nothing_half(self, tmp_path: Path) -> None:
+        broken = made([0, 0, 1, 1], classes=("ant", "b" * 300))
+        with pytest.raises(StorageFailed):
+            write_device_folders(broken, (np.arange(4),), tmp_path / "parts", test_share=0.2, seed=0)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_images_that_break_late_are_left_out_and_listed(self, tmp_path: Path) -> None:
+        source = tmp_path / "source/ant"
+        source.mkdir(parents=True)
+        noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        for number in range(3):
+            Image.fromarray(noise).save(source / f"{number}.png")
+        (source / "1.png").write_bytes((source / "1.png").read_bytes()[:500])
+        (source / "3.png").write_text("no image")
+        samples = read_imagefolder(tmp_path / "source", 4)
+        summary = write_device_folders(samples, (np.arange(3),), tmp_path / "parts", test_share=0, seed=0)
+        assert summary.devices[0].train == {"ant": 2}
+        assert [Path(line.split(":")[0]).name for line in summary.unreadable] == ["3.png", "1.png"]
+        assert sorted(path.name for path in (tmp_path / "parts/device-0/train/ant").iterdir()) == [
+            "0000.png",
+            "0001.png",
+        ]
+
+
+class TestSummaryTable:
+    def rendered(self, classes: tuple[str, ...], *devices: DeviceCounts) -> str:
+        summary = PartitionSummary(
+            dataset="made",
+            classes=classes,
+            size=4,
+            partition=None,
+            options={},
+            seed=0,
+            test_share=0.2,
+            devices=devices,
+        )
+        screen = io.StringIO()
+        Console(file=screen, width=80).print(summary_table(summary))
+        return screen.getvalue()
+
+    def test_counts(self) -> None:
+        """8 + 1 of the ants; a class that a device has nothing of is a dot; long names are cut."""
+        shown = self.rendered(
+            ("ant", "bumblebee", "[red]"),
+            DeviceCounts("device-0", {"ant": 8, "bumblebee": 0, "[red]": 3}, {"ant": 1, "bumblebee": 0, "[red]": 1}),
+        )
+        heading, _, row = shown.splitlines()[:3]
+        assert heading.split() == ["device", "train", "test", "ant", "bum…", "[re…"]
+        assert row.split() == ["device-0", "11", "2", "9", "·", "4"]
+
+    def test_ten_classes_fit_a_terminal(self) -> None:
+        classes = tuple(f"class-{number}" for number in range(10))
+        counts = dict.fromkeys(classes, 4000)
+        row = self.rendered(classes, DeviceCounts("device-0", counts, counts)).splitlines()[2]
+        assert row.split() == ["device-0", "40000", "40000", *["8000"] * 10]
+
+    def test_many_classes_are_summed_up(self) -> None:
+        """Of 11 classes the device holds two, most of them the second."""
+        classes = tuple(f"class-{number}" for number in range(11))
+        train = dict.fromkeys(classes, 0) | {"class-3": 1, "class-4": 2}
+        shown = self.rendered(classes, DeviceCounts("device-0", train, dict.fromkeys(classes, 0)))
+        assert shown.splitlines()[2].split() == ["device-0", "3", "0", "2", "class-4"]
+
+    def test_a_device_without_samples(self) -> None:
+        classes = tuple(f"class-{number}" for number in range(11))
+        nothing = dict.fromkeys(classes, 0)
+        assert self.rendered(classes, DeviceCounts("device-0", nothing, nothing)).splitlines()[2].split() == [
+            "device-0",
+            "0",
+            "0",
+            "0",
+        ]
+
+
+class TestCommand:
+    def invoke(self, *arguments: str) -> Result:
+        return CliRunner().invoke(partition_command, arguments, catch_exceptions=False)
+
+    def test_digits(self, tmp_path: Path) -> None:
+        out = tmp_path / "parts"
+        result = self.invoke("--devices", "3", "--alpha", "0.5", "--out", str(out), "--size", "8")
+        assert result.exit_code == 0
+        assert "device-2" in result.stdout
+        assert f"digits dealt out to 3 devices in {out}" in result.stdout
+        record = json.loads((out / "partition.json").read_bytes())
+        assert record["partition"] == "dirichlet"
+        assert record["options"] == {"alpha": 0.5, "cap": False, "min_samples": 10}
+        totals = [sum(device["train"].values()) + sum(device["test"].values()) for device in record["devices"]]
+        assert sum(totals) == 1797
+        assert min(totals) >= 10
+        assert len(list(out.rglob("*.png"))) == 1797
+
+    def test_json_is_the_record(self, tmp_path: Path) -> None:
+        result = self.invoke("--out", str(tmp_path / "parts"), "--size", "8", "--partition", "iid", "--json")
+        record = json.loads(result.stdout)
+        assert record == json.loads((tmp_path / "parts/partition.json").read_bytes())
+        assert record["options"] == {}
+        assert record["seed"] == 0
+
+    def test_a_folder_of_images(self, tmp_path: Path) -> None:
+        for name in ("cat", "dog"):
+            (tmp_path / "source" / name).mkdir(parents=True)
+            for number in range(20):
+                Image.new("RGB", (4, 4)).save(tmp_path / "source" / name / f"{number}.png")
+        (tmp_path / "source/cat/bad.png").write_text("no image")
+        result = self.invoke("--dataset", str(tmp_path / "source"), "--devices", "2", "--out", str(tmp_path / "parts"))
+        assert "left out 1 images, the first: cannot read image" in result.stdout
+        assert len(DeviceData.open(tmp_path / "parts/device-0").train) > 0
+
+    def test_errors_are_left_to_the_caller(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="iid has no option 'alpha'"):
+            self.invoke("--partition", "iid", "--alpha", "1", "--out", str(tmp_path / "parts"))
+        with pytest.raises(ConfigError, match="neither a path"):
+            self.invoke("--dataset", str(tmp_path / "gone"), "--out", str(tmp_path / "parts"))
+        (tmp_path / "parts").touch()
+        with pytest.raises(ConfigError, match="parts is a file"):
+            self.invoke("--out", str(tmp_path / "parts"))
+
+    def test_overwrite(self, tmp_path: Path) -> None:
+        arguments = ("--out", str(tmp_path / "parts"), "--size", "8")
+        self.invoke(*arguments)
+        with pytest.raises(ConfigError, match="not empty"):
+            self.invoke(*arguments)
+        assert self.invoke(*arguments, "--overwrite", "--devices", "2").exit_code == 0
+        assert not (tmp_path / "parts/device-2").exists()
+
+    @pytest.mark.parametrize(
+        "wrong", [("--devices", "0"), ("--test-share", "1"), ("--size", "0"), ("--partition", "x")]
+    )
+    def test_values_that_click_refuses(self, wrong: tuple[str, str]) -> None:
+        assert self.invoke(*wrong).exit_code == 2

@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -61,9 +62,14 @@ class Observer:
         self._arrived: SimpleQueue[tuple[str, bytes]] = SimpleQueue()
         self._client = paho.Client(paho.CallbackAPIVersion.VERSION2, client_id="observer")
         self._client.on_connect = lambda client, *_: client.subscribe("#", 0)
+        self._subscribed = threading.Event()
+        self._client.on_subscribe = lambda *_: self._subscribed.set()
+        self._client.reconnect_delay_set(1, 1)  # by default its tries are ever longer apart, up to two minutes
         self._client.on_message = lambda _client, _data, message: self._arrived.put((message.topic, message.payload))
         self._client.connect_async("127.0.0.1", port)
         self._client.loop_start()
+        if not self._subscribed.wait(WAIT_S):
+            raise AssertionError(f"waited {WAIT_S:.0f} s for a broker at port {port} to observe")
 
     def drain(self) -> list[tuple[str, bytes]]:
         """Every payload that went by so far, with its topic."""
@@ -144,7 +150,7 @@ class Stage:
         return self.start(name, [*command, *arguments])
 
     def observer(self) -> Observer:
-        """Connects as soon as the broker is there."""
+        """Hears everything from here on; waits for the broker where it is not there yet."""
         if self._observer is None:
             self._observer = Observer(self.port)
         return self._observer

@@ -55,6 +55,9 @@ def _flag(
     if name in ("options", "model_options"):
         flags = ["--option", "-o"] if name == "options" else ["--model-option"]
         return click.option(*flags, name, multiple=True, metavar="KEY=VALUE", help=f"{text} Repeatable.")
+    if name == "variants":
+        metavar = "DEVICES:KEY=VALUE"
+        return click.option("--variant", name, multiple=True, metavar=metavar, help=f"{text} Repeatable.")
     if name == "classes":
         return click.option("--class", name, multiple=True, metavar="NAME", help=f"{text} Repeatable.")
     if isinstance(default, bool) and name != "pretrained":
@@ -78,6 +81,15 @@ def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]
     tables: dict[str, type[Struct]] = {"broker": BrokerConfig, "images": ImageConfig}
     for name, value in flags.items():
         if value is None or value == ():
+            continue
+        if name == "variants":
+            tables_of = {**merged.get(name, {})}
+            for text in value:
+                pattern, colon, pair = text.partition(":")
+                if not colon:
+                    raise ConfigError(f"variant {text!r} must be written DEVICES:KEY=VALUE, as in 'jetson-*:batch_size=64'")
+                tables_of[pattern] = {**tables_of.get(pattern, {}), **dict([_key_value(pair)])}
+            merged[name] = tables_of
             continue
         if name in ("options", "model_options"):
             inside = merged.get(name, {})

@@ -3,7 +3,7 @@
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -46,6 +46,10 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     method: Annotated[str, Meta(description="Federated method.")] = "eftvit"
     options: Annotated[dict[str, Any], Meta(description="Hyperparameter of the method.")] = field(default_factory=dict)
+    variants: Annotated[
+        dict[str, dict[str, Any]],
+        Meta(description="Other hyperparameters for some devices: a pattern of device names, then options."),
+    ] = field(default_factory=dict)
     model: Annotated[str, Meta(description="Name of a timm Vision Transformer, or vit_small_images.")] = (
         "vit_small_images"
     )
@@ -53,6 +57,9 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         field(default_factory=dict)
     )
     pretrained: Annotated[bool | str, Meta(description="true for timm's weights, or the path of a checkpoint.")] = False
+    start_from: Annotated[
+        str | None, Meta(description="Begin with what an earlier run of the same folder ended with: its name.")
+    ] = None
     classes: Annotated[
         tuple[str, ...], Meta(description="Class of the run; without any: all that the first devices have.")
     ] = ()
@@ -75,6 +82,13 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     evaluate_every: Annotated[
         int, Meta(ge=1, description="Rounds between evaluations on all devices; the last round always has one.")
     ] = 1
+    evaluation: Annotated[
+        Literal["newest", "pre_aggregation"],
+        Meta(
+            description="What devices test: the newest tensors of the server, or, on a device that trained in this "
+            "round, its own before they were averaged."
+        ),
+    ] = "newest"
     accelerator: Annotated[
         str, Meta(description="Torch device of the server's training; auto takes CUDA where there is one.")
     ] = "auto"
@@ -98,16 +112,31 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Now, not when the devices have come: on torch's device "meta" a model is made in no time and memory."""
         import torch  # seconds that `coordinator show` need not wait
 
-        from fedvit.methods import make_method
-        from fedvit.models import SMALL, build_vit
+        from fedvit.methods import build_model, make_method
+        from fedvit.models import SMALL
 
         method = make_method(self.method, self.options)
+        others = [self._variant_method(pattern) for pattern in self.variants]
         pretrained = self.model == SMALL and self.pretrained  # it has none, and says so
         with torch.device("meta"):
-            vit = build_vit(
-                self.model, max(1, len(self.classes)), seed=0, options=self.model_options, pretrained=pretrained
+            vit = build_model(
+                method,
+                self.model,
+                max(2, len(self.classes)),
+                seed=0,
+                options=self.model_options,
+                pretrained=pretrained,
             )
-            method.groups(vit)
+            for each in (method, *others):
+                each.groups(vit)
+
+    def _variant_method(self, pattern: str) -> Any:
+        from fedvit.methods import make_method
+
+        try:
+            return make_method(self.method, {**self.options, **self.variants[pattern]})
+        except ConfigError as error:
+            raise ConfigError(f"variants: {pattern!r}: {error}") from None
 
 
 class StartConfig(Struct, frozen=True):

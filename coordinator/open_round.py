@@ -3,10 +3,19 @@
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from coordinator.display import DeviceLine
+from coordinator.planner import Variant
 from coordinator.presence import Presence
 from fedvit.wire.messages import Failed, Progress, Result, TaskKind
+
+
+class Work(NamedTuple):
+    """What one device is asked to do in a round."""
+
+    variant: Variant
+    groups: dict[str, str]  # group -> digest of the value that the server sends
 
 
 @dataclass
@@ -18,6 +27,7 @@ class OpenRound:
     kind: TaskKind
     cohort: list[str]
     needed: int  # results that close it at once
+    work: dict[str, Work]  # by device
     opened_at: float = field(default_factory=time.monotonic)
     accepted: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)  # device -> reason

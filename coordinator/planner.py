@@ -1,35 +1,135 @@
-"""From a run's configuration to what devices get: the Program, its graphs, and the first values."""
+"""From a run's configuration to what devices get: Programs, their graphs, and the first values."""
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+import numpy as np
+
 from coordinator.config import RunConfig
-from export.graphs import PREDICT, export_graphs
+from export.graphs import export_graphs
 from fedvit.blobs import BlobStore
-from fedvit.methods import make_method
-from fedvit.methods.base import Method, ServerState
-from fedvit.models import build_vit
+from fedvit.errors import ConfigError
+from fedvit.methods import build_model, make_method
+from fedvit.methods.base import Method, ServerRule, ServerState
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, encode_program
 from fedvit.tensors import Tensors, pack
 from profiles.cost import count_flops
 
+PROTOCOLS = {
+    "newest": "newest tensors from the server + own local tensors, each device's own test images",
+    "adapted": "newest tensors from the server + own local tensors, tuned on own training images and then restored, "
+    "each device's own test images",
+    "kept": "tensors as each device itself last trained them, each device's own test images",
+    "pre_aggregation": "on devices of the round's cohort their own tensors before averaging, else the newest from the "
+    "server; each device's own test images",
+}
+"""How accuracy is measured; named in every output, because papers differ."""
 
-class Plan(NamedTuple):
-    """A Program in the blob store, and the server's side of it."""
+
+class Variant(NamedTuple):
+    """A Program in the blob store, and the method it was made of."""
 
     digest: str
     program: Program
     method: Method
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is the same for all devices and rounds; `variant` makes what is not.
+
+    Raises ConfigError when the configuration's variants do not fit together.
+    """
+
+    config: RunConfig
+    classes: tuple[str, ...]
+    blobs: BlobStore
     vit: PatchViT
+    method: Method
+    rule: ServerRule
+    values: Tensors  # the first value of every tensor that any variant has
     state: ServerState
+    groups: dict[str, list[str]]  # groups that are the same for all devices -> their tensors
+    cache: Path | None
+    progress: Callable[[str], None]
+    variants: dict[Method, Variant]
+    lock: threading.Lock
 
+    @property
+    def first(self) -> Variant:
+        """That of a device which no pattern names, in round 1."""
+        return self.variant("", 1)
 
-def make_vit(config: RunConfig, classes: tuple[str, ...]) -> PatchViT:
-    return build_vit(
-        config.model, len(classes), seed=config.seed, options=config.model_options, pretrained=config.pretrained
-    )
+    @property
+    def protocol(self) -> str:
+        evaluate = self.first.program.evaluate
+        if self.config.evaluation == "pre_aggregation":
+            return PROTOCOLS["pre_aggregation"]
+        return PROTOCOLS["adapted" if evaluate.adapt else "kept" if evaluate.kept else "newest"]
+
+    def method_for(self, device: str, round_number: int) -> Method:
+        return _method_for(self.config, device).in_round(round_number, self.config.rounds)
+
+    def variant(self, device: str, round_number: int) -> Variant:
+        """The Program for a device in a round that counts from 1; made when first asked for, which takes a while."""
+        method = self.method_for(device, round_number)
+        with self.lock:
+            if method not in self.variants:
+                self.variants[method] = self._make(method)
+            return self.variants[method]
+
+    def _make(self, method: Method) -> Variant:
+        vit, images = self.vit, self.config.images
+        mean, std = vit.mean_std
+        batch = Batch(
+            image_size=vit.image_size,
+            patch_size=vit.patch_size,
+            batch_size=method.samples_per_step,
+            mean=mean,
+            std=std,
+            mask_ratio=method.mask_ratio,
+            crop_padding=images.crop_padding,
+            flip=images.flip,
+            brightness=images.brightness,
+        )
+        graphs = {
+            name: GraphSpec(self.blobs.put(exported.content).digest, count_flops(exported.content))
+            for name, exported in export_graphs(method, vit, batch, cache=self.cache, progress=self.progress).items()
+        }
+        groups: dict[str, Group] = {}
+        tensors: dict[str, TensorSpec] = {}
+        for group, (role, names) in method.groups(vit).items():
+            if not names:
+                continue
+            members = {name: self.values[name] for name in names}
+            initial = None if role.from_server_each_round else self.blobs.put(pack(members)).digest
+            groups[group] = Group(role, initial)
+            tensors |= {name: TensorSpec(value.shape, str(value.dtype), group) for name, value in members.items()}
+        program = Program(
+            method=self.config.method,
+            model=self.config.model,
+            classes=self.classes,
+            groups=groups,
+            tensors={name: tensors[name] for name in method.tensors(vit)},
+            graphs=graphs,
+            train=method.phases(vit),
+            evaluate=self._evaluate(method),
+            batch=batch,
+        )
+        return Variant(self.blobs.put(encode_program(program)).digest, program, method)
+
+    def _evaluate(self, method: Method) -> Evaluate:
+        evaluate = method.evaluate(self.vit)
+        if self.config.evaluation == "newest":
+            return evaluate
+        sent_back = [group for group, (role, names) in method.groups(self.vit).items() if role.sent_back and names]
+        return msgspec.structs.replace(evaluate, kept=tuple(sent_back), kept_of_this_round=True)
 
 
 def make_plan(
@@ -37,56 +137,80 @@ def make_plan(
     classes: tuple[str, ...],
     blobs: BlobStore,
     *,
+    start: ServerState | None = None,
     cache: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """Build model and graphs and put everything that a device may fetch into `blobs`.
+    """Build the model, and the Program of round 1; put everything that a device may fetch into `blobs`.
 
-    The same configuration and classes always give the same Program, byte for byte.
+    `start` is the state that an earlier run ended with. The same arguments always give the same Program,
+    byte for byte.
     """
-    method = make_method(config.method, config.options)
     progress(f"building {config.model}")
-    vit = make_vit(config, classes)
-    mean, std = vit.mean_std
-    batch = Batch(
-        image_size=vit.image_size,
-        patch_size=vit.patch_size,
-        batch_size=method.batch_size,
-        mean=mean,
-        std=std,
-        mask_ratio=method.mask_ratio,
-        crop_padding=config.images.crop_padding,
-        flip=config.images.flip,
-        brightness=config.images.brightness,
+    base = make_method(config.method, config.options)
+    vit = build_model(
+        base,
+        config.model,
+        len(classes),
+        seed=config.seed,
+        options=config.model_options,
+        pretrained=config.pretrained,
     )
-    graphs = {
-        name: GraphSpec(blobs.put(exported.content).digest, count_flops(exported.content))
-        for name, exported in export_graphs(method, vit, batch, cache=cache, progress=progress).items()
-    }
-    values: Tensors = {name: value.numpy() for name, value in vit.tensors().items()}
-    groups: dict[str, Group] = {}
-    tensors: dict[str, TensorSpec] = {}
-    state: Tensors = {}
-    for group, (role, names) in method.groups(vit).items():
-        members = {name: values[name] for name in names}
-        if role.from_server_each_round:
-            state |= members
-            groups[group] = Group(role)
-        else:
-            groups[group] = Group(role, blobs.put(pack(members)).digest)
-        tensors |= {name: TensorSpec(value.shape, str(value.dtype), group) for name, value in members.items()}
-    program = Program(
-        method=config.method,
-        model=config.model,
+    methods = [_method_for(config, pattern).in_round(1, config.rounds) for pattern in ("", *config.variants)]
+    values: Tensors = {}
+    groups: dict[str, list[str]] = {}
+    for method in methods:
+        values |= {name: np.ascontiguousarray(value.numpy()) for name, value in method.tensors(vit).items()}
+        for group, (role, names) in method.groups(vit).items():
+            if not names or not role.from_server_each_round or role is Role.GENERATED:
+                continue
+            if groups.setdefault(group, names) != names:
+                raise ConfigError(f"variants of method {config.method!r} disagree on what is in group {group!r}")
+    if start is not None:
+        values = _started(values, start)
+    rule = base.server_rule(vit)
+    common = {name for names in groups.values() for name in names}
+    tensors = {name: value for name, value in values.items() if name in common}
+    memory = start.memory if start is not None and start.memory else rule.begin(config.seed)
+    plan = Plan(
+        config=config,
         classes=classes,
+        blobs=blobs,
+        vit=vit,
+        method=base,
+        rule=rule,
+        values=values,
+        state=ServerState(tensors, memory),
         groups=groups,
-        tensors={name: tensors[name] for name in values},
-        graphs=graphs,
-        train=method.phases(vit),
-        evaluate=Evaluate(graph=PREDICT),
-        batch=batch,
+        cache=cache,
+        progress=progress,
+        variants={},
+        lock=threading.Lock(),
     )
-    return Plan(blobs.put(encode_program(program)).digest, program, method, vit, ServerState(state))
+    progress(f"{len(plan.first.program.tensors)} tensors are planned")
+    return plan
+
+
+def _method_for(config: RunConfig, device: str) -> Method:
+    options = dict(config.options)
+    for pattern, others in config.variants.items():
+        if fnmatchcase(device, pattern) or device == pattern:
+            options |= others
+    return make_method(config.method, options)
+
+
+def _started(values: Tensors, start: ServerState) -> Tensors:
+    """The values with those of an earlier run's end. Raises ConfigError when a shape differs."""
+    taken = dict(values)
+    for name, value in start.tensors.items():
+        if name not in values:
+            continue
+        if value.shape != values[name].shape:
+            raise ConfigError(
+                f"start_from: tensor {name!r} has shape {value.shape} there, this run's has {values[name].shape}"
+            )
+        taken[name] = value
+    return taken
 
 
 def initial_blobs(program: Program) -> list[str]:
@@ -95,5 +219,8 @@ def initial_blobs(program: Program) -> list[str]:
     return [graph.digest for graph in program.graphs.values()] + first
 
 
-def groups_from_server(program: Program) -> list[str]:
-    return program.with_role(*(role for role in Role if role.from_server_each_round))
+def common_groups(program: Program) -> list[str]:
+    """Groups that the server sends each round, the same to all devices."""
+    return program.with_role(
+        *(role for role in Role if role.from_server_each_round and role is not Role.GENERATED)
+    )

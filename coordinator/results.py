@@ -9,7 +9,6 @@ from coordinator.presence import Presence
 from coordinator.store import Store
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
-from fedvit.program import Program
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import Failed, Manifest, Result, ResultAck
 from fedvit.wire.topics import Topics
@@ -40,7 +39,6 @@ class Results:
         say: Callable[[str], None],
     ) -> None:
         self.opened: OpenRound | None = None
-        self.program: Program | None = None
         self._run = run
         self._store = store
         self._blobs = blobs
@@ -52,14 +50,14 @@ class Results:
 
     def on_result(self, device: str, result: Result) -> None:
         """Take a result, or refuse it; one that was taken before is only acknowledged again."""
-        opened, program = self.opened, self.program
+        opened = self.opened
         if result.run != self._run:
             # a run that was interrupted may be resumed: the device keeps its result till then
             if not any(record.id == result.run and record.status != "finished" for record in self._store.runs()):
                 self._reject(device, result, f"run {result.run!r} is not served here, this is {self._run!r}")
         elif any(kept.device == device for kept in self._store.results(self._run, result.round, result.kind)):
             self._acknowledge(device, result)
-        elif opened is None or program is None or not opened.asked(result):
+        elif opened is None or not opened.asked(result):
             if reason := self._why_never(result):
                 self._reject(device, result, reason)
             # else its round will be opened again, by this process after a restart: the device keeps it till then
@@ -69,7 +67,7 @@ class Results:
             return  # the answer is on its way, or will follow when the device has said hello
         else:
             try:
-                check_result(result, program, self._presence[device].hello)
+                check_result(result, opened.work[device].variant.program, self._presence[device].hello)
             except BadPayload as error:
                 self._reject(device, result, str(error))
                 return
@@ -127,12 +125,11 @@ class Results:
     ) -> Callable[[Manifest, Exception | None], None]:
         def finished(manifest: Manifest, error: Exception | None) -> None:
             opened.under_way.pop(device, None)
-            assert self.program is not None  # results are taken only when it is there
             try:
                 if error:
                     raise error
                 what = f"result of {device} for round {result.round}"
-                check_upload(self._blobs.get(manifest.digest), self.program, what)
+                check_upload(self._blobs.get(manifest.digest), opened.work[device].variant.program, what)
             except BadPayload as bad:
                 self._reject(device, result, str(bad))
             else:

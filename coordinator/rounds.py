@@ -22,8 +22,8 @@ from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.cohort import select_cohort
 from coordinator.config import RunConfig
 from coordinator.display import Display, View
-from coordinator.open_round import OpenRound
-from coordinator.planner import Plan, groups_from_server, initial_blobs, make_plan
+from coordinator.open_round import OpenRound, Work
+from coordinator.planner import Plan, common_groups, initial_blobs, make_plan
 from coordinator.presence import Presence
 from coordinator.results import Results
 from coordinator.store import ResultRecord, SavedState, Store
@@ -32,6 +32,7 @@ from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError, EmptyCohort, FedvitError, LinkDown, PeerRefused
 from fedvit.files import atomic_write
 from fedvit.methods.base import RoundContext, ServerState, Upload
+from fedvit.program import Role
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
 from fedvit.transport.exchange import BlobExchange
@@ -120,7 +121,7 @@ class Coordinator:
         self._classes: tuple[str, ...] = config.classes
         self._plan: Plan | None = None
         self._saved: SavedState | None = None
-        self._offered: set[str] = set()
+        self._offered: dict[str, set[str]] = {}  # device -> digests that it may read
         self._link_trouble = ""
         self._headline = ""
 
@@ -176,24 +177,40 @@ class Coordinator:
 
     def _prepare(self) -> None:
         """Make the Program; take up the newest saved state, if there is one."""
+        start = self._start_state()
         plan = self._in_background(
             lambda: make_plan(
-                self.config, self._classes, self.blobs, cache=self._graph_cache, progress=self._set_headline
+                self.config,
+                self._classes,
+                self.blobs,
+                start=start,
+                cache=self._graph_cache,
+                progress=self._set_headline,
             )
         )
-        record = self.store.run(self.run)
-        if record.program not in (None, plan.digest):
+        record, made = self.store.run(self.run), plan.first.digest
+        if record.program not in (None, made):
             raise ConfigError(
-                f"run {self.run} began with program {record.program}, this software makes {plan.digest}: "
+                f"run {self.run} began with program {record.program}, this software makes {made}: "
                 "resume it with the versions it began with"
             )
         self._plan = plan
-        self.results.program = plan.program
-        self.store.update_run(self.run, program=plan.digest)
+        self.store.update_run(self.run, program=made, protocol=plan.protocol)
         closed = [record.state for record in self.store.rounds(self.run) if record.state]
-        self._saved = closed[-1] if closed else save_state(plan.state, plan.program, self.blobs)
+        self._saved = closed[-1] if closed else save_state(plan.state, plan.groups, self.blobs)
         groups = {group: (role.value, len(names)) for group, (role, names) in plan.method.groups(plan.vit).items()}
-        log.info("program ready", extra={"program": plan.digest, "groups": groups})
+        log.info("program ready", extra={"program": made, "groups": groups})
+
+    def _start_state(self) -> ServerState | None:
+        """What the run that this one starts from ended with. Raises ConfigError when there is no such end."""
+        earlier = self.config.start_from
+        if earlier is None:
+            return None
+        states = [record.state for record in self.store.rounds(earlier) if record.state]
+        if not states:
+            self.store.run(earlier)  # raises when there is none of that name
+            raise ConfigError(f"start_from = {earlier!r}: that run closed no round")
+        return load_state(states[-1], BlobStore(self.folder.parent / earlier / "blobs"))
 
     def _go_on(self) -> None:
         """All rounds that are not done yet, from wherever an earlier process got to."""
@@ -212,6 +229,9 @@ class Coordinator:
     def _finish(self) -> None:
         state = self._state()
         atomic_write(self.folder / "model.safetensors", pack(state.tensors))
+        for device in sorted({result.device for result in self.store.results(self.run)}):
+            if generated := self._ready().rule.generate(state, device, self.config.seed):
+                atomic_write(self.folder / "generated" / f"{device}.safetensors", pack(generated))
         self.store.update_run(self.run, status="finished")
         self._tell_all(RunEnded(self.run, "finished"))
         log.info("run finished", extra={"run": self.run})
@@ -228,7 +248,7 @@ class Coordinator:
                 (self.store.open_round if attempt == 0 else self.store.reopen_round)(self.run, number, cohort)
             began = time.monotonic()
             needed = max(1, math.ceil(self.config.quorum * len(cohort) - 1e-9))
-            opened = self._ask(OpenRound(self.run, number, "train", cohort, needed))
+            opened = self._ask(OpenRound(self.run, number, "train", cohort, needed, self._work(number, cohort)))
             results = [
                 result for result in self.store.results(self.run, number, "train") if result.device in opened.accepted
             ]
@@ -244,7 +264,7 @@ class Coordinator:
                 "cohort": float(len(cohort)), "accepted": float(len(results)), "devices_s": trained_s,
                 "server_s": time.monotonic() - began - trained_s,
             }  # fmt: skip
-            self._saved = save_state(state, plan.program, self.blobs)
+            self._saved = save_state(state, plan.groups, self.blobs)
             self.store.close_round(self.run, number, self._saved, figures)
             freed = self.blobs.prune(needed_blobs(plan, self._saved))
             log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
@@ -255,8 +275,29 @@ class Coordinator:
         """Ask every device that is here how good its model is on its own test images."""
         cohort = self.presence.online()
         if cohort:
-            self._ask(OpenRound(self.run, number, "evaluate", cohort, len(cohort)))
+            self._ask(OpenRound(self.run, number, "evaluate", cohort, len(cohort), self._work(number, cohort)))
         self.store.round_evaluated(self.run, number)
+
+    def _work(self, number: int, cohort: list[str]) -> dict[str, Work]:
+        """Every device's Program for the round, and the digests of what the server sends it."""
+        plan, saved = self._ready(), self._saved
+        assert saved is not None  # _prepare ran
+
+        def make() -> dict[str, Work]:
+            work: dict[str, Work] = {}
+            state: ServerState | None = None
+            for device in cohort:
+                variant = plan.variant(device, number)
+                groups = {group: saved.groups[group] for group in common_groups(variant.program)}
+                for group in variant.program.with_role(Role.GENERATED):
+                    state = state or self._state()
+                    made = plan.rule.generate(state, device, self.config.seed)
+                    members = {name: made[name] for name in variant.program.names(group)}
+                    groups[group] = self.blobs.put(pack(members)).digest
+                work[device] = Work(variant, groups)
+            return work
+
+        return self._in_background(make)
 
     def _ask(self, opened: OpenRound) -> OpenRound:
         """Send tasks, and wait until the round closes by quorum, deadline or absence."""
@@ -282,12 +323,12 @@ class Coordinator:
 
     def _send_task(self, device: str) -> None:
         """Give a device its part of the open round, if it is here."""
-        opened, plan, saved = self.results.opened, self._ready(), self._saved
-        if opened is None or saved is None or not self.presence.is_online(device):
+        opened = self.results.opened
+        if opened is None or not self.presence.is_online(device):
             return
-        groups = {group: saved.groups[group] for group in groups_from_server(plan.program)}
-        digests = [plan.digest, *initial_blobs(plan.program), *groups.values()]
-        self._offered = set(digests)
+        variant, groups = opened.work[device]
+        digests = [variant.digest, *initial_blobs(variant.program), *groups.values()]
+        self._offered[device] = set(digests)
         instance = self.presence[device].hello.instance
         left_s = self.config.deadline_s - (time.monotonic() - opened.opened_at)
         self._tell(
@@ -299,11 +340,11 @@ class Coordinator:
                 round=opened.number,
                 kind=opened.kind,
                 seed=self.config.seed,
-                program=plan.digest,
+                program=variant.digest,
                 groups=groups,
                 blobs=tuple(self.blobs.manifest(digest) for digest in digests),
                 deadline_s=max(1.0, left_s),
-                lr_scale=plan.method.lr_scale(opened.number, self.config.rounds),
+                lr_scale=variant.method.lr_scale(opened.number, self.config.rounds),
             ),
         )
 
@@ -333,7 +374,7 @@ class Coordinator:
             progress=self._set_headline,
         )
         state = self._state()
-        return self._in_background(lambda: plan.method.server_rule().close(state, uploads, context))
+        return self._in_background(lambda: plan.rule.close(state, uploads, context))
 
     # --- what arrives ---------------------------------------------------------------------------------
 
@@ -447,7 +488,7 @@ class Coordinator:
 
     def _state(self) -> ServerState:
         assert self._saved is not None  # _prepare ran
-        return load_state(self._saved, self._ready().program, self.blobs)
+        return load_state(self._saved, self.blobs, self._ready().values)
 
     def _ready(self) -> Plan:
         if self._plan is None:
@@ -460,7 +501,7 @@ class Coordinator:
         return sum(self.presence.is_online(name) for name in opened.waiting_for()) if opened else 1
 
     def _may_read(self, peer: str, digest: str) -> bool:
-        return digest in self._offered
+        return digest in self._offered.get(peer, ())
 
     # --- talking --------------------------------------------------------------------------------------
 

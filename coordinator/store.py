@@ -43,6 +43,7 @@ _runs = Table(
     Column("config", JSON, nullable=False),
     Column("classes", JSON),
     Column("program", String),  # digest
+    Column("protocol", String),  # how accuracy is measured
     Column("reason", String),  # why it failed
 )
 
@@ -102,6 +103,7 @@ class RunRecord(NamedTuple):
     config: dict[str, Any]
     classes: tuple[str, ...]
     program: str | None
+    protocol: str | None
     reason: str | None
 
 
@@ -177,7 +179,7 @@ class Store:
             )
 
     def update_run(self, run: str, **values: Any) -> None:
-        """Set status, classes, program or reason."""
+        """Set status, classes, program, protocol or reason."""
         with self._transaction() as connection:
             connection.execute(update(_runs).where(_runs.c.id == run).values(**values))
 
@@ -187,7 +189,14 @@ class Store:
             rows = connection.execute(select(_runs).order_by(_runs.c.created_at.desc(), _runs.c.id.desc()))
             return [
                 RunRecord(
-                    row.id, row.created_at, row.status, row.config, tuple(row.classes or ()), row.program, row.reason
+                    id=row.id,
+                    created_at=row.created_at,
+                    status=row.status,
+                    config=row.config,
+                    classes=tuple(row.classes or ()),
+                    program=row.program,
+                    protocol=row.protocol,
+                    reason=row.reason,
                 )
                 for row in rows
             ]

@@ -14,10 +14,6 @@ from rich.text import Text
 
 from coordinator.store import ResultRecord, Store
 
-PROTOCOL = "newest tensors from the server + own local tensors, each device's own test images"
-"""How accuracy is measured; named in every output, because papers differ."""
-
-
 class RoundSummary(Struct, frozen=True, kw_only=True):
     """One round; accuracies are None where the round was not evaluated."""
 
@@ -59,7 +55,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     model: str
     seed: int
     rounds_planned: int
-    protocol: str
+    protocol: str | None  # how accuracy is measured: papers differ
     classes: tuple[str, ...]
     rounds: list[RoundSummary]
     devices: list[DeviceSummary]
@@ -93,7 +89,7 @@ def summarise(store: Store, run: str) -> RunSummary:
         model=str(record.config.get("model")),
         seed=int(record.config.get("seed", 0)),
         rounds_planned=int(record.config.get("rounds", 0)),
-        protocol=PROTOCOL,
+        protocol=record.protocol,
         classes=record.classes,
         rounds=rounds,
         devices=devices,

@@ -388,17 +388,17 @@ class Agent:
             self.runtime.open(graph.digest, self.blobs.path(graph.digest))
         values = self._values(task, program)
         watch = Watch(self._progress(job), job.stop.is_set)
+        seeds = Seeds(task.seed, task.round, self.device)
         if task.kind == "evaluate":
-            evaluated = self.runtime.evaluate(program, values, data.test, watch)
+            evaluated = self.runtime.evaluate(program, values, data, seeds, watch)
             use = self._use(began, flops=evaluated.flops)
             correct = float(evaluated.correct)
             return Result(task.run, task.round, task.kind, evaluated.samples, {"correct": correct}, use)
-        seeds = Seeds(task.seed, task.round, self.device)
         trained = self.runtime.train(program, values, data.train, seeds, task.lr_scale, watch)
         check_finite(trained.tensors, f"training diverged in round {task.round}, nothing of it is kept")
-        local = {
+        kept = {
             name: trained.tensors.get(name, values[name])
-            for group in program.with_role(Role.LOCAL)
+            for group in dict.fromkeys([*program.with_role(Role.LOCAL), *program.evaluate.kept])
             for name in program.names(group)
         }
         back = {
@@ -414,7 +414,7 @@ class Agent:
         result = Result(task.run, task.round, task.kind, trained.samples, metrics, use, manifest)
         if job.stop.is_set():
             raise Stopped("the task was cancelled")
-        self.vault.commit(result, local)
+        self.vault.commit(result, kept)
         return result
 
     def _labelled(self, classes: tuple[str, ...]) -> DeviceData:
@@ -427,9 +427,12 @@ class Agent:
         """Every tensor at the start of the round, checked against the Program."""
         values: Tensors = {}
         stored = self.vault.local(task.run)
+        kept = program.evaluate.kept if task.kind == "evaluate" else ()
+        if program.evaluate.kept_of_this_round and self.vault.round_of(task.run) != task.round:
+            kept = ()
         for group, spec in program.groups.items():
             what = f"group {group!r} of round {task.round}"
-            if spec.role is Role.LOCAL and stored is not None:
+            if stored is not None and (spec.role is Role.LOCAL or group in kept):
                 tensors = {name: stored[name] for name in program.names(group) if name in stored}
             elif spec.role.from_server_each_round:
                 if group not in task.groups:

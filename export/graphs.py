@@ -12,13 +12,11 @@ from export.trace import Trace, to_onnx, trace
 from export.verify import reference_predict, reference_step, verify
 from fedvit.files import atomic_write
 from fedvit.methods.base import Method
-from fedvit.methods.step import Step, example_inputs, predict, train_step
+from fedvit.methods.step import Step, example_inputs, gather_step, predict_step, steps_of, train_step
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch
+from fedvit.program import Batch, Gather, Train
 
 log = logging.getLogger(__name__)
-
-PREDICT = "predict"
 
 
 @dataclass(frozen=True)
@@ -43,22 +41,25 @@ def export_graphs(
     cache: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Exported]:
-    """Graph name -> verified graph: one per training phase, and `predict`.
+    """Graph name -> verified graph: those that the method's phases and its evaluation name.
 
     Raises ExportMismatch when a graph and torch disagree; nothing is cached then.
     """
     folder = cache or default_cache()
     graphs: dict[str, Exported] = {}
-    for phase in method.phases(vit):
-        inputs = example_inputs(method, vit, batch, phase)
-        progress(f"tracing graph {phase.graph!r}")
-        traced = trace(train_step(method, vit, phase), inputs)
-        graphs[phase.graph] = _cached(traced, reference_step(method, vit, phase), phase.graph, folder, progress)
-    inputs = example_inputs(method, vit, batch, None)
-    step = predict(method, vit)
-    progress(f"tracing graph {PREDICT!r}")
-    graphs[PREDICT] = _cached(trace(step, inputs), partial(reference_predict, step), PREDICT, folder, progress)
+    for name, serves in steps_of(method, vit).items():
+        progress(f"tracing graph {name!r}")
+        inputs = example_inputs(method, vit, batch, serves)
+        step, reference = _step_and_reference(method, vit, serves)
+        graphs[name] = _cached(trace(step, inputs), reference, name, folder, progress)
     return graphs
+
+
+def _step_and_reference(method: Method, vit: PatchViT, serves: Train | Gather | None) -> tuple[Step, Step]:
+    if isinstance(serves, Train):
+        return train_step(method, vit, serves), reference_step(method, vit, serves)
+    step = gather_step(method, vit, serves) if serves else predict_step(method, vit)
+    return step, partial(reference_predict, step)
 
 
 def _cached(traced: Trace, reference: Step, name: str, folder: Path, progress: Callable[[str], None]) -> Exported:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fedvit.errors import ExportMismatch
-from fedvit.methods.base import Method, trained_names
-from fedvit.methods.step import Step, first_step_inputs, loss_of
+from fedvit.methods.base import Method
+from fedvit.methods.calculus import TorchCalculus
+from fedvit.methods.step import Step, first_step_inputs, train_step
 from fedvit.models.vit import PatchViT
 from fedvit.program import Train
 
@@ -23,29 +24,7 @@ largest value (loss, features, logits). Float32 gives 1e-6 to 2e-4, growing with
 
 def reference_step(method: Method, vit: PatchViT, phase: Train) -> Step:
     """The training step as a torch user writes it: backward() and optimizer.step()."""
-    moved = trained_names(method, vit, phase)
-
-    def step(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        values = {name.removeprefix("tensor/"): value for name, value in inputs.items() if name.startswith("tensor/")}
-        trained = {name: values.pop(name).clone().requires_grad_() for name in moved}
-        optimizer = method.optimizer_rule().in_torch(list(trained.values()), float(inputs["hyper/lr"]))
-        slots = method.optimizer_rule().slots
-        for name, value in trained.items():
-            for slot in slots:
-                optimizer.state[value][slot] = inputs[f"slot/{slot}/{name}"].clone()
-            if "exp_avg" in slots:
-                optimizer.state[value]["step"] = inputs["hyper/step"] - 1
-        loss, collected = loss_of(method, vit, trained, values, inputs)
-        loss.backward()
-        optimizer.step()
-        outputs = {"metric/loss": loss.detach()}
-        outputs |= {f"collect/{name}": value.detach() for name, value in collected.items()}
-        for name, value in trained.items():
-            outputs[f"new/tensor/{name}"] = value.detach()
-            outputs |= {f"new/slot/{slot}/{name}": optimizer.state[value][slot] for slot in slots}
-        return outputs
-
-    return step
+    return train_step(method, vit, phase, TorchCalculus)
 
 
 def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: str) -> float:

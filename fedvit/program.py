@@ -13,6 +13,11 @@ Graph inputs and outputs are bound by name, so that graphs carry their own wirin
     batch/labels      (B,) int64: index into `Program.classes`
     batch/weight      (B,) float32: 1 for a sample, 0 for padding of the last batch
     hyper/lr          () float32 learning rate;  hyper/step () float32, counts from 1 in a phase
+    hyper/last        () float32: 1 in the last of a batch's repeats, else 0
+    fact/class_counts (classes,) float32: the device's training images of each class
+    draw/NAME         (count,) int64 random numbers, drawn once per task on the device
+    gathered/NAME     (capacity, ...) float32: what an evaluation gathered from the device's training images,
+                      with gathered/labels (capacity,) int64 and gathered/weight (capacity,), 0 where empty
     metric/loss       () float32 mean loss over the batch's samples (output)
     collect/NAME      (B, ...) what the phase may record per sample (output)
     logits            (B, classes) float32 (output of a predict graph)
@@ -106,6 +111,16 @@ class Collect(Struct, frozen=True):
     threshold: float = 1.0  # multiplies the median; > 0
 
 
+class Draw(Struct, frozen=True, kw_only=True):
+    """Whole numbers in [low, high), drawn with replacement once per task and phase: the input `draw/NAME`."""
+
+    name: str
+    low: int
+    high: int
+    count: int
+    ascending: bool = False
+
+
 class Train(Struct, frozen=True, tag="train", kw_only=True):
     """Run a step graph over the device's training images."""
 
@@ -113,15 +128,34 @@ class Train(Struct, frozen=True, tag="train", kw_only=True):
     groups: tuple[str, ...]  # the groups that this phase moves
     slots: tuple[str, ...] = ()  # optimizer state kept per trained tensor
     epochs: int = 1
+    steps: int | None = None  # batches after which the phase ends, whatever `epochs` says
+    repeats: int = 1  # runs of the graph on each batch
     lr: float
     anchors: tuple[str, ...] = ()  # groups whose start value is an input
+    draws: tuple[Draw, ...] = ()
     collect: Collect | None = None
 
 
-class Evaluate(Struct, frozen=True, tag="evaluate", kw_only=True):
-    """Count right answers on the device's own test images, full images, no augmentation."""
+class Gather(Struct, frozen=True, kw_only=True):
+    """Run a graph over the device's training images and keep what it gives of up to `capacity` of them."""
 
     graph: str
+    output: str  # of `collect/`; becomes the input `gathered/` of the same name
+    shape: tuple[int, ...]  # of one sample's value, float32
+    capacity: int  # of more images a random choice is taken
+
+
+class Evaluate(Struct, frozen=True, tag="evaluate", kw_only=True):
+    """Count right answers on the device's own test images, full images, no augmentation.
+
+    `adapt` trains a scratch copy first, of which nothing is kept.
+    """
+
+    graph: str
+    adapt: tuple[Train, ...] = ()
+    gather: Gather | None = None
+    kept: tuple[str, ...] = ()  # groups tested as the device itself last trained them, not as the server has them
+    kept_of_this_round: bool = False  # only where the device trained them in the round that is being evaluated
 
 
 class Program(Struct, frozen=True, kw_only=True):

@@ -3,8 +3,9 @@
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -17,13 +18,23 @@ from rich.table import Table
 from rich.text import Text
 
 from fedvit.data import SOURCES, read_samples
-from fedvit.data.images import Indices
+from fedvit.data.feature_noise import add_noise
+from fedvit.data.images import Indices, Pixels
 from fedvit.data.layout import TEST, TRAIN
-from fedvit.data.partition import PARTITIONS, make_partition, partition, split_train_test
+from fedvit.data.partition import (
+    PARTITIONS,
+    Option,
+    deal_out,
+    make_partition,
+    partition_options,
+    split_train_test,
+)
 from fedvit.data.samples import Samples
 from fedvit.errors import ConfigError, DataError, StorageFailed
+from fleet.partition_plot import Counts, draw_bubbles, shade_lines
 
 SUMMARY_FILE = "partition.json"
+PLOT_FILE = "partition.png"
 
 _TABLE_CLASSES = 10  # with more, a column per class does not fit into 80 characters
 
@@ -34,6 +45,7 @@ class DeviceCounts(Struct, frozen=True):
     name: str
     train: dict[str, int]
     test: dict[str, int]
+    noise_std: float = 0.0  # of the noise added to its images, gray levels of 0..255
 
     def total(self, class_name: str) -> int:
         return self.train[class_name] + self.test[class_name]
@@ -46,11 +58,51 @@ class PartitionSummary(Struct, frozen=True, kw_only=True):
     classes: tuple[str, ...]
     size: int
     partition: str | None  # None: the caller dealt the samples out by a rule of its own
-    options: dict[str, bool | int | float]
+    options: dict[str, Option]
     seed: int
     test_share: float
     devices: tuple[DeviceCounts, ...]
+    domains: tuple[str, ...] = ()  # of the data set, in the order in which `domain` deals them out
     unreadable: tuple[str, ...] = ()  # what was left out and why, one line each
+
+
+def deal(
+    dataset: str | Samples,
+    partition: str,
+    devices: int,
+    out: Path,
+    *,
+    options: Mapping[str, Option | str] | None = None,
+    seed: int = 0,
+    test_share: float = 0.2,
+    size: int = 32,
+    overwrite: bool = False,
+    plot: bool = False,
+) -> PartitionSummary:
+    """Deal a data set out by a partition of `PARTITIONS` and write a folder per device, as `fleet partition` does.
+
+    `dataset` is a name, a path, or samples already read; `size`, the side of images in pixels, is for the
+    first two. With `plot` a picture lies beside the folders. The same arguments write the same files.
+    Raises ConfigError for bad values and where `out` is occupied, DataError for an unusable data set,
+    StorageFailed when the disk is full or not writable.
+    """
+    rule = make_partition(partition, **(options or {}))
+    _refuse_occupied(out, overwrite)  # before minutes go into reading a large data set
+    samples = read_samples(dataset, size) if isinstance(dataset, str) else dataset
+    summary = write_device_folders(
+        samples,
+        deal_out(rule, samples.annotations, devices, seed),
+        out,
+        test_share=test_share,
+        seed=seed,
+        partition=partition,
+        options=asdict(rule),
+        noise_stds=[rule.noise_std(device, devices) for device in range(devices)],
+        overwrite=overwrite,
+    )
+    if plot:
+        write_plot(summary, out / PLOT_FILE)
+    return summary
 
 
 def write_device_folders(
@@ -61,14 +113,16 @@ def write_device_folders(
     test_share: float,
     seed: int,
     partition: str | None = None,
-    options: Mapping[str, bool | int | float] | None = None,
+    options: Mapping[str, Option] | None = None,
+    noise_stds: Sequence[float] | None = None,
     overwrite: bool = False,
 ) -> PartitionSummary:
     """Write `out/device-0/train/<class>/0000.png`, `.../test/...` and so on, and `out/partition.json`.
 
     Every device gets a folder for every class, also for those that it has no image of, so that all devices
     name the same classes. Images that cannot be decoded are left out and listed in the summary.
-    `partition` and `options` only go into the summary.
+    `noise_stds` has the noise of each device's images, in gray levels of 0..255. `partition` and `options`
+    only go into the summary.
 
     `out` appears when it is complete; a run that breaks leaves what was there before. Raises ConfigError
     when `out` is a file or holds something, unless `overwrite` is set and `out` is an earlier partition;
@@ -85,11 +139,13 @@ def write_device_folders(
             rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
             train, test = split_train_test(part, samples.labels, test_share, rng)
             folder = partial / f"device-{number}"
+            noise = _Noise(noise_stds[number] if noise_stds else 0.0, seed)
             devices.append(
                 DeviceCounts(
                     folder.name,
-                    _write_classes(samples, train, folder / TRAIN, unreadable),
-                    _write_classes(samples, test, folder / TEST, unreadable),
+                    _write_classes(samples, train, folder / TRAIN, noise, unreadable),
+                    _write_classes(samples, test, folder / TEST, noise, unreadable),
+                    noise.std,
                 )
             )
         summary = PartitionSummary(
@@ -101,6 +157,7 @@ def write_device_folders(
             seed=seed,
             test_share=test_share,
             devices=tuple(devices),
+            domains=samples.domain_names,
             unreadable=tuple(unreadable),
         )
         (partial / SUMMARY_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
@@ -132,14 +189,57 @@ def summary_table(summary: PartitionSummary) -> Table:
     return table
 
 
+def write_plot(summary: PartitionSummary, file: Path) -> None:
+    """Draw who got what, devices by classes. Raises StorageFailed when the picture cannot be written."""
+    options = ", ".join(f"{option}={value}" for option, value in summary.options.items())
+    title = f"{summary.dataset}: {summary.partition or 'dealt out'}{f' ({options})' if options else ''}"
+    devices = [device.name for device in summary.devices]
+    try:
+        draw_bubbles(title, devices, list(summary.classes), count_matrix(summary)).save(file)
+    except OSError as error:
+        raise StorageFailed(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def count_matrix(summary: PartitionSummary) -> Counts:
+    """Images of each device and class, train and test together: (devices, classes)."""
+    counts = [[device.total(name) for name in summary.classes] for device in summary.devices]
+    return np.array(counts, dtype=np.int64).reshape(len(summary.devices), len(summary.classes))
+
+
+def _option_help() -> str:
+    listed = (
+        f"{name}: {', '.join(f'{option}={_as_text(value)}' for option, value in options.items())}"
+        for name in PARTITIONS
+        if (options := partition_options(name))
+    )
+    return f"Option of the partition; repeatable. Defaults: {'; '.join(listed)}."
+
+
+def _as_text(value: Option) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _merged_options(pairs: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, in either way. Raises ConfigError when one was given twice."""
+    options = {option: value for option, value in flags.items() if value is not None}
+    for pair in pairs:
+        option, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"partition option {pair!r} must be written KEY=VALUE")
+        if option in options:
+            raise ConfigError(f"partition option {option} is given twice: {options[option]} and {value}")
+        options[option] = value
+    return options
+
+
 @click.command("partition")
 @click.option(
     "--dataset",
     default="digits",
     show_default=True,
     metavar="NAME|PATH",
-    help=f"A known data set ({', '.join(SOURCES)}), or a folder or .zip with train/<class>/ and test/<class>/,"
-    " or <class>/, full of images.",
+    help=f"A known data set ({', '.join(SOURCES)}), or the path of one: class folders (also as .zip), domain folders,"
+    " CIFAR-10 or -100, MNIST's idx files, MedMNIST's .npz, Parquet.",
 )
 @click.option("--devices", default=4, show_default=True, type=click.IntRange(min=1), help="How many device folders.")
 @click.option(
@@ -150,9 +250,10 @@ def summary_table(summary: PartitionSummary) -> Table:
     type=click.Choice(list(PARTITIONS)),
     help="How samples are dealt out.",
 )
-@click.option("--alpha", type=float, help="dirichlet: small gives each device few classes.  [default: 0.3]")
-@click.option("--min-samples", type=click.IntRange(min=0), help="dirichlet: the least a device gets.  [default: 10]")
-@click.option("--cap/--no-cap", default=None, help="dirichlet: level the sizes of devices.  [default: no-cap]")
+@click.option("-p", "pairs", multiple=True, metavar="KEY=VALUE", help=_option_help())
+@click.option("--alpha", type=float, help="Short for -p alpha=...")
+@click.option("--min-samples", type=int, help="Short for -p min_samples=...")
+@click.option("--cap/--no-cap", default=None, help="Short for -p cap=...")
 @click.option("--out", default="parts", show_default=True, type=click.Path(path_type=Path), help="Folder to write.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Same seed, same folders.")
 @click.option(
@@ -164,11 +265,13 @@ def summary_table(summary: PartitionSummary) -> Table:
 )
 @click.option("--size", default=32, show_default=True, type=click.IntRange(min=1), help="Side of the images, pixels.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier partition in --out.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.option("--plot", is_flag=True, help=f"Draw who gets what, here and as {PLOT_FILE} in --out.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary, with all counts, as JSON.")
 def partition_command(
     dataset: str,
     devices: int,
     name: str,
+    pairs: tuple[str, ...],
     alpha: float | None,
     min_samples: int | None,
     cap: bool | None,
@@ -177,29 +280,31 @@ def partition_command(
     test_share: float,
     size: int,
     overwrite: bool,
+    plot: bool,
     as_json: bool,
 ) -> None:
     """Deal a data set out into one folder per device."""
-    given = {"alpha": alpha, "min_samples": min_samples, "cap": cap}
-    options = {option: value for option, value in given.items() if value is not None}
-    complete = asdict(make_partition(name, **options))
-    _refuse_occupied(out, overwrite)  # before minutes go into reading a large data set
-    samples = read_samples(dataset, size)
-    parts = partition(name, samples.labels, devices, seed, **options)
-    summary = write_device_folders(
-        samples,
-        parts,
+    summary = deal(
+        dataset,
+        name,
+        devices,
         out,
-        test_share=test_share,
+        options=_merged_options(pairs, {"alpha": alpha, "min_samples": min_samples, "cap": cap}),
         seed=seed,
-        partition=name,
-        options=complete,
+        test_share=test_share,
+        size=size,
         overwrite=overwrite,
+        plot=plot,
     )
     if as_json:
         click.echo(msgspec.json.encode(summary))
         return
     Console().print(summary_table(summary))
+    if plot:
+        click.echo()
+        for line in shade_lines([device.name for device in summary.devices], count_matrix(summary)):
+            click.echo(line)
+        click.echo(f"picture: {out / PLOT_FILE}")
     if summary.unreadable:
         click.echo(f"left out {len(summary.unreadable)} images, the first: {summary.unreadable[0]}")
     click.echo(f"{summary.dataset} dealt out to {len(summary.devices)} devices in {out}")
@@ -218,7 +323,18 @@ def _refuse_occupied(out: Path, overwrite: bool) -> None:
         raise ConfigError(f"{out} holds no {SUMMARY_FILE}, so it is no earlier partition and is not overwritten")
 
 
-def _write_classes(samples: Samples, rows: Indices, folder: Path, unreadable: list[str]) -> dict[str, int]:
+@dataclass(frozen=True)
+class _Noise:
+    std: float  # gray levels of 0..255
+    seed: int
+
+    def add(self, image: Pixels, row: int) -> Pixels:
+        return add_noise(image, self.std, seed=self.seed, sample=row)
+
+
+def _write_classes(
+    samples: Samples, rows: Indices, folder: Path, noise: _Noise, unreadable: list[str]
+) -> dict[str, int]:
     """Write the images into class folders; how many of each class could be written."""
     counts = {}
     for label, name in enumerate(samples.classes):
@@ -230,7 +346,7 @@ def _write_classes(samples: Samples, rows: Indices, folder: Path, unreadable: li
             except DataError as error:
                 unreadable.append(str(error))
                 continue
-            Image.fromarray(pixels).save(folder / name / f"{counts[name]:04d}.png")
+            Image.fromarray(noise.add(pixels, int(row))).save(folder / name / f"{counts[name]:04d}.png")
             counts[name] += 1
     return counts
 

@@ -1,122 +1,89 @@
-"""How a data set is dealt out to devices, so that a fleet on one machine is as uneven as a real one.
+"""How a data set is dealt out to devices, so that a fleet on one machine is as uneven as a real one."""
 
-A partition is a frozen dataclass of its options; called with labels it returns one array of sample
-indices per device: disjoint, together everything, ascending, and the same for the same generator state.
-"""
+from dataclasses import asdict, fields
+from typing import Any
 
-import math
-from dataclasses import dataclass, fields
-from typing import Protocol
-
+import msgspec
 import numpy as np
 
+from fedvit.data.coarse_iid import CoarseIid
+from fedvit.data.dealing import Partition
+from fedvit.data.dirichlet import Dirichlet
+from fedvit.data.disjoint import Disjoint
+from fedvit.data.domain import Domain
+from fedvit.data.feature_noise import FeatureNoise
+from fedvit.data.iid import Iid
 from fedvit.data.images import Indices
+from fedvit.data.pachinko import Pachinko
+from fedvit.data.pathological import Pathological
+from fedvit.data.samples import Annotations
 from fedvit.errors import ConfigError
 
-DRAWS = 1000
-"""How often a random partition is drawn before it is given up."""
+PARTITIONS: dict[str, type[Partition]] = {
+    "dirichlet": Dirichlet,
+    "iid": Iid,
+    "pathological": Pathological,
+    "pachinko": Pachinko,
+    "coarse_iid": CoarseIid,
+    "disjoint": Disjoint,
+    "domain": Domain,
+    "feature_noise": FeatureNoise,
+}
+
+Option = bool | int | float
 
 
-class Partition(Protocol):
-    """Deal samples out: labels (n,) -> indices per device."""
-
-    def __call__(self, labels: Indices, devices: int, rng: np.random.Generator) -> list[Indices]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dirichlet:
-    """Each class is dealt out in shares p ~ Dir(alpha): small alpha gives a device few classes, large alpha all.
-
-    Plain variant (EFTViT, pFedPG): cap=False, min_samples=0. Capped variant (PFLlib, FedPerfix, FedTP):
-    cap=True, a device that has its fair number of samples gets nothing of the following classes.
-    """
-
-    alpha: float = 0.3  # concentration, > 0
-    cap: bool = False
-    min_samples: int = 10  # draw again until every device has as many; a device without samples is of no use
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ConfigError(f"partition: alpha is {self.alpha}, expected a number > 0")
-        if self.min_samples < 0:
-            raise ConfigError(f"partition: min_samples is {self.min_samples}, expected >= 0")
-
-    def __call__(self, labels: Indices, devices: int, rng: np.random.Generator) -> list[Indices]:
-        """Raises ConfigError when `min_samples` cannot be had, or did not come up in `DRAWS` draws."""
-        if devices * self.min_samples > len(labels):
-            raise ConfigError(
-                f"partition: {devices} devices with at least {self.min_samples} samples each need"
-                f" {devices * self.min_samples} samples, the data set has {len(labels)}"
-            )
-        for _ in range(DRAWS):
-            parts = self._draw(labels, devices, rng)
-            if parts is not None and min(len(part) for part in parts) >= self.min_samples:
-                return parts
-        raise ConfigError(
-            f"partition: {DRAWS} draws with alpha {self.alpha} never gave each of {devices} devices"
-            f" {self.min_samples} of the {len(labels)} samples; raise alpha, lower min_samples"
-            f"{'' if self.cap else ', set cap'} or use fewer devices"
-        )
-
-    def _draw(self, labels: Indices, devices: int, rng: np.random.Generator) -> list[Indices] | None:
-        """One draw; None when the cap leaves nobody to take a class."""
-        dealt: list[list[Indices]] = [[] for _ in range(devices)]
-        sizes = np.zeros(devices, dtype=np.int64)
-        for label in np.unique(labels):
-            members = rng.permutation(np.flatnonzero(labels == label))
-            shares = rng.dirichlet(np.full(devices, self.alpha))
-            if self.cap:
-                shares = np.where(sizes >= len(labels) / devices, 0.0, shares)
-            if not shares.sum() > 0:
-                return None
-            cuts = (np.cumsum(shares / shares.sum()) * len(members)).astype(np.int64)[:-1]
-            for device, piece in enumerate(np.split(members, cuts)):
-                dealt[device].append(piece)
-                sizes[device] += len(piece)
-        return [np.sort(np.concatenate(pieces)).astype(np.int64) for pieces in dealt]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Iid:
-    """Every device gets an equal, random share of everything; sizes differ by at most one."""
-
-    def __call__(self, labels: Indices, devices: int, rng: np.random.Generator) -> list[Indices]:
-        parts = np.array_split(rng.permutation(len(labels)), devices)
-        return [np.sort(part).astype(np.int64) for part in parts]
-
-
-PARTITIONS: dict[str, type[Dirichlet] | type[Iid]] = {"dirichlet": Dirichlet, "iid": Iid}
-
-
-def make_partition(name: str, **options: float) -> Dirichlet | Iid:
-    """The partition of that name. Raises ConfigError for unknown names, unknown options and bad values."""
+def partition_options(name: str) -> dict[str, Option]:
+    """The options of a partition, with their defaults. Raises ConfigError for an unknown name."""
     if name not in PARTITIONS:
         raise ConfigError(f"partition {name!r} is not known; there are: {', '.join(PARTITIONS)}")
-    kind = PARTITIONS[name]
-    known = [field.name for field in fields(kind)]
+    return asdict(PARTITIONS[name]())
+
+
+def make_partition(name: str, **options: Option | str) -> Partition:
+    """The partition of that name; a value may be a text, as a command line gives it.
+
+    Raises ConfigError for unknown names, unknown options and bad values.
+    """
+    known = partition_options(name)
     if unknown := [option for option in options if option not in known]:
         raise ConfigError(f"partition {name} has no option {unknown[0]!r}; it has: {', '.join(known) or 'none'}")
-    return kind(**options)  # type: ignore[arg-type]  # the dataclass checks its values
+    types = {field.name: field.type for field in fields(PARTITIONS[name])}
+    values: dict[str, Any] = {}
+    for option, value in options.items():
+        try:
+            values[option] = msgspec.convert(value, types[option], strict=False)
+        except msgspec.ValidationError as error:
+            kind = type(known[option]).__name__
+            raise ConfigError(f"partition {name}: {option} is {value!r}, expected {kind}") from error
+    return PARTITIONS[name](**values)
 
 
-def partition(name: str, labels: Indices, devices: int, seed: int, **options: float) -> list[Indices]:
-    """Deal samples with these labels out to `devices` devices.
+def partition(
+    name: str, samples: Indices | Annotations, devices: int, seed: int, **options: Option | str
+) -> list[Indices]:
+    """Deal samples out to `devices` devices; an array of labels will do where a partition needs no more.
 
-    Returns one ascending array of indices per device; every sample is in exactly one. The same arguments
-    always give the same arrays. Raises ConfigError for bad values, naming them.
+    Returns one ascending array of indices per device; no sample is in two. The same arguments always give
+    the same arrays. Raises ConfigError for bad values, naming them.
 
     >>> first, second = partition("iid", np.array([0, 0, 1, 1, 1]), devices=2, seed=0)
     >>> len(first), len(second), sorted([*first.tolist(), *second.tolist()])
     (3, 2, [0, 1, 2, 3, 4])
     """
-    deal = make_partition(name, **options)
+    return deal_out(make_partition(name, **options), samples, devices, seed)
+
+
+def deal_out(rule: Partition, samples: Indices | Annotations, devices: int, seed: int) -> list[Indices]:
+    """As `partition`, for a partition that is already made."""
+    known = samples if isinstance(samples, Annotations) else Annotations(labels=samples)
     if devices < 1:
         raise ConfigError(f"partition: devices is {devices}, expected >= 1")
-    if devices > len(labels):
-        raise ConfigError(f"partition: {devices} devices, but only {len(labels)} samples")
+    if devices > len(known):
+        raise ConfigError(f"partition: {devices} devices, but only {len(known)} samples")
     if seed < 0:
         raise ConfigError(f"partition: seed is {seed}, expected >= 0")
-    return deal(labels, devices, np.random.default_rng(seed))
+    return rule(known, devices, np.random.default_rng(seed))
 
 
 def split_train_test(

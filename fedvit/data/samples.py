@@ -1,9 +1,16 @@
 """A labelled data set before it is dealt out to devices."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
 from fedvit.data.images import Indices, Pixels
+from fedvit.data.layout import is_hidden
+from fedvit.errors import ConfigError, DataError
 
 
 class Images(Protocol):
@@ -17,16 +24,118 @@ class Images(Protocol):
     def __getitem__(self, rows: Indices, /) -> Pixels: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+class ArrayImages:
+    """Images in memory as the data set has them: (n, h, w) gray or (n, h, w, 3), uint8.
+
+    Rows come out as RGB of `size`, resized bilinearly where that is needed.
+    """
+
+    def __init__(self, stored: Pixels, size: int) -> None:
+        self._stored = stored
+        self._size = size
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __getitem__(self, rows: Indices, /) -> Pixels:
+        images = self._stored[rows]
+        side = (self._size, self._size)
+        if images.shape[1:3] != side:
+            resized = np.empty((len(images), *side, *images.shape[3:]), dtype=np.uint8)
+            for place, image in enumerate(images):
+                resized[place] = Image.fromarray(image).resize(side, Image.Resampling.BILINEAR)
+            images = resized
+        return images if images.ndim == 4 else np.repeat(images[..., None], 3, axis=3)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Annotations:
+    """What is known of every sample without a look at its pixels; partitions go by it.
+
+    `labels` (n,) are indices into a data set's classes; `coarse_labels` (n,), the groups that classes
+    belong to, and `domains` (n,), where a sample comes from, are None where a data set does not tell.
+    """
+
+    labels: Indices
+    coarse_labels: Indices | None = None
+    domains: Indices | None = None
+
+    def __post_init__(self) -> None:
+        for name, others in (("coarse_labels", self.coarse_labels), ("domains", self.domains)):
+            if others is not None and len(others) != len(self.labels):
+                raise ConfigError(f"{len(self.labels)} labels, but {len(others)} {name}; expected one per sample")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Samples:
-    """`images[rows]` is (len(rows), size, size, 3) uint8; `labels` are indices into `classes`."""
+    """`images[rows]` is (len(rows), size, size, 3) uint8; `labels` are indices into `classes`.
+
+    Class names become folder names, so each is one. Raises DataError for a name that cannot be one, and
+    when images, labels, coarse labels and domains are not equally many.
+    """
 
     dataset: str  # a name for people and records, no path
     size: int
     images: Images
     labels: Indices
     classes: tuple[str, ...]
+    coarse_labels: Indices | None = None  # the group that a sample's class belongs to
+    domains: Indices | None = None  # where a sample comes from: indices into `domain_names`
+    domain_names: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()  # what was left out and why, one line each
+
+    def __post_init__(self) -> None:
+        for what, given in (
+            ("images", self.images),
+            ("coarse labels", self.coarse_labels),
+            ("domains", self.domains),
+        ):
+            if given is not None and len(given) != len(self.labels):
+                raise DataError(f"{self.dataset}: {len(given)} {what} for {len(self.labels)} labels")
+        if unfit := [name for name in self.classes if not _is_folder_name(name)]:
+            raise DataError(f"{self.dataset}: class {unfit[0]!r} cannot be the name of a folder")
+        if len(set(self.classes)) < len(self.classes):
+            raise DataError(f"{self.dataset}: two of the {len(self.classes)} classes have the same name")
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def annotations(self) -> Annotations:
+        return Annotations(labels=self.labels, coarse_labels=self.coarse_labels, domains=self.domains)
+
+
+def folder_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Class names of a foreign file as names that folders may have, all different.
+
+    >>> folder_names(["cat", "tank/car", ".", "cat"])
+    ('cat', 'tank-car', '_.', 'cat (3)')
+    """
+    result: list[str] = []
+    for label, name in enumerate(names):
+        fit = "".join("-" if letter in "/\\" or not letter.isprintable() else letter for letter in name)
+        fit = fit if _is_folder_name(fit) else f"_{fit}"
+        while fit in result:
+            fit = f"{fit} ({label})"
+        result.append(fit)
+    return tuple(result)
+
+
+def numbered_classes(values: npt.NDArray[np.integer]) -> tuple[Indices, tuple[str, ...]]:
+    """Labels and names for a data set that only numbers its classes; a number that no sample has is no class.
+
+    All names are equally long, so that they sort as the numbers do.
+
+    >>> numbered_classes(np.array([10, 2, 10]))
+    (array([1, 0, 1]), ('02', '10'))
+    """
+    present, labels = np.unique(values, return_inverse=True)
+    width = len(str(present.max(initial=0)))
+    return labels.astype(np.int64), tuple(f"{value:0{width}d}" for value in present.tolist())
+
+
+def _is_folder_name(name: str) -> bool:
+    return bool(name) and name.isprintable() and not set(name) & set("/\\") and not is_hidden(name)

@@ -10,6 +10,8 @@ from fedvit.errors import ConfigError
 from fedvit.methods.base import Method
 from fedvit.methods.eftvit import EFTViT
 from fedvit.methods.fedavg import FedAvg
+from fedvit.models import build_vit
+from fedvit.models.vit import PatchViT
 
 METHODS: dict[str, type[Method]] = {
     "eftvit": EFTViT,
@@ -38,3 +40,19 @@ def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
     if method.momentum and method.optimizer != "sgd":
         raise ConfigError(f"option momentum = {method.momentum} is for sgd, the optimizer is {method.optimizer!r}")
     return method
+
+
+def build_model(
+    method: Method,
+    model: str,
+    classes: int,
+    *,
+    seed: int,
+    options: dict[str, Any] | None = None,
+    pretrained: bool | str = False,
+) -> PatchViT:
+    """The model of that name with what the method adds to it. Raises ConfigError as `build_vit` does."""
+    vit = build_vit(model, classes, seed=seed, options=options, pretrained=pretrained)
+    for surgery in method.surgery():
+        surgery.apply(vit, seed)
+    return vit

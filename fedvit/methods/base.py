@@ -1,4 +1,4 @@
-"""What a federated method is: groups with roles, a loss, the device's phases, and the server's rule.
+"""What a federated method is: groups with roles, an objective, the device's phases, and the server's rule.
 
 One file in this folder is one method, both halves in it; the table `METHODS` lists them. Hyperparameters
 are fields of a frozen dataclass. What a method keeps between rounds is in the `ServerState` that its rule
@@ -7,19 +7,24 @@ returns, never in the method.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
+import torch
 from msgspec import Meta
 from torch import Tensor
 
 from fedvit.errors import ConfigError
+from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.vit import PatchViT
-from fedvit.program import Role, Train
+from fedvit.program import Evaluate, Role, Train
 from fedvit.tensors import Tensors
+
+PREDICT = "predict"
+"""The graph that answers; every method has one."""
 
 
 class GroupRule(NamedTuple):
@@ -36,10 +41,56 @@ class Images(NamedTuple):
     patches: Tensor
     kept: Tensor | None
 
+    def rows(self, rows: slice) -> "Images":
+        return Images(self.patches[rows], None if self.kept is None else self.kept[rows])
+
+
+class StepInputs(NamedTuple):
+    """What a training step reads beside the tensors. Letters: B samples of the batch, C classes."""
+
+    images: Images
+    labels: Tensor  # (B,) int64
+    weight: Tensor  # (B,) 1 for a sample, 0 for padding
+    anchors: Named  # values at the start of the round
+    facts: Named  # "class_counts": (C,) training images of each class on this device
+    draws: Named  # whole numbers drawn on the device
+    lr: Tensor  # ()
+    last: Tensor | None  # (): 1 in the last repeat of a batch, where a phase repeats
+
+    def mean(self, per_sample: Tensor) -> Tensor:
+        """Over the batch's samples without padding; 0 where there is only padding."""
+        return (per_sample * self.weight).sum() / self.weight.sum().clamp(min=1)
+
+    def rows(self, rows: slice) -> Self:
+        """A part of the batch."""
+        return self._replace(images=self.images.rows(rows), labels=self.labels[rows], weight=self.weight[rows])
+
 
 class Forward(NamedTuple):
     logits: Tensor  # (B, classes)
     collected: dict[str, Tensor]  # per-sample values that a phase may record
+
+
+class StepResult(NamedTuple):
+    """What one step on a device gives; the optimizer's state is the calculus's."""
+
+    loss: Tensor
+    moved: dict[str, Tensor]  # new value of every tensor that the phase moves
+    collected: dict[str, Tensor]
+
+
+class Gathered(NamedTuple):
+    """What an evaluation gathered from the device's training images. S is its capacity."""
+
+    values: Named  # (S, ...)
+    labels: Tensor  # (S,) int64
+    weight: Tensor  # (S,) 0 where empty
+
+
+class Surgery(Protocol):
+    """Adds named tensors to a fresh model, whose own tensors keep their names and values."""
+
+    def apply(self, vit: PatchViT, seed: int) -> None: ...
 
 
 class Upload(NamedTuple):
@@ -55,8 +106,8 @@ class Upload(NamedTuple):
 class ServerState:
     """All that a server keeps between rounds; the store saves it whole."""
 
-    tensors: Tensors  # the values of every group that comes from the server
-    memory: Tensors = field(default_factory=dict)  # what the rule remembers, e.g. optimizer state
+    tensors: Tensors  # the values of every group that is the same for all devices
+    memory: Tensors = field(default_factory=dict)  # what the rule remembers: optimizer state, generators
     uploads: dict[str, str] = field(default_factory=dict)  # device -> digest of an upload kept for later rounds
 
 
@@ -75,15 +126,30 @@ class RoundContext(NamedTuple):
 class ServerRule(ABC):
     """How a server turns one round's uploads into its next state."""
 
+    def begin(self, seed: int) -> Tensors:
+        """What the rule remembers before the first round."""
+        return {}
+
+    def generate(self, state: ServerState, device: str, seed: int) -> Tensors:
+        """The values of the generated groups for one device: those of the next round, or of an evaluation."""
+        return {}
+
     @abstractmethod
     def close(
-        self, state: ServerState, uploads: Iterable[Upload], context: RoundContext
+        self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
         """Next state, and figures for the report.
 
         Uploads come sorted by device and are loaded one at a time, so that memory does not grow with
         the cohort and the order of arrival cannot change a bit of the result.
         """
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Per sample: (B, C) logits and (B,) labels -> (B,)."""
+    # a one-hot product instead of nll_loss: its backward needs no scatter
+    chosen = (labels[:, None] == torch.arange(logits.shape[1], device=labels.device)).to(logits.dtype)
+    return -(torch.log_softmax(logits, dim=1) * chosen).sum(dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +165,7 @@ class Method(ABC):
     lr: Annotated[float, Meta(gt=0)] = 0.01
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # sgd only
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    clip_norm: Annotated[float, Meta(gt=0)] | None = None  # a step's gradient is scaled down to this norm
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
     warmup_rounds: Annotated[int, Meta(ge=0)] = 0
 
@@ -106,6 +173,11 @@ class Method(ABC):
     def mask_ratio(self) -> float:
         """Share of patches that training drops."""
         return 0.0
+
+    @property
+    def samples_per_step(self) -> int:
+        """Images that one run of a graph takes."""
+        return self.batch_size
 
     def optimizer_rule(self) -> Optimizer:
         if self.optimizer == "adamw":
@@ -123,36 +195,90 @@ class Method(ABC):
         done = (round_number - 1 - self.warmup_rounds) / max(1, rounds - self.warmup_rounds)
         return 0.5 * (1 + math.cos(math.pi * done))
 
-    # --- the device's half ----------------------------------------------------------------------------
+    def in_round(self, round_number: int, rounds: int) -> "Method":
+        """The method as it is in a round that counts from 1, for those whose roles change on the way.
+
+        Groups that come from the server hold the same tensors in every round.
+        """
+        return self
+
+    # --- tensors --------------------------------------------------------------------------------------
+
+    def surgery(self) -> tuple[Surgery, ...]:
+        """What is added to the model, in this order."""
+        return ()
+
+    def extra_tensors(self, vit: PatchViT) -> dict[str, Tensor]:
+        """Tensors beside the model's: twins, scalars."""
+        return {}
+
+    def tensors(self, vit: PatchViT) -> dict[str, Tensor]:
+        """All tensors of the Program by name, with their first values."""
+        return {**vit.tensors(), **self.extra_tensors(vit)}
 
     @abstractmethod
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         """Which group each tensor is in; the first rule that matches a name takes it."""
 
-    @abstractmethod
-    def forward(self, vit: PatchViT, tensors: Mapping[str, Tensor], images: Images) -> Forward:
-        """Logits, and what may be collected. Traced: pure tensor arithmetic only."""
+    # --- the device's half, traced into graphs: pure tensor arithmetic only -----------------------------
 
-    def loss(self, task_loss: Tensor, trained: Mapping[str, Tensor], anchors: Mapping[str, Tensor]) -> Tensor:
-        """What a step minimises. Traced."""
-        return task_loss
+    def forward(self, vit: PatchViT, tensors: Named, images: Images) -> Forward:
+        """Logits, and what may be collected."""
 
-    @abstractmethod
+        def body(vit: PatchViT) -> Tensor:
+            return vit.classify(vit.run_blocks(vit.embed(*images), 0, vit.depth))
+
+        return Forward(run_model(vit, tensors, body), {})
+
+    def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
+        """What a step minimises: the mean cross-entropy."""
+        logits, collected = self.forward(vit, tensors, inputs.images)
+        return Objective(inputs.mean(cross_entropy(logits, inputs.labels)), collected)
+
+    def local_step(
+        self, calculus: Calculus, vit: PatchViT, phase: Train, moved: Named, fixed: Named, inputs: StepInputs
+    ) -> StepResult:
+        """One step of a phase, which moves the tensors `moved`: by default one gradient and one update."""
+        grads, (loss, collected) = calculus.gradients(
+            lambda at: self.objective(vit, phase, {**fixed, **at}, inputs), moved
+        )
+        if self.clip_norm is not None:
+            grads = clipped(grads, self.clip_norm)
+        return StepResult(loss, calculus.update(moved, grads), collected)
+
+    def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
+        """(B, classes) logits, or anything whose largest value names the class."""
+        return self.forward(vit, tensors, images).logits
+
+    # --- the device's work ------------------------------------------------------------------------------
+
+    def phase(self, groups: tuple[str, ...], **settings: Any) -> Train:
+        """A training phase with the method's own epochs, rate and optimizer, unless `settings` say otherwise."""
+        plain = {"graph": "train", "slots": self.optimizer_rule().slots, "epochs": self.epochs, "lr": self.lr}
+        return Train(groups=groups, **{**plain, **settings})
+
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
-        """The round's local work in order."""
+        """The round's local work in order: by default one phase, all groups that the device trains."""
+        groups = tuple(
+            group for group, (role, names) in self.groups(vit).items() if role.trained_on_device and names
+        )
+        return (self.phase(groups),)
+
+    def evaluate(self, vit: PatchViT) -> Evaluate:
+        return Evaluate(graph=PREDICT)
 
     # --- the server's half ----------------------------------------------------------------------------
 
     @abstractmethod
-    def server_rule(self) -> ServerRule: ...
+    def server_rule(self, vit: PatchViT) -> ServerRule: ...
 
     # --- derived --------------------------------------------------------------------------------------
 
     def groups(self, vit: PatchViT) -> dict[str, tuple[Role, list[str]]]:
-        """Every tensor of the model in exactly one group. Raises ConfigError for a name without a rule."""
+        """Every tensor in exactly one group. Raises ConfigError for a name without a rule."""
         rules = self.rules(vit)
         members: dict[str, tuple[Role, list[str]]] = {rule.group: (rule.role, []) for rule in rules}
-        for name in vit.tensors():
+        for name in self.tensors(vit):
             for rule in rules:
                 if any(fnmatchcase(name, pattern) for pattern in rule.patterns):
                     members[rule.group][1].append(name)
@@ -161,11 +287,30 @@ class Method(ABC):
                 raise ConfigError(f"{type(self).__name__} has no rule for tensor {name!r} of model {vit.name!r}")
         return members
 
-    def names_in(self, vit: PatchViT, group: str) -> list[str]:
-        return self.groups(vit)[group][1]
+    def names_in(self, vit: PatchViT, *groups: str) -> list[str]:
+        """The tensors of some groups, in the model's order."""
+        members = self.groups(vit)
+        held = {name for group in groups for name in members[group][1]}
+        return [name for name in self.tensors(vit) if name in held]
+
+    def names_with(self, vit: PatchViT, *roles: Role) -> list[str]:
+        """The tensors of the groups that have one of `roles`, in the model's order."""
+        return self.names_in(vit, *(group for group, (role, _) in self.groups(vit).items() if role in roles))
+
+
+def run_model(vit: PatchViT, tensors: Named, body: Callable[[PatchViT], Any]) -> Any:
+    """`body(vit)` with the model's own among `tensors`."""
+    return vit.call({name: tensors[name] for name, _ in vit.vit.named_parameters()}, body)
 
 
 def trained_names(method: Method, vit: PatchViT, phase: Train) -> list[str]:
     """The tensors that a phase moves, in the model's order."""
-    moved = {name for group in phase.groups for name in method.names_in(vit, group)}
-    return [name for name in vit.tensors() if name in moved]
+    return method.names_in(vit, *phase.groups)
+
+
+def clipped(grads: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
+    """Scaled down so that all together have at most this Euclidean norm."""
+    length = torch.sqrt(torch.stack([grad.square().sum() for grad in grads.values()]).sum())
+    scale = norm / length.clamp(min=norm)
+    return {name: grad * scale for name, grad in grads.items()}
+

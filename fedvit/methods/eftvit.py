@@ -1,6 +1,5 @@
 """EFTViT: devices train the first blocks on masked patches, the server trains the rest on their features."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -8,12 +7,11 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedvit.errors import ConfigError
-from fedvit.methods.base import Forward, GroupRule, Images, Method, ServerRule
-from fedvit.methods.rules.feature_training import FeatureTraining
+from fedvit.methods.base import Forward, GroupRule, Images, Method, ServerRule, run_model
+from fedvit.methods.calculus import Named
+from fedvit.methods.rules.feature_training import FeatureTraining, features_into
 from fedvit.models.vit import PatchViT
 from fedvit.program import Collect, Role, Train, kept_patches
-
-FEATURES = "features"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +21,8 @@ class EFTViT(Method):
     Source: "EFTViT: Efficient Federated Training of Vision Transformers with Masked Images on
     Resource-Constrained Clients", arXiv:2412.00334. Chosen where the paper is silent: learning rate,
     the median over the classes that a device has, evaluation with the newest global module and head.
-    Where the paper contradicts itself (sections 3.5 and 3.6), `server_data` selects.
+    Where the paper contradicts itself (sections 3.5 and 3.6), `server_data` selects. Devices may have
+    different splits and mask ratios (the run's `variants`), which the paper only tests one at a time.
     """
 
     source: ClassVar[str] = "EFTViT, arXiv:2412.00334"
@@ -52,39 +51,33 @@ class EFTViT(Method):
                 f"option local_blocks = {self.local_blocks} leaves nothing to the server: "
                 f"{vit.name!r} has {vit.depth} blocks"
             )
-        global_blocks = tuple(f"blocks.{block}.*" for block in range(self.local_blocks, vit.depth))
+        # a group a block, so that devices of every split fetch the same blobs
+        blocks = (
+            GroupRule(f"block.{block}", Role.GLOBAL, (f"blocks.{block}.*",))
+            for block in range(self.local_blocks, vit.depth)
+        )
         return (
             GroupRule("head", Role.SEEDED, ("head.*",)),
-            GroupRule("global", Role.GLOBAL, (*global_blocks, "norm.*", "fc_norm.*")),
+            GroupRule("norm", Role.GLOBAL, ("norm.*", "fc_norm.*")),
+            *blocks,
             GroupRule("local", Role.LOCAL, ("*",)),
         )
 
-    def forward(self, vit: PatchViT, tensors: Mapping[str, Tensor], images: Images) -> Forward:
+    def forward(self, vit: PatchViT, tensors: Named, images: Images) -> Forward:
         def body(vit: PatchViT) -> tuple[Tensor, Tensor]:
             features = vit.run_blocks(vit.embed(*images), 0, self.local_blocks)
             return vit.classify(vit.run_blocks(features, self.local_blocks, vit.depth)), features
 
-        logits, features = vit.call(tensors, body)
-        return Forward(logits, {FEATURES: features})
+        logits, features = run_model(vit, tensors, body)
+        return Forward(logits, {features_into(self.local_blocks): features})
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
-        return (
-            Train(
-                graph="train",
-                groups=("local", "head"),
-                slots=self.optimizer_rule().slots,
-                epochs=self.epochs,
-                lr=self.lr,
-                collect=Collect(
-                    FEATURES, (vit.prefix_tokens + kept_patches(vit.patches, self.mask), vit.width), self.threshold
-                ),
-            ),
-        )
+        tokens = vit.prefix_tokens + kept_patches(vit.patches, self.mask)
+        features = Collect(features_into(self.local_blocks), (tokens, vit.width), self.threshold)
+        return (self.phase(("local", "head"), collect=features),)
 
-    def server_rule(self) -> ServerRule:
+    def server_rule(self, vit: PatchViT) -> ServerRule:
         return FeatureTraining(
-            collected=FEATURES,
-            first_block=self.local_blocks,
             epochs=self.server_epochs,
             batch_size=self.server_batch_size,
             optimizer=self.optimizer_rule(),

@@ -5,19 +5,39 @@ Torch lives here; nothing that a device imports may import this room.
 
 import difflib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
+from timm.layers.attention import Attention
 from timm.layers.config import set_fused_attn
 from timm.models.vision_transformer import VisionTransformer
 
 from fedvit.errors import ConfigError
+from fedvit.models.extra_head import ExtraHead
+from fedvit.models.kv_adapter import KVAdapter
+from fedvit.models.lora import Lora
+from fedvit.models.mlp_adapter import MlpAdapter
+from fedvit.models.options import check_switch, check_whole
+from fedvit.models.prefix import FreePrefix
+from fedvit.models.prompts import Prompts
+from fedvit.models.surgery import Surgery
 from fedvit.models.vit import PatchViT
 
 SMALL = "vit_small_images"
-"""The model that needs no timm name: `image_size`, `patch_size`, `width`, `depth`, `heads`, `mlp_ratio`."""
+"""The model that needs no timm name; its options are the arguments of `_small`."""
+
+SURGERIES: Mapping[str, type[Surgery]] = {
+    "extra_head": ExtraHead,
+    "kv_adapter": KVAdapter,
+    "lora": Lora,
+    "mlp_adapter": MlpAdapter,
+    "prefix": FreePrefix,
+    "prompts": Prompts,
+}
+"""Every addition to a model, by the name of its file."""
 
 Options = dict[str, Any]
 
@@ -56,25 +76,37 @@ def _small(
     depth: int = 6,
     heads: int = 4,
     mlp_ratio: float = 2.0,
+    head_width: int | None = None,  # None: width / heads
+    qkv_bias: bool = True,
+    registers: int = 0,
     **unknown: Any,
 ) -> VisionTransformer:
     known = {"image_size": image_size, "patch_size": patch_size, "width": width, "depth": depth, "heads": heads}
     if unknown:
-        raise ConfigError(f"model {SMALL!r} has no option {sorted(unknown)[0]!r}, it has {[*known, 'mlp_ratio']}")
+        names = [*known, "mlp_ratio", "head_width", "qkv_bias", "registers"]
+        raise ConfigError(f"model {SMALL!r} has no option {sorted(unknown)[0]!r}, it has {names}")
     for option, value in known.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"model option {option} = {value!r} must be a whole number of at least 1")
+        check_whole("model", option, value)
     number = isinstance(mlp_ratio, int | float) and not isinstance(mlp_ratio, bool)
     if not (number and 1 <= width * mlp_ratio < math.inf):
         raise ConfigError(f"model option mlp_ratio = {mlp_ratio!r} must be a number, at least 1 / width")
+    if head_width is not None:
+        check_whole("model", "head_width", head_width)
+    check_switch("model", "qkv_bias", qkv_bias)
+    check_whole("model", "registers", registers, least=0)
     if image_size % patch_size:
         raise ConfigError(f"model option image_size = {image_size} is not a multiple of patch_size = {patch_size}")
     if width % heads:
         raise ConfigError(f"model option width = {width} is not a multiple of heads = {heads}")
-    return VisionTransformer(
+    vit = VisionTransformer(
         img_size=image_size, patch_size=patch_size, embed_dim=width, depth=depth, num_heads=heads,
-        mlp_ratio=mlp_ratio, num_classes=classes,
+        mlp_ratio=mlp_ratio, num_classes=classes, qkv_bias=qkv_bias, reg_tokens=registers,
     )  # fmt: skip
+    if head_width is not None:
+        for block in vit.blocks:
+            block.attn = Attention(width, heads, attn_head_dim=head_width, qkv_bias=qkv_bias)
+        vit.init_weights(needs_reset=False)
+    return vit
 
 
 def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> VisionTransformer:

@@ -1,5 +1,6 @@
 """A timm Vision Transformer driven by unfolded patches, so that its whole training step can be traced.
 
+Tokens are taken by `split`, whose gradient is a concatenation, never by indexing, whose gradient is a scatter.
 Tensors keep timm's names and shapes. Letters in names: B batch, N tokens, D width, P values of a patch.
 """
 
@@ -11,6 +12,22 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
+
+
+class TokenSurgery(nn.Module):
+    """A child of the timm model that adds or replaces tokens between stages; this one leaves them."""
+
+    def embedded(self, x_BND: Tensor) -> Tensor:
+        """What `embed` returns."""
+        return x_BND
+
+    def before_block(self, block: int, x_BND: Tensor) -> Tensor:
+        """What enters block `block`; a run may begin at any block."""
+        return x_BND
+
+    def after_block(self, block: int, x_BND: Tensor) -> Tensor:
+        """What leaves block `block`."""
+        return x_BND
 
 
 class PatchViT(nn.Module):
@@ -60,6 +77,10 @@ class PatchViT(nn.Module):
         return len(self.vit.blocks)
 
     @property
+    def classes(self) -> int:
+        return int(self.vit.num_classes)
+
+    @property
     def prefix_tokens(self) -> int:
         """Class token and registers: tokens that are no patches."""
         return int(self.vit.num_prefix_tokens)
@@ -73,8 +94,22 @@ class PatchViT(nn.Module):
         return cast(tuple[float, float, float], mean), cast(tuple[float, float, float], std)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every trainable tensor by timm's name, detached."""
+        """Every trainable tensor by timm's name, or by that of the surgery that added it; detached."""
         return {name: value.detach() for name, value in self.vit.named_parameters()}
+
+    def add(self, path: str, module: nn.Module) -> None:
+        """Give the timm model a part of its own: `add("blocks.0.mlp.adapter", ...)`; its tensors are named after it.
+
+        Raises ConfigError if there is something of this name.
+        """
+        parent, _, name = path.rpartition(".")
+        owner = self.vit.get_submodule(parent)
+        if hasattr(owner, name):
+            raise ConfigError(f"model {self.name!r} cannot be given {path!r}: it has that already")
+        owner.add_module(name, module)
+
+    def _token_surgeries(self) -> list[TokenSurgery]:
+        return [child for child in self.vit.children() if isinstance(child, TokenSurgery)]
 
     # --- stages ---------------------------------------------------------------------------------------
 
@@ -97,23 +132,41 @@ class PatchViT(nn.Module):
         x_BND = nn.functional.linear(patches_BNP, projection.weight.flatten(1), projection.bias)
         prefix_1ND = vit.cls_token if vit.reg_token is None else torch.cat([vit.cls_token, vit.reg_token], dim=1)
         if vit.no_embed_class:
-            pos_ND = vit.pos_embed[0]
+            pos_1ND = vit.pos_embed
         else:
-            pos_ND = vit.pos_embed[0, self.prefix_tokens :]
-            prefix_1ND = prefix_1ND + vit.pos_embed[:, : self.prefix_tokens]
-        x_BND = x_BND + (pos_ND if kept_BN is None else _TakeRows.apply(pos_ND, kept_BN))
+            first_1ND, pos_1ND = vit.pos_embed.split([self.prefix_tokens, self.patches], dim=1)
+            prefix_1ND = prefix_1ND + first_1ND
+        x_BND = x_BND + (pos_1ND if kept_BN is None else _TakeRows.apply(pos_1ND.squeeze(0), kept_BN))
         x_BND = torch.cat([prefix_1ND.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
-        return cast(Tensor, vit.norm_pre(x_BND))
+        x_BND = vit.norm_pre(x_BND)
+        for surgery in self._token_surgeries():
+            x_BND = surgery.embedded(x_BND)
+        return x_BND
 
     def run_blocks(self, x_BND: Tensor, first: int, last: int) -> Tensor:
         """Blocks `first` to `last - 1`."""
-        for block in self.vit.blocks[first:last]:
+        surgeries = self._token_surgeries()
+        for index, block in enumerate(self.vit.blocks[first:last], start=first):
+            for surgery in surgeries:
+                x_BND = surgery.before_block(index, x_BND)
             x_BND = block(x_BND)
+            for surgery in reversed(surgeries):
+                x_BND = surgery.after_block(index, x_BND)
         return x_BND
+
+    def features(self, x_BND: Tensor, normed: bool = True) -> Tensor:
+        """(B, D) class token of the last block's output, behind the final norm as a head reads it, or before it."""
+        cls_B1D, _ = x_BND.split([1, x_BND.shape[1] - 1], dim=1)
+        cls_BD = cls_B1D.squeeze(1)
+        return cast(Tensor, self.vit.fc_norm(self.vit.norm(cls_BD))) if normed else cls_BD
+
+    def head(self, features_BD: Tensor, name: str = "head") -> Tensor:
+        """(B, classes) logits; `name` is timm's own head or one that a surgery added."""
+        return cast(Tensor, self.vit.get_submodule(name)(features_BD))
 
     def classify(self, x_BND: Tensor) -> Tensor:
         """(B, classes) logits of the last block's output."""
-        return self.vit.forward_head(self.vit.norm(x_BND))
+        return self.head(self.features(x_BND))
 
 
 class _TakeRows(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Move the shared tensors by the mean of the cohort's deltas."""
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -9,27 +9,42 @@ from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 
 
+@dataclass(frozen=True, kw_only=True)
 class WeightedMean(ServerRule):
     """Each device weighs as much as it has training images, among those whose result was accepted.
 
+    What an upload holds beside the server's own tensors is passed over: it is another rule's.
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
     arXiv:1602.05629, algorithm 1; weights over the sampled devices, not over all.
     """
 
+    mixing: float = 1.0  # share of the way from the old tensors to the mean (pFedMe: beta)
+
     def close(
-        self, state: ServerState, uploads: Iterable[Upload], context: RoundContext
+        self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
         """Sums are float64. Raises EmptyCohort when no upload holds a sample."""
-        uploads = [upload for upload in uploads if upload.samples > 0]
-        samples = sum(upload.samples for upload in uploads)
-        if not samples:
-            raise EmptyCohort(f"round {context.round}: no accepted result holds a training image")
+        weights = cohort_weights(uploads, context.round)
         mean: dict[str, np.ndarray] = {}
         for upload in uploads:
-            weight = upload.samples / samples
+            if not weights[upload.device]:
+                continue
             for name, delta in upload.load().items():
-                step = delta.astype(np.float64) * weight
+                if name not in state.tensors:
+                    continue
+                step = delta.astype(np.float64) * (weights[upload.device] * self.mixing)
                 mean[name] = mean[name] + step if name in mean else step
         moved = {name: (state.tensors[name] + step).astype(state.tensors[name].dtype) for name, step in mean.items()}
         norm = float(np.sqrt(sum(float(np.square(step).sum()) for step in mean.values())))
         return replace(state, tensors={**state.tensors, **moved}), {"update_norm": norm}
+
+
+def cohort_weights(uploads: Sequence[Upload], round_number: int) -> dict[str, float]:
+    """Device -> its share of the training images of all whose result was accepted; they sum to 1.
+
+    Raises EmptyCohort when no upload holds a sample.
+    """
+    samples = sum(upload.samples for upload in uploads)
+    if not samples:
+        raise EmptyCohort(f"round {round_number}: no accepted result holds a training image")
+    return {upload.device: upload.samples / samples for upload in uploads}

@@ -374,7 +374,7 @@ def test_surgery_that_our_stages_do_not_know(made: Callable[[], VisionTransforme
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"widht": 64}, r"model 'vit_small_images' has no option 'widht', it has \['image_size', .*'mlp_ratio'\]"),
+        ({"widht": 64}, r"model 'vit_small_images' has no option 'widht', it has \['image_size', .*'registers'\]"),
         ({"width": 0}, "model option width = 0 must be a whole number of at least 1"),
         ({"depth": -1}, "model option depth = -1 must be"),
         ({"heads": 2.0}, "model option heads = 2.0 must be"),

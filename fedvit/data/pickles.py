@@ -1,0 +1,84 @@
+"""Dictionaries of arrays and lists in pickle files, read without trusting the file.
+
+An unpickler calls whatever a file names. This one knows three names, those that an array is written with,
+and gives a record of ours for each: nothing of numpy and nothing else is called by a file.
+"""
+
+import math
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedvit.errors import DataError
+
+
+def read_pickle(path: Path) -> dict[str, Any]:
+    """A dictionary of containers, numbers, texts and, as values, numpy arrays of numbers.
+
+    Reads what Python 2 wrote, too; its byte strings come as texts (latin-1). Raises DataError, naming the
+    file, when it cannot be read, is no such dictionary, or names anything to be imported.
+    """
+    try:
+        with path.open("rb") as file:
+            content = _Unpickler(file, encoding="latin1").load()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    except Exception as error:
+        # broad, because the unpickler raises nearly anything on damaged files (EOFError, KeyError, ...)
+        raise DataError(f"{path}: no readable pickle: {type(error).__name__}: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: holds a {type(content).__name__}, expected a dictionary")
+    return {str(key): value.array if isinstance(value, _Array) else value for key, value in content.items()}
+
+
+class _Dtype:
+    """Stands in for numpy.dtype: remembers what it is told."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        self.code = code
+        self.order = "|"
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = state[1]  # (version, byte order, ...)
+
+    def resolved(self) -> np.dtype[Any]:
+        if not (
+            isinstance(self.code, str) and re.fullmatch("[biuf][1248]", self.code) and self.order in ("<", ">", "|")
+        ):
+            raise DataError(f"refused an array of type {self.code!r}, expected numbers")
+        return np.dtype(self.code).newbyteorder(self.order)  # type: ignore[arg-type]
+
+
+class _Array:
+    """Stands in for numpy's `_reconstruct(ndarray, (0,), "b")`, which is followed by the array's state."""
+
+    def __init__(self, *_: Any) -> None:
+        self.array = np.empty(0)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, by_columns, data = state
+        dtype = kind.resolved()
+        raw = data.encode("latin1") if isinstance(data, str) else data  # a text where Python 2 wrote it
+        if len(raw) != math.prod(shape) * dtype.itemsize:
+            raise DataError(f"an array of shape {shape} and type {dtype} has {len(raw)} bytes")
+        self.array = np.frombuffer(raw, dtype).reshape(shape, order="F" if by_columns else "C")
+
+
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy", "dtype"): _Dtype,
+    ("numpy", "ndarray"): "ndarray",
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) not in _KNOWN:
+            raise DataError(f"refused, the pickle names {module}.{name}, expected nothing but arrays of numbers")
+        return _KNOWN[module, name]

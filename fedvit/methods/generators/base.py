@@ -1,0 +1,35 @@
+"""What a generator is: parameters that all devices share, an embedding for each, and a function of both."""
+
+import hashlib
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from fedvit.methods.calculus import Named
+
+
+class Generator(ABC):
+    """Makes the values of a method's generated tensors. Pure: everything it knows is passed in.
+
+    Every value follows from the seed, the device's name and what training made of it, so a device that
+    was never asked has an embedding, too.
+    """
+
+    @abstractmethod
+    def shared(self, draw: torch.Generator) -> dict[str, Tensor]:
+        """First values of the parameters that all devices share."""
+
+    @abstractmethod
+    def personal(self, draw: torch.Generator) -> dict[str, Tensor]:
+        """First values of one device's own: its embedding."""
+
+    @abstractmethod
+    def generate(self, shared: Named, personal: Named) -> dict[str, Tensor]:
+        """Tensor name -> value for the device with this embedding."""
+
+
+def drawing(seed: int, *of: str) -> torch.Generator:
+    """A random generator that depends on all of its arguments."""
+    digest = hashlib.blake2b("/".join([str(seed), *of]).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)

@@ -1,0 +1,122 @@
+"""Pull the devices' updates back through the generator that made their tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvit.errors import EmptyCohort
+from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload, clipped
+from fedvit.methods.generators.base import Generator, drawing
+from fedvit.methods.optimizers import Optimizer
+from fedvit.methods.rules.optimizer_state import restore, saved
+from fedvit.methods.rules.weighted_mean import cohort_weights
+from fedvit.tensors import Tensors
+
+SHARED, PERSONAL = "generator/", "device/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorUpdate(ServerRule):
+    """One descent step on the generator and on the embeddings of the devices that answered.
+
+    A device got W_i = G(phi, z_i) and returned delta_i = after - start. The optimizer is given
+    g = sum_i w_i J_i^T (-delta_i), J_i = dG/d(phi, z_i): with one step of SGD on the device that is its
+    rate times the gradient of the cohort's loss by (phi, z). Several papers write the opposite sign
+    (FedTP eq. 7-10, pFedPG eq. 4-5), which would be ascent.
+
+    The optimizer's state is kept across rounds. Embeddings of devices that did not answer stay as they
+    are, unless `all_embeddings` asks for what code with one dense table does: weight decay and momentum
+    move every known embedding.
+    """
+
+    generator: Generator
+    optimizer: Optimizer
+    lr: float
+    weights: Literal["samples", "equal", "sum"] = "samples"
+    clip_norm: float | None = None
+    trains: Literal["all", "embeddings"] = "all"  # embeddings: phi stands still (novel devices)
+    all_embeddings: bool = False
+
+    def begin(self, seed: int) -> Tensors:
+        first = self.generator.shared(drawing(seed, "shared"))
+        return {f"{SHARED}{name}": value.numpy() for name, value in first.items()}
+
+    def generate(self, state: ServerState, device: str, seed: int) -> Tensors:
+        with torch.no_grad():
+            values = self.generator.generate(self._shared(state), self._personal(state, device, seed))
+        return {name: np.ascontiguousarray(value.numpy()) for name, value in values.items()}
+
+    def close(
+        self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
+    ) -> tuple[ServerState, dict[str, float]]:
+        """One device at a time. Raises EmptyCohort when no upload holds a sample."""
+        uploads = [upload for upload in uploads if upload.samples > 0]
+        if not uploads:
+            raise EmptyCohort(f"round {context.round}: no accepted result holds a training image")
+        place = torch.device(context.accelerator)
+        parameters: dict[str, Tensor] = {}
+
+        def leaves(prefix: str, values: dict[str, Tensor], *, move: bool = True) -> dict[str, Tensor]:
+            made = {name: value.to(place, copy=True).requires_grad_(move) for name, value in values.items()}
+            if move:
+                parameters.update({f"{prefix}{name}": value for name, value in made.items()})
+            return made
+
+        shared = leaves(SHARED, self._shared(state), move=self.trains == "all")
+        known = {upload.device for upload in uploads}
+        if self.all_embeddings:
+            known |= {key.split("/")[1] for key in state.memory if key.startswith(PERSONAL)}
+        personal = {
+            device: leaves(f"{PERSONAL}{device}/", self._personal(state, device, context.seed))
+            for device in sorted(known)
+        }
+        for value in parameters.values():
+            value.grad = torch.zeros_like(value)
+        weights = self._weights(uploads, context.round)
+        for number, upload in enumerate(uploads):
+            context.progress(f"generator: device {number + 1} of {len(uploads)}")
+            self._pull_back(shared, personal[upload.device], upload.load(), weights[upload.device])
+        grads = {name: value.grad for name, value in parameters.items() if value.grad is not None}
+        norm = float(torch.sqrt(sum((grad.square().sum() for grad in grads.values()), torch.zeros((), device=place))))
+        if self.clip_norm is not None:
+            for name, grad in clipped(grads, self.clip_norm).items():
+                parameters[name].grad = grad
+        optimizer = self.optimizer.in_torch(list(parameters.values()), self.lr)
+        restore(optimizer, parameters, state.memory)
+        optimizer.step()
+        moved = {name: value.detach().cpu().numpy() for name, value in parameters.items()}
+        memory = {**state.memory, **moved, **saved(optimizer, parameters)}
+        return replace(state, memory=memory), {"generator_gradient_norm": norm}
+
+    def _pull_back(self, shared: dict[str, Tensor], personal: dict[str, Tensor], delta: Tensors, weight: float) -> None:
+        """Add w_i J_i^T (-delta_i) to the gradients of phi and z_i."""
+        made = self.generator.generate(shared, personal)
+        place = next(iter(personal.values())).device
+        backward = [torch.from_numpy(delta[name]).to(place) * -weight for name in made]
+        torch.autograd.backward(list(made.values()), backward)
+
+    def _weights(self, uploads: Sequence[Upload], round_number: int) -> dict[str, float]:
+        match self.weights:
+            case "samples":
+                return cohort_weights(uploads, round_number)
+            case "equal":
+                return {upload.device: 1 / len(uploads) for upload in uploads}
+            case "sum":
+                return {upload.device: 1.0 for upload in uploads}
+
+    def _shared(self, state: ServerState) -> dict[str, Tensor]:
+        return _under(state.memory, SHARED)
+
+    def _personal(self, state: ServerState, device: str, seed: int) -> dict[str, Tensor]:
+        kept = _under(state.memory, f"{PERSONAL}{device}/")
+        return kept or self.generator.personal(drawing(seed, "device", device))
+
+
+def _under(memory: Tensors, prefix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): torch.from_numpy(value) for name, value in memory.items() if name.startswith(prefix)
+    }

@@ -1,0 +1,29 @@
+"""Several server rules for one method: each takes its own tensors of an upload."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
+from fedvit.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Together(ServerRule):
+    """The rules one after another; what they remember has different names."""
+
+    rules: tuple[ServerRule, ...]
+
+    def begin(self, seed: int) -> Tensors:
+        return {name: value for rule in self.rules for name, value in rule.begin(seed).items()}
+
+    def generate(self, state: ServerState, device: str, seed: int) -> Tensors:
+        return {name: value for rule in self.rules for name, value in rule.generate(state, device, seed).items()}
+
+    def close(
+        self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
+    ) -> tuple[ServerState, dict[str, float]]:
+        figures: dict[str, float] = {}
+        for rule in self.rules:
+            state, told = rule.close(state, uploads, context)
+            figures |= told
+        return state, figures

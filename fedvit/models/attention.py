@@ -1,0 +1,87 @@
+"""timm's attention with a place for keys and values of other origin.
+
+Tensors keep timm's names. Letters in names: B batch, N tokens, M keys, D width, I inner width of all heads,
+H heads, W width of one head.
+"""
+
+from typing import cast
+
+import torch
+from timm.layers.attention import Attention
+from torch import Tensor, nn
+
+from fedvit.errors import ConfigError
+from fedvit.models.surgery import plain_blocks
+from fedvit.models.vit import PatchViT
+
+
+class KeysValues(nn.Module):
+    """A child of `OpenAttention` that makes keys and values (B, M, I) of what enters the attention.
+
+    `joined` says where they go: in front of those of the tokens, as keys of their own, or, with M = N, added to them.
+    """
+
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        self.joined = joined
+
+    def forward(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class OpenAttention(nn.Module):
+    """Takes over the parts of timm's attention, and asks its `KeysValues` children for more keys and values."""
+
+    qkv: nn.Linear
+    q_norm: nn.Module
+    k_norm: nn.Module
+    attn_drop: nn.Module
+    norm: nn.Module
+    proj: nn.Linear
+    proj_drop: nn.Module
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.heads: int = attention.num_heads
+        self.inner_width: int = attention.num_heads * attention.head_dim
+        self.scale: float = attention.scale
+        for name, child in attention.named_children():
+            self.add_module(name, child)
+
+    def forward(self, x_BND: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
+        """timm's blocks pass a mask, which plain ViTs never have."""
+        q_BNI, k_BMI, v_BMI = self.qkv(x_BND).chunk(3, dim=-1)
+        children = [child for child in self.children() if isinstance(child, KeysValues)]
+        for child in sorted(children, key=lambda child: child.joined):  # sums first: they need M = N
+            keys, values = child(x_BND)
+            if child.joined:
+                k_BMI, v_BMI = torch.cat([keys, k_BMI], dim=1), torch.cat([values, v_BMI], dim=1)
+            else:
+                k_BMI, v_BMI = k_BMI + keys, v_BMI + values
+        q_BHNW = self.q_norm(self._split(q_BNI)) * self.scale
+        k_BHMW = self.k_norm(self._split(k_BMI))
+        weights_BHNM = self.attn_drop((q_BHNW @ k_BHMW.transpose(-2, -1)).softmax(dim=-1))
+        out_BNI = (weights_BHNM @ self._split(v_BMI)).transpose(1, 2).flatten(2)
+        return cast(Tensor, self.proj_drop(self.proj(self.norm(out_BNI))))
+
+    def _split(self, x_BNI: Tensor) -> Tensor:
+        """(B, H, N, W): heads are contiguous pieces of the inner width."""
+        batch, tokens, _ = x_BNI.shape
+        return x_BNI.reshape(batch, tokens, self.heads, -1).transpose(1, 2)
+
+
+def attentions(vit: PatchViT) -> list[Attention | OpenAttention]:
+    """The attention of every block. Raises ConfigError if they are not the plain ones."""
+    found = [cast(Attention | OpenAttention, block.attn) for block in plain_blocks(vit)]
+    for attention in found:
+        if type(attention) not in (Attention, OpenAttention):
+            raise ConfigError(f"model {vit.name!r} cannot be changed: its attention is {type(attention).__name__}")
+    return found
+
+
+def open_attentions(vit: PatchViT) -> list[OpenAttention]:
+    """The attention of every block, replaced by one that can be added to."""
+    for block, attention in zip(plain_blocks(vit), attentions(vit), strict=True):
+        if isinstance(attention, Attention):
+            block.attn = OpenAttention(attention)
+    return cast(list[OpenAttention], attentions(vit))

@@ -1,0 +1,39 @@
+"""A second classifier beside the model's own."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from fedvit.errors import ConfigError
+from fedvit.models.options import check_choice
+from fedvit.models.surgery import Surgery, seeded
+from fedvit.models.vit import PatchViT
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtraHead(Surgery):
+    """One more linear layer from the class token to the classes, as FedRoD's personal head; `PatchViT.head` runs it.
+
+    Source: Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification",
+    arXiv:2107.00778. It begins as torch's Linear does ("torch"), at zero, or with the values of the model's own head.
+    Tensors: `<name>.{weight,bias}`.
+    """
+
+    name: str = "personal_head"
+    init: Literal["torch", "zero", "head"] = "torch"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise ConfigError(f"ExtraHead option name = {self.name!r} must be a word")
+        check_choice("ExtraHead", "init", self.init, ("torch", "zero", "head"))
+
+    def apply(self, vit: PatchViT, seed: int) -> None:
+        with seeded(seed, self.name):
+            head = nn.Linear(vit.width, vit.classes)
+        if self.init == "zero":
+            nn.init.zeros_(head.weight)
+            nn.init.zeros_(head.bias)
+        elif self.init == "head":
+            head.load_state_dict(vit.vit.head.state_dict())
+        vit.add(self.name, head)

@@ -1,0 +1,119 @@
+"""What a partition looks like: who holds how much of which class, as a picture and in a terminal."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+Counts = npt.NDArray[np.int64]
+
+_SHADES = " ░▒▓█"
+_TERMINAL_COLUMNS = 60  # what device names and totals leave of 80
+
+_INK, _PALE, _BUBBLE = "#222222", "#dddddd", "#3567a6"
+_LABEL_LETTERS = 16
+
+
+def draw_bubbles(title: str, devices: list[str], classes: list[str], counts: Counts) -> Image.Image:
+    """A row per device, a column per class, a disc as large in area as the count (devices, classes).
+
+    At the right a bar with the device's total. Names longer than 16 letters are cut.
+    """
+    page = _Page.for_names(devices, classes)
+    image = Image.new("RGB", (page.width, page.height), "white")
+    draw = ImageDraw.Draw(image)
+    draw.text((page.margin, page.margin), title, fill=_INK, font=page.font)
+    for column, name in enumerate(classes):
+        _write_upright(image, (page.x(column), page.top - page.gap), _cut(name), page.font)
+    largest = max(int(counts.max(initial=0)), 1)
+    totals = counts.sum(axis=1)
+    for row, name in enumerate(devices):
+        y = page.y(row)
+        draw.text((page.left - page.gap, y), _cut(name), fill=_INK, font=page.font, anchor="rm")
+        draw.line((page.left, y, page.x(len(classes) - 1) + page.cell / 2, y), fill=_PALE)
+        for column in np.flatnonzero(counts[row]).tolist():
+            radius = max(0.48 * page.cell * math.sqrt(counts[row, column] / largest), 1.0)
+            draw.circle((page.x(column), y), radius, fill=_BUBBLE)
+        length = page.bar * int(totals[row]) / max(int(totals.max(initial=0)), 1)
+        draw.rectangle((page.right, y - page.cell / 4, page.right + length, y + page.cell / 4), fill=_PALE)
+        draw.text((page.right + page.gap, y), str(totals[row]), fill=_INK, font=page.font, anchor="lm")
+    return image
+
+
+def shade_lines(devices: list[str], counts: Counts) -> list[str]:
+    """A line per device, for a terminal of 80 letters: a shade per class, darker for more, blank for none.
+
+    Neighbouring classes share a letter where there are more than 60.
+
+    >>> shade_lines(["a", "bb"], np.array([[4, 0], [1, 2]]))
+    ['a  |██  | 4', 'bb |░░▒▒| 3']
+    """
+    together = max(math.ceil(counts.shape[1] / _TERMINAL_COLUMNS), 1)
+    merged = np.add.reduceat(counts, np.arange(0, counts.shape[1], together), axis=1)
+    broad = max(min(_TERMINAL_COLUMNS // merged.shape[1], 2), 1)
+    steps = np.ceil(merged / max(int(merged.max(initial=0)), 1) * (len(_SHADES) - 1)).astype(int)
+    width = max(map(len, devices), default=0)
+    return [
+        f"{name:<{width}} |{''.join(_SHADES[step] * broad for step in row)}| {total}"
+        for name, row, total in zip(devices, steps, counts.sum(axis=1), strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Page:
+    """Where things are, in pixels."""
+
+    cell: int
+    left: int
+    top: int
+    rows: int
+    columns: int
+    font: ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+    gap, margin, bar = 8, 12, 120
+
+    @classmethod
+    def for_names(cls, devices: list[str], classes: list[str]) -> "_Page":
+        cell = min(max(2400 // max(len(devices), len(classes), 1), 14), 40)
+        font = ImageFont.load_default(min(cell - 2, 16))
+        left, above = (
+            math.ceil(max((font.getlength(_cut(name)) for name in names), default=0.0)) for names in (devices, classes)
+        )
+        title = 2 * cls.margin + 16
+        return cls(cell, cls.margin + left + cls.gap, title + above + cls.gap, len(devices), len(classes), font)
+
+    @property
+    def right(self) -> int:
+        return self.left + self.columns * self.cell + self.gap
+
+    @property
+    def width(self) -> int:
+        return self.right + self.bar + self.margin
+
+    @property
+    def height(self) -> int:
+        return self.top + self.rows * self.cell + self.margin
+
+    def x(self, column: int) -> float:
+        return self.left + (column + 0.5) * self.cell
+
+    def y(self, row: int) -> float:
+        return self.top + (row + 0.5) * self.cell
+
+
+def _write_upright(
+    image: Image.Image, foot: tuple[float, float], text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont
+) -> None:
+    """Text from the bottom up, centred above `foot`."""
+    left, top, right, bottom = font.getbbox(text)
+    strip = Image.new("L", (max(math.ceil(right - left), 1), max(math.ceil(bottom - top), 1)))
+    ImageDraw.Draw(strip).text((-left, -top), text, fill=255, font=font)
+    upright = strip.rotate(90, expand=True)
+    corner = (round(foot[0] - upright.width / 2), round(foot[1] - upright.height))
+    image.paste(Image.new("RGB", upright.size, _INK), corner, upright)
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _LABEL_LETTERS else f"{name[: _LABEL_LETTERS - 1]}…"

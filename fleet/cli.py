@@ -6,6 +6,7 @@ import click
 
 from fedvit import command_line
 from fleet.demo import demo_command
+from fleet.experiment import experiment_command
 from fleet.partition import partition_command
 from fleet.run import run_command
 
@@ -13,10 +14,11 @@ from fleet.run import run_command
 @click.group(context_settings={"show_default": True})
 @click.version_option(package_name="fedvit")
 def cli() -> None:
-    """Partition data over devices, run fleets on one machine, see the demo."""
+    """Partition data over devices, run fleets on one machine, compare methods, see the demo."""
 
 
 cli.add_command(demo_command)
+cli.add_command(experiment_command)
 cli.add_command(partition_command)
 cli.add_command(run_command)
 

@@ -31,7 +31,7 @@ from fedvit.data.partition import (
 )
 from fedvit.data.samples import Samples
 from fedvit.errors import ConfigError, DataError, StorageFailed
-from fleet.partition_plot import Counts, draw_bubbles, shade_lines
+from fleet.partition_plot import Counts, bar_lines, draw_bubbles
 
 SUMMARY_FILE = "partition.json"
 PLOT_FILE = "partition.png"
@@ -302,7 +302,7 @@ def partition_command(
     Console().print(summary_table(summary))
     if plot:
         click.echo()
-        for line in shade_lines([device.name for device in summary.devices], count_matrix(summary)):
+        for line in bar_lines([device.name for device in summary.devices], count_matrix(summary)):
             click.echo(line)
         click.echo(f"picture: {out / PLOT_FILE}")
     if summary.unreadable:

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 Counts = npt.NDArray[np.int64]
 
-_SHADES = " ░▒▓█"
+_BARS = " ▁▂▃▄▅▆▇█"
 _TERMINAL_COLUMNS = 60  # what device names and totals leave of 80
 
 _INK, _PALE, _BUBBLE = "#222222", "#dddddd", "#3567a6"
@@ -22,7 +22,8 @@ def draw_bubbles(title: str, devices: list[str], classes: list[str], counts: Cou
     At the right a bar with the device's total. Names longer than 16 letters are cut.
     """
     page = _Page.for_names(devices, classes)
-    image = Image.new("RGB", (page.width, page.height), "white")
+    width = max(page.width, math.ceil(page.font.getlength(title)) + 2 * page.margin)
+    image = Image.new("RGB", (width, page.height), "white")
     draw = ImageDraw.Draw(image)
     draw.text((page.margin, page.margin), title, fill=_INK, font=page.font)
     for column, name in enumerate(classes):
@@ -42,21 +43,21 @@ def draw_bubbles(title: str, devices: list[str], classes: list[str], counts: Cou
     return image
 
 
-def shade_lines(devices: list[str], counts: Counts) -> list[str]:
-    """A line per device, for a terminal of 80 letters: a shade per class, darker for more, blank for none.
+def bar_lines(devices: list[str], counts: Counts) -> list[str]:
+    """A line per device, for a terminal of 80 letters: a bar per class, full for the largest count, and the total.
 
     Neighbouring classes share a letter where there are more than 60.
 
-    >>> shade_lines(["a", "bb"], np.array([[4, 0], [1, 2]]))
-    ['a  |██  | 4', 'bb |░░▒▒| 3']
+    >>> bar_lines(["a", "bb"], np.array([[4, 0], [1, 2]]))
+    ['a  |██  | 4', 'bb |▂▂▄▄| 3']
     """
     together = max(math.ceil(counts.shape[1] / _TERMINAL_COLUMNS), 1)
     merged = np.add.reduceat(counts, np.arange(0, counts.shape[1], together), axis=1)
     broad = max(min(_TERMINAL_COLUMNS // merged.shape[1], 2), 1)
-    steps = np.ceil(merged / max(int(merged.max(initial=0)), 1) * (len(_SHADES) - 1)).astype(int)
+    steps = np.ceil(merged / max(int(merged.max(initial=0)), 1) * (len(_BARS) - 1)).astype(int)
     width = max(map(len, devices), default=0)
     return [
-        f"{name:<{width}} |{''.join(_SHADES[step] * broad for step in row)}| {total}"
+        f"{name:<{width}} |{''.join(_BARS[step] * broad for step in row)}| {total}"
         for name, row, total in zip(devices, steps, counts.sum(axis=1), strict=True)
     ]
 

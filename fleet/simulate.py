@@ -11,19 +11,47 @@ from typing import Any
 
 import msgspec
 
-from coordinator.config import make_config
+from coordinator.cli import choose_accelerator
+from coordinator.config import RunConfig, make_config
 from coordinator.display import Display
-from coordinator.rounds import Coordinator
+from coordinator.rounds import Coordinator, Interrupted
 from coordinator.store import Store
 from coordinator.summary import summarise
 from edge_client.agent import Agent
-from edge_client.runtime import Runtime
+from edge_client.runtime import Evaluated, Runtime, Trained
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
+from fedvit.errors import ConfigError
+from fedvit.resources import DeviceProfile
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fleet.run import FleetOutcome
-from profiles.probes.host import device_profile
+from profiles.probes.host import device_profile, usable_cores
+
+DEFAULTS: dict[str, Any] = {"accelerator": "cpu", "deadline_s": 7 * 86400.0}
+"""Where a simulation differs from a run on devices, unless it is told otherwise: a slow machine loses nobody."""
+
+
+class TakingTurns(Runtime):
+    """One runtime for all devices of a process: each graph is loaded once, `at_once` devices compute at a time.
+
+    More of them than cores would only take memory, and each other's time.
+    """
+
+    def __init__(self, threads: int, at_once: int) -> None:
+        super().__init__(threads)
+        self._turns = threading.BoundedSemaphore(at_once)
+
+    def keep_only(self, digests: set[str]) -> None:
+        """Nothing is closed: another device may still be at work with an earlier program."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Trained:
+        with self._turns:
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Evaluated:
+        with self._turns:
+            return super().evaluate(*args, **kwargs)
 
 
 def simulate(
@@ -33,18 +61,26 @@ def simulate(
     out: Path,
     run: str,
     threads: int = 1,
+    at_once: int | None = None,
     display: Display | None = None,
     graph_cache: Path | None = None,
+    resume: bool = False,
 ) -> FleetOutcome:
     """Run one configuration with one agent per device folder, each in a thread of this process.
 
-    Files lie as after `fleet run`. Raises FedvitError when the run fails.
+    `values` is a configuration as a file gives it, over DEFAULTS. At most `at_once` devices compute at the
+    same time, with `threads` each; None: one per core. With `resume` a run of that name that is there already
+    goes on where it was; else it must not be there. Files lie as after `fleet run`.
+
+    Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
     """
-    config = make_config({**values, "devices": len(folders)}, "simulation").run
+    config = make_config({**DEFAULTS, **values, "devices": len(folders)}, "simulation").run
+    accelerator = choose_accelerator(config.accelerator)
     home = out / run
     broker = MemoryBroker()
     store = Store.in_folder(out)
-    store.create_run(run, msgspec.to_builtins(config))
+    if not (resume and _is_there(store, run, config)):
+        store.create_run(run, msgspec.to_builtins(config))
     coordinator = Coordinator(
         run=run,
         config=config,
@@ -52,21 +88,35 @@ def simulate(
         store=store,
         folder=home,
         display=display or Display(),
-        accelerator="cpu",
+        accelerator=accelerator,
         graph_cache=graph_cache,
     )
     stop = threading.Event()
-    agents = [_agent(folder, home / "state" / folder.name, broker, config.federation, threads) for folder in folders]
-    workers = [
-        threading.Thread(target=agent.serve, args=(stop,), kwargs={"once": True}, name=agent.device, daemon=True)
-        for agent in agents
+    broken: list[Exception] = []
+
+    def take_part(agent: Agent) -> None:
+        try:
+            agent.serve(stop, once=True)
+        except Exception as error:  # noqa: BLE001 - raised again below: without this device the run would wait forever
+            broken.append(error)
+            coordinator.stop()
+
+    runtime = TakingTurns(threads, at_once or max(1, usable_cores() // threads))
+    profile = device_profile(threads)
+    agents = [
+        _agent(folder, home / "state" / folder.name, broker, config.federation, runtime, profile) for folder in folders
     ]
+    workers = [threading.Thread(target=take_part, args=(agent,), name=agent.device, daemon=True) for agent in agents]
     began = time.monotonic()
     try:
         for worker in workers:
             worker.start()
         coordinator.serve()
         return FleetOutcome(summarise(store, run), time.monotonic() - began, home)
+    except Interrupted:
+        if broken:
+            raise broken[0] from None
+        raise
     finally:
         stop.set()
         for worker in workers:
@@ -74,7 +124,16 @@ def simulate(
         store.close()
 
 
-def _agent(folder: Path, state: Path, broker: MemoryBroker, federation: str, threads: int) -> Agent:
+def _is_there(store: Store, run: str, config: RunConfig) -> bool:
+    records = [record for record in store.runs() if record.id == run]
+    if records and records[0].config != msgspec.to_builtins(config):
+        raise ConfigError(f"run {run!r} began with another configuration; it cannot go on with this one")
+    return bool(records)
+
+
+def _agent(
+    folder: Path, state: Path, broker: MemoryBroker, federation: str, runtime: Runtime, profile: DeviceProfile
+) -> Agent:
     return Agent(
         device=folder.name,
         federation=federation,
@@ -82,7 +141,7 @@ def _agent(folder: Path, state: Path, broker: MemoryBroker, federation: str, thr
         data=DeviceData.open(folder),
         vault=Vault(state / "vault"),
         blobs=BlobStore(state / "blobs"),
-        runtime=Runtime(threads),
-        profile=device_profile(threads),
+        runtime=runtime,
+        profile=profile,
         software="simulation",
     )

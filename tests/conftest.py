@@ -20,6 +20,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "fedvit-no-such-cache")
 
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one file share fixtures that take seconds: where several processes test, a file goes to one of them."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
 TINY_MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2, "mlp_ratio": 4.0}
 TINY_OPTIONS = {"batch_size": 8}
 TINY_CLASSES = 10
@@ -36,16 +46,20 @@ class Tiny(NamedTuple):
 
 @pytest.fixture(scope="session")
 def graph_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Graphs of this session: an export takes seconds, so tests with equal graphs share them here."""
-    return tmp_path_factory.mktemp("graphs")
+    """Graphs of this session: an export takes seconds, so tests with equal graphs share them here, in whatever
+    process they run."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    return folder / "graphs"
 
 
 @pytest.fixture(scope="session")
 def tiny(graph_cache: Path) -> "Callable[[str], Tiny]":
     """A method by name on the tiny model; its graphs are exported when first asked for."""
     from export.graphs import export_graphs
-    from fedvit.methods import make_method
-    from fedvit.models import SMALL, build_vit
+    from fedvit.methods import build_model, make_method
+    from fedvit.models import SMALL
     from fedvit.program import Batch
 
     made: dict[str, Tiny] = {}
@@ -53,9 +67,16 @@ def tiny(graph_cache: Path) -> "Callable[[str], Tiny]":
     def make(name: str) -> Tiny:
         if name not in made:
             method = make_method(name, TINY_OPTIONS)
-            vit = build_vit(SMALL, TINY_CLASSES, seed=0, options=TINY_MODEL)
+            vit = build_model(method, SMALL, TINY_CLASSES, seed=0, options=TINY_MODEL)
             mean, std = vit.mean_std
-            batch = Batch(image_size=32, patch_size=8, batch_size=8, mean=mean, std=std, mask_ratio=method.mask_ratio)
+            batch = Batch(
+                image_size=32,
+                patch_size=8,
+                batch_size=method.samples_per_step,
+                mean=mean,
+                std=std,
+                mask_ratio=method.mask_ratio,
+            )
             made[name] = Tiny(method, vit, batch, export_graphs(method, vit, batch, cache=graph_cache))
         return made[name]
 

@@ -80,15 +80,19 @@ def _read_pickled(path: Path, kind: "_Format") -> Batch:
     pixels = batch["data"]
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (_PIXELS,):
         raise DataError(f"{path}: 'data' is {_shown(pixels)}, expected uint8 of shape (n, {_PIXELS})")
-    columns: list[Indices] = []
-    for key in kind.label_keys:
-        column = np.asarray(batch[key] if len(batch[key]) else np.empty(0, dtype=np.int64))
-        if column.ndim != 1 or column.dtype.kind not in "iu":
-            raise DataError(f"{path}: {key!r} is {_shown(column)}, expected whole numbers of shape (n,)")
-        columns.append(column.astype(np.int64))
+    columns = [_whole_numbers(path, key, batch[key]) for key in kind.label_keys]
     if len({len(column) for column in columns}) > 1:
         raise DataError(f"{path}: {len(columns[0])} coarse labels, but {len(columns[1])} fine labels")
     return pixels, np.stack(columns, axis=1)
+
+
+def _whole_numbers(path: Path, key: str, value: object) -> Indices:
+    """A list or an array of labels, as an array."""
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
+        return value.astype(np.int64)
+    if isinstance(value, list) and all(type(number) is int and 0 <= number < 256 for number in value):
+        return np.array(value, dtype=np.int64)
+    raise DataError(f"{path}: {key!r} is {_shown(value)}, expected a list of whole numbers of 0..255")
 
 
 def _content(path: Path) -> bytes:

@@ -52,13 +52,15 @@ def _split(arrays: "np.lib.npyio.NpzFile", path: Path, split: str) -> tuple[Pixe
     images = arrays[f"{split}_images"]
     if images.dtype != np.uint8 or not (images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)):
         raise DataError(
-            f"{path}: {split}_images is {images.dtype} of shape {images.shape}, expected uint8 (n, s, s) or (n, s, s, 3)"
+            f"{path}: {split}_images is {images.dtype} of shape {images.shape},"
+            " expected uint8 of shape (n, s, s) or (n, s, s, 3)"
         )
     if f"{split}_labels" not in arrays:
         raise DataError(f"{path}: there is {split}_images, but no {split}_labels")
     labels = arrays[f"{split}_labels"]
     if labels.dtype.kind not in "iu" or labels.shape not in ((len(images),), (len(images), 1)):
         raise DataError(
-            f"{path}: {split}_labels is {labels.dtype} of shape {labels.shape}, expected whole numbers ({len(images)}, 1)"
+            f"{path}: {split}_labels is {labels.dtype} of shape {labels.shape},"
+            f" expected whole numbers of shape ({len(images)}, 1)"
         )
     return images, labels.reshape(-1).astype(np.int64)

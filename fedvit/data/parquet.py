@@ -94,7 +94,7 @@ def _files(path: Path) -> list[Path]:
 def _read_table(file: Path) -> _Table:
     try:
         import pyarrow  # type: ignore[import-untyped]
-        from pyarrow import parquet
+        from pyarrow import compute, parquet
     except ImportError as error:
         raise ConfigError(f'{file}: reading Parquet needs pyarrow: pip install "fedvit[server]"') from error
     try:
@@ -107,7 +107,7 @@ def _read_table(file: Path) -> _Table:
         columns = {known: table[name].to_pylist() if name else [] for known, name in names.items() if known != _IMAGE}
         images = table[names[_IMAGE]]
         if pyarrow.types.is_struct(images.type):
-            images = pyarrow.compute.struct_field(images, "bytes")
+            images = compute.struct_field(images, "bytes")
         if not (pyarrow.types.is_binary(images.type) or pyarrow.types.is_large_binary(images.type)):
             raise DataError(f"{file}: column {names[_IMAGE]} is {images.type}, expected bytes of encoded images")
     except (pyarrow.ArrowException, OSError) as error:
@@ -144,9 +144,8 @@ def _classes(values: list[Any], names: tuple[str, ...], where: str) -> tuple[Ind
         position = {name: label for label, name in enumerate(present)}
         return np.array([position[value] for value in values], dtype=np.int64), folder_names(present)
     if kinds != {int}:
-        raise DataError(
-            f"{where}: labels of type {', '.join(sorted(kind.__name__ for kind in kinds))}, expected numbers"
-        )
+        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise DataError(f"{where}: labels of type {found}, expected whole numbers, or texts")
     labels = np.array(values, dtype=np.int64)
     if not names:
         return numbered_classes(labels)

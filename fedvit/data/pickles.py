@@ -47,11 +47,10 @@ class _Dtype:
         self.order = state[1]  # (version, byte order, ...)
 
     def resolved(self) -> np.dtype[Any]:
-        if not (
-            isinstance(self.code, str) and re.fullmatch("[biuf][1248]", self.code) and self.order in ("<", ">", "|")
-        ):
+        known = isinstance(self.code, str) and re.fullmatch("[biuf][1248]", self.code)
+        if not known or self.order not in ("<", ">", "|"):
             raise DataError(f"refused an array of type {self.code!r}, expected numbers")
-        return np.dtype(self.code).newbyteorder(self.order)  # type: ignore[arg-type]
+        return np.dtype(f"{self.order}{self.code}")
 
 
 class _Array:

@@ -7,15 +7,69 @@ from typing import Any
 import msgspec
 
 from fedvit.errors import ConfigError
+from fedvit.methods.adapters import PersonalAdapters
+from fedvit.methods.apfl import APFL
 from fedvit.methods.base import Method
 from fedvit.methods.eftvit import EFTViT
+from fedvit.methods.fed_bias import FedBias
+from fedvit.methods.fed_head import FedHead
+from fedvit.methods.fed_lora import FedLora
+from fedvit.methods.fed_prompt import FedPrompt
 from fedvit.methods.fedavg import FedAvg
+from fedvit.methods.fedbabu import FedBABU
+from fedvit.methods.fedbfpt import FedBFPT
+from fedvit.methods.fedbn import FedBN
+from fedvit.methods.fedper import FedPer
+from fedvit.methods.fedperfix import FedPerfix
+from fedvit.methods.fedprox import FedProx
+from fedvit.methods.fedrep import FedRep
+from fedvit.methods.fedrod import FedRoD
+from fedvit.methods.fedtp import FedTP
+from fedvit.methods.fedvpt_d import FedVptDeep
+from fedvit.methods.knn_per import KnnPer
+from fedvit.methods.local import Local
+from fedvit.methods.per_fedavg import PerFedAvg
+from fedvit.methods.personal_part import PersonalPart
+from fedvit.methods.pfedhn import PFedHN
+from fedvit.methods.pfedme import PFedMe
+from fedvit.methods.pfedpg import PFedPG
+from fedvit.methods.prefix import PersonalPrefix
+from fedvit.methods.prompts import PersonalPrompts
+from fedvit.methods.single_vpt import SingleVpt
+from fedvit.methods.vanilla_attention import VanillaAttention
 from fedvit.models import build_vit
 from fedvit.models.vit import PatchViT
 
 METHODS: dict[str, type[Method]] = {
+    "adapters": PersonalAdapters,
+    "apfl": APFL,
     "eftvit": EFTViT,
+    "fed_bias": FedBias,
+    "fed_head": FedHead,
+    "fed_lora": FedLora,
+    "fed_prompt": FedPrompt,
     "fedavg": FedAvg,
+    "per_fedavg": PerFedAvg,
+    "pfedme": PFedMe,
+    "fedbabu": FedBABU,
+    "fedbfpt": FedBFPT,
+    "fedbn": FedBN,
+    "fedper": FedPer,
+    "fedperfix": FedPerfix,
+    "fedprox": FedProx,
+    "fedrep": FedRep,
+    "fedrod": FedRoD,
+    "fedtp": FedTP,
+    "fedvpt_d": FedVptDeep,
+    "knn_per": KnnPer,
+    "local": Local,
+    "personal_part": PersonalPart,
+    "pfedhn": PFedHN,
+    "pfedpg": PFedPG,
+    "prefix": PersonalPrefix,
+    "prompts": PersonalPrompts,
+    "single_vpt": SingleVpt,
+    "vanilla_attention": VanillaAttention,
 }
 
 

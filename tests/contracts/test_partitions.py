@@ -1,62 +1,193 @@
-"""What every partition must be: a partition, the same for the same seed; and the laws of Dirichlet's alpha."""
+"""What every partition must be: a partition, the same for the same seed; and the laws that a partition adds."""
+
+import hashlib
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedvit.data.partition import PARTITIONS, partition
+import fedvit.data
+from fedvit.data.dealing import Partition
+from fedvit.data.images import Indices
+from fedvit.data.partition import PARTITIONS, partition, split_train_test
+from fedvit.data.samples import Annotations
 
-# what lets a partition deal out very few samples too
-FEW = {"dirichlet": {"min_samples": 0}}
 
-labels_of_classes = st.lists(st.integers(0, 40), min_size=1, max_size=8).map(
-    lambda counts: np.repeat(np.arange(len(counts)), counts)
-)
+@dataclass(frozen=True)
+class Case:
+    """Samples that a partition can deal out, and how many it may leave out."""
+
+    samples: Annotations
+    devices: int
+    options: dict[str, Any]
+    left_out: int = 0
+
+
+def shuffled(counts: list[int]) -> Indices:
+    return np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.int64)
+
+
+@st.composite
+def any_labels(draw: st.DrawFn, **options: Any) -> Case:
+    counts = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any))
+    return Case(Annotations(labels=shuffled(counts)), draw(st.integers(1, sum(counts))), options)
+
+
+@st.composite
+def pathological(draw: st.DrawFn) -> Case:
+    """Each of q shares is rounded down: fewer than q of a class are left out. A share is at least
+    .4 / (.4 + .6 (q - 1)) > 2 / (3 q), so with 2 q samples of a class nobody is left without."""
+    classes = draw(st.integers(1, 6))
+    per_device = draw(st.integers(1, classes))
+    devices = draw(st.integers(1, 12).filter(lambda count: count * per_device % classes == 0))
+    shares = per_device * devices // classes
+    counts = draw(st.lists(st.integers(2 * shares, 2 * shares + 30), min_size=classes, max_size=classes))
+    return Case(
+        Annotations(labels=shuffled(counts)), devices, {"classes_per_device": per_device}, classes * (shares - 1)
+    )
+
+
+@st.composite
+def pachinko(draw: st.DrawFn) -> Case:
+    """Everybody gets floor(n / devices): n mod devices are left out. Two classes have the same coarse label."""
+    counts = draw(st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any))
+    labels = shuffled(counts)
+    devices = draw(st.integers(1, len(labels)))
+    options = {"alpha": draw(st.sampled_from([1e-9, 0.3, 1e6])), "fine_alpha": draw(st.sampled_from([1e-9, 10.0]))}
+    return Case(Annotations(labels=labels, coarse_labels=labels // 2), devices, options, len(labels) % devices)
+
+
+@st.composite
+def coarse_iid(draw: st.DrawFn) -> Case:
+    groups, times = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    counts = draw(st.lists(st.integers(times, 30), min_size=2 * groups, max_size=2 * groups))
+    labels = shuffled(counts)
+    return Case(Annotations(labels=labels, coarse_labels=labels // 2), groups * times, {})
+
+
+@st.composite
+def disjoint(draw: st.DrawFn) -> Case:
+    counts = draw(st.lists(st.integers(1, 20), min_size=1, max_size=12))
+    devices = draw(st.sampled_from([count for count in range(1, 13) if len(counts) % count == 0]))
+    return Case(Annotations(labels=shuffled(counts)), devices, {})
+
+
+@st.composite
+def domain(draw: st.DrawFn) -> Case:
+    labels = shuffled(draw(st.lists(st.integers(12, 20), min_size=1, max_size=5)))
+    domains = np.arange(len(labels), dtype=np.int64) % draw(st.integers(1, 4))
+    per_domain = draw(st.integers(1, 3))
+    return Case(
+        Annotations(labels=labels, domains=domains),
+        len(np.unique(domains)) * per_domain,
+        {"per_domain": per_domain, "min_samples": 0},
+    )
+
+
+CASES: dict[str, Callable[[], st.SearchStrategy[Case]]] = {
+    "dirichlet": lambda: any_labels(min_samples=0),
+    "iid": any_labels,
+    "pathological": pathological,
+    "pachinko": pachinko,
+    "coarse_iid": coarse_iid,
+    "disjoint": disjoint,
+    "domain": domain,
+    "feature_noise": any_labels,
+}
+
+# 400 samples of 10 classes, 5 coarse labels and 2 domains: all partitions can deal them out to 10 devices
+LABELS = shuffled([40] * 10)
+ALL = Annotations(labels=LABELS, coarse_labels=LABELS // 2, domains=np.arange(400) % 2)
+OPTIONS: dict[str, dict[str, Any]] = {"domain": {"per_domain": 5}}
+
+
+def deal(name: str, case: Case, seed: int) -> list[Indices]:
+    return partition(name, case.samples, case.devices, seed, **case.options)
+
+
+def digest(parts: list[Indices]) -> str:
+    return hashlib.blake2b(b"|".join(part.tobytes() for part in parts)).hexdigest()
+
+
+def test_the_table_is_complete() -> None:
+    """Every partition in the room is in the table, and is tested here."""
+    folder = Path(fedvit.data.__file__).parent
+    modules = [importlib.import_module(f"fedvit.data.{path.stem}") for path in folder.glob("*.py")]
+    written = {
+        kind
+        for module in modules
+        for _, kind in inspect.getmembers(module, inspect.isclass)
+        if issubclass(kind, Partition) and not inspect.isabstract(kind)
+    }
+    assert written == set(PARTITIONS.values())
+    assert CASES.keys() == PARTITIONS.keys()
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-@settings(deadline=None)
-@given(labels_of_classes, st.data())
-def test_disjoint_complete_and_seeded(name: str, labels: np.ndarray, data: st.DataObject) -> None:
-    assume(len(labels) > 0)
-    shuffled = np.random.default_rng(0).permutation(labels)
-    devices = data.draw(st.integers(1, len(labels)))
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_disjoint_complete_and_seeded(name: str, data: st.DataObject) -> None:
+    case = data.draw(CASES[name]())
     seed = data.draw(st.integers(0, 2**32))
-    parts = partition(name, shuffled, devices, seed, **FEW.get(name, {}))
-    assert len(parts) == devices
-    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
+    parts = deal(name, case, seed)
+    assert len(parts) == case.devices
     for part in parts:
         assert part.dtype == np.int64
         assert (np.diff(part) > 0).all()
-    again = partition(name, shuffled, devices, seed, **FEW.get(name, {}))
-    for part, same in zip(parts, again, strict=True):
-        np.testing.assert_array_equal(part, same)
+    dealt = np.sort(np.concatenate(parts))
+    assert (np.diff(dealt) > 0).all()
+    assert np.isin(dealt, np.arange(len(case.samples))).all()
+    assert 0 <= len(case.samples) - len(dealt) <= case.left_out
+    assert digest(deal(name, case, seed)) == digest(parts)
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+@settings(deadline=None, max_examples=20)
+@given(st.data())
+def test_a_device_is_tested_with_what_it_trains_with(name: str, data: st.DataObject) -> None:
+    """The share of a class in train and in test, both of the device, differ by what rounding one sample makes."""
+    case = data.draw(CASES[name]())
+    labels = case.samples.labels
+    for part in deal(name, case, 0):
+        train, test = split_train_test(part, labels, 0.25, np.random.default_rng(0))
+        for label in np.unique(labels[part]):
+            held = int((labels[part] == label).sum())
+            assert abs(int((labels[test] == label).sum()) - 0.25 * held) <= 1
+            assert (labels[train] == label).any()
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_another_seed_deals_otherwise(name: str) -> None:
-    labels = np.repeat(np.arange(10), 50)
-    first, other = (partition(name, labels, 4, seed) for seed in (0, 1))
-    assert any(not np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    first, other = (partition(name, ALL, 10, seed, **OPTIONS.get(name, {})) for seed in (0, 1))
+    assert digest(first) != digest(other)
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-def test_labels_are_left_alone(name: str) -> None:
-    labels = np.repeat(np.arange(10), 50)
-    before = labels.copy()
-    partition(name, labels, 4, 0)
-    np.testing.assert_array_equal(labels, before)
+def test_samples_are_left_alone(name: str) -> None:
+    before = LABELS.copy()
+    partition(name, ALL, 10, 0, **OPTIONS.get(name, {}))
+    np.testing.assert_array_equal(LABELS, before)
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_one_device_gets_everything(name: str) -> None:
-    (part,) = partition(name, np.repeat(np.arange(3), 10), 1, 0)
+    """One domain, one coarse label; pathological with as many classes as there are."""
+    labels = np.repeat(np.arange(3), 10)
+    alone = Annotations(labels=labels, coarse_labels=np.zeros(30, dtype=np.int64), domains=np.zeros(30, dtype=np.int64))
+    options = {"classes_per_device": 3} if name == "pathological" else {}
+    (part,) = partition(name, alone, 1, 0, **options)
     np.testing.assert_array_equal(part, np.arange(30))
 
 
 @pytest.mark.parametrize("cap", [False, True])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 8), st.integers(0, 2**32))
 def test_large_alpha_approaches_uniform(cap: bool, devices: int, seed: int) -> None:
     """The variance of a share is (1/N)(1 - 1/N) / (alpha N + 1): with alpha 1e10 below 1e-11, so shares are 1/N
@@ -67,7 +198,7 @@ def test_large_alpha_approaches_uniform(cap: bool, devices: int, seed: int) -> N
         assert np.abs(counts - 100 / devices).max() <= 2
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(2, 8), st.integers(0, 2**32))
 def test_small_alpha_gives_each_class_to_one_device(devices: int, seed: int) -> None:
     """With alpha 1e-9 the chance that a class is visibly divided is about alpha N times a logarithm: below 1e-6."""
@@ -93,3 +224,55 @@ def test_alpha_orders_how_uneven_devices_are() -> None:
     assert few > some > many
     assert few > 0.4
     assert many < 0.15
+
+
+@settings(deadline=None, max_examples=60)
+@given(pathological(), st.integers(0, 2**32))
+def test_pathological_gives_at_most_c_classes_and_uses_every_class(case: Case, seed: int) -> None:
+    """Fewer than q samples of each class are left out, so at least n - (q - 1) of n are dealt out."""
+    labels = case.samples.labels
+    parts = deal("pathological", case, seed)
+    assert max(len(np.unique(labels[part])) for part in parts) <= case.options["classes_per_device"]
+    classes = len(np.unique(labels))
+    dealt = np.bincount(labels[np.concatenate(parts)], minlength=classes)
+    assert (np.bincount(labels) - dealt <= case.left_out // classes).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(pachinko(), st.integers(0, 2**32))
+def test_pachinko_gives_everybody_equally_much(case: Case, seed: int) -> None:
+    sizes = {len(part) for part in deal("pachinko", case, seed)}
+    assert sizes == {len(case.samples) // case.devices}
+
+
+@settings(deadline=None, max_examples=60)
+@given(coarse_iid(), st.integers(0, 2**32))
+def test_coarse_iid_gives_equal_shares_of_one_coarse_label(case: Case, seed: int) -> None:
+    """Devices t j .. t j + t - 1 have coarse label j; counts of a fine label differ by at most one among them."""
+    groups, labels = case.samples.coarse_labels, case.samples.labels
+    assert groups is not None
+    times = case.devices // len(np.unique(groups))
+    parts = deal("coarse_iid", case, seed)
+    for device, part in enumerate(parts):
+        assert set(groups[part]) == {device // times}
+    for label in np.unique(labels):
+        counts = [int((labels[part] == label).sum()) for part in parts if groups[part][0] == label // 2]
+        assert max(counts) - min(counts) <= 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(disjoint(), st.integers(0, 2**32))
+def test_disjoint_has_no_class_on_two_devices(case: Case, seed: int) -> None:
+    labels = case.samples.labels
+    held = [set(labels[part]) for part in deal("disjoint", case, seed)]
+    assert {len(classes) for classes in held} == {len(np.unique(labels)) // case.devices}
+    assert sum(map(len, held)) == len(set.union(*held))
+
+
+@settings(deadline=None, max_examples=60)
+@given(domain(), st.integers(0, 2**32))
+def test_domain_gives_every_device_one_domain(case: Case, seed: int) -> None:
+    domains = case.samples.domains
+    assert domains is not None
+    for device, part in enumerate(deal("domain", case, seed)):
+        assert set(domains[part]) <= {device // case.options["per_domain"]}

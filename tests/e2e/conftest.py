@@ -15,9 +15,9 @@ from tests.e2e.stage import CONFIG, DEVICES, Stage
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Graphs are exported once for all tests."""
-    return tmp_path_factory.mktemp("cache")
+def cache(graph_cache: Path) -> Path:
+    """Programs under test keep their graphs here, so that they are exported once for all tests."""
+    return graph_cache.parent / "cache"
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
     "deadline_s": 120.0,
     "rejoin_grace_s": 60.0,
 }
-WAIT_S = 90.0
+WAIT_S = 240.0
 
 
 def program(module: str) -> list[str]:

@@ -79,7 +79,12 @@ class GeneratorUpdate(ServerRule):
         weights = self._weights(uploads, context.round)
         for number, upload in enumerate(uploads):
             context.progress(f"generator: device {number + 1} of {len(uploads)}")
-            self._pull_back(shared, personal[upload.device], upload.load(), weights[upload.device])
+            made = self.generator.generate(shared, personal[upload.device])
+            delta, weight = upload.load(), weights[upload.device]
+            # adds w_i J_i^T (-delta_i) to the gradients of phi and z_i
+            torch.autograd.backward(
+                list(made.values()), [torch.from_numpy(delta[name]).to(place) * -weight for name in made]
+            )
         grads = {name: value.grad for name, value in parameters.items() if value.grad is not None}
         norm = float(torch.sqrt(sum((grad.square().sum() for grad in grads.values()), torch.zeros((), device=place))))
         if self.clip_norm is not None:
@@ -91,13 +96,6 @@ class GeneratorUpdate(ServerRule):
         moved = {name: value.detach().cpu().numpy() for name, value in parameters.items()}
         memory = {**state.memory, **moved, **saved(optimizer, parameters)}
         return replace(state, memory=memory), {"generator_gradient_norm": norm}
-
-    def _pull_back(self, shared: dict[str, Tensor], personal: dict[str, Tensor], delta: Tensors, weight: float) -> None:
-        """Add w_i J_i^T (-delta_i) to the gradients of phi and z_i."""
-        made = self.generator.generate(shared, personal)
-        place = next(iter(personal.values())).device
-        backward = [torch.from_numpy(delta[name]).to(place) * -weight for name in made]
-        torch.autograd.backward(list(made.values()), backward)
 
     def _weights(self, uploads: Sequence[Upload], round_number: int) -> dict[str, float]:
         match self.weights:

@@ -24,7 +24,7 @@ def configure(graph_cache: Path) -> Configure:
     """A run's configuration on the tiny model; method options and everything else as given."""
 
     def configure(method: str = "fedavg", options: dict[str, Any] | None = None, **values: Any) -> RunConfig:
-        chosen = {**OPTIONS[method], **(options or {})}
+        chosen = {**OPTIONS.get(method, {}), **(options or {})}
         return make_config({"method": method, "model_options": MODEL, **values, "options": chosen}, "test").run
 
     return configure

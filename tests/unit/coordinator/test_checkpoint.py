@@ -34,9 +34,9 @@ def moved(plan: Plan) -> ServerState:
 def test_a_state_comes_back_bit_for_bit(planned: tuple[Plan, BlobStore]) -> None:
     """Also shapes without a dimension; tensors are in the model's order, however the state had them."""
     plan, blobs = planned
-    state = moved(plan)
-    again = load_state(save_state(state, plan.program, blobs), plan.program, blobs)
-    assert list(again.tensors) == [name for name in plan.program.tensors if name in state.tensors]
+    program, state = plan.first.program, moved(plan)
+    again = load_state(save_state(state, plan.groups, blobs), blobs, plan.values)
+    assert list(again.tensors) == [name for name in program.tensors if name in state.tensors]
     assert again.tensors.keys() == state.tensors.keys()
     assert again.memory.keys() == state.memory.keys()
     for kept, given in ((again.tensors, state.tensors), (again.memory, state.memory)):
@@ -48,9 +48,9 @@ def test_a_state_comes_back_bit_for_bit(planned: tuple[Plan, BlobStore]) -> None
 
 def test_a_state_without_memory(planned: tuple[Plan, BlobStore]) -> None:
     plan, blobs = planned
-    saved = save_state(plan.state, plan.program, blobs)
+    saved = save_state(plan.state, plan.groups, blobs)
     assert saved.memory is None
-    again = load_state(saved, plan.program, blobs)
+    again = load_state(saved, blobs)
     assert (again.memory, again.uploads) == ({}, {})
 
 
@@ -58,20 +58,21 @@ def test_the_saved_groups_are_what_devices_fetch(planned: tuple[Plan, BlobStore]
     """One blob a group that comes from the server; local tensors are in none."""
     plan, blobs = planned
     state = moved(plan)
-    saved = save_state(state, plan.program, blobs)
-    assert set(saved.groups) == {"head", "global"}
+    saved = save_state(state, plan.groups, blobs)
+    assert set(saved.groups) == {"head", "norm", "block.1", "block.2"}
     for group, digest in saved.groups.items():
         tensors = unpack(blobs.get(digest))
-        assert sorted(tensors) == sorted(plan.program.names(group))
+        assert sorted(tensors) == sorted(plan.first.program.names(group))
         assert digest == digest_of(pack({name: state.tensors[name] for name in tensors}))
 
 
 def test_what_must_not_be_deleted(planned: tuple[Plan, BlobStore]) -> None:
-    """The program, its 2 graphs, the local group's first value, 2 groups, the memory, 2 uploads: 9 blobs."""
+    """The program, its 2 graphs, the local group's first value, 4 groups, the memory, 2 uploads: 11 blobs."""
     plan, blobs = planned
-    saved = save_state(moved(plan), plan.program, blobs)
+    program = plan.first.program
+    saved = save_state(moved(plan), plan.groups, blobs)
     needed = needed_blobs(plan, saved)
-    assert len(needed) == 9
-    assert {plan.digest, saved.memory, *saved.groups.values(), *saved.uploads.values()} <= needed
-    assert {graph.digest for graph in plan.program.graphs.values()} <= needed
-    assert plan.program.groups["local"].initial in needed
+    assert len(needed) == 11
+    assert {plan.first.digest, saved.memory, *saved.groups.values(), *saved.uploads.values()} <= needed
+    assert {graph.digest for graph in program.graphs.values()} <= needed
+    assert program.groups["local"].initial in needed

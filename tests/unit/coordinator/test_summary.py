@@ -11,7 +11,6 @@ from rich.console import Console, RenderableType
 
 from coordinator.store import SavedState, Store
 from coordinator.summary import (
-    PROTOCOL,
     RunSummary,
     accuracy_table,
     device_table,
@@ -27,6 +26,7 @@ from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
 
 RUN = "20261121-034500-eftvit-ab12"
+PROTOCOL = "tested as the planner said"
 
 
 def trained(store: Store, number: int, device: str, samples: int = 10, loss: float = 1.0, **use: Any) -> None:
@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     made = Store.in_folder(tmp_path)
     config = {"method": "eftvit", "model": "vit_small_images", "seed": 7, "rounds": 3}
     made.create_run(RUN, config)
-    made.update_run(RUN, status="running", classes=["ant", "bee"])
+    made.update_run(RUN, status="running", classes=["ant", "bee"], protocol=PROTOCOL)
     made.open_round(RUN, 1, ["a", "b", "c"])
     trained(
         made, 1, "a", 30, 1.0,
@@ -141,7 +141,7 @@ def test_a_run_that_has_only_begun(store: Store) -> None:
     store.create_run("new", {"method": "fedavg"})
     run = summarise(store, "new")
     assert (run.rounds, run.devices, run.refusals) == ([], [], [])
-    assert (run.mean_accuracy, run.max_edge_rss_bytes, run.bytes_down) == (None, None, 0)
+    assert (run.mean_accuracy, run.max_edge_rss_bytes, run.bytes_down, run.protocol) == (None, None, 0, None)
     assert drawn(report(run, 80), 80) == ["run new: fedavg on None, waiting, 0 of 0 rounds, seed 0"]
 
 

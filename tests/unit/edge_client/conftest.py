@@ -35,7 +35,7 @@ class Setting:
 
     @property
     def program(self) -> Program:
-        return self.plan.program
+        return self.plan.first.program
 
     def start(self) -> Tensors:
         """Every tensor at the start of the first round."""

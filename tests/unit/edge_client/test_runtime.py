@@ -13,7 +13,7 @@ from edge_client.runtime import Runtime, Seeds, Stopped, Trained, Watch, trainin
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import normalise, unfold
 from fedvit.errors import BadPayload, DataError
-from fedvit.methods.step import predict, train_step
+from fedvit.methods.step import predict_step, train_step
 from fedvit.program import Program
 from fedvit.tensors import Tensors
 
@@ -280,7 +280,7 @@ def test_evaluation_counts_right_answers(fedavg: "Setting", data: DeviceData, lo
     pictures, _ = data.test.load(np.arange(12), batch.image_size)
     inputs = {f"tensor/{name}": torch.tensor(value) for name, value in values.items()}
     inputs["batch/patches"] = torch.tensor(unfold(normalise(pictures, batch), batch.patch_size))
-    answers = predict(fedavg.plan.method, fedavg.plan.vit)(inputs)["logits"].argmax(dim=1).numpy()
+    answers = predict_step(fedavg.plan.method, fedavg.plan.vit)(inputs)["logits"].argmax(dim=1).numpy()
     right = int((answers == data.test.labels).sum())
     assert 0 < right < 12, "else the comparison proves nothing"
     evaluated = fedavg.runtime().evaluate(fedavg.program, values, data.test, log)

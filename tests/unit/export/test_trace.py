@@ -17,13 +17,15 @@ from export.trace import IR_VERSION, OPSET, to_onnx, trace
 from fedvit.methods import METHODS
 from fedvit.methods.base import trained_names
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
-from fedvit.methods.step import Step, example_inputs
+from fedvit.methods.step import Step, example_inputs, steps_of
+from fedvit.program import Gather
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = {"a": torch.randn(3, 4, generator=GENERATOR), "b": torch.randn(4, generator=GENERATOR)}
 
 NAMES = re.compile(
-    r"tensor/.+|slot/[^/]+/.+|anchor/.+|batch/(patches|kept|labels|weight)|hyper/(lr|step)"  # read
+    r"tensor/.+|slot/[^/]+/.+|anchor/.+|batch/(patches|kept|labels|weight)|hyper/(lr|step|last)"  # read
+    r"|fact/class_counts|draw/.+|gathered/.+"
     r"|new/tensor/.+|new/slot/[^/]+/.+|metric/loss|collect/.+|logits"  # written
 )
 """What a graph's inputs and outputs may be called: the table at the top of fedvit/program.py."""
@@ -189,11 +191,12 @@ def test_a_methods_graphs_hold_no_weights(name: str, tiny: Any) -> None:
 def test_a_methods_graphs_have_the_names_of_the_contract(name: str, tiny: Any) -> None:
     """Inputs are what a device feeds; outputs are the new values of what the phase moves, and what is collected."""
     method, vit, batch, graphs = tiny(name)
-    phases = {phase.graph: phase for phase in method.phases(vit)}
-    assert set(graphs) == {*phases, "predict"}
+    steps, evaluate = steps_of(method, vit), method.evaluate(vit)
+    named = {phase.graph for phase in (*method.phases(vit), *evaluate.adapt)} | {evaluate.graph}
+    assert set(graphs) == set(steps) == named | ({evaluate.gather.graph} if evaluate.gather else set())
     for graph, exported in graphs.items():
         model = onnx.load_from_string(exported.content)
-        phase = phases.get(graph)
+        phase = steps[graph]
         inputs = {
             value.name: tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim) for value in model.graph.input
         }
@@ -203,6 +206,9 @@ def test_a_methods_graphs_have_the_names_of_the_contract(name: str, tiny: Any) -
         assert all(NAMES.fullmatch(name) for name in inputs.keys() | outputs)
         if phase is None:
             assert outputs == {"logits"}
+            continue
+        if isinstance(phase, Gather):
+            assert outputs == {f"collect/{phase.output}"}
             continue
         moved = trained_names(method, vit, phase)
         expected = {"metric/loss"} | {f"new/tensor/{name}" for name in moved}
@@ -244,7 +250,7 @@ def test_the_first_step_of_a_whole_graph_is_torchs(tiny: Any) -> None:
     assert not got["new/slot/exp_avg_sq/pos_embed"][0, untouched].any()
     decayed = inputs["tensor/pos_embed"][0, untouched] * (1 - 0.01 * method.weight_decay)
     np.testing.assert_allclose(got["new/tensor/pos_embed"][0, untouched], decayed.numpy(), rtol=1e-6)
-    for name in ("metric/loss", "collect/features", "new/slot/exp_avg/pos_embed", "new/slot/exp_avg/head.weight"):
+    for name in ("metric/loss", "collect/features.2", "new/slot/exp_avg/pos_embed", "new/slot/exp_avg/head.weight"):
         wanted = want[name].detach().numpy()
         np.testing.assert_allclose(got[name], wanted, rtol=0, atol=1e-4 * np.abs(wanted).max(), err_msg=name)
     # in a first step AdamW moves each element by lr whatever its gradient: compared where that is more than noise

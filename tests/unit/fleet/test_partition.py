@@ -1,5 +1,6 @@
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -9,11 +10,20 @@ from click.testing import CliRunner, Result
 from PIL import Image
 from rich.console import Console
 
+from fedvit.data.feature_noise import add_noise
 from fedvit.data.folder import DeviceData
 from fedvit.data.imagefolder import read_imagefolder
 from fedvit.data.samples import Samples
 from fedvit.errors import ConfigError, StorageFailed
-from fleet.partition import DeviceCounts, PartitionSummary, partition_command, summary_table, write_device_folders
+from fleet.partition import (
+    DeviceCounts,
+    PartitionSummary,
+    deal,
+    partition_command,
+    summary_table,
+    write_device_folders,
+    write_plot,
+)
 
 CLASSES = ("ant", "bee", "cow")
 
@@ -22,6 +32,15 @@ def made(labels: list[int], classes: tuple[str, ...] = CLASSES) -> Samples:
     """4x4 images; sample i is gray of level i, so that a file tells which sample it was."""
     images = np.arange(len(labels), dtype=np.uint8)[:, None, None, None].repeat(4, 1).repeat(4, 2).repeat(3, 3)
     return Samples(dataset="made", size=4, images=images, labels=np.array(labels, dtype=np.int64), classes=classes)
+
+
+def write_source(folder: Path) -> Path:
+    """20 cats and 20 dogs."""
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        for number in range(20):
+            Image.new("RGB", (4, 4), (number,) * 3).save(folder / name / f"{number}.png")
+    return folder
 
 
 def written(out: Path) -> dict[str, bytes]:
@@ -75,7 +94,28 @@ class TestWriteDeviceFolders:
             "name": "device-0",
             "train": {"ant": 8, "bee": 0, "cow": 0},
             "test": {"ant": 2, "bee": 0, "cow": 0},
+            "noise_std": 0.0,
         }
+
+    def test_noise_is_in_the_files_of_train_and_test(self, tmp_path: Path) -> None:
+        """Device 0 has none, so its pixels are as they were; device 1 has 30 gray levels. A sample's noise is
+        that of its place in the data set, so the files of a sample are the same whoever gets it."""
+        gray = made([0] * 10)
+        samples = replace(gray, images=np.full_like(gray.images, 128))
+        parts = (np.arange(5), np.arange(5, 10))
+        summary = write_device_folders(
+            samples, parts, tmp_path / "parts", test_share=0.2, seed=3, noise_stds=[0.0, 30.0]
+        )
+        assert [device.noise_std for device in summary.devices] == [0.0, 30.0]
+        read = {
+            device: [np.asarray(Image.open(path)) for path in sorted((tmp_path / "parts" / device).rglob("*.png"))]
+            for device in ("device-0", "device-1")
+        }
+        assert all((image == 128).all() for image in read["device-0"])
+        expected = {
+            add_noise(np.full((4, 4, 3), 128, np.uint8), 30.0, seed=3, sample=row).tobytes() for row in range(5, 10)
+        }
+        assert {image.tobytes() for image in read["device-1"]} == expected
 
     def test_the_seed_decides(self, tmp_path: Path) -> None:
         for name, seed in (("first", 0), ("again", 0), ("other", 1)):
@@ -156,6 +196,67 @@ class TestWriteDeviceFolders:
         ]
 
 
+class TestDeal:
+    def test_samples(self, tmp_path: Path) -> None:
+        """3 classes of 6 among 3 devices, a class each."""
+        samples = made([0, 1, 2] * 6)
+        summary = deal(samples, "disjoint", 3, tmp_path / "parts", test_share=0, seed=1)
+        assert sorted(sum(device.train.values()) for device in summary.devices) == [6, 6, 6]
+        assert {max(device.train.values()) for device in summary.devices} == {6}
+        assert summary.partition == "disjoint"
+        assert not (tmp_path / "parts/partition.png").exists()
+
+    def test_it_writes_what_the_command_writes(self, tmp_path: Path) -> None:
+        source = write_source(tmp_path / "source")
+        deal(str(source), "pathological", 4, tmp_path / "a", options={"classes_per_device": 1}, seed=2, size=4)
+        arguments = ["--dataset", str(source), "--devices", "4", "--partition", "pathological", "--seed", "2"]
+        arguments += ["-p", "classes_per_device=1", "--size", "4", "--out", str(tmp_path / "b")]
+        CliRunner().invoke(partition_command, arguments, catch_exceptions=False)
+        assert written(tmp_path / "a") == written(tmp_path / "b")
+
+    def test_coarse_labels_and_domains_reach_the_partition(self, tmp_path: Path) -> None:
+        labels = np.array([0, 1, 2, 2] * 5)
+        samples = replace(
+            made(labels.tolist()), coarse_labels=labels // 2, domains=np.arange(20) % 2, domain_names=("art", "photo")
+        )
+        summary = deal(samples, "domain", 2, tmp_path / "domain", test_share=0)
+        assert summary.domains == ("art", "photo")
+        assert [device.train for device in summary.devices] == [
+            {"ant": 5, "bee": 0, "cow": 5},
+            {"ant": 0, "bee": 5, "cow": 5},
+        ]
+        summary = deal(samples, "coarse_iid", 2, tmp_path / "coarse", test_share=0)
+        assert [device.train for device in summary.devices] == [
+            {"ant": 5, "bee": 5, "cow": 0},
+            {"ant": 0, "bee": 0, "cow": 10},
+        ]
+
+    def test_noise_and_complete_options_are_recorded(self, tmp_path: Path) -> None:
+        summary = deal(made([0] * 9), "feature_noise", 3, tmp_path / "parts", options={"max_std": "10"})
+        assert [device.noise_std for device in summary.devices] == [0, 5, 10]
+        assert summary.options == {"max_std": 10.0}
+        assert deal(made([0] * 9), "feature_noise", 3, tmp_path / "more").options == {"max_std": 20.0}
+
+    def test_refusals_come_before_a_data_set_is_read(self, tmp_path: Path) -> None:
+        (tmp_path / "parts").touch()
+        with pytest.raises(ConfigError, match="parts is a file"):
+            deal("gone", "iid", 2, tmp_path / "parts")
+        with pytest.raises(ConfigError, match="partition 'pareto' is not known"):
+            deal("gone", "pareto", 2, tmp_path / "other")
+        with pytest.raises(ConfigError, match="data set 'gone' is neither"):
+            deal("gone", "iid", 2, tmp_path / "other")
+
+    def test_a_picture(self, tmp_path: Path) -> None:
+        deal(made([0, 1] * 5), "iid", 2, tmp_path / "parts", plot=True)
+        with Image.open(tmp_path / "parts/partition.png") as picture:
+            assert picture.format == "PNG"
+
+    def test_a_picture_that_cannot_be_written(self, tmp_path: Path) -> None:
+        summary = deal(made([0, 1] * 5), "iid", 2, tmp_path / "parts")
+        with pytest.raises(StorageFailed, match=r"cannot write .*gone/partition\.png: No such file"):
+            write_plot(summary, tmp_path / "gone/partition.png")
+
+
 class TestSummaryTable:
     def rendered(self, classes: tuple[str, ...], *devices: DeviceCounts) -> str:
         summary = PartitionSummary(
@@ -232,10 +333,7 @@ class TestCommand:
         assert record["seed"] == 0
 
     def test_a_folder_of_images(self, tmp_path: Path) -> None:
-        for name in ("cat", "dog"):
-            (tmp_path / "source" / name).mkdir(parents=True)
-            for number in range(20):
-                Image.new("RGB", (4, 4)).save(tmp_path / "source" / name / f"{number}.png")
+        write_source(tmp_path / "source")
         (tmp_path / "source/cat/bad.png").write_text("no image")
         result = self.invoke("--dataset", str(tmp_path / "source"), "--devices", "2", "--out", str(tmp_path / "parts"))
         assert "left out 1 images, the first: cannot read image" in result.stdout
@@ -249,6 +347,49 @@ class TestCommand:
         (tmp_path / "parts").touch()
         with pytest.raises(ConfigError, match="parts is a file"):
             self.invoke("--out", str(tmp_path / "parts"))
+
+    def test_options_of_the_partition(self, tmp_path: Path) -> None:
+        source = write_source(tmp_path / "source")
+        arguments = ("--dataset", str(source), "--devices", "2", "--out", str(tmp_path / "parts"), "--json")
+        result = self.invoke(*arguments, "-p", "alpha=0.7", "-p", "cap=true", "--min-samples", "5")
+        assert json.loads(result.stdout)["options"] == {"alpha": 0.7, "cap": True, "min_samples": 5}
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            (("-p", "alpha"), "partition option 'alpha' must be written KEY=VALUE"),
+            (("-p", "alpha=1", "--alpha", "2"), "partition option alpha is given twice: 2.0 and 1"),
+            (("-p", "alpha=much"), "partition dirichlet: alpha is 'much', expected float"),
+            (("-p", "beta=1"), "dirichlet has no option 'beta'; it has: alpha, cap, min_samples"),
+            (("--min-samples", "-1"), "min_samples is -1, expected >= 0"),
+        ],
+    )
+    def test_bad_options(self, tmp_path: Path, given: tuple[str, ...], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            self.invoke("--out", str(tmp_path / "parts"), *given)
+
+    def test_help_lists_the_options_of_every_partition(self) -> None:
+        shown = " ".join(self.invoke("--help").stdout.split())
+        for text in ("dirichlet: alpha=0.3, cap=false, min_samples=10", "classes_per_device=2", "max_std=20.0"):
+            assert text in shown
+
+    def test_a_picture(self, tmp_path: Path) -> None:
+        """4 devices by 2 classes, as lines and as a file."""
+        out = tmp_path / "parts"
+        result = self.invoke(
+            "--dataset", str(write_source(tmp_path / "source")), "--out", str(out), "--plot", "--min-samples", "1"
+        )
+        assert f"picture: {out / 'partition.png'}" in result.stdout
+        lines = [line for line in result.stdout.splitlines() if line.count("|") == 2]
+        assert [line.split()[0] for line in lines] == [f"device-{number}" for number in range(4)]
+        assert (out / "partition.png").is_file()
+
+    def test_a_picture_beside_json(self, tmp_path: Path) -> None:
+        out = tmp_path / "parts"
+        source = write_source(tmp_path / "source")
+        result = self.invoke("--dataset", str(source), "--out", str(out), "--min-samples", "1", "--plot", "--json")
+        assert json.loads(result.stdout)["dataset"] == "source"
+        assert (out / "partition.png").is_file()
 
     def test_overwrite(self, tmp_path: Path) -> None:
         arguments = ("--out", str(tmp_path / "parts"), "--size", "8")

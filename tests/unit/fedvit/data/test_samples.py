@@ -4,12 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from fedvit.data import SOURCES, read_samples
+from fedvit.data import READERS, SOURCES, read_samples
 from fedvit.data.digits import read_digits
-from fedvit.errors import ConfigError
+from fedvit.data.samples import ArrayImages, Samples, folder_names
+from fedvit.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -59,7 +62,60 @@ def test_importing_the_room_is_light() -> None:
     """In a process of its own, so that nobody else's imports are seen."""
     code = (
         "import sys, fedvit.data, fedvit.data.folder, fedvit.data.images, fedvit.data.partition;"
-        "print(sorted({'sklearn', 'torch', 'torchvision', 'timm', 'onnx', 'scipy', 'rich'} & set(sys.modules)))"
+        "heavy = {'sklearn', 'torch', 'torchvision', 'timm', 'onnx', 'scipy', 'rich', 'pyarrow', 'pandas'};"
+        "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_reader_in_the_room_is_in_the_table() -> None:
+    folder = Path(sys.modules["fedvit.data"].__file__ or "").parent
+    written = {path.stem for path in folder.glob("*.py") if "\ndef read_" in path.read_text()}
+    assert written - {"digits", "images", "layout", "pickles", "__init__"} == READERS.keys()
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 4, 3), (3, 4, 4), (3, 9, 7, 3), (3, 9, 7)])
+def test_images_in_memory_come_as_square_rgb(shape: tuple[int, ...]) -> None:
+    """Flat images stay flat when they are resized."""
+    stored = np.broadcast_to(np.array([10, 20, 30]).reshape(-1, *(1 for _ in shape[1:])), shape).astype(np.uint8)
+    images = ArrayImages(stored, 4)
+    assert len(images) == 3
+    rows = images[np.array([2, 0])]
+    assert rows.dtype == np.uint8
+    assert rows.shape == (2, 4, 4, 3)
+    assert (rows[0] == 30).all()
+    assert (rows[1] == 10).all()
+
+
+@given(st.lists(st.text("ab/\\\\.\n_ (01)", max_size=6), max_size=20))
+def test_any_names_become_different_folder_names(names: list[str]) -> None:
+    made = folder_names(names)
+    assert len(set(made)) == len(made) == len(names)
+    if made:
+        empty = np.zeros(0, dtype=np.int64)
+        images = np.zeros((0, 4, 4, 3), dtype=np.uint8)
+        Samples(dataset="made", size=4, images=images, labels=empty, classes=made)
+
+
+class TestSamplesRefuse:
+    def made(self, **changed: object) -> Samples:
+        images = np.zeros((2, 4, 4, 3), dtype=np.uint8)
+        content = {"images": images, "labels": np.array([0, 1]), "classes": ("a", "b"), **changed}
+        return Samples(dataset="made", size=4, **content)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a\\b", "/a", "a\nb", "__MACOSX"])
+    def test_names_that_no_folder_can_have(self, name: str) -> None:
+        with pytest.raises(DataError, match=r"made: class .* cannot be the name of a folder"):
+            self.made(classes=("a", name))
+
+    def test_names_that_occur_twice(self) -> None:
+        with pytest.raises(DataError, match="made: two of the 2 classes have the same name"):
+            self.made(classes=("a", "a"))
+
+    def test_other_numbers_of_things(self) -> None:
+        for field, what in (("coarse_labels", "coarse labels"), ("domains", "domains")):
+            with pytest.raises(DataError, match=f"made: 3 {what} for 2 labels"):
+                self.made(**{field: np.zeros(3, dtype=np.int64)})
+        with pytest.raises(DataError, match="made: 2 images for 3 labels"):
+            self.made(labels=np.zeros(3, dtype=np.int64))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedvit.errors import ConfigError
-from fedvit.methods import METHODS, make_method
+from fedvit.methods import METHODS, build_model, make_method
 from fedvit.methods.base import Forward, GroupRule, Images, Method, ServerRule, trained_names
 from fedvit.methods.eftvit import EFTViT
 from fedvit.methods.fedavg import FedAvg
@@ -27,8 +27,11 @@ def test_a_method_by_name() -> None:
 
 
 def test_an_unknown_method() -> None:
-    with pytest.raises(ConfigError, match="unknown method 'fedprox2', known are eftvit, fedavg"):
+    """All that there are are named, sorted."""
+    with pytest.raises(ConfigError) as refused:
         make_method("fedprox2")
+    assert str(refused.value) == f"unknown method 'fedprox2', known are {', '.join(sorted(METHODS))}"
+    assert {"eftvit", "fedavg"} <= METHODS.keys()
 
 
 def test_an_unknown_option() -> None:
@@ -111,9 +114,12 @@ def test_every_round_learns(rounds: int, warmup: int) -> None:
 # --- groups -------------------------------------------------------------------------------------------
 
 
+DEEP = {"image_size": 8, "patch_size": 4, "width": 4, "depth": 14, "heads": 1}
+
+
 def deep_vit() -> PatchViT:
     """14 blocks, so that 1 and 11, 2 and 12 can be confused."""
-    return build_vit(SMALL, 5, seed=0, options={"image_size": 8, "patch_size": 4, "width": 4, "depth": 14, "heads": 1})
+    return build_vit(SMALL, 5, seed=0, options=DEEP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +134,12 @@ class Sorted(FedAvg):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_tensor_is_in_one_group(name: str) -> None:
-    vit = deep_vit()
-    members = [tensor for _, names in make_method(name).groups(vit).values() for tensor in names]
-    assert sorted(members) == sorted(vit.tensors())
+    """The model's own, those of surgeries, and those that the method adds beside the model."""
+    method = make_method(name)
+    vit = build_model(method, SMALL, 5, seed=0, options=DEEP)
+    members = [tensor for _, names in method.groups(vit).values() for tensor in names]
+    assert sorted(members) == sorted(method.tensors(vit))
+    assert vit.tensors().keys() <= method.tensors(vit).keys()
 
 
 def test_patterns_are_anchored() -> None:
@@ -187,7 +196,7 @@ class HeadThenBody(Method):
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         return (Train(graph="head", groups=("head",), lr=0.1), Train(graph="both", groups=("head", "body"), lr=0.1))
 
-    def server_rule(self) -> ServerRule:
+    def server_rule(self, vit: PatchViT) -> ServerRule:
         return WeightedMean()
 
 

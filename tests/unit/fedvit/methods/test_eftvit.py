@@ -7,10 +7,11 @@ from torch import Tensor
 from fedvit.data.images import unfold
 from fedvit.errors import ConfigError
 from fedvit.methods.base import Images
-from fedvit.methods.eftvit import FEATURES, EFTViT
+from fedvit.methods.calculus import Named
+from fedvit.methods.eftvit import EFTViT
 from fedvit.methods.optimizers import AdamW, Sgd
-from fedvit.methods.rules.feature_training import FeatureTraining
-from fedvit.methods.step import Named, predict, train_step
+from fedvit.methods.rules.feature_training import FeatureTraining, features_into
+from fedvit.methods.step import predict_step, train_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Collect, Role
@@ -78,20 +79,24 @@ def moved(outputs: Named, inputs: Named) -> dict[str, Tensor]:
 
 
 def test_who_trains_what() -> None:
-    """The device: embedding and blocks 0 and 1. The server: the others and the last norm. The head: both."""
+    """The device: embedding and blocks 0 and 1. The server: the others, each a group, and the last norm. The head:
+    both."""
     vit = build_vit(SMALL, 5, seed=0, options={"image_size": 8, "patch_size": 4, "width": 4, "depth": 12, "heads": 1})
     groups = EFTViT(local_blocks=2).groups(vit)
     assert {group: role for group, (role, _) in groups.items()} == {
         "head": Role.SEEDED,
-        "global": Role.GLOBAL,
+        "norm": Role.GLOBAL,
+        **{f"block.{block}": Role.GLOBAL for block in range(2, 12)},
         "local": Role.LOCAL,
     }
     assert groups["head"][1] == ["head.weight", "head.bias"]
-    in_global = {name.split(".")[1] for name in groups["global"][1] if name.startswith("blocks.")}
+    assert groups["norm"][1] == ["norm.weight", "norm.bias"]
     in_local = {name.split(".")[1] for name in groups["local"][1] if name.startswith("blocks.")}
     assert in_local == {"0", "1"}
-    assert in_global == {str(block) for block in range(2, 12)}
-    assert {name for name in groups["global"][1] if not name.startswith("blocks.")} == {"norm.weight", "norm.bias"}
+    for block in range(2, 12):
+        names = groups[f"block.{block}"][1]
+        assert len(names) == 12
+        assert {name.split(".")[1] for name in names} == {str(block)}
     assert {name for name in groups["local"][1] if not name.startswith("blocks.")} == {
         "cls_token",
         "pos_embed",
@@ -138,7 +143,7 @@ def test_prediction_sees_the_whole_image(vit: PatchViT) -> None:
     inputs = {f"tensor/{name}": value for name, value in vit.tensors().items()}
     inputs["batch/patches"] = torch.from_numpy(unfold(pictures.numpy(), 8))
     with torch.no_grad():
-        logits = predict(MASKED, vit)(inputs)["logits"]
+        logits = predict_step(MASKED, vit)(inputs)["logits"]
         torch.testing.assert_close(logits, vit.vit(pictures.permute(0, 3, 1, 2)), rtol=0, atol=1e-12)
 
 
@@ -148,11 +153,11 @@ def test_what_is_collected_is_the_input_of_the_servers_half(vit: PatchViT, local
     method = EFTViT(optimizer="sgd", mask=0.75, local_blocks=local_blocks)
     inputs = step_inputs(vit, method)
     forward = method.forward(vit, vit.tensors(), Images(inputs["batch/patches"], inputs["batch/kept"]))
-    features = forward.collected[FEATURES]
+    features = forward.collected[f"features.{local_blocks}"]
     assert features.shape == (SAMPLES, 1 + 4, 16)
     (phase,) = method.phases(vit)
     assert phase.collect is not None
-    assert phase.collect.shape == features.shape[1:]
+    assert (phase.collect.output, phase.collect.shape) == (f"features.{local_blocks}", features.shape[1:])
     joined = vit.call(vit.tensors(), lambda vit: vit.classify(vit.run_blocks(features, local_blocks, vit.depth)))
     torch.testing.assert_close(joined, forward.logits, rtol=0, atol=1e-12)
 
@@ -239,7 +244,7 @@ def test_the_rounds_local_work(vit: PatchViT) -> None:
     (phase,) = EFTViT(epochs=3, lr=0.01, threshold=1.5).phases(vit)
     assert (phase.graph, set(phase.groups), phase.epochs, phase.lr) == ("train", {"local", "head"}, 3, 0.01)
     assert phase.slots == ("exp_avg", "exp_avg_sq")
-    assert phase.collect == Collect(FEATURES, (5, 16), 1.5)
+    assert phase.collect == Collect("features.2", (5, 16), 1.5)
 
 
 def test_registers_are_collected_too() -> None:
@@ -247,7 +252,7 @@ def test_registers_are_collected_too() -> None:
     with torch.device("meta"):
         vit = build_vit("vit_small_patch14_reg4_dinov2", 5, seed=0, options={"image_size": 56})
     (phase,) = EFTViT().phases(vit)
-    assert phase.collect == Collect(FEATURES, (5 + 4, 384), 1.0)
+    assert phase.collect == Collect("features.2", (5 + 4, 384), 1.0)
     assert "reg_token" in EFTViT().groups(vit)["local"][1]
 
 
@@ -259,10 +264,22 @@ def test_the_papers_defaults() -> None:
     assert method.server_data == "store"
 
 
-def test_the_servers_rule_follows_from_the_options() -> None:
-    assert EFTViT(local_blocks=3, lr=0.02).server_rule() == FeatureTraining(
-        collected=FEATURES,
-        first_block=3,
+def test_features_are_named_by_the_block_that_they_enter() -> None:
+    assert [features_into(block) for block in (1, 11)] == ["features.1", "features.11"]
+
+
+def test_devices_of_every_split_have_the_servers_groups_in_common(vit: PatchViT) -> None:
+    """So that they fetch the same blobs: what two splits both name is the same, tensor by tensor, and the server has
+    all that the lowest of them leaves to it."""
+    low, high = EFTViT(local_blocks=1).groups(vit), EFTViT(local_blocks=3).groups(vit)
+    assert set(high) - {"local"} == {"head", "norm", "block.3"}
+    assert set(low) - {"local"} == {"head", "norm", "block.1", "block.2", "block.3"}
+    for group in ("head", "norm", "block.3"):
+        assert high[group] == low[group]
+
+
+def test_the_servers_rule_follows_from_the_options(vit: PatchViT) -> None:
+    assert EFTViT(local_blocks=3, lr=0.02).server_rule(vit) == FeatureTraining(
         epochs=2,
         batch_size=32,
         optimizer=AdamW(weight_decay=0.05),
@@ -272,6 +289,4 @@ def test_the_servers_rule_follows_from_the_options() -> None:
     other = EFTViT(
         optimizer="sgd", weight_decay=0.0, server_lr=0.5, server_epochs=7, server_batch_size=9, server_data="latest"
     )
-    assert other.server_rule() == FeatureTraining(
-        collected=FEATURES, first_block=2, epochs=7, batch_size=9, optimizer=Sgd(), lr=0.5, keep=False
-    )
+    assert other.server_rule(vit) == FeatureTraining(epochs=7, batch_size=9, optimizer=Sgd(), lr=0.5, keep=False)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
@@ -20,6 +21,9 @@ TINY = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
 
 MODELS: dict[str, Callable[[], PatchViT]] = {
     "small images": lambda: build_vit(SMALL, 10, seed=1, options=TINY),
+    "heads of their own width": lambda: build_vit(
+        SMALL, 10, seed=1, options=TINY | {"head_width": 24, "qkv_bias": False, "registers": 2}
+    ),
     "vit_tiny": lambda: build_vit("vit_tiny_patch16_224", 10, seed=1, options={"image_size": 64}),
     "vit_tiny, its own size": lambda: build_vit("vit_tiny_patch16_224", 1000, seed=1),
     "vit_tiny, other patches": lambda: build_vit(
@@ -190,6 +194,38 @@ def test_tensors_have_timms_names_and_shapes() -> None:
     assert not any(value.requires_grad for value in tensors.values())
 
 
+def test_features_and_a_head_are_the_classifier(small: PatchViT) -> None:
+    """The class token behind timm's final norm is what its head reads."""
+    images, patches = pictures(small)
+    with torch.no_grad():
+        x = small.run_blocks(small.embed(patches), 0, small.depth)
+        close(small.features(x), small.vit.forward_head(small.vit.forward_features(images), pre_logits=True))
+        close(small.features(x, normed=False), x[:, 0])
+        close(small.vit.norm(small.features(x, normed=False)), small.features(x))
+        close(small.head(small.features(x)), small.classify(x))
+
+
+def test_a_norm_behind_the_pool() -> None:
+    """timm can move the final norm behind the pool; features are what it gives."""
+    vit = exact(PatchViT("made here", timm_vit(fc_norm=True)))
+    images, patches = pictures(vit)
+    with torch.no_grad():
+        close(logits(vit, patches), vit.vit(images))
+        x = vit.run_blocks(vit.embed(patches), 0, vit.depth)
+        close(vit.vit.fc_norm(vit.features(x, normed=False)), vit.features(x))
+
+
+def test_a_part_is_added_once() -> None:
+    """Its tensors are named after it, behind those of the part that it was given to."""
+    vit = MODELS["small images"]()
+    vit.add("blocks.1.mlp.more", torch.nn.Linear(2, 3))
+    assert vit.tensors()["blocks.1.mlp.more.weight"].shape == (3, 2)
+    with pytest.raises(ConfigError, match=r"model 'vit_small_images' cannot be given 'blocks\.1\.mlp\.more'"):
+        vit.add("blocks.1.mlp.more", torch.nn.Linear(2, 3))
+    with pytest.raises(ConfigError, match="cannot be given 'head': it has that already"):
+        vit.add("head", torch.nn.Linear(2, 3))
+
+
 def test_every_tensor_takes_part(registers: PatchViT) -> None:
     """Each has a gradient: none is forgotten by our own stages."""
     _, patches = pictures(registers)
@@ -210,6 +246,47 @@ def test_facts_of_a_model() -> None:
     assert (dino.patches, dino.prefix_tokens) == (16, 5)
     assert dino.mean_std == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert MODELS["small images"]().mean_std == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert (vit.classes, dino.classes) == (10, 10)
+
+
+def test_options_of_the_small_model_that_change_its_tensors() -> None:
+    """2 heads of 24 make an inner width of 48: qkv (3 * 48, 32), proj (32, 48); two registers have positions."""
+    shapes = {name: tuple(value.shape) for name, value in MODELS["heads of their own width"]().tensors().items()}
+    assert shapes["blocks.2.attn.qkv.weight"] == (144, 32)
+    assert shapes["blocks.2.attn.proj.weight"] == (32, 48)
+    assert "blocks.2.attn.qkv.bias" not in shapes
+    assert shapes["reg_token"] == (1, 2, 32)
+    assert shapes["pos_embed"] == (1, 19, 32)
+
+
+def test_wide_heads_begin_as_timms_layers() -> None:
+    """Normal with 0.02, biases 0; torch's own rule would be uniform, with a standard deviation of 0.07 at width 64."""
+    tensors = build_vit(SMALL, 10, seed=1, options={"head_width": 32, "depth": 1}).tensors()
+    for layer in ("qkv", "proj"):
+        assert 0.018 < tensors[f"blocks.0.attn.{layer}.weight"].std() < 0.022
+        assert not tensors[f"blocks.0.attn.{layer}.bias"].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("vit_tiny_patch16_224", 1),
+        ("vit_small_patch32_224", 1),
+        ("vit_base_patch16_224", 1),
+        ("vit_base_patch16_224.augreg_in21k", 1),
+        ("deit_tiny_patch16_224", 1),
+        ("deit_small_patch16_224", 1),
+        ("deit_base_patch16_224", 1),
+        ("deit3_small_patch16_224", 1),
+        ("vit_base_patch14_dinov2", 1),
+        ("vit_small_patch14_reg4_dinov2", 5),
+        ("vit_base_patch14_reg4_dinov2", 5),
+    ],
+)
+def test_models_of_timm_by_name(name: str, prefix: int) -> None:
+    with torch.device("meta"):
+        vit = build_vit(name, 10, seed=0)
+    assert (vit.name, vit.classes, vit.prefix_tokens) == (name, 10, prefix)
 
 
 # --- seeds --------------------------------------------------------------------------------------------
@@ -285,6 +362,36 @@ def test_a_checkpoint_replaces_all_but_the_head(tmp_path: Path) -> None:
     assert torch.equal(loaded["head.weight"], fresh["head.weight"])
 
 
+def test_a_checkpoint_of_safetensors(tmp_path: Path) -> None:
+    """For pictures of another size: positions are resampled, everything else is bit-equal."""
+    source = build_vit("vit_tiny_patch16_224", 7, seed=1, options={"image_size": 48})
+    path = tmp_path / "weights.safetensors"
+    save_file(source.vit.state_dict(), path)
+    same = build_vit("vit_tiny_patch16_224", 5, seed=2, options={"image_size": 48}, pretrained=str(path)).tensors()
+    small = build_vit("vit_tiny_patch16_224", 5, seed=2, options={"image_size": 32}, pretrained=str(path)).tensors()
+    assert torch.equal(same["pos_embed"], source.tensors()["pos_embed"])
+    assert small["pos_embed"].shape == (1, 5, 192)
+    for name, value in source.tensors().items():
+        if not name.startswith("head.") and name != "pos_embed":
+            assert torch.equal(same[name], value), name
+            assert torch.equal(small[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda state: state | {"norm.weight": torch.ones(7)}, r"cannot be loaded: .*"),
+        (lambda state: {key: value for key, value in state.items() if key != "cls_token"}, "has no tensor 'cls_token'"),
+    ],
+)
+def test_safetensors_that_do_not_fit(tmp_path: Path, change: Callable[..., dict[str, Tensor]], reason: str) -> None:
+    source = build_vit("vit_tiny_patch16_224", 10, seed=1, options={"image_size": 32}).vit.state_dict()
+    path = tmp_path / "weights.safetensors"
+    save_file(change(source), path)
+    with pytest.raises(ConfigError, match=f"pretrained weights of 'vit_tiny_patch16_224'.*{reason}"):
+        build_vit("vit_tiny_patch16_224", 10, seed=0, options={"image_size": 32}, pretrained=str(path))
+
+
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     path = str(tmp_path / "missing.pth")
     with pytest.raises(ConfigError) as refused:
@@ -351,6 +458,8 @@ def test_a_name_like_no_other_gets_none() -> None:
         ("resnet18", "is a ResNet, not a plain Vision Transformer"),
         ("deit_tiny_distilled_patch16_224", "is a VisionTransformerDistilled, not a plain"),
         ("vit_base_patch16_siglip_224", "is not supported: it has no class token to pool"),
+        ("vit_base_patch16_reg4_gap_256", "is not supported: it has no class token to pool"),
+        ("beit3_base_patch16_224", "is not supported: it has no class token to pool"),
     ],
 )
 def test_models_that_are_no_plain_vit(name: str, reason: str) -> None:
@@ -382,6 +491,10 @@ def test_surgery_that_our_stages_do_not_know(made: Callable[[], VisionTransforme
         ({"patch_size": "8"}, "model option patch_size = '8' must be"),
         ({"image_size": 30, "patch_size": 8}, "image_size = 30 is not a multiple of patch_size = 8"),
         ({"width": 30, "heads": 4}, "width = 30 is not a multiple of heads = 4"),
+        ({"head_width": 0}, "model option head_width = 0 must be a whole number of at least 1"),
+        ({"head_width": 64.0}, "model option head_width = 64.0 must be"),
+        ({"qkv_bias": "no"}, "model option qkv_bias = 'no' must be true or false"),
+        ({"registers": -1}, "model option registers = -1 must be a whole number of at least 0"),
         ({"mlp_ratio": "4"}, "model option mlp_ratio = '4' must be a number"),
         ({"mlp_ratio": 0}, "model option mlp_ratio = 0 must be a number"),
         ({"mlp_ratio": -2.0}, "model option mlp_ratio = -2.0 must be a number"),

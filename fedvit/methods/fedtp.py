@@ -1,0 +1,111 @@
+"""FedTP: a hypernetwork on the server writes every device's self-attention; the rest is averaged."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
+from torch import Tensor
+
+from fedvit.methods.base import (
+    PREDICT,
+    Forward,
+    Gathered,
+    GroupRule,
+    Images,
+    Method,
+    ServerRule,
+    StepInputs,
+)
+from fedvit.methods.calculus import Named, Objective
+from fedvit.methods.fedrod import PERSONAL_HEAD, two_head_loss, two_heads
+from fedvit.methods.generators.hypernetwork import Hypernetwork, generated_shapes
+from fedvit.methods.knn_per import FEATURES, mixture, remembering, with_features
+from fedvit.methods.optimizers import MomentumSgd
+from fedvit.methods.parts import HEAD, QKV
+from fedvit.methods.rules.generator_update import GeneratorUpdate
+from fedvit.methods.rules.together import Together
+from fedvit.methods.rules.weighted_mean import WeightedMean
+from fedvit.models.extra_head import ExtraHead
+from fedvit.models.surgery import Surgery
+from fedvit.models.vit import PatchViT
+from fedvit.program import Evaluate, Role, Train
+
+_MLP = ("blocks.*.mlp.fc1.*", "blocks.*.mlp.fc2.*")
+_NORM = ("blocks.*.norm1.*", "blocks.*.norm2.*")
+PARTS = {"attention": QKV, "mlp": _MLP, "norm": _NORM, "encoder": QKV + _MLP + _NORM}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedTP(Method):
+    """The weights of queries, keys and values are generated from an embedding of the device.
+
+    Source: Li et al., "FedTP: Federated Learning by Transformer Personalization", arXiv:2211.01572. The server
+    descends (equations 7 to 10 read literally would ascend). Embeddings of devices that were not asked stay
+    (`all_embeddings` moves them as the released code's dense table does). The paper's model has no bias of queries,
+    keys and values and heads of width 64: model options `qkv_bias = false`, `head_width = 64`; a bias that the
+    model has is shared.
+    `head` and `knn_weight` are the paper's extensions by FedPer, FedRoD and kNN, `parts` its Table V. `novel` is its
+    study of devices that come later: the run's `start_from` brings the shared tensors, which stand still, and the
+    hypernetwork; the server learns the new devices' embeddings alone, or the hypernetwork with them.
+    """
+
+    source: ClassVar[str] = "FedTP, arXiv:2211.01572"
+
+    epochs: Annotated[int, Meta(ge=1)] = 5
+    batch_size: Annotated[int, Meta(ge=1)] = 64
+
+    parts: Literal["attention", "mlp", "norm", "encoder"] = "attention"  # what is generated
+    head: Literal["shared", "local", "rod"] = "shared"  # local: as FedPer; rod: FedRoD's two heads
+    knn_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0  # of the nearest training images' vote; paper's 0.6; 0: off
+    neighbours: Annotated[int, Meta(ge=1)] = 10
+    capacity: Annotated[int, Meta(ge=1)] = 1000  # training images that a device remembers to vote
+    embedding_dim: Annotated[int, Meta(ge=1)] = 32  # released code: 128
+    hidden: Annotated[int, Meta(ge=1)] = 150
+    server_lr: Annotated[float, Meta(gt=0)] = 0.01  # (paper: beta)
+    server_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # released code: 0.9
+    server_weight_decay: Annotated[float, Meta(ge=0)] = 0.0  # released code: 1e-3
+    all_embeddings: bool = False
+    novel: Literal["embedding", "hypernetwork"] | None = None  # what the server learns for devices that come later
+
+    def surgery(self) -> tuple[Surgery, ...]:
+        return (ExtraHead(name=PERSONAL_HEAD),) if self.head == "rod" else ()
+
+    def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
+        local = {"shared": (), "local": HEAD, "rod": (f"{PERSONAL_HEAD}.*",)}[self.head]
+        return (
+            GroupRule("head", Role.LOCAL, local),
+            GroupRule(self.parts, Role.GENERATED, PARTS[self.parts]),
+            GroupRule("shared", Role.FROZEN if self.novel else Role.SHARED, ("*",)),
+        )
+
+    def forward(self, vit: PatchViT, tensors: Named, images: Images) -> Forward:
+        if self.head == "rod":
+            heads = two_heads(vit, tensors, images)
+            return Forward(heads.generic + heads.personal, {FEATURES: heads.features})
+        return with_features(vit, tensors, images)
+
+    def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
+        if self.head == "rod":
+            return Objective(two_head_loss(two_heads(vit, tensors, inputs.images), inputs), {})
+        return Objective(super().objective(vit, phase, tensors, inputs).loss, {})
+
+    def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
+        forward = self.forward(vit, tensors, images)
+        if gathered is None:
+            return forward.logits
+        return mixture(forward, gathered, weight=self.knn_weight, neighbours=self.neighbours, scale=1.0)
+
+    def evaluate(self, vit: PatchViT) -> Evaluate:
+        return remembering(vit, self.capacity) if self.knn_weight else Evaluate(graph=PREDICT)
+
+    def server_rule(self, vit: PatchViT) -> ServerRule:
+        learns = GeneratorUpdate(
+            generator=Hypernetwork(
+                targets=generated_shapes(self, vit), embedding_dim=self.embedding_dim, hidden=self.hidden
+            ),
+            optimizer=MomentumSgd(momentum=self.server_momentum, weight_decay=self.server_weight_decay),
+            lr=self.server_lr,
+            trains="embeddings" if self.novel == "embedding" else "all",
+            all_embeddings=self.all_embeddings,
+        )
+        return learns if self.novel else Together((WeightedMean(), learns))

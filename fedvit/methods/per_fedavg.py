@@ -1,0 +1,93 @@
+"""Per-FedAvg: devices share a model that is good after one step on their own images."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from fedvit.methods.base import PREDICT, GroupRule, Method, ServerRule, StepInputs, StepResult, clipped
+from fedvit.methods.calculus import Calculus, Named, Objective
+from fedvit.methods.rules.weighted_mean import WeightedMean
+from fedvit.models.vit import PatchViT
+from fedvit.program import Evaluate, Role, Train
+
+ADAPT = "adapt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerFedAvg(Method):
+    """Meta-learning: theta' = theta - a grad f1(theta), then theta moves by the gradient of f2 at theta'.
+
+    f1 and f2 are the mean losses of the two halves of 2 `batch_size` images. A device is tested after one such
+    step of size a on `batch_size` of its own training images, and gets its tensors back.
+    Source: Fallah et al., "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
+    Meta-Learning Approach", NeurIPS 2020, arXiv:2002.07948, eq. 8 and algorithm 1, in the approximations of its
+    section 5: first order, or Hessian-free by a difference of gradients.
+    Differs from the paper: the Hessian is that of f1, as the derivative of theta' has it, not of a third batch;
+    images go to the halves in turn, so that of a last, short batch each gets its part (a single image takes a
+    plain step).
+    """
+
+    source: ClassVar[str] = "Fallah et al., NeurIPS 2020, arXiv:2002.07948"
+
+    inner_lr: Annotated[float, Meta(gt=0)] | None = None  # of the adaptation (paper: alpha), no schedule; None: lr
+    order: Literal["first", "hessian_free"] = "first"
+    difference: Annotated[float, Meta(gt=0)] = 1e-3  # times a gradient: the way that hessian_free looks (paper: delta)
+
+    @property
+    def samples_per_step(self) -> int:
+        return 2 * self.batch_size
+
+    @property
+    def adaptation_lr(self) -> float:
+        return self.inner_lr or self.lr
+
+    def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
+        return (GroupRule("model", Role.SHARED, ("*",)),)
+
+    # --- the device's half ----------------------------------------------------------------------------
+
+    def local_step(
+        self, calculus: Calculus, vit: PatchViT, phase: Train, moved: Named, fixed: Named, inputs: StepInputs
+    ) -> StepResult:
+        def gradients(rows: StepInputs, at: Named) -> tuple[dict[str, Tensor], Objective]:
+            return calculus.gradients(lambda at: self.objective(vit, phase, {**fixed, **at}, rows), at)
+
+        second, first = (inputs.rows(slice(half, None, 2)) for half in (0, 1))
+        if phase.graph == ADAPT:
+            grads, (loss, collected) = gradients(second, moved)
+            calculus.update(moved, grads)  # for the slots alone, which end with the phase
+            return StepResult(loss, _moved(moved, grads, -inputs.lr), collected)
+        inner, before = gradients(first, moved)
+        grads, after = gradients(second, _moved(moved, inner, -self.adaptation_lr))
+        if self.order == "hessian_free":
+            ahead, _ = gradients(first, _moved(moved, grads, self.difference))
+            behind, _ = gradients(first, _moved(moved, grads, -self.difference))
+            bend = {name: (ahead[name] - behind[name]) / (2 * self.difference) for name in grads}
+            grads = _moved(grads, bend, -self.adaptation_lr)
+        if self.clip_norm is not None:
+            grads = clipped(grads, self.clip_norm)
+        new = calculus.update(moved, grads)
+        # momentum and weight decay would move it also without an image
+        learns = second.weight.sum() > 0
+        new = {name: torch.where(learns, new[name], value) for name, value in moved.items()}
+        calculus.slots = {
+            key: torch.where(learns, kept, calculus.inputs[f"slot/{key}"]) for key, kept in calculus.slots.items()
+        }
+        share = first.weight.sum() / inputs.weight.sum().clamp(min=1)
+        return StepResult(share * before.loss + (1 - share) * after.loss, new, after.collected)
+
+    def evaluate(self, vit: PatchViT) -> Evaluate:
+        step = self.phase(("model",), graph=ADAPT, epochs=1, steps=1, lr=self.adaptation_lr)
+        return Evaluate(graph=PREDICT, adapt=(step,))
+
+    # --- the server's half ----------------------------------------------------------------------------
+
+    def server_rule(self, vit: PatchViT) -> ServerRule:
+        return WeightedMean()
+
+
+def _moved(values: Named, by: Named, scale: Tensor | float) -> dict[str, Tensor]:
+    return {name: value + scale * by[name] for name, value in values.items()}

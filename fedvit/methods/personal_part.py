@@ -1,0 +1,37 @@
+"""Layer sensitivity: which part of the model gains most from staying on the device?"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from fedvit.methods.base import GroupRule
+from fedvit.methods.fedavg import FedAvg
+from fedvit.methods.parts import ATTENTION, HEAD, MLP, NORMS, PATCH_EMBED, POS_EMBED, Patterns, personal
+from fedvit.models.vit import PatchViT
+
+Part = Literal["patch_embed", "pos_embed", "norm", "attn", "mlp", "head"]
+
+_PATTERNS: dict[Part, Patterns] = {
+    "patch_embed": PATCH_EMBED,
+    "pos_embed": POS_EMBED,
+    "norm": NORMS,
+    "attn": ATTENTION,
+    "mlp": MLP,
+    "head": HEAD,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PersonalPart(FedAvg):
+    """One part of the model is local, alone or with the head; the rest is averaged.
+
+    Source: FedPerfix, arXiv:2308.09160, Table 1. Its "overall" is the mean of the accuracies with and without the
+    head. As in its code "pos_embed" leaves the class token shared.
+    """
+
+    source: ClassVar[str] = "FedPerfix, arXiv:2308.09160, Table 1"
+
+    part: Part = "attn"
+    with_head: bool = False
+
+    def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
+        return personal(*_PATTERNS[self.part], *(HEAD if self.with_head else ()))

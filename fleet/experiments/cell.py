@@ -1,0 +1,261 @@
+"""One cell of the grid: its folder, its run in a process of its own, and what is kept of it.
+
+A cell's folder holds `cell.json` (what it is), `progress.json` (how far it got), `runs/` (the run itself) and,
+once it is finished, `result.json`. A folder whose `cell.json` says something else is of an earlier version of
+the experiment and is begun anew.
+"""
+
+import logging
+import os
+import shutil
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean, pstdev
+
+import msgspec
+from msgspec import Struct
+
+from coordinator.display import Display, View
+from coordinator.store import ResultRecord, Store
+from coordinator.summary import RoundSummary, RunSummary, summarise
+from fedvit.errors import ConfigError, StorageFailed
+from fedvit.files import atomic_write
+from fleet.experiments.grid import Cell
+from fleet.run import device_folders
+from fleet.simulate import simulate
+from profiles.probes.host import peak_rss_bytes
+
+RUN = "run"
+CELL_FILE = "cell.json"
+PROGRESS_FILE = "progress.json"
+RESULT_FILE = "result.json"
+LOG_FILE = "cell.log"
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    """How far a cell got."""
+
+    round: int = 0  # finished
+    accuracy: float | None = None  # mean over devices, newest
+    headline: str = ""
+    wall_s: float = 0.0  # of all processes that worked at the cell
+
+
+class Accuracy(Struct, frozen=True, kw_only=True):
+    """Of all devices at one time."""
+
+    mean: float  # over devices, unweighted
+    std_over_devices: float  # population
+    weighted: float  # over test images
+
+
+class RoundFigures(Struct, frozen=True, kw_only=True):
+    """One round; bytes and FLOPs are means over the devices that trained in it."""
+
+    round: int
+    cohort: int
+    accepted: int
+    accuracy: Accuracy | None  # None: not evaluated in this round
+    train_loss: float | None
+    bytes_down: float | None  # evaluation included
+    bytes_up: float | None
+    flops: float | None  # training alone
+
+
+class CellResult(Struct, frozen=True, kw_only=True):
+    """What came of a cell."""
+
+    digest: str  # of the cell
+    software: str
+    protocol: str | None  # how accuracy is measured
+    accuracy: Accuracy  # after the last round
+    accuracy_by_device: dict[str, float]
+    bytes_down: float  # per device and round
+    bytes_up: float
+    flops: float | None  # of training, per device and round
+    wall_s: float
+    peak_rss_bytes: int | None  # of the process: coordinator and all devices
+    refusals: int  # results that were refused or lost
+    rounds: list[RoundFigures]
+
+
+class CellFolder:
+    """Where a cell lies. `begin` before it is run, `result` after."""
+
+    def __init__(self, cell: Cell, out: Path) -> None:
+        self.cell = cell
+        self.folder = out / "cells" / cell.path
+        self.parts = out / "parts" / cell.partition / f"seed-{cell.seed}"
+
+    def result(self) -> CellResult | None:
+        """What is there of this very cell; None when it is not finished, or its settings have changed."""
+        try:
+            found = msgspec.json.decode((self.folder / RESULT_FILE).read_bytes(), type=CellResult)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
+        return found if found.digest == self.cell.digest else None
+
+    def begin(self) -> None:
+        """Make the folder ready to run in; what lies there of this very cell stays, so that it can go on."""
+        file = self.folder / CELL_FILE
+        content = msgspec.json.format(msgspec.json.encode(self.cell), indent=2)
+        if file.is_file() and file.read_bytes() == content:
+            return
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        atomic_write(file, content)
+
+    def progress(self) -> Progress:
+        return read_progress(self.folder)
+
+    def failure(self, code: int) -> str:
+        """Why its process ended with `code`: the last thing that it said."""
+        lines = (self.folder / LOG_FILE).read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"its process ended with code {code}"
+
+
+def read_progress(folder: Path) -> Progress:
+    try:
+        return msgspec.json.decode((folder / PROGRESS_FILE).read_bytes(), type=Progress)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return Progress()
+
+
+class Watcher(Display):
+    """Writes a cell's progress for the process that started it, about once a second."""
+
+    EVERY_S = 1.0
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._before_s = read_progress(folder).wall_s
+        self._began = time.monotonic()
+        self._written_at = -self.EVERY_S
+        self._store: Store | None = None
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of this process, and of those before it."""
+        return self._before_s + time.monotonic() - self._began
+
+    def show(self, view: View) -> None:
+        now = time.monotonic()
+        if now - self._written_at < self.EVERY_S:
+            return
+        self._written_at = now
+        self._store = self._store or Store.in_folder(self._folder / "runs")
+        finished = [entry.round for entry in self._store.rounds(RUN) if entry.closed_at]
+        number = max(finished, default=0)
+        rounds = summarise(self._store, RUN).rounds
+        evaluated = [entry.accuracy_mean for entry in rounds if entry.accuracy_mean is not None]
+        progress = Progress(
+            round=number, accuracy=evaluated[-1] if evaluated else None, headline=view.headline, wall_s=self.wall_s
+        )
+        aside = self._folder / f".{PROGRESS_FILE}"
+        aside.write_bytes(msgspec.json.encode(progress))
+        os.replace(aside, self._folder / PROGRESS_FILE)
+
+    def close(self) -> None:
+        if self._store:
+            self._store.close()
+
+
+def run_cell(folder: Path, parts: Path, *, at_once: int, keep: bool = False, graph_cache: Path | None = None) -> None:
+    """Run the cell that `folder` describes, or go on with it, and write its result.
+
+    Without `keep`, only the server's tensors and the record are left of the run. Raises FedvitError.
+    """
+    cell = msgspec.json.decode((folder / CELL_FILE).read_bytes(), type=Cell)
+    out = folder / "runs"
+    begun = out.exists()
+    watcher = Watcher(folder)
+
+    def attempt() -> RunSummary:
+        return simulate(
+            device_folders(parts, None), cell.run, out=out, run=RUN, at_once=at_once, display=watcher,
+            graph_cache=graph_cache, resume=True,
+        ).summary  # fmt: skip
+
+    try:
+        try:
+            summary = attempt()
+        except (ConfigError, StorageFailed):
+            if not begun:
+                raise
+            shutil.rmtree(out)  # begun by another version of the software
+            summary = attempt()
+    finally:
+        watcher.close()
+    store = Store.in_folder(out)
+    try:
+        result = cell_result(cell, summary, store.results(RUN), wall_s=watcher.wall_s)
+    finally:
+        store.close()
+    atomic_write(folder / RESULT_FILE, msgspec.json.format(msgspec.json.encode(result), indent=2))
+    if not keep:
+        shutil.rmtree(out / RUN / "state")
+        shutil.rmtree(out / RUN / "blobs")
+
+
+def cell_result(cell: Cell, summary: RunSummary, results: list[ResultRecord], *, wall_s: float) -> CellResult:
+    """The figures of a finished run. Raises ConfigError when no device could test its model."""
+    rounds = [_round(entry, [result for result in results if result.round == entry.round]) for entry in summary.rounds]
+    last = summary.rounds[-1]
+    if rounds[-1].accuracy is None:
+        raise ConfigError("no device has test images; raise test_share")
+    tasks = sum(entry.accepted for entry in summary.rounds)
+    return CellResult(
+        digest=cell.digest,
+        software=version("fedvit"),
+        protocol=summary.protocol,
+        accuracy=rounds[-1].accuracy,
+        accuracy_by_device=last.accuracy,
+        bytes_down=sum(entry.bytes_down for entry in summary.rounds) / tasks,
+        bytes_up=sum(entry.bytes_up for entry in summary.rounds) / tasks,
+        flops=_mean_flops(results),
+        wall_s=wall_s,
+        peak_rss_bytes=peak_rss_bytes(),
+        refusals=len(summary.refusals),
+        rounds=rounds,
+    )
+
+
+def _round(entry: RoundSummary, results: list[ResultRecord]) -> RoundFigures:
+    tested = [result for result in results if result.kind == "evaluate" and result.samples]
+    shares = [result.metrics["correct"] / result.samples for result in tested]
+    accuracy = None
+    if tested:
+        accuracy = Accuracy(
+            mean=fmean(shares),
+            std_over_devices=pstdev(shares),
+            weighted=sum(result.metrics["correct"] for result in tested) / sum(result.samples for result in tested),
+        )
+    return RoundFigures(
+        round=entry.round,
+        cohort=entry.cohort,
+        accepted=entry.accepted,
+        accuracy=accuracy,
+        train_loss=entry.train_loss,
+        bytes_down=entry.bytes_down / entry.accepted if entry.accepted else None,
+        bytes_up=entry.bytes_up / entry.accepted if entry.accepted else None,
+        flops=_mean_flops(results),
+    )
+
+
+def _mean_flops(results: list[ResultRecord]) -> float | None:
+    counted = [result.use.flops for result in results if result.kind == "train" and result.use.flops is not None]
+    return fmean(counted) if counted else None
+
+
+def main() -> None:
+    """Entry point of a cell's own process; its arguments are those of `run_cell`."""
+    import torch
+
+    from fedvit.logs import configure_logging
+
+    torch.set_num_threads(1)  # the figures do not depend on how many cells run side by side
+    configure_logging(level=logging.WARNING)
+    folder, parts, at_once, keep = sys.argv[1:]
+    run_cell(Path(folder), Path(parts), at_once=int(at_once), keep=bool(int(keep)))

@@ -1,0 +1,246 @@
+"""An experiment's outcome for people: tables for a terminal and for Markdown, and a page with curves."""
+
+import io
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fleet.experiments.outcome import CellOutcome, Comparison, Outcome
+
+COST_HEADINGS = (
+    "method", "partition", "accuracy", "± devices", "by image", "down MB", "up MB", "GFLOP", "wall s", "memory MB",
+)  # fmt: skip
+COSTS = "bytes and FLOPs per device and round; wall seconds of a whole run; memory of its process, all devices in it"
+
+
+def terminal_report(outcome: Outcome) -> Group:
+    """The comparison, and what it cost."""
+    accuracy = _table(f"{outcome.experiment}: accuracy, best in bold", ("method", *outcome.partitions))
+    for method in outcome.methods:
+        cells = [
+            Text(_accuracy(outcome, method, partition), style="bold" if method in outcome.best(partition) else "")
+            for partition in outcome.partitions
+        ]
+        accuracy.add_row(Text(method), *cells)
+    costs = _table("costs", COST_HEADINGS)
+    for row in cost_rows(outcome):
+        costs.add_row(*map(Text, row))
+    parts: list[RenderableType] = [accuracy, Text(outcome.spread, style="dim")]
+    parts += [Text(f"accuracy: {protocol}", style="dim") for protocol in outcome.protocols]
+    parts += [Text(), costs, Text(COSTS, style="dim")]
+    if missing := unfinished(outcome):
+        parts += [Text(), Text(missing, style="bold")]
+    return Group(*parts)
+
+
+def markdown_report(outcome: Outcome) -> str:
+    """Both tables, to be pasted into a document."""
+    rows = []
+    for method in outcome.methods:
+        cells = []
+        for partition in outcome.partitions:
+            text = _accuracy(outcome, method, partition)
+            cells.append(f"**{text}**" if method in outcome.best(partition) else text)
+        rows.append((method, *cells))
+    notes = [outcome.spread, *(f"accuracy: {protocol}" for protocol in outcome.protocols), unfinished(outcome)]
+    parts = [
+        _markdown_table(("method", *outcome.partitions), rows),
+        "\n".join(f"{note}  " for note in notes if note),
+        _markdown_table(COST_HEADINGS, cost_rows(outcome)),
+        COSTS,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def html_report(outcome: Outcome) -> str:
+    """One page that needs no other file."""
+    environment = Environment(
+        loader=PackageLoader("fleet.experiments", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    page = environment.get_template("report.html")
+    return page.render(
+        outcome=outcome,
+        settings=_settings(outcome),
+        accuracy=[
+            (
+                method,
+                [
+                    (_accuracy(outcome, method, partition), method in outcome.best(partition))
+                    for partition in outcome.partitions
+                ],
+            )
+            for method in outcome.methods
+        ],
+        cost_headings=COST_HEADINGS,
+        cost_rows=cost_rows(outcome),
+        costs=COSTS,
+        unfinished=unfinished(outcome),
+        figures=[
+            (partition, _curves(outcome, partition), _spread(outcome, partition))
+            for partition in dict.fromkeys(entry.partition for entry in outcome.comparisons)
+        ],
+    )
+
+
+def cost_rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    """One row for each method on each partition, under COST_HEADINGS."""
+    return [_cost_row(entry) for entry in outcome.comparisons]
+
+
+def unfinished(outcome: Outcome) -> str:
+    """A line on what is missing; empty when nothing is."""
+    missing = [cell for cell in outcome.cells if cell.result is None]
+    if not missing:
+        return ""
+    failed = [f"{cell.method}/{cell.partition}/seed-{cell.seed}: {cell.failure}" for cell in missing if cell.failure]
+    reasons = f"; failed: {'; '.join(failed)}" if failed else ""
+    return f"{len(missing)} of {len(outcome.cells)} cells are not finished{reasons}"
+
+
+def _accuracy(outcome: Outcome, method: str, partition: str) -> str:
+    entry = outcome.comparison(method, partition)
+    if entry is None:
+        return "-"
+    deviation = outcome.deviation(entry)
+    fewer = f" ({len(entry.seeds)} of {len(outcome.seeds)} seeds)" if len(entry.seeds) < len(outcome.seeds) else ""
+    return f"{entry.accuracy:.3f}{'' if deviation is None else f' ± {deviation:.3f}'}{fewer}"
+
+
+def _cost_row(entry: Comparison) -> tuple[str, ...]:
+    return (
+        entry.method,
+        entry.partition,
+        f"{entry.accuracy:.3f}",
+        f"{entry.std_over_devices:.3f}",
+        f"{entry.accuracy_weighted:.3f}",
+        f"{entry.bytes_down / 1e6:.3f}",
+        f"{entry.bytes_up / 1e6:.3f}",
+        "-" if entry.flops is None else f"{entry.flops / 1e9:.2f}",
+        f"{entry.wall_s:.0f}",
+        "-" if entry.peak_rss_bytes is None else f"{entry.peak_rss_bytes / 1e6:.0f}",
+    )
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(
+        title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=0
+    )
+    for heading in headings:
+        name = heading in ("method", "partition")
+        # Text: brackets in a name are no markup; of what does not fit, names are folded, numbers never
+        table.add_column(
+            Text(heading if name else heading.replace(" ", "\n")),
+            justify="left" if name else "right",
+            no_wrap=not name,
+            overflow="fold",
+        )
+    return table
+
+
+def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _settings(outcome: Outcome) -> list[tuple[str, str]]:
+    """Everything that the experiment says, one line each."""
+    lines = [
+        (key, _as_text(value))
+        for key, value in outcome.settings.items()
+        if key not in ("methods", "partitions", "common")
+    ]
+    lines += [(f"partition {name}", _as_text(table)) for name, table in outcome.settings["partitions"].items()]
+    lines += [(f"method {name}", _as_text(options)) for name, options in outcome.methods.items()]
+    return lines
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} = {_as_text(inner)}" for key, inner in value.items()) or "-"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_as_text, value)) or "-"
+    return str(value)
+
+
+# --- figures ------------------------------------------------------------------------------------------
+
+
+def _curves(outcome: Outcome, partition: str) -> str:
+    """Mean accuracy by round, a line per method; the band spans the seeds."""
+
+    def draw(axes: Axes) -> None:
+        for place, method in enumerate(outcome.methods):
+            by_round: dict[int, list[float]] = {}
+            for cell in _cells(outcome, method, partition):
+                for entry in cell.result.rounds if cell.result else ():
+                    if entry.accuracy:
+                        by_round.setdefault(entry.round, []).append(entry.accuracy.mean)
+            if not by_round:
+                continue
+            rounds = sorted(by_round)
+            style = ("-", "--", ":", "-.")[place // 10 % 4]
+            means = [fmean(by_round[number]) for number in rounds]
+            axes.plot(
+                rounds, means, style, color=f"C{place % 10}", label=method, marker="." if len(rounds) < 40 else ""
+            )
+            low, high = ([extreme(by_round[number]) for number in rounds] for extreme in (min, max))
+            axes.fill_between(rounds, low, high, color=f"C{place % 10}", alpha=0.15, linewidth=0)
+        axes.set_xlabel("round")
+        axes.set_ylabel("accuracy, mean over devices")
+        axes.set_ylim(0, 1)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+    return _svg(draw)
+
+
+def _spread(outcome: Outcome, partition: str) -> str:
+    """Accuracy of every single device after the last round, all seeds together."""
+    shown = {
+        method: [
+            share
+            for cell in _cells(outcome, method, partition)
+            if cell.result
+            for share in cell.result.accuracy_by_device.values()
+        ]
+        for method in outcome.methods
+    }
+    shown = {method: shares for method, shares in shown.items() if shares}
+
+    def draw(axes: Axes) -> None:
+        axes.boxplot(list(shown.values()), orientation="horizontal", tick_labels=list(shown), showfliers=False)
+        for place, shares in enumerate(shown.values(), start=1):
+            # spread evenly instead of at random, so that the same figures give the same page
+            heights = [place + 0.25 * ((number * 0.618) % 1 - 0.5) for number in range(len(shares))]
+            axes.plot(shares, heights, ".", color=f"C{(place - 1) % 10}", alpha=0.6)
+        axes.invert_yaxis()
+        axes.set_xlim(-0.02, 1.02)
+        axes.set_xlabel("accuracy of single devices after the last round")
+
+    return _svg(draw, height=1.2 + 0.4 * len(shown))
+
+
+def _cells(outcome: Outcome, method: str, partition: str) -> list[CellOutcome]:
+    return [cell for cell in outcome.cells if (cell.method, cell.partition) == (method, partition)]
+
+
+def _svg(draw: Any, height: float = 3.6) -> str:
+    """A figure as an element of a page; the same drawing gives the same text."""
+    with rc_context({"svg.hashsalt": "fedvit", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(8, height), layout="constrained")
+        axes = figure.add_subplot()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        draw(axes)
+        content = io.StringIO()
+        figure.savefig(content, format="svg", metadata={"Date": None})
+    text = content.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,395 @@
+"""The server's half of methods with generated tensors: by hand on a product of two numbers, and end to end on models."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedvit.errors import EmptyCohort
+from fedvit.methods import build_model, make_method
+from fedvit.methods.base import Images, Method, RoundContext, ServerState, StepInputs, Upload, trained_names
+from fedvit.methods.generators.base import Generator, drawing
+from fedvit.methods.optimizers import AdamW, MomentumSgd, Sgd
+from fedvit.methods.rules.generator_update import GeneratorUpdate
+from fedvit.methods.rules.together import Together
+from fedvit.methods.step import train_step
+from fedvit.models import SMALL, build_vit
+from fedvit.models.vit import PatchViT
+from fedvit.program import Role
+from fedvit.tensors import Tensors, pack, unpack
+
+CLASSES = 4
+MODEL = {"image_size": 16, "patch_size": 8, "width": 8, "depth": 2, "heads": 2, "mlp_ratio": 2.0, "qkv_bias": False}
+
+
+def context(vit: PatchViT | None = None, number: int = 1) -> RoundContext:
+    return RoundContext(
+        round=number,
+        seed=0,
+        lr_scale=1.0,
+        vit=vit or build_vit(SMALL, CLASSES, seed=0, options=MODEL),
+        accelerator="cpu",
+        load=lambda digest: {},
+        progress=lambda line: None,
+    )
+
+
+def upload(device: str, samples: int, tensors: Mapping[str, Any]) -> Upload:
+    return Upload(device, samples, f"blake3:{device}", lambda: {name: np.asarray(v) for name, v in tensors.items()})
+
+
+# --- by hand ------------------------------------------------------------------------------------------
+
+
+class Product(Generator):
+    """w = s e; s begins at 2, every e at 3."""
+
+    def shared(self, draw: torch.Generator) -> dict[str, Tensor]:
+        return {"s": torch.tensor(2.0, dtype=torch.float64)}
+
+    def personal(self, draw: torch.Generator) -> dict[str, Tensor]:
+        return {"e": torch.tensor(3.0, dtype=torch.float64)}
+
+    def generate(self, shared: Mapping[str, Tensor], personal: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"w": shared["s"] * personal["e"]}
+
+
+def product(**changes: Any) -> GeneratorUpdate:
+    return replace(GeneratorUpdate(generator=Product(), optimizer=Sgd(), lr=0.1), **changes)
+
+
+def begun(rule: GeneratorUpdate) -> ServerState:
+    return ServerState({}, rule.begin(0))
+
+
+def close(rule: GeneratorUpdate, state: ServerState, *deltas: tuple[str, int, float]) -> ServerState:
+    uploads = [upload(device, samples, {"w": np.float64(delta)}) for device, samples, delta in deltas]
+    return rule.close(state, uploads, context())[0]
+
+
+def numbers(state: ServerState) -> dict[str, float]:
+    return {name: float(value) for name, value in state.memory.items()}
+
+
+def test_the_generator_follows_the_device() -> None:
+    """w = 2 * 3 = 6; the device moved it by -0.5. g_s = e * 0.5 = 1.5, g_e = s * 0.5 = 1; at rate 0.1 s becomes 1.85
+    and e 2.9, so that the next w is 5.365: it went where the device went."""
+    state = close(product(), begun(product()), ("a", 7, -0.5))
+    assert numbers(state) == pytest.approx({"generator/s": 1.85, "device/a/e": 2.9})
+    assert product().generate(state, "a", 0)["w"] == pytest.approx(5.365)
+
+
+@pytest.mark.parametrize(
+    ("weights", "of_a", "of_b"), [("samples", 0.25, 0.75), ("equal", 0.5, 0.5), ("sum", 1.0, 1.0)]
+)
+def test_what_each_device_weighs(weights: Any, of_a: float, of_b: float) -> None:
+    """Deltas -1 and -2 from 1 and 3 images: g_s = 3 (w_a + 2 w_b), g_e = 2 w_a and 4 w_b."""
+    state = close(product(weights=weights), begun(product()), ("a", 1, -1.0), ("b", 3, -2.0))
+    expected = {"generator/s": 2 - 0.3 * (of_a + 2 * of_b), "device/a/e": 3 - 0.2 * of_a, "device/b/e": 3 - 0.4 * of_b}
+    assert numbers(state) == pytest.approx(expected)
+
+
+def test_a_device_without_an_image_has_no_say() -> None:
+    rule = product(weights="equal")
+    both = close(rule, begun(rule), ("a", 1, -1.0), ("b", 0, 5.0))
+    assert numbers(both) == numbers(close(rule, begun(rule), ("a", 1, -1.0)))
+
+
+@pytest.mark.parametrize("deltas", [[], [("a", 0, 1.0)]])
+def test_without_an_image_there_is_no_step(deltas: list[tuple[str, int, float]]) -> None:
+    with pytest.raises(EmptyCohort, match="round 1: no accepted result holds a training image"):
+        close(product(), begun(product()), *deltas)
+
+
+def test_the_report_says_how_large_the_gradient_was() -> None:
+    """g_s = 3 * 4 / 3 = 4 and g_e = 2 * 4 / 3: sqrt(16 + 64 / 9)."""
+    rule = product()
+    _, figures = rule.close(begun(rule), [upload("a", 1, {"w": np.float64(-4 / 3)})], context())
+    assert figures == pytest.approx({"generator_gradient_norm": np.sqrt(16 + 64 / 9)})
+
+
+@pytest.mark.parametrize(("clip_norm", "scale"), [(100.0, 1.0), (1.0, 1 / np.sqrt(13))])
+def test_the_whole_gradient_is_clipped(clip_norm: float, scale: float) -> None:
+    """(g_s, g_e) = (3, 2) has the norm sqrt(13)."""
+    state = close(product(clip_norm=clip_norm), begun(product()), ("a", 1, -1.0))
+    assert numbers(state) == pytest.approx({"generator/s": 2 - 0.3 * scale, "device/a/e": 3 - 0.2 * scale})
+
+
+MOMENTUM = MomentumSgd(momentum=0.5, weight_decay=0.1)
+
+
+def test_the_embedding_of_a_device_that_was_not_asked_stays() -> None:
+    """Bit for bit, though the optimizer has momentum and weight decay, and both devices are known to it."""
+    rule = product(optimizer=MOMENTUM)
+    first = close(rule, begun(rule), ("a", 1, -1.0), ("b", 1, -1.0))
+    second = close(rule, first, ("a", 1, -1.0))
+    kept = [name for name in first.memory if "/b/" in name]
+    assert sorted(kept) == ["device/b/e", "optimizer/momentum_buffer/device/b/e"]
+    for name in kept:
+        assert second.memory[name].tobytes() == first.memory[name].tobytes()
+    assert second.memory["device/a/e"] != first.memory["device/a/e"]
+
+
+def test_a_dense_table_moves_every_known_embedding() -> None:
+    """b alone in round 1: buffer = g + 0.1 e = 2 + 0.3 = 2.3, e = 3 - 0.23 = 2.77. In round 2 only a answers: b's
+    buffer = 0.5 * 2.3 + 0.1 * 2.77 = 1.427, e = 2.77 - 0.1427."""
+    rule = product(optimizer=MOMENTUM, all_embeddings=True)
+    state = close(rule, close(rule, begun(rule), ("b", 1, -1.0)), ("a", 1, -1.0))
+    assert numbers(state)["device/b/e"] == pytest.approx(2.77 - 0.1427)
+
+
+def test_a_late_device_is_taken_in_by_its_embedding_alone() -> None:
+    """The shared part keeps its bits; e of the newcomer goes as before: 3 - 0.1 * 2 = 2.8."""
+    rule = product(optimizer=MomentumSgd(momentum=0.9), trains="embeddings")
+    start = close(product(optimizer=MomentumSgd(momentum=0.9)), begun(rule), ("a", 1, 0.0))
+    state = close(rule, start, ("new", 1, -1.0))
+    assert numbers(state)["generator/s"] == 2.0
+    assert numbers(state)["device/new/e"] == pytest.approx(2.8)
+    assert {name for name in state.memory if "new" not in name} == set(start.memory)
+
+
+@pytest.mark.parametrize("optimizer", [MOMENTUM, AdamW(weight_decay=0.1)])
+def test_what_is_remembered_survives_a_restart(optimizer: Any) -> None:
+    """Five rounds with changing cohorts; one server is started anew from its files after each of them."""
+    rule = product(optimizer=optimizer)
+    rounds = [("a",), ("a", "b"), ("c",), ("a", "c"), ("b",)]
+    straight, restarted = begun(rule), begun(rule)
+    for number, cohort in enumerate(rounds):
+        deltas = [(device, 1 + number, 0.1 * number - 0.3) for device in cohort]
+        straight = close(rule, straight, *deltas)
+        restarted = ServerState({}, unpack(pack(close(rule, restarted, *deltas).memory)))
+    assert straight.memory.keys() == restarted.memory.keys()
+    for name, value in straight.memory.items():
+        assert value.dtype == restarted.memory[name].dtype
+        assert value.tobytes() == restarted.memory[name].tobytes()
+
+
+def test_a_rule_leaves_what_it_is_given_as_it_was() -> None:
+    rule = product(optimizer=MOMENTUM)
+    state = close(rule, begun(rule), ("a", 1, -1.0))
+    before = pack(state.memory)
+    close(rule, state, ("a", 1, -1.0))
+    assert pack(state.memory) == before
+
+
+# --- end to end ---------------------------------------------------------------------------------------
+
+PLAIN = {"lr": 0.5, "momentum": 0.0, "weight_decay": 0.0, "clip_norm": None, "server_lr": 1.0}
+HN = {"server_momentum": 0.0, "server_weight_decay": 0.0, "server_clip_norm": None, "hidden": 20}
+PG = {"tokens": 3, "server_weights": "samples"}
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fedtp": ("fedtp", {}),
+    "fedtp encoder": ("fedtp", {"parts": "encoder"}),
+    "fedtp rod": ("fedtp", {"head": "rod"}),
+    "fedtp local head": ("fedtp", {"head": "local"}),
+    "pfedpg": ("pfedpg", PG),
+    "pfedpg per prompt": ("pfedpg", {**PG, "descriptor_tokens": 3}),
+    "pfedpg mlp": ("pfedpg", {**PG, "generator": "mlp"}),
+    "pfedpg adain": ("pfedpg", {**PG, "generator": "adain"}),
+    "pfedpg basis": ("pfedpg", {**PG, "generator": "basis"}),
+    "pfedhn": ("pfedhn", HN),
+    "pfedhn personal head": ("pfedhn", {**HN, "personal_head": True}),
+}
+DEVICES = {"a": 3, "b": 5}
+"""Name -> number of images."""
+
+
+class Data(NamedTuple):
+    patches: Tensor
+    labels: Tensor
+
+
+@dataclass
+class Fleet:
+    """A method in float64, and two devices with all that a device has."""
+
+    method: Method
+    vit: PatchViT
+    state: ServerState
+    data: dict[str, Data] = field(default_factory=dict)
+
+    @property
+    def rule(self) -> GeneratorUpdate:
+        rule = self.method.server_rule(self.vit)
+        found = [each for each in (rule.rules if isinstance(rule, Together) else (rule,))]
+        (update,) = [each for each in found if isinstance(each, GeneratorUpdate)]
+        return update
+
+    def inputs(self, device: str) -> StepInputs:
+        patches, labels = self.data[device]
+        return StepInputs(
+            images=Images(patches, None),
+            labels=labels,
+            weight=torch.ones(len(labels), dtype=torch.float64),
+            anchors={},
+            facts={"class_counts": torch.bincount(labels, minlength=CLASSES).double()},
+            draws={},
+            lr=torch.tensor(self.method.lr, dtype=torch.float64),
+            last=None,
+        )
+
+    def delta(self, device: str) -> Tensors:
+        """after - start of one full-batch step on a device, which starts from what the server generated."""
+        made = {name: torch.from_numpy(value) for name, value in self.rule.generate(self.state, device, 0).items()}
+        values = {**self.method.tensors(self.vit), **made}
+        given = self.inputs(device)
+        inputs = {f"tensor/{name}": value for name, value in values.items()}
+        inputs |= {"batch/patches": given.images.patches, "batch/labels": given.labels, "batch/weight": given.weight}
+        inputs |= {"fact/class_counts": given.facts["class_counts"], "hyper/lr": given.lr}
+        (phase,) = self.method.phases(self.vit)
+        outputs = train_step(self.method, self.vit, phase)({**inputs, "hyper/step": torch.tensor(1.0)})
+        sent = [name for name in trained_names(self.method, self.vit, phase) if name in self.sent_back]
+        return {name: (outputs[f"new/tensor/{name}"] - values[name]).detach().numpy() for name in sent}
+
+    @property
+    def sent_back(self) -> list[str]:
+        return self.method.names_with(self.vit, Role.SHARED, Role.GENERATED)
+
+    def uploads(self, *devices: str) -> list[Upload]:
+        return [upload(device, DEVICES[device], self.delta(device)) for device in devices]
+
+    def loss(self, memory: Mapping[str, Tensor], device: str) -> Tensor:
+        """Of a device's images with the tensors that are generated from `memory`."""
+        shared = {name.removeprefix("generator/"): v for name, v in memory.items() if name.startswith("generator/")}
+        own = f"device/{device}/"
+        personal = {name.removeprefix(own): value for name, value in memory.items() if name.startswith(own)}
+        made = self.rule.generator.generate(shared, personal)
+        (phase,) = self.method.phases(self.vit)
+        values = {**self.method.tensors(self.vit), **made}
+        return self.method.objective(self.vit, phase, values, self.inputs(device)).loss
+
+
+def fleet(name: str, **changes: Any) -> Fleet:
+    kind, options = SETTINGS[name]
+    method = make_method(kind, {**PLAIN, **options, **changes})
+    vit = build_model(method, SMALL, CLASSES, seed=0, options=MODEL).double()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for value in vit.parameters():  # zeros and ones would hide what is forgotten
+            value += 0.1 * torch.randn(value.shape, generator=draw, dtype=value.dtype)
+    tensors = {name: method.tensors(vit)[name].numpy() for name in method.names_with(vit, Role.SHARED)}
+    made = Fleet(method, vit, ServerState(tensors))
+    memory = made.rule.begin(0)
+    for device in DEVICES:
+        own = made.rule.generator.personal(drawing(0, "device", device))
+        memory |= {f"device/{device}/{name}": value.numpy() for name, value in own.items()}
+    made.state = ServerState(tensors, {name: value.astype(np.float64) for name, value in memory.items()})
+    for device, count in DEVICES.items():
+        patches = torch.randn(count, 4, 192, generator=draw, dtype=torch.float64)
+        made.data[device] = Data(patches, torch.randint(0, CLASSES, (count,), generator=draw))
+    return made
+
+
+each_setting = pytest.mark.parametrize("name", SETTINGS)
+
+
+def gradient(of: Fleet, uploads: list[Upload], *, weights: str | None = None) -> Tensors:
+    """What the optimizer was given: at rate 1, before - after."""
+    rule = replace(of.rule, weights=weights) if weights else of.rule
+    after = rule.close(of.state, uploads, context(of.vit))[0].memory
+    assert after.keys() == of.state.memory.keys()
+    return {name: of.state.memory[name] - value for name, value in after.items()}
+
+
+@each_setting
+def test_one_step_of_sgd_gives_the_gradient_of_the_whole(name: str) -> None:
+    """Devices take one full-batch step of SGD at rate 0.5. What the server gets of it is 0.5 times the gradient of
+    3/8 L_a + 5/8 L_b by all that the generator has, differentiated from the embedding to the loss in one piece; and
+    nothing of the generator is idle."""
+    of = fleet(name)
+    found = gradient(of, of.uploads("a", "b"))
+    leaves = {name: torch.from_numpy(value).clone().requires_grad_() for name, value in of.state.memory.items()}
+    (of.loss(leaves, "a") * 3 / 8 + of.loss(leaves, "b") * 5 / 8).backward()
+    for key, leaf in leaves.items():
+        assert leaf.grad is not None, f"{key} is idle"
+        assert float(leaf.grad.abs().max()) > 0, f"{key} is idle"
+        np.testing.assert_allclose(found[key], 0.5 * leaf.grad.numpy(), rtol=1e-10, atol=1e-14, err_msg=key)
+
+
+@each_setting
+def test_a_device_that_did_not_move_teaches_nothing(name: str) -> None:
+    of = fleet(name)
+    still = {key: np.zeros_like(value) for key, value in of.delta("a").items()}
+    state, figures = of.rule.close(of.state, [upload("a", 3, still)], context(of.vit))
+    assert figures == {"generator_gradient_norm": 0.0}
+    assert pack(state.memory) == pack(of.state.memory)
+
+
+@each_setting
+def test_the_gradient_of_a_cohort_is_the_sum_of_its_devices(name: str) -> None:
+    of = fleet(name)
+    both = gradient(of, of.uploads("a", "b"), weights="sum")
+    alone = [gradient(of, of.uploads(device), weights="sum") for device in DEVICES]
+    for key, value in both.items():
+        np.testing.assert_allclose(value, alone[0][key] + alone[1][key], rtol=0, atol=1e-13, err_msg=key)
+
+
+@each_setting
+def test_a_device_does_not_move_the_embedding_of_another(name: str) -> None:
+    of = fleet(name)
+    of.state = replace(of.state, memory={**of.state.memory})
+    moved = gradient(of, of.uploads("a"))
+    for key in (key for key in moved if key.startswith("device/b/")):
+        assert not moved[key].any()
+
+
+@each_setting
+def test_the_server_makes_the_cohorts_loss_smaller(name: str) -> None:
+    """A small step in the wrong direction would make it larger."""
+    of = fleet(name, server_lr=1e-3)
+    before = {name: torch.from_numpy(value) for name, value in of.state.memory.items()}
+    after = of.rule.close(of.state, of.uploads("a", "b"), context(of.vit))[0].memory
+    moved = {name: torch.from_numpy(value) for name, value in after.items()}
+
+    def cohort(memory: Mapping[str, Tensor]) -> float:
+        return float(of.loss(memory, "a") * 3 / 8 + of.loss(memory, "b") * 5 / 8)
+
+    assert cohort(moved) < cohort(before) - 1e-9
+
+
+@each_setting
+def test_equal_embeddings_make_equal_tensors(name: str) -> None:
+    of = fleet(name)
+    made = {device: of.rule.generate(of.state, device, 0) for device in DEVICES}
+    same = {key.replace("/a/", "/b/"): v for key, v in of.state.memory.items() if key.startswith("device/a/")}
+    twin = of.rule.generate(replace(of.state, memory={**of.state.memory, **same}), "b", 0)
+    assert pack(twin) == pack(made["a"])
+    if name != "pfedpg basis":
+        assert pack(made["a"]) != pack(made["b"])
+
+
+@each_setting
+def test_generated_again_after_a_restart_it_has_the_same_bits(name: str) -> None:
+    """Also of a device that is not remembered: its embedding follows from the seed and its name. The values are those
+    of the Program: names, shapes and float32."""
+    kind, options = SETTINGS[name]
+    method = make_method(kind, options)
+    vit = build_model(method, SMALL, CLASSES, seed=0, options=MODEL)
+    rule = method.server_rule(vit)
+    state = ServerState({}, rule.begin(5))
+    again = ServerState({}, unpack(pack(method.server_rule(vit).begin(5))))
+    made = rule.generate(state, "a", 5)
+    assert pack(method.server_rule(vit).generate(again, "a", 5)) == pack(made)
+    wanted = {key: method.tensors(vit)[key] for key in method.names_with(vit, Role.GENERATED)}
+    assert {key: value.shape for key, value in made.items()} == {key: tuple(v.shape) for key, v in wanted.items()}
+    assert {value.dtype for value in made.values()} == {np.dtype(np.float32)}
+    if name != "pfedpg basis":
+        assert pack(rule.generate(state, "b", 5)) != pack(made)
+        assert pack(rule.generate(ServerState({}, rule.begin(6)), "a", 6)) != pack(made)
+
+
+@each_setting
+def test_rounds_go_on_after_a_restart(name: str) -> None:
+    """Two rounds with the method's own server optimizer, without and with files in between."""
+    kind, options = SETTINGS[name]
+    momentum = {} if kind == "pfedpg" else {"server_momentum": 0.9, "server_weight_decay": 1e-3}
+    straight, restarted = (fleet(name, **momentum) for _ in range(2))
+    for _ in range(2):
+        for of, saved in ((straight, False), (restarted, True)):
+            memory = of.rule.close(of.state, of.uploads("a", "b"), context(of.vit))[0].memory
+            of.state = replace(of.state, memory=unpack(pack(memory)) if saved else memory)
+    assert pack(straight.state.memory) == pack(restarted.state.memory)

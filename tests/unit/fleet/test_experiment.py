@@ -1,0 +1,443 @@
+"""From a file to a report: what is refused, what runs, what runs again, and that the figures are the record's."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from coordinator.display import Display
+from coordinator.store import Store
+from fedvit.errors import ConfigError
+from fleet.cli import cli
+from fleet.experiment import chosen, experiment_command, write_results
+from fleet.experiments.cell import (
+    LOG_FILE,
+    Accuracy,
+    CellFolder,
+    CellResult,
+    RoundFigures,
+    read_progress,
+    run_cell,
+)
+from fleet.experiments.conduct import Ended, conduct
+from fleet.experiments.grid import Grid, read_grid
+from fleet.experiments.outcome import Outcome, make_outcome
+from fleet.experiments.report import html_report, markdown_report, terminal_report
+from fleet.processes import program
+from tests.conftest import TINY_MODEL
+
+DOCS = Path(__file__).parents[3] / "docs" / "experiments.md"
+WAIT_S = 120.0
+FILE = """
+# Two methods, two partitions.
+# A few seconds.
+dataset = "digits"
+image_size = 32
+devices = 3
+rounds = 2
+evaluate_every = 2
+test_share = 0.5
+
+[model]
+options = {patch_size = 8, width = 32, depth = 3, heads = 2, mlp_ratio = 4.0}
+
+[partitions.skewed]
+partition = "dirichlet"
+alpha = 0.3
+
+[partitions.even]
+partition = "iid"
+
+[common]
+batch_size = 8
+epochs = 1
+mask = 0.5
+
+[methods.fedavg]
+method = "fedavg"
+lr = 0.05
+
+[methods.eftvit]
+method = "eftvit"
+""".lstrip()
+
+
+def written(folder: Path, text: str = FILE, name: str = "tiny") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.toml"
+    file.write_text(text)
+    return file
+
+
+# --- the file -----------------------------------------------------------------------------------------
+
+
+class TestGrid:
+    def test_cells(self, tmp_path: Path) -> None:
+        """2 seeds x 2 partitions x 2 methods; a seed's comparison is whole before the next seed begins."""
+        grid = read_grid(written(tmp_path, FILE.replace("rounds = 2", "rounds = 2\nseeds = [3, 5]")))
+        assert grid.name == "tiny"
+        assert grid.description == "Two methods, two partitions.\nA few seconds."
+        assert [cell.path for cell in grid.cells] == [
+            f"{method}/{partition}/seed-{seed}"
+            for seed in (3, 5)
+            for partition in ("skewed", "even")
+            for method in ("fedavg", "eftvit")
+        ]
+        assert len({cell.digest for cell in grid.cells}) == 8
+        assert len({cell.deal.digest for cell in grid.cells}) == 4  # the methods of a comparison share their devices
+
+    def test_options(self, tmp_path: Path) -> None:
+        """Common options go to methods that have them (`mask` is EFTViT's alone); a method's own win."""
+        text = FILE.replace("lr = 0.05", "lr = 0.05\nbatch_size = 4")
+        grid = read_grid(written(tmp_path, text))
+        assert grid.methods["fedavg"]["batch_size"] == 4
+        assert "mask" not in grid.methods["fedavg"]
+        assert (grid.methods["eftvit"]["batch_size"], grid.methods["eftvit"]["mask"]) == (8, 0.5)
+        run = grid.cells[1].run
+        assert run["options"] == {key: value for key, value in grid.methods["eftvit"].items() if key != "method"}
+        assert run["model_options"] == {"image_size": 32, **{k: v for k, v in TINY_MODEL.items() if k != "image_size"}}
+        assert (run["rounds"], run["devices"], run["seed"], run["accelerator"]) == (2, 3, 0, "cpu")
+
+    def test_one_method_under_two_names(self, tmp_path: Path) -> None:
+        grid = read_grid(written(tmp_path, FILE + '\n[methods.masked]\nmethod = "eftvit"\nmask = 0.75\n'))
+        assert [cell.run["options"]["mask"] for cell in grid.cells if "mask" in cell.run["options"]] == [0.5, 0.75] * 2
+
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            ("rounds = 2", "rouns = 2", r"tiny\.toml: unknown key 'rouns'; did you mean 'rounds'\?"),
+            ("rounds = 2", "rounds = 0", r"tiny\.toml: rounds = 0: expected `int` >= 1"),
+            ("rounds = 2", "", r"tiny\.toml: object missing required field `rounds`"),
+            ("rounds = 2", "rounds = 2\nseeds = [1, 1]", r"seeds = \[1, 1\]: a seed is listed more than once"),
+            ("[model]", "[model]\nnmae = 1", r"tiny\.toml \[model\]: unknown key 'nmae'; did you mean 'name'\?"),
+            ("width = 32", "widht = 32", r"\[methods\.fedavg\]: model 'vit_small_images' has no option 'widht'"),
+            ('"dirichlet"', '"dirichlt"', r"\[partitions\.skewed\]: partition 'dirichlt' is not known"),
+            ("alpha = 0.3", "alhpa = 0.3", r"\[partitions\.skewed\]: partition dirichlet has no option 'alhpa'"),
+            ('method = "fedavg"', "", r"\[methods\.fedavg\]: method = None: expected the name of a method"),
+            ('method = "fedavg"', 'method = "fedagv"', r"\[methods\.fedavg\]: unknown method 'fedagv'"),
+            ("lr = 0.05", "mask = 0.5", r"\[methods\.fedavg\]: method 'fedavg' has no option 'mask'"),
+            ("lr = 0.05", "lr = -1", r"\[methods\.fedavg\]: option lr = -1 of method 'fedavg'"),
+            ("mask = 0.5", "maks = 0.5", r"\[common\]: none of the methods has an option 'maks'"),
+            ("[methods.fedavg]", '[methods."fed avg"]', r"the method 'fed avg' must be 1 to 64 letters"),
+            ("[common]", "[run]\nseed = 1\n[common]", r"\[run\]: 'seed' is not set here"),
+            ("[common]", "[run]\nqorum = 1\n[common]", r"unknown key 'qorum'; did you mean 'quorum'\?"),
+            ("[common]", "[common", r"tiny\.toml is not TOML"),
+        ],
+    )
+    def test_what_is_refused(self, tmp_path: Path, old: str, new: str, said: str) -> None:
+        with pytest.raises(ConfigError, match=f"(?i){said}"):
+            read_grid(written(tmp_path, FILE.replace(old, new, 1)))
+
+    def test_other_keys_of_a_run(self, tmp_path: Path) -> None:
+        grid = read_grid(written(tmp_path, FILE + "\n[run]\nquorum = 0.5\n"))
+        assert {cell.run["quorum"] for cell in grid.cells} == {0.5}
+
+    def test_the_example_of_the_docs(self, tmp_path: Path) -> None:
+        examples = re.findall(r"```toml\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+        assert examples
+        for text in examples:
+            assert read_grid(written(tmp_path, text)).cells
+
+    def test_only(self, tmp_path: Path) -> None:
+        grid = read_grid(written(tmp_path))
+        assert [cell.path for cell in chosen(grid, ("*/even", "fedavg/*"))] == [
+            "fedavg/skewed/seed-0", "fedavg/even/seed-0", "eftvit/even/seed-0",
+        ]  # fmt: skip
+        assert len(chosen(grid, ())) == 4
+        with pytest.raises(ConfigError, match=r"--only 'fedavg' names no cell; there are: eftvit/even"):
+            chosen(grid, ("fedavg",))
+
+    def test_dry_run(self, tmp_path: Path) -> None:
+        result = CliRunner().invoke(
+            experiment_command, [str(written(tmp_path)), "--out", str(tmp_path / "out"), "--dry-run"],
+            catch_exceptions=False,
+        )  # fmt: skip
+        assert "eftvit/even/seed-0\n4 cells of 2 rounds on 3 devices, 4 to run" in result.stdout
+        assert not (tmp_path / "out").exists()
+
+
+# --- running ------------------------------------------------------------------------------------------
+
+
+class Here:
+    """A cell that runs in this process, at once."""
+
+    def __init__(self, place: CellFolder, graph_cache: Path, ran: list[str]) -> None:
+        ran.append(place.cell.path)
+        self._code = 0
+        try:
+            run_cell(place.folder, place.parts, at_once=2, graph_cache=graph_cache)
+        except Exception as error:  # as it would leave a process
+            (place.folder / LOG_FILE).write_text(f"Traceback\n{type(error).__name__}: {error}\n")
+            self._code = 1
+
+    def code(self) -> int | None:
+        return self._code
+
+    def stop(self) -> None:
+        pass
+
+
+class Lines(Display):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+
+Conducted = tuple[Outcome, list[str], list[str]]  # outcome, cells that ran, lines that were shown
+
+
+@pytest.fixture(scope="module")
+def run_here(graph_cache: Path) -> Callable[[Path, Path], Conducted]:
+    """Run an experiment's file in this process."""
+
+    def run(file: Path, out: Path) -> Conducted:
+        grid = read_grid(file)
+        ran: list[str] = []
+        ended: list[Ended] = []
+        shown = Lines()
+        conduct(
+            [CellFolder(cell, out) for cell in grid.cells],
+            jobs=1,
+            launch=lambda place: Here(place, graph_cache, ran),
+            display=shown,
+            line_every_s=None,
+            ended=ended.append,
+        )
+        return make_outcome(grid, ended), ran, shown.lines
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def tiny_run(
+    tmp_path_factory: pytest.TempPathFactory, run_here: Callable[[Path, Path], Conducted]
+) -> tuple[Path, Conducted]:
+    out = tmp_path_factory.mktemp("experiment")
+    return out, run_here(written(out), out)
+
+
+class TestRun:
+    def test_every_cell_has_its_figures(self, tiny_run: tuple[Path, Conducted]) -> None:
+        _, (outcome, ran, lines) = tiny_run
+        assert len(ran) == 4
+        assert not [cell for cell in outcome.cells if cell.result is None], lines
+        for cell in outcome.cells:
+            assert cell.result is not None
+            assert sorted(cell.result.accuracy_by_device) == ["device-0", "device-1", "device-2"]
+            assert [entry.round for entry in cell.result.rounds] == [1, 2]
+            assert [entry.accuracy is None for entry in cell.result.rounds] == [True, False]
+            assert cell.result.protocol is not None
+            assert cell.result.protocol.startswith("newest tensors")
+            assert cell.result.refusals == 0
+            assert cell.result.wall_s > 0
+            assert (cell.result.peak_rss_bytes or 0) > 50e6
+            shares = list(cell.result.accuracy_by_device.values())
+            assert cell.result.accuracy.mean == pytest.approx(sum(shares) / 3)
+        assert all(entry.std_over_seeds is None for entry in outcome.comparisons)
+        assert outcome.spread.startswith("single seed")
+
+    def test_what_is_sent(self, tiny_run: tuple[Path, Conducted]) -> None:
+        """FedAvg sends the whole model up, EFTViT features alone; the 3-block model has 38k weights of 4 bytes."""
+        _, (outcome, _, _) = tiny_run
+        fedavg, eftvit = (outcome.comparison(method, "even") for method in ("fedavg", "eftvit"))
+        assert fedavg is not None
+        assert eftvit is not None
+        assert 0.1e6 < fedavg.bytes_up < 0.3e6
+        assert eftvit.flops is not None
+        assert fedavg.flops is not None
+        assert eftvit.flops < fedavg.flops  # it masks half of the patches
+
+    def test_methods_share_their_devices(self, tiny_run: tuple[Path, Conducted]) -> None:
+        out, _ = tiny_run
+        assert sorted(path.parent.name for path in (out / "parts").glob("*/seed-0")) == ["even", "skewed"]
+
+    def test_little_is_left_of_a_finished_cell(self, tiny_run: tuple[Path, Conducted]) -> None:
+        out, _ = tiny_run
+        home = out / "cells/fedavg/even/seed-0/runs/run"
+        assert (home / "model.safetensors").is_file()
+        assert not (home / "state").exists()
+        assert not (home / "blobs").exists()
+
+    def test_a_second_call_runs_nothing(
+        self, tiny_run: tuple[Path, Conducted], run_here: Callable[[Path, Path], Conducted]
+    ) -> None:
+        out, (first, _, _) = tiny_run
+        again, ran, lines = run_here(written(out), out)
+        assert (ran, lines) == ([], [])
+        assert again == first
+
+    def test_a_changed_option_runs_its_cells_alone(
+        self, tiny_run: tuple[Path, Conducted], run_here: Callable[[Path, Path], Conducted], tmp_path: Path
+    ) -> None:
+        """Another learning rate for FedAvg: its two cells run again; a third partition would add cells alone."""
+        out, (first, _, _) = tiny_run
+        changed, ran, lines = run_here(written(tmp_path, FILE.replace("lr = 0.05", "lr = 0.01")), out)
+        assert ran == ["fedavg/skewed/seed-0", "fedavg/even/seed-0"]
+        assert lines[0] == "2 of 4 cells are finished already"
+        assert changed.comparison("eftvit", "even") == first.comparison("eftvit", "even")
+        assert changed.methods["fedavg"]["lr"] == 0.01
+
+    def test_a_cell_that_fails_leaves_the_others(
+        self, run_here: Callable[[Path, Path], Conducted], tmp_path: Path
+    ) -> None:
+        """With such a learning rate nothing finite comes back; the next call tries that cell again, and only that."""
+        text = FILE.partition("[methods.eftvit]")[0].replace("mask = 0.5", "").replace("rounds = 2", "rounds = 1")
+        file = written(tmp_path, text + '[methods.wild]\nmethod = "fedavg"\nlr = 1.0e30\n')
+        outcome, _, lines = run_here(file, tmp_path)
+        assert [entry.method for entry in outcome.comparisons] == ["fedavg"] * 2
+        failures = [cell.failure for cell in outcome.cells if cell.method == "wild"]
+        assert all(failure and failure.startswith("EmptyCohort: round 1: no usable result") for failure in failures)
+        assert any(line.startswith("wild/skewed/seed-0: failed: EmptyCohort") for line in lines)
+        assert run_here(file, tmp_path)[1] == ["wild/skewed/seed-0", "wild/even/seed-0"]
+
+
+class TestReports:
+    def test_the_page_has_the_figures_of_the_json(self, tiny_run: tuple[Path, Conducted], tmp_path: Path) -> None:
+        _, (outcome, _, _) = tiny_run
+        write_results(outcome, tmp_path)
+        record = json.loads((tmp_path / "results.json").read_text())
+        assert msgspec.convert(record, Outcome) == outcome
+        page = (tmp_path / "report.html").read_text()
+        table = (tmp_path / "results.md").read_text()
+        assert len(record["comparisons"]) == 4
+        for entry in record["comparisons"]:
+            shown = f"{entry['accuracy']:.3f} ± {entry['std_over_devices']:.3f}"
+            assert shown in page
+            assert shown in table
+            assert f"{entry['bytes_up'] / 1e6:.3f}" in page
+        assert page.count("<svg") == 4  # curves and spread of two partitions
+        assert "Two methods, two partitions." in page
+        assert "single seed" in page
+        assert not re.search(r'(src|href)="(?!#)', page)  # it needs no other file
+        assert html_report(outcome) == page
+
+
+def figures(mean: float) -> CellResult:
+    accuracy = Accuracy(mean=mean, std_over_devices=0.1, weighted=mean)
+    return CellResult(
+        digest="", software="1", protocol="p", accuracy=accuracy, accuracy_by_device={"device-0": mean}, wall_s=10.0,
+        bytes_down=2e6, bytes_up=1e6, flops=None, peak_rss_bytes=None, refusals=0,
+        rounds=[
+            RoundFigures(
+                round=1, cohort=1, accepted=1, accuracy=accuracy, train_loss=None, bytes_down=None, bytes_up=None,
+                flops=None,
+            )
+        ],
+    )  # fmt: skip
+
+
+class TestOutcome:
+    """Two seeds; FedAvg .2 and .4: mean .3, sample deviation .1 * sqrt 2 = .141. EFTViT .5 in one seed alone."""
+
+    @pytest.fixture
+    def grid(self, tmp_path: Path) -> Grid:
+        return read_grid(written(tmp_path, FILE.replace("rounds = 2", "rounds = 2\nseeds = [0, 1]")))
+
+    def outcome(self, grid: Grid, known: dict[str, float]) -> Outcome:
+        return make_outcome(
+            grid, [Ended(cell, figures(known[cell.path]), None) for cell in grid.cells if cell.path in known]
+        )
+
+    def test_over_seeds(self, grid: Grid) -> None:
+        outcome = self.outcome(grid, {"fedavg/even/seed-0": 0.2, "fedavg/even/seed-1": 0.4, "eftvit/even/seed-0": 0.5})
+        entry = outcome.comparison("fedavg", "even")
+        assert entry is not None
+        assert entry.seeds == [0, 1]
+        assert entry.accuracy == pytest.approx(0.3)
+        assert entry.std_over_seeds == pytest.approx(0.02**0.5)
+        assert outcome.best("even") == {"eftvit"}
+        assert outcome.best("skewed") == set()
+        table = markdown_report(outcome)
+        assert "| fedavg | - | 0.300 ± 0.141 |" in table
+        assert "| eftvit | - | **0.500 (1 of 2 seeds)** |" in table
+        assert "a single seed is finished" in table
+        assert "5 of 8 cells are not finished" in table
+
+    def test_all_seeds(self, grid: Grid) -> None:
+        outcome = self.outcome(grid, {cell.path: 0.1 * (1 + cell.seed) for cell in grid.cells})
+        assert outcome.spread == "± is the sample standard deviation over 2 seeds of the mean over devices"
+        assert outcome.best("even") == {"fedavg", "eftvit"}  # equal as printed
+
+    def test_a_terminal_of_80_columns(self, grid: Grid) -> None:
+        outcome = self.outcome(grid, {cell.path: 0.25 for cell in grid.cells})
+        screen = io.StringIO()
+        Console(file=screen, width=80).print(terminal_report(outcome))
+        shown = screen.getvalue()
+        assert "…" not in shown
+        assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+        assert shown.count("0.250 ± 0.000") == 4
+        assert shown.count("1.000") == 4  # MB up
+
+    def test_a_failure_is_told(self, grid: Grid) -> None:
+        outcome = make_outcome(grid, [Ended(grid.cells[0], None, "disk full")])
+        assert outcome.comparisons == []
+        assert "8 of 8 cells are not finished; failed: fedavg/skewed/seed-0: disk full" in markdown_report(outcome)
+
+
+def test_interrupted_and_gone_on_with(
+    tmp_path: Path, graph_cache: Path, run_here: Callable[[Path, Path], Conducted]
+) -> None:
+    """Ctrl-C after the second of 12 rounds: no process is left, and the rest goes on from there."""
+    cache = tmp_path / "cache/fedvit"
+    cache.mkdir(parents=True)
+    (cache / "graphs").symlink_to(graph_cache)
+    only = FILE.replace('[partitions.even]\npartition = "iid"\n', "").partition("[methods.eftvit]")[0]
+    text = only.replace("mask = 0.5", "").replace("rounds = 2\nevaluate_every = 2", "rounds = 12\nevaluate_every = 12")
+    file, out = written(tmp_path, text), tmp_path / "out"
+    home = out / "cells/fedavg/skewed/seed-0"
+    environment: dict[str, Any] = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(
+            [*program("fleet.cli"), "experiment", str(file), "--out", str(out)], stdout=log, stderr=log, env=environment
+        )
+    try:
+        until = time.monotonic() + WAIT_S
+        while read_progress(home).round < 2:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        psutil.wait_procs(children, timeout=5)
+        assert not [child for child in children if child.is_running()]
+    finally:
+        process.kill()
+    assert "0 of 1 cells are finished; the same command goes on" in (tmp_path / "log").read_text()
+    before = closed(home)
+    assert 2 <= len(before) < 12
+    outcome, ran, _ = run_here(file, out)
+    assert ran == ["fedavg/skewed/seed-0"]
+    assert closed(home)[: len(before)] == before
+    result = outcome.cells[0].result
+    assert result is not None
+    assert len(result.rounds) == 12
+
+
+def closed(home: Path) -> list[tuple[int, str]]:
+    store = Store.in_folder(home / "runs")
+    try:
+        return [(entry.round, entry.closed_at) for entry in store.rounds("run") if entry.closed_at]
+    finally:
+        store.close()
+
+
+def test_it_is_a_command_of_fleet() -> None:
+    assert "experiment" in cli.commands

@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+
+from fleet.partition_plot import bar_lines, draw_bubbles
+
+
+def test_the_area_of_a_disc_is_its_count() -> None:
+    """400 and 100 of the same class: four times the pixels; nothing where the count is 0. Pixels at the edge of
+    a disc of radius 19 are 3 % of it."""
+    picture = np.asarray(draw_bubbles("t", ["device-0", "device-1"], ["ant", "bee"], np.array([[400, 0], [100, 0]])))
+    blue = (picture == (0x35, 0x67, 0xA6)).all(axis=2)
+    rows = np.flatnonzero(blue.any(axis=1))
+    gap = int(np.argmax(np.diff(rows))) + 1
+    large, small = (int(blue[part].sum()) for part in (rows[:gap], rows[gap:]))
+    assert large / small == pytest.approx(4, rel=0.15)
+    assert large == pytest.approx(np.pi * (0.48 * 40) ** 2, rel=0.08)
+
+
+@pytest.mark.parametrize(("devices", "classes"), [(1, 1), (20, 100), (3, 200), (300, 2)])
+def test_any_size_can_be_drawn(devices: int, classes: int) -> None:
+    """No picture is wider or higher than 300 of the smallest cells, names and margins."""
+    counts = np.random.default_rng(0).integers(0, 50, (devices, classes))
+    names = [f"class with a long name {number}" for number in range(classes)]
+    picture = draw_bubbles("a title", [f"device-{number}" for number in range(devices)], names, counts)
+    assert max(picture.size) < 300 * 14 + 400
+    assert np.asarray(picture).std() > 0
+
+
+def test_a_long_title_is_not_cut() -> None:
+    narrow, broad = (draw_bubbles(title, ["a"], ["b"], np.array([[1]])).width for title in ("x", "x" * 200))
+    assert broad > narrow + 500
+
+
+def test_nothing_dealt_out() -> None:
+    assert draw_bubbles("t", ["a"], ["b"], np.zeros((1, 1), dtype=np.int64)).width > 0
+    assert bar_lines(["a"], np.zeros((1, 1), dtype=np.int64)) == ["a |  | 0"]
+
+
+def test_bars_are_as_high_as_counts() -> None:
+    """Eighths of the largest count, 80, rounded up: 1 -> 1/8, 40 -> 4/8, 80 -> 8/8, 0 -> blank."""
+    assert bar_lines(["d"], np.array([[0, 1, 40, 80]])) == ["d |  ▁▁▄▄██| 121"]
+
+
+@pytest.mark.parametrize("classes", [10, 31, 60, 61, 100, 1000])
+def test_lines_fit_a_terminal(classes: int) -> None:
+    lines = bar_lines(["device-0", "device-19"], np.full((2, classes), 10_000))
+    assert max(map(len, lines)) <= 80
+    assert len({line.rindex("|") for line in lines}) == 1

@@ -1,0 +1,106 @@
+"""A federation in one process: devices take turns, runs go on, and a device that breaks ends the run."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.store import Store
+from edge_client.runtime import Runtime
+from fedvit.errors import ConfigError, PeerRefused
+from fleet.partition import deal
+from fleet.run import device_folders
+from fleet.simulate import TakingTurns, simulate
+from tests.conftest import TINY_MODEL
+
+VALUES: dict[str, Any] = {
+    "method": "fedavg", "rounds": 2, "evaluate_every": 2, "options": {"batch_size": 8, "lr": 0.05},
+    "model_options": TINY_MODEL,
+}  # fmt: skip
+DEVICES = 3
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three devices with 1797 digits between them, of which each tests with nine tenths: training takes a moment."""
+    out = tmp_path_factory.mktemp("dealt") / "parts"
+    deal("digits", "iid", DEVICES, out, test_share=0.9)
+    return device_folders(out, None)
+
+
+class TestTakingTurns:
+    def test_so_many_compute_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Six devices, two at a time: never three inside, and all get their turn."""
+        inside, most, done = 0, 0, 0
+        lock = threading.Lock()
+
+        def train(self: Runtime, number: int) -> int:
+            nonlocal inside, most, done
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            time.sleep(0.02)
+            with lock:
+                inside, done = inside - 1, done + 1
+            return number
+
+        monkeypatch.setattr(Runtime, "train", train)
+        runtime = TakingTurns(threads=1, at_once=2)
+        threads = [threading.Thread(target=runtime.train, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (most, done) == (2, 6)
+
+
+def test_graphs_are_loaded_once(
+    folders: list[Path], tmp_path: Path, graph_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three devices, two graphs: two sessions."""
+    loaded: list[str] = []
+    load: Callable[..., Any] = Runtime._load
+
+    def counted(self: Runtime, digest: str, path: Path) -> Any:
+        loaded.append(digest)
+        return load(self, digest, path)
+
+    monkeypatch.setattr(Runtime, "_load", counted)
+    summary = simulate(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache).summary
+    assert summary.status == "finished"
+    assert [entry.accepted for entry in summary.rounds] == [DEVICES] * 2
+    assert len(loaded) == len(set(loaded)) == 2
+
+
+def test_how_many_compute_at_a_time_changes_no_bit(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
+    for at_once in (1, 3):
+        simulate(folders, VALUES, out=tmp_path, run=f"by-{at_once}", at_once=at_once, graph_cache=graph_cache)
+    models = [(tmp_path / f"by-{at_once}" / "model.safetensors").read_bytes() for at_once in (1, 3)]
+    assert models[0] == models[1]
+
+
+def test_a_run_that_is_there(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
+    """Again with `resume` it is finished at once, its rounds untouched; with another configuration it is refused."""
+
+    def rounds() -> list[tuple[int, str | None]]:
+        store = Store.in_folder(tmp_path)
+        try:
+            return [(entry.round, entry.closed_at) for entry in store.rounds("run")]
+        finally:
+            store.close()
+
+    simulate(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache)
+    before = rounds()
+    simulate(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache, resume=True)
+    assert rounds() == before
+    with pytest.raises(ConfigError, match="began with another configuration"):
+        simulate(folders, {**VALUES, "seed": 1}, out=tmp_path, run="run", graph_cache=graph_cache, resume=True)
+
+
+def test_a_device_that_is_refused_ends_the_run(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
+    """The devices hold ten classes, the run knows two: without them it would wait for ever."""
+    with pytest.raises(PeerRefused, match="device-"):
+        simulate(folders, {**VALUES, "classes": ["0", "1"]}, out=tmp_path, run="run", graph_cache=graph_cache)

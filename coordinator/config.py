@@ -116,7 +116,6 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         from fedvit.models import SMALL
 
         method = make_method(self.method, self.options)
-        others = [self._variant_method(pattern) for pattern in self.variants]
         pretrained = self.model == SMALL and self.pretrained  # it has none, and says so
         with torch.device("meta"):
             vit = build_model(
@@ -127,16 +126,15 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 options=self.model_options,
                 pretrained=pretrained,
             )
-            for each in (method, *others):
-                each.groups(vit)
-
-    def _variant_method(self, pattern: str) -> Any:
-        from fedvit.methods import make_method
-
-        try:
-            return make_method(self.method, {**self.options, **self.variants[pattern]})
-        except ConfigError as error:
-            raise ConfigError(f"variants: {pattern!r}: {error}") from None
+            method.groups(vit)
+            for pattern, options in self.variants.items():
+                try:
+                    other = make_method(self.method, {**self.options, **options})
+                    other.groups(vit)
+                    if other.surgery() != method.surgery():
+                        raise ConfigError(f"{options} adds other tensors to the model than the run does")
+                except ConfigError as error:
+                    raise ConfigError(f"variants: {pattern!r}: {error}") from None
 
 
 class StartConfig(Struct, frozen=True):

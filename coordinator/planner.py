@@ -171,7 +171,7 @@ def make_plan(
     rule = base.server_rule(vit)
     common = {name for names in groups.values() for name in names}
     tensors = {name: value for name, value in values.items() if name in common}
-    memory = start.memory if start is not None and start.memory else rule.begin(config.seed)
+    memory = rule.begin(config.seed) | (start.memory if start is not None else {})
     plan = Plan(
         config=config,
         classes=classes,
@@ -221,6 +221,4 @@ def initial_blobs(program: Program) -> list[str]:
 
 def common_groups(program: Program) -> list[str]:
     """Groups that the server sends each round, the same to all devices."""
-    return program.with_role(
-        *(role for role in Role if role.from_server_each_round and role is not Role.GENERATED)
-    )
+    return program.with_role(*(role for role in Role if role.from_server_each_round and role is not Role.GENERATED))

@@ -99,7 +99,7 @@ class Coordinator:
             tell=self._tell,
             topic_for=self.topics.broadcast,
             may_read=self._may_read,
-            receivers=lambda digest: self._asked_and_here(),
+            receivers=self._asked_and_here,
         )
         self.results = Results(
             run=run,
@@ -495,10 +495,11 @@ class Coordinator:
             raise LinkDown("the run is not prepared yet")
         return self._plan
 
-    def _asked_and_here(self) -> int:
-        """Devices that have got a task and not answered it: those that will ask for its blobs."""
-        opened = self.results.opened
-        return sum(self.presence.is_online(name) for name in opened.waiting_for()) if opened else 1
+    def _asked_and_here(self, digest: str) -> int:
+        """Devices that have got a task with this blob and not answered it: those that will ask for it."""
+        if not (opened := self.results.opened):
+            return 1
+        return sum(self.presence.is_online(name) and self._may_read(name, digest) for name in opened.waiting_for())
 
     def _may_read(self, peer: str, digest: str) -> bool:
         return digest in self._offered.get(peer, ())

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from coordinator.store import ResultRecord, Store
 
+
 class RoundSummary(Struct, frozen=True, kw_only=True):
     """One round; accuracies are None where the round was not evaluated."""
 

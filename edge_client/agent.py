@@ -432,16 +432,16 @@ class Agent:
             kept = ()
         for group, spec in program.groups.items():
             what = f"group {group!r} of round {task.round}"
-            if stored is not None and (spec.role is Role.LOCAL or group in kept):
-                tensors = {name: stored[name] for name in program.names(group) if name in stored}
-            elif spec.role.from_server_each_round:
-                if group not in task.groups:
-                    raise BadPayload(f"{what}: the task does not bring it")
-                tensors = unpack(self.blobs.get(task.groups[group]))
-            elif spec.initial:
-                tensors = unpack(self.blobs.get(spec.initial))
-            else:
-                raise BadPayload(f"{what}: it has no initial value")
+            mine = stored if stored and (spec.role is Role.LOCAL or group in kept) else {}
+            tensors = {name: mine[name] for name in program.names(group) if name in mine}
+            if not tensors:  # also when the group was not this device's own in the rounds before
+                digest = task.groups.get(group) if spec.role.from_server_each_round else spec.initial
+                if digest is None:
+                    source = (
+                        "the task does not bring it" if spec.role.from_server_each_round else "it has no initial value"
+                    )
+                    raise BadPayload(f"{what}: {source}")
+                tensors = unpack(self.blobs.get(digest))
             check_tensors(tensors, program.expected([group]), what)
             values |= tensors
         return values

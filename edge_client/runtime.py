@@ -61,7 +61,7 @@ class Trained:
 
     tensors: Tensors  # new values of every tensor that a phase moved
     collected: Tensors
-    samples: int  # that could be decoded
+    samples: int  # the device's images, but for those that could not be decoded
     loss: float  # mean over the last epoch
     steps: int
     step_s: float | None  # median
@@ -151,6 +151,7 @@ class Runtime:
         batches = -(-len(images) // program.batch.batch_size)
         total = sum(_planned_steps(phase, batches) for phase in phases)
         times: list[float] = []
+        lost: set[int] = set()  # rows that could not be decoded
         for phase in phases:
             facts = _facts(program, phase, images, number_rng)
             loop = _PhaseLoop(self._session(program, phase.graph), program, phase, values, start, facts, lr_scale)
@@ -171,6 +172,7 @@ class Runtime:
                         raise Stopped("the task was cancelled")
                     rows = order[first : first + program.batch.batch_size]
                     feeds, readable = training_feeds(images, rows, program.batch, picture_rng, mask_rng)
+                    lost.update(rows[~readable].tolist())
                     if not readable.any():
                         continue
                     for repeat in range(phase.repeats):
@@ -186,7 +188,7 @@ class Runtime:
                         sampler.record(epoch, rows, readable, outputs[f"collect/{phase.collect.output}"])
                     watch.step(result.steps, total, loss)
                 if weights:
-                    result.loss, result.samples = losses / weights, max(result.samples, weights)
+                    result.loss = losses / weights
             if not loop.count:
                 raise DataError(f"none of the {len(images)} training images can be decoded")
             values.update(loop.trained)
@@ -194,6 +196,7 @@ class Runtime:
             if sampler and phase.collect:
                 features, labels = sampler.collected(phase.collect.shape)
                 result.collected |= {phase.collect.output: features, "labels": labels}
+        result.samples = len(images) - len(lost)
         result.step_s = median(times) if times else None
         return result
 

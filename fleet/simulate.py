@@ -126,7 +126,7 @@ def simulate(
 
 def _is_there(store: Store, run: str, config: RunConfig) -> bool:
     records = [record for record in store.runs() if record.id == run]
-    if records and records[0].config != msgspec.to_builtins(config):
+    if records and records[0].config != msgspec.json.decode(msgspec.json.encode(config)):
         raise ConfigError(f"run {run!r} began with another configuration; it cannot go on with this one")
     return bool(records)
 

@@ -46,7 +46,7 @@ def read_cifar(path: Path, size: int = 32) -> Samples:
     return Samples(
         dataset=path.resolve().name,
         size=size,
-        images=ArrayImages(np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)), size),
+        images=ArrayImages(pixels.transpose(0, 2, 3, 1), size),
         labels=labels[:, -1],
         classes=kind.classes,
         coarse_labels=labels[:, 0] if len(kind.label_counts) == 2 else None,

@@ -7,9 +7,9 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from fedvit.methods.base import Gathered, GroupRule, Images, Method, ServerRule, StepInputs, StepResult, clipped
+from fedvit.methods.base import Gathered, GroupRule, Images, StepInputs, StepResult, clipped
 from fedvit.methods.calculus import Calculus, Named, Objective
-from fedvit.methods.rules.weighted_mean import WeightedMean
+from fedvit.methods.fedavg import FedAvg
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
 
@@ -19,7 +19,7 @@ CODES_DECAY = 0.02  # of alpha, in the released code
 
 
 @dataclass(frozen=True, kw_only=True)
-class APFL(Method):
+class APFL(FedAvg):
     """A shared model w, and beside it a personal v and the share alpha of it in the answer; both stay on the device.
 
     Source: Deng et al., "Adaptive Personalized Federated Learning", arXiv:2003.13461, eq. 4 and algorithm 1:
@@ -98,11 +98,6 @@ class APFL(Method):
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         together = super().phases(vit)
         return together if self.form == "paper" else (*together, self.phase(("twin",), graph=MIX, epochs=1, steps=1))
-
-    # --- the server's half ----------------------------------------------------------------------------
-
-    def server_rule(self, vit: PatchViT) -> ServerRule:
-        return WeightedMean()
 
 
 def _twin(model: Named) -> dict[str, Tensor]:

@@ -7,17 +7,17 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from fedvit.methods.base import PREDICT, GroupRule, Method, ServerRule, StepInputs, StepResult, clipped
+from fedvit.methods.base import PREDICT, StepInputs, StepResult, clipped
 from fedvit.methods.calculus import Calculus, Named, Objective
-from fedvit.methods.rules.weighted_mean import WeightedMean
+from fedvit.methods.fedavg import FedAvg
 from fedvit.models.vit import PatchViT
-from fedvit.program import Evaluate, Role, Train
+from fedvit.program import Evaluate, Train
 
 ADAPT = "adapt"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerFedAvg(Method):
+class PerFedAvg(FedAvg):
     """Meta-learning: theta' = theta - a grad f1(theta), then theta moves by the gradient of f2 at theta'.
 
     f1 and f2 are the mean losses of the two halves of 2 `batch_size` images. A device is tested after one such
@@ -43,9 +43,6 @@ class PerFedAvg(Method):
     @property
     def adaptation_lr(self) -> float:
         return self.inner_lr or self.lr
-
-    def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
-        return (GroupRule("model", Role.SHARED, ("*",)),)
 
     # --- the device's half ----------------------------------------------------------------------------
 
@@ -82,11 +79,6 @@ class PerFedAvg(Method):
     def evaluate(self, vit: PatchViT) -> Evaluate:
         step = self.phase(("model",), graph=ADAPT, epochs=1, steps=1, lr=self.adaptation_lr)
         return Evaluate(graph=PREDICT, adapt=(step,))
-
-    # --- the server's half ----------------------------------------------------------------------------
-
-    def server_rule(self, vit: PatchViT) -> ServerRule:
-        return WeightedMean()
 
 
 def _moved(values: Named, by: Named, scale: Tensor | float) -> dict[str, Tensor]:

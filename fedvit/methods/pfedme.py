@@ -8,8 +8,9 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedvit.errors import ConfigError
-from fedvit.methods.base import Gathered, GroupRule, Images, Method, ServerRule, StepInputs, StepResult, clipped
+from fedvit.methods.base import Gathered, GroupRule, Images, ServerRule, StepInputs, StepResult, clipped
 from fedvit.methods.calculus import Calculus, Named
+from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
@@ -18,7 +19,7 @@ TWIN = "twin."
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedMe(Method):
+class PFedMe(FedAvg):
     """The shared w is pulled toward the theta that minimises f(theta) + lam/2 |theta - w|^2 on each batch.
 
     On a batch theta takes `inner_steps` steps, then w one: w <- w - lr lam (w - theta). theta stays on the device

@@ -111,7 +111,7 @@ def make_outcome(grid: Grid, ended: Sequence[Ended]) -> Outcome:
         experiment=grid.name,
         description=grid.description,
         protocols=sorted({cell.result.protocol for cell in cells if cell.result and cell.result.protocol}),
-        settings=msgspec.to_builtins(grid.experiment),
+        settings=msgspec.json.decode(msgspec.json.encode(grid.experiment)),
         methods=grid.methods,
         seeds=list(grid.experiment.seeds),
         comparisons=comparisons,

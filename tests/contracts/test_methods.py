@@ -45,7 +45,7 @@ from fedvit.wire.transfer import decode_chunk
 from fleet.partition import write_device_folders
 from fleet.simulate import simulate
 
-SHARED_FILES = {"__init__", "base", "calculus", "optimizers", "step"}
+SHARED_FILES = {"__init__", "base", "calculus", "optimizers", "parts", "step"}
 """Files of fedvit/methods that are no method."""
 
 TINY_MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2, "mlp_ratio": 4.0}
@@ -54,7 +54,20 @@ STEPS = 20
 TEST_IMAGES = 200
 DEVICES, ROUNDS = 3, 2
 
-MORE: dict[str, list[dict[str, Any]]] = {}
+MORE: dict[str, list[dict[str, Any]]] = {
+    "apfl": [{"form": "code"}],
+    "eftvit": [{"mask": 0.0, "server_data": "latest"}],
+    "fed_prompt": [{"head": "local"}],
+    "fedbabu": [{"tune": "head"}],
+    "fedperfix": [{"mode": "concat", "bottleneck": 8}],
+    "fedtp": [{"parts": "encoder"}, {"head": "rod", "knn_weight": 0.6, "capacity": 20}, {"head": "local"}],
+    "per_fedavg": [{"order": "hessian_free"}],
+    "pfedhn": [{"personal_head": True}],
+    "pfedme": [{"start": "own"}],
+    "pfedpg": [{"evaluate_with": "base"}, {"generator": "mlp", "evaluate_with": "fresh"}],
+    "prefix": [{"form": "linear", "init": "zero"}],
+    "vanilla_attention": [{"parts": "qkv"}],
+}
 """Options beside the defaults that give a method other graphs, roles or a server step of another kind."""
 
 

@@ -28,9 +28,10 @@ class GeneratorUpdate(ServerRule):
     rate times the gradient of the cohort's loss by (phi, z). Several papers write the opposite sign
     (FedTP eq. 7-10, pFedPG eq. 4-5), which would be ascent.
 
-    The optimizer's state is kept across rounds. Embeddings of devices that did not answer stay as they
-    are, unless `all_embeddings` asks for what code with one dense table does: weight decay and momentum
-    move every known embedding.
+    The optimizer's state is kept across rounds; its rate is constant, since the deltas have the schedule in
+    them. Embeddings of devices that did not answer stay as they are, unless `all_embeddings` asks for what
+    code with one dense table does: weight decay and momentum move every embedding, here of every device
+    that has answered once.
     """
 
     generator: Generator

@@ -76,3 +76,40 @@ def test_what_must_not_be_deleted(planned: tuple[Plan, BlobStore]) -> None:
     assert {plan.first.digest, saved.memory, *saved.groups.values(), *saved.uploads.values()} <= needed
     assert {graph.digest for graph in program.graphs.values()} <= needed
     assert program.groups["local"].initial in needed
+
+
+def test_a_state_comes_back_without_a_plan(planned: tuple[Plan, BlobStore]) -> None:
+    """So a run reads what an earlier one ended with."""
+    plan, blobs = planned
+    state = moved(plan)
+    again = load_state(save_state(state, plan.groups, blobs), blobs)
+    assert again.tensors.keys() == state.tensors.keys()
+    assert all(value.tobytes() == state.tensors[name].tobytes() for name, value in again.tensors.items())
+
+
+def test_a_group_that_did_not_move_keeps_its_blob(planned: tuple[Plan, BlobStore]) -> None:
+    """So devices do not fetch it again."""
+    plan, blobs = planned
+    before = save_state(plan.state, plan.groups, blobs)
+    tensors = {name: value + np.float32(name in plan.groups["block.2"]) for name, value in plan.state.tensors.items()}
+    after = save_state(ServerState(tensors), plan.groups, blobs)
+    assert {group for group in plan.groups if before.groups[group] != after.groups[group]} == {"block.2"}
+
+
+def test_programs_of_every_variant_must_not_be_deleted(
+    configure: "Configure", graph_cache: Path, tmp_path: Path
+) -> None:
+    """Two splits: two programs and two first values of local tensors. Prediction is the same graph for both: three
+    graphs, and the four groups of the state: 11 blobs."""
+    blobs = BlobStore(tmp_path)
+    config = configure("eftvit", variants={"jetson-*": {"local_blocks": 2}})
+    plan = make_plan(config, ("0", "1", "2"), blobs, cache=graph_cache)
+    saved = save_state(plan.state, plan.groups, blobs)
+    assert len(needed_blobs(plan, saved)) == 1 + 2 + 1 + 4
+    other = plan.variant("jetson-1", 1)
+    needed = needed_blobs(plan, saved)
+    assert len(needed) == 11
+    assert {plan.first.digest, other.digest} < needed
+    for program in (plan.first.program, other.program):
+        assert {graph.digest for graph in program.graphs.values()} < needed
+        assert program.groups["local"].initial in needed

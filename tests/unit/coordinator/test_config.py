@@ -1,5 +1,6 @@
 """What an operator may say, and how it is told what is wrong: key, value, what is allowed, and where."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from click.testing import CliRunner
 from coordinator.cli import cli, config_flags, merge_flags
 from coordinator.config import BrokerConfig, ImageConfig, RunConfig, StartConfig, make_config, read_toml
 from fedvit.errors import ConfigError
+from fedvit.methods import METHODS
+from fedvit.methods.base import Surgery
+from fedvit.methods.fedavg import FedAvg
+from fedvit.models.prompts import Prompts
 from profiles.probes.host import peak_rss_bytes
 
 FILE = "conf/run.toml"
@@ -18,9 +23,11 @@ FILE = "conf/run.toml"
 EVERY_KEY = """
 method = "fedavg"
 options = { epochs = 3, lr = 0.5 }
+variants = { "jetson-*" = { epochs = 1 } }
 model = "vit_small_images"
 model_options = { image_size = 16, patch_size = 8, width = 32, depth = 2, heads = 2 }
 pretrained = false
+start_from = "monday"
 classes = ["ant", "bee"]
 rounds = 7
 seed = 5
@@ -30,6 +37,7 @@ quorum = 0.5
 deadline_s = 60
 rejoin_grace_s = 0
 evaluate_every = 2
+evaluation = "pre_aggregation"
 accelerator = "cpu"
 federation = "lab-1"
 
@@ -45,6 +53,16 @@ port = 0
 password = "secret"
 ca_file = "ca.pem"
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompted(FedAvg):
+    """FedAvg of a model with prompts."""
+
+    tokens: int = 3
+
+    def surgery(self) -> tuple[Surgery, ...]:
+        return (Prompts(tokens=self.tokens),)
 
 
 def refusal(**values: Any) -> str:
@@ -78,7 +96,9 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
         RunConfig(
             method="fedavg",
             options={"epochs": 3, "lr": 0.5},
+            variants={"jetson-*": {"epochs": 1}},
             model_options={"image_size": 16, "patch_size": 8, "width": 32, "depth": 2, "heads": 2},
+            start_from="monday",
             classes=("ant", "bee"),
             rounds=7,
             seed=5,
@@ -88,6 +108,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             deadline_s=60.0,
             rejoin_grace_s=0.0,
             evaluate_every=2,
+            evaluation="pre_aggregation",
             accelerator="cpu",
             federation="lab-1",
             images=ImageConfig(crop_padding=4, flip=True, brightness=0.25),
@@ -172,6 +193,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("method", 3, "expected `str`"),
         ("model", ["vit"], "expected `str`"),
         ("options", 3, "a table"),
+        ("variants", 3, "a table"),
+        ("variants", {"jetson-*": 3}, "a table"),
+        ("variants", ["jetson-*"], "a table"),
+        ("start_from", 3, "expected `str | null`"),
+        ("evaluation", "newer", "invalid enum value 'newer'"),
+        ("evaluation", 1, "expected `str`"),
         ("model_options", "depth=2", "a table"),
         ("images", 3, "a table"),
         ("classes", "ab", "expected `array`"),
@@ -232,7 +259,7 @@ def test_the_broker_must_be_a_table() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"method": "fedavgg"}, ["unknown method 'fedavgg'", "eftvit, fedavg"]),
+        ({"method": "fedavgg"}, ["unknown method 'fedavgg'", "eftvit", "fedavg"]),
         (
             {"method": "fedavg", "options": {"mask": 0.5}},
             ["method 'fedavg' has no option 'mask'", "epochs, batch_size"],
@@ -249,6 +276,26 @@ def test_the_broker_must_be_a_table() -> None:
         ({"model_options": {"mlp_ratio": "wide"}}, [FILE]),
         ({"pretrained": True}, ["'vit_small_images' has no pretrained weights"]),
         ({"pretrained": "nowhere.safetensors"}, ["pretrained = 'nowhere.safetensors'", "no such file"]),
+        (
+            {"variants": {"jetson-*": {"epochs": 0}}},
+            ["variants: 'jetson-*': option epochs = 0 of method 'eftvit'", ">= 1"],
+        ),
+        (
+            {"variants": {"a": {"epochs": 2}, "pi-[12]": {"lr": "fast"}}},
+            ["variants: 'pi-[12]': option lr = 'fast' of method 'eftvit'"],
+        ),
+        (
+            {"variants": {"jetson-*": {"maks": 0.5}}},
+            ["variants: 'jetson-*': method 'eftvit' has no option 'maks'", "mask"],
+        ),
+        (
+            {"variants": {"jetson-*": {"local_blocks": 6}}},
+            ["variants: 'jetson-*': option local_blocks = 6 leaves nothing to the server", "6 blocks"],
+        ),
+        (
+            {"options": {"optimizer": "adamw"}, "variants": {"old-*": {"momentum": 0.9}}},
+            ["variants: 'old-*': option momentum = 0.9 is for sgd"],
+        ),
         ({"federation": "a/b"}, ["federation 'a/b'", "1 to 64 letters"]),
         ({"classes": ["ant", "bee", "ant"]}, ["classes: 'ant' is listed more than once"]),
         ({"classes": ["ant"]}, ["classes", "at least two", "'ant'"]),
@@ -260,6 +307,14 @@ def test_names_and_options_are_checked_before_anything_starts(values: dict[str, 
     assert "\n" not in said
     for text in named:
         assert text in said
+
+
+def test_what_is_added_to_the_model_is_the_same_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one model on the server: a variant that wants prompts, or others, is refused."""
+    monkeypatch.setitem(METHODS, "prompted", Prompted)
+    assert make_config({"method": "prompted", "variants": {"pi": {"tokens": 3, "lr": 0.5}}}, FILE)
+    said = refusal(method="prompted", variants={"jetson-*": {"tokens": 4}})
+    assert said == f"{FILE}: variants: 'jetson-*': {{'tokens': 4}} adds other tensors to the model than the run does"
 
 
 def test_a_large_model_is_checked_without_taking_memory() -> None:
@@ -283,7 +338,15 @@ def test_every_key_has_a_flag_and_a_description() -> None:
             if key != "images":  # a table: its keys are flags
                 assert len(flags[key].help or "") > 15, key
     shown = CliRunner().invoke(cli, ["start", "--help"], terminal_width=200).output
-    for flag in ("--method", "-o, --option KEY=VALUE", "--class NAME", "--flip / --no-flip", "--deadline-s", "--port"):
+    for flag in (
+        "--method",
+        "-o, --option KEY=VALUE",
+        "--variant DEVICES:KEY=VALUE",
+        "--class NAME",
+        "--flip / --no-flip",
+        "--deadline-s",
+        "--port",
+    ):
         assert flag in shown
     assert "[default: 600.0]" in shown
 
@@ -293,6 +356,8 @@ def test_every_flag_arrives() -> None:
         *("--method", "fedavg", "-o", "epochs=3", "--option", "optimizer=adamw", "--model-option", "depth=2"),
         *("--class", "ant", "--class", "bee", "--rounds", "7", "--seed", "5", "--devices", "3", "--cohort", "2"),
         *("--quorum", "0.5", "--deadline-s", "60", "--rejoin-grace-s", "0", "--evaluate-every", "2"),
+        *("--variant", "jetson-*:epochs=1", "--variant", "jetson-*:lr=0.5", "--variant", "pi-1:epochs=2"),
+        *("--start-from", "monday", "--evaluation", "pre_aggregation"),
         *("--accelerator", "cpu", "--federation", "lab-1", "--model", "vit_small_images", "--pretrained", "false"),
         *("--crop-padding", "4", "--flip", "--brightness", "0.25"),
         *("--broker", "embedded", "--listen", "::1", "--port", "0", "--password", "p", "--ca-file", "ca.pem"),
@@ -301,6 +366,9 @@ def test_every_flag_arrives() -> None:
         RunConfig(
             method="fedavg",
             options={"epochs": 3, "optimizer": "adamw"},
+            variants={"jetson-*": {"epochs": 1, "lr": 0.5}, "pi-1": {"epochs": 2}},
+            start_from="monday",
+            evaluation="pre_aggregation",
             model_options={"depth": 2},
             classes=("ant", "bee"),
             rounds=7,
@@ -332,17 +400,22 @@ def test_flags_win_over_the_file_key_by_key() -> None:
         "seed": 4,
         "classes": ["old", "older"],
         "options": {"epochs": 2, "lr": 0.5},
+        "variants": {"jetson-*": {"epochs": 3, "lr": 0.5}, "pi-1": {"epochs": 4}},
         "images": {"flip": True, "crop_padding": 2},
         "broker": {"port": 5, "listen": "::1"},
     }
     config = flagged(
-        *("--rounds", "9", "-o", "lr=0.25", "--no-flip", "--port", "6", "--class", "a", "--class", "b"), values=values
+        *("--rounds", "9", "-o", "lr=0.25", "--no-flip", "--port", "6", "--class", "a", "--class", "b"),
+        *("--variant", "jetson-*:lr=0.25"),
+        values=values,
     )
     assert (config.run.rounds, config.run.seed, config.run.classes) == (9, 4, ("a", "b"))
     assert config.run.options == {"epochs": 2, "lr": 0.25}
+    assert config.run.variants == {"jetson-*": {"epochs": 3, "lr": 0.25}, "pi-1": {"epochs": 4}}
     assert config.run.images == ImageConfig(flip=False, crop_padding=2)
     assert config.broker == BrokerConfig(port=6, listen="::1")
     assert values["options"] == {"epochs": 2, "lr": 0.5}, "the file's values are left as they are"
+    assert values["variants"] == {"jetson-*": {"epochs": 3, "lr": 0.5}, "pi-1": {"epochs": 4}}
 
 
 @pytest.mark.parametrize(
@@ -360,7 +433,16 @@ def test_a_flag_does_not_hide_a_mistake_in_the_file(values: dict[str, Any], flag
 
 
 @pytest.mark.parametrize(
-    "flags", [("--cohort", "many"), ("-o", "epochs=many"), ("-o", "epochs"), ("--pretrained", "3")]
+    "flags",
+    [
+        ("--cohort", "many"),
+        ("-o", "epochs=many"),
+        ("-o", "epochs"),
+        ("--pretrained", "3"),
+        ("--variant", "epochs=3"),
+        ("--variant", "pi:epochs"),
+        ("--variant", "pi:epochs=many"),
+    ],
 )
 def test_a_flag_that_cannot_be_used_is_named(flags: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=flags[1].rpartition("=")[2]):

@@ -7,20 +7,34 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from coordinator.display import Display
+from coordinator.planner import PROTOCOLS
 from coordinator.rounds import ATTEMPTS, Coordinator, Interrupted
 from coordinator.store import Store
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
-from fedvit.program import Program, decode_program
+from fedvit.methods import METHODS
+from fedvit.methods.base import GroupRule, ServerRule
+from fedvit.methods.calculus import Named
+from fedvit.methods.fedavg import FedAvg
+from fedvit.methods.generators.base import Generator, drawing
+from fedvit.methods.optimizers import Sgd
+from fedvit.methods.rules.generator_update import GeneratorUpdate
+from fedvit.methods.rules.together import Together
+from fedvit.methods.rules.weighted_mean import WeightedMean
+from fedvit.models.vit import PatchViT
+from fedvit.program import Program, Role, decode_program
 from fedvit.resources import DeviceProfile, ResourceUse
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.transport import exchange as exchange_module
@@ -57,6 +71,40 @@ WAIT_S = 30.0
 CLASSES = ("0", "1", "2")
 SMALLEST = {"image_size": 8, "patch_size": 8, "width": 4, "depth": 1, "heads": 1}
 """Every run traces its graphs anew, and of a smaller model sooner."""
+
+
+@dataclass(frozen=True)
+class Biases(Generator):
+    """A bias for each device: phi times its embedding z."""
+
+    def shared(self, draw: torch.Generator) -> dict[str, Tensor]:
+        return {"phi": torch.tensor(2.0)}
+
+    def personal(self, draw: torch.Generator) -> dict[str, Tensor]:
+        return {"z": torch.randn(len(CLASSES), generator=draw)}
+
+    def generate(self, shared: Named, personal: Named) -> dict[str, Tensor]:
+        return {"head.bias": shared["phi"] * personal["z"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated(FedAvg):
+    """FedAvg of everything but the bias of the head, which the server makes for each device."""
+
+    source: ClassVar[str] = "made for these tests"
+
+    def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
+        return (GroupRule("bias", Role.GENERATED, ("head.bias",)), GroupRule("model", Role.SHARED, ("*",)))
+
+    def server_rule(self, vit: PatchViT) -> ServerRule:
+        return Together((WeightedMean(), GeneratorUpdate(generator=Biases(), optimizer=Sgd(), lr=0.5)))
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method above by name."""
+    monkeypatch.setitem(METHODS, "generated", Generated)
+
 
 Kind = TypeVar("Kind", bound=FromCoordinator)
 Answer = Callable[["Fake", Task], None]
@@ -123,10 +171,11 @@ class Fake:
         expected = self.stage.program(task).expected_upload()
         if "labels" not in expected:
             return {name: np.full(shape, self.value, dtype) for name, (shape, dtype) in expected.items()}
-        shape, dtype = expected["features"]
+        [name] = expected.keys() - {"labels"}
+        shape, dtype = expected[name]
         draw = np.random.default_rng(zlib.crc32(f"{self.name} {task.round}".encode()))
         features = draw.normal(size=(6, *shape[1:])).astype(dtype)
-        return {"features": features, "labels": draw.integers(0, len(CLASSES), 6)}
+        return {name: features, "labels": draw.integers(0, len(CLASSES), 6)}
 
     def bring(self, result: Result) -> None:
         self.pending[result.run, result.round, result.kind] = result
@@ -210,7 +259,7 @@ class Stage:
     def start(self, *, method: str = "fedavg", resume: bool = False, **values: Any) -> None:
         """Begin the run `r`, or go on with it in a new coordinator."""
         settings: dict[str, Any] = {"classes": CLASSES, "deadline_s": 600.0, "rejoin_grace_s": 600.0, "rounds": 1}
-        if method == "fedavg":
+        if method != "eftvit":
             settings["model_options"] = SMALLEST
         config = self._configure(method, **{**settings, **values})
         self.store = Store.in_folder(self.out)
@@ -276,6 +325,10 @@ class Stage:
 
     def accepted(self, number: int, kind: Any = "train") -> list[str]:
         return [result.device for result in self.store.results("r", number, kind)]
+
+    def sent(self, digest: str) -> Tensors:
+        """What a task brings under a digest; in the store as long as the round is open."""
+        return unpack(BlobStore(self.out / "r" / "blobs").get(digest))
 
     def model(self) -> Tensors:
         """The tensors that the finished run left."""
@@ -809,6 +862,179 @@ def test_a_device_cannot_have_what_another_uploaded(stage: Stage) -> None:
     assert topics == {Topics("home").broadcast(task.program)}
 
 
+# --- what the server makes for each device ------------------------------------------------------------
+
+
+def first_z(device: str) -> np.ndarray:
+    """A device's embedding before its first round, in a run of seed 0."""
+    return torch.randn(len(CLASSES), generator=drawing(0, "device", device)).numpy()
+
+
+def test_each_device_gets_what_was_made_for_it(stage: Stage) -> None:
+    """Two devices of 1 and 3 images send deltas of 1 and 4. The bias is phi z with phi = 2; at a rate of 0.5 the mean's
+    gradient makes of phi: 2 + 0.5 * (1/4 * sum(1 * z_a) + 3/4 * sum(4 * z_b)), and of each embedding: z + 0.5 * share *
+    delta * 2. The rest of the model moves by the mean, 13/4."""
+    a, b = stage.fake("a", samples=1, value=1.0), stage.fake("b", samples=3, value=4.0)
+    b.on_task = silent
+    stage.start(method="generated", devices=2)
+    stage.drive(lambda: b.tasks() == [1])
+    for device in (a, b):
+        [task] = [task for task in device.got(Task) if task.kind == "train"]
+        assert set(task.groups) == {"bias", "model"}
+        np.testing.assert_allclose(stage.sent(task.groups["bias"])["head.bias"], 2 * first_z(device.name), rtol=1e-6)
+        assert {manifest.digest for manifest in task.blobs} >= set(task.groups.values())
+    first = stage.sent(b.got(Task)[0].groups["model"])
+    assert "head.bias" not in first
+    assert a.got(Task)[0].groups["model"] == b.got(Task)[0].groups["model"]
+    assert a.got(Task)[0].groups["bias"] != b.got(Task)[0].groups["bias"]
+    honest(b, b.got(Task)[0])
+    assert stage.finish() == "finished"
+    za, zb = first_z("a"), first_z("b")
+    phi = 2 + 0.5 * (za.sum() / 4 + 3 * zb.sum())
+    for name, z in (("a", za + 0.5 * 2 * 1 / 4), ("b", zb + 0.5 * 2 * 3)):
+        made = unpack((stage.out / "r" / "generated" / f"{name}.safetensors").read_bytes())
+        np.testing.assert_allclose(made["head.bias"], phi * z, rtol=1e-5, atol=1e-5)
+    assert stage.model().keys() == first.keys()
+    for name, value in first.items():
+        np.testing.assert_allclose(stage.model()[name], value + 13 / 4, atol=1e-5, err_msg=name)
+
+
+def test_an_evaluation_brings_the_newest_that_was_made(stage: Stage) -> None:
+    """That of the next round: what training made of the generator is tested."""
+    device = stage.fake("a")
+    stage.start(method="generated", rounds=2)
+    assert stage.finish() == "finished"
+    groups = {(task.kind, task.round): task.groups["bias"] for task in device.got(Task)}
+    assert groups["evaluate", 1] == groups["train", 2]
+    assert len(set(groups.values())) == 3
+
+
+def test_a_device_cannot_have_what_was_made_for_another(stage: Stage) -> None:
+    """Nor what was made for itself in an earlier round."""
+    a, b = stage.fake("a"), stage.fake("b", silent)
+    stage.start(method="generated", devices=2, rounds=2, evaluate_every=2)
+    stage.drive(lambda: (1, True) in a.answers() and b.tasks() == [1])
+    mine, others = b.got(Task)[0].groups["bias"], a.got(Task)[0].groups["bias"]
+    b.say(Want(mine, ((0, 1),)))
+    b.say(Want(others, ((0, 1),)))
+    stage.drive(lambda: bool(stage.refusals("b")))
+    assert stage.refusals("b") == [f"blob: b asks for blob {others}, which it was not offered"]
+    assert stage.coordinator is not None
+    assert [stage.coordinator._may_read(name, mine) for name in ("a", "b", "c")] == [False, True, False]
+    honest(b, b.got(Task)[0])
+    stage.drive(lambda: b.tasks() == [1, 2])
+    assert not stage.coordinator._may_read("b", mine)
+    honest(b, b.got(Task)[-1])
+    assert stage.finish() == "finished"
+
+
+def test_a_device_that_trained_in_no_round_gets_its_own_too(stage: Stage) -> None:
+    """It joins when all rounds but the evaluation are under way: made of the newest generator and of an embedding that
+    follows from its name."""
+    a = stage.fake("a", silent)
+    stage.start(method="generated")
+    stage.drive(lambda: a.tasks() == [1])
+    novel = stage.fake("novel")
+    stage.drive(lambda: bool(novel.got(Welcome)))
+    honest(a, a.got(Task)[0])
+    stage.drive(lambda: bool(novel.tasks("evaluate")))
+    assert stage.finish() == "finished"
+    assert novel.tasks() == []
+    phi = 2 + 0.5 * first_z("a").sum()
+    made = unpack((stage.out / "r" / "generated" / "novel.safetensors").read_bytes())
+    np.testing.assert_allclose(made["head.bias"], phi * first_z("novel"), rtol=1e-5)
+    [task] = novel.got(Task)
+    assert task.groups["bias"] == digest_of(pack(made))
+    assert task.groups["model"] == a.got(Task)[-1].groups["model"]
+
+
+def test_what_was_made_for_one_round_is_deleted_after_it(stage: Stage) -> None:
+    """Left are the program, two graphs, the model, the generator, and what was made for the last evaluation."""
+    device = stage.fake("a")
+    stage.start(method="generated", rounds=3)
+    assert stage.finish() == "finished"
+    last = device.got(Task)[-1]
+    kept = {path.name for path in (stage.out / "r" / "blobs").glob("*/*")}
+    assert {digest.partition(":")[2] for digest in (last.program, *last.groups.values())} <= kept
+    assert len(kept) == 1 + 2 + 1 + 1 + 1
+
+
+# --- devices with programs of their own ---------------------------------------------------------------
+
+
+def test_devices_of_two_splits_train_one_model(stage: Stage) -> None:
+    """One has one block of three, the other two: each is asked for its features, told by the block that they enter, and
+    what both get from the server is the same."""
+    pi, jetson = stage.fake("pi"), stage.fake("jetson-1")
+    stage.start(method="eftvit", devices=2, variants={"jetson-*": {"local_blocks": 2}})
+    assert stage.finish() == "finished"
+    small, large = pi.got(Task)[0], jetson.got(Task)[0]
+    assert small.program != large.program
+    assert set(small.groups) == {"head", "norm", "block.1", "block.2"}
+    assert large.groups == {group: small.groups[group] for group in ("head", "norm", "block.2")}
+    assert stage.accepted(1) == ["jetson-1", "pi"]
+    assert stage.store.refusals("r") == []
+    [record] = stage.store.rounds("r")
+    assert (record.figures["server_features"], record.figures["stored_devices"]) == (12, 2)
+    assert {name.split(".")[1] for name in stage.model() if name.startswith("blocks.")} == {"1", "2"}
+
+
+def test_a_result_is_held_against_the_program_of_its_device(stage: Stage) -> None:
+    """Features of the other split are not what this device was asked for."""
+
+    def of_the_other(device: Fake, task: Task) -> None:
+        upload = device.upload(task)
+        upload["features.1"] = upload.pop("features.2")
+        device.bring(device.answer(task, upload))
+
+    stage.fake("pi")
+    stage.fake("jetson-1", of_the_other)
+    stage.start(method="eftvit", devices=2, variants={"jetson-*": {"local_blocks": 2}})
+    assert stage.finish() == "finished"
+    assert stage.accepted(1) == ["pi"]
+    assert "features.2" in stage.refusals("jetson-1")[0]
+
+
+# --- beginning where another run ended ----------------------------------------------------------------
+
+
+def test_a_run_can_begin_where_another_ended(stage: Stage, first: Tensors) -> None:
+    """Two rounds of 1 each in one run, a third in the next: 3 in all."""
+    stage.fake("a")
+    stage.start(rounds=2)
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 2.0)
+    stage.stop()
+    (stage.out / "r").rename(stage.out / "monday")
+    with sqlite3.connect(stage.out / "fedvit.db") as database:
+        for table, column in (("runs", "id"), ("rounds", "run"), ("results", "run"), ("refusals", "run")):
+            database.execute(f"UPDATE {table} SET {column} = 'monday'")
+    database.close()
+    stage.start(start_from="monday")
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 3.0)
+
+
+def test_a_run_to_begin_from_must_be_there_and_have_got_somewhere(stage: Stage) -> None:
+    stage.fake("a")
+    stage.start(start_from="monday")
+    ended = stage.finish()
+    assert isinstance(ended, ConfigError)
+    assert "no run 'monday'" in str(ended)
+    assert stage.store.run("r").reason == str(ended)
+    stage.store.create_run("monday", {})
+    stage.stop()
+    stage.start(start_from="monday", resume=True)
+    assert str(stage.finish()) == "start_from = 'monday': that run closed no round"
+
+
+def test_how_accuracy_is_measured_is_in_the_record(stage: Stage) -> None:
+    stage.fake("a")
+    stage.start(evaluation="pre_aggregation")
+    assert stage.finish() == "finished"
+    assert stage.store.run("r").protocol == PROTOCOLS["pre_aggregation"]
+
+
 # --- when it cannot go on -----------------------------------------------------------------------------
 
 
@@ -891,7 +1117,7 @@ def by_round(device: Fake, task: Task) -> None:
     honest(device, task)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "eftvit"])
+@pytest.mark.parametrize("method", ["fedavg", "eftvit", "generated"])
 @pytest.mark.parametrize("end", ["stopped", "killed"])
 def test_a_coordinator_started_again_goes_on_where_it_was(
     tmp_path: Path, configure: "Configure", graph_cache: Path, method: str, end: str
@@ -899,7 +1125,8 @@ def test_a_coordinator_started_again_goes_on_where_it_was(
     """In round 2 of 3 one of two results is in when it ends; the final tensors are those of a run without an end.
 
     "killed" goes on with a copy of the folder that was made while the coordinator was running: what a
-    kill -9 leaves. EFTViT's server has an optimizer and features to remember as well.
+    kill -9 leaves. EFTViT's server has an optimizer and features to remember as well, another a generator: what it
+    made for a device in round 2 it makes again, to the bit.
     """
     whole = Stage(tmp_path / "whole", configure, graph_cache)
     for name, samples in (("a", 3), ("b", 4)):
@@ -930,7 +1157,14 @@ def test_a_coordinator_started_again_goes_on_where_it_was(
     assert [entry.cohort for entry in broken.store.rounds("r")] == [["a", "b"]] * 3
     assert broken.accepted(2) == ["a", "b"]
     assert broken.store.refusals("r") == []
+    assert [task.groups for task in b.got(Task) if (task.round, task.kind) == (2, "train")] == [
+        next(task.groups for task in whole.fakes[1].got(Task) if task.round == 2)
+    ] * 2
     want, got = whole.model(), broken.model()
+    for name in ("a", "b"):
+        made = [stage.out / "r" / "generated" / f"{name}.safetensors" for stage in (whole, broken)]
+        assert [file.exists() for file in made] == [method == "generated"] * 2
+        assert method != "generated" or made[0].read_bytes() == made[1].read_bytes()
     broken.stop()
     assert want.keys() == got.keys()
     for name, value in want.items():

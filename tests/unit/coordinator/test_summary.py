@@ -145,6 +145,11 @@ def test_a_run_that_has_only_begun(store: Store) -> None:
     assert drawn(report(run, 80), 80) == ["run new: fedavg on None, waiting, 0 of 0 rounds, seed 0"]
 
 
+def test_accuracy_is_shown_with_how_it_was_measured(store: Store) -> None:
+    """As the run's record says: programs of different methods test different tensors."""
+    assert drawn(report(summarise(store, RUN), 100), 100).count(f"accuracy: {PROTOCOL}") == 1
+
+
 def test_an_unknown_run_is_named(store: Store) -> None:
     with pytest.raises(ConfigError, match="'nope'"):
         summarise(store, "nope")

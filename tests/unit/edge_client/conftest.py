@@ -94,6 +94,15 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def uneven_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many images of each class to train on, and 1, 2 and 3 to test: who always gives one answer tells which."""
+    folder = tmp_path_factory.mktemp("uneven")
+    write_digits(folder / "train", dict.fromkeys(CLASSES, 4))
+    write_digits(folder / "test", {"0": 1, "1": 2, "2": 3}, skip=50)
+    return folder
+
+
 @pytest.fixture
 def data(digits: Path) -> DeviceData:
     return DeviceData.open(digits)

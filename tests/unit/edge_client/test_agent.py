@@ -55,6 +55,7 @@ WAIT_S = 30.0
 """Bound of every wait; only a failing test waits so long."""
 PROFILE = DeviceProfile(host="pi.local", machine="aarch64", cores=4, threads=1, ram_bytes=2**30)
 FAR_OFF = "blake3:" + "0" * 64
+SILENT = Watch(lambda *step: None, lambda: False)
 
 Kind = TypeVar("Kind", bound=FromDevice)
 
@@ -309,7 +310,7 @@ def trained_here(setting: "Setting", program: Program, start: Tensors, digits: P
         DeviceData.open(digits).relabelled(program.classes).train,
         Seeds(5, round, "pi"),
         1.0,
-        Watch(lambda *step: None, lambda: False),
+        SILENT,
     )
     return trained.tensors | trained.collected
 
@@ -329,6 +330,23 @@ def with_local_head(setting: "Setting") -> Program:
         },
         train=(msgspec.structs.replace(phase, groups=("model", "head")),),
     )
+
+
+def with_kept(setting: "Setting", *, of_this_round: bool = False) -> Program:
+    """FedAvg's graphs, tested with the model as the device itself trained it."""
+    evaluate = msgspec.structs.replace(setting.program.evaluate, kept=("model",), kept_of_this_round=of_this_round)
+    return msgspec.structs.replace(setting.program, evaluate=evaluate)
+
+
+def with_generated_model(setting: "Setting") -> Program:
+    """FedAvg's graphs with a model that the server makes for each device."""
+    return msgspec.structs.replace(setting.program, groups={"model": Group(Role.GENERATED)})
+
+
+def always(setting: "Setting", answer: int) -> Tensors:
+    """The model with a head that gives one answer to everything."""
+    head = {"head.weight": np.zeros((3, 32), np.float32), "head.bias": np.eye(3, dtype=np.float32)[answer]}
+    return setting.start() | head
 
 
 def with_epochs(program: Program, epochs: int) -> Program:
@@ -470,7 +488,7 @@ def test_evaluation_answers_with_counts_and_nothing_else(world: World, fedavg: "
     device = world.device()
     result = world.result(fedavg, kind="evaluate")
     evaluated = fedavg.runtime().evaluate(
-        fedavg.program, fedavg.start(), DeviceData.open(digits).test, Watch(lambda *step: None, lambda: False)
+        fedavg.program, fedavg.start(), DeviceData.open(digits), Seeds(5, 1, "pi"), SILENT
     )
     assert (result.kind, result.samples, result.metrics) == ("evaluate", 12, {"correct": float(evaluated.correct)})
     assert result.upload is None
@@ -510,7 +528,7 @@ def test_an_upload_of_features_holds_no_tensor_of_the_model(world: World, eftvit
     device = world.device()
     upload = world.server.fetch(world.result(eftvit).upload)
     after = trained_here(eftvit, eftvit.program, eftvit.start(), digits)
-    assert_same_bits(upload, {name: after[name] for name in ("features", "labels")})
+    assert_same_bits(upload, {name: after[name] for name in ("features.1", "labels")})
     local = device.vault.local("run")
     assert local is not None
     assert_same_bits(local, {name: after[name] for name in eftvit.program.names("local")})
@@ -528,7 +546,129 @@ def test_a_seeded_head_comes_from_the_server_each_round(world: World, eftvit: "S
     head = {name: start[name] for name in eftvit.program.names("head")}
     upload = world.server.fetch(world.result(eftvit, round=2, group_values={"head": head}).upload)
     after = trained_here(eftvit, eftvit.program, start | kept, digits, 2)
-    assert_same_bits(upload, {name: after[name] for name in ("features", "labels")})
+    assert_same_bits(upload, {name: after[name] for name in ("features.1", "labels")})
+
+
+# A head that always says class c is right on c + 1 of six test images; a rate of next to nothing leaves it so.
+STILL = 1e-30
+
+
+def correct(world: World, setting: "Setting", program: Program, answer: int, round: int) -> float:
+    """Right answers in an evaluation to which the server brings a model that always gives this one."""
+    brought = {"model": always(setting, answer)}
+    return world.result(setting, program=program, kind="evaluate", round=round, group_values=brought).metrics["correct"]
+
+
+def test_without_a_word_of_what_is_kept_the_newest_is_tested(
+    world: World, fedavg: "Setting", uneven_digits: Path
+) -> None:
+    device = world.device(digits=uneven_digits)
+    world.result(fedavg, group_values={"model": always(fedavg, 0)}, lr_scale=STILL)
+    assert correct(world, fedavg, fedavg.program, 2, round=1) == 3
+    assert device.vault.local("run") == {}
+
+
+def test_kept_groups_are_tested_as_the_device_last_trained_them(
+    world: World, fedavg: "Setting", uneven_digits: Path
+) -> None:
+    """In round 1 what it trained always says 0, in round 3 it says 1; the server's newest says 2, which is tested only
+    as long as the device has trained nothing."""
+    program = with_kept(fedavg)
+    world.device(digits=uneven_digits)
+    assert correct(world, fedavg, program, 2, round=1) == 3
+    world.server.acknowledge(
+        world.result(fedavg, program=program, group_values={"model": always(fedavg, 0)}, lr_scale=STILL)
+    )
+    assert [correct(world, fedavg, program, 2, round=number) for number in (1, 2)] == [1, 1]
+    three = {"model": always(fedavg, 1)}
+    world.server.acknowledge(world.result(fedavg, program=program, round=3, group_values=three, lr_scale=STILL))
+    assert correct(world, fedavg, program, 2, round=3) == 2
+
+
+def test_what_is_kept_for_a_round_is_tested_in_that_round_alone(
+    world: World, fedavg: "Setting", uneven_digits: Path
+) -> None:
+    """Before averaging: who was in the cohort of round 1 tests its own then; in round 2, whose cohort it is not in, the
+    newest."""
+    program = with_kept(fedavg, of_this_round=True)
+    world.device(digits=uneven_digits)
+    world.server.acknowledge(
+        world.result(fedavg, program=program, group_values={"model": always(fedavg, 0)}, lr_scale=STILL)
+    )
+    assert [correct(world, fedavg, program, 2, round=number) for number in (1, 2)] == [1, 3]
+
+
+def test_training_begins_with_the_newest_and_not_with_what_is_kept(
+    world: World, fedavg: "Setting", digits: Path
+) -> None:
+    """What is kept is for evaluations: round 2 starts from what the server brings, and replaces what is kept."""
+    program = with_kept(fedavg)
+    device = world.device()
+    start = fedavg.start()
+    for number in (1, 2):
+        result = world.result(fedavg, program=program, round=number)
+        after = trained_here(fedavg, program, start, digits, number)
+        assert_same_bits(world.server.fetch(result.upload), delta(after, start))
+        kept = device.vault.local("run")
+        assert kept is not None
+        assert_same_bits(kept, after)
+        world.server.acknowledge(result)
+
+
+def test_the_vault_holds_kept_groups_beside_local_ones(world: World, eftvit: "Setting", digits: Path) -> None:
+    """EFTViT's head is seeded and would be gone after the round. What is kept and did not move stays as it came."""
+    program = eftvit.program
+    evaluate = msgspec.structs.replace(program.evaluate, kept=("head", "norm"))
+    program = msgspec.structs.replace(program, evaluate=evaluate)
+    device = world.device()
+    world.result(eftvit, program=program)
+    start = eftvit.start()
+    after = start | trained_here(eftvit, program, start, digits)
+    kept = device.vault.local("run")
+    assert kept is not None
+    names = [name for group in ("local", "head", "norm") for name in program.names(group)]
+    assert_same_bits(kept, {name: after[name] for name in names})
+    assert kept["norm.weight"].tobytes() == start["norm.weight"].tobytes()
+
+
+def test_generated_groups_come_from_the_task_each_round(world: World, fedavg: "Setting", digits: Path) -> None:
+    """In training and in evaluation; the device sends back how far it moved them, and keeps nothing."""
+    program = with_generated_model(fedavg)
+    device = world.device()
+    for number, answer in ((1, 0), (2, 1)):
+        made = always(fedavg, answer)
+        result = world.result(fedavg, program=program, round=number, group_values={"model": made})
+        after = trained_here(fedavg, program, made, digits, number)
+        assert_same_bits(world.server.fetch(result.upload), delta(after, made))
+        assert device.vault.local("run") == {}
+        world.server.acknowledge(result)
+    assert world.failure(fedavg, program=program, round=3, groups={}) == (
+        "group 'model' of round 3: the task does not bring it"
+    )
+
+
+def test_an_evaluation_tests_what_was_generated_for_it(world: World, fedavg: "Setting", uneven_digits: Path) -> None:
+    world.device(digits=uneven_digits)
+    program = with_generated_model(fedavg)
+    assert [correct(world, fedavg, program, answer, round=1 + answer) for answer in (0, 1, 2)] == [1, 2, 3]
+
+
+def test_a_group_that_becomes_local_on_the_way_begins_with_its_first_value(
+    world: World, fedavg: "Setting", digits: Path
+) -> None:
+    """Roles may change from round to round: the head is shared in round 1, and local from round 2 on."""
+    device = world.device()
+    world.server.acknowledge(world.result(fedavg))
+    program = with_local_head(fedavg)
+    start = fedavg.start()
+    result = world.result(fedavg, program=program, round=2)
+    after = trained_here(fedavg, program, start, digits, 2)
+    assert_same_bits(
+        world.server.fetch(result.upload), delta(after, {name: start[name] for name in program.names("model")})
+    )
+    kept = device.vault.local("run")
+    assert kept is not None
+    assert_same_bits(kept, {name: after[name] for name in program.names("head")})
 
 
 def test_what_is_here_already_is_not_fetched_again(world: World, fedavg: "Setting") -> None:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -13,12 +13,19 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor
 
-from export.trace import IR_VERSION, OPSET, to_onnx, trace
-from fedvit.methods import METHODS
-from fedvit.methods.base import trained_names
+from export.trace import IR_VERSION, LARGE_BYTES, OPSET, to_onnx, trace
+from fedvit.methods import METHODS, build_model, make_method
+from fedvit.methods.base import Method, trained_names
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
-from fedvit.methods.step import Step, example_inputs, steps_of
-from fedvit.program import Gather
+from fedvit.methods.step import Step, example_inputs, gather_step, predict_step, steps_of, train_step
+from fedvit.models import SMALL
+from fedvit.models.vit import PatchViT
+from fedvit.program import Batch, Gather, Train
+
+if TYPE_CHECKING:
+    from tests.unit.export.conftest import Made
+
+SHALLOW = {"image_size": 32, "patch_size": 8, "width": 8, "depth": 3, "heads": 2}
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = {"a": torch.randn(3, 4, generator=GENERATOR), "b": torch.randn(4, generator=GENERATOR)}
@@ -173,63 +180,92 @@ def test_an_update_with_gradients_of_zero(rule: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_methods_graphs_hold_no_weights(name: str, tiny: Any) -> None:
+def test_a_methods_steps_have_the_names_of_the_contract(name: str) -> None:
+    """Inputs are what a device feeds; outputs are the new values of what the phase moves, and what is collected. No
+    tensor is left inside: all that a graph computes with is fed."""
+    method = make_method(name, {"batch_size": 4})
+    vit = build_model(method, SMALL, 5, seed=0, options=SHALLOW)
+    batch = Batch(
+        image_size=32, patch_size=8, batch_size=method.samples_per_step,
+        mean=(0.5,) * 3, std=(0.5,) * 3, mask_ratio=method.mask_ratio,
+    )  # fmt: skip
+    evaluate, graphs = method.evaluate(vit), steps_of(method, vit)
+    named = {phase.graph for phase in (*method.phases(vit), *evaluate.adapt)} | {evaluate.graph}
+    assert set(graphs) == named | ({evaluate.gather.graph} if evaluate.gather else set())
+    for serves in graphs.values():
+        if isinstance(serves, Train):
+            step = train_step(method, vit, serves)
+        else:
+            step = gather_step(method, vit, serves) if serves else predict_step(method, vit)
+        traced = trace(step, example_inputs(method, vit, batch, serves))
+        assert_names_of_the_contract(method, vit, serves, set(traced.inputs), set(traced.outputs))
+        assert all(constant.numel() < LARGE_BYTES // 4 for _, constant in traced.module.named_buffers())
+
+
+def assert_names_of_the_contract(
+    method: Method, vit: PatchViT, serves: Train | Gather | None, inputs: set[str], outputs: set[str]
+) -> None:
+    assert all(NAMES.fullmatch(name) for name in inputs | outputs)
+    if serves is None:
+        assert outputs == {"logits"}
+        return
+    if isinstance(serves, Gather):
+        assert outputs == {f"collect/{serves.output}"}
+        return
+    moved = trained_names(method, vit, serves)
+    expected = {"metric/loss"} | {f"new/tensor/{name}" for name in moved}
+    expected |= {f"new/slot/{slot}/{name}" for slot in serves.slots for name in moved}
+    assert expected <= outputs
+    assert all(name.startswith("collect/") for name in outputs - expected)
+    assert (serves.collect is None) or f"collect/{serves.collect.output}" in outputs
+
+
+@pytest.fixture(scope="module", params=["fedavg", "eftvit", "everything"])
+def exported(request: pytest.FixtureRequest, tiny: Any, everything: "Made") -> Any:
+    """A method, its model and batch, and its graphs; "everything" has every kind of them."""
+    return everything if request.param == "everything" else tiny(request.param)
+
+
+def test_a_methods_graphs_hold_no_weights(exported: Any) -> None:
     """Weights are inputs, and what is left are small numbers and shapes. No constant is as large as the model's
     smallest matrix (10 * 32 float32), let alone an activation: zeros for 32 samples of ViT-B would be 19 MB."""
-    for graph, exported in tiny(name).graphs.items():
-        model = onnx.load_from_string(exported.content)
+    for name, graph in exported.graphs.items():
+        model = onnx.load_from_string(graph.content)
         sizes = [numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer]
         for node in model.graph.node:
             for attribute in node.attribute:
                 if attribute.type == onnx.AttributeProto.TENSOR:
                     sizes.append(numpy_helper.to_array(attribute.t).nbytes)
-        assert max(sizes) < 10 * 32 * 4, graph
-        assert sum(sizes) < 10_000, graph
+        assert max(sizes) < 10 * 32 * 4, name
+        assert sum(sizes) < 10_000, name
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_methods_graphs_have_the_names_of_the_contract(name: str, tiny: Any) -> None:
-    """Inputs are what a device feeds; outputs are the new values of what the phase moves, and what is collected."""
-    method, vit, batch, graphs = tiny(name)
-    steps, evaluate = steps_of(method, vit), method.evaluate(vit)
-    named = {phase.graph for phase in (*method.phases(vit), *evaluate.adapt)} | {evaluate.graph}
-    assert set(graphs) == set(steps) == named | ({evaluate.gather.graph} if evaluate.gather else set())
-    for graph, exported in graphs.items():
-        model = onnx.load_from_string(exported.content)
-        phase = steps[graph]
+def test_a_methods_graphs_have_the_names_of_the_contract(exported: Any) -> None:
+    """In the file itself, and the shapes that a device feeds."""
+    steps = steps_of(exported.method, exported.vit)
+    assert set(exported.graphs) == set(steps)
+    for name, graph in exported.graphs.items():
+        model = onnx.load_from_string(graph.content)
         inputs = {
             value.name: tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim) for value in model.graph.input
         }
-        example = example_inputs(method, vit, batch, phase)
+        example = example_inputs(exported.method, exported.vit, exported.batch, steps[name])
         assert inputs == {name: tuple(value.shape) for name, value in example.items()}
         outputs = {value.name for value in model.graph.output}
-        assert all(NAMES.fullmatch(name) for name in inputs.keys() | outputs)
-        if phase is None:
-            assert outputs == {"logits"}
-            continue
-        if isinstance(phase, Gather):
-            assert outputs == {f"collect/{phase.output}"}
-            continue
-        moved = trained_names(method, vit, phase)
-        expected = {"metric/loss"} | {f"new/tensor/{name}" for name in moved}
-        expected |= {f"new/slot/{slot}/{name}" for slot in phase.slots for name in moved}
-        assert expected <= outputs
-        assert all(name.startswith("collect/") for name in outputs - expected)
-        assert (phase.collect is None) or f"collect/{phase.collect.output}" in outputs
+        assert_names_of_the_contract(exported.method, exported.vit, steps[name], set(inputs), outputs)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_methods_graphs_run_on_plain_onnxruntime(name: str, tiny: Any) -> None:
+def test_a_methods_graphs_run_on_plain_onnxruntime(exported: Any) -> None:
     """Standard operators of one set only, no functions, no subgraphs' leftovers, and nothing of the server's paths."""
-    for exported in tiny(name).graphs.values():
-        model = onnx.load_from_string(exported.content)
+    for graph in exported.graphs.values():
+        model = onnx.load_from_string(graph.content)
         assert model.ir_version == IR_VERSION
         assert [(entry.domain, entry.version) for entry in model.opset_import if entry.domain == ""] == [("", OPSET)]
         assert not model.functions
         assert {node.domain for node in model.graph.node} == {""}
         assert not any(node.op_type.startswith("Random") for node in model.graph.node)
-        assert b".py" not in exported.content
-        assert b"site-packages" not in exported.content
+        assert b".py" not in graph.content
+        assert b"site-packages" not in graph.content
 
 
 def test_the_first_step_of_a_whole_graph_is_torchs(tiny: Any) -> None:

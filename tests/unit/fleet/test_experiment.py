@@ -39,7 +39,7 @@ from fleet.processes import program
 from tests.conftest import TINY_MODEL
 
 DOCS = Path(__file__).parents[3] / "docs" / "experiments.md"
-WAIT_S = 120.0
+WAIT_S = 240.0
 FILE = """
 # Two methods, two partitions.
 # A few seconds.
@@ -48,7 +48,7 @@ image_size = 32
 devices = 3
 rounds = 2
 evaluate_every = 2
-test_share = 0.5
+test_share = 0.9
 
 [model]
 options = {patch_size = 8, width = 32, depth = 3, heads = 2, mlp_ratio = 4.0}
@@ -63,7 +63,7 @@ partition = "iid"
 [common]
 batch_size = 8
 epochs = 1
-mask = 0.5
+mask = 0.75
 
 [methods.fedavg]
 method = "fedavg"
@@ -105,15 +105,15 @@ class TestGrid:
         grid = read_grid(written(tmp_path, text))
         assert grid.methods["fedavg"]["batch_size"] == 4
         assert "mask" not in grid.methods["fedavg"]
-        assert (grid.methods["eftvit"]["batch_size"], grid.methods["eftvit"]["mask"]) == (8, 0.5)
+        assert (grid.methods["eftvit"]["batch_size"], grid.methods["eftvit"]["mask"]) == (8, 0.75)
         run = grid.cells[1].run
         assert run["options"] == {key: value for key, value in grid.methods["eftvit"].items() if key != "method"}
         assert run["model_options"] == {"image_size": 32, **{k: v for k, v in TINY_MODEL.items() if k != "image_size"}}
         assert (run["rounds"], run["devices"], run["seed"], run["accelerator"]) == (2, 3, 0, "cpu")
 
     def test_one_method_under_two_names(self, tmp_path: Path) -> None:
-        grid = read_grid(written(tmp_path, FILE + '\n[methods.masked]\nmethod = "eftvit"\nmask = 0.75\n'))
-        assert [cell.run["options"]["mask"] for cell in grid.cells if "mask" in cell.run["options"]] == [0.5, 0.75] * 2
+        grid = read_grid(written(tmp_path, FILE + '\n[methods.masked]\nmethod = "eftvit"\nmask = 0.5\n'))
+        assert [cell.run["options"]["mask"] for cell in grid.cells if "mask" in cell.run["options"]] == [0.75, 0.5] * 2
 
     @pytest.mark.parametrize(
         ("old", "new", "said"),
@@ -130,7 +130,7 @@ class TestGrid:
             ('method = "fedavg"', 'method = "fedagv"', r"\[methods\.fedavg\]: unknown method 'fedagv'"),
             ("lr = 0.05", "mask = 0.5", r"\[methods\.fedavg\]: method 'fedavg' has no option 'mask'"),
             ("lr = 0.05", "lr = -1", r"\[methods\.fedavg\]: option lr = -1 of method 'fedavg'"),
-            ("mask = 0.5", "maks = 0.5", r"\[common\]: none of the methods has an option 'maks'"),
+            ("mask = 0.75", "maks = 0.5", r"\[common\]: none of the methods has an option 'maks'"),
             ("[methods.fedavg]", '[methods."fed avg"]', r"the method 'fed avg' must be 1 to 64 letters"),
             ("[common]", "[run]\nseed = 1\n[common]", r"\[run\]: 'seed' is not set here"),
             ("[common]", "[run]\nqorum = 1\n[common]", r"unknown key 'qorum'; did you mean 'quorum'\?"),
@@ -180,7 +180,7 @@ class Here:
         self._code = 0
         try:
             run_cell(place.folder, place.parts, at_once=2, graph_cache=graph_cache)
-        except Exception as error:  # as it would leave a process
+        except Exception as error:  # noqa: BLE001 - as it would leave a process
             (place.folder / LOG_FILE).write_text(f"Traceback\n{type(error).__name__}: {error}\n")
             self._code = 1
 
@@ -253,7 +253,7 @@ class TestRun:
         assert outcome.spread.startswith("single seed")
 
     def test_what_is_sent(self, tiny_run: tuple[Path, Conducted]) -> None:
-        """FedAvg sends the whole model up, EFTViT features alone; the 3-block model has 38k weights of 4 bytes."""
+        """FedAvg sends up the whole model, 48k weights of 4 bytes; EFTViT masks three quarters of the patches."""
         _, (outcome, _, _) = tiny_run
         fedavg, eftvit = (outcome.comparison(method, "even") for method in ("fedavg", "eftvit"))
         assert fedavg is not None
@@ -261,7 +261,7 @@ class TestRun:
         assert 0.1e6 < fedavg.bytes_up < 0.3e6
         assert eftvit.flops is not None
         assert fedavg.flops is not None
-        assert eftvit.flops < fedavg.flops  # it masks half of the patches
+        assert eftvit.flops < fedavg.flops
 
     def test_methods_share_their_devices(self, tiny_run: tuple[Path, Conducted]) -> None:
         out, _ = tiny_run
@@ -297,14 +297,16 @@ class TestRun:
         self, run_here: Callable[[Path, Path], Conducted], tmp_path: Path
     ) -> None:
         """With such a learning rate nothing finite comes back; the next call tries that cell again, and only that."""
-        text = FILE.partition("[methods.eftvit]")[0].replace("mask = 0.5", "").replace("rounds = 2", "rounds = 1")
-        file = written(tmp_path, text + '[methods.wild]\nmethod = "fedavg"\nlr = 1.0e30\n')
+        text = FILE.replace('[partitions.even]\npartition = "iid"\n', "").replace("rounds = 2", "rounds = 1")
+        text = text.replace('method = "eftvit"', 'method = "fedavg"\nlr = 1e30').replace("mask = 0.75", "")
+        file = written(tmp_path, text.replace("[methods.eftvit]", "[methods.wild]"))
         outcome, _, lines = run_here(file, tmp_path)
-        assert [entry.method for entry in outcome.comparisons] == ["fedavg"] * 2
-        failures = [cell.failure for cell in outcome.cells if cell.method == "wild"]
-        assert all(failure and failure.startswith("EmptyCohort: round 1: no usable result") for failure in failures)
+        assert [entry.method for entry in outcome.comparisons] == ["fedavg"]
+        failure = outcome.cells[1].failure
+        assert failure is not None
+        assert failure.startswith("EmptyCohort: round 1: no usable result")
         assert any(line.startswith("wild/skewed/seed-0: failed: EmptyCohort") for line in lines)
-        assert run_here(file, tmp_path)[1] == ["wild/skewed/seed-0", "wild/even/seed-0"]
+        assert run_here(file, tmp_path)[1] == ["wild/skewed/seed-0"]
 
 
 class TestReports:
@@ -398,7 +400,7 @@ def test_interrupted_and_gone_on_with(
     cache.mkdir(parents=True)
     (cache / "graphs").symlink_to(graph_cache)
     only = FILE.replace('[partitions.even]\npartition = "iid"\n', "").partition("[methods.eftvit]")[0]
-    text = only.replace("mask = 0.5", "").replace("rounds = 2\nevaluate_every = 2", "rounds = 12\nevaluate_every = 12")
+    text = only.replace("mask = 0.75", "").replace("rounds = 2\nevaluate_every = 2", "rounds = 12\nevaluate_every = 12")
     file, out = written(tmp_path, text), tmp_path / "out"
     home = out / "cells/fedavg/skewed/seed-0"
     environment: dict[str, Any] = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}

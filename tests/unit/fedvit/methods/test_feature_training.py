@@ -1,6 +1,7 @@
 """The server's half of a split model: which features it trains on, and that it trains as torch does."""
 
 from dataclasses import replace
+from itertools import combinations, permutations
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,7 @@ from fedvit.tensors import Tensors, pack, unpack
 
 CLASSES, WIDTH = 4, 16
 OPTIONS = {"image_size": 32, "patch_size": 8, "width": WIDTH, "depth": 3, "heads": 2}
-RULE = FeatureTraining(
-    collected="features", first_block=1, epochs=2, batch_size=1000, optimizer=AdamW(), lr=0.01, keep=True
-)
+RULE = FeatureTraining(epochs=2, batch_size=1000, optimizer=AdamW(), lr=0.01, keep=True)
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +33,11 @@ def server_state(vit: PatchViT) -> ServerState:
     return ServerState({name: value.numpy().copy() for name, value in vit.tensors().items() if name.startswith(mine)})
 
 
-def features(seed: int, items: int = 6, tokens: int = 5) -> Tensors:
+def features(seed: int, items: int = 6, tokens: int = 5, block: int = 1) -> Tensors:
+    """What a device uploads whose own blocks end before `block`."""
     draw = np.random.default_rng(seed)
     values = draw.normal(size=(items, tokens, WIDTH)).astype(np.float32)
-    return {"features": values, "labels": draw.integers(0, CLASSES, items)}
+    return {f"features.{block}": values, "labels": draw.integers(0, CLASSES, items)}
 
 
 class Shelf:
@@ -87,11 +87,13 @@ def torch_training(
 
 
 def logits(model: VisionTransformer, shelf: Tensors) -> torch.Tensor:
-    return model.forward_head(model.norm(model.blocks[1:](torch.from_numpy(shelf["features"]))))
+    [(name, values)] = [(name, values) for name, values in shelf.items() if name != "labels"]
+    first = int(name.removeprefix("features."))
+    return model.forward_head(model.norm(model.blocks[first:](torch.from_numpy(values))))
 
 
 def joined(*shelves: Tensors) -> Tensors:
-    return {name: np.concatenate([shelf[name] for shelf in shelves]) for name in ("features", "labels")}
+    return {name: np.concatenate([shelf[name] for shelf in shelves]) for name in shelves[0]}
 
 
 def assert_close(got: Tensors, want: Tensors) -> None:
@@ -245,6 +247,94 @@ def test_features_of_different_lengths_do_not_share_a_batch(vit: PatchViT) -> No
     ]
     assert furthest(orders[0], orders[1]) > 1e-3
     assert min(furthest(state.tensors, order) for order in orders) < 1e-4
+
+
+# --- devices with other splits ------------------------------------------------------------------------
+
+
+def bytes_of(tensors: Tensors, prefix: str) -> dict[str, bytes]:
+    return {name: value.tobytes() for name, value in tensors.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize(
+    "optimizer", [AdamW(weight_decay=0.05), MomentumSgd(weight_decay=0.05), Sgd(weight_decay=0.05)]
+)
+def test_blocks_below_the_entry_do_not_move(vit: PatchViT, optimizer: Optimizer) -> None:
+    """Features that enter block 2 teach block 2, norm and head, as in torch with those alone. Block 1 stays bit by bit:
+    no weight decay, and nothing to remember of it."""
+    rule, shelf, state = replace(RULE, optimizer=optimizer), Shelf(), server_state(vit)
+    late = features(1, block=2)
+    after, figures = rule.close(state, [shelf.upload("a", late)], shelf.context(vit))
+    assert bytes_of(after.tensors, "blocks.1.") == bytes_of(state.tensors, "blocks.1.")
+    assert not [name for name in after.memory if "/blocks.1." in name]
+    want, losses = torch_training(vit, [late] * 2, optimizer, [0.01] * 2)
+    assert_close(after.tensors, want)
+    assert figures["server_loss"] == pytest.approx(losses[-1], rel=1e-4)
+    for name, value in after.tensors.items():
+        if not name.startswith("blocks.1."):
+            assert np.abs(value - state.tensors[name]).max() > 0, name
+
+
+def test_momentum_does_not_carry_a_block_on(vit: PatchViT) -> None:
+    """Round 1 moves block 1; in round 2 all features enter behind it: it stays, with all that is remembered of it."""
+    rule, shelf = replace(RULE, keep=False), Shelf()
+    first, _ = rule.close(server_state(vit), [shelf.upload("a", features(1, block=1))], shelf.context(vit, 1))
+    assert bytes_of(first.tensors, "blocks.1.") != bytes_of(server_state(vit).tensors, "blocks.1.")
+    second, _ = rule.close(first, [shelf.upload("b", features(2, block=2))], shelf.context(vit, 2))
+    assert bytes_of(second.tensors, "blocks.1.") == bytes_of(first.tensors, "blocks.1.")
+    assert bytes_of(second.tensors, "blocks.2.") != bytes_of(first.tensors, "blocks.2.")
+    remembered = {name for name in first.memory if "/blocks.1." in name}
+    assert remembered
+    for name in remembered:
+        assert second.memory[name].tobytes() == first.memory[name].tobytes(), name
+
+
+def test_features_of_different_splits_do_not_share_a_batch(vit: PatchViT) -> None:
+    """Two splits and two lengths: a and d enter block 1 with 5 tokens, b with 3, c enters block 2 with 5. An epoch is
+    three steps, in an order that is drawn. One of the six orders it must be."""
+    rule, shelf = replace(RULE, epochs=1, optimizer=Sgd(), lr=0.1), Shelf()
+    a, b, c, d = features(1, 4), features(2, 6, tokens=3), features(3, 5, block=2), features(4, 2)
+    uploads = [shelf.upload(device, tensors) for device, tensors in zip("abcd", (a, b, c, d), strict=True)]
+    state, figures = rule.close(server_state(vit), uploads, shelf.context(vit))
+    assert (figures["server_features"], figures["stored_devices"]) == (17, 4)
+    orders = [
+        torch_training(vit, list(shelves), rule.optimizer, [0.1] * 3)[0]
+        for shelves in permutations([joined(a, d), b, c])
+    ]
+    assert min(furthest(one, other) for one, other in combinations(orders, 2)) > 1e-4
+    assert min(furthest(state.tensors, order) for order in orders) < 1e-5
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 5, 100])
+def test_every_item_counts_once_wherever_it_enters(vit: PatchViT, batch_size: int) -> None:
+    """At a rate of 1e-30 nothing moves: the loss is the mean over all 4 + 6 + 5 items, not over kinds or batches."""
+    rule, shelf = replace(RULE, batch_size=batch_size, lr=1e-30, optimizer=Sgd()), Shelf()
+    parts = [features(1, 4), features(2, 6, tokens=3), features(3, 5, block=2)]
+    uploads = [shelf.upload(device, tensors) for device, tensors in zip("abc", parts, strict=True)]
+    _, figures = rule.close(server_state(vit), uploads, shelf.context(vit))
+    with torch.no_grad():
+        losses = [
+            float(torch.nn.functional.cross_entropy(logits(vit.vit, part), torch.from_numpy(part["labels"])))
+            for part in parts
+        ]
+    assert figures["server_loss"] == pytest.approx((4 * losses[0] + 6 * losses[1] + 5 * losses[2]) / 15, rel=1e-5)
+
+
+def test_a_device_of_another_split_replaces_its_own_features_alone(vit: PatchViT) -> None:
+    """Device a's features enter block 1 in round 1 and block 2 in round 2; a file lies between the rounds."""
+    shelf = Shelf()
+    old, other = shelf.upload("a", features(1, 5)), shelf.upload("b", features(2, 6, block=2))
+    first, _ = RULE.close(server_state(vit), [old, other], shelf.context(vit, 1))
+    kept = replace(first, tensors=unpack(pack(first.tensors)), memory=unpack(pack(first.memory)))
+    new = shelf.upload("a", features(3, 3, block=2))
+    second, figures = RULE.close(kept, [new], shelf.context(vit, 2))
+    assert second.uploads == {"a": new.digest, "b": other.digest}
+    assert (figures["server_features"], figures["stored_devices"]) == (9, 2)
+    assert bytes_of(second.tensors, "blocks.1.") == bytes_of(first.tensors, "blocks.1."), "nothing enters block 1 now"
+    third = features(4, 4)
+    back, figures = RULE.close(second, [shelf.upload("c", third)], shelf.context(vit, 3))
+    assert figures["server_features"] == 13
+    assert bytes_of(back.tensors, "blocks.1.") != bytes_of(second.tensors, "blocks.1.")
 
 
 # --- nothing to train on ------------------------------------------------------------------------------

@@ -132,7 +132,9 @@ def test_a_device_cannot_have_more_blocks_than_there_are(vit: PatchViT) -> None:
 # --- the step -----------------------------------------------------------------------------------------
 
 
-def by_autograd(vit: PatchViT, inputs: Named, blocks: list[int], trained: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
+def by_autograd(
+    vit: PatchViT, inputs: Named, blocks: list[int], trained: list[str]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of timm's own blocks, called in this order."""
     leaves = {name: inputs[f"tensor/{name}"].clone().requires_grad_() for name in trained}
     tensors = {name: leaves.get(name, inputs[f"tensor/{name}"]) for name in vit.tensors()}

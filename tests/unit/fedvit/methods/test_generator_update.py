@@ -1,7 +1,8 @@
-"""The server's half of methods with generated tensors: by hand on a product of two numbers, and end to end on models."""
+"""What servers do about generated tensors: by hand on a product of two numbers, and end to end on models."""
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +27,9 @@ CLASSES = 4
 MODEL = {"image_size": 16, "patch_size": 8, "width": 8, "depth": 2, "heads": 2, "mlp_ratio": 2.0, "qkv_bias": False}
 
 
-def context(vit: PatchViT | None = None, number: int = 1) -> RoundContext:
+def context(vit: PatchViT | None = None) -> RoundContext:
     return RoundContext(
-        round=number,
+        round=1,
         seed=0,
         lr_scale=1.0,
         vit=vit or build_vit(SMALL, CLASSES, seed=0, options=MODEL),
@@ -83,9 +84,7 @@ def test_the_generator_follows_the_device() -> None:
     assert product().generate(state, "a", 0)["w"] == pytest.approx(5.365)
 
 
-@pytest.mark.parametrize(
-    ("weights", "of_a", "of_b"), [("samples", 0.25, 0.75), ("equal", 0.5, 0.5), ("sum", 1.0, 1.0)]
-)
+@pytest.mark.parametrize(("weights", "of_a", "of_b"), [("samples", 0.25, 0.75), ("equal", 0.5, 0.5), ("sum", 1.0, 1.0)])
 def test_what_each_device_weighs(weights: Any, of_a: float, of_b: float) -> None:
     """Deltas -1 and -2 from 1 and 3 images: g_s = 3 (w_a + 2 w_b), g_e = 2 w_a and 4 w_b."""
     state = close(product(weights=weights), begun(product()), ("a", 1, -1.0), ("b", 3, -2.0))
@@ -203,21 +202,19 @@ class Data(NamedTuple):
     labels: Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fleet:
     """A method in float64, and two devices with all that a device has."""
 
     method: Method
     vit: PatchViT
+    rule: GeneratorUpdate
     state: ServerState
-    data: dict[str, Data] = field(default_factory=dict)
+    data: dict[str, Data]
 
-    @property
-    def rule(self) -> GeneratorUpdate:
-        rule = self.method.server_rule(self.vit)
-        found = [each for each in (rule.rules if isinstance(rule, Together) else (rule,))]
-        (update,) = [each for each in found if isinstance(each, GeneratorUpdate)]
-        return update
+    @functools.cached_property
+    def uploads(self) -> dict[str, Upload]:
+        return {device: upload(device, count, self.delta(device)) for device, count in DEVICES.items()}
 
     def inputs(self, device: str) -> StepInputs:
         patches, labels = self.data[device]
@@ -242,15 +239,9 @@ class Fleet:
         inputs |= {"fact/class_counts": given.facts["class_counts"], "hyper/lr": given.lr}
         (phase,) = self.method.phases(self.vit)
         outputs = train_step(self.method, self.vit, phase)({**inputs, "hyper/step": torch.tensor(1.0)})
-        sent = [name for name in trained_names(self.method, self.vit, phase) if name in self.sent_back]
-        return {name: (outputs[f"new/tensor/{name}"] - values[name]).detach().numpy() for name in sent}
-
-    @property
-    def sent_back(self) -> list[str]:
-        return self.method.names_with(self.vit, Role.SHARED, Role.GENERATED)
-
-    def uploads(self, *devices: str) -> list[Upload]:
-        return [upload(device, DEVICES[device], self.delta(device)) for device in devices]
+        sent_back = self.method.names_with(self.vit, Role.SHARED, Role.GENERATED)
+        assert set(sent_back) <= set(trained_names(self.method, self.vit, phase))
+        return {name: (outputs[f"new/tensor/{name}"] - values[name]).detach().numpy() for name in sent_back}
 
     def loss(self, memory: Mapping[str, Tensor], device: str) -> Tensor:
         """Of a device's images with the tensors that are generated from `memory`."""
@@ -263,34 +254,37 @@ class Fleet:
         return self.method.objective(self.vit, phase, values, self.inputs(device)).loss
 
 
-def fleet(name: str, **changes: Any) -> Fleet:
+@functools.cache
+def fleet(name: str) -> Fleet:
     kind, options = SETTINGS[name]
-    method = make_method(kind, {**PLAIN, **options, **changes})
+    method = make_method(kind, {**PLAIN, **options})
     vit = build_model(method, SMALL, CLASSES, seed=0, options=MODEL).double()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for value in vit.parameters():  # zeros and ones would hide what is forgotten
             value += 0.1 * torch.randn(value.shape, generator=draw, dtype=value.dtype)
-    tensors = {name: method.tensors(vit)[name].numpy() for name in method.names_with(vit, Role.SHARED)}
-    made = Fleet(method, vit, ServerState(tensors))
-    memory = made.rule.begin(0)
+    server = method.server_rule(vit)
+    rules = server.rules if isinstance(server, Together) else (server,)
+    (rule,) = [each for each in rules if isinstance(each, GeneratorUpdate)]
+    memory = rule.begin(0)
     for device in DEVICES:
-        own = made.rule.generator.personal(drawing(0, "device", device))
+        own = rule.generator.personal(drawing(0, "device", device))
         memory |= {f"device/{device}/{name}": value.numpy() for name, value in own.items()}
-    made.state = ServerState(tensors, {name: value.astype(np.float64) for name, value in memory.items()})
+    data: dict[str, Data] = {}
     for device, count in DEVICES.items():
         patches = torch.randn(count, 4, 192, generator=draw, dtype=torch.float64)
-        made.data[device] = Data(patches, torch.randint(0, CLASSES, (count,), generator=draw))
-    return made
+        data[device] = Data(patches, torch.randint(0, CLASSES, (count,), generator=draw))
+    double = {name: value.astype(np.float64) for name, value in memory.items()}
+    return Fleet(method, vit, rule, ServerState({}, double), data)
 
 
 each_setting = pytest.mark.parametrize("name", SETTINGS)
 
 
-def gradient(of: Fleet, uploads: list[Upload], *, weights: str | None = None) -> Tensors:
-    """What the optimizer was given: at rate 1, before - after."""
-    rule = replace(of.rule, weights=weights) if weights else of.rule
-    after = rule.close(of.state, uploads, context(of.vit))[0].memory
+def gradient(of: Fleet, *devices: str, **changes: Any) -> Tensors:
+    """What the optimizer was given of the devices' uploads: at rate 1, before - after."""
+    rule = replace(of.rule, **changes)
+    after = rule.close(of.state, [of.uploads[device] for device in devices], context(of.vit))[0].memory
     assert after.keys() == of.state.memory.keys()
     return {name: of.state.memory[name] - value for name, value in after.items()}
 
@@ -301,7 +295,7 @@ def test_one_step_of_sgd_gives_the_gradient_of_the_whole(name: str) -> None:
     3/8 L_a + 5/8 L_b by all that the generator has, differentiated from the embedding to the loss in one piece; and
     nothing of the generator is idle."""
     of = fleet(name)
-    found = gradient(of, of.uploads("a", "b"))
+    found = gradient(of, "a", "b")
     leaves = {name: torch.from_numpy(value).clone().requires_grad_() for name, value in of.state.memory.items()}
     (of.loss(leaves, "a") * 3 / 8 + of.loss(leaves, "b") * 5 / 8).backward()
     for key, leaf in leaves.items():
@@ -313,7 +307,7 @@ def test_one_step_of_sgd_gives_the_gradient_of_the_whole(name: str) -> None:
 @each_setting
 def test_a_device_that_did_not_move_teaches_nothing(name: str) -> None:
     of = fleet(name)
-    still = {key: np.zeros_like(value) for key, value in of.delta("a").items()}
+    still = {key: np.zeros_like(value) for key, value in of.uploads["a"].load().items()}
     state, figures = of.rule.close(of.state, [upload("a", 3, still)], context(of.vit))
     assert figures == {"generator_gradient_norm": 0.0}
     assert pack(state.memory) == pack(of.state.memory)
@@ -322,27 +316,26 @@ def test_a_device_that_did_not_move_teaches_nothing(name: str) -> None:
 @each_setting
 def test_the_gradient_of_a_cohort_is_the_sum_of_its_devices(name: str) -> None:
     of = fleet(name)
-    both = gradient(of, of.uploads("a", "b"), weights="sum")
-    alone = [gradient(of, of.uploads(device), weights="sum") for device in DEVICES]
+    both = gradient(of, "a", "b", weights="sum")
+    alone = [gradient(of, device, weights="sum") for device in DEVICES]
     for key, value in both.items():
         np.testing.assert_allclose(value, alone[0][key] + alone[1][key], rtol=0, atol=1e-13, err_msg=key)
 
 
 @each_setting
 def test_a_device_does_not_move_the_embedding_of_another(name: str) -> None:
-    of = fleet(name)
-    of.state = replace(of.state, memory={**of.state.memory})
-    moved = gradient(of, of.uploads("a"))
-    for key in (key for key in moved if key.startswith("device/b/")):
-        assert not moved[key].any()
+    moved = gradient(fleet(name), "a")
+    for key, value in moved.items():
+        assert value.any() == (not key.startswith("device/b/")), key
 
 
 @each_setting
 def test_the_server_makes_the_cohorts_loss_smaller(name: str) -> None:
     """A small step in the wrong direction would make it larger."""
-    of = fleet(name, server_lr=1e-3)
+    of = fleet(name)
+    rule = replace(of.rule, lr=1e-3)
     before = {name: torch.from_numpy(value) for name, value in of.state.memory.items()}
-    after = of.rule.close(of.state, of.uploads("a", "b"), context(of.vit))[0].memory
+    after = rule.close(of.state, list(of.uploads.values()), context(of.vit))[0].memory
     moved = {name: torch.from_numpy(value) for name, value in after.items()}
 
     def cohort(memory: Mapping[str, Tensor]) -> float:
@@ -384,12 +377,13 @@ def test_generated_again_after_a_restart_it_has_the_same_bits(name: str) -> None
 
 @each_setting
 def test_rounds_go_on_after_a_restart(name: str) -> None:
-    """Two rounds with the method's own server optimizer, without and with files in between."""
-    kind, options = SETTINGS[name]
-    momentum = {} if kind == "pfedpg" else {"server_momentum": 0.9, "server_weight_decay": 1e-3}
-    straight, restarted = (fleet(name, **momentum) for _ in range(2))
+    """Two rounds with momentum and weight decay on the server, without and with files in between."""
+    of = fleet(name)
+    rule = replace(of.rule, optimizer=MomentumSgd(momentum=0.9, weight_decay=1e-3))
+    straight = restarted = of.state
     for _ in range(2):
-        for of, saved in ((straight, False), (restarted, True)):
-            memory = of.rule.close(of.state, of.uploads("a", "b"), context(of.vit))[0].memory
-            of.state = replace(of.state, memory=unpack(pack(memory)) if saved else memory)
-    assert pack(straight.state.memory) == pack(restarted.state.memory)
+        straight, restarted = (
+            rule.close(state, list(of.uploads.values()), context(of.vit))[0] for state in (straight, restarted)
+        )
+        restarted = replace(restarted, memory=unpack(pack(restarted.memory)))
+    assert pack(straight.memory) == pack(restarted.memory) != pack(of.state.memory)

@@ -247,7 +247,8 @@ def step_inputs(vit: PatchViT) -> dict[str, Tensor]:
 
 @EVERYWHERE
 def test_a_step_traces_into_operators_that_export(make: Make, name: str) -> None:
-    vit = make(ALL[name], stir=True, depth=2).float()
+    depth = 2 if name == "prompts, deep" else 1  # these are replaced from the second block on
+    vit = make(ALL[name], stir=True, depth=depth).float()
     traced = trace(step(vit), step_inputs(vit))
     used = {str(node.target) for node in traced.module.graph.nodes if node.op == "call_function"}
     assert not {target for target in used if "scatter" in target or "conv" in target or "attention" in target}

@@ -100,7 +100,7 @@ def test_logits_equal_timms(name: str) -> None:
     close(logits(vit, patches, everything), stock)
 
 
-@pytest.mark.parametrize("name", ["small images", "registers"])
+@pytest.mark.parametrize("name", ["small images", "registers with positions"])
 def test_the_order_of_patches_does_not_matter(name: str) -> None:
     vit = exact(MODELS[name]())
     images, patches = pictures(vit)

@@ -12,6 +12,7 @@ import textwrap
 import typing
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -28,9 +29,6 @@ from fedvit.methods import METHODS, build_model, make_method
 from fedvit.methods.base import Method
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
-
-NARROW = 110
-"""Columns of a terminal below which sources are left out of the table."""
 
 _ON_DEVICE = {
     Role.SHARED: "trains and returns {}",
@@ -91,7 +89,7 @@ def catalogue(
         try:
             method = make_method(name, options)
         except ConfigError as error:
-            hint = "" if names else "; with --method only those are listed that have the option"
+            hint = "" if names else "; --method lists some methods alone"
             raise ConfigError(f"{error}{hint}") from None
         with torch.device("meta"):
             added = method.surgery()
@@ -174,7 +172,7 @@ def options_of(kind: type[Method]) -> list[OptionEntry]:
     """A method's hyperparameters: the comments beside them in the code say what they are."""
     hints = typing.get_type_hints(kind, include_extras=True)
     texts: dict[str, str] = {}
-    for owner in reversed(kind.__mro__[:-1]):
+    for owner in reversed([each for each in kind.__mro__ if issubclass(each, Method)]):
         texts |= {name: text for name, text in _comments(owner).items() if text or name not in texts}
     return [
         OptionEntry(
@@ -187,12 +185,15 @@ def options_of(kind: type[Method]) -> list[OptionEntry]:
     ]
 
 
+@cache
 def _comments(kind: type) -> dict[str, str]:
     """Field -> the comment on its line, or alone on the line before it."""
     source = textwrap.dedent(inspect.getsource(kind))
     lines = source.splitlines()
+    (written,) = ast.parse(source).body
+    assert isinstance(written, ast.ClassDef)
     found: dict[str, str] = {}
-    for node in ast.parse(source).body[0].body if kind.__name__ != "ABC" else ():  # type: ignore[attr-defined]
+    for node in written.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno:
             behind = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
             before = lines[node.lineno - 2].strip()
@@ -221,20 +222,17 @@ def _allowed(kind: msgspec.inspect.Type) -> str:
 # --- for a terminal -----------------------------------------------------------------------------------
 
 
-def table(entries: list[MethodEntry], model: str, classes: int, width: int) -> Lines:
+def table(entries: list[MethodEntry], model: str, classes: int) -> Lines:
     """One row a method; words take as many lines as they need."""
-    with_source = width >= NARROW
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("method", *(("source",) if with_source else ()), "on the device", "each round"):
-        drawn.add_column(heading, overflow="fold", no_wrap=heading == "method")
+    drawn.add_column("method", no_wrap=True)
+    drawn.add_column("source, on the device, each round", overflow="fold")
     for heading in ("trained\nM", "down\nMB", "up\nMB"):
         drawn.add_column(heading, justify="right", no_wrap=True)
     for entry in entries:
         drawn.add_row(
             Text(entry.name, style="bold"),
-            *((Text(entry.source, style="dim"),) if with_source else ()),
-            Text(entry.on_device),
-            Text(entry.travels),
+            Lines(Text(entry.source, style="dim"), Text(entry.on_device), Text(entry.travels)),
             _millions(entry.parameters_trained),
             _millions(entry.bytes_down),
             _millions(entry.bytes_up) + ("+" if entry.bytes_up_per_image else ""),
@@ -269,8 +267,27 @@ def page(entry: MethodEntry, model: str, classes: int) -> Lines:
         default = "none" if option.default is None else msgspec.json.encode(option.default).decode().strip('"')
         options.add_row(Text(option.option, style="bold"), Text(default), Text(option.allowed), Text(option.text))
     title = Text(f"{entry.name} on {model}, {classes} classes", style="bold")
-    parts: list[RenderableType] = [title, Text(), Text(entry.doc), Text(), facts, Text(), groups, Text(), options]
+    parts: list[RenderableType] = [
+        title,
+        Text(),
+        Text(_reflowed(entry.doc)),
+        Text(),
+        facts,
+        Text(),
+        groups,
+        Text(),
+        options,
+    ]
     return Lines(*parts)
+
+
+def _reflowed(doc: str) -> str:
+    """A docstring whose lines end where the terminal's do; paragraphs and sources begin a line.
+
+    >>> _reflowed("One\\ntwo.\\n\\nThree.\\nSource: four.")
+    'One two.\\n\\nThree.\\nSource: four.'
+    """
+    return re.sub(r"(?<!\n)\n(?!\n|Source: |Differs )", " ", doc)
 
 
 def _grid(*headings: str) -> Table:

@@ -87,7 +87,9 @@ def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]
             for text in value:
                 pattern, colon, pair = text.partition(":")
                 if not colon:
-                    raise ConfigError(f"variant {text!r} must be written DEVICES:KEY=VALUE, as in 'jetson-*:batch_size=64'")
+                    raise ConfigError(
+                        f"variant {text!r} must be written DEVICES:KEY=VALUE, as in 'jetson-*:batch_size=64'"
+                    )
                 tables_of[pattern] = {**tables_of.get(pattern, {}), **dict([_key_value(pair)])}
             merged[name] = tables_of
             continue
@@ -344,7 +346,7 @@ def _existing(store: type["Store"], out: Path) -> "Store":
 @cli.command()
 @click.argument("name", required=False)
 @click.option("--method", "names", multiple=True, metavar="NAME", help="List only this method. Repeatable.")
-@click.option("--model", default=RunConfig.__struct_defaults__[0], help="Model that the figures are for.")
+@click.option("--model", default="vit_small_images", help="Model that the figures are for.")
 @click.option("--model-option", "model_pairs", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
 @click.option("--option", "-o", "pairs", multiple=True, metavar="KEY=VALUE", help="Option of the methods. Repeatable.")
 @click.option("--classes", default=10, help="Classes that the model tells apart.")
@@ -376,7 +378,7 @@ def methods(
         click.echo(msgspec.json.format(msgspec.json.encode(entries)).decode())
         return
     console = Console()
-    console.print(page(entries[0], model, classes) if name else table(entries, model, classes, console.width))
+    console.print(page(entries[0], model, classes) if name else table(entries, model, classes))
 
 
 def main() -> None:

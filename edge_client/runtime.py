@@ -309,7 +309,7 @@ def training_feeds(
     batch: Batch,
     picture_rng: np.random.Generator,
     mask_rng: np.random.Generator,
-) -> tuple[dict[str, Any], Array]:
+) -> tuple[dict[str, Any], Flags]:
     """Graph inputs of one batch, padded to the batch size, and which of `rows` could be read."""
     pictures, readable = images.load(rows, batch.image_size)
     patches = unfold(normalise(augment(pictures, batch, picture_rng), batch), batch.patch_size)

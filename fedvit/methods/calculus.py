@@ -47,7 +47,8 @@ class TracedCalculus(Calculus):
 
     def gradients(self, objective: Callable[[Named], Objective], at: Named) -> tuple[dict[str, Tensor], Objective]:
         def loss(at: Named) -> tuple[Tensor, dict[str, Tensor]]:
-            return tuple(objective(at))
+            value = objective(at)
+            return value.loss, value.collected
 
         grads, (value, collected) = grad_and_value(loss, has_aux=True)(dict(at))
         return grads, Objective(value, collected)

@@ -9,6 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -194,6 +195,7 @@ def _curves(outcome: Outcome, partition: str) -> str:
             )
             low, high = ([extreme(by_round[number]) for number in rounds] for extreme in (min, max))
             axes.fill_between(rounds, low, high, color=f"C{place % 10}", alpha=0.15, linewidth=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("round")
         axes.set_ylabel("accuracy, mean over devices")
         axes.set_ylim(0, 1)

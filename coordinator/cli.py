@@ -83,15 +83,8 @@ def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]
         if value is None or value == ():
             continue
         if name == "variants":
-            tables_of = {**merged.get(name, {})}
-            for text in value:
-                pattern, colon, pair = text.partition(":")
-                if not colon:
-                    raise ConfigError(
-                        f"variant {text!r} must be written DEVICES:KEY=VALUE, as in 'jetson-*:batch_size=64'"
-                    )
-                tables_of[pattern] = {**tables_of.get(pattern, {}), **dict([_key_value(pair)])}
-            merged[name] = tables_of
+            if isinstance(merged.get(name, {}), dict):  # else the file is wrong, and make_config says so
+                merged[name] = _with_variants(merged.get(name, {}), value)
             continue
         if name in ("options", "model_options"):
             inside = merged.get(name, {})
@@ -107,6 +100,21 @@ def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]
                 merged[home] = {**inside, name: value}
         else:
             merged[name] = list(value) if isinstance(value, tuple) else value
+    return merged
+
+
+def _with_variants(tables: dict[str, Any], flags: tuple[str, ...]) -> dict[str, Any]:
+    """A file's variants, and over them those of the flags DEVICES:KEY=VALUE."""
+    merged = {**tables}
+    for text in flags:
+        pattern, colon, pair = text.partition(":")
+        if not colon:
+            example = "'jetson-*:batch_size=64'"
+            raise ConfigError(f"variant {text!r} must be written DEVICES:KEY=VALUE, as in {example}")
+        key, value = _key_value(pair)
+        inside = merged.get(pattern, {})
+        if isinstance(inside, dict):
+            merged[pattern] = {**inside, key: value}
     return merged
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import fedvit.methods
 from coordinator.broker import start_broker
+from coordinator.checkpoint import load_state
 from coordinator.config import make_config
 from coordinator.display import Display
 from coordinator.rounds import Coordinator
@@ -27,6 +28,7 @@ from coordinator.summary import RunSummary, summarise
 from edge_client.vault import Vault
 from export.graphs import Exported, export_graphs
 from export.verify import reference_step
+from fedvit.blobs import BlobStore
 from fedvit.data.digits import read_digits
 from fedvit.data.images import draw_kept, normalise, select, unfold
 from fedvit.data.samples import Samples
@@ -693,3 +695,35 @@ def test_another_seed_gives_another_model(name: str, recorded: Record) -> None:
     for key, tensors in first.vaults.items():
         for tensor, value in bits(tensors).items():
             assert value != bits(other.vaults[key])[tensor], f"{tensor} of {key} does not depend on the seed"
+
+
+@pytest.mark.xdist_group("fedtp")
+def test_devices_that_come_later_learn_an_embedding(
+    device_folders: list[Path], graph_cache: Path, tmp_path: Path
+) -> None:
+    """FedTP's study of novel devices: two devices train, a third comes when they are done. What they shared stands
+    still and is sent once; the hypernetwork stands still, too; the third device's embedding moves, and with it what
+    is made for it."""
+    plain = Case("first", "fedtp", {"server_lr": 0.5})
+    simulate(device_folders[:2], settings(plain, 0), out=tmp_path, run="first", graph_cache=graph_cache)
+    novel = Case("later", "fedtp", {"server_lr": 0.5, "novel": "embedding"})
+    values = {**settings(novel, 0), "start_from": "first"}
+    later = simulate(device_folders[2:], values, out=tmp_path, run="later", graph_cache=graph_cache)
+    store = Store.in_folder(tmp_path)
+    [*_, trained] = [record.state for record in store.rounds("first") if record.state]
+    [*_, adapted] = [record.state for record in store.rounds("later") if record.state]
+    before = load_state(trained, BlobStore(tmp_path / "first" / "blobs"))
+    after = load_state(adapted, BlobStore(later.folder / "blobs"))
+    assert not after.tensors, "shared tensors are sent once, not each round"
+    for name, value in before.memory.items():
+        assert after.memory[name].tobytes() == value.tobytes(), name
+    assert not [name for name in after.memory.keys() - before.memory.keys() if "device-2" not in name]
+    rule = novel.method().server_rule(build_model(novel.method(), SMALL, 10, seed=0, options=TINY_MODEL))
+    first = rule.generate(before, "device-2", 0)
+    assert bits(first) != bits(rule.generate(after, "device-2", 0))
+    blobs, digest = BlobStore(later.folder / "blobs"), store.run("later").program
+    store.close()
+    assert digest is not None
+    frozen = decode_program(blobs.get(digest)).groups["shared"]
+    assert (frozen.role, frozen.initial is None) == (Role.FROZEN, False)
+    assert bits(unpack(blobs.get(str(frozen.initial)))) == bits(before.tensors)

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator.cli import choose_accelerator, cli
-from coordinator.config import RunConfig
+from coordinator.cli import choose_accelerator, cli, merge_flags
+from coordinator.config import RunConfig, make_config
 from coordinator.store import SavedState, Store
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.resources import ResourceUse
@@ -30,7 +30,7 @@ def out(tmp_path: Path) -> Iterator[Path]:
     store = Store.in_folder(folder)
     for name, status in (("done", "finished"), ("half", "interrupted")):
         store.create_run(name, msgspec.to_builtins(RunConfig(method="fedavg", rounds=3, seed=5)))
-        store.update_run(name, status=status, classes=["ant", "bee"])
+        store.update_run(name, status=status, classes=["ant", "bee"], protocol="each device's own test images")
     store.open_round("done", 1, ["pi-1", "pi-2"])
     for device, right in (("pi-1", 4.0), ("pi-2", 3.0)):
         use = ResourceUse(step_s=0.01, flops=10**9, peak_rss_bytes=10**8, received_bytes=10**6, sent_bytes=10**5)
@@ -189,3 +189,84 @@ def test_an_accelerator_that_is_not_there_is_named_and_no_run_is_made(out: Path)
     assert "new" not in [record.id for record in Store.in_folder(out).runs()]
     assert choose_accelerator("cpu") == "cpu"
     assert choose_accelerator("auto") in ("cpu", "cuda")
+
+
+# --- variants -----------------------------------------------------------------------------------------
+
+
+def test_variants_by_flag_go_over_those_of_the_file() -> None:
+    """One option a flag; values are numbers where they look so, and a name may hold no colon before its first."""
+    file = {"method": "eftvit", "variants": {"pi-*": {"mask": 0.5, "epochs": 1}}}
+    flags = {"variants": ("pi-*:mask=0.75", "jetson-*:batch_size=64", "jetson-*:optimizer=sgd"), "rounds": None}
+    merged = merge_flags(file, flags)
+    assert merged["variants"] == {
+        "pi-*": {"mask": 0.75, "epochs": 1},
+        "jetson-*": {"batch_size": 64, "optimizer": "sgd"},
+    }
+    assert make_config(merged, "test").run.variants == merged["variants"]
+    assert file["variants"] == {"pi-*": {"mask": 0.5, "epochs": 1}}, "the file's own table was written to"
+
+
+@pytest.mark.parametrize(
+    ("flag", "complaint"),
+    [
+        ("batch_size=64", "variant 'batch_size=64' must be written DEVICES:KEY=VALUE, as in 'jetson-*:batch_size=64'"),
+        ("pi-*:batch_size", "option 'batch_size' must be written KEY=VALUE"),
+        ("pi-*:batch_size=0", "variants: 'pi-*': option batch_size = 0 of method 'eftvit'"),
+        ("pi-*:bach_size=8", "variants: 'pi-*': method 'eftvit' has no option 'bach_size'"),
+    ],
+)
+def test_a_variant_that_cannot_be_is_named(flag: str, complaint: str, tmp_path: Path) -> None:
+    assert complaint in refused("start", "--variant", flag, "--out", tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("wrong", [3, {"pi-*": 3}])
+def test_a_files_variants_of_another_kind_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="variants = "):
+        make_config(merge_flags({"variants": wrong}, {"variants": ("pi-*:epochs=2",)}), "test")
+
+
+# --- methods ------------------------------------------------------------------------------------------
+
+
+def test_methods_lists_what_was_asked_for() -> None:
+    output = said("methods", "--method", "fedper", "--method", "local").output
+    for text in ("fedper", "arXiv:1912.00818", "keeps personal", "up: changes of shared", "nothing"):
+        assert text in output
+    assert "eftvit" not in output
+    assert all(len(line) <= 80 for line in output.splitlines())
+
+
+def test_methods_as_json() -> None:
+    """A head of 65 numbers for each of 7 classes stays on the device; everything is float32."""
+    [entry] = json.loads(said("methods", "fedper", "--classes", "7", "--model-option", "depth=2", "--json").output)
+    assert (entry["name"], entry["travels"]) == ("fedper", "down: shared; up: changes of shared")
+    assert entry["on_device"] == "trains and returns shared; trains and keeps personal"
+    assert entry["bytes_once"] == 4 * 7 * 65
+    assert entry["bytes_down"] == entry["bytes_up"] == 4 * (entry["parameters"] - 7 * 65)
+
+
+def test_one_method_in_full() -> None:
+    output = said("methods", "eftvit", "--option", "local_blocks=1").output
+    for text in ("eftvit on vit_small_images, 10 classes", "local_blocks", "number >= 0 < 1", "features.1", "seeded"):
+        assert text in output
+    assert all(len(line) <= 80 for line in output.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("nosuch",), "unknown method 'nosuch'"),
+        (("--method", "nosuch"), "unknown method 'nosuch'"),
+        (("apfl", "--method", "fedavg"), "methods apfl shows that one method; --method fedavg is for the list"),
+        (("--model", "vit_smal"), "unknown model 'vit_smal'"),
+        (("--model-option", "widht=3"), "has no option 'widht'"),
+        (("--option", "mask=0.5"), "has no option 'mask'"),
+        (("fedavg", "--option", "epochs=0"), "option epochs = 0 of method 'fedavg'"),
+        (("fedavg", "--option", "epochs"), "option 'epochs' must be written KEY=VALUE"),
+        (("fedavg", "--classes", "0"), "--classes 0 must be at least 1"),
+    ],
+)
+def test_methods_that_cannot_be_shown(arguments: tuple[str, ...], complaint: str) -> None:
+    assert complaint in refused("methods", *arguments)

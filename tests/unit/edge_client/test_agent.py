@@ -556,7 +556,9 @@ STILL = 1e-30
 def correct(world: World, setting: "Setting", program: Program, answer: int, round: int) -> float:
     """Right answers in an evaluation to which the server brings a model that always gives this one."""
     brought = {"model": always(setting, answer)}
-    return world.result(setting, program=program, kind="evaluate", round=round, group_values=brought).metrics["correct"]
+    result = world.result(setting, program=program, kind="evaluate", round=round, group_values=brought)
+    world.server.acknowledge(result)
+    return result.metrics["correct"]
 
 
 def test_without_a_word_of_what_is_kept_the_newest_is_tested(

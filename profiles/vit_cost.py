@@ -25,11 +25,11 @@ class VitShape:
 
     @classmethod
     def of(cls, vit: PatchViT) -> Self:
-        block = vit.vit.blocks[0]
+        tensors = vit.tensors()
         return cls(
             width=vit.width,
-            attention_width=block.attn.proj.in_features,
-            mlp_width=block.mlp.fc1.out_features,
+            attention_width=tensors["blocks.0.attn.proj.weight"].shape[1],
+            mlp_width=tensors["blocks.0.mlp.fc1.weight"].shape[0],
             depth=vit.depth,
             patches=vit.patches,
             patch_values=3 * vit.patch_size**2,

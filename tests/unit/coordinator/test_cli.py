@@ -232,7 +232,7 @@ def test_a_files_variants_of_another_kind_are_refused(wrong: Any) -> None:
 
 def test_methods_lists_what_was_asked_for() -> None:
     output = said("methods", "--method", "fedper", "--method", "local").output
-    for text in ("fedper", "arXiv:1912.00818", "keeps personal", "up: changes of shared", "nothing"):
+    for text in ("fedper", "arXiv:1912.00818", "trains and returns shared", "up: changes of shared", "nothing"):
         assert text in output
     assert "eftvit" not in output
     assert all(len(line) <= 80 for line in output.splitlines())

@@ -1,5 +1,6 @@
 """What an operator may say, and how it is told what is wrong: key, value, what is allowed, and where."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,7 @@ def test_a_value_of_the_broker_is_named_with_its_table(key: str, value: Any, all
         ({"images": {"flop": True}}, f"{FILE} [images]", "did you mean 'flip'?"),
         ({"broker": {"prot": 1}}, f"{FILE} [broker]", "did you mean 'port'?"),
         ({"broker": {"xyz": 1}}, f"{FILE} [broker]", "known keys are broker, listen, port, password, ca_file"),
-        ({"xyz": 3}, FILE, "known keys are method, options, model"),
+        ({"xyz": 3}, FILE, "known keys are method, options, variants, model"),
     ],
 )
 def test_an_unknown_key_is_named_with_what_may_have_been_meant(values: dict[str, Any], where: str, hint: str) -> None:
@@ -424,6 +425,8 @@ def test_flags_win_over_the_file_key_by_key() -> None:
         ({"broker": "localhost"}, ("--port", "0")),
         ({"images": 3}, ("--flip",)),
         ({"options": 3}, ("-o", "epochs=2")),
+        ({"variants": 3}, ("--variant", "pi:epochs=2")),
+        ({"variants": {"pi": 3}}, ("--variant", "pi:epochs=2")),
     ],
 )
 def test_a_flag_does_not_hide_a_mistake_in_the_file(values: dict[str, Any], flag: tuple[str, ...]) -> None:
@@ -445,5 +448,5 @@ def test_a_flag_does_not_hide_a_mistake_in_the_file(values: dict[str, Any], flag
     ],
 )
 def test_a_flag_that_cannot_be_used_is_named(flags: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=flags[1].rpartition("=")[2]):
+    with pytest.raises(ConfigError, match=re.split("[:=]", flags[1])[-1]):
         flagged(*flags)

@@ -12,8 +12,9 @@ from coordinator.planner import PROTOCOLS, Plan, common_groups, initial_blobs, m
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS
-from fedvit.methods.base import PREDICT, GroupRule, ServerState
+from fedvit.methods.base import PREDICT, GroupRule, ServerRule, ServerState
 from fedvit.methods.fedavg import FedAvg
+from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models.vit import PatchViT
 from fedvit.program import Evaluate, Role, Train, decode_program
 from fedvit.tensors import Tensors, unpack
@@ -165,6 +166,13 @@ def test_the_price_of_a_graph_is_counted(plan: Callable[..., Plan]) -> None:
 # --- variants -----------------------------------------------------------------------------------------
 
 
+class Remembering(WeightedMean):
+    """A rule that has two things in mind from the beginning."""
+
+    def begin(self, seed: int) -> Tensors:
+        return {"one": np.ones(2, np.float32), "two": np.full(2, 2, np.float32)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Staged(FedAvg):
     """FedAvg with whatever the tests below want to vary."""
@@ -174,6 +182,7 @@ class Staged(FedAvg):
     head: Literal["shared", "local", "elsewhere"] = "shared"
     tunes: bool = False
     keeps: bool = False
+    remembers: bool = False
 
     def in_round(self, round_number: int, rounds: int) -> "Staged":
         """The last round of a run trains for longer."""
@@ -191,6 +200,9 @@ class Staged(FedAvg):
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         return (self.phase(("model",)),)
+
+    def server_rule(self, vit: PatchViT) -> ServerRule:
+        return Remembering() if self.remembers else WeightedMean()
 
     def evaluate(self, vit: PatchViT) -> Evaluate:
         tuning = (self.phase(("model",)),) if self.tunes else ()
@@ -318,6 +330,15 @@ def test_what_the_earlier_run_did_not_have_begins_as_usual(staged: Any) -> None:
     assert made.values.keys() == plain.values.keys()
     assert made.values["head.bias"].tolist() == [5, 5, 5]
     assert made.values["head.weight"].tobytes() == plain.values["head.weight"].tobytes()
+
+
+def test_what_a_rule_remembers_is_taken_by_name_too(staged: Any) -> None:
+    """What the earlier run's rule did not know begins as in any run."""
+    first = staged({"remembers": True}).state.memory
+    assert [first[name].tolist() for name in ("one", "two")] == [[1, 1], [2, 2]]
+    start = ServerState({}, {"one": np.full(2, 7, np.float32)})
+    memory = staged({"remembers": True}, start=start).state.memory
+    assert {name: value.tolist() for name, value in memory.items()} == {"one": [7, 7], "two": [2, 2]}
 
 
 def test_a_tensor_of_another_shape_is_named(staged: Any) -> None:

@@ -874,10 +874,9 @@ def test_each_device_gets_what_was_made_for_it(stage: Stage) -> None:
     """Two devices of 1 and 3 images send deltas of 1 and 4. The bias is phi z with phi = 2; at a rate of 0.5 the mean's
     gradient makes of phi: 2 + 0.5 * (1/4 * sum(1 * z_a) + 3/4 * sum(4 * z_b)), and of each embedding: z + 0.5 * share *
     delta * 2. The rest of the model moves by the mean, 13/4."""
-    a, b = stage.fake("a", samples=1, value=1.0), stage.fake("b", samples=3, value=4.0)
-    b.on_task = silent
+    a, b = stage.fake("a", silent, samples=1, value=1.0), stage.fake("b", silent, samples=3, value=4.0)
     stage.start(method="generated", devices=2)
-    stage.drive(lambda: b.tasks() == [1])
+    stage.drive(lambda: a.tasks() == b.tasks() == [1])
     for device in (a, b):
         [task] = [task for task in device.got(Task) if task.kind == "train"]
         assert set(task.groups) == {"bias", "model"}
@@ -887,7 +886,11 @@ def test_each_device_gets_what_was_made_for_it(stage: Stage) -> None:
     assert "head.bias" not in first
     assert a.got(Task)[0].groups["model"] == b.got(Task)[0].groups["model"]
     assert a.got(Task)[0].groups["bias"] != b.got(Task)[0].groups["bias"]
-    honest(b, b.got(Task)[0])
+    assert stage.coordinator is not None
+    asked = [stage.coordinator._asked_and_here(b.got(Task)[0].groups[group]) for group in ("model", "bias")]
+    assert asked == [2, 1], "nobody is waited for who will not ask for it"
+    for device in (a, b):
+        honest(device, device.got(Task)[0])
     assert stage.finish() == "finished"
     za, zb = first_z("a"), first_z("b")
     phi = 2 + 0.5 * (za.sum() / 4 + 3 * zb.sum())

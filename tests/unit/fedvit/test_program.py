@@ -12,7 +12,9 @@ from fedvit.program import (
     PROGRAM_VERSION,
     Batch,
     Collect,
+    Draw,
     Evaluate,
+    Gather,
     GraphSpec,
     Group,
     Program,
@@ -50,9 +52,23 @@ PROGRAM = Program(
     graphs={"train": GraphSpec("blake3:" + "2" * 64, 123), "predict": GraphSpec("blake3:" + "3" * 64, 45)},
     train=(
         Train(graph="train", groups=("body", "own"), slots=("exp_avg",), epochs=2, lr=0.1, anchors=("body",)),
-        Train(graph="train", groups=("head",), lr=0.2, collect=Collect("features", (5, 8), 1.5)),
+        Train(
+            graph="train",
+            groups=("head",),
+            lr=0.2,
+            steps=50,
+            repeats=5,
+            draws=(Draw(name="blocks", low=1, high=12, count=3, ascending=True),),
+            collect=Collect("features", (5, 8), 1.5),
+        ),
     ),
-    evaluate=Evaluate(graph="predict"),
+    evaluate=Evaluate(
+        graph="predict",
+        adapt=(Train(graph="tune", groups=("head",), lr=0.3, collect=Collect("looks", (8,))),),
+        gather=Gather(graph="look", output="keys", shape=(8,), capacity=100),
+        kept=("body", "head"),
+        kept_of_this_round=True,
+    ),
     batch=BATCH,
 )
 
@@ -87,6 +103,21 @@ def test_another_version_is_refused(version: object) -> None:
         decode_program(msgspec.msgpack.encode({**as_dict(), "v": version}))
     if version is not True:  # equal to 1, but of the wrong type
         assert str(refused.value) == f"program version {version!r}, this software knows version {PROGRAM_VERSION}"
+
+
+def test_what_a_program_does_not_ask_for_is_left_out() -> None:
+    """A phase of whole epochs, one run a batch, no numbers drawn; an evaluation of the newest tensors as they are."""
+    content = as_dict()
+    plain = {"type": "train", "graph": "train", "groups": ["body"], "lr": 0.1}
+    program = decode_program(
+        msgspec.msgpack.encode({**content, "train": [plain], "evaluate": {"type": "evaluate", "graph": "predict"}})
+    )
+    assert program.train == (Train(graph="train", groups=("body",), lr=0.1),)
+    [phase] = program.train
+    assert (phase.epochs, phase.steps, phase.repeats, phase.draws, phase.collect) == (1, None, 1, (), None)
+    assert program.evaluate == Evaluate(graph="predict")
+    assert (program.evaluate.adapt, program.evaluate.gather, program.evaluate.kept) == ((), None, ())
+    assert program.evaluate.kept_of_this_round is False
 
 
 def test_a_program_without_a_version_is_refused() -> None:
@@ -193,7 +224,7 @@ def test_names_of_a_group_keep_their_order() -> None:
 
 def test_an_upload_holds_what_the_roles_send_back_and_what_is_collected() -> None:
     """body is shared, prefix generated; the second phase collects features (rows, 5, 8) and their labels. Nothing of
-    frozen, global, seeded and local groups."""
+    frozen, global, seeded and local groups, and nothing of an evaluation."""
     assert PROGRAM.expected_upload() == {
         "z.weight": ((2, 3), "float32"),
         "a.weight": ((5,), "float32"),

@@ -20,14 +20,13 @@ ADAPT = "adapt"
 class PerFedAvg(FedAvg):
     """Meta-learning: theta' = theta - a grad f1(theta), then theta moves by the gradient of f2 at theta'.
 
-    f1 and f2 are the mean losses of the two halves of 2 `batch_size` images. A device is tested after one such
-    step of size a on `batch_size` of its own training images, and gets its tensors back.
+    f1 and f2 are the mean losses of the two halves of 2 `batch_size` images; a last batch that leaves nothing to
+    the second half is passed over. A device is tested after one such step of size a on `batch_size` of its own
+    training images, and gets its tensors back.
     Source: Fallah et al., "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
     Meta-Learning Approach", NeurIPS 2020, arXiv:2002.07948, eq. 8 and algorithm 1, in the approximations of its
     section 5: first order, or Hessian-free by a difference of gradients.
-    Differs from the paper: the Hessian is that of f1, as the derivative of theta' has it, not of a third batch;
-    images go to the halves in turn, so that of a last, short batch each gets its part (a single image takes a
-    plain step).
+    Differs from the paper: the Hessian is that of f1, as the derivative of theta' has it, not of a third batch.
     """
 
     source: ClassVar[str] = "Fallah et al., NeurIPS 2020, arXiv:2002.07948"
@@ -52,9 +51,10 @@ class PerFedAvg(FedAvg):
         def gradients(rows: StepInputs, at: Named) -> tuple[dict[str, Tensor], Objective]:
             return calculus.gradients(lambda at: self.objective(vit, phase, {**fixed, **at}, rows), at)
 
-        second, first = (inputs.rows(slice(half, None, 2)) for half in (0, 1))
+        half = inputs.labels.shape[0] // 2
+        first, second = inputs.rows(slice(half)), inputs.rows(slice(half, None))
         if phase.graph == ADAPT:
-            grads, (loss, collected) = gradients(second, moved)
+            grads, (loss, collected) = gradients(first, moved)
             calculus.update(moved, grads)  # for the slots alone, which end with the phase
             return StepResult(loss, _moved(moved, grads, -inputs.lr), collected)
         inner, before = gradients(first, moved)

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper
 from torch.utils.flop_counter import FlopCounterMode
 
 from export.verify import reference_step
-from fedvit.methods.step import example_inputs, predict
+from fedvit.methods.step import example_inputs, predict_step
 from profiles.cost import count_flops
 
 # the tiny model of tests/conftest.py: samples, patches and values of each, width, blocks, classes
@@ -64,7 +64,7 @@ def test_counts_equal_torchs_counter(name: str, tiny: Any) -> None:
     assert count_flops(graphs["train"].content) == counter.get_total_flops()
     inputs = example_inputs(method, vit, batch, None)
     with FlopCounterMode(display=False) as counter:
-        predict(method, vit)(inputs)
+        predict_step(method, vit)(inputs)
     assert count_flops(graphs["predict"].content) == counter.get_total_flops()
 
 

@@ -93,6 +93,7 @@ def test_labels_of_other_images(tmp_path: Path) -> None:
         (gzip.compress(idx(np.zeros((3, 6, 6))))[:-9], "ended before"),
         (gzip.compress(idx(np.zeros((3, 6, 6))))[:12] + b"\xff\xff\xff", "invalid|ended before"),
     ],
+    ids=["empty", "png", "labels", "short", "long", "cut archive", "damaged archive"],
 )
 def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:
     write_mnist(tmp_path)

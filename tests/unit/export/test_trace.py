@@ -25,7 +25,7 @@ from fedvit.program import Batch, Gather, Train
 if TYPE_CHECKING:
     from tests.unit.export.conftest import Made
 
-SHALLOW = {"image_size": 32, "patch_size": 8, "width": 8, "depth": 3, "heads": 2}
+SHALLOW = {"image_size": 32, "patch_size": 8, "width": 8, "depth": 2, "heads": 2}
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = {"a": torch.randn(3, 4, generator=GENERATOR), "b": torch.randn(4, generator=GENERATOR)}
@@ -183,7 +183,8 @@ def test_an_update_with_gradients_of_zero(rule: Optimizer) -> None:
 def test_a_methods_steps_have_the_names_of_the_contract(name: str) -> None:
     """Inputs are what a device feeds; outputs are the new values of what the phase moves, and what is collected. No
     tensor is left inside: all that a graph computes with is fed."""
-    method = make_method(name, {"batch_size": 4})
+    splits = {"local_blocks": 1} if name in ("eftvit", "fedbfpt") else {}  # of two blocks
+    method = make_method(name, {"batch_size": 2, **splits})
     vit = build_model(method, SMALL, 5, seed=0, options=SHALLOW)
     batch = Batch(
         image_size=32, patch_size=8, batch_size=method.samples_per_step,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 
 from coordinator.config import RunConfig
 from export.graphs import export_graphs
@@ -156,6 +157,8 @@ def make_plan(
         options=config.model_options,
         pretrained=config.pretrained,
     )
+    if start is not None:
+        _begin_at(vit, start)  # also twins of the model begin there
     methods = [_method_for(config, pattern).in_round(1, config.rounds) for pattern in ("", *config.variants)]
     values: Tensors = {}
     groups: dict[str, list[str]] = {}
@@ -197,6 +200,13 @@ def _method_for(config: RunConfig, device: str) -> Method:
         if fnmatchcase(device, pattern) or device == pattern:
             options |= others
     return make_method(config.method, options)
+
+
+def _begin_at(vit: PatchViT, start: ServerState) -> None:
+    with torch.no_grad():
+        for name, value in vit.vit.named_parameters():
+            if name in start.tensors and start.tensors[name].shape == value.shape:
+                value.copy_(torch.from_numpy(start.tensors[name]))
 
 
 def _started(values: Tensors, start: ServerState) -> Tensors:

@@ -93,8 +93,13 @@ def run_fleet(
 
 
 def _as_toml(config: StartConfig, port: int) -> dict[str, Any]:
-    broker = {key: value for key, value in msgspec.to_builtins(config.broker).items() if value is not None}
-    return {**msgspec.to_builtins(config.run), "broker": {**broker, "port": port}}
+    run, broker = (_said(msgspec.to_builtins(part)) for part in (config.run, config.broker))
+    return {**run, "broker": {**broker, "port": port}}
+
+
+def _said(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what was left open, for which TOML has no word."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _last_line(log: Path) -> str:

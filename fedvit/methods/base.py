@@ -259,9 +259,7 @@ class Method(ABC):
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         """The round's local work in order: by default one phase, all groups that the device trains."""
-        groups = tuple(
-            group for group, (role, names) in self.groups(vit).items() if role.trained_on_device and names
-        )
+        groups = tuple(group for group, (role, names) in self.groups(vit).items() if role.trained_on_device and names)
         return (self.phase(groups),)
 
     def evaluate(self, vit: PatchViT) -> Evaluate:
@@ -313,4 +311,3 @@ def clipped(grads: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
     length = torch.sqrt(torch.stack([grad.square().sum() for grad in grads.values()]).sum())
     scale = norm / length.clamp(min=norm)
     return {name: grad * scale for name, grad in grads.items()}
-

@@ -312,20 +312,23 @@ def train(
     step_of: Callable[[Train], Any],
 ) -> Trained:
     """20 steps, shared out among the phases; slots are empty when a phase begins."""
-    rate = 1e-3 if method.optimizer == "adamw" else 0.03
+    phases = method.phases(vit)
+    # where a batch is repeated, 20 batches are 100 steps: at a higher rate the last digit of a start decides the end
+    repeated = any(phase.repeats > 1 for phase in phases)
+    rate = 1e-3 if method.optimizer == "adamw" else 0.01 if repeated else 0.03
     tensors = {name: value.clone() for name, value in start.items()}
     anchors = {f"anchor/{name}": value.clone() for name, value in tensors.items()}
     facts = {"fact/class_counts": torch.full((10,), 4.0)}
     losses: list[float] = []
-    phases = method.phases(vit)
     for number, phase in enumerate(phases):
         step, moved = step_of(phase), trained_names(method, vit, phase)
         state = {f"slot/{slot}/{name}": torch.zeros_like(tensors[name]) for slot in phase.slots for name in moved}
         draws = {f"draw/{draw.name}": torch.arange(draw.low, draw.low + draw.count) for draw in phase.draws}
-        for count, feed in enumerate(feeds[number :: len(phases)], start=1):
+        for count, feed in enumerate(feeds[number :: len(phases)]):
             for repeat in range(phase.repeats):
+                done = count * phase.repeats + repeat + 1
                 last = torch.tensor(float(repeat == phase.repeats - 1))
-                hyper = {"hyper/lr": torch.tensor(rate), "hyper/step": torch.tensor(float(count)), "hyper/last": last}
+                hyper = {"hyper/lr": torch.tensor(rate), "hyper/step": torch.tensor(float(done)), "hyper/last": last}
                 fed = {f"tensor/{name}": value for name, value in tensors.items()}
                 outputs = step({**anchors, **facts, **draws, **fed, **state, **feed, **hyper})
                 tensors |= {name: outputs[f"new/tensor/{name}"].detach() for name in moved}
@@ -580,7 +583,8 @@ def test_what_is_local_stays(case: Case, recorded: Record) -> None:
         for name in initial:
             value = tensors[name]
             assert value.tobytes() != initial[name].tobytes(), f"{name} was not trained on {device}"
-            if value.nbytes >= 64:  # a shorter pattern could occur by chance
+            # a shorter pattern could occur by chance; a twin of the shared model moves as it does in the first round
+            if value.nbytes >= 64 and not (number == 1 and name.startswith("twin.")):
                 assert value.tobytes() not in everything, f"{name} of {device} left it in round {number}"
     sent = b"\0".join(run.up.values())
     assert not [name for name in initial if f'"{name}"'.encode() in sent]

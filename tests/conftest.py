@@ -1,6 +1,7 @@
 """What the tests of several rooms share: a model as small as they come, and its graphs, exported once."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ if TYPE_CHECKING:  # the device's tests run without torch
 
 # with more threads torch takes many times as long for models as small as these, when something else runs, too
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# a shell that runs the tests in its background lets them ignore Ctrl-C, and with them every program that they start
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # no test reaches the network, and none finds what an earlier process downloaded
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "fedvit-no-such-cache")

@@ -62,7 +62,7 @@ def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: byt
     assert len(local) > 10
     assert len(personal) > 30
     uploads = b"".join(decode_chunk(raw).payload for topic, raw in observer.drain() if "/up/b/" in topic)
-    assert b'"features"' in uploads
+    assert b'"features.1"' in uploads
     for topic, payload in observer.drain():
         assert not [1 for value in personal if value in payload], topic
         if "/up/" in topic:

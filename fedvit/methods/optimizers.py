@@ -80,12 +80,10 @@ class AdamW(Optimizer):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         mean = self.beta1 * slots["exp_avg"] + (1 - self.beta1) * grad
         square = self.beta2 * slots["exp_avg_sq"] + (1 - self.beta2) * grad * grad
-        # lr * (m / c1) / (sqrt(v / c2) + eps), multiplied by sqrt(c2) / sqrt(c2). The exporter's optimizer takes
-        # an added constant of 1e-8 for zero and drops it, and 0 / 0 follows; so eps comes in by a division.
+        # lr * (m / c1) / (sqrt(v / c2) + eps), multiplied by sqrt(c2) / sqrt(c2)
         correction = torch.sqrt(1 - self.beta2**step)
         scale = lr * correction / (1 - self.beta1**step)
-        kept = value * (1 - lr * self.weight_decay)
-        moved = kept - scale * mean / (torch.sqrt(square) + correction / (1 / self.eps))
+        moved = value * (1 - lr * self.weight_decay) - scale * mean / (torch.sqrt(square) + self.eps * correction)
         return moved, {"exp_avg": mean, "exp_avg_sq": square}
 
     def in_torch(self, values: list[Tensor], lr: float) -> torch.optim.Optimizer:

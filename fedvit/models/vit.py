@@ -172,7 +172,7 @@ class PatchViT(nn.Module):
 class _TakeRows(torch.autograd.Function):
     """`table[rows]` whose backward is a matrix product.
 
-    Indexing's own backward adds into shared rows, which the exporter turns into a scatter: slow, and on
+    Indexing's own backward adds into shared rows, a scatter in a graph: slow, and on
     several threads its order of additions is not fixed. A product with the one-hot matrix is neither.
     """
 

@@ -13,7 +13,8 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor
 
-from export.trace import IR_VERSION, LARGE_BYTES, OPSET, to_onnx, trace
+from export.lower import LARGE_BYTES
+from export.trace import IR_VERSION, OPSET, to_onnx, trace
 from fedvit.methods import METHODS, build_model, make_method
 from fedvit.methods.base import Method, trained_names
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
@@ -155,8 +156,8 @@ def in_torch(rule: Optimizer, value: Tensor, grads: list[Tensor], lr: float) -> 
 
 @pytest.mark.parametrize("rule", [Sgd(weight_decay=0.1), MomentumSgd(weight_decay=0.1), AdamW(weight_decay=0.1)])
 def test_an_update_with_gradients_of_zero(rule: Optimizer) -> None:
-    """From empty slots, with gradients that are exactly zero, tiny and large: torch's exporter takes an added constant
-    of 1e-8 for zero and drops it, and AdamW then computes 0 / 0. The graph's first three steps equal torch.optim's."""
+    """From empty slots, with gradients that are exactly zero, tiny and large: without its eps of
+    1e-8 AdamW computes 0 / 0. The graph's first three steps equal torch.optim's."""
     grad = torch.tensor([0.0, 0.0, 1e-12, 1e-8, -1e-4, 1.0, -1e4, 0.0])
     value = torch.tensor([1.0, -2.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.0])
     inputs = {

@@ -1,0 +1,727 @@
+"""A traced function, operator by operator, as ONNX nodes: few, large, and with every shape known.
+
+Torch's own exporter writes the backward pass of a transformer as hundreds of small operators and takes
+most of a minute for it. Here each operator of the trace has one function in `LOWERED`, and layouts stay
+views for as long as they can: a product takes its transposed operand as a flag, a sum is added where the product
+writes, and what is only repeated is left to broadcasting.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import fx
+
+aten = torch.ops.aten
+
+LARGE_BYTES = 1024
+"""Constants above are written as what makes them, if they repeat one number."""
+
+_DTYPES: dict[torch.dtype, int] = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float16: TensorProto.FLOAT16,
+    torch.float64: TensorProto.DOUBLE,
+    torch.int8: TensorProto.INT8,
+    torch.int32: TensorProto.INT32,
+    torch.int64: TensorProto.INT64,
+    torch.bool: TensorProto.BOOL,
+}
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the graph, seen through a view: the tensor named `name`, permuted, or repeated up to `shape`."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    permutation: Shape | None = None  # of the named tensor's axes
+    repeated: bool = False  # the named tensor's shape broadcasts to `shape`
+    number: float | int | bool | None = None  # the one number that a constant repeats
+
+
+class Unsupported(Exception):
+    """An operator that no method has needed so far."""
+
+
+class Graph:
+    """An ONNX graph under construction. Names follow from the order of construction alone."""
+
+    def __init__(self, inputs: Mapping[str, Value]) -> None:
+        self.inputs = dict(inputs)
+        self.nodes: dict[str, onnx.NodeProto] = {}  # by first output, in order of execution
+        self.shapes: dict[str, Shape] = {value.name: value.shape for value in inputs.values()}
+        self.constants: dict[str, onnx.TensorProto] = {}
+        self._named: dict[bytes, str] = {}
+        self._views: dict[tuple[Any, ...], str] = {}
+        self._made = 0
+
+    def node(self, kind: str, operands: Sequence[str], *shapes: Shape, **attributes: Any) -> list[str]:
+        """Append a node; returns the names of its outputs, one for each shape."""
+        self._made += 1
+        base = f"{kind.lower()}.{self._made}"
+        outputs = [base if number == 0 else f"{base}.{number}" for number in range(len(shapes))]
+        self.nodes[base] = helper.make_node(kind, list(operands), outputs, name=base, **attributes)
+        self.shapes |= dict(zip(outputs, shapes, strict=True))
+        return outputs
+
+    def one(self, kind: str, operands: Sequence[str], shape: Shape, dtype: torch.dtype, **attributes: Any) -> Value:
+        [name] = self.node(kind, operands, shape, **attributes)
+        return Value(name, shape, dtype)
+
+    def constant(self, array: np.ndarray[Any, Any]) -> str:
+        """The name of a constant; equal ones share it."""
+        array = np.asarray(array)
+        key = f"{array.dtype}{array.shape}".encode() + array.tobytes()
+        if key not in self._named:
+            name = f"constant.{len(self._named)}"
+            self._named[key] = name
+            if array.nbytes > LARGE_BYTES and (array == array.flat[0]).all():
+                shape = self.constant(np.array(array.shape, np.int64))
+                number = numpy_helper.from_array(array.reshape(-1)[:1])
+                self.nodes[name] = helper.make_node("ConstantOfShape", [shape], [name], name=name, value=number)
+            else:
+                self.constants[name] = numpy_helper.from_array(array, name)
+            self.shapes[name] = array.shape
+        return self._named[key]
+
+    def repeated(self, number: float | bool, shape: Shape, dtype: torch.dtype) -> Value:
+        """A constant that is one number everywhere."""
+        name = self.constant(np.array(number, _numpy(dtype)))
+        return Value(name, shape, dtype, repeated=True, number=number)
+
+    def plain(self, value: Value) -> str:
+        """The name of a tensor that holds the value as it is seen; made once per view."""
+        if value.permutation is None and not value.repeated:
+            return value.name
+        key = (value.name, value.shape, value.permutation)
+        if key not in self._views:
+            if value.permutation is not None:
+                made = self.one("Transpose", [value.name], value.shape, value.dtype, perm=list(value.permutation)).name
+            elif value.number is not None:
+                made = self.constant(np.full(value.shape, value.number, _numpy(value.dtype)))
+            else:
+                shape = self.constant(np.array(value.shape, np.int64))
+                made = self.one("Expand", [value.name, shape], value.shape, value.dtype).name
+            self._views[key] = made
+        return self._views[key]
+
+    def broadcast(self, value: Value) -> str:
+        """A name for an operator that broadcasts by itself."""
+        return value.name if value.repeated else self.plain(value)
+
+    # --- views ----------------------------------------------------------------------------------------
+
+    def reshape(self, value: Value, shape: Shape) -> Value:
+        if shape == value.shape:
+            return value
+        if value.number is not None:
+            return replace(value, shape=shape)
+        ends_kept = len(shape) >= 2 and shape[-2:] == value.shape[-2:]
+        if value.permutation is not None and value.permutation == _swapped(len(value.shape)) and ends_kept:
+            # only the axes in front are regrouped: the view stays one
+            behind = Value(value.name, self.shapes[value.name], value.dtype)
+            regrouped = self.reshape(behind, (*shape[:-2], shape[-1], shape[-2]))
+            return Value(regrouped.name, shape, value.dtype, _swapped(len(shape)))
+        source = self.plain(value)
+        while source in self.nodes and self.nodes[source].op_type == "Reshape":
+            source = self.nodes[source].input[0]
+        if self.shapes[source] == shape:
+            return Value(source, shape, value.dtype)
+        key = (source, shape, "reshape")
+        if key not in self._views:
+            self._views[key] = self.one(
+                "Reshape", [source, self.constant(np.array(shape, np.int64))], shape, value.dtype
+            ).name
+        return Value(self._views[key], shape, value.dtype)
+
+    def permute(self, value: Value, order: Shape) -> Value:
+        shape = tuple(value.shape[axis] for axis in order)
+        if value.number is not None:
+            return replace(value, shape=shape)
+        if value.repeated:
+            value = Value(self.plain(value), value.shape, value.dtype)
+        before = value.permutation or tuple(range(len(order)))
+        composed = tuple(before[axis] for axis in order)
+        return Value(value.name, shape, value.dtype, None if composed == tuple(range(len(order))) else composed)
+
+    def expand(self, value: Value, shape: Shape) -> Value:
+        if shape == value.shape:
+            return value
+        if value.repeated:
+            return replace(value, shape=shape)
+        return Value(self.plain(value), shape, value.dtype, repeated=True)
+
+    # --- arithmetic -----------------------------------------------------------------------------------
+
+    def cast(self, value: Value, dtype: torch.dtype) -> Value:
+        if value.dtype == dtype:
+            return value
+        if value.number is not None:
+            return self.repeated(_numpy(dtype)(value.number).item(), value.shape, dtype)
+        made = self.one("Cast", [value.name], self.shapes[value.name], dtype, to=_DTYPES[dtype])
+        return replace(value, name=made.name, dtype=dtype)
+
+    def unary(self, kind: str, value: Value, **attributes: Any) -> Value:
+        """An elementwise operator works on what lies behind a view."""
+        [name] = self.node(kind, [value.name], self.shapes[value.name], **attributes)
+        return replace(value, name=name, number=None)
+
+    def binary(self, kind: str, left: Value, right: Value, shape: Shape, dtype: torch.dtype) -> Value:
+        """An elementwise operator on two values, of which one may be a view of the same kind as the other."""
+        if left.number is not None and right.number is not None:
+            number = _CALCULATED[kind](_numpy(left.dtype)(left.number), _numpy(right.dtype)(right.number))
+            return self.repeated(number.item(), shape, dtype)
+        if dtype.is_floating_point:
+            if left.shape == shape and right.number is not None and right.number == _NEUTRAL.get(kind):
+                return left
+            commutes = kind in ("Add", "Mul")
+            if commutes and right.shape == shape and left.number is not None and left.number == _NEUTRAL[kind]:
+                return right
+        if (view := self._shared_view(left, right)) is not None:
+            behind = tuple(shape[view.index(axis)] for axis in range(len(shape)))
+            made = self.one(kind, [left.name, right.name], behind, dtype)
+            return Value(made.name, shape, dtype, view)
+        names = [self.broadcast(value) for value in (left, right)]
+        covered = tuple(np.broadcast_shapes(*(self.shapes[name] for name in names)))
+        made = self.one(kind, names, covered, dtype)
+        return made if covered == shape else Value(made.name, shape, dtype, repeated=True)
+
+    def _shared_view(self, left: Value, right: Value) -> Shape | None:
+        """The permutation through which both are seen, where there is one; numbers look the same through any."""
+        views = {value.permutation for value in (left, right) if self.shapes[value.name] != ()}
+        shapes = {value.shape for value in (left, right) if self.shapes[value.name] != ()}
+        return views.pop() if len(views) == len(shapes) == 1 else None
+
+    def with_number(self, kind: str, value: Value, number: float) -> Value:
+        return self.binary(kind, value, self.repeated(number, (), value.dtype), value.shape, value.dtype)
+
+    def reduce(self, kind: str, value: Value, axes: Sequence[int], keep: bool) -> Value:
+        axes = sorted(axis % max(len(value.shape), 1) for axis in axes)
+        kept = tuple(1 if axis in axes else length for axis, length in enumerate(value.shape))
+        shape = kept if keep else tuple(length for axis, length in enumerate(value.shape) if axis not in axes)
+        if not axes or math.prod(value.shape[axis] for axis in axes) == 1:
+            return self.reshape(value, shape)
+        operands = [self.plain(value), self.constant(np.array(axes, np.int64))]
+        return self.one(kind, operands, shape, value.dtype, keepdims=int(keep))
+
+    # --- products -------------------------------------------------------------------------------------
+
+    def gemm(self, left: Value, right: Value, bias: Value | None = None) -> Value:
+        """(M, K) x (K, N) + bias, which broadcasts to (M, N)."""
+        shape = (left.shape[0], right.shape[1])
+        flags = {}
+        names = []
+        for value, flag in ((left, "transA"), (right, "transB")):
+            if value.permutation == (1, 0):
+                flags[flag] = 1
+                names.append(value.name)
+            else:
+                names.append(self.plain(value))
+        if bias is not None:
+            names.append(self.broadcast(bias))
+        return self.one("Gemm", names, shape, left.dtype, **flags)
+
+    def matmul(self, left: Value, right: Value) -> Value:
+        shape = (*left.shape[:-1], right.shape[-1])
+        return self.one("MatMul", [self.plain(left), self.plain(right)], shape, left.dtype)
+
+    def add_to_product(self, product: Value, other: Value) -> Value | None:
+        """Let a product that nobody else reads add `other` while it writes; None where that cannot be."""
+        node = self.nodes.get(product.name)
+        alone = product.permutation is None and not product.repeated
+        if node is None or node.op_type != "Gemm" or len(node.input) == 3 or not alone or other.shape != product.shape:
+            return None
+        added = self.plain(other)
+        del self.nodes[product.name]  # it may have to come after what made `other`
+        node.input.append(added)
+        self.nodes[product.name] = node
+        return product
+
+
+def lower(module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> onnx.GraphProto:
+    """The graph of a trace whose placeholders are `inputs`, in their order, and whose results are called `outputs`.
+
+    Raises Unsupported, naming the operator.
+    """
+    given = {name: Value(name, tuple(value.shape), value.dtype) for name, value in inputs.items()}
+    graph = Graph(given)
+    found: dict[fx.Node, Any] = {}
+    waiting = iter(given.values())
+
+    def looked_up(argument: Any) -> Any:
+        return fx.node.map_arg(argument, lambda node: found[node])
+
+    results: list[Any] = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            found[node] = next(waiting)
+        elif node.op == "get_attr":
+            found[node] = _constant(graph, getattr(module, node.target))
+        elif node.op == "call_function":
+            if node.target is operator.getitem:
+                found[node] = found[node.args[0]][node.args[1]]
+                continue
+            rule = LOWERED.get(node.target)
+            if rule is None:
+                raise Unsupported(f"operator {node.target} has no ONNX form here: add it to {__name__}")
+            found[node] = rule(graph, node, *looked_up(node.args), **looked_up(node.kwargs))
+        else:
+            results = [None if value is None else found[value] for value in node.args[0]]
+    named = _outputs(graph, results, outputs)
+    _drop_unused(graph, named)
+    return helper.make_graph(
+        [*graph.nodes.values()],
+        "step",
+        [helper.make_tensor_value_info(v.name, _DTYPES[v.dtype], v.shape) for v in given.values()],
+        [helper.make_tensor_value_info(name, _DTYPES[v.dtype], v.shape) for name, v in named.items()],
+        [*graph.constants.values()],
+        value_info=[],
+    )
+
+
+def _outputs(graph: Graph, results: Sequence[Value], names: Sequence[str]) -> dict[str, Value]:
+    """Give results their names; an input, a constant or a value that is named already gets a node of its own."""
+    renamed: dict[str, str] = {}
+    named: dict[str, Value] = {}
+    plain = [graph.plain(value) for value in results]
+    for name, source, value in zip(names, plain, results, strict=True):
+        owner = next((node for node in graph.nodes.values() if source in node.output), None)
+        if owner is None or source in renamed or owner.op_type in ("Reshape", "ConstantOfShape"):
+            made = graph.nodes.get(graph.node("Identity", [source], value.shape)[0])
+            assert made is not None
+            made.output[0] = name
+        else:
+            renamed[source] = name
+        named[name] = value
+    for node in graph.nodes.values():
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+    return named
+
+
+def _drop_unused(graph: Graph, outputs: Mapping[str, Value]) -> None:
+    """Remove nodes, node outputs and constants that nothing reads."""
+    needed = set(outputs)
+    for key, node in reversed([*graph.nodes.items()]):
+        if not needed.intersection(node.output):
+            del graph.nodes[key]
+            continue
+        while node.op_type == "LayerNormalization" and node.output[-1] not in needed:
+            del node.output[-1]
+        needed.update(node.input)
+    graph.constants = {name: value for name, value in graph.constants.items() if name in needed}
+
+
+# --- operators ----------------------------------------------------------------------------------------
+
+Rule = Callable[..., Any]
+LOWERED: dict[Any, Rule] = {}
+
+
+def _lowers(*operators: Any) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        LOWERED.update(dict.fromkeys(operators, rule))
+        return rule
+
+    return register
+
+
+@_lowers(aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+def _same(graph: Graph, node: fx.Node, value: Value, **_: Any) -> Value:
+    return value
+
+
+@_lowers(
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.squeeze.dims,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+)
+def _reshape(graph: Graph, node: fx.Node, value: Value, *_: Any) -> Value:
+    return graph.reshape(value, _shape(node))
+
+
+@_lowers(aten.permute.default)
+def _permute(graph: Graph, node: fx.Node, value: Value, order: Sequence[int]) -> Value:
+    return graph.permute(value, tuple(axis % len(order) for axis in order))
+
+
+@_lowers(aten.expand.default)
+def _expand(graph: Graph, node: fx.Node, value: Value, *_: Any) -> Value:
+    return graph.expand(value, _shape(node))
+
+
+def _elementwise(kind: str) -> Rule:
+    def rule(graph: Graph, node: fx.Node, left: Any, right: Any, alpha: float = 1) -> Value:
+        dtype = _dtype(node)
+        if kind in ("Equal", "Greater", "Less"):
+            dtype = torch.result_type(*(_example(side) for side in (left, right)))
+        left, right = (graph.cast(_as_value(graph, side, dtype), dtype) for side in (left, right))
+        if alpha != 1:
+            right = graph.with_number("Mul", right, alpha)
+        if kind == "Add":
+            for product, other, argument in ((left, right, node.args[0]), (right, left, node.args[1])):
+                if _is_product_for(node, argument) and (fused := graph.add_to_product(product, other)):
+                    return fused
+        return graph.binary(kind, left, right, _shape(node), _dtype(node))
+
+    return rule
+
+
+for _kind, _operators in {
+    "Add": (aten.add.Tensor, aten.add.Scalar),
+    "Sub": (aten.sub.Tensor, aten.sub.Scalar),
+    "Mul": (aten.mul.Tensor, aten.mul.Scalar),
+    "Div": (aten.div.Tensor, aten.div.Scalar),
+    "Equal": (aten.eq.Tensor, aten.eq.Scalar),
+    "Greater": (aten.gt.Tensor, aten.gt.Scalar),
+    "Less": (aten.lt.Tensor, aten.lt.Scalar),
+}.items():
+    _lowers(*_operators)(_elementwise(_kind))
+
+_CALCULATED: dict[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mul": operator.mul,
+    "Div": operator.truediv,
+    "Equal": operator.eq,
+    "Greater": operator.gt,
+    "Less": operator.lt,
+    "Pow": operator.pow,
+}
+_NEUTRAL = {"Add": 0, "Sub": 0, "Mul": 1, "Div": 1}
+
+
+def _is_product_for(reader: fx.Node, node: Any) -> bool:
+    """Whether `node` is a matrix product that nothing but `reader` sees."""
+    while isinstance(node, fx.Node) and len(node.users) == 1:
+        if node.target is aten.mm.default:
+            return True
+        if node.target is not aten.permute.default:
+            return False
+        node = node.args[0]
+    return False
+
+
+def _unary(kind: str) -> Rule:
+    return lambda graph, node, value: graph.unary(kind, value)
+
+
+for _kind, _operator in {
+    "Neg": aten.neg.default,
+    "Sqrt": aten.sqrt.default,
+    "Tanh": aten.tanh.default,
+    "Log": aten.log.default,
+    "Exp": aten.exp.default,
+    "Reciprocal": aten.reciprocal.default,
+    "Relu": aten.relu.default,
+    "Sigmoid": aten.sigmoid.default,
+}.items():
+    _lowers(_operator)(_unary(_kind))
+
+
+@_lowers(aten.pow.Tensor_Scalar)
+def _power(graph: Graph, node: fx.Node, value: Value, exponent: float) -> Value:
+    if exponent == 1:
+        return value
+    if exponent == 2:
+        return graph.binary("Mul", value, value, value.shape, value.dtype)
+    return graph.with_number("Pow", value, exponent)
+
+
+@_lowers(aten.pow.Scalar)
+def _power_of(graph: Graph, node: fx.Node, base: float, exponent: Value) -> Value:
+    number = graph.repeated(base, exponent.shape, exponent.dtype)
+    return graph.binary("Pow", number, exponent, exponent.shape, exponent.dtype)
+
+
+@_lowers(aten.clamp.default)
+def _clamp(graph: Graph, node: fx.Node, value: Value, low: float | None = None, high: float | None = None) -> Value:
+    bounds = ["" if b is None else graph.constant(np.array(b, _numpy(value.dtype))) for b in (low, high)]
+    [name] = graph.node("Clip", [value.name, *bounds], graph.shapes[value.name])
+    return replace(value, name=name, number=None)
+
+
+@_lowers(aten.where.self)
+def _where(graph: Graph, node: fx.Node, condition: Value, left: Value, right: Value) -> Value:
+    dtype = _dtype(node)
+    names = [graph.broadcast(v) for v in (condition, graph.cast(left, dtype), graph.cast(right, dtype))]
+    covered = tuple(np.broadcast_shapes(*(graph.shapes[name] for name in names)))
+    made = graph.one("Where", names, covered, dtype)
+    return made if covered == _shape(node) else Value(made.name, _shape(node), dtype, repeated=True)
+
+
+@_lowers(aten._to_copy.default)
+def _cast(graph: Graph, node: fx.Node, value: Value, **_: Any) -> Value:
+    return graph.cast(value, _dtype(node))
+
+
+@_lowers(aten.full.default, aten.scalar_tensor.default, aten.full_like.default)
+def _full(graph: Graph, node: fx.Node, *arguments: Any, **_: Any) -> Value:
+    number = arguments[0] if node.target is aten.scalar_tensor.default else arguments[1]
+    return graph.repeated(number, _shape(node), _dtype(node))
+
+
+@_lowers(aten.arange.start_step)
+def _arange(graph: Graph, node: fx.Node, start: int, end: int, step: int = 1, **_: Any) -> Value:
+    return _constant(graph, torch.arange(start, end, step, dtype=_dtype(node)))
+
+
+def _reduction(kind: str) -> Rule:
+    def rule(
+        graph: Graph, node: fx.Node, value: Value, axes: Sequence[int] | None = None, keep: bool = False, **_: Any
+    ) -> Value:
+        return graph.reduce(kind, value, axes or range(len(value.shape)), keep)
+
+    return rule
+
+
+for _kind, _operators in {
+    "ReduceSum": (aten.sum.default, aten.sum.dim_IntList),
+    "ReduceMean": (aten.mean.default, aten.mean.dim),
+    "ReduceMax": (aten.amax.default,),
+}.items():
+    _lowers(*_operators)(_reduction(_kind))
+
+
+@_lowers(aten.mm.default)
+def _mm(graph: Graph, node: fx.Node, left: Value, right: Value) -> Value:
+    if _ends_swapped(node):  # (left right)^T = right^T left^T needs no pass of its own
+        return graph.permute(graph.gemm(graph.permute(right, (1, 0)), graph.permute(left, (1, 0))), (1, 0))
+    return graph.gemm(left, right)
+
+
+@_lowers(aten.addmm.default)
+def _addmm(graph: Graph, node: fx.Node, bias: Value, left: Value, right: Value) -> Value:
+    return graph.gemm(left, right, bias)
+
+
+@_lowers(aten.bmm.default)
+def _bmm(graph: Graph, node: fx.Node, left: Value, right: Value) -> Value:
+    if _ends_swapped(node):
+        swap = (0, 2, 1)
+        return graph.permute(graph.matmul(graph.permute(right, swap), graph.permute(left, swap)), swap)
+    return graph.matmul(left, right)
+
+
+def _ends_swapped(node: fx.Node) -> bool:
+    """Whether all that happens to a product is that its last two axes change places."""
+    last = _shape(node)[-2:]
+    while len(node.users) == 1:
+        [node] = node.users
+        if node.target in (aten.view.default, aten._unsafe_view.default, aten.clone.default):
+            if _shape(node)[-2:] != last:
+                return False
+        elif node.target is aten.permute.default:
+            order = cast(Sequence[int], node.args[1])
+            return tuple(axis % len(order) for axis in order) == _swapped(len(order))
+        else:
+            return False
+    return False
+
+
+@_lowers(aten.slice.Tensor)
+def _slice(
+    graph: Graph, node: fx.Node, value: Value, axis: int = 0, start: int = 0, end: int = 2**63 - 1, step: int = 1
+) -> Value:
+    if _shape(node) == value.shape:
+        return value
+    bounds = [graph.constant(np.array([number], np.int64)) for number in (start or 0, end, axis, step)]
+    return graph.one("Slice", [graph.plain(value), *bounds], _shape(node), value.dtype)
+
+
+@_lowers(aten.select.int)
+def _select(graph: Graph, node: fx.Node, value: Value, axis: int, index: int) -> Value:
+    chosen = graph.constant(np.array(index, np.int64))
+    return graph.one("Gather", [graph.plain(value), chosen], _shape(node), value.dtype, axis=axis)
+
+
+@_lowers(aten.index_select.default)
+def _index_select(graph: Graph, node: fx.Node, value: Value, axis: int, index: Value) -> Value:
+    return graph.one("Gather", [graph.plain(value), graph.plain(index)], _shape(node), value.dtype, axis=axis)
+
+
+@_lowers(aten.index.Tensor)
+def _index(graph: Graph, node: fx.Node, value: Value, indices: Sequence[Value | None]) -> Value:
+    given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+    if len(given) != 1:
+        raise Unsupported(f"indexing by {len(given)} tensors at once has no ONNX form here")
+    [(axis, index)] = given
+    return graph.one("Gather", [graph.plain(value), graph.plain(index)], _shape(node), value.dtype, axis=axis)
+
+
+@_lowers(aten.split_with_sizes.default)
+def _split(graph: Graph, node: fx.Node, value: Value, sizes: Sequence[int], axis: int = 0) -> list[Value]:
+    axis %= len(value.shape)
+    shapes = [(*value.shape[:axis], size, *value.shape[axis + 1 :]) for size in sizes]
+    names = graph.node("Split", [graph.plain(value), graph.constant(np.array(sizes, np.int64))], *shapes, axis=axis)
+    return [Value(name, shape, value.dtype) for name, shape in zip(names, shapes, strict=True)]
+
+
+@_lowers(aten.cat.default)
+def _cat(graph: Graph, node: fx.Node, values: Sequence[Value], axis: int = 0) -> Value:
+    names = [graph.plain(graph.cast(value, _dtype(node))) for value in values if math.prod(value.shape)]
+    return graph.one("Concat", names, _shape(node), _dtype(node), axis=axis)
+
+
+@_lowers(aten.topk.default)
+def _topk(
+    graph: Graph, node: fx.Node, value: Value, count: int, axis: int = -1, largest: bool = True, in_order: bool = True
+) -> list[Value]:
+    axis %= len(value.shape)
+    shape = (*value.shape[:axis], count, *value.shape[axis + 1 :])
+    operands = [graph.plain(value), graph.constant(np.array([count], np.int64))]
+    names = graph.node("TopK", operands, shape, shape, axis=axis, largest=int(largest), sorted=int(in_order))
+    return [Value(names[0], shape, value.dtype), Value(names[1], shape, torch.int64)]
+
+
+# --- what a transformer is made of --------------------------------------------------------------------
+
+
+@_lowers(aten._softmax.default, aten._log_softmax.default)
+def _softmax(graph: Graph, node: fx.Node, value: Value, axis: int, half: bool) -> Value:
+    kind = "Softmax" if node.target is aten._softmax.default else "LogSoftmax"
+    return graph.one(kind, [graph.plain(value)], value.shape, value.dtype, axis=axis % len(value.shape))
+
+
+@_lowers(aten._softmax_backward_data.default)
+def _softmax_backward(graph: Graph, node: fx.Node, grad: Value, result: Value, axis: int, dtype: Any) -> Value:
+    """p (g - sum(g p))"""
+    shape, kind = result.shape, result.dtype
+    weighted = graph.binary("Mul", grad, result, shape, kind)
+    total = graph.reduce("ReduceSum", weighted, [axis], keep=True)
+    return graph.binary("Mul", graph.binary("Sub", grad, total, shape, kind), result, shape, kind)
+
+
+@_lowers(aten._log_softmax_backward_data.default)
+def _log_softmax_backward(graph: Graph, node: fx.Node, grad: Value, result: Value, axis: int, dtype: Any) -> Value:
+    """g - p sum(g)"""
+    shape, kind = result.shape, result.dtype
+    total = graph.reduce("ReduceSum", grad, [axis], keep=True)
+    spread = graph.binary("Mul", graph.unary("Exp", result), total, shape, kind)
+    return graph.binary("Sub", grad, spread, shape, kind)
+
+
+@_lowers(aten.gelu.default)
+def _gelu(graph: Graph, node: fx.Node, value: Value, approximate: str = "none") -> Value:
+    return graph.unary("Gelu", value, approximate=approximate)
+
+
+@_lowers(aten.gelu_backward.default)
+def _gelu_backward(graph: Graph, node: fx.Node, grad: Value, value: Value, approximate: str = "none") -> Value:
+    """g / 2 (1 + erf t + 2 / sqrt(pi) t exp(-t^2)), t = x / sqrt(2)"""
+    if approximate != "none":
+        raise Unsupported(f"the gradient of GELU in its {approximate!r} form has no ONNX form here")
+    shape, kind = value.shape, value.dtype
+    scaled = graph.with_number("Mul", value, math.sqrt(0.5))
+    square = graph.binary("Mul", scaled, scaled, shape, kind)
+    # divided by the exponential, not multiplied by that of the negative: one pass less; beyond its range 0 as well
+    height = graph.with_number("Mul", scaled, 2 / math.sqrt(math.pi))
+    bell = graph.binary("Div", height, graph.unary("Exp", square), shape, kind)
+    slope = graph.binary("Add", graph.unary("Erf", scaled), bell, shape, kind)
+    twice = graph.with_number("Add", slope, 1.0)
+    return graph.binary("Mul", graph.with_number("Mul", grad, 0.5), twice, shape, kind)
+
+
+@_lowers(aten.native_layer_norm.default)
+def _layer_norm(
+    graph: Graph, node: fx.Node, value: Value, over: Sequence[int], scale: Value | None, bias: Value | None, eps: float
+) -> list[Value]:
+    return _normalised(graph, value, len(over), scale, bias, eps)
+
+
+def _normalised(
+    graph: Graph, value: Value, axes: int, scale: Value | None, bias: Value | None, eps: float
+) -> list[Value]:
+    """The normalised values, their means, and one over their standard deviations."""
+    over, inner = value.shape[: len(value.shape) - axes], value.shape[len(value.shape) - axes :]
+    names = [
+        graph.plain(value),
+        graph.plain(scale) if scale else graph.constant(np.ones(inner, np.float32)),
+        *([graph.plain(bias)] if bias else []),
+    ]
+    moments = (*over, *(1 for _ in inner))
+    made = graph.node("LayerNormalization", names, value.shape, moments, moments, axis=-axes, epsilon=eps)
+    return [Value(name, shape, value.dtype) for name, shape in zip(made, (value.shape, moments, moments), strict=True)]
+
+
+@_lowers(aten.native_layer_norm_backward.default)
+def _layer_norm_backward(
+    graph: Graph,
+    node: fx.Node,
+    grad: Value,
+    value: Value,
+    over: Sequence[int],
+    mean: Value,
+    spread: Value,  # one over the standard deviation
+    scale: Value | None,
+    bias: Value | None,
+    wanted: Sequence[bool],
+) -> list[Value | None]:
+    """r (g' - mean(g') - n mean(g' n)), g' = g scale, n the normalised values, r one over their deviation"""
+    shape, kind = value.shape, value.dtype
+    axes = list(range(len(shape) - len(over), len(shape)))
+    rows = list(range(len(shape) - len(over)))
+    used = {user.args[1] for user in node.users}
+    centred = graph.binary("Sub", value, mean, shape, kind)
+    normal = graph.binary("Mul", centred, spread, shape, kind)
+    results: list[Value | None] = [None, None, None]
+    if 0 in used:
+        scaled = graph.binary("Mul", grad, scale, shape, kind) if scale else grad
+        average = graph.reduce("ReduceMean", scaled, axes, keep=True)
+        along = graph.reduce("ReduceMean", graph.binary("Mul", scaled, normal, shape, kind), axes, keep=True)
+        part = graph.binary("Add", graph.binary("Mul", normal, along, shape, kind), average, shape, kind)
+        results[0] = graph.binary("Mul", graph.binary("Sub", scaled, part, shape, kind), spread, shape, kind)
+    if 1 in used:
+        results[1] = graph.reduce("ReduceSum", graph.binary("Mul", grad, normal, shape, kind), rows, keep=False)
+    if 2 in used:
+        results[2] = graph.reduce("ReduceSum", grad, rows, keep=False)
+    return results
+
+
+# --- helpers ------------------------------------------------------------------------------------------
+
+
+def _shape(node: fx.Node) -> Shape:
+    return tuple(node.meta["val"].shape)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def _numpy(dtype: torch.dtype) -> Any:
+    return np.dtype(str(dtype).removeprefix("torch.")).type
+
+
+def _swapped(axes: int) -> Shape:
+    return (*range(axes - 2), axes - 1, axes - 2)
+
+
+def _permuted(shape: Shape, order: Shape) -> Shape:
+    return tuple(shape[axis] for axis in order)
+
+
+def _constant(graph: Graph, value: torch.Tensor) -> Value:
+    array = value.detach().numpy()
+    if array.size == 1:
+        return graph.repeated(array.item(), array.shape, value.dtype)
+    return Value(graph.constant(array), array.shape, value.dtype)
+
+
+def _as_value(graph: Graph, side: Any, dtype: torch.dtype) -> Value:
+    return side if isinstance(side, Value) else graph.repeated(side, (), dtype)
+
+
+def _example(side: Any) -> Any:
+    return torch.empty(side.shape, dtype=side.dtype, device="meta") if isinstance(side, Value) else side

@@ -6,19 +6,20 @@ Knows no method: graphs say by their input and output names what they read and w
 import functools
 import hashlib
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime
 
 from edge_client.sampler import MedianSampler
+from edge_client.steps import Graph, Steps, SummedSteps, WholeSteps
 from fedvit.data.folder import DeviceData, Flags, Split
 from fedvit.data.images import Indices, augment, draw_kept, normalise, select, unfold
 from fedvit.errors import BadPayload, DataError, FedvitError
@@ -95,7 +96,7 @@ class Runtime:
     """Sessions of the graphs in use; one runtime serves any number of tasks."""
 
     threads: int
-    _sessions: dict[str, onnxruntime.InferenceSession] = field(default_factory=dict)
+    _graphs: dict[str, Graph] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -104,10 +105,10 @@ class Runtime:
     def open(self, digest: str, path: Path) -> None:
         """Load a graph once. Raises BadPayload when onnxruntime cannot."""
         with self._lock:
-            if digest not in self._sessions:
-                self._sessions[digest] = self._load(digest, path)
+            if digest not in self._graphs:
+                self._graphs[digest] = self._load(digest, path)
 
-    def _load(self, digest: str, path: Path) -> onnxruntime.InferenceSession:
+    def _load(self, digest: str, path: Path) -> Graph:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
@@ -117,15 +118,15 @@ class Runtime:
         options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 3
         try:
-            return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            return Graph(onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]))
         except Exception as error:  # onnxruntime's exceptions share no base of their own
             raise BadPayload(f"graph {digest} cannot be loaded: {error}") from error
 
     def keep_only(self, digests: set[str]) -> None:
         """Close graphs of programs that are over."""
         with self._lock:
-            for digest in self._sessions.keys() - digests:
-                del self._sessions[digest]
+            for digest in self._graphs.keys() - digests:
+                del self._graphs[digest]
 
     # --- training -------------------------------------------------------------------------------------
 
@@ -153,44 +154,35 @@ class Runtime:
         times: list[float] = []
         lost: set[int] = set()  # rows that could not be decoded
         for phase in phases:
-            facts = _facts(program, phase, images, number_rng)
-            loop = _PhaseLoop(self._session(program, phase.graph), program, phase, values, start, facts, lr_scale)
+            loop = self._steps(program, phase, values, start, _facts(program, phase, images, number_rng), lr_scale)
             sampler = (
                 MedianSampler(images.labels, phase.epochs, phase.collect.threshold, sample_rng)
                 if phase.collect
                 else None
             )
-            left = phase.steps if phase.steps is not None else phase.epochs * batches
-            for epoch in range(phase.epochs):
-                losses, weights = 0.0, 0
-                order = order_rng.permutation(len(images))
-                for first in range(0, len(order), program.batch.batch_size):
-                    if left == 0:
-                        break
-                    left -= 1
-                    if watch.stopped():
-                        raise Stopped("the task was cancelled")
-                    rows = order[first : first + program.batch.batch_size]
-                    feeds, readable = training_feeds(images, rows, program.batch, picture_rng, mask_rng)
-                    lost.update(rows[~readable].tolist())
-                    if not readable.any():
-                        continue
-                    for repeat in range(phase.repeats):
-                        began = time.perf_counter()
-                        outputs = loop.step(feeds, last=repeat == phase.repeats - 1)
-                        times.append(time.perf_counter() - began)
-                        result.steps += 1
-                        result.flops += program.graphs[phase.graph].flops
-                    count = int(readable.sum())
-                    loss = float(outputs["metric/loss"])
-                    losses, weights = losses + loss * count, weights + count
-                    if sampler and phase.collect:
-                        sampler.record(epoch, rows, readable, outputs[f"collect/{phase.collect.output}"])
-                    watch.step(result.steps, total, loss)
-                if weights:
-                    result.loss = losses / weights
+            losses: dict[int, list[tuple[float, int]]] = {}
+            batches_of = _batches(images, program.batch, phase, order_rng, picture_rng, mask_rng)
+            for fed in ahead(batches_of):
+                if watch.stopped():
+                    raise Stopped("the task was cancelled")
+                lost.update(fed.rows[~fed.readable].tolist())
+                if not fed.readable.any():
+                    continue
+                for repeat in range(phase.repeats):
+                    began = time.perf_counter()
+                    stepped = loop.step(fed.feeds, last=repeat == phase.repeats - 1)
+                    times.append(time.perf_counter() - began)
+                    result.steps += 1
+                    result.flops += stepped.runs * program.graphs[phase.graph].flops
+                losses.setdefault(fed.epoch, []).append((stepped.loss, int(fed.readable.sum())))
+                if sampler and phase.collect:
+                    values_of_rows = stepped.collected[f"collect/{phase.collect.output}"]
+                    sampler.record(fed.epoch, fed.rows, fed.readable, values_of_rows)
+                watch.step(result.steps, total, stepped.loss)
             if not loop.count:
                 raise DataError(f"none of the {len(images)} training images can be decoded")
+            last_epoch = losses[max(losses)]
+            result.loss = sum(loss * count for loss, count in last_epoch) / sum(count for _, count in last_epoch)
             values.update(loop.trained)
             result.tensors.update(loop.trained)
             if sampler and phase.collect:
@@ -211,7 +203,7 @@ class Runtime:
         """
         *training, choice_rng = seeds.generators(6)
         evaluate, images, batch = program.evaluate, data.test, program.batch
-        session, flops = self._session(program, evaluate.graph), 0
+        graph, flops = self._graph(program, evaluate.graph), 0
         if evaluate.adapt:
             quiet = Watch(lambda *_: None, watch.stopped)
             adapted = self._run_phases(program, evaluate.adapt, values, data.train, training, 1.0, quiet)
@@ -220,14 +212,14 @@ class Runtime:
         if evaluate.gather:
             rows = _chosen(len(data.train), evaluate.gather.capacity, choice_rng)
             feeds |= self._gather(program, evaluate.gather, feeds, data.train, rows, watch)
-            flops += program.graphs[evaluate.gather.graph].flops * -(-len(rows) // batch.batch_size)
-        fixed = _bind(session, feeds, {"batch/patches"})
+            flops += program.graphs[evaluate.gather.graph].flops * -(-len(rows) // batch.run_size)
+        graph.require(feeds.keys() | {"batch/patches"})
         correct, seen = 0, 0
-        total = -(-len(images) // batch.batch_size)
+        total = -(-len(images) // batch.run_size)
         for number, (rows, readable, patches) in enumerate(_full_images(images, np.arange(len(images)), batch)):
             if watch.stopped():
                 raise Stopped("the task was cancelled")
-            outputs = _run(session, {**fixed, "batch/patches": patches})
+            outputs = graph.run({**feeds, "batch/patches": patches})
             answers = outputs["logits"][: len(rows)].argmax(axis=1)
             correct += int(((answers == images.labels[rows]) & readable).sum())
             seen += int(readable.sum())
@@ -244,93 +236,134 @@ class Runtime:
         watch: Watch,
     ) -> dict[str, Array]:
         """What a graph gives of the chosen images, as inputs of the predict graph; empty places have weight 0."""
-        session = self._session(program, gather.graph)
-        fixed = _bind(session, values, {"batch/patches"})
+        graph = self._graph(program, gather.graph)
+        graph.require(values.keys() | {"batch/patches"})
         gathered = np.zeros((gather.capacity, *gather.shape), np.float32)
         labels, weight = np.zeros(gather.capacity, np.int64), np.zeros(gather.capacity, np.float32)
         filled = 0
         for rows, readable, patches in _full_images(images, chosen, program.batch):
             if watch.stopped():
                 raise Stopped("the task was cancelled")
-            outputs = _run(session, {**fixed, "batch/patches": patches})
+            outputs = graph.run({**values, "batch/patches": patches})
             places = slice(filled, filled + len(rows))
             gathered[places] = outputs[f"collect/{gather.output}"][: len(rows)]
             labels[places], weight[places] = images.labels[rows], readable
             filled += len(rows)
         return {f"gathered/{gather.output}": gathered, "gathered/labels": labels, "gathered/weight": weight}
 
-    def _session(self, program: Program, graph: str) -> onnxruntime.InferenceSession:
-        return self._sessions[program.graphs[graph].digest]
+    def _graph(self, program: Program, name: str) -> Graph:
+        return self._graphs[program.graphs[name].digest]
 
-
-class _PhaseLoop:
-    """The state of one phase: tensors in motion and their optimizer slots."""
-
-    def __init__(
+    def _steps(
         self,
-        session: onnxruntime.InferenceSession,
         program: Program,
         phase: Train,
         values: Mapping[str, Array],
         start: Mapping[str, Array],
         facts: Mapping[str, Any],
         lr_scale: float,
-    ) -> None:
-        self._session = session
-        moved = [name for group in phase.groups for name in program.names(group)]
-        self.trained: Tensors = {name: values[name] for name in moved}
-        self._slots = {f"slot/{slot}/{name}": np.zeros_like(values[name]) for slot in phase.slots for name in moved}
-        anchored = {f"anchor/{name}": start[name] for group in phase.anchors for name in program.names(group)}
-        fixed = {f"tensor/{name}": value for name, value in values.items() if name not in self.trained}
-        rate = {"hyper/lr": np.array(phase.lr * lr_scale, np.float32)}
-        later = {f"tensor/{name}" for name in moved} | self._slots.keys() | {"hyper/step"}
-        later |= {"batch/patches", "batch/kept", "batch/labels", "batch/weight", "hyper/last"}
-        self._fixed = _bind(session, {**fixed, **anchored, **facts, **rate}, later)
-        self._wanted = {node.name for node in session.get_inputs()}
-        self.count = 0  # steps so far
+    ) -> Steps:
+        given = (self._graph(program, phase.graph), program, phase, values, start, facts, lr_scale)
+        return SummedSteps(*given, update=self._graph(program, phase.update)) if phase.update else WholeSteps(*given)
 
-    def step(self, feeds: Mapping[str, Any], *, last: bool) -> dict[str, Any]:
-        """One optimizer step; returns metrics and what may be collected."""
-        self.count += 1
-        moving = {f"tensor/{name}": value for name, value in self.trained.items()}
-        hyper = {"hyper/step": np.array(self.count, np.float32), "hyper/last": np.array(last, np.float32)}
-        fed = {**self._fixed, **moving, **self._slots, **feeds, **hyper}
-        outputs = _run(self._session, {name: value for name, value in fed.items() if name in self._wanted})
-        for name in self.trained:
-            self.trained[name] = outputs.pop(f"new/tensor/{name}")
-        for name in self._slots:
-            self._slots[name] = outputs.pop(f"new/{name}")
-        return outputs
+
+class Fed(NamedTuple):
+    """One batch, ready for the graphs."""
+
+    epoch: int
+    rows: Indices
+    readable: Flags
+    feeds: dict[str, Any]
+
+
+def _batches(
+    images: Split,
+    batch: Batch,
+    phase: Train,
+    order_rng: np.random.Generator,
+    picture_rng: np.random.Generator,
+    mask_rng: np.random.Generator,
+) -> Iterator[Fed]:
+    """The batches of a phase in order, until its epochs are over or its steps are made."""
+    left = phase.steps
+    length = batch.batch_size
+    if phase.update:  # worked off in runs
+        length = -(-length // batch.run_size) * batch.run_size
+    for epoch in range(phase.epochs):
+        order = order_rng.permutation(len(images))
+        for first in range(0, len(order), batch.batch_size):
+            if left == 0:
+                return
+            left = None if left is None else left - 1
+            rows = order[first : first + batch.batch_size]
+            feeds, readable = training_feeds(images, rows, batch, length, picture_rng, mask_rng)
+            yield Fed(epoch, rows, readable, feeds)
+
+
+def ahead(batches: Iterator[Fed]) -> Iterator[Fed]:
+    """The same batches, of which the next is made while the caller works on one: decoding takes time, too."""
+    made: queue.Queue[Fed | Exception | None] = queue.Queue(maxsize=1)
+    over = threading.Event()
+
+    def put(item: Fed | Exception | None) -> None:
+        while not over.is_set():
+            try:
+                made.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for fed in batches:
+                if over.is_set():
+                    break
+                put(fed)
+        except Exception as error:  # noqa: BLE001 - raised again where the batches are used
+            put(error)
+        put(None)
+
+    thread = threading.Thread(target=work, name="batches", daemon=True)
+    thread.start()
+    try:
+        while (item := made.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        over.set()
+        thread.join()
 
 
 def training_feeds(
     images: Split,
-    rows: npt.NDArray[np.int64],
+    rows: Indices,
     batch: Batch,
+    length: int,
     picture_rng: np.random.Generator,
     mask_rng: np.random.Generator,
 ) -> tuple[dict[str, Any], Flags]:
-    """Graph inputs of one batch, padded to the batch size, and which of `rows` could be read."""
+    """Graph inputs of one batch, padded to `length`, and which of `rows` could be read."""
     pictures, readable = images.load(rows, batch.image_size)
     patches = unfold(normalise(augment(pictures, batch, picture_rng), batch), batch.patch_size)
     feeds: dict[str, Any] = {}
     if batch.kept_patches < batch.patches:
         kept = draw_kept(mask_rng, len(rows), batch.patches, batch.kept_patches)
         patches = select(patches, kept)
-        feeds["batch/kept"] = _pad(kept, batch.batch_size)
-    feeds["batch/patches"] = _pad(patches, batch.batch_size)
-    feeds["batch/labels"] = _pad(images.labels[rows], batch.batch_size)
-    feeds["batch/weight"] = _pad(readable.astype(np.float32), batch.batch_size)
+        feeds["batch/kept"] = _pad(kept, length)
+    feeds["batch/patches"] = _pad(patches, length)
+    feeds["batch/labels"] = _pad(images.labels[rows], length)
+    feeds["batch/weight"] = _pad(readable.astype(np.float32), length)
     return feeds, readable
 
 
 def _full_images(images: Split, chosen: Indices, batch: Batch) -> Iterator[tuple[Indices, Flags, Array]]:
-    """Batches of whole images without augmentation: rows, which of them could be read, padded patches."""
-    for first in range(0, len(chosen), batch.batch_size):
-        rows = chosen[first : first + batch.batch_size]
+    """Runs of whole images without augmentation: rows, which of them could be read, padded patches."""
+    for first in range(0, len(chosen), batch.run_size):
+        rows = chosen[first : first + batch.run_size]
         pictures, readable = images.load(rows, batch.image_size)
         patches = unfold(normalise(pictures, batch), batch.patch_size)
-        yield rows, readable, _pad(patches, batch.batch_size)
+        yield rows, readable, _pad(patches, batch.run_size)
 
 
 def _chosen(count: int, capacity: int, rng: np.random.Generator) -> Indices:
@@ -358,19 +391,3 @@ def _pad(rows: Any, length: int) -> Any:
     if len(rows) == length:
         return rows
     return np.concatenate([rows, np.zeros((length - len(rows), *rows.shape[1:]), rows.dtype)])
-
-
-def _bind(session: onnxruntime.InferenceSession, values: Mapping[str, Any], later: set[str]) -> dict[str, Any]:
-    """The part of `values` that the graph reads. Raises BadPayload when an input has no source."""
-    names = [node.name for node in session.get_inputs()]
-    if missing := [name for name in names if name not in values and name not in later]:
-        raise BadPayload(f"the graph reads {missing[0]!r}, which the program does not provide")
-    return {name: values[name] for name in names if name in values}
-
-
-def _run(session: onnxruntime.InferenceSession, feeds: Mapping[str, Any]) -> dict[str, Any]:
-    names = [node.name for node in session.get_outputs()]
-    try:
-        return dict(zip(names, session.run(names, feeds), strict=True))
-    except Exception as error:  # onnxruntime's exceptions share no base of their own
-        raise BadPayload(f"the graph cannot run on this device: {error}") from error

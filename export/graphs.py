@@ -9,10 +9,21 @@ from functools import partial
 from pathlib import Path
 
 from export.trace import Trace, to_onnx, trace
-from export.verify import reference_predict, reference_step, verify
+from export.verify import reference_predict, reference_step, reference_update, verify
 from fedvit.files import atomic_write
 from fedvit.methods.base import Method
-from fedvit.methods.step import Step, example_inputs, gather_step, predict_step, steps_of, train_step
+from fedvit.methods.step import (
+    PIECE,
+    Serves,
+    Step,
+    Update,
+    example_inputs,
+    gather_step,
+    predict_step,
+    steps_of,
+    train_step,
+    update_step,
+)
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Gather, Train
 
@@ -51,14 +62,17 @@ def export_graphs(
         progress(f"tracing graph {name!r}")
         inputs = example_inputs(method, vit, batch, serves)
         step, reference = _step_and_reference(method, vit, serves)
-        graphs[name] = _cached(trace(step, inputs), reference, name, folder, progress)
+        traced = trace(step, inputs, any_length=PIECE if isinstance(serves, Update) else None)
+        graphs[name] = _cached(traced, reference, name, folder, progress)
     return graphs
 
 
-def _step_and_reference(method: Method, vit: PatchViT, serves: Train | Gather | None) -> tuple[Step, Step]:
+def _step_and_reference(method: Method, vit: PatchViT, serves: Serves) -> tuple[Step, Step]:
     if isinstance(serves, Train):
         return train_step(method, vit, serves), reference_step(method, vit, serves)
-    step = gather_step(method, vit, serves) if serves else predict_step(method, vit)
+    if isinstance(serves, Update):
+        return update_step(serves.rule), reference_update(serves.rule)
+    step = gather_step(method, vit, serves) if isinstance(serves, Gather) else predict_step(method, vit)
     return step, partial(reference_predict, step)
 
 

@@ -485,12 +485,9 @@ def _reduction(kind: str) -> Rule:
     return rule
 
 
-for _kind, _operators in {
-    "ReduceSum": (aten.sum.default, aten.sum.dim_IntList),
-    "ReduceMean": (aten.mean.default, aten.mean.dim),
-    "ReduceMax": (aten.amax.default,),
-}.items():
-    _lowers(*_operators)(_reduction(_kind))
+_lowers(aten.sum.default, aten.sum.dim_IntList)(_reduction("ReduceSum"))
+_lowers(aten.mean.default, aten.mean.dim)(_reduction("ReduceMean"))
+_lowers(aten.amax.default)(_reduction("ReduceMax"))
 
 
 @_lowers(aten.mm.default)

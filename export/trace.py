@@ -34,6 +34,7 @@ class Trace:
     module: fx.GraphModule
     inputs: Mapping[str, Tensor]  # example values, in the order of the graph's inputs
     outputs: tuple[str, ...]
+    any_length: int | None  # axes of this length may have any other
 
     @property
     def key(self) -> str:
@@ -47,6 +48,7 @@ class Trace:
         described = {
             "inputs": [(name, list(value.shape), str(value.dtype)) for name, value in self.inputs.items()],
             "outputs": self.outputs,
+            "any_length": self.any_length,
             "opset": OPSET,
             "versions": {name: version(name) for name in ("torch", "onnx", "onnxruntime")},
         }
@@ -54,8 +56,11 @@ class Trace:
         return content.hexdigest()
 
 
-def trace(step: Step, inputs: Mapping[str, Tensor]) -> Trace:
-    """Record what `step` does with inputs of these names, shapes and dtypes."""
+def trace(step: Step, inputs: Mapping[str, Tensor], *, any_length: int | None = None) -> Trace:
+    """Record what `step` does with inputs of these names, shapes and dtypes.
+
+    Where an elementwise function is meant for vectors of any length, `any_length` is that of the example's.
+    """
     names = list(inputs)
     outputs: list[str] = []
 
@@ -67,7 +72,7 @@ def trace(step: Step, inputs: Mapping[str, Tensor]) -> Trace:
     # what has a form of its own stays whole: the backward passes of norms and activations above all
     table = {name: rule for name, rule in core_aten_decompositions().items() if name not in LOWERED}
     module = make_fx(flat, decomposition_table=table, tracing_mode="fake")(*inputs.values())
-    return Trace(module, inputs, tuple(outputs))
+    return Trace(module, inputs, tuple(outputs), any_length)
 
 
 def to_onnx(traced: Trace) -> bytes:
@@ -75,6 +80,10 @@ def to_onnx(traced: Trace) -> bytes:
     graph = lower(traced.module, traced.inputs, traced.outputs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="fedvit")
     model.ir_version = IR_VERSION
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_value == traced.any_length:
+                dim.dim_param = "length"
     model = onnx.shape_inference.infer_shapes(model)
     onnx.checker.check_model(model, full_check=True)
     content: bytes = model.SerializeToString(deterministic=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 from fedvit.errors import ExportMismatch
 from fedvit.methods.base import Method
 from fedvit.methods.calculus import TorchCalculus
-from fedvit.methods.step import Step, first_step_inputs, train_step
+from fedvit.methods.optimizers import Optimizer
+from fedvit.methods.step import Step, first_step_inputs, train_step, update_step
 from fedvit.models.vit import PatchViT
 from fedvit.program import Train
 
@@ -25,6 +26,11 @@ largest value (loss, features, logits). Float32 gives 1e-6 to 2e-4, growing with
 def reference_step(method: Method, vit: PatchViT, phase: Train) -> Step:
     """The training step as a torch user writes it: backward() and optimizer.step()."""
     return train_step(method, vit, phase, TorchCalculus)
+
+
+def reference_update(rule: Optimizer) -> Step:
+    """torch.optim."""
+    return update_step(rule, TorchCalculus)
 
 
 def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: str) -> float:

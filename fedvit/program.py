@@ -7,11 +7,13 @@ Graph inputs and outputs are bound by name, so that graphs carry their own wirin
 
     tensor/NAME       a tensor of the Program, read (input) or its new value (output `new/tensor/NAME`)
     slot/SLOT/NAME    optimizer state for tensor NAME, zero at the start of a phase (`new/slot/...`)
+    grad/NAME         gradient of tensor NAME summed over the batch's samples so far (`new/grad/...`: with these)
     anchor/NAME       the tensor's value at the start of the round
     batch/patches     (B, tokens, patch values) float32: normalised, unfolded, kept patches only
     batch/kept        (B, tokens) int64: which patch of the image each row is
     batch/labels      (B,) int64: index into `Program.classes`
     batch/weight      (B,) float32: 1 for a sample, 0 for padding of the last batch
+    batch/share       () float32: these samples' part of the whole batch's weight
     hyper/lr          () float32 learning rate;  hyper/step () float32, counts from 1 in a phase
     hyper/last        () float32: 1 in the last of a batch's repeats, else 0
     fact/class_counts (classes,) float32: the device's training images of each class
@@ -21,6 +23,13 @@ Graph inputs and outputs are bound by name, so that graphs carry their own wirin
     metric/loss       () float32 mean loss over the batch's samples (output)
     collect/NAME      (B, ...) what the phase may record per sample (output)
     logits            (B, classes) float32 (output of a predict graph)
+
+A graph that updates works on any piece of the trained tensors, laid out as one vector:
+
+    value, grad       (n,) float32 (`new/value`);  slot/SLOT (n,) (`new/slot/SLOT`);  hyper/lr, hyper/step as above
+
+A new value may be written to where the old one was read: it depends on that element alone, and nothing reads the
+old one afterwards. The same holds for slots and for summed gradients.
 """
 
 import enum
@@ -71,7 +80,7 @@ class TensorSpec(Struct, frozen=True):
 
 
 class GraphSpec(Struct, frozen=True):
-    """One ONNX file. `flops` counts one run over a full batch, 1 multiply-add = 2 FLOPs."""
+    """One ONNX file. `flops` counts one run, 1 multiply-add = 2 FLOPs."""
 
     digest: str
     flops: int
@@ -82,13 +91,19 @@ class Batch(Struct, frozen=True, kw_only=True):
 
     image_size: int
     patch_size: int
-    batch_size: int
+    batch_size: int  # samples of one optimizer step
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     mask_ratio: float = 0.0  # share of patches dropped per sample and step, training only; [0, 1)
     crop_padding: int = 0  # random crop after reflecting this many pixels at each border
     flip: bool = False  # random left-right flip
     brightness: float = 0.0  # random factor in [1 - brightness, 1 + brightness]
+    micro_batch: int | None = None  # samples of one run of a graph, from which its memory follows; None: batch_size
+
+    @property
+    def run_size(self) -> int:
+        """Samples of one run of any graph but those that make a whole step."""
+        return self.micro_batch or self.batch_size
 
     @property
     def patches(self) -> int:
@@ -122,9 +137,15 @@ class Draw(Struct, frozen=True, kw_only=True):
 
 
 class Train(Struct, frozen=True, tag="train", kw_only=True):
-    """Run a step graph over the device's training images."""
+    """Train on the device's images in batches.
+
+    With `update`, a batch is worked off `Batch.run_size` samples at a time: `graph` adds their gradients up, and
+    `update` then moves the tensors. Without, `graph` makes the whole step on the whole batch.
+    """
 
     graph: str
+    update: str | None = None
+    clip_norm: float | None = None  # with `update`: gradients are scaled down to this norm, all tensors together
     groups: tuple[str, ...]  # the groups that this phase moves
     slots: tuple[str, ...] = ()  # optimizer state kept per trained tensor
     epochs: int = 1

@@ -31,6 +31,7 @@ class APFL(FedAvg):
     """
 
     source: ClassVar[str] = "Deng et al., arXiv:2003.13461"
+    one_gradient: ClassVar[bool] = False
 
     alpha: Annotated[float, Meta(ge=0, le=1)] = 0.25  # first share of the personal model; 1 is training alone
     adaptive: bool = True  # alpha is trained; else it stays
@@ -64,7 +65,6 @@ class APFL(FedAvg):
         tensors = {**fixed, **moved}
         if phase.graph == MIX:
             mixed = self._mixed(tensors)
-            calculus.update(moved, moved)  # for the slots alone, which end with the phase
             loss, collected = self.objective(vit, phase, mixed, inputs)
             return StepResult(loss, _twin(mixed), collected)
         twin = _untwinned(tensors)
@@ -97,7 +97,11 @@ class APFL(FedAvg):
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         together = super().phases(vit)
-        return together if self.form == "paper" else (*together, self.phase(("twin",), graph=MIX, epochs=1, steps=1))
+        return (
+            together
+            if self.form == "paper"
+            else (*together, self.phase(("twin",), graph=MIX, slots=(), epochs=1, steps=1))
+        )
 
 
 def _twin(model: Named) -> dict[str, Tensor]:

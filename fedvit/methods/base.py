@@ -25,6 +25,8 @@ from fedvit.tensors import Tensors
 
 PREDICT = "predict"
 """The graph that answers; every method has one."""
+UPDATE = "update"
+"""The graph of the optimizer, where a phase adds gradients up before it updates."""
 
 
 class GroupRule(NamedTuple):
@@ -54,7 +56,7 @@ class StepInputs(NamedTuple):
     anchors: Named  # values at the start of the round
     facts: Named  # "class_counts": (C,) training images of each class on this device
     draws: Named  # whole numbers drawn on the device
-    lr: Tensor  # ()
+    lr: Tensor | None  # (): in a whole step
     last: Tensor | None  # (): 1 in the last repeat of a batch, where a phase repeats
 
     def mean(self, per_sample: Tensor) -> Tensor:
@@ -158,9 +160,12 @@ class Method(ABC):
 
     source: ClassVar[str]
     """The paper, and where the implementation differs from it."""
+    one_gradient: ClassVar[bool] = True
+    """Whether a step is one gradient of the objective and one update: a batch can then be worked off in parts."""
 
     epochs: Annotated[int, Meta(ge=1)] = 1  # passes over the device's images per round (papers: E)
     batch_size: Annotated[int, Meta(ge=1)] = 32
+    micro_batch: Annotated[int, Meta(ge=1)] | None = None  # images at a time on a device; None: what suits the model
     optimizer: Literal["sgd", "adamw"] = "sgd"
     lr: Annotated[float, Meta(gt=0)] = 0.01
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # sgd only
@@ -176,7 +181,7 @@ class Method(ABC):
 
     @property
     def samples_per_step(self) -> int:
-        """Images that one run of a graph takes."""
+        """Images that one optimizer step takes."""
         return self.batch_size
 
     def optimizer_rule(self) -> Optimizer:
@@ -255,6 +260,8 @@ class Method(ABC):
     def phase(self, groups: tuple[str, ...], **settings: Any) -> Train:
         """A training phase with the method's own epochs, rate and optimizer, unless `settings` say otherwise."""
         plain = {"graph": "train", "slots": self.optimizer_rule().slots, "epochs": self.epochs, "lr": self.lr}
+        if self.one_gradient:
+            plain |= {"update": UPDATE, "clip_norm": self.clip_norm}
         return Train(groups=groups, **{**plain, **settings})
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:

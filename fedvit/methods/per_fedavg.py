@@ -30,6 +30,7 @@ class PerFedAvg(FedAvg):
     """
 
     source: ClassVar[str] = "Fallah et al., NeurIPS 2020, arXiv:2002.07948"
+    one_gradient: ClassVar[bool] = False
 
     inner_lr: Annotated[float, Meta(gt=0)] | None = None  # of the adaptation (paper: alpha), no schedule; None: lr
     order: Literal["first", "hessian_free"] = "first"
@@ -51,11 +52,11 @@ class PerFedAvg(FedAvg):
         def gradients(rows: StepInputs, at: Named) -> tuple[dict[str, Tensor], Objective]:
             return calculus.gradients(lambda at: self.objective(vit, phase, {**fixed, **at}, rows), at)
 
+        assert inputs.lr is not None
         half = inputs.labels.shape[0] // 2
         first, second = inputs.rows(slice(half)), inputs.rows(slice(half, None))
         if phase.graph == ADAPT:
             grads, (loss, collected) = gradients(first, moved)
-            calculus.update(moved, grads)  # for the slots alone, which end with the phase
             return StepResult(loss, _moved(moved, grads, -inputs.lr), collected)
         inner, before = gradients(first, moved)
         grads, after = gradients(second, _moved(moved, inner, -self.adaptation_lr))
@@ -77,7 +78,7 @@ class PerFedAvg(FedAvg):
         return StepResult(share * before.loss + (1 - share) * after.loss, new, after.collected)
 
     def evaluate(self, vit: PatchViT) -> Evaluate:
-        step = self.phase(("model",), graph=ADAPT, epochs=1, steps=1, lr=self.adaptation_lr)
+        step = self.phase(("model",), graph=ADAPT, slots=(), epochs=1, steps=1, lr=self.adaptation_lr)
         return Evaluate(graph=PREDICT, adapt=(step,))
 
 

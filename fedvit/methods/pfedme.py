@@ -31,6 +31,7 @@ class PFedMe(FedAvg):
     """
 
     source: ClassVar[str] = "T Dinh et al., NeurIPS 2020, arXiv:2006.08848"
+    one_gradient: ClassVar[bool] = False
 
     inner_steps: Annotated[int, Meta(ge=1)] = 5  # of theta on a batch (paper: K)
     lam: Annotated[float, Meta(ge=0)] = 15.0  # strength of the spring (paper: lambda)
@@ -56,6 +57,7 @@ class PFedMe(FedAvg):
     def local_step(
         self, calculus: Calculus, vit: PatchViT, phase: Train, moved: Named, fixed: Named, inputs: StepInputs
     ) -> StepResult:
+        assert inputs.lr is not None
         theta = _untwinned(moved)
         shared = {name: moved[name] for name in theta}
         if self.start == "shared":

@@ -4,25 +4,43 @@ Names are those of `fedvit.program`. These functions are traced into the graphs 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedvit.methods.base import PREDICT, Gathered, Images, Method, StepInputs, trained_names
-from fedvit.methods.calculus import Calculus, Named, TracedCalculus
+from fedvit.methods.calculus import Calculus, Named, Objective, TracedCalculus
 from fedvit.methods.optimizers import Optimizer
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Gather, Train
 
 Step = Callable[[Named], dict[str, Tensor]]
 
-_IMAGES = ("batch/patches", "batch/kept")
+Calculi = Callable[[Optimizer, Named], Calculus]
 
 
-def train_step(
-    method: Method, vit: PatchViT, phase: Train, calculus: Callable[[Optimizer, Named], Calculus] = TracedCalculus
-) -> Step:
-    """One optimizer step of `phase`: forward, backward through what is frozen, update."""
+@dataclass(frozen=True)
+class Update:
+    """What a graph serves that applies gradients."""
+
+    rule: Optimizer
+
+
+Serves = Train | Update | Gather | None
+"""What a graph is for; None is prediction."""
+
+PIECE = 4099
+"""Elements of the example of an update. A prime, so that the graph's only length of this size is that of the piece."""
+
+
+def train_step(method: Method, vit: PatchViT, phase: Train, calculus: Calculi = TracedCalculus) -> Step:
+    """What `phase` runs: a gradient that is added to those before, or a whole optimizer step."""
+    return (_gradient_step if phase.update else whole_step)(method, vit, phase, calculus)
+
+
+def whole_step(method: Method, vit: PatchViT, phase: Train, calculus: Calculi = TracedCalculus) -> Step:
+    """One optimizer step: forward, backward through what is frozen, update."""
     rule = method.optimizer_rule()
     names = trained_names(method, vit, phase)
 
@@ -34,8 +52,45 @@ def train_step(
         outputs |= {f"collect/{name}": value for name, value in result.collected.items()}
         for name in names:
             outputs[f"new/tensor/{name}"] = result.moved[name]
-            outputs |= {f"new/slot/{slot}/{name}": used.slots[f"{slot}/{name}"] for slot in rule.slots}
+            outputs |= {f"new/slot/{slot}/{name}": used.slots[f"{slot}/{name}"] for slot in phase.slots}
         return outputs
+
+    return step
+
+
+def _gradient_step(method: Method, vit: PatchViT, phase: Train, calculus: Calculi) -> Step:
+    """The gradient of some of a batch's samples, added to that of the others.
+
+    The objective is a mean over samples plus terms of the tensors alone. As if these samples were the batch, times
+    their share of it, and summed over the batch, it is the objective of the whole, and so is its gradient.
+    """
+    names = trained_names(method, vit, phase)
+
+    def step(inputs: Named) -> dict[str, Tensor]:
+        used, fixed = calculus(method.optimizer_rule(), inputs), _under(inputs, "tensor/")
+        moved = {name: fixed.pop(name) for name in names}
+        given = _step_inputs(inputs)
+
+        def objective(at: Named) -> Objective:
+            value = method.objective(vit, phase, {**fixed, **at}, given)
+            return Objective(value.loss * inputs["batch/share"], value.collected)
+
+        grads, (loss, collected) = used.gradients(objective, moved)
+        outputs = {"metric/loss": loss}
+        outputs |= {f"collect/{name}": value for name, value in collected.items()}
+        return outputs | {f"new/grad/{name}": inputs[f"grad/{name}"] + grads[name] for name in names}
+
+    return step
+
+
+def update_step(rule: Optimizer, calculus: Calculi = TracedCalculus) -> Step:
+    """One optimizer step of any piece of the trained tensors."""
+
+    def step(inputs: Named) -> dict[str, Tensor]:
+        # as if there were one tensor, called "value"
+        used = calculus(rule, {f"{name}/value" if name.startswith("slot/") else name: v for name, v in inputs.items()})
+        moved = used.update({"value": inputs["value"]}, {"value": inputs["grad"]})
+        return {"new/value": moved["value"], **{f"new/slot/{slot}": used.slots[f"{slot}/value"] for slot in rule.slots}}
 
     return step
 
@@ -62,12 +117,14 @@ def predict_step(method: Method, vit: PatchViT) -> Step:
     return run
 
 
-def steps_of(method: Method, vit: PatchViT) -> dict[str, Train | Gather | None]:
-    """Every graph of a method, and what it serves; None is prediction. Phases that name one graph share it."""
+def steps_of(method: Method, vit: PatchViT) -> dict[str, Serves]:
+    """Every graph of a method, and what it serves. Phases that name one graph share it."""
     evaluate = method.evaluate(vit)
-    graphs: dict[str, Train | Gather | None] = {}
+    graphs: dict[str, Serves] = {}
     for phase in (*method.phases(vit), *evaluate.adapt):
         graphs.setdefault(phase.graph, phase)
+        if phase.update:
+            graphs[phase.update] = Update(method.optimizer_rule())
     if evaluate.gather:
         graphs[evaluate.gather.graph] = evaluate.gather
     return {**graphs, PREDICT: None}
@@ -85,7 +142,7 @@ def _step_inputs(inputs: Named) -> StepInputs:
         anchors=_under(inputs, "anchor/"),
         facts=_under(inputs, "fact/"),
         draws=_under(inputs, "draw/"),
-        lr=inputs["hyper/lr"],
+        lr=inputs.get("hyper/lr"),
         last=inputs.get("hyper/last"),
     )
 
@@ -99,9 +156,7 @@ def first_step_inputs(inputs: Named) -> dict[str, Tensor]:
     return first | {"hyper/step": torch.tensor(1.0)}
 
 
-def example_inputs(
-    method: Method, vit: PatchViT, batch: Batch, of: Train | Gather | None, *, seed: int = 0
-) -> dict[str, Tensor]:
+def example_inputs(method: Method, vit: PatchViT, batch: Batch, of: Serves, *, seed: int = 0) -> dict[str, Tensor]:
     """Inputs of the right names, shapes and plausible values for one graph of `steps_of`.
 
     Optimizer slots are not zero and the last samples are padding, so that a comparison of two
@@ -113,8 +168,15 @@ def example_inputs(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw)
 
+    def slot(name: str, *shape: int) -> Tensor:
+        return 1e-4 + 1e-4 * normal(*shape).square() if name.endswith("_sq") else 1e-2 * normal(*shape)
+
+    if isinstance(of, Update):
+        inputs = {"value": normal(PIECE), "grad": normal(PIECE)}
+        inputs |= {f"slot/{name}": slot(name, PIECE) for name in of.rule.slots}
+        return inputs | {"hyper/lr": torch.tensor(1e-2), "hyper/step": torch.tensor(3.0)}
     inputs = {f"tensor/{name}": value + 0.02 * normal(*value.shape) for name, value in method.tensors(vit).items()}
-    size, classes = batch.batch_size, vit.vit.num_classes
+    size, classes = batch.run_size, vit.vit.num_classes
     if not isinstance(of, Train):
         inputs["batch/patches"] = normal(size, batch.patches, batch.patch_values)
         gather = method.evaluate(vit).gather
@@ -123,11 +185,15 @@ def example_inputs(
             inputs["gathered/labels"] = torch.randint(0, classes, (gather.capacity,), generator=draw)
             inputs["gathered/weight"] = (torch.arange(gather.capacity) < max(1, gather.capacity // 2)).float()
         return inputs
-    moved = trained_names(method, vit, of)
-    for slot in method.optimizer_rule().slots:
-        for name in moved:
-            noise = normal(*inputs[f"tensor/{name}"].shape)
-            inputs[f"slot/{slot}/{name}"] = 1e-4 + 1e-4 * noise.square() if slot.endswith("_sq") else 1e-2 * noise
+    shapes = {name: tuple(inputs[f"tensor/{name}"].shape) for name in trained_names(method, vit, of)}
+    if of.update:
+        inputs |= {f"grad/{name}": 1e-3 * normal(*shape) for name, shape in shapes.items()}
+        inputs["batch/share"] = torch.tensor(0.75)
+    else:
+        size = batch.batch_size
+        inputs |= {f"slot/{kept}/{name}": slot(kept, *shape) for kept in of.slots for name, shape in shapes.items()}
+        inputs["hyper/step"] = torch.tensor(3.0)
+        inputs["hyper/lr"] = torch.tensor(1e-2)
     for name in method.names_in(vit, *of.anchors):
         inputs[f"anchor/{name}"] = inputs[f"tensor/{name}"] + 0.01 * normal(*inputs[f"tensor/{name}"].shape)
     inputs["batch/patches"] = normal(size, batch.kept_patches, batch.patch_values)
@@ -140,8 +206,6 @@ def example_inputs(
     for drawn in of.draws:
         numbers = torch.randint(drawn.low, drawn.high, (drawn.count,), generator=draw)
         inputs[f"draw/{drawn.name}"] = numbers.sort().values if drawn.ascending else numbers
-    inputs["hyper/lr"] = torch.tensor(1e-2)
-    inputs["hyper/step"] = torch.tensor(3.0)
     if of.repeats > 1:
         inputs["hyper/last"] = torch.tensor(1.0)
     return inputs

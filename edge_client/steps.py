@@ -1,0 +1,279 @@
+"""How a phase of training moves its tensors: graphs bound once to memory that stays where it is.
+
+Nothing is copied from step to step. Where gradients are summed over the parts of a batch, tensors, gradients and
+optimizer slots are one vector each: graphs read and write them in place.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime
+
+from fedvit.errors import BadPayload
+from fedvit.program import Program, Train
+from fedvit.tensors import Array, Tensors
+
+PIECE_ELEMENTS = 1 << 17
+"""Elements that one run of an update takes: with slots and temporaries they stay in a core's cache."""
+ALIGNED_ELEMENTS = 16
+
+_DTYPES = {
+    "tensor(float)": np.dtype(np.float32),
+    "tensor(float16)": np.dtype(np.float16),
+    "tensor(int8)": np.dtype(np.int8),
+    "tensor(int64)": np.dtype(np.int64),
+}
+
+
+class Graph:
+    """A loaded graph, and what its inputs and outputs are called."""
+
+    def __init__(self, session: onnxruntime.InferenceSession) -> None:
+        self.session = session
+        self.inputs = {node.name: node for node in session.get_inputs()}
+        self.outputs = {node.name: node for node in session.get_outputs()}
+
+    def require(self, known: set[str]) -> None:
+        """Raises BadPayload when the graph reads what nobody provides."""
+        if missing := [name for name in self.inputs if name not in known]:
+            raise BadPayload(f"the graph reads {missing[0]!r}, which the program does not provide")
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """All outputs for these inputs; what the graph does not read is left out."""
+        fed = {name: feeds[name] for name in self.inputs}
+        try:
+            return dict(zip(self.outputs, self.session.run(list(self.outputs), fed), strict=True))
+        except Exception as error:  # onnxruntime's exceptions share no base of their own
+            raise _cannot_run(error) from error
+
+
+class Bound:
+    """Inputs and outputs of a graph at fixed places in memory."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._binding = graph.session.io_binding()
+        self._held: dict[str, Array] = {}  # onnxruntime keeps addresses only
+
+    def read(self, name: str, array: Array) -> None:
+        """Let input `name` be what `array` holds whenever the graph runs; ignored where the graph does not read it.
+
+        Raises BadPayload where dtype or shape are not the graph's.
+        """
+        if (node := self.graph.inputs.get(name)) is not None:
+            array = np.ascontiguousarray(array) if array.shape else array
+            _check(node, array)
+            self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+            self._held[name] = array
+
+    def write(self, name: str, array: Array) -> None:
+        """Let output `name` be written to `array`."""
+        _check(self.graph.outputs[name], array)
+        self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        self._held[f"output {name}"] = array
+
+    def run(self) -> None:
+        """Raises BadPayload when onnxruntime refuses."""
+        try:
+            self.graph.session.run_with_iobinding(self._binding)
+        except Exception as error:  # onnxruntime's exceptions share no base of their own
+            raise _cannot_run(error) from error
+
+
+class Stepped(NamedTuple):
+    """One optimizer step."""
+
+    loss: float  # mean over the batch's samples
+    collected: dict[str, Array]  # (samples, ...) each
+    runs: int  # of the phase's graph
+
+
+class Steps(ABC):
+    """The tensors of one phase in motion."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        program: Program,
+        phase: Train,
+        values: Mapping[str, Array],
+        start: Mapping[str, Array],
+        facts: Mapping[str, Any],
+        lr_scale: float,
+    ) -> None:
+        self.count = 0  # steps so far
+        self.moved = [name for group in phase.groups for name in program.names(group)]
+        self._phase = phase
+        self._scalars = {
+            "hyper/lr": np.array(phase.lr * lr_scale, np.float32),
+            "hyper/step": np.zeros((), np.float32),
+            "hyper/last": np.zeros((), np.float32),
+        }
+        moved = set(self.moved)
+        self._fixed: dict[str, Array] = {f"tensor/{name}": value for name, value in values.items() if name not in moved}
+        self._fixed |= {f"anchor/{name}": start[name] for group in phase.anchors for name in program.names(group)}
+        self._fixed |= dict(facts)
+        self._bound = Bound(graph)
+
+    @property
+    @abstractmethod
+    def trained(self) -> Tensors:
+        """The tensors as they are now."""
+
+    def step(self, feeds: Mapping[str, Array], *, last: bool) -> Stepped:
+        """One optimizer step on one batch; `last` of its repeats."""
+        self.count += 1
+        self._scalars["hyper/step"][()] = self.count
+        self._scalars["hyper/last"][()] = last
+        return self._step(feeds)
+
+    @abstractmethod
+    def _step(self, feeds: Mapping[str, Array]) -> Stepped: ...
+
+    def _bind_fixed(self, moving: set[str]) -> None:
+        """Raises BadPayload when the graph reads something that is neither fixed nor in motion."""
+        fixed = {**self._fixed, **self._scalars}
+        batch = {"batch/patches", "batch/kept", "batch/labels", "batch/weight"}
+        self._bound.graph.require(fixed.keys() | moving | batch)
+        for name, array in fixed.items():
+            self._bound.read(name, array)
+
+    def _collect_into(self, rows: int) -> dict[str, Array]:
+        outputs = self._bound.graph.outputs
+        collected = {name: node for name, node in outputs.items() if name.startswith("collect/")}
+        return {name: np.empty((rows, *node.shape[1:]), np.float32) for name, node in collected.items()}
+
+
+class WholeSteps(Steps):
+    """A graph that makes whole optimizer steps: it reads one copy of the tensors and writes another."""
+
+    def __init__(self, graph: Graph, program: Program, phase: Train, values: Mapping[str, Array], *rest: Any) -> None:
+        super().__init__(graph, program, phase, values, *rest)
+        self._now: dict[str, Array] = {f"tensor/{name}": values[name].copy() for name in self.moved}
+        self._now |= {f"slot/{slot}/{name}": np.zeros_like(values[name]) for slot in phase.slots for name in self.moved}
+        self._next = {name: np.empty_like(value) for name, value in self._now.items()}
+        self._loss = np.zeros((), np.float32)
+        self._bound.write("metric/loss", self._loss)
+        self._bind_fixed(set(self._now))
+
+    @property
+    def trained(self) -> Tensors:
+        return {name: self._now[f"tensor/{name}"] for name in self.moved}
+
+    def _step(self, feeds: Mapping[str, Array]) -> Stepped:
+        collected = self._collect_into(len(feeds["batch/labels"]))
+        for name, array in feeds.items():
+            self._bound.read(name, array)
+        for name, array in self._now.items():
+            self._bound.read(name, array)
+            self._bound.write(f"new/{name}", self._next[name])
+        for name, array in collected.items():
+            self._bound.write(name, array)
+        self._bound.run()
+        self._now, self._next = self._next, self._now
+        return Stepped(float(self._loss), collected, 1)
+
+
+class SummedSteps(Steps):
+    """A graph that adds up gradients over the parts of a batch, and one that updates."""
+
+    def __init__(
+        self, graph: Graph, program: Program, phase: Train, values: Mapping[str, Array], *rest: Any, update: Graph
+    ) -> None:
+        super().__init__(graph, program, phase, values, *rest)
+        self._run_size = program.batch.run_size
+        self._places = dict(_places(self.moved, values))
+        length = max((place.stop for place, _ in self._places.values()), default=0)
+        self._values = np.zeros(length, np.float32)
+        self._grads = np.zeros(length, np.float32)
+        slots = {slot: np.zeros(length, np.float32) for slot in phase.slots}
+        self._scalars["batch/share"] = np.zeros((), np.float32)
+        self._loss = np.zeros((), np.float32)
+        self._bound.write("metric/loss", self._loss)
+        for name, tensor in self._views(self._values).items():
+            tensor[...] = values[name]
+            self._bound.read(f"tensor/{name}", tensor)
+        for name, grad in self._views(self._grads).items():
+            self._bound.read(f"grad/{name}", grad)
+            self._bound.write(f"new/grad/{name}", grad)
+        self._bind_fixed({f"{kind}/{name}" for kind in ("tensor", "grad") for name in self.moved})
+        self._updates = [self._update_of(update, piece, slots) for piece in _pieces(length)]
+
+    @property
+    def trained(self) -> Tensors:
+        return self._views(self._values)
+
+    def _views(self, vector: Any) -> Tensors:
+        return {name: vector[place].reshape(shape) for name, (place, shape) in self._places.items()}
+
+    def _update_of(self, update: Graph, piece: slice, slots: Mapping[str, Any]) -> Bound:
+        update.require({"value", "grad", *(f"slot/{slot}" for slot in slots), *self._scalars})
+        bound = Bound(update)
+        for name, scalar in self._scalars.items():
+            bound.read(name, scalar)
+        bound.read("grad", self._grads[piece])
+        vectors = {"value": self._values, **{f"slot/{slot}": vector for slot, vector in slots.items()}}
+        for name, vector in vectors.items():
+            bound.read(name, vector[piece])
+            bound.write(f"new/{name}", vector[piece])
+        return bound
+
+    def _step(self, feeds: Mapping[str, Array]) -> Stepped:
+        size = self._run_size
+        weight: Any = feeds["batch/weight"]
+        collected = self._collect_into(len(weight))
+        self._grads.fill(0)
+        loss, runs = 0.0, 0
+        for first in range(0, len(weight), size):
+            part = slice(first, first + size)
+            share = weight[part].sum() / weight.sum()
+            if not share:  # padding alone
+                continue
+            self._scalars["batch/share"][()] = share
+            for name, array in feeds.items():
+                self._bound.read(name, array[part])
+            for name, array in collected.items():
+                self._bound.write(name, array[part])
+            self._bound.run()
+            loss, runs = loss + float(self._loss), runs + 1
+        if self._phase.clip_norm is not None:
+            norm = float(np.sqrt(np.dot(self._grads, self._grads)))
+            if norm > self._phase.clip_norm:
+                self._grads *= self._phase.clip_norm / norm
+        for update in self._updates:
+            update.run()
+        return Stepped(loss, collected, runs)
+
+
+def _places(names: list[str], values: Mapping[str, Array]) -> Iterator[tuple[str, tuple[slice, tuple[int, ...]]]]:
+    """Where in one vector each tensor lies, and its shape; each begins at a cache line."""
+    first = 0
+    for name in names:
+        value = values[name]
+        if value.dtype != np.float32:
+            raise BadPayload(f"tensor {name!r} is to be trained, but is {value.dtype} and not float32")
+        yield name, (slice(first, first + value.size), value.shape)
+        first += -(-value.size // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+
+
+def _pieces(length: int) -> Iterator[slice]:
+    for first in range(0, length, PIECE_ELEMENTS):
+        yield slice(first, min(first + PIECE_ELEMENTS, length))
+
+
+def _check(node: Any, array: Array) -> None:
+    dtype = _DTYPES.get(node.type)
+    fits = len(node.shape) == array.ndim and all(
+        not isinstance(want, int) or want == got for want, got in zip(node.shape, array.shape, strict=True)
+    )
+    if dtype != array.dtype or not fits:
+        raise BadPayload(
+            f"the graph wants {node.name!r} as {node.type} of shape {list(node.shape)}, "
+            f"it is {array.dtype} of shape {list(array.shape)}"
+        )
+
+
+def _cannot_run(error: Exception) -> BadPayload:
+    return BadPayload(f"the graph cannot run on this device: {error}")

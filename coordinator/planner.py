@@ -99,6 +99,8 @@ class Plan:
             flip=images.flip,
             brightness=images.brightness,
         )
+        run_size = method.micro_batch or suitable_run_size(vit, batch)
+        batch = msgspec.structs.replace(batch, micro_batch=min(run_size, batch.batch_size))
         graphs = {
             name: GraphSpec(self.blobs.put(exported.content).digest, count_flops(exported.content))
             for name, exported in export_graphs(method, vit, batch, cache=self.cache, progress=self.progress).items()
@@ -221,6 +223,25 @@ def _started(values: Tensors, start: ServerState) -> Tensors:
             )
         taken[name] = value
     return taken
+
+
+FULL_SPEED_ROWS = 384
+"""With as many rows (samples x tokens) the products of a transformer run at a processor's full speed."""
+SMALL_BYTES = 64 << 20
+"""Up to here activations are no concern on any board."""
+
+
+def suitable_run_size(vit: PatchViT, batch: Batch) -> int:
+    """Samples that a device works off at a time: enough for full speed, more while activations stay small.
+
+    The batch is cut into runs of nearly equal length. Activations per sample are those that a pre-norm block keeps for
+    its backward pass: 16 units of tokens x width, and the attention weights twice.
+    """
+    tokens = batch.kept_patches + vit.prefix_tokens
+    sample_bytes = 4 * vit.depth * (16 * tokens * vit.width + 2 * vit.heads * tokens**2)
+    wanted = max(-(-FULL_SPEED_ROWS // tokens), SMALL_BYTES // sample_bytes, 1)
+    runs = -(-batch.batch_size // wanted)
+    return -(-batch.batch_size // runs)
 
 
 def initial_blobs(program: Program) -> list[str]:

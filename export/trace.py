@@ -16,6 +16,7 @@ import onnx
 from onnx import helper
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from export import lower as lowering
@@ -71,7 +72,7 @@ def trace(step: Step, inputs: Mapping[str, Tensor], *, any_length: int | None = 
 
     # what has a form of its own stays whole: the backward passes of norms and activations above all
     table = {name: rule for name, rule in core_aten_decompositions().items() if name not in LOWERED}
-    module = make_fx(flat, decomposition_table=table, tracing_mode="fake")(*inputs.values())
+    module = make_fx(functionalize(flat), decomposition_table=table, tracing_mode="fake")(*inputs.values())
     return Trace(module, inputs, tuple(outputs), any_length)
 
 

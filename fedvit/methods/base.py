@@ -231,7 +231,7 @@ class Method(ABC):
         """Logits, and what may be collected."""
 
         def body(vit: PatchViT) -> Tensor:
-            return vit.classify(vit.run_blocks(vit.embed(*images), 0, vit.depth))
+            return vit.classify(vit.run_to_class(vit.embed(*images), 0))
 
         return Forward(run_model(vit, tensors, body), {})
 

@@ -66,7 +66,7 @@ class EFTViT(Method):
     def forward(self, vit: PatchViT, tensors: Named, images: Images) -> Forward:
         def body(vit: PatchViT) -> tuple[Tensor, Tensor]:
             features = vit.run_blocks(vit.embed(*images), 0, self.local_blocks)
-            return vit.classify(vit.run_blocks(features, self.local_blocks, vit.depth)), features
+            return vit.classify(vit.run_to_class(features, self.local_blocks)), features
 
         logits, features = run_model(vit, tensors, body)
         return Forward(logits, {features_into(self.local_blocks): features})

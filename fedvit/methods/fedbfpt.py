@@ -63,7 +63,7 @@ class FedBFPT(FedAvg):
         block, count = self._block(vit), self._sampled(vit)
 
         def body(vit: PatchViT) -> Tensor:
-            return vit.classify(vit.run_blocks(vit.embed(*inputs.images), 0, block + 1 + count))
+            return vit.classify(vit.run_to_class(vit.embed(*inputs.images), 0, block + 1 + count))
 
         if count:
             tensors = {**tensors, **_placed(vit, tensors, block + 1, inputs.draws[SAMPLED])}

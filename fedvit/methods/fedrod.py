@@ -71,7 +71,7 @@ class TwoHeads(NamedTuple):
 
 def two_heads(vit: PatchViT, tensors: Named, images: Images) -> TwoHeads:
     def body(vit: PatchViT) -> TwoHeads:
-        x_BND = vit.run_blocks(vit.embed(*images), 0, vit.depth)
+        x_BND = vit.run_to_class(vit.embed(*images), 0)
         features = vit.features(x_BND, normed=False)
         return TwoHeads(vit.classify(x_BND), vit.head(features.detach(), PERSONAL_HEAD), features)
 

@@ -55,7 +55,7 @@ def with_features(vit: PatchViT, tensors: Named, images: Images) -> Forward:
     """Logits, and the class token before the final norm, which is what a device remembers."""
 
     def body(vit: PatchViT) -> Forward:
-        x_BND = vit.run_blocks(vit.embed(*images), 0, vit.depth)
+        x_BND = vit.run_to_class(vit.embed(*images), 0)
         return Forward(vit.classify(x_BND), {FEATURES: vit.features(x_BND, normed=False)})
 
     forward: Forward = run_model(vit, tensors, body)

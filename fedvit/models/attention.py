@@ -11,6 +11,7 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
+from fedvit.models.attend import attend
 from fedvit.models.surgery import plain_blocks
 from fedvit.models.vit import PatchViT
 
@@ -35,14 +36,14 @@ class OpenAttention(nn.Module):
     qkv: nn.Linear
     q_norm: nn.Module
     k_norm: nn.Module
-    attn_drop: nn.Module
+    attn_drop: nn.Dropout
     norm: nn.Module
     proj: nn.Linear
-    proj_drop: nn.Module
+    proj_drop: nn.Dropout
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()
-        self.heads: int = attention.num_heads
+        self.num_heads: int = attention.num_heads
         self.inner_width: int = attention.num_heads * attention.head_dim
         self.scale: float = attention.scale
         for name, child in attention.named_children():
@@ -50,7 +51,13 @@ class OpenAttention(nn.Module):
 
     def forward(self, x_BND: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
         """timm's blocks pass a mask, which plain ViTs never have."""
-        q_BNI, k_BMI, v_BMI = self.qkv(x_BND).chunk(3, dim=-1)
+        return self.of_first(x_BND, x_BND.shape[1])
+
+    def of_first(self, x_BND: Tensor, asking: int) -> Tensor:
+        """(B, asking, D) the output for the first tokens alone."""
+        return attend(self, x_BND, asking, self._more)
+
+    def _more(self, x_BND: Tensor, k_BMI: Tensor, v_BMI: Tensor) -> tuple[Tensor, Tensor]:
         children = [child for child in self.children() if isinstance(child, KeysValues)]
         for child in sorted(children, key=lambda child: child.joined):  # sums first: they need M = N
             keys, values = child(x_BND)
@@ -58,16 +65,7 @@ class OpenAttention(nn.Module):
                 k_BMI, v_BMI = torch.cat([keys, k_BMI], dim=1), torch.cat([values, v_BMI], dim=1)
             else:
                 k_BMI, v_BMI = k_BMI + keys, v_BMI + values
-        q_BHNW = self.q_norm(self._split(q_BNI)) * self.scale
-        k_BHMW = self.k_norm(self._split(k_BMI))
-        weights_BHNM = self.attn_drop((q_BHNW @ k_BHMW.transpose(-2, -1)).softmax(dim=-1))
-        out_BNI = (weights_BHNM @ self._split(v_BMI)).transpose(1, 2).flatten(2)
-        return cast(Tensor, self.proj_drop(self.proj(self.norm(out_BNI))))
-
-    def _split(self, x_BNI: Tensor) -> Tensor:
-        """(B, H, N, W): heads are contiguous pieces of the inner width."""
-        batch, tokens, _ = x_BNI.shape
-        return x_BNI.reshape(batch, tokens, self.heads, -1).transpose(1, 2)
+        return k_BMI, v_BMI
 
 
 def attentions(vit: PatchViT) -> list[Attention | OpenAttention]:

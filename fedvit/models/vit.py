@@ -12,6 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
+from fedvit.models.attend import class_token
 
 
 class TokenSurgery(nn.Module):
@@ -26,7 +27,7 @@ class TokenSurgery(nn.Module):
         return x_BND
 
     def after_block(self, block: int, x_BND: Tensor) -> Tensor:
-        """What leaves block `block`."""
+        """What leaves block `block`; not asked behind the last, of which only the class token is computed."""
         return x_BND
 
 
@@ -75,6 +76,11 @@ class PatchViT(nn.Module):
     @property
     def depth(self) -> int:
         return len(self.vit.blocks)
+
+    @property
+    def heads(self) -> int:
+        """Of each block's attention."""
+        return int(cast(Any, self.vit.blocks[0]).attn.num_heads)
 
     @property
     def classes(self) -> int:
@@ -154,10 +160,26 @@ class PatchViT(nn.Module):
                 x_BND = surgery.after_block(index, x_BND)
         return x_BND
 
-    def features(self, x_BND: Tensor, normed: bool = True) -> Tensor:
-        """(B, D) class token of the last block's output, behind the final norm as a head reads it, or before it."""
+    def run_to_class(self, x_BND: Tensor, first: int, last: int | None = None) -> Tensor:
+        """(B, 1, D) the class token behind block `last - 1`, which computes nothing else.
+
+        By default that is the model's last block.
+        """
+        last = self.depth if last is None else last
+        if first == last:
+            return self._class_token(x_BND)
+        x_BND = self.run_blocks(x_BND, first, last - 1)
+        for surgery in self._token_surgeries():  # what they would do behind the block is to other tokens
+            x_BND = surgery.before_block(last - 1, x_BND)
+        return class_token(self.vit.blocks[last - 1], x_BND)
+
+    def _class_token(self, x_BND: Tensor) -> Tensor:
         cls_B1D, _ = x_BND.split([1, x_BND.shape[1] - 1], dim=1)
-        cls_BD = cls_B1D.squeeze(1)
+        return cast(Tensor, cls_B1D)
+
+    def features(self, x_BND: Tensor, normed: bool = True) -> Tensor:
+        """(B, D) class token of a block's output, behind the final norm as a head reads it, or before it."""
+        cls_BD = (x_BND if x_BND.shape[1] == 1 else self._class_token(x_BND)).squeeze(1)
         return cast(Tensor, self.vit.fc_norm(self.vit.norm(cls_BD))) if normed else cls_BD
 
     def head(self, features_BD: Tensor, name: str = "head") -> Tensor:
@@ -165,7 +187,7 @@ class PatchViT(nn.Module):
         return cast(Tensor, self.vit.get_submodule(name)(features_BD))
 
     def classify(self, x_BND: Tensor) -> Tensor:
-        """(B, classes) logits of the last block's output."""
+        """(B, classes) logits of a block's output."""
         return self.head(self.features(x_BND))
 
 

@@ -62,7 +62,7 @@ class FeatureTraining(ServerRule):
 
         def forward(features: Tensor, block: int) -> Tensor:
             def body(vit: PatchViT) -> Tensor:
-                return vit.classify(vit.run_blocks(features, block, vit.depth))
+                return vit.classify(vit.run_to_class(features, block))
 
             logits: Tensor = vit.call(by_name, body)
             return logits

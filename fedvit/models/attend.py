@@ -1,0 +1,77 @@
+"""timm's attention written out, so that a block may ask for the class token's row alone.
+
+Letters in names: B batch, N tokens, Q tokens that ask, M keys, D width, I inner width of all heads, H heads, W width
+of one head.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from timm.layers.attention import Attention
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.nn import functional
+
+MoreKeys = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(B, N, D) what enters, (B, N, I) keys, (B, N, I) values -> keys and values (B, M, I)"""
+
+
+class AttentionParts(Protocol):
+    """What timm's `Attention` is made of."""
+
+    num_heads: int
+    scale: float
+    qkv: nn.Linear
+    q_norm: nn.Module
+    k_norm: nn.Module
+    attn_drop: nn.Dropout
+    norm: nn.Module
+    proj: nn.Linear
+    proj_drop: nn.Dropout
+
+
+def attend(attention: AttentionParts, x_BND: Tensor, asking: int, more: MoreKeys | None = None) -> Tensor:
+    """(B, Q, D) the attention's output for the first `asking` tokens; all tokens are keys and values."""
+    heads, qkv = attention.num_heads, attention.qkv
+    if asking == x_BND.shape[1]:
+        q_BQI, k_BMI, v_BMI = qkv(x_BND).chunk(3, dim=-1)
+    else:
+        inner = qkv.weight.shape[0] // 3
+        weights = qkv.weight.split([inner, 2 * inner])
+        biases = (None, None) if qkv.bias is None else qkv.bias.split([inner, 2 * inner])
+        first_BQD, _ = x_BND.split([asking, x_BND.shape[1] - asking], dim=1)
+        q_BQI = functional.linear(first_BQD, weights[0], biases[0])
+        k_BMI, v_BMI = functional.linear(x_BND, weights[1], biases[1]).chunk(2, dim=-1)
+    if more is not None:
+        k_BMI, v_BMI = more(x_BND, k_BMI, v_BMI)
+
+    def split(x_BNI: Tensor) -> Tensor:
+        """(B, H, N, W): heads are contiguous pieces of the inner width."""
+        return x_BNI.reshape(*x_BNI.shape[:2], heads, -1).transpose(1, 2)
+
+    q_BHQW = attention.q_norm(split(q_BQI)) * attention.scale
+    k_BHMW = attention.k_norm(split(k_BMI))
+    weights_BHQM = attention.attn_drop((q_BHQW @ k_BHMW.transpose(-2, -1)).softmax(dim=-1))
+    out_BQI = (weights_BHQM @ split(v_BMI)).transpose(1, 2).flatten(2)
+    return cast(Tensor, attention.proj_drop(attention.proj(attention.norm(out_BQI))))
+
+
+def class_token(block: nn.Module, x_BND: Tensor) -> Tensor:
+    """(B, 1, D) the first token of what leaves a block: the same numbers, without computing the other tokens'.
+
+    Every token is still a key and a value, but only one asks, and only one goes through the MLP: of the block's
+    products 10 / 12 are spared (of all FLOPs of a ViT-B some 7 %).
+    """
+    first_B1D, _ = x_BND.split([1, x_BND.shape[1] - 1], dim=1)
+    if not isinstance(block, Block) or not (asks := _asks(block.attn)):
+        out_B1D, _ = block(x_BND).split([1, x_BND.shape[1] - 1], dim=1)
+        return cast(Tensor, out_B1D)
+    first_B1D = first_B1D + block.drop_path1(block.ls1(asks(block.norm1(x_BND), 1)))
+    return cast(Tensor, first_B1D + block.drop_path2(block.ls2(block.mlp(block.norm2(first_B1D)))))
+
+
+def _asks(attention: nn.Module) -> Callable[[Tensor, int], Tensor] | None:
+    """How the attention is asked for the first tokens alone, where it can be."""
+    if type(attention) is Attention and attention.gate is None:
+        return lambda x_BND, asking: attend(attention, x_BND, asking)
+    return getattr(attention, "of_first", None)

@@ -5,6 +5,7 @@ import signal
 import click
 
 from fedvit import command_line
+from fleet.bench.commands import bench_command
 from fleet.demo import demo_command
 from fleet.experiment import experiment_command
 from fleet.partition import partition_command
@@ -17,6 +18,7 @@ def cli() -> None:
     """Partition data over devices, run fleets on one machine, compare methods, see the demo."""
 
 
+cli.add_command(bench_command)
 cli.add_command(demo_command)
 cli.add_command(experiment_command)
 cli.add_command(partition_command)

@@ -1,0 +1,82 @@
+"""The machine that the figures are of: processor, versions, and how much disk a set of packages takes."""
+
+import platform
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
+from pathlib import Path
+
+import psutil
+from msgspec import Struct
+from packaging.requirements import Requirement
+
+from profiles.probes.host import usable_cores
+
+DEVICE_PACKAGES = ("fedvit",)
+TORCH_PACKAGES = ("torch", "torchvision", "timm")
+VERSIONS_OF = ("onnxruntime", "numpy", "torch", "timm")
+
+
+class Machine(Struct, frozen=True, kw_only=True):
+    cpu: str
+    cores: int  # that this process may use
+    ram_bytes: int
+    system: str
+    python: str
+    versions: dict[str, str]
+
+
+def this_machine() -> Machine:
+    return Machine(
+        cpu=_cpu_model(),
+        cores=usable_cores(),
+        ram_bytes=psutil.virtual_memory().total,
+        system=platform.platform(),
+        python=platform.python_version(),
+        versions={name: version(name) for name in VERSIONS_OF},
+    )
+
+
+def _cpu_model() -> str:
+    """Linux names it in a file; elsewhere, and on ARM, the architecture has to do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def installed_bytes(packages: Iterable[str]) -> int:
+    """What some packages and all that they need take on this disk, without compiled bytecode."""
+    return sum(_own_bytes(package) for package in needed_by(packages))
+
+
+def needed_by(packages: Iterable[str]) -> list[Distribution]:
+    """The installed distributions of these names and, in turn, of their requirements for this machine."""
+    todo = [Requirement(name) for name in packages]
+    seen: set[tuple[str, str]] = set()
+    found: dict[str, Distribution] = {}
+    while todo:
+        wanted = todo.pop()
+        try:
+            package = distribution(wanted.name)
+        except PackageNotFoundError:  # one of several that would do, or one for another machine
+            continue
+        found[package.name.lower()] = package
+        for extra in ("", *wanted.extras):
+            if (key := (package.name.lower(), extra)) not in seen:
+                seen.add(key)
+                todo += _requirements(package, extra)
+    return [found[name] for name in sorted(found)]
+
+
+def _requirements(package: Distribution, extra: str) -> Iterator[Requirement]:
+    for text in package.requires or ():
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            yield requirement
+
+
+def _own_bytes(package: Distribution) -> int:
+    paths = (Path(str(file.locate())) for file in package.files or () if file.suffix != ".pyc")
+    return sum(path.stat().st_size for path in paths if path.is_file())

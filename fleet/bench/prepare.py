@@ -1,0 +1,53 @@
+"""The server's part of a case, in a process of its own: Program, graphs and first tensors as files.
+
+Prints a line for people now and then.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from coordinator.config import RunConfig
+from coordinator.planner import make_plan
+from fedvit.blobs import BlobStore
+from fedvit.program import Role
+from fedvit.tensors import pack
+from fleet.bench.cases import Case, decode_case
+from fleet.bench.onnx_side import START
+from fleet.bench.product import FILE, write_product
+
+
+def prepare(case: Case, folder: Path, product_side: int, cache: Path | None = None) -> None:
+    """Put everything that a device fetches for round 1 into a blob store in `folder`, START and a product beside it.
+
+    Raises ConfigError when the case does not fit its method or model.
+    """
+    config = RunConfig(
+        method=case.method, options=case.options, model=case.model, model_options=case.model_options, rounds=1
+    )
+    classes = tuple(f"class-{number}" for number in range(case.classes))
+    blobs = BlobStore(folder)
+    plan = make_plan(config, classes, blobs, cache=cache, progress=click.echo)
+    program = plan.first.program
+    digests: dict[str, str] = {}
+    for group, spec in program.groups.items():
+        if spec.initial is not None:
+            digests[group] = spec.initial
+            continue
+        generated = spec.role is Role.GENERATED
+        values = plan.rule.generate(plan.state, "device-0", config.seed) if generated else plan.state.tensors
+        digests[group] = blobs.put(pack({name: values[name] for name in program.names(group)})).digest
+    (folder / START).write_text(json.dumps({"program": plan.first.digest, "groups": digests}))
+    write_product(folder / FILE, product_side)
+
+
+def main() -> None:
+    """Arguments: the case, the folder, side of the product, and the graph cache or nothing."""
+    text, folder, side, cache = sys.argv[1:]
+    prepare(decode_case(text), Path(folder), int(side), Path(cache) if cache else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,7 @@ from rich.text import Text
 from coordinator.broker import start_broker
 from coordinator.store import Store
 from fedvit.errors import FedvitError
+from fleet.bench.bytecode import with_bytecode
 from fleet.bench.edge import MemoryWatch, edge_command, last_line, noise_folder
 from fleet.bench.memory_limit import Kind, MemoryLimit, limited
 from fleet.processes import Fleet, program
@@ -91,7 +92,7 @@ def run_cap(settings: CapSettings, progress: Callable[[str], None] = lambda line
         fleet = stack.enter_context(Fleet())
         coordinator = fleet.start("coordinator", _coordinator(home, settings, address), log=home / "coordinator.log")
         device = fleet.start(
-            "device", limit.command(edge_command(address, data, home / "state")), log=home / "device.log"
+            "device", limit.command(with_bytecode(edge_command(address, data, home / "state"))), log=home / "device.log"
         )
         watch = stack.enter_context(MemoryWatch(device.pid, "VmHWM", "RssAnon"))
         return _Watched(settings, home, store, coordinator, device, limit, watch, progress).report()

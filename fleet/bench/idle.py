@@ -14,6 +14,7 @@ from rich.table import Table
 
 from coordinator.broker import start_broker
 from fedvit.errors import FedvitError
+from fleet.bench.bytecode import with_bytecode
 from fleet.bench.edge import edge_command, last_line, noise_folder, read_memory, said
 from fleet.processes import Fleet
 
@@ -53,7 +54,7 @@ def run_idle(
             log = home / f"device-{number}.log"
             with Fleet() as fleet:
                 began = time.monotonic()
-                device = fleet.start("device", edge_command(address, data, home / "state"), log=log)
+                device = fleet.start("device", with_bytecode(edge_command(address, data, home / "state")), log=log)
                 while CONNECTED not in said(log):
                     if device.poll() is not None or time.monotonic() - began > PATIENCE_S:
                         raise FedvitError(f"the device did not connect: {last_line(log)}")

@@ -5,18 +5,19 @@ import tempfile
 from collections.abc import Callable
 
 from fedvit.errors import FedvitError
+from fleet.bench.bytecode import with_bytecode
 from fleet.processes import program
 
 
 def run_child(module: str, *arguments: str, what: str, heard: Callable[[str], None] = lambda line: None) -> str:
     """Run `main()` of a module; returns the last line it printed, `heard` gets those before.
 
-    The environment is this process's own: nothing is tuned for either side. Raises FedvitError, beginning with
-    `what`, when the process fails.
+    Nothing of the environment is tuned for either side; modules are compiled for both. Raises FedvitError,
+    beginning with `what`, when the process fails.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         child = subprocess.Popen(
-            [*program(module), *arguments],
+            with_bytecode([*program(module), *arguments]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=said,

@@ -56,3 +56,61 @@ def step_command(names: tuple[str, ...], steps: int, rounds: int, as_json: bool,
     content = _print(report, step_report, as_json)
     if out:
         atomic_write(out, content + b"\n")
+
+
+@bench_command.command("graph")
+@_case_flag
+@click.option("--graph", default="train", help="Which of the case's graphs.")
+@click.option("--runs", type=click.IntRange(min=1), default=3, help="Runs that are counted; one before is not.")
+@_json_flag
+def graph_command(names: tuple[str, ...], graph: str, runs: int, as_json: bool) -> None:
+    """Show where the time of a graph goes, operator by operator, by onnxruntime's own profile."""
+    from fleet.bench.graph import graph_report, run_graph_bench
+
+    cases = choose(names)
+    with choose_display() as display:
+        report = run_graph_bench(cases, graph, runs=runs, progress=display.line)
+    _print(report, graph_report, as_json)
+
+
+@bench_command.command("cap")
+@click.option("--limit-mb", type=click.IntRange(min=1), default=512, help="Memory of the device, in 10^6 bytes.")
+@click.option("--model", default="vit_base_patch16_224", help="timm Vision Transformer of 224 pixels.")
+@click.option("--batch", type=click.IntRange(min=1), default=8, help="Batch size.")
+@click.option(
+    "--precision", type=click.Choice(["fp32", "fp16", "int8"]), default="fp32", help="Of weights that nobody trains."
+)
+@click.option("--images", type=click.IntRange(min=4), default=24, help="Images of the device, made up.")
+@click.option(
+    "--patience", type=click.FloatRange(min=1), default=1800.0, help="Seconds after which it counts as failed."
+)
+@_json_flag
+def cap_command(
+    limit_mb: int, model: str, batch: int, precision: str, images: int, patience: float, as_json: bool
+) -> None:
+    """Run a round of EFTViT with a real device under a hard limit on its memory."""
+    from fleet.bench.cap import CapSettings, cap_table, run_cap
+
+    settings = CapSettings(
+        limit_bytes=limit_mb * 10**6,
+        model=model,
+        batch_size=batch,
+        precision=precision,
+        images=images,
+        patience_s=patience,
+    )
+    with choose_display() as display:
+        report = run_cap(settings, display.line)
+    _print(report, cap_table, as_json)
+
+
+@bench_command.command("idle")
+@click.option("--starts", type=click.IntRange(min=1), default=3, help="Devices that are started, one after the other.")
+@_json_flag
+def idle_command(starts: int, as_json: bool) -> None:
+    """Measure a device that waits for a run: memory, and seconds until it is connected."""
+    from fleet.bench.idle import idle_table, run_idle
+
+    with choose_display() as display:
+        report = run_idle(starts=starts, progress=display.line)
+    _print(report, idle_table, as_json)

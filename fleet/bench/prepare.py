@@ -3,6 +3,7 @@
 Prints a line for people now and then.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -45,6 +46,9 @@ def prepare(case: Case, folder: Path, product_side: int, cache: Path | None = No
 
 def main() -> None:
     """Arguments: the case, the folder, side of the product, and the graph cache or nothing."""
+    # so that the first process of either side finds these compiled, as it does torch and timm
+    importlib.import_module("edge_client.agent")
+    importlib.import_module("edge_client.cli")
     text, folder, side, cache = sys.argv[1:]
     prepare(decode_case(text), Path(folder), int(side), Path(cache) if cache else None)
 

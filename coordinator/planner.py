@@ -19,7 +19,7 @@ from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Method, ServerRule, ServerState
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, encode_program
-from fedvit.tensors import Tensors, pack
+from fedvit.tensors import Tensors, pack, unpack
 from profiles.cost import count_flops
 
 PROTOCOLS = {
@@ -60,6 +60,7 @@ class Plan:
     cache: Path | None
     progress: Callable[[str], None]
     variants: dict[Method, Variant]
+    packed: dict[tuple[str, str], str]  # (digest, precision) -> digest
     lock: threading.Lock
 
     @property
@@ -110,7 +111,7 @@ class Plan:
         for group, (role, names) in method.groups(vit).items():
             if not names:
                 continue
-            members = {name: self.values[name] for name in names}
+            members = method.packed(vit, {name: self.values[name] for name in names})
             initial = None if role.from_server_each_round else self.blobs.put(pack(members)).digest
             groups[group] = Group(role, initial)
             tensors |= {name: TensorSpec(value.shape, str(value.dtype), group) for name, value in members.items()}
@@ -119,13 +120,24 @@ class Plan:
             model=self.config.model,
             classes=self.classes,
             groups=groups,
-            tensors={name: tensors[name] for name in method.tensors(vit)},
+            tensors={name: tensors[name] for name in method.packed(vit, self.values) if name in tensors},
             graphs=graphs,
             train=method.phases(vit),
             evaluate=self._evaluate(method),
             batch=batch,
         )
         return Variant(self.blobs.put(encode_program(program)).digest, program, method)
+
+    def sent(self, variant: Variant, group: str, digest: str) -> str:
+        """The blob with which a device of this variant gets the tensors of blob `digest`, of a group that all get."""
+        method = variant.method
+        if method.frozen_precision == "fp32" or variant.program.groups[group].role.trained_on_device:
+            return digest
+        with self.lock:
+            key = (digest, method.frozen_precision)
+            if key not in self.packed or not self.blobs.has(self.packed[key]):  # what no round needed is pruned
+                self.packed[key] = self.blobs.put(pack(method.packed(self.vit, unpack(self.blobs.get(digest))))).digest
+            return self.packed[key]
 
     def _evaluate(self, method: Method) -> Evaluate:
         evaluate = method.evaluate(self.vit)
@@ -190,6 +202,7 @@ def make_plan(
         cache=cache,
         progress=progress,
         variants={},
+        packed={},
         lock=threading.Lock(),
     )
     progress(f"{len(plan.first.program.tensors)} tensors are planned")

@@ -288,7 +288,9 @@ class Coordinator:
             state: ServerState | None = None
             for device in cohort:
                 variant = plan.variant(device, number)
-                groups = {group: saved.groups[group] for group in common_groups(variant.program)}
+                groups = {
+                    group: plan.sent(variant, group, saved.groups[group]) for group in common_groups(variant.program)
+                }
                 for group in variant.program.with_role(Role.GENERATED):
                     state = state or self._state()
                     made = plan.rule.generate(state, device, self.config.seed)

@@ -22,7 +22,7 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError, OverBudget, PeerRefused, StorageFailed
 from fedvit.program import Program, Role, decode_program
 from fedvit.resources import DeviceProfile, ResourceUse
-from fedvit.tensors import Tensors, check_finite, check_tensors, delta, pack, unpack
+from fedvit.tensors import Tensors, check_finite, check_tensors, delta, mapped, pack
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
@@ -441,7 +441,7 @@ class Agent:
                         "the task does not bring it" if spec.role.from_server_each_round else "it has no initial value"
                     )
                     raise BadPayload(f"{what}: {source}")
-                tensors = unpack(self.blobs.get(digest))
+                tensors = mapped(self.blobs.path(digest))
             check_tensors(tensors, program.expected([group]), what)
             values |= tensors
         return values

@@ -118,7 +118,15 @@ class Runtime:
         options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 3
         try:
-            return Graph(onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]))
+            # equal unpackings of a weight in the forward and in the backward pass must stay two: joined, they would
+            # hold the whole model unpacked in between
+            session = onnxruntime.InferenceSession(
+                str(path),
+                options,
+                providers=["CPUExecutionProvider"],
+                disabled_optimizers=["CommonSubexpressionElimination"],
+            )
+            return Graph(session)
         except Exception as error:  # onnxruntime's exceptions share no base of their own
             raise BadPayload(f"graph {digest} cannot be loaded: {error}") from error
 
@@ -267,6 +275,10 @@ class Runtime:
         return SummedSteps(*given, update=self._graph(program, phase.update)) if phase.update else WholeSteps(*given)
 
 
+AT_ONCE = 4
+"""Pictures that are floats at a time."""
+
+
 class Fed(NamedTuple):
     """One batch, ready for the graphs."""
 
@@ -345,13 +357,17 @@ def training_feeds(
 ) -> tuple[dict[str, Any], Flags]:
     """Graph inputs of one batch, padded to `length`, and which of `rows` could be read."""
     pictures, readable = images.load(rows, batch.image_size)
-    patches = unfold(normalise(augment(pictures, batch, picture_rng), batch), batch.patch_size)
-    feeds: dict[str, Any] = {}
-    if batch.kept_patches < batch.patches:
-        kept = draw_kept(mask_rng, len(rows), batch.patches, batch.kept_patches)
-        patches = select(patches, kept)
+    pictures = augment(pictures, batch, picture_rng)
+    masked = batch.kept_patches < batch.patches
+    kept = draw_kept(mask_rng, len(rows), batch.patches, batch.kept_patches) if masked else None
+    patches = np.zeros((length, batch.kept_patches, batch.patch_values), np.float32)
+    for first in range(0, len(rows), AT_ONCE):  # as floats a batch of pictures takes much more than what is kept of it
+        some = slice(first, first + AT_ONCE)
+        whole = unfold(normalise(pictures[some], batch), batch.patch_size)
+        patches[first : first + len(whole)] = whole if kept is None else select(whole, kept[some])
+    feeds: dict[str, Any] = {"batch/patches": patches}
+    if kept is not None:
         feeds["batch/kept"] = _pad(kept, length)
-    feeds["batch/patches"] = _pad(patches, length)
     feeds["batch/labels"] = _pad(images.labels[rows], length)
     feeds["batch/weight"] = _pad(readable.astype(np.float32), length)
     return feeds, readable

@@ -13,7 +13,7 @@ import onnxruntime
 
 from fedvit.errors import BadPayload
 from fedvit.program import Program, Train
-from fedvit.tensors import Array, Tensors
+from fedvit.tensors import Array, Tensors, let_go
 
 PIECE_ELEMENTS = 1 << 17
 """Elements that one run of an update takes: with slots and temporaries they stay in a core's cache."""
@@ -153,6 +153,7 @@ class WholeSteps(Steps):
         super().__init__(graph, program, phase, values, *rest)
         self._now: dict[str, Array] = {f"tensor/{name}": values[name].copy() for name in self.moved}
         self._now |= {f"slot/{slot}/{name}": np.zeros_like(values[name]) for slot in phase.slots for name in self.moved}
+        let_go(values[name] for name in self.moved)
         self._next = {name: np.empty_like(value) for name, value in self._now.items()}
         self._loss = np.zeros((), np.float32)
         self._bound.write("metric/loss", self._loss)
@@ -199,6 +200,7 @@ class SummedSteps(Steps):
             self._bound.read(f"grad/{name}", grad)
             self._bound.write(f"new/grad/{name}", grad)
         self._bind_fixed({f"{kind}/{name}" for kind in ("tensor", "grad") for name in self.moved})
+        let_go(values[name] for name in self.moved)
         self._updates = [self._update_of(update, piece, slots) for piece in _pieces(length)]
 
     @property

@@ -16,7 +16,6 @@ import onnx
 from onnx import helper
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
-from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from export import lower as lowering
@@ -72,14 +71,16 @@ def trace(step: Step, inputs: Mapping[str, Tensor], *, any_length: int | None = 
 
     # what has a form of its own stays whole: the backward passes of norms and activations above all
     table = {name: rule for name, rule in core_aten_decompositions().items() if name not in LOWERED}
-    module = make_fx(functionalize(flat), decomposition_table=table, tracing_mode="fake")(*inputs.values())
+    module = make_fx(flat, decomposition_table=table, tracing_mode="fake")(*inputs.values())
     return Trace(module, inputs, tuple(outputs), any_length)
 
 
 def to_onnx(traced: Trace) -> bytes:
     """Export a trace. Raises Unsupported for an operator without ONNX form."""
     graph = lower(traced.module, traced.inputs, traced.outputs)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="fedvit")
+    domains = {"": OPSET} | {node.domain: 1 for node in graph.node if node.domain}
+    opsets = [helper.make_opsetid(name, number) for name, number in domains.items()]
+    model = helper.make_model(graph, opset_imports=opsets, producer_name="fedvit")
     model.ir_version = IR_VERSION
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:

@@ -23,6 +23,11 @@ TOLERANCE = 1e-3
 largest value (loss, features, logits). Float32 gives 1e-6 to 2e-4, growing with the model."""
 
 
+INTEGER_TOLERANCE = 2e-2
+"""The same where a device multiplies by int8 weights: what it multiplies is rounded to about 1 / 16000 of its largest
+value. The reference has the same weights, unpacked. Gradients that nearly cancel show most of it."""
+
+
 def reference_step(method: Method, vit: PatchViT, phase: Train) -> Step:
     """The training step as a torch user writes it: backward() and optimizer.step()."""
     return train_step(method, vit, phase, TorchCalculus)
@@ -36,7 +41,7 @@ def reference_update(rule: Optimizer) -> Step:
 def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: str) -> float:
     """Largest relative difference between the graph in onnxruntime and `reference`.
 
-    Raises ExportMismatch, naming the output, when it exceeds TOLERANCE.
+    Raises ExportMismatch, naming the output, when it exceeds TOLERANCE, or with int8 weights INTEGER_TOLERANCE.
     """
     session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
@@ -61,9 +66,11 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
             raise ExportMismatch(f"{what}: output {name!r} is not finite in a first step")
     worst_name = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
     worst = differences[worst_name]
-    if not worst <= TOLERANCE:  # also catches NaN
+    integers = any(value.dtype == torch.int8 for value in inputs.values())
+    allowed = INTEGER_TOLERANCE if integers else TOLERANCE
+    if not worst <= allowed:  # also catches NaN
         raise ExportMismatch(
-            f"{what}: output {worst_name!r} differs from torch by {worst:.2e} relative, allowed is {TOLERANCE:.0e}"
+            f"{what}: output {worst_name!r} differs from torch by {worst:.2e} relative, allowed is {allowed:.0e}"
         )
     return worst
 

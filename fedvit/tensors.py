@@ -4,7 +4,10 @@ A delta is always `after - start`. Tensors travel as safetensors bytes (names, d
 numbers; never code).
 """
 
-from collections.abc import Mapping
+import json
+import mmap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +18,11 @@ from fedvit.errors import BadPayload
 
 Array = npt.NDArray[np.generic]
 Tensors = dict[str, Array]
+
+_DTYPES = {
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64,
+    "F16": np.float16, "F32": np.float32, "F64": np.float64,
+}  # fmt: skip
 
 
 def pack(tensors: Mapping[str, Array]) -> bytes:
@@ -28,6 +36,44 @@ def unpack(raw: bytes) -> Tensors:
         return dict(safetensors.numpy.load(raw))
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
         raise BadPayload(f"{len(raw)} bytes are not safetensors: {error}") from error
+
+
+def mapped(file: Path) -> Tensors:
+    """The tensors of a file of `pack`ed ones, read-only and without reading them: a page comes when it is touched.
+
+    Under memory pressure the system drops such pages and reads them again, which it cannot do with what a program
+    has allocated. Raises BadPayload when the file is not safetensors.
+    """
+    size = file.stat().st_size
+    try:
+        with safetensors.safe_open(file, framework="numpy") as opened:  # checks names, dtypes, shapes and offsets
+            names = list(opened.keys())
+        if not names:
+            return {}
+        raw = np.memmap(file, np.uint8, "r")
+        begin = 8 + int(raw[:8].view("<u8")[0])
+        header = json.loads(raw[8:begin].tobytes())
+        tensors: Tensors = {}
+        for name in names:
+            first, last = header[name]["data_offsets"]
+            numbers: Array = raw[begin + first : begin + last].view(_DTYPES[header[name]["dtype"]])
+            tensors[name] = numbers.reshape(header[name]["shape"])
+        return tensors
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        raise BadPayload(f"{size} bytes are not safetensors: {error}") from error
+
+
+def let_go(tensors: Iterable[Array]) -> None:
+    """Give back the memory of `mapped` tensors that will hardly be read again; who does read them, reads the file."""
+    files: dict[int, mmap.mmap] = {}
+    for array in tensors:
+        owner: object = array
+        while isinstance(owner, np.ndarray):
+            owner = owner.base
+        if isinstance(owner, mmap.mmap):
+            files[id(owner)] = owner
+    for file in files.values():
+        file.madvise(mmap.MADV_DONTNEED)
 
 
 def delta(after: Mapping[str, Array], start: Mapping[str, Array]) -> Tensors:

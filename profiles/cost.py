@@ -13,10 +13,16 @@ def count_flops(graph: bytes) -> int:
     """
     model = onnx.load_from_string(graph)
     shapes = _shapes(model.graph)
-    return sum(_product_flops(node, shapes) for node in model.graph.node if node.op_type in ("MatMul", "Gemm"))
+    return sum(int(_product_flops(node, shapes) * _PRODUCTS.get(node.op_type, 0)) for node in model.graph.node)
+
+
+_PRODUCTS = {"MatMul": 1.0, "Gemm": 1.0, "MatMulIntegerToFloat": 0.5}
+"""What counts, and how much of it: two products of integers stand for one of floats."""
 
 
 def _product_flops(node: onnx.NodeProto, shapes: dict[str, tuple[int, ...]]) -> int:
+    if node.op_type not in _PRODUCTS:
+        return 0
     left, out = shapes.get(node.input[0]), shapes.get(node.output[0])
     if left is None or out is None:
         raise ValueError(f"{node.op_type} node {node.name!r} has an operand of unknown shape")

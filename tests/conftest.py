@@ -39,12 +39,33 @@ TINY_CLASSES = 10
 
 
 class Tiny(NamedTuple):
-    """A method on the tiny model (16 patches, 3 blocks of width 32), and its verified graphs."""
+    """A method on the tiny model, and its verified graphs."""
 
     method: "Method"
     vit: "PatchViT"
     batch: "Batch"
     graphs: "dict[str, Exported]"
+
+
+def make_tiny(method: "Method", cache: Path, **model: int) -> Tiny:
+    """A method on the tiny model: 16 patches and 3 blocks of width 32, unless `model` says otherwise."""
+    from export.graphs import export_graphs
+    from fedvit.methods import build_model
+    from fedvit.models import SMALL
+    from fedvit.program import Batch
+
+    vit = build_model(method, SMALL, TINY_CLASSES, seed=0, options={**TINY_MODEL, **model})
+    mean, std = vit.mean_std
+    batch = Batch(
+        image_size=vit.image_size,
+        patch_size=vit.patch_size,
+        batch_size=method.samples_per_step,
+        mean=mean,
+        std=std,
+        mask_ratio=method.mask_ratio,
+        micro_batch=method.micro_batch,
+    )
+    return Tiny(method, vit, batch, export_graphs(method, vit, batch, cache=cache))
 
 
 @pytest.fixture(scope="session")
@@ -60,27 +81,13 @@ def graph_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(graph_cache: Path) -> "Callable[[str], Tiny]":
     """A method by name on the tiny model; its graphs are exported when first asked for."""
-    from export.graphs import export_graphs
-    from fedvit.methods import build_model, make_method
-    from fedvit.models import SMALL
-    from fedvit.program import Batch
+    from fedvit.methods import make_method
 
     made: dict[str, Tiny] = {}
 
     def make(name: str) -> Tiny:
         if name not in made:
-            method = make_method(name, TINY_OPTIONS)
-            vit = build_model(method, SMALL, TINY_CLASSES, seed=0, options=TINY_MODEL)
-            mean, std = vit.mean_std
-            batch = Batch(
-                image_size=32,
-                patch_size=8,
-                batch_size=method.samples_per_step,
-                mean=mean,
-                std=std,
-                mask_ratio=method.mask_ratio,
-            )
-            made[name] = Tiny(method, vit, batch, export_graphs(method, vit, batch, cache=graph_cache))
+            made[name] = make_tiny(make_method(name, TINY_OPTIONS), graph_cache)
         return made[name]
 
     return make

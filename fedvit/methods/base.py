@@ -20,6 +20,7 @@ from fedvit.errors import ConfigError
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.vit import PatchViT
+from fedvit.precision import Precision, packed
 from fedvit.program import Evaluate, Role, Train
 from fedvit.tensors import Tensors
 
@@ -170,6 +171,9 @@ class Method(ABC):
     lr: Annotated[float, Meta(gt=0)] = 0.01
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # sgd only
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    frozen_precision: Precision = (
+        "fp32"  # on devices, of weights that they do not train: a half or a quarter of the bytes
+    )
     clip_norm: Annotated[float, Meta(gt=0)] | None = None  # a step's gradient is scaled down to this norm
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
     warmup_rounds: Annotated[int, Meta(ge=0)] = 0
@@ -220,6 +224,12 @@ class Method(ABC):
     def tensors(self, vit: PatchViT) -> dict[str, Tensor]:
         """All tensors of the Program by name, with their first values."""
         return {**vit.tensors(), **self.extra_tensors(vit)}
+
+    def packed(self, vit: PatchViT, values: Tensors) -> Tensors:
+        """`values`, tensors of the Program, as they travel: what a device does not train in `frozen_precision`."""
+        still = set(self.names_with(vit, *(role for role in Role if not role.trained_on_device)))
+        moving = {name: value for name, value in values.items() if name not in still}
+        return moving | packed({name: value for name, value in values.items() if name in still}, self.frozen_precision)
 
     @abstractmethod
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedvit.methods.base import PREDICT, Gathered, Images, Method, StepInputs, trained_names
 from fedvit.methods.calculus import Calculus, Named, Objective, TracedCalculus
 from fedvit.methods.optimizers import Optimizer
+from fedvit.methods.packed import unpacked
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Gather, Train
 
@@ -45,7 +46,7 @@ def whole_step(method: Method, vit: PatchViT, phase: Train, calculus: Calculi = 
     names = trained_names(method, vit, phase)
 
     def step(inputs: Named) -> dict[str, Tensor]:
-        used, fixed = calculus(rule, inputs), _under(inputs, "tensor/")
+        used, fixed = calculus(rule, inputs), _tensors(inputs)
         moved = {name: fixed.pop(name) for name in names}
         result = method.local_step(used, vit, phase, moved, fixed, _step_inputs(inputs))
         outputs = {"metric/loss": result.loss}
@@ -67,7 +68,7 @@ def _gradient_step(method: Method, vit: PatchViT, phase: Train, calculus: Calcul
     names = trained_names(method, vit, phase)
 
     def step(inputs: Named) -> dict[str, Tensor]:
-        used, fixed = calculus(method.optimizer_rule(), inputs), _under(inputs, "tensor/")
+        used, fixed = calculus(method.optimizer_rule(), inputs), _tensors(inputs)
         moved = {name: fixed.pop(name) for name in names}
         given = _step_inputs(inputs)
 
@@ -99,7 +100,7 @@ def gather_step(method: Method, vit: PatchViT, gather: Gather) -> Step:
     """What an evaluation gathers from full images."""
 
     def run(inputs: Named) -> dict[str, Tensor]:
-        forward = method.forward(vit, _under(inputs, "tensor/"), Images(inputs["batch/patches"], None))
+        forward = method.forward(vit, _tensors(inputs), Images(inputs["batch/patches"], None))
         return {f"collect/{gather.output}": forward.collected[gather.output]}
 
     return run
@@ -112,7 +113,7 @@ def predict_step(method: Method, vit: PatchViT) -> Step:
         values = _under(inputs, "gathered/")
         gathered = Gathered(values, values.pop("labels"), values.pop("weight")) if values else None
         images = Images(inputs["batch/patches"], None)
-        return {"logits": method.predict(vit, _under(inputs, "tensor/"), images, gathered)}
+        return {"logits": method.predict(vit, _tensors(inputs), images, gathered)}
 
     return run
 
@@ -132,6 +133,10 @@ def steps_of(method: Method, vit: PatchViT) -> dict[str, Serves]:
 
 def _under(inputs: Named, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in inputs.items() if name.startswith(prefix)}
+
+
+def _tensors(inputs: Named) -> dict[str, Tensor]:
+    return unpacked(_under(inputs, "tensor/"))
 
 
 def _step_inputs(inputs: Named) -> StepInputs:
@@ -175,7 +180,9 @@ def example_inputs(method: Method, vit: PatchViT, batch: Batch, of: Serves, *, s
         inputs = {"value": normal(PIECE), "grad": normal(PIECE)}
         inputs |= {f"slot/{name}": slot(name, PIECE) for name in of.rule.slots}
         return inputs | {"hyper/lr": torch.tensor(1e-2), "hyper/step": torch.tensor(3.0)}
-    inputs = {f"tensor/{name}": value + 0.02 * normal(*value.shape) for name, value in method.tensors(vit).items()}
+    values = {name: value + 0.02 * normal(*value.shape) for name, value in method.tensors(vit).items()}
+    travelling = method.packed(vit, {name: value.numpy() for name, value in values.items()})
+    inputs = {f"tensor/{name}": torch.from_numpy(value) for name, value in travelling.items()}
     size, classes = batch.run_size, vit.vit.num_classes
     if not isinstance(of, Train):
         inputs["batch/patches"] = normal(size, batch.patches, batch.patch_values)

@@ -63,11 +63,11 @@ def main() -> None:
 
 def start_values(program: "Program", digests: dict[str, str], blobs: "BlobStore") -> "Tensors":
     """Every tensor at the start of a round, loaded as the agent loads them."""
-    from fedvit.tensors import check_tensors, unpack
+    from fedvit.tensors import check_tensors, mapped
 
     values: Tensors = {}
     for group in program.groups:
-        tensors = unpack(blobs.get(digests[group]))
+        tensors = mapped(blobs.path(digests[group]))
         check_tensors(tensors, program.expected([group]), f"group {group!r}")
         values |= tensors
     return values

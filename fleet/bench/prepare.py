@@ -39,7 +39,9 @@ def prepare(case: Case, folder: Path, product_side: int, cache: Path | None = No
             continue
         generated = spec.role is Role.GENERATED
         values = plan.rule.generate(plan.state, "device-0", config.seed) if generated else plan.state.tensors
-        digests[group] = blobs.put(pack({name: values[name] for name in program.names(group)})).digest
+        names = [name for name in program.names(group) if name in values]
+        digest = blobs.put(pack({name: values[name] for name in names})).digest
+        digests[group] = digest if generated else plan.sent(plan.first, group, digest)
     (folder / START).write_text(json.dumps({"program": plan.first.digest, "groups": digests}))
     write_product(folder / FILE, product_side)
 

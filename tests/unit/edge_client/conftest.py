@@ -22,6 +22,7 @@ CLASSES = ("0", "1", "2")
 MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "fedavg": {"batch_size": 8, "epochs": 2, "lr": 0.05, "momentum": 0.9},
+    "fedavg in parts": {"batch_size": 8, "micro_batch": 3, "epochs": 2, "lr": 0.05, "momentum": 0.9},
     "eftvit": {"batch_size": 8, "epochs": 3, "lr": 1e-3, "mask": 0.5, "local_blocks": 1},
 }
 
@@ -55,18 +56,25 @@ class Setting:
 
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory: pytest.TempPathFactory, graph_cache: Path) -> Mapping[str, Setting]:
-    """By method. Graphs are exported once per session, for the tests of the coordinator, too."""
+    """By name. Graphs are exported once per session, for the tests of the coordinator, too."""
     made = {}
-    for method, options in OPTIONS.items():
+    for name, options in OPTIONS.items():
+        method = name.split()[0]
         config = make_config({"method": method, "options": options, "model_options": MODEL}, "test").run
         blobs = BlobStore(tmp_path_factory.mktemp(method))
-        made[method] = Setting(make_plan(config, CLASSES, blobs, cache=graph_cache), blobs)
+        made[name] = Setting(make_plan(config, CLASSES, blobs, cache=graph_cache), blobs)
     return made
 
 
 @pytest.fixture
 def fedavg(settings: Mapping[str, Setting]) -> Setting:
     return settings["fedavg"]
+
+
+@pytest.fixture
+def parts(settings: Mapping[str, Setting]) -> Setting:
+    """FedAvg, whose batches of 8 are worked off 3 at a time."""
+    return settings["fedavg in parts"]
 
 
 @pytest.fixture

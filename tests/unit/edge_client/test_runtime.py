@@ -1,6 +1,8 @@
 """A device's local work, on graphs that were really exported."""
 
-from collections.abc import Callable, Sequence
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,11 +14,11 @@ import torch
 from onnx import NodeProto, TensorProto, helper
 from PIL import Image
 
-from edge_client.runtime import Runtime, Seeds, Stopped, Trained, Watch, training_feeds
+from edge_client.runtime import Fed, Runtime, Seeds, Stopped, Trained, Watch, ahead, training_feeds
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import normalise, unfold
 from fedvit.errors import BadPayload, DataError
-from fedvit.methods.step import predict_step, train_step
+from fedvit.methods.step import predict_step, whole_step
 from fedvit.program import (
     Batch,
     Draw,
@@ -73,7 +75,7 @@ def in_torch(setting: "Setting", images: Split, steps: int, *, fresh_slots: bool
     """Full-batch training of FedAvg's step in eager torch, without padding: (tensors, loss of the last step)."""
     plan, batch = setting.plan, setting.program.batch
     [phase] = setting.program.train
-    step = train_step(plan.method, plan.vit, phase)
+    step = whole_step(plan.method, plan.vit, phase)
     pictures, readable = images.load(np.arange(len(images)), batch.image_size)
     patches = unfold(normalise(pictures[readable], batch), batch.patch_size)
     inputs = {f"tensor/{name}": torch.tensor(value) for name, value in setting.start().items()}
@@ -206,7 +208,7 @@ def test_masks_differ_between_epochs(eftvit: "Setting", data: DeviceData) -> Non
     assert len({feature.tobytes() for feature in features}) == 8
     plain = msgspec.structs.replace(eftvit.program.batch, mask_ratio=0.5)
     draw = np.random.default_rng(0)
-    kept = [training_feeds(data.train, np.arange(8), plain, draw, draw)[0]["batch/kept"] for _ in range(2)]
+    kept = [training_feeds(data.train, np.arange(8), plain, 8, draw, draw)[0]["batch/kept"] for _ in range(2)]
     assert (kept[0] != kept[1]).any()
 
 
@@ -220,6 +222,21 @@ def test_a_short_batch_is_as_exact_as_one_without_padding(fedavg: "Setting", dat
     want, loss = in_torch(fedavg, images, steps=2, fresh_slots=False)
     assert trained.loss == pytest.approx(loss, rel=1e-5)
     assert_moved_alike(fedavg, trained.tensors, want)
+
+
+@pytest.mark.parametrize(("rows", "runs"), [([*range(8)], 3), ([0, 1, 8, 9, 16], 2), ([9], 1)])
+def test_a_batch_in_parts_is_the_batch_as_a_whole(
+    parts: "Setting", data: DeviceData, tmp_path: Path, rows: list[int], runs: int
+) -> None:
+    """8, 5 and 1 images in a batch of 8, worked off 3 at a time, two epochs with momentum; torch takes them all at
+    once. What a step costs are the parts that have images."""
+    images = some(data, tmp_path, rows).train
+    trained = train(parts, images)
+    want, loss = in_torch(parts, images, steps=2, fresh_slots=False)
+    assert parts.program.batch.run_size == 3
+    assert (trained.steps, trained.flops) == (2, 2 * runs * parts.program.graphs["train"].flops)
+    assert trained.loss == pytest.approx(loss, rel=1e-5)
+    assert_moved_alike(parts, trained.tensors, want)
 
 
 def test_phases_follow_one_another_with_fresh_optimizer_state(
@@ -241,14 +258,14 @@ def test_adaptive_steps_are_those_of_torch(eftvit: "Setting", data: DeviceData, 
     trained = train(eftvit, images)
     plan, program = eftvit.plan, eftvit.program
     [phase] = program.train
-    step = train_step(plan.method, plan.vit, phase)
+    step = whole_step(plan.method, plan.vit, phase)
     inputs = {f"tensor/{name}": torch.tensor(value) for name, value in eftvit.start().items()}
     for slot in phase.slots:
         inputs |= {f"slot/{slot}/{name}": torch.zeros_like(inputs[f"tensor/{name}"]) for name in trained.tensors}
     inputs["hyper/lr"] = torch.tensor(phase.lr)
     order_rng, picture_rng, mask_rng, *_ = SEEDS.generators(5)
     for number in range(3):
-        feeds, _ = training_feeds(images, order_rng.permutation(3), program.batch, picture_rng, mask_rng)
+        feeds, _ = training_feeds(images, order_rng.permutation(3), program.batch, 8, picture_rng, mask_rng)
         inputs |= {name: torch.tensor(value) for name, value in feeds.items()}
         outputs = step(inputs | {"hyper/step": torch.tensor(float(number + 1))})
         inputs |= {name.removeprefix("new/"): value for name, value in outputs.items() if name.startswith("new/")}
@@ -286,6 +303,93 @@ def test_nothing_but_unreadable_images_is_an_error(fedavg: "Setting", tmp_path: 
         train(fedavg, DeviceData.open(tmp_path).train)
 
 
+# --- the next batch -----------------------------------------------------------------------------------
+
+
+def fed(number: int) -> Fed:
+    """A batch that is known by its epoch."""
+    return Fed(number, np.arange(2), np.ones(2, np.bool_), {})
+
+
+def makers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "batches"]
+
+
+def test_batches_come_in_their_order() -> None:
+    """All of them, once each; the next one is made while one is worked on, and no more than one beyond that."""
+    made: list[int] = []
+    asked = threading.Semaphore(0)
+
+    def batches() -> Iterator[Fed]:
+        for number in range(20):
+            made.append(number)
+            asked.release()
+            yield fed(number)
+
+    seen = []
+    for item in ahead(batches()):
+        seen.append(item.epoch)
+        while len(made) < min(item.epoch + 2, 20):
+            assert asked.acquire(timeout=30), "the next batch is not made while this one is used"
+        assert len(made) <= item.epoch + 3
+    assert seen == made == list(range(20))
+    assert makers() == []
+
+
+def test_no_batches_are_no_batches() -> None:
+    assert list(ahead(iter(()))) == []
+    assert makers() == []
+
+
+def test_what_goes_wrong_with_a_batch_is_raised_where_it_is_used() -> None:
+    """After the batches before it; and the thread is over."""
+
+    def batches() -> Iterator[Fed]:
+        yield fed(0)
+        yield fed(1)
+        raise DataError("the third cannot be made")
+
+    seen = []
+    with pytest.raises(DataError, match="the third cannot be made"):  # noqa: PT012 - what came before counts, too
+        for item in ahead(batches()):
+            seen.append(item.epoch)
+    assert seen == [0, 1]
+    assert makers() == []
+
+
+def test_who_leaves_early_leaves_no_thread() -> None:
+    """However many batches there would be, and whether one leaves by itself or by an exception."""
+
+    def endless() -> Iterator[Fed]:
+        number = 0
+        while True:
+            yield fed(number)
+            number += 1
+
+    leaving = ahead(endless())
+    assert next(leaving).epoch == 0
+    assert makers() == ["batches"]
+    leaving.close()  # type: ignore[attr-defined]
+    assert makers() == []
+    leaving = ahead(endless())
+    with pytest.raises(Stopped):  # noqa: PT012 - as the loop over batches does
+        for item in leaving:
+            if item.epoch == 3:
+                raise Stopped("enough")
+    leaving.close()  # type: ignore[attr-defined]
+    assert makers() == []
+
+
+def test_a_task_that_ends_early_leaves_no_thread(fedavg: "Setting", data: DeviceData, log: "Log") -> None:
+    """Stopped between two steps; and after its last step, before its epochs are over."""
+    log.stopped = lambda: len(log.steps) == 2
+    with pytest.raises(Stopped):
+        train(fedavg, data.train, watch=log)
+    assert makers() == []
+    assert train(fedavg, data.train, with_phase(fedavg.program, epochs=50, steps=2)).steps == 2
+    assert makers() == []
+
+
 # --- evaluation ---------------------------------------------------------------------------------------
 
 
@@ -303,6 +407,18 @@ def test_evaluation_counts_right_answers(fedavg: "Setting", data: DeviceData, lo
     assert (evaluated.correct, evaluated.samples) == (right, 12)
     assert evaluated.flops == 2 * fedavg.program.graphs["predict"].flops
     assert log.steps == [(1, 2, None), (2, 2, None)]
+
+
+def test_evaluation_takes_as_many_images_at_a_time_as_training(
+    fedavg: "Setting", parts: "Setting", data: DeviceData, log: "Log"
+) -> None:
+    """12 test images in runs of 3 are as often right as in runs of 8."""
+    values = fedavg.start() | train(fedavg, data.train, with_phase(fedavg.program, epochs=3)).tensors
+    at_once = fedavg.runtime().evaluate(fedavg.program, values, data, SEEDS, SILENT)
+    evaluated = parts.runtime().evaluate(parts.program, values, data, SEEDS, log)
+    assert (evaluated.correct, evaluated.samples) == (at_once.correct, 12)
+    assert evaluated.flops == 4 * parts.program.graphs["predict"].flops
+    assert log.steps == [(number, 4, None) for number in (1, 2, 3, 4)]
 
 
 def test_evaluation_uses_full_images_also_where_training_masks(eftvit: "Setting", data: DeviceData) -> None:
@@ -355,6 +471,28 @@ class Spy(onnxruntime.InferenceSession):
     def run(self, output_names: Any, input_feed: Any, run_options: Any = None) -> Any:
         Spy.fed.append({name: np.array(value) for name, value in input_feed.items()})
         return super().run(output_names, input_feed, run_options)
+
+    def io_binding(self) -> "SpiedBinding":
+        return SpiedBinding(self)
+
+    def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
+        Spy.fed.append({name: np.copy(value) for name, value in iobinding.places.items()})
+        super().run_with_iobinding(iobinding, run_options)
+
+
+class SpiedBinding(onnxruntime.IOBinding):
+    """Looks at the places in memory that inputs are read from."""
+
+    def __init__(self, session: Spy) -> None:
+        super().__init__(session)
+        self.places: dict[str, Any] = {}
+
+    def bind_input(
+        self, name: str, device_type: str, device_id: int, element_type: Any, shape: Sequence[int], buffer_ptr: int
+    ) -> None:
+        super().bind_input(name, device_type, device_id, element_type, shape, buffer_ptr)
+        pointer = ctypes.cast(buffer_ptr, ctypes.POINTER(np.ctypeslib.as_ctypes_type(element_type)))
+        self.places[name] = np.ctypeslib.as_array(pointer, tuple(shape))
 
 
 class Toy:
@@ -763,15 +901,17 @@ def test_an_input_that_the_program_does_not_provide_is_named(fedavg: "Setting", 
         fedavg.runtime().evaluate(lacking, start, data, SEEDS, SILENT)
 
 
-def test_a_masked_graph_without_a_mask_names_what_it_lacks(eftvit: "Setting", data: DeviceData) -> None:
+def test_a_masked_graph_is_not_fed_whole_images(eftvit: "Setting", data: DeviceData) -> None:
     batch = msgspec.structs.replace(eftvit.program.batch, mask_ratio=0.0)
-    with pytest.raises(BadPayload, match="batch/kept"):
+    with pytest.raises(BadPayload, match=r"wants 'batch/patches' as .* of shape \[8, 8, 192\], it is .*\[8, 16, 192\]"):
         train(eftvit, data.train, msgspec.structs.replace(eftvit.program, batch=batch))
 
 
 def test_a_graph_that_does_not_fit_the_batch_is_refused(fedavg: "Setting", data: DeviceData) -> None:
-    batch = msgspec.structs.replace(fedavg.program.batch, batch_size=4)
-    with pytest.raises(BadPayload, match="cannot run on this device"):
+    batch = msgspec.structs.replace(fedavg.program.batch, batch_size=4, micro_batch=4)
+    with pytest.raises(
+        BadPayload, match=r"wants 'batch/patches' as .* of shape \[8, 16, 192\], it is .*\[4, 16, 192\]"
+    ):
         train(fedavg, data.train, msgspec.structs.replace(fedavg.program, batch=batch))
 
 

@@ -1,36 +1,31 @@
 """Which graphs a method is given, and that each computes what torch computes."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnxruntime
 import torch
-from torch import Tensor
 
 from export.verify import TOLERANCE
-from fedvit.methods.step import example_inputs, gather_step, predict_step, steps_of
+from fedvit.methods.step import Update, example_inputs, gather_step, predict_step, steps_of
+from tests.steps import run
 
 if TYPE_CHECKING:
     from tests.unit.export.conftest import Made
 
 
-def run(graph: bytes, inputs: dict[str, Tensor]) -> dict[str, Any]:
-    session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, {name: value.numpy() for name, value in inputs.items()}), strict=True))
-
-
 def test_every_phase_and_every_part_of_an_evaluation_has_its_graph(everything: "Made") -> None:
-    """Training, tuning before an evaluation, looking at the device's images, answering; all verified."""
+    """Training, tuning before an evaluation, the update that both make, looking at the device's images, answering;
+    all verified."""
     [train] = everything.method.phases(everything.vit)
     evaluate = everything.method.evaluate(everything.vit)
     assert steps_of(everything.method, everything.vit) == {
         "train": train,
+        "update": Update(everything.method.optimizer_rule()),
         "tune": evaluate.adapt[0],
         "look": evaluate.gather,
         "predict": None,
     }
-    assert set(everything.graphs) == {"train", "tune", "look", "predict"}
+    assert set(everything.graphs) == {"train", "update", "tune", "look", "predict"}
     assert all(exported.max_difference <= TOLERANCE for exported in everything.graphs.values())
 
 

@@ -13,15 +13,16 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from export.graphs import export_graphs
-from export.verify import TOLERANCE, reference_step, verify
+from export.verify import TOLERANCE, reference_step, reference_update, verify
 from fedvit.errors import ExportMismatch
 from fedvit.methods.eftvit import EFTViT
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.optimizers import Sgd
-from fedvit.methods.step import example_inputs, train_step
+from fedvit.methods.step import Serves, Step, Update, example_inputs, train_step, update_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch
+from tests.steps import whole
 
 START = torch.tensor([1.0, 2.0, 4.0])
 INPUTS = {"tensor/w": START, "hyper/step": torch.tensor(3.0)}
@@ -151,20 +152,30 @@ def test_outputs_must_be_the_same() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_reference_is_the_step_that_is_traced(optimizer: Any, momentum: float) -> None:
     """Written twice, in two ways: eager autograd with torch.optim, and a pure function. In the middle of a phase, with
-    slots that are not empty, and in float64."""
+    slots that are not empty, and in float64; of gradients, of updates and of whole steps."""
     vit = build_vit(SMALL, 4, seed=0, options={"image_size": 16, "patch_size": 8, "width": 8, "depth": 2, "heads": 2})
     vit = vit.double()
     method = EFTViT(optimizer=optimizer, momentum=momentum, weight_decay=0.1, local_blocks=1, mask=0.5, batch_size=4)
     (phase,) = method.phases(vit)
-    inputs = example_inputs(method, vit, tiny_batch(mask_ratio=0.5), phase)
-    inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
-    want, got = reference_step(method, vit, phase)(inputs), train_step(method, vit, phase)(inputs)
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12, msg=name)
+    rule = method.optimizer_rule()
+    pairs: list[tuple[Serves, Step, Step]] = [
+        (phase, train_step(method, vit, phase), reference_step(method, vit, phase)),
+        (whole(phase), train_step(method, vit, whole(phase)), reference_step(method, vit, whole(phase))),
+        (Update(rule), update_step(rule), reference_update(rule)),
+    ]
+    for serves, traced, reference in pairs:
+        inputs = example_inputs(method, vit, tiny_batch(mask_ratio=0.5), serves)
+        inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+        want, got = reference(inputs), traced(inputs)
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
 # --- export as a whole --------------------------------------------------------------------------------
+
+GRAPHS = ("train", "update", "predict")
+"""FedAvg's."""
 
 
 class Uphill(Sgd):
@@ -196,9 +207,11 @@ def one_block() -> PatchViT:
 
 def test_a_wrong_graph_is_not_kept(tmp_path: Path, one_block: PatchViT) -> None:
     """A graph in the cache would not be verified again. Uphill and downhill lie two steps apart: 2.0 relative."""
-    with pytest.raises(ExportMismatch, match=r"graph 'train': output 'new/tensor/.*' differs from torch by 2\.0"):
+    with pytest.raises(ExportMismatch, match=r"graph 'update': output 'new/value' differs from torch by 2\.0"):
         export_graphs(WrongSign(batch_size=4), one_block, tiny_batch(), cache=tmp_path)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    kept = [json.loads(path.read_text())["graph"] for path in tmp_path.rglob("*.json")]
+    assert kept == ["train"], "whose gradients are right"
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
 
 
 def test_graphs_come_out_of_the_cache_as_they_went_in(tmp_path: Path, one_block: PatchViT) -> None:
@@ -207,23 +220,26 @@ def test_graphs_come_out_of_the_cache_as_they_went_in(tmp_path: Path, one_block:
     method = FedAvg(batch_size=4)
     said: list[str] = []
     first = export_graphs(method, one_block, tiny_batch(), cache=tmp_path, progress=said.append)
-    assert {name: exported.cached for name, exported in first.items()} == {"train": False, "predict": False}
+    assert {name: exported.cached for name, exported in first.items()} == dict.fromkeys(GRAPHS, False)
     assert all(0 <= exported.max_difference <= TOLERANCE for exported in first.values())
     assert any("exporting graph 'train'" in line for line in said)
     said.clear()
     second = export_graphs(method, one_block, tiny_batch(), cache=tmp_path, progress=said.append)
-    assert {name: exported.cached for name, exported in second.items()} == {"train": True, "predict": True}
+    assert {name: exported.cached for name, exported in second.items()} == dict.fromkeys(GRAPHS, True)
     assert not any("exporting" in line for line in said)
     for name, exported in first.items():
         assert second[name].content == exported.content
         assert second[name].max_difference == exported.max_difference
     files = sorted(path.suffix for path in tmp_path.rglob("*") if path.is_file())
-    assert files == [".json", ".json", ".onnx", ".onnx"]
+    assert files == [".json"] * 3 + [".onnx"] * 3
     for facts in tmp_path.rglob("*.json"):
         if json.loads(facts.read_text())["graph"] == "predict":
             facts.unlink()
     third = export_graphs(method, one_block, tiny_batch(), cache=tmp_path)
-    assert {name: exported.cached for name, exported in third.items()} == {"train": True, "predict": False}
+    assert {name: exported.cached for name, exported in third.items()} == {
+        **dict.fromkeys(GRAPHS, True),
+        "predict": False,
+    }
     assert third["predict"].content == first["predict"].content
 
 

@@ -13,7 +13,7 @@ from fedvit.methods.base import Images, Method, StepInputs
 from fedvit.methods.calculus import Named, Objective, TorchCalculus
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
-from fedvit.methods.step import example_inputs, train_step
+from fedvit.methods.step import example_inputs, whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Role, Train
@@ -58,7 +58,7 @@ def batch(vit: PatchViT, number: int) -> Inputs:
 
 def run(method: Method, vit: PatchViT, phase: Train, inputs: Inputs, steps: int = 1) -> Inputs:
     """The inputs after some steps, each on another batch."""
-    step = train_step(method, vit, phase)
+    step = whole_step(method, vit, phase)
     for number in range(1, steps + 1):
         inputs = {**inputs, **batch(vit, number), "hyper/step": torch.tensor(float(number), dtype=torch.float64)}
         new = {name.removeprefix("new/"): value for name, value in step(inputs).items() if name.startswith("new/")}
@@ -225,8 +225,8 @@ def test_the_trace_takes_the_step_that_torch_takes(vit: PatchViT, form: str, opt
     method = make_method("apfl", {"form": form, **options})
     for phase in method.phases(vit):
         inputs = inputs_of(method, vit, phase)
-        want = train_step(method, vit, phase, TorchCalculus)(inputs)
-        assert_close({n: v.detach() for n, v in train_step(method, vit, phase)(inputs).items()}, want)
+        want = whole_step(method, vit, phase, TorchCalculus)(inputs)
+        assert_close({n: v.detach() for n, v in whole_step(method, vit, phase)(inputs).items()}, want)
 
 
 @pytest.mark.parametrize("form", ["paper", "code"])

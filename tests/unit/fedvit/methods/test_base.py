@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS, build_model, make_method
-from fedvit.methods.base import Forward, GroupRule, Images, Method, ServerRule, trained_names
+from fedvit.methods.base import UPDATE, Forward, GroupRule, Images, Method, ServerRule, trained_names
 from fedvit.methods.eftvit import EFTViT
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Sgd
@@ -215,7 +215,8 @@ def test_fedavg_shares_everything() -> None:
     vit = deep_vit()
     assert FedAvg().groups(vit) == {"model": (Role.SHARED, list(vit.tensors()))}
     (phase,) = FedAvg(epochs=3, lr=0.5, momentum=0.9).phases(vit)
-    assert phase == Train(graph="train", groups=("model",), slots=("momentum_buffer",), epochs=3, lr=0.5)
+    slots = ("momentum_buffer",)
+    assert phase == Train(graph="train", update=UPDATE, groups=("model",), slots=slots, epochs=3, lr=0.5)
     assert FedAvg().mask_ratio == 0.0
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from fedvit.methods import build_model, make_method
-from fedvit.methods.base import PREDICT, Images, Method, RoundContext, ServerState, Upload, trained_names
+from fedvit.methods.base import PREDICT, UPDATE, Images, Method, RoundContext, ServerState, Upload, trained_names
 from fedvit.methods.calculus import Named
-from fedvit.methods.step import example_inputs, steps_of, train_step
+from fedvit.methods.step import example_inputs, steps_of, whole_step
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Evaluate, Role, Train
+from tests.steps import whole
 
 HALF = (0.5, 0.5, 0.5)
 BATCH = Batch(image_size=16, patch_size=8, batch_size=8, mean=HALF, std=HALF)
@@ -53,7 +54,7 @@ def made(name: str, **options: Any) -> tuple[Method, PatchViT]:
 
 def inputs_of(method: Method, vit: PatchViT, phase: Train, seed: int = 0) -> Inputs:
     """Anything plausible, and first values as they are; anchors are the start."""
-    inputs = example_inputs(method, vit, BATCH, phase, seed=seed)
+    inputs = example_inputs(method, vit, BATCH, whole(phase), seed=seed)
     inputs |= {f"tensor/{name}": value for name, value in method.tensors(vit).items()}
     inputs |= {name: torch.zeros_like(value) for name, value in inputs.items() if name.startswith("slot/")}
     inputs |= {f"anchor/{name}": inputs[f"tensor/{name}"] for name in method.names_in(vit, *phase.anchors)}
@@ -76,7 +77,7 @@ def after(inputs: Named, outputs: Named) -> Inputs:
 
 def run(method: Method, vit: PatchViT, phase: Train, inputs: Named, steps: int = 1) -> Inputs:
     """The inputs after some steps, each on another batch."""
-    step = train_step(method, vit, phase)
+    step = whole_step(method, vit, phase)
     for number in range(steps):
         batch = inputs_of(method, vit, phase, seed=number)
         fed = inputs if number == 0 else {**inputs, **{k: v for k, v in batch.items() if k.startswith("batch/")}}
@@ -126,7 +127,7 @@ def test_a_round_of_full_batches_is_a_gradient_step_on_all_data(name: str) -> No
     method, vit = made(name)
     phase = only_phase(method, vit)
     start = inputs_of(method, vit, phase)
-    step = train_step(method, vit, phase)
+    step = whole_step(method, vit, phase)
     parts = [(0, 1), (1, 3), (3, 8)]
     devices = [(last - first, after(start, step(rows(start, first, last)))) for first, last in parts]
     pooled = after(start, step(rows(start, 0, 8)))
@@ -144,8 +145,8 @@ def test_roles_alone_change_nothing_on_a_device(name: str, seed: int) -> None:
     plain = made("fedavg")[0]
     phase = only_phase(method, vit)
     inputs = inputs_of(method, vit, phase, seed)
-    want = train_step(plain, vit, only_phase(plain, vit))(inputs)
-    got = train_step(method, vit, phase)(inputs)
+    want = whole_step(plain, vit, only_phase(plain, vit))(inputs)
+    got = whole_step(method, vit, phase)(inputs)
     assert got.keys() == want.keys()
     assert all(torch.equal(got[key], want[key]) for key in want)
 
@@ -168,8 +169,8 @@ def test_fedprox_without_a_spring_is_fedavg() -> None:
     method, vit = made("fedprox", mu=0.0)
     inputs = displaced(inputs_of(method, vit, only_phase(method, vit)))
     plain = made("fedavg")[0]
-    want = train_step(plain, vit, only_phase(plain, vit))(inputs)
-    got = train_step(method, vit, only_phase(method, vit))(inputs)
+    want = whole_step(plain, vit, only_phase(plain, vit))(inputs)
+    got = whole_step(method, vit, only_phase(method, vit))(inputs)
     assert got.keys() == want.keys()
     for key, value in want.items():
         torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-15)
@@ -180,8 +181,8 @@ def test_fedproxs_spring_pulls_to_the_start() -> None:
     method, vit = made("fedprox", mu=0.5)
     inputs = displaced(inputs_of(method, vit, only_phase(method, vit)))
     plain = made("fedavg")[0]
-    without = train_step(plain, vit, only_phase(plain, vit))(inputs)
-    got = train_step(method, vit, only_phase(method, vit))(inputs)
+    without = whole_step(plain, vit, only_phase(plain, vit))(inputs)
+    got = whole_step(method, vit, only_phase(method, vit))(inputs)
     away = {name: inputs[f"tensor/{name}"] - inputs[f"anchor/{name}"] for name in vit.tensors()}
     assert len(away) == len([key for key in inputs if key.startswith("anchor/")])
     for name, apart in away.items():
@@ -352,10 +353,10 @@ def test_fedreps_phases_move_one_part_each(optimizer: str) -> None:
 def test_fedreps_phases_in_order() -> None:
     method, vit = made("fedrep", epochs=2, head_epochs=5, lr=0.1)
     head, body = method.phases(vit)
-    assert head == Train(graph="train_head", groups=("personal",), epochs=5, lr=0.1)
-    assert body == Train(graph="train_body", groups=("shared",), epochs=2, lr=0.1)
+    assert head == Train(graph="train_head", update=UPDATE, groups=("personal",), epochs=5, lr=0.1)
+    assert body == Train(graph="train_body", update=UPDATE, groups=("shared",), epochs=2, lr=0.1)
     assert made("fedrep", epochs=2, head_epochs=5, lr=0.1, order="body_first")[0].phases(vit) == (body, head)
-    assert set(steps_of(method, vit)) == {"train_head", "train_body", PREDICT}
+    assert set(steps_of(method, vit)) == {"train_head", "train_body", UPDATE, PREDICT}
 
 
 # --- FedBABU ------------------------------------------------------------------------------------------
@@ -374,20 +375,23 @@ def test_fedbabus_head_stands_still() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, Train(graph="tune", groups=("head", "body"), epochs=5, lr=0.01)),
+        ({}, Train(graph="tune", update=UPDATE, groups=("head", "body"), epochs=5, lr=0.01)),
         # FedPerfix's text, and its code
-        ({"tune": "head", "tune_steps": 1}, Train(graph="tune", groups=("head",), epochs=5, steps=1, lr=0.01)),
-        ({"tune_steps": 1}, Train(graph="tune", groups=("head", "body"), epochs=5, steps=1, lr=0.01)),
+        (
+            {"tune": "head", "tune_steps": 1},
+            Train(graph="tune", update=UPDATE, groups=("head",), epochs=5, steps=1, lr=0.01),
+        ),
+        ({"tune_steps": 1}, Train(graph="tune", update=UPDATE, groups=("head", "body"), epochs=5, steps=1, lr=0.01)),
         (
             {"tune_epochs": 2, "tune_lr": 0.5, "epochs": 7, "momentum": 0.9},
-            Train(graph="tune", groups=("head", "body"), slots=("momentum_buffer",), epochs=2, lr=0.5),
+            Train(graph="tune", update=UPDATE, groups=("head", "body"), slots=("momentum_buffer",), epochs=2, lr=0.5),
         ),
     ],
 )
 def test_fedbabu_tunes_before_it_is_tested(options: dict[str, Any], expected: Train) -> None:
     method, vit = made("fedbabu", **options)
     assert method.evaluate(vit) == Evaluate(graph=PREDICT, adapt=(expected,))
-    assert set(steps_of(method, vit)) == {"train", "tune", PREDICT}
+    assert set(steps_of(method, vit)) == {"train", "tune", UPDATE, PREDICT}
 
 
 @pytest.mark.parametrize("tune", ["head", "all"])

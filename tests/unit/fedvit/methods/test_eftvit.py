@@ -11,7 +11,7 @@ from fedvit.methods.calculus import Named
 from fedvit.methods.eftvit import EFTViT
 from fedvit.methods.optimizers import AdamW, Sgd
 from fedvit.methods.rules.feature_training import FeatureTraining, features_into
-from fedvit.methods.step import predict_step, train_step
+from fedvit.methods.step import predict_step, whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Collect, Role
@@ -63,7 +63,7 @@ def step_inputs(vit: PatchViT, method: EFTViT, *, seed: int = 2) -> dict[str, Te
 
 def run_step(vit: PatchViT, method: EFTViT, inputs: Named) -> dict[str, Tensor]:
     (phase,) = method.phases(vit)
-    return train_step(method, vit, phase)(inputs)
+    return whole_step(method, vit, phase)(inputs)
 
 
 def moved(outputs: Named, inputs: Named) -> dict[str, Tensor]:

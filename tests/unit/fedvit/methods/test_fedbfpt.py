@@ -14,10 +14,11 @@ from fedvit.methods.calculus import Named
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.fedbfpt import FedBFPT, stage_of
 from fedvit.methods.rules.weighted_mean import WeightedMean
-from fedvit.methods.step import example_inputs, train_step
+from fedvit.methods.step import example_inputs, whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Draw, Role
+from tests.steps import whole
 
 DEPTH = 5
 HALF = (0.5, 0.5, 0.5)
@@ -36,13 +37,13 @@ def method(**options: Any) -> FedBFPT:
 
 def inputs_of(method: Method, vit: PatchViT) -> dict[str, Tensor]:
     (phase,) = method.phases(vit)
-    inputs = example_inputs(method, vit, BATCH, phase)
+    inputs = example_inputs(method, vit, BATCH, whole(phase))
     return {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 def run(method: Method, vit: PatchViT, inputs: Named) -> dict[str, Tensor]:
     (phase,) = method.phases(vit)
-    return train_step(method, vit, phase)(inputs)
+    return whole_step(method, vit, phase)(inputs)
 
 
 # --- schedule -----------------------------------------------------------------------------------------

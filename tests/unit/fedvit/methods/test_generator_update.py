@@ -17,7 +17,7 @@ from fedvit.methods.generators.base import Generator, drawing
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Sgd
 from fedvit.methods.rules.generator_update import GeneratorUpdate
 from fedvit.methods.rules.together import Together
-from fedvit.methods.step import train_step
+from fedvit.methods.step import whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
@@ -238,7 +238,7 @@ class Fleet:
         inputs |= {"batch/patches": given.images.patches, "batch/labels": given.labels, "batch/weight": given.weight}
         inputs |= {"fact/class_counts": given.facts["class_counts"], "hyper/lr": given.lr}
         (phase,) = self.method.phases(self.vit)
-        outputs = train_step(self.method, self.vit, phase)({**inputs, "hyper/step": torch.tensor(1.0)})
+        outputs = whole_step(self.method, self.vit, phase)({**inputs, "hyper/step": torch.tensor(1.0)})
         sent_back = self.method.names_with(self.vit, Role.SHARED, Role.GENERATED)
         assert set(sent_back) <= set(trained_names(self.method, self.vit, phase))
         return {name: (outputs[f"new/tensor/{name}"] - values[name]).detach().numpy() for name in sent_back}

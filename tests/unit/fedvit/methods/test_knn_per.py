@@ -10,7 +10,7 @@ from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Forward, Gathered, Images
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.knn_per import KnnPer, mixture
-from fedvit.methods.step import train_step
+from fedvit.methods.step import whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.program import Gather
 
@@ -117,7 +117,7 @@ def test_it_trains_as_fedavg_does() -> None:
     inputs |= {"batch/patches": torch.randn(3, 4, 192, generator=torch.Generator().manual_seed(0))}
     inputs |= {"batch/labels": torch.tensor([0, 1, 3]), "batch/weight": torch.ones(3)}
     inputs |= {"hyper/lr": torch.tensor(0.5), "hyper/step": torch.tensor(1.0)}
-    ours, theirs = (train_step(each, vit, each.phases(vit)[0])(inputs) for each in (method, plain))
+    ours, theirs = (whole_step(each, vit, each.phases(vit)[0])(inputs) for each in (method, plain))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 

@@ -19,7 +19,7 @@ from fedvit.methods.calculus import Named, Objective, TorchCalculus
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.per_fedavg import ADAPT, PerFedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
-from fedvit.methods.step import example_inputs, predict_step, train_step
+from fedvit.methods.step import example_inputs, predict_step, whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, GraphSpec, Group, Program, Role, TensorSpec, Train
@@ -78,7 +78,7 @@ def adaptation(method: Method, vit: PatchViT) -> Train:
 def factor(method: Method, vit: PatchViT, phase: Train, **batch: list[int]) -> float:
     """What one step multiplies every tensor with."""
     inputs = inputs_of(method, vit, phase, **batch)
-    outputs = train_step(method, vit, phase)(inputs)
+    outputs = whole_step(method, vit, phase)(inputs)
     ratios = [outputs[f"new/tensor/{name}"] / inputs[f"tensor/{name}"] for name in trained_names(method, vit, phase)]
     every = torch.cat([ratio.flatten() for ratio in ratios])
     torch.testing.assert_close(every, every[0].expand_as(every), rtol=1e-6, atol=0)
@@ -138,7 +138,7 @@ def test_without_an_image_in_the_second_half_nothing_moves(
     method = make_method("per_fedavg", {"order": order, **optimizer})
     phase = training(method, vit)
     inputs = inputs_of(method, vit, phase, labels=[0] * 8, weight=[1, 1, 1, 0, 0, 0, 0, 0])
-    new = state_of(train_step(method, vit, phase)(inputs))
+    new = state_of(whole_step(method, vit, phase)(inputs))
     assert new.keys() == {name for name in inputs if name.startswith(("tensor/", "slot/"))}
     assert all(torch.equal(value, inputs[name]) for name, value in new.items())
 
@@ -154,13 +154,13 @@ def test_it_is_fedavgs_gradient_after_one_plain_step(vit: PatchViT, optimizer: d
     method = make_method("per_fedavg", {"inner_lr": INNER, **optimizer})
     phase = training(method, vit)
     inputs = inputs_of(method, vit, phase, labels=labels, weight=weight)
-    outputs = train_step(method, vit, phase)(inputs)
+    outputs = whole_step(method, vit, phase)(inputs)
 
     def half(first: int, tensors: Named) -> tuple[dict[str, Tensor], Tensor]:
         """The gradient and the loss of four rows, by a plain step of rate 1."""
         rows = {name: value[first : first + 4] for name, value in inputs.items() if name.startswith("batch/")}
         plain = {**inputs, **tensors, **rows, "hyper/lr": torch.tensor(1.0, dtype=torch.float64)}
-        outputs = train_step(FedAvg(), vit, training(FedAvg(), vit))(plain)
+        outputs = whole_step(FedAvg(), vit, training(FedAvg(), vit))(plain)
         return {name: value - state_of(outputs)[name] for name, value in tensors.items()}, outputs["metric/loss"]
 
     start = {name: value for name, value in inputs.items() if name.startswith("tensor/")}
@@ -183,7 +183,7 @@ def test_the_trace_takes_the_step_that_torch_takes(vit: PatchViT, order: str, op
     method = make_method("per_fedavg", {"order": order, **options})
     for phase in (training(method, vit), adaptation(method, vit)):
         inputs = inputs_of(method, vit, phase, labels=[0, 1, 2, 0, 1, 2, 0, 1], weight=[1] * 5 + [0] * 3)
-        got, want = (train_step(method, vit, phase, *by)(inputs) for by in ((), (TorchCalculus,)))
+        got, want = (whole_step(method, vit, phase, *by)(inputs) for by in ((), (TorchCalculus,)))
         assert got.keys() == want.keys()
         for name, value in want.items():
             torch.testing.assert_close(got[name].detach(), value, rtol=1e-6, atol=1e-10)
@@ -196,7 +196,7 @@ def test_hessian_free_is_the_gradient_through_the_adaptation(vit: PatchViT) -> N
         method = make_method("per_fedavg", {"order": order, "inner_lr": INNER})
         phase = training(method, vit)
         inputs = inputs_of(method, vit, phase, labels=[0, 1, 2, 0, 1, 2, 0, 1], weight=[1] * 8)
-        new = state_of(train_step(method, vit, phase)(inputs))
+        new = state_of(whole_step(method, vit, phase)(inputs))
         steps[order] = {name: (inputs[name] - value) / RATE for name, value in new.items()}
 
     def loss(at: dict[str, Tensor], rows: slice) -> Tensor:
@@ -260,7 +260,7 @@ def test_a_test_leaves_everything_as_it_was(tmp_path: Path) -> None:
     phase = adaptation(method, vit)
     runtime, graphs = Runtime(1), {}
     for name, step, of in (
-        (ADAPT, train_step(method, vit, phase), phase),
+        (ADAPT, whole_step(method, vit, phase), phase),
         (PREDICT, predict_step(method, vit), None),
     ):
         file = tmp_path / f"{name}.onnx"

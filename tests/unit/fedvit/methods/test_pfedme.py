@@ -14,7 +14,7 @@ from fedvit.methods.calculus import Named, Objective, TorchCalculus
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.pfedme import TWIN, PFedMe
 from fedvit.methods.rules.weighted_mean import WeightedMean
-from fedvit.methods.step import example_inputs, train_step
+from fedvit.methods.step import example_inputs, whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Role, Train
@@ -51,7 +51,7 @@ def inputs_of(method: Method, vit: PatchViT) -> Inputs:
 def run(method: Method, vit: PatchViT, inputs: Inputs, batches: int = 1, first: int = 2) -> Inputs:
     """The inputs after some batches, on each of which the graph runs `inner_steps` times."""
     (phase,) = method.phases(vit)
-    step, count = train_step(method, vit, phase), first
+    step, count = whole_step(method, vit, phase), first
     for _ in range(batches):
         for repeat in range(phase.repeats):
             hyper = {
@@ -144,7 +144,7 @@ def test_without_a_spring_theta_trains_alone(vit: PatchViT) -> None:
     end = run(method, vit, start, batches=2)
     assert_close(shared(end), shared(start))
     (phase,) = FedAvg(weight_decay=0.1).phases(vit)
-    step, model = train_step(FedAvg(weight_decay=0.1), vit, phase), twin(start)
+    step, model = whole_step(FedAvg(weight_decay=0.1), vit, phase), twin(start)
     for _ in range(10):
         outputs = step({**start, **{f"tensor/{name}": value for name, value in model.items()}})
         model = {name: outputs[f"new/tensor/{name}"] for name in model}
@@ -190,7 +190,7 @@ def test_the_trace_takes_the_step_that_torch_takes(vit: PatchViT, options: dict[
     method = make_method("pfedme", options)
     (phase,) = method.phases(vit)
     inputs = inputs_of(method, vit)
-    got, want = (train_step(method, vit, phase, *by)(inputs) for by in ((), (TorchCalculus,)))
+    got, want = (whole_step(method, vit, phase, *by)(inputs) for by in ((), (TorchCalculus,)))
     assert_close({name: value.detach() for name, value in got.items()}, want)
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
-from fedvit.methods.base import Images, Method, RoundContext, ServerState, Upload
+from fedvit.methods.base import UPDATE, Images, Method, RoundContext, ServerState, Upload
 from fedvit.methods.generators.hypernetwork import Hypernetwork
 from fedvit.methods.generators.prompts import PromptAttention, PromptStatistics
 from fedvit.methods.optimizers import AdamW, Sgd
 from fedvit.methods.rules.generator_update import GeneratorUpdate
-from fedvit.methods.step import train_step
+from fedvit.methods.step import whole_step
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
@@ -44,7 +44,7 @@ def test_only_prompts_and_head_are_trained() -> None:
     head = {"head.weight", "head.bias"}
     backbone = set(vit.tensors()) - head - {PROMPTS}
     assert roles(method, vit) == {"generated": {PROMPTS}, "local": head, "frozen": backbone}
-    assert method.phases(vit) == (Train(graph="train", groups=("prompts", "head"), epochs=5, lr=0.25),)
+    assert method.phases(vit) == (Train(graph="train", update=UPDATE, groups=("prompts", "head"), epochs=5, lr=0.25),)
     assert method.optimizer_rule() == Sgd(weight_decay=0.001)
 
 
@@ -78,7 +78,7 @@ def test_a_step_moves_prompts_and_head_and_nothing_else() -> None:
     inputs: dict[str, Tensor] = {f"tensor/{name}": value for name, value in vit.tensors().items()}
     inputs |= {"batch/patches": torch.randn(5, 4, 192, generator=draw), "batch/labels": torch.arange(5) % 4}
     inputs |= {"batch/weight": torch.ones(5), "hyper/lr": torch.tensor(0.25), "hyper/step": torch.tensor(1.0)}
-    outputs = train_step(method, vit, phase)(inputs)
+    outputs = whole_step(method, vit, phase)(inputs)
     moved = {name.removeprefix("new/tensor/"): value for name, value in outputs.items() if name.startswith("new/")}
     assert moved.keys() == {PROMPTS, "head.weight", "head.bias"}
     for name, value in moved.items():

@@ -15,7 +15,7 @@ from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
-from fedvit.methods.step import train_step
+from fedvit.methods.step import whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, delta
@@ -186,7 +186,7 @@ def test_a_round_of_fedavg_equals_a_step_on_the_pooled_data() -> None:
     vit = build_vit(SMALL, 4, seed=0, options={"image_size": 16, "patch_size": 8, "width": 8, "depth": 2, "heads": 2})
     vit = vit.double()
     (phase,) = method.phases(vit)
-    step = train_step(method, vit, phase)
+    step = whole_step(method, vit, phase)
     draw = torch.Generator().manual_seed(0)
     patches = torch.randn(10, 4, 192, generator=draw, dtype=torch.float64)
     labels = torch.randint(0, 4, (10,), generator=draw)

@@ -384,8 +384,9 @@ class Agent:
         task, began = job.task, time.perf_counter()
         data = self._labelled(program.classes)
         self.runtime.keep_only({graph.digest for graph in program.graphs.values()})
-        for graph in program.graphs.values():
-            self.runtime.open(graph.digest, self.blobs.path(graph.digest))
+        for name in program.graphs_for(task.kind):
+            digest = program.graphs[name].digest
+            self.runtime.open(digest, self.blobs.path(digest))
         values = self._values(task, program)
         watch = Watch(self._progress(job), job.stop.is_set)
         seeds = Seeds(task.seed, task.round, self.device)

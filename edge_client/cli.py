@@ -20,7 +20,7 @@ from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
 from fedvit.logs import configure_logging
 from fedvit.wire.topics import check_name
-from profiles.probes.host import device_profile, usable_cores
+from profiles.probes.host import device_profile, fast_cores
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,15 @@ log = logging.getLogger(__name__)
     type=click.Path(path_type=Path),
     help="Folder for personal tensors and unsent results; by default one per data folder.",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Threads that training may use; by default all cores.")
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Threads that training may use; by default one for each fast core."
+)
+@click.option(
+    "--provider",
+    default="CPUExecutionProvider",
+    metavar="NAME",
+    help="Execution provider of onnxruntime, e.g. CUDAExecutionProvider on a Jetson; without it the CPU is used.",
+)
 @click.option("--federation", default="home", help="Which federation at the broker to join.")
 @click.option("--ca-file", type=click.Path(path_type=Path), help="Certificate authority of an mqtts:// broker.")
 @click.option(
@@ -69,6 +77,7 @@ def serve(
     device: str | None,
     state: Path | None,
     threads: int | None,
+    provider: str,
     federation: str,
     ca_file: Path | None,
     test_share: float,
@@ -92,7 +101,7 @@ def serve(
     folder = state or default_state(data)
     lock = lock_state(folder)
     name = device_id(folder, device, data)
-    threads = threads or usable_cores()
+    threads = threads or fast_cores()
     transport = MqttTransport(SimpleQueue(), address, client_id=f"{name}-{secrets.token_hex(4)}")
     agent = Agent(
         device=name,
@@ -101,7 +110,7 @@ def serve(
         data=images,
         vault=Vault(folder / "vault"),
         blobs=BlobStore(folder / "blobs"),
-        runtime=Runtime(threads),
+        runtime=Runtime(threads, provider),
         profile=device_profile(threads),
         software=version("fedvit"),
     )

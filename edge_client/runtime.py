@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnxruntime
 
 from edge_client.sampler import MedianSampler
 from edge_client.steps import Graph, Steps, SummedSteps, WholeSteps
@@ -76,8 +75,19 @@ class Evaluated:
     flops: int
 
 
+CPU = "CPUExecutionProvider"
+
+
 @functools.cache
-def _share_arena() -> None:
+def _engine() -> Any:
+    """onnxruntime, imported when the first graph comes: a device that waits for work does without its 25 MB."""
+    import onnxruntime
+
+    _share_arena(onnxruntime)
+    return onnxruntime
+
+
+def _share_arena(onnxruntime: Any) -> None:
     """One memory arena for all sessions of the process, growing by what is needed.
 
     By default each session has its own and doubles it: on the demo's two graphs that costs 12 MB of 149.
@@ -96,11 +106,9 @@ class Runtime:
     """Sessions of the graphs in use; one runtime serves any number of tasks."""
 
     threads: int
+    provider: str = CPU
     _graphs: dict[str, Graph] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        _share_arena()
 
     def open(self, digest: str, path: Path) -> None:
         """Load a graph once. Raises BadPayload when onnxruntime cannot."""
@@ -109,6 +117,7 @@ class Runtime:
                 self._graphs[digest] = self._load(digest, path)
 
     def _load(self, digest: str, path: Path) -> Graph:
+        onnxruntime = _engine()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
@@ -123,12 +132,21 @@ class Runtime:
             session = onnxruntime.InferenceSession(
                 str(path),
                 options,
-                providers=["CPUExecutionProvider"],
+                providers=self._providers(onnxruntime.get_available_providers()),
                 disabled_optimizers=["CommonSubexpressionElimination"],
             )
             return Graph(session)
         except Exception as error:  # onnxruntime's exceptions share no base of their own
             raise BadPayload(f"graph {digest} cannot be loaded: {error}") from error
+
+    def _providers(self, available: list[str]) -> list[str]:
+        if self.provider not in available:
+            log.warning(
+                "this onnxruntime has not the wanted execution provider, the CPU is used",
+                extra={"wanted": self.provider, "available": available},
+            )
+            self.provider = CPU
+        return list(dict.fromkeys((self.provider, CPU)))
 
     def keep_only(self, digests: set[str]) -> None:
         """Close graphs of programs that are over."""

@@ -6,14 +6,16 @@ optimizer slots are one vector each: graphs read and write them in place.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import onnxruntime
 
 from fedvit.errors import BadPayload
 from fedvit.program import Program, Train
 from fedvit.tensors import Array, Tensors, let_go
+
+if TYPE_CHECKING:  # imported when the first graph is loaded
+    from onnxruntime import InferenceSession
 
 PIECE_ELEMENTS = 1 << 17
 """Elements that one run of an update takes: with slots and temporaries they stay in a core's cache."""
@@ -30,7 +32,7 @@ _DTYPES = {
 class Graph:
     """A loaded graph, and what its inputs and outputs are called."""
 
-    def __init__(self, session: onnxruntime.InferenceSession) -> None:
+    def __init__(self, session: "InferenceSession") -> None:
         self.session = session
         self.inputs = {node.name: node for node in session.get_inputs()}
         self.outputs = {node.name: node for node in session.get_outputs()}

@@ -314,9 +314,10 @@ class Graph:
         if node is None or node.op_type != "Gemm" or len(node.input) == 3 or not alone or other.shape != product.shape:
             return None
         added = self.plain(other)
-        del self.nodes[product.name]  # it may have to come after what made `other`
         node.input.append(added)
-        self.nodes[product.name] = node
+        if added not in self.inputs:  # then it may have to come after what made `other`
+            del self.nodes[product.name]
+            self.nodes[product.name] = node
         return product
 
 
@@ -585,19 +586,20 @@ def _bmm(graph: Graph, node: fx.Node, left: Value, right: Value) -> Value:
 
 
 def _ends_swapped(node: fx.Node) -> bool:
-    """Whether all that happens to a product is that its last two axes change places."""
-    last = _shape(node)[-2:]
+    """Whether what finally happens to a product alone is that its last two axes change places."""
+    last, swapped = _shape(node)[-2:], False
     while len(node.users) == 1:
         [node] = node.users
-        if node.target in (aten.view.default, aten._unsafe_view.default, aten.clone.default):
-            if _shape(node)[-2:] != last:
-                return False
-        elif node.target is aten.permute.default:
+        if node.target is aten.permute.default:
             order = cast(Sequence[int], node.args[1])
-            return tuple(axis % len(order) for axis in order) == _swapped(len(order))
+            if tuple(axis % len(order) for axis in order) != _swapped(len(order)):
+                break
+            swapped = not swapped
         else:
-            return False
-    return False
+            regrouped = node.target in (aten.view.default, aten._unsafe_view.default, aten.clone.default)
+            if not regrouped or set(_shape(node)[-2:]) != set(last):
+                break
+    return swapped
 
 
 @_lowers(aten.slice.Tensor)

@@ -33,7 +33,7 @@ old one afterwards. The same holds for slots and for summed gradients.
 """
 
 import enum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -200,6 +200,15 @@ class Program(Struct, frozen=True, kw_only=True):
     def with_role(self, *roles: Role) -> list[str]:
         """Names of the groups that have one of `roles`."""
         return [name for name, group in self.groups.items() if group.role in roles]
+
+    def graphs_for(self, kind: Literal["train", "evaluate"]) -> list[str]:
+        """Names of the graphs that a task of this kind runs."""
+        evaluate = self.evaluate
+        phases = self.train if kind == "train" else evaluate.adapt
+        names = [name for phase in phases for name in (phase.graph, phase.update) if name]
+        if kind == "evaluate":
+            names += [evaluate.graph, *([evaluate.gather.graph] if evaluate.gather else [])]
+        return list(dict.fromkeys(names))
 
     def expected_upload(self) -> dict[str, tuple[tuple[int | None, ...], str]]:
         """What a training result carries: deltas of the groups that are sent back, and what was collected.

@@ -171,9 +171,8 @@ class Method(ABC):
     lr: Annotated[float, Meta(gt=0)] = 0.01
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # sgd only
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
-    frozen_precision: Precision = (
-        "fp32"  # on devices, of weights that they do not train: a half or a quarter of the bytes
-    )
+    recompute: bool = False  # on devices: less memory, a third more FLOPs
+    frozen_precision: Precision = "fp32"  # of what a device does not train: a half or a quarter of its bytes there
     clip_norm: Annotated[float, Meta(gt=0)] | None = None  # a step's gradient is scaled down to this norm
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
     warmup_rounds: Annotated[int, Meta(ge=0)] = 0

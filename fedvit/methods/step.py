@@ -48,7 +48,8 @@ def whole_step(method: Method, vit: PatchViT, phase: Train, calculus: Calculi = 
     def step(inputs: Named) -> dict[str, Tensor]:
         used, fixed = calculus(rule, inputs), _tensors(inputs)
         moved = {name: fixed.pop(name) for name in names}
-        result = method.local_step(used, vit, phase, moved, fixed, _step_inputs(inputs))
+        with vit.recomputing(method.recompute):
+            result = method.local_step(used, vit, phase, moved, fixed, _step_inputs(inputs))
         outputs = {"metric/loss": result.loss}
         outputs |= {f"collect/{name}": value for name, value in result.collected.items()}
         for name in names:
@@ -76,7 +77,8 @@ def _gradient_step(method: Method, vit: PatchViT, phase: Train, calculus: Calcul
             value = method.objective(vit, phase, {**fixed, **at}, given)
             return Objective(value.loss * inputs["batch/share"], value.collected)
 
-        grads, (loss, collected) = used.gradients(objective, moved)
+        with vit.recomputing(method.recompute):
+            grads, (loss, collected) = used.gradients(objective, moved)
         outputs = {"metric/loss": loss}
         outputs |= {f"collect/{name}": value for name, value in collected.items()}
         return outputs | {f"new/grad/{name}": inputs[f"grad/{name}"] + grads[name] for name in names}

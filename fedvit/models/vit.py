@@ -4,7 +4,8 @@ Tokens are taken by `split`, whose gradient is a concatenation, never by indexin
 Tensors keep timm's names and shapes. Letters in names: B batch, N tokens, D width, P values of a patch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
 from fedvit.models.attend import class_token
+from fedvit.models.recompute import recomputed
 
 
 class TokenSurgery(nn.Module):
@@ -38,6 +40,7 @@ class PatchViT(nn.Module):
         super().__init__()
         self.name = name
         self.vit = vit.eval()
+        self.recompute = False  # whether blocks keep only what enters them for their backward pass
         self._check_plain()
 
     def _check_plain(self) -> None:
@@ -123,6 +126,15 @@ class PatchViT(nn.Module):
         """Run `body(self)` while every tensor has the value given in `tensors`."""
         return torch.func.functional_call(self, {f"vit.{name}": value for name, value in tensors.items()}, (body,))
 
+    @contextmanager
+    def recomputing(self, recompute: bool) -> Iterator[None]:
+        """Within, blocks do so or not."""
+        before, self.recompute = self.recompute, recompute
+        try:
+            yield
+        finally:
+            self.recompute = before
+
     def forward(self, body: Callable[["PatchViT"], Any]) -> Any:
         return body(self)
 
@@ -155,7 +167,7 @@ class PatchViT(nn.Module):
         for index, block in enumerate(self.vit.blocks[first:last], start=first):
             for surgery in surgeries:
                 x_BND = surgery.before_block(index, x_BND)
-            x_BND = block(x_BND)
+            x_BND = recomputed(block, x_BND) if self.recompute else block(x_BND)
             for surgery in reversed(surgeries):
                 x_BND = surgery.after_block(index, x_BND)
         return x_BND

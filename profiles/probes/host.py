@@ -51,6 +51,35 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def fast_cores(folder: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Of the usable cores those that are about as fast as the fastest: a step waits for the slowest of its threads.
+
+    Boards like the Rock 5 have cores of two kinds. Where the system says nothing of them, all count.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return usable_cores()
+    cores = sorted(os.sched_getaffinity(0))
+    speeds = [_relative_speed(folder / f"cpu{core}") for core in cores]
+    known = [speed for speed in speeds if speed is not None]
+    if len(known) < len(speeds):
+        return len(cores)
+    return sum(speed >= SAME_KIND * max(known) for speed in known)
+
+
+SAME_KIND = 0.7
+"""Share of the fastest core's speed above which a core is of its kind; little cores have a half or less."""
+
+
+def _relative_speed(core: Path) -> float | None:
+    """The kernel's measure of a core's capacity, else its highest clock; None where it has neither."""
+    for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
+        try:
+            return float((core / file).read_text())
+        except (OSError, ValueError):
+            continue
+    return None
+
+
 def device_profile(threads: int) -> DeviceProfile:
     return DeviceProfile(
         host=platform.node(),

@@ -454,7 +454,9 @@ def test_another_shape_or_dtype_is_refused(gradient: Graph, array: Array, is_: s
 
 
 def test_an_output_is_not_written_beyond_its_end(gradient: Graph) -> None:
-    with pytest.raises(BadPayload, match=r"wants 'new/grad/a' as .* of shape \[4, 3\], it is float32 of shape \[3, 4\]"):
+    with pytest.raises(
+        BadPayload, match=r"wants 'new/grad/a' as .* of shape \[4, 3\], it is float32 of shape \[3, 4\]"
+    ):
         Bound(gradient).write("new/grad/a", np.zeros((3, 4), np.float32))
     with pytest.raises(BadPayload, match=r"wants 'metric/loss' as .* of shape \[\], it is float64 of shape \[\]"):
         Bound(gradient).write("metric/loss", np.zeros(()))
@@ -488,7 +490,9 @@ def test_an_input_that_nobody_provides_is_named(gradient: Graph, update_of: Upda
 def test_a_batch_of_another_size_is_refused(gradient: Graph, update_of: UpdateOf) -> None:
     """8 rows are two runs of 3 and a rest."""
     steps = summed(gradient, update_of(Sgd()), Sgd())
-    with pytest.raises(BadPayload, match=r"wants 'batch/patches' as .* \[3, 2, 4\], it is float32 of shape \[2, 2, 4\]"):
+    with pytest.raises(
+        BadPayload, match=r"wants 'batch/patches' as .* \[3, 2, 4\], it is float32 of shape \[2, 2, 4\]"
+    ):
         steps.step(batch(length=ROWS), last=True)
 
 
@@ -506,5 +510,3 @@ def test_what_onnxruntime_refuses_is_told(update_of: UpdateOf) -> None:
     bound.read("value", np.zeros(3, np.float32))
     with pytest.raises(BadPayload, match="the graph cannot run on this device: .*"):
         bound.run()
-
-

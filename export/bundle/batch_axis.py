@@ -69,7 +69,7 @@ def _kept(opened: _Opened, entry: Node) -> None:
 
 
 def _reshape(opened: _Opened, entry: Node) -> None:
-    source, target = entry.inputs
+    source = entry.inputs[0]
     if (place := opened.places.get(source)) is None:
         opened.nodes.append(entry)
         return
@@ -87,7 +87,7 @@ def _reshape(opened: _Opened, entry: Node) -> None:
 
 def _expand(opened: _Opened, entry: Node) -> None:
     """A value that is the same for all images is repeated for each: the first axis that grows to the batch."""
-    source, _ = entry.inputs
+    source = entry.inputs[0]
     after = opened.model.shape(entry.outputs[0])
     before = (1,) * (len(after) - len(opened.model.shape(source))) + opened.model.shape(source)
     if source in opened.places:
@@ -171,9 +171,7 @@ def _settle(opened: _Opened, entry: Node, output: str, found: set[Place]) -> Non
 
 
 def _lost(entry: Node, what: str) -> BadPayload:
-    return BadPayload(
-        f"the graph cannot be opened for any number of images: {entry.kind} {entry.outputs[0]!r} {what}"
-    )
+    return BadPayload(f"the graph cannot be opened for any number of images: {entry.kind} {entry.outputs[0]!r} {what}")
 
 
 _RULES: dict[str, Callable[[_Opened, Node], None]] = {

@@ -136,7 +136,7 @@ def write_model(model: Model, tensors: Mapping[str, Array], metadata: Mapping[st
     parts.append(model.graph_rest)
     parts += [bytes_field(_GRAPH_INITIALIZER, content) for content in model.constants.values()]
     for name, array in tensors.items():
-        raw = memoryview(np.ascontiguousarray(array)).cast("B")
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         head = _tensor_head(name, array) + length_prefix(_TENSOR_RAW, raw.nbytes)
         parts += [length_prefix(_GRAPH_INITIALIZER, len(head) + raw.nbytes) + head, raw]
     for number, ports in ((_GRAPH_INPUT, model.inputs), (_GRAPH_OUTPUT, model.outputs)):

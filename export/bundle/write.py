@@ -1,0 +1,162 @@
+"""A trained model -> a folder that works without fedvit: ONNX files, labels, preprocessing, a card.
+
+Coordinator and device write the same folder with the same code, so nothing here needs torch or onnx.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import onnxruntime
+
+from export.bundle.assemble import LOGITS, PROBABILITIES, Precision, assemble, open_predict_graph
+from export.bundle.card import Card, FileCard, Machine, Origin, Preprocessing, Reported, readme
+from export.bundle.measure import (
+    Answers,
+    Pictures,
+    RunGraph,
+    answer,
+    are_probabilities,
+    check_parity,
+    open_session,
+    pictures_of,
+    random_pictures,
+    time_one,
+)
+from export.bundle.model import Parts, read_model, size_bytes
+from fedvit.data.folder import Split
+from fedvit.errors import ConfigError, StorageFailed
+from fedvit.files import atomic_write, sync_folder
+from fedvit.program import Batch
+from fedvit.tensors import Array
+
+CARD, README, LABELS, PREPROCESSING = "card.json", "README.md", "labels.json", "preprocessing.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model as a run left it."""
+
+    graph: bytes  # the run's predict graph
+    values: Mapping[str, Array]  # of all its inputs but the patches, by the names of `fedvit.program`
+    batch: Batch
+    classes: tuple[str, ...]
+    origin: Origin
+    reported: Reported | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What a bundle is measured with."""
+
+    images: Split | None  # with known classes; None or none: random pictures, and no accuracy
+    described: str  # in the card: "the device's own test images"
+    threads: int
+    machine: str
+    cores: int
+
+    def pictures(self, batch: Batch) -> Iterator[Pictures]:
+        return pictures_of(self.images, batch) if self.images else random_pictures(batch)
+
+    def what(self, answers: Answers) -> str:
+        return f"{len(answers.logits)} {self.described if self.images else 'random pictures'}"
+
+
+def write_bundle(
+    out: Path,
+    trained: Trained,
+    bench: Bench,
+    *,
+    precisions: Sequence[Precision] = tuple(Precision),
+    progress: Callable[[str], None] = lambda line: None,
+) -> Card:
+    """Write the folder `out`: whole, with every file compared with the run's own graph, or not at all.
+
+    Raises ConfigError when `out` is there already, ExportMismatch when a file is too far from the original,
+    StorageFailed when the disk is full.
+    """
+    check_new(out)
+    partial = out.absolute().parent / f".{out.name}.writing-{secrets.token_hex(4)}"
+    try:
+        partial.mkdir(parents=True)
+        card = _fill(partial, trained, bench, precisions, progress)
+        partial.rename(out)
+        sync_folder(out.absolute().parent)
+    except OSError as error:
+        raise StorageFailed(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return card
+
+
+def check_new(out: Path) -> None:
+    """Raises ConfigError when a bundle's folder is there already."""
+    if out.exists():
+        raise ConfigError(f"{out} is there already: --out names the bundle's new folder")
+
+
+def _fill(
+    folder: Path, trained: Trained, bench: Bench, precisions: Sequence[Precision], progress: Callable[[str], None]
+) -> Card:
+    batch = trained.batch
+    original = RunGraph(trained.graph, trained.values, batch, bench.threads)
+    if (some := next(bench.pictures(batch), None)) is None:  # none of the images can be read
+        bench = replace(bench, images=None)
+        some = next(random_pictures(batch))
+    first = some.images
+    want = original(first)
+    voted = are_probabilities(want)
+    opened = open_predict_graph(read_model(trained.graph), batch, probabilities=voted)
+    preprocessing = Preprocessing.of(batch)
+    metadata = {
+        "labels": msgspec.json.encode(trained.classes).decode(),
+        "preprocessing": msgspec.json.encode(preprocessing).decode(),
+        "origin": msgspec.json.encode(trained.origin).decode(),
+    }
+    files: dict[str, FileCard] = {}
+    reference: Answers | None = None
+    answers: Answers | None = None
+    for precision in (entry for entry in Precision if entry in precisions):  # fp32 first, for the others to compare
+        progress(f"{precision.file}: writing, comparing, measuring")
+        assembled = assemble(opened, trained.values, precision, metadata)
+        _write_parts(folder / precision.file, assembled.parts)
+        session = open_session(folder / precision.file, bench.threads)
+        parity = check_parity(session, precision, PROBABILITIES if voted else LOGITS, first, want)
+        answers = answer(session, bench.pictures(batch))
+        if precision is Precision.FP32:
+            reference = answers
+        files[precision] = FileCard(
+            file=precision.file,
+            size_bytes=size_bytes(assembled.parts),
+            weights=precision.meaning,
+            tensors=assembled.tensors,
+            tensors_not_float32=assembled.converted,
+            parity=parity,
+            agreement=answers.agreement(reference) if reference and precision is not Precision.FP32 else None,
+            accuracy=answers.accuracy,
+            latency=time_one(session, first[:1], bench.threads),
+        )
+    assert answers is not None  # there is at least one precision
+    card = Card(
+        origin=trained.origin,
+        classes=len(trained.classes),
+        files=files,
+        pictures=bench.what(answers),
+        reported=trained.reported,
+        machine=Machine(bench.machine, bench.cores, onnxruntime.__version__),
+    )
+    for name, content in ((CARD, card), (LABELS, trained.classes), (PREPROCESSING, preprocessing)):
+        atomic_write(folder / name, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+    atomic_write(folder / README, readme(card, trained.classes, preprocessing).encode())
+    return card
+
+
+def _write_parts(path: Path, parts: Parts) -> None:
+    with open(path, "xb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())

@@ -7,7 +7,6 @@ export.
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from coordinator.checkpoint import load_state
 from coordinator.config import make_config
 from coordinator.store import RunRecord, Store
 from coordinator.summary import RunSummary, summarise
@@ -38,11 +37,10 @@ def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: 
     try:
         program = decode_program(blobs.get(record.program))
         graph = blobs.get(program.graphs[program.evaluate.graph].digest)
+        frozen = [group.initial for group in program.groups.values() if group.role is Role.FROZEN and group.initial]
         values: Tensors = {}
-        for group in program.groups.values():
-            if group.role is Role.FROZEN and group.initial:
-                values |= unpack(blobs.get(group.initial))
-        values |= load_state(saved, blobs).tensors
+        for digest in (*frozen, *saved.groups.values()):
+            values |= unpack(blobs.get(digest))
     except BadPayload as error:
         raise StorageFailed(f"run {run!r}: {error}") from error
     _check_no_images(program, run)

@@ -21,6 +21,10 @@ TOLERANCES = {Precision.FP32: 1e-4, Precision.FP16: 1e-2, Precision.INT8: 1e-1}
 """Largest difference from the run's predict graph, relative to its largest value. The same sums in another order
 give 1e-6; weights of 11 bits 5e-4; weights of 8 bits around 1e-2, growing with the model's depth."""
 
+VOTE_TOLERANCES = {Precision.FP32: 1e-3, Precision.FP16: 0.2, Precision.INT8: 0.5}
+"""The same where neighbours vote: of two that are almost as near the other one may be asked, and with it goes its
+whole share of the vote."""
+
 LEAST_SCALE = 1e-3
 """Of an untrained model all logits may be zero: smaller ones are compared as if the largest were this."""
 
@@ -107,17 +111,18 @@ def are_probabilities(answers_BC: Floats) -> bool:
 
 
 def check_parity(
-    session: onnxruntime.InferenceSession, precision: Precision, output: str, images: Floats, want: Floats
+    session: onnxruntime.InferenceSession, precision: Precision, images: Floats, want: Floats, *, voted: bool
 ) -> Parity:
     """Compare a file with the original's answers `want`, all pictures at once and one by itself.
 
-    Raises ExportMismatch when they are further apart than TOLERANCES allow.
+    `voted`: the answers are probabilities. Raises ExportMismatch when they are further apart than allowed.
     """
+    output, tolerances = (PROBABILITIES, VOTE_TOLERANCES) if voted else (LOGITS, TOLERANCES)
     got = run(session, images)[output]
     [alone] = run(session, images[:1])[output]
     scale = max(float(np.abs(want).max()), LEAST_SCALE)
     apart = max(float(np.abs(got - want).max()), float(np.abs(alone - want[0]).max()))
-    parity = Parity(apart / scale, TOLERANCES[precision], len(images))
+    parity = Parity(apart / scale, tolerances[precision], len(images))
     if not parity.difference <= parity.tolerance:  # also catches NaN
         raise ExportMismatch(
             f"the {precision} file differs from the run's predict graph by {parity.difference:.1e} of its largest "

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import onnxruntime
 
-from export.bundle.assemble import LOGITS, PROBABILITIES, Precision, assemble, open_predict_graph
+from export.bundle.assemble import Precision, assemble, open_predict_graph
 from export.bundle.card import Card, FileCard, Machine, Origin, Preprocessing, Reported, readme
 from export.bundle.measure import (
     Answers,
@@ -125,7 +125,7 @@ def _fill(
         assembled = assemble(opened, trained.values, precision, metadata)
         _write_parts(folder / precision.file, assembled.parts)
         session = open_session(folder / precision.file, bench.threads)
-        parity = check_parity(session, precision, PROBABILITIES if voted else LOGITS, first, want)
+        parity = check_parity(session, precision, first, want, voted=voted)
         answers = answer(session, bench.pictures(batch))
         if precision is Precision.FP32:
             reference = answers

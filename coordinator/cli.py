@@ -358,7 +358,11 @@ def _existing(store: type["Store"], out: Path, flag: str = "--out") -> "Store":
 @click.option("--device", metavar="ID", help="The model that was made for this device (FedTP, pFedHN, ...).")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bundle"), help="New folder for the bundle.")
 @click.option("--runs", "folder", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
-@click.option("--data", type=click.Path(path_type=Path), help="Images in class folders, to measure with.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Images to measure with: those in test/CLASS, or a fifth of those in CLASS.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to measure with; by default all cores.")
 @click.option(
     "--precision",

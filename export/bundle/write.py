@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import onnxruntime
@@ -27,8 +28,9 @@ from export.bundle.measure import (
     random_pictures,
     time_one,
 )
-from export.bundle.model import Parts, read_model, size_bytes
+from export.bundle.model import Model, Parts, read_model, size_bytes
 from fedvit.data.folder import Split
+from fedvit.data.images import Floats
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write, sync_folder
 from fedvit.program import Batch
@@ -103,56 +105,72 @@ def _fill(
     folder: Path, trained: Trained, bench: Bench, precisions: Sequence[Precision], progress: Callable[[str], None]
 ) -> Card:
     batch = trained.batch
-    original = RunGraph(trained.graph, trained.values, batch, bench.threads)
     if (some := next(bench.pictures(batch), None)) is None:  # none of the images can be read
         bench = replace(bench, images=None)
         some = next(random_pictures(batch))
-    first = some.images
-    want = original(first)
+    want = RunGraph(trained.graph, trained.values, batch, bench.threads)(some.images)
     voted = are_probabilities(want)
-    opened = open_predict_graph(read_model(trained.graph), batch, probabilities=voted)
-    preprocessing = Preprocessing.of(batch)
-    metadata = {
-        "labels": msgspec.json.encode(trained.classes).decode(),
-        "preprocessing": msgspec.json.encode(preprocessing).decode(),
-        "origin": msgspec.json.encode(trained.origin).decode(),
-    }
+    model = open_predict_graph(read_model(trained.graph), batch, probabilities=voted)
+    original = _Original(model, some.images, want, voted)
     files: dict[str, FileCard] = {}
     reference: Answers | None = None
-    answers: Answers | None = None
+    pictures = ""
     for precision in (entry for entry in Precision if entry in precisions):  # fp32 first, for the others to compare
         progress(f"{precision.file}: writing, comparing, measuring")
-        assembled = assemble(opened, trained.values, precision, metadata)
-        _write_parts(folder / precision.file, assembled.parts)
-        session = open_session(folder / precision.file, bench.threads)
-        parity = check_parity(session, precision, first, want, voted=voted)
-        answers = answer(session, bench.pictures(batch))
+        files[precision], answers = _file(folder, precision, trained, original, bench, reference)
         if precision is Precision.FP32:
             reference = answers
-        files[precision] = FileCard(
-            file=precision.file,
-            size_bytes=size_bytes(assembled.parts),
-            weights=precision.meaning,
-            tensors=assembled.tensors,
-            tensors_not_float32=assembled.converted,
-            parity=parity,
-            agreement=answers.agreement(reference) if reference and precision is not Precision.FP32 else None,
-            accuracy=answers.accuracy,
-            latency=time_one(session, first[:1], bench.threads),
-        )
-    assert answers is not None  # there is at least one precision
+        pictures = bench.what(answers)
     card = Card(
         origin=trained.origin,
         classes=len(trained.classes),
         files=files,
-        pictures=bench.what(answers),
+        pictures=pictures,
         reported=trained.reported,
         machine=Machine(bench.machine, bench.cores, onnxruntime.__version__),
     )
+    preprocessing = Preprocessing.of(batch)
     for name, content in ((CARD, card), (LABELS, trained.classes), (PREPROCESSING, preprocessing)):
         atomic_write(folder / name, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
     atomic_write(folder / README, readme(card, trained.classes, preprocessing).encode())
     return card
+
+
+class _Original(NamedTuple):
+    """What every file is made of and held against."""
+
+    model: Model
+    images: Floats
+    answers: Floats  # of the run's own graph
+    voted: bool
+
+
+def _file(
+    folder: Path, precision: Precision, trained: Trained, original: _Original, bench: Bench, reference: Answers | None
+) -> tuple[FileCard, Answers]:
+    """Write one file, and measure it; `reference` is what the fp32 file answered."""
+    metadata = {
+        "labels": msgspec.json.encode(trained.classes).decode(),
+        "preprocessing": msgspec.json.encode(Preprocessing.of(trained.batch)).decode(),
+        "origin": msgspec.json.encode(trained.origin).decode(),
+    }
+    assembled = assemble(original.model, trained.values, precision, metadata)
+    _write_parts(folder / precision.file, assembled.parts)
+    session = open_session(folder / precision.file, bench.threads)
+    parity = check_parity(session, precision, original.images, original.answers, voted=original.voted)
+    answers = answer(session, bench.pictures(trained.batch))
+    card = FileCard(
+        file=precision.file,
+        size_bytes=size_bytes(assembled.parts),
+        weights=precision.meaning,
+        tensors=assembled.tensors,
+        tensors_not_float32=assembled.converted,
+        parity=parity,
+        agreement=answers.agreement(reference) if reference else None,
+        accuracy=answers.accuracy,
+        latency=time_one(session, original.images[:1], bench.threads),
+    )
+    return card, answers
 
 
 def _write_parts(path: Path, parts: Parts) -> None:

@@ -10,9 +10,7 @@ from pathlib import Path
 from coordinator.config import make_config
 from coordinator.store import RunRecord, Store
 from coordinator.summary import RunSummary, summarise
-from export.bundle.assemble import PATCHES
 from export.bundle.card import Origin, Reported
-from export.bundle.model import read_model
 from export.bundle.write import Trained
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
@@ -44,14 +42,11 @@ def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: 
     except BadPayload as error:
         raise StorageFailed(f"run {run!r}: {error}") from error
     _check_no_images(program, run)
-    read = {name for entry in read_model(graph).nodes for name in entry.inputs} - {PATCHES}
-    wanted = [name for name in program.tensors if f"tensor/{name}" in read]
-    _check_nothing_personal(program, wanted, run)
+    _check_nothing_personal(program, run)
     summary = summarise(store, run)
-    values |= _generated(program, wanted, record, summary, folder, device)
-    held = {name: values[name] for name in wanted if name in values}
-    expected = {name: (program.tensors[name].shape, program.tensors[name].dtype) for name in wanted}
-    check_tensors(held, expected, f"run {run!r}")
+    values |= _generated(program, record, summary, folder, device)
+    held = {name: values[name] for name in program.tensors if name in values}
+    check_tensors(held, program.expected([*program.groups]), f"run {run!r}")
     origin = Origin(
         run=run,
         method=program.method,
@@ -80,9 +75,8 @@ def _check_no_images(program: Program, run: str) -> None:
         raise ConfigError(_elsewhere(program, run, "a device answers with the tensors that it last trained itself"))
 
 
-def _check_nothing_personal(program: Program, wanted: list[str], run: str) -> None:
-    personal = [name for name in wanted if program.groups[program.tensors[name].group].role is Role.LOCAL]
-    if personal:
+def _check_nothing_personal(program: Program, run: str) -> None:
+    if personal := [name for group in program.with_role(Role.LOCAL) for name in program.names(group)]:
         what = f"{len(personal)} of its tensors never leave a device, the first is {personal[0]!r}"
         raise ConfigError(_elsewhere(program, run, what))
 
@@ -94,15 +88,12 @@ def _elsewhere(program: Program, run: str, why: str) -> str:
     )
 
 
-def _generated(
-    program: Program, wanted: list[str], record: RunRecord, summary: RunSummary, folder: Path, device: str | None
-) -> Tensors:
+def _generated(program: Program, record: RunRecord, summary: RunSummary, folder: Path, device: str | None) -> Tensors:
     """What the server made for the device at the run's end."""
-    made = [name for name in wanted if program.groups[program.tensors[name].group].role is Role.GENERATED]
     known = [entry.device for entry in summary.devices]
     if device is not None and device not in known:
         raise ConfigError(f"no device {device!r} in run {record.id!r}; its devices are: {', '.join(known)}")
-    if not made:
+    if not program.with_role(Role.GENERATED):
         if device is not None:
             raise ConfigError(
                 f"method {program.method!r} makes one model for all devices: --device {device} has none of its own"

@@ -103,17 +103,14 @@ def _unfold(batch: Batch, length: str) -> tuple[list[Node], dict[str, bytes]]:
         pixels = "image.whole"
         bounds = [numbers("image.first", 0, 0), numbers("image.end", whole, whole), numbers("image.axes", 2, 3)]
         nodes.append(node("Slice", [IMAGE, *bounds], [pixels]))
-    split, rows = numbers("image.split", -1, 3, grid, patch, grid, patch), numbers("image.rows", -1, *_rows(batch))
+    split = numbers("image.split", -1, 3, grid, patch, grid, patch)
+    rows = numbers("image.rows", -1, batch.patches, batch.patch_values)
     nodes += [
         node("Reshape", [pixels, split], ["image.grid"]),
         node("Transpose", ["image.grid"], ["image.patches"], perm=(0, 2, 4, 1, 3, 5)),
         node("Reshape", ["image.patches", rows], [PATCHES]),
     ]
     return nodes, constants
-
-
-def _rows(batch: Batch) -> tuple[int, int]:
-    return batch.patches, batch.patch_values
 
 
 def assemble(model: Model, values: Mapping[str, Array], precision: Precision, metadata: Mapping[str, str]) -> Assembled:
@@ -138,7 +135,8 @@ def assemble(model: Model, values: Mapping[str, Array], precision: Precision, me
             front.append(node("DequantizeLinear", [f"{name}.int8", f"{name}.scale"], [name], axis=0))
         else:
             held[name] = value
-    closed = replace(model, nodes=(*front, *model.nodes), inputs={IMAGE: model.inputs[IMAGE]})
+    constants = {name: content for name, content in model.constants.items() if name in used}
+    closed = replace(model, nodes=(*front, *model.nodes), constants=constants, inputs={IMAGE: model.inputs[IMAGE]})
     return Assembled(write_model(closed, held, metadata), len(wanted), len(front))
 
 

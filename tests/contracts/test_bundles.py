@@ -47,7 +47,10 @@ def test_a_bundle_answers_what_the_graph_answers(case: Case, checked: set[str]) 
     sizes = {}
     for precision in Precision:
         content = b"".join(assemble(model, values, precision, {}).parts)
-        onnx.checker.check_model(onnx.load_from_string(content), full_check=True)
+        file = onnx.load_from_string(content)
+        onnx.checker.check_model(file, full_check=True)
+        read = {name for node in file.graph.node for name in node.input}
+        assert {tensor.name for tensor in file.graph.initializer} <= read
         session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
         for some in (images[:1], images[:3], images):
             logits, probabilities = session.run([LOGITS, PROBABILITIES], {"image": some})

@@ -29,13 +29,15 @@ from tests.e2e.stage import CONFIG, program
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {},
+    "fedbfpt": {"local_blocks": 2},
     "fedper": {},
     "fedbabu": {},
     "knn_per": {"capacity": 20},
     "fedtp": {},
     "pfedpg": {},
 }
-"""Shared alone; with local tensors; tuned to answer; with neighbours; made for each device; tested as it was kept."""
+"""Shared alone; other blocks each round; with local tensors; tuned to answer; with neighbours; made for each
+device; tested as it was kept."""
 
 DEVICES = ("device-0", "device-1")
 DEVICE = "device-1"
@@ -170,9 +172,10 @@ def test_a_device_exports_what_it_tested(trained: Callable[[str], Trained], tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
 
 
-def test_the_server_exports_the_runs_model(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fedavg", "fedbfpt"])
+def test_the_server_exports_the_runs_model(trained: Callable[[str], Trained], tmp_path: Path, method: str) -> None:
     """The run's graph with the tensors of model.safetensors gives the same logits; nothing was measured on images."""
-    run, out = trained("fedavg"), tmp_path / "bundle"
+    run, out = trained(method), tmp_path / "bundle"
     done = on_server(run, out)
     assert done.exit_code == 0, done.output
     held, blobs = run.program()

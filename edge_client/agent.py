@@ -382,6 +382,7 @@ class Agent:
     def _work(self, job: _Job, program: Program) -> Result:
         """In the worker thread: everything that takes time."""
         task, began = job.task, time.perf_counter()
+        self.vault.note(task)
         data = self._labelled(program.classes)
         self.runtime.keep_only({graph.digest for graph in program.graphs.values()})
         for name in program.graphs_for(task.kind):

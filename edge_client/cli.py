@@ -2,8 +2,10 @@
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
+import platform
 import re
 import secrets
 import signal
@@ -16,11 +18,11 @@ from typing import Any
 import click
 
 from fedvit import command_line
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, DataError
 from fedvit.files import atomic_write
 from fedvit.logs import configure_logging
 from fedvit.wire.topics import check_name
-from profiles.probes.host import device_profile, fast_cores
+from profiles.probes.host import device_profile, fast_cores, usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +130,122 @@ def serve(
     reason = agent.serve(stop, once=once)
     log.info("device leaves", extra={"reason": reason})
     os.close(lock)
+
+
+# --- bundles ------------------------------------------------------------------------------------------
+
+PRECISIONS = ("fp32", "fp16", "int8")
+
+
+@cli.command()
+@click.argument("run")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("bundle"), help="New folder for the bundle.")
+@click.option("--data", type=click.Path(path_type=Path), help="This device's images, as for training.")
+@click.option("--state", type=click.Path(path_type=Path), help="This device's state, as for training.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads to measure with; by default all cores.")
+@click.option(
+    "--precision", "precisions", type=click.Choice(PRECISIONS), multiple=True, help="Only these files. Repeatable."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the bundle's card.")
+@click.pass_context
+def export(
+    context: click.Context,
+    run: str,
+    out: Path,
+    data: Path | None,
+    state: Path | None,
+    threads: int | None,
+    precisions: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Write this device's own model of RUN as ONNX files that work without the coordinator.
+
+    The model is the server's newest that came here with the device's personal tensors, from its vault.
+    """
+    from edge_client.trained import trained_here
+    from export.bundle.assemble import Precision
+    from export.bundle.card import summary
+    from export.bundle.write import Bench, check_new, write_bundle
+    from fedvit.data.folder import DeviceData
+
+    given = context.parent.params if context.parent else {}
+    data, state, threads = data or given["data"], state or given["state"], threads or given["threads"]
+    if not (folder := state or (default_state(data) if data else None)):
+        raise ConfigError("--data or --state is missing: where this device's images or its state are")
+    check_new(out)
+    if not (folder / "device-id").is_file():
+        raise ConfigError(f"no device has kept its state in {folder}; --state names another folder")
+    images = DeviceData.open(data, test_share=given["test_share"]) if data else None
+    threads = threads or fast_cores()
+    trained, labelled = trained_here(
+        run,
+        device=check_name((folder / "device-id").read_text().strip(), f"device id in {folder / 'device-id'}"),
+        state=folder,
+        data=images,
+        threads=threads,
+        made_by=f"edge-client {version('fedvit')}",
+    )
+    bench = Bench(
+        images=labelled.test if labelled else None,
+        described="of the device's own test images",
+        threads=threads,
+        machine=platform.machine(),
+        cores=usable_cores(),
+    )
+    chosen = tuple(map(Precision, precisions)) or tuple(Precision)
+    card = write_bundle(out, trained, bench, precisions=chosen, progress=lambda line: click.echo(line, err=True))
+    if as_json:
+        click.echo((out / "card.json").read_text(), nl=False)
+        return
+    click.echo("\n".join([f"bundle: {out}", *summary(card)]))
+
+
+@cli.command()
+@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--bundle", type=click.Path(path_type=Path), default=Path("bundle"), help="Folder of the bundle.")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Which file answers; by default fp32.")
+@click.option("--top", type=click.IntRange(min=1), default=1, help="Name so many of the likeliest classes.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads to use; by default all cores.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+@click.pass_context
+def predict(
+    context: click.Context,
+    images: tuple[Path, ...],
+    bundle: Path,
+    precision: str | None,
+    top: int,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Name what is on each of IMAGES, with its probability, by the model in a bundle."""
+    from export.bundle.assemble import Precision
+    from export.bundle.read import Bundle
+
+    given = context.parent.params if context.parent else {}
+    model = Bundle.open(
+        bundle, Precision(precision) if precision else None, threads or given["threads"] or fast_cores()
+    )
+    listed: list[dict[str, Any]] = []
+    failed = 0
+    for path in images:
+        try:
+            answers = model.answer(path, top)
+        except DataError as error:
+            failed += 1
+            listed.append({"image": str(path), "error": str(error)})
+            click.echo(f"edge-client: {error}", err=True)
+            continue
+        listed.append({"image": str(path), "answers": [answer._asdict() for answer in answers]})
+        if not as_json:
+            named = ", ".join(f"{answer.label} {answer.probability:.3f}" for answer in answers)
+            click.echo(f"{path}: {named}")
+    if as_json:
+        click.echo(json.dumps(listed, indent=2))
+    if failed:
+        raise DataError(f"{failed} of {len(images)} images cannot be read")
+
+
+# --- the device's state -------------------------------------------------------------------------------
 
 
 def default_state(data: Path) -> Path:

@@ -238,10 +238,10 @@ class Runtime:
         if evaluate.gather:
             rows = _chosen(len(data.train), evaluate.gather.capacity, choice_rng)
             feeds |= self._gather(program, evaluate.gather, feeds, data.train, rows, watch)
-            flops += program.graphs[evaluate.gather.graph].flops * -(-len(rows) // batch.run_size)
+            flops += program.graphs[evaluate.gather.graph].flops * -(-len(rows) // batch.answer_size)
         graph.require(feeds.keys() | {"batch/patches"})
         correct, seen = 0, 0
-        total = -(-len(images) // batch.run_size)
+        total = -(-len(images) // batch.answer_size)
         for number, (rows, readable, patches) in enumerate(_full_images(images, np.arange(len(images)), batch)):
             if watch.stopped():
                 raise Stopped("the task was cancelled")
@@ -393,11 +393,11 @@ def training_feeds(
 
 def _full_images(images: Split, chosen: Indices, batch: Batch) -> Iterator[tuple[Indices, Flags, Array]]:
     """Runs of whole images without augmentation: rows, which of them could be read, padded patches."""
-    for first in range(0, len(chosen), batch.run_size):
-        rows = chosen[first : first + batch.run_size]
+    for first in range(0, len(chosen), batch.answer_size):
+        rows = chosen[first : first + batch.answer_size]
         pictures, readable = images.load(rows, batch.image_size)
         patches = unfold(normalise(pictures, batch), batch.patch_size)
-        yield rows, readable, _pad(patches, batch.run_size)
+        yield rows, readable, _pad(patches, batch.answer_size)
 
 
 def _chosen(count: int, capacity: int, rng: np.random.Generator) -> Indices:

@@ -2,7 +2,7 @@
 
 Layout: `RUN/round-7-XXXXXXXX/{local.safetensors,result.msgpack,PENDING}`; the file `RUN/CURRENT` names the
 newest complete round and is replaced atomically. So personal tensors and the result that belongs to them
-change together, or not at all.
+change together, or not at all. `RUN/TASK` says what the newest task of the run was made of.
 """
 
 import secrets
@@ -14,11 +14,23 @@ import msgspec
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.tensors import Tensors, pack, unpack
-from fedvit.wire.messages import Result
+from fedvit.wire.messages import Result, Task, TaskKind
 from fedvit.wire.topics import check_name
 
 _CURRENT = "CURRENT"
 _PENDING = "PENDING"
+_TASK = "TASK"
+
+
+class TaskNote(msgspec.Struct, frozen=True):
+    """What a task was made of: enough to put its tensors together again, while their blobs are here."""
+
+    run: str
+    round: int
+    kind: TaskKind
+    seed: int
+    program: str  # digest
+    groups: dict[str, str]  # group -> digest
 
 
 class Vault:
@@ -78,6 +90,26 @@ class Vault:
                 (current / _PENDING).unlink(missing_ok=True)
             except OSError as error:
                 raise StorageFailed(f"cannot delete {current / _PENDING}: {error.strerror}") from error
+
+    def note(self, task: Task) -> None:
+        """Remember what the run's newest task is made of."""
+        note = TaskNote(task.run, task.round, task.kind, task.seed, task.program, task.groups)
+        atomic_write(self._home(task.run) / _TASK, msgspec.msgpack.encode(note), private=True)
+
+    def noted(self, run: str) -> TaskNote | None:
+        """The newest task of the run that was begun here; None before the first."""
+        file = self._home(run) / _TASK
+        if not file.exists():
+            return None
+        try:
+            return msgspec.msgpack.decode(_read(file), type=TaskNote)
+        except msgspec.MsgspecError as error:
+            raise StorageFailed(f"{file} is damaged: {error}") from error
+
+    def runs(self) -> list[str]:
+        """Runs that this device has worked for, the newest first."""
+        notes = sorted(self.folder.glob(f"*/{_TASK}"), key=lambda file: file.stat().st_mtime, reverse=True)
+        return [file.parent.name for file in notes]
 
     def _home(self, run: str) -> Path:
         try:

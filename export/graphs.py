@@ -62,7 +62,8 @@ def export_graphs(
         progress(f"tracing graph {name!r}")
         inputs = example_inputs(method, vit, batch, serves)
         step, reference = _step_and_reference(method, vit, serves)
-        traced = trace(step, inputs, any_length=PIECE if isinstance(serves, Update) else None)
+        any_length = PIECE if isinstance(serves, Update) else None
+        traced = trace(step, inputs, any_length=any_length, integer_products=isinstance(serves, Train))
         graphs[name] = _cached(traced, reference, name, folder, progress)
     return graphs
 

@@ -63,7 +63,8 @@ class Unsupported(Exception):
 class Graph:
     """An ONNX graph under construction. Names follow from the order of construction alone."""
 
-    def __init__(self, inputs: Mapping[str, Value]) -> None:
+    def __init__(self, inputs: Mapping[str, Value], integer_products: bool) -> None:
+        self._integer_products = integer_products
         self.inputs = dict(inputs)
         self.nodes: dict[str, onnx.NodeProto] = {}  # by first output, in order of execution
         self.shapes: dict[str, Shape] = {value.name: value.shape for value in inputs.values()}
@@ -245,7 +246,7 @@ class Graph:
 
     def gemm(self, left: Value, right: Value, bias: Value | None = None) -> Value:
         """(M, K) x (K, N) + bias, which broadcasts to (M, N)."""
-        if right.scale:
+        if right.scale and self._integer_products:
             return self._integer_product(left, right, bias)
         shape = (left.shape[0], right.shape[1])
         flags = {}
@@ -321,13 +322,16 @@ class Graph:
         return product
 
 
-def lower(module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> onnx.GraphProto:
+def lower(
+    module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], outputs: Sequence[str], *, integer_products: bool
+) -> onnx.GraphProto:
     """The graph of a trace whose placeholders are `inputs`, in their order, and whose results are called `outputs`.
 
+    `integer_products`: multiply by int8 weights as they are, by what is rounded with one scale for all samples.
     Raises Unsupported, naming the operator.
     """
     given = {name: Value(name, tuple(value.shape), value.dtype) for name, value in inputs.items()}
-    graph = Graph(given)
+    graph = Graph(given, integer_products)
     found: dict[fx.Node, Any] = {}
     waiting = iter(given.values())
 

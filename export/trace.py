@@ -35,6 +35,7 @@ class Trace:
     inputs: Mapping[str, Tensor]  # example values, in the order of the graph's inputs
     outputs: tuple[str, ...]
     any_length: int | None  # axes of this length may have any other
+    integer_products: bool
 
     @property
     def key(self) -> str:
@@ -49,6 +50,7 @@ class Trace:
             "inputs": [(name, list(value.shape), str(value.dtype)) for name, value in self.inputs.items()],
             "outputs": self.outputs,
             "any_length": self.any_length,
+            "integer_products": self.integer_products,
             "opset": OPSET,
             "versions": {name: version(name) for name in ("torch", "onnx", "onnxruntime")},
         }
@@ -56,10 +58,14 @@ class Trace:
         return content.hexdigest()
 
 
-def trace(step: Step, inputs: Mapping[str, Tensor], *, any_length: int | None = None) -> Trace:
+def trace(
+    step: Step, inputs: Mapping[str, Tensor], *, any_length: int | None = None, integer_products: bool = False
+) -> Trace:
     """Record what `step` does with inputs of these names, shapes and dtypes.
 
-    Where an elementwise function is meant for vectors of any length, `any_length` is that of the example's.
+    `integer_products`: see `export.lower.lower`; faster, and the answer to an image then depends, in the fourth digit,
+    on the images beside it. Where an elementwise function is meant for vectors of any length, `any_length` is that of
+    the example's.
     """
     names = list(inputs)
     outputs: list[str] = []
@@ -72,12 +78,12 @@ def trace(step: Step, inputs: Mapping[str, Tensor], *, any_length: int | None = 
     # what has a form of its own stays whole: the backward passes of norms and activations above all
     table = {name: rule for name, rule in core_aten_decompositions().items() if name not in LOWERED}
     module = make_fx(flat, decomposition_table=table, tracing_mode="fake")(*inputs.values())
-    return Trace(module, inputs, tuple(outputs), any_length)
+    return Trace(module, inputs, tuple(outputs), any_length, integer_products)
 
 
 def to_onnx(traced: Trace) -> bytes:
     """Export a trace. Raises Unsupported for an operator without ONNX form."""
-    graph = lower(traced.module, traced.inputs, traced.outputs)
+    graph = lower(traced.module, traced.inputs, traced.outputs, integer_products=traced.integer_products)
     domains = {"": OPSET} | {node.domain: 1 for node in graph.node if node.domain}
     opsets = [helper.make_opsetid(name, number) for name, number in domains.items()]
     model = helper.make_model(graph, opset_imports=opsets, producer_name="fedvit")

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from fedvit.program import TensorSpec
 from fedvit.tensors import Array, Tensors
 
 Precision = Literal["fp32", "fp16", "int8"]
@@ -32,6 +33,16 @@ def packed(tensors: Mapping[str, Array], precision: Precision) -> Tensors:
             scale = np.where(largest > 0, largest / 127, 1).astype(np.float32)
             result[name] = np.rint(numbers / scale).astype(np.int8)
             result[name + SCALE] = scale.reshape(-1)
+    return result
+
+
+def as_specified(tensors: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Tensors:
+    """The tensors as a Program of a packing method has them."""
+    precisions: dict[str, Precision] = {"float16": "fp16", "int8": "int8"}
+    result: Tensors = {}
+    for name, value in tensors.items():
+        wanted = specs[name].dtype
+        result |= packed({name: value}, "fp32" if wanted == str(value.dtype) else precisions[wanted])
     return result
 
 

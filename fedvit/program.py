@@ -102,8 +102,13 @@ class Batch(Struct, frozen=True, kw_only=True):
 
     @property
     def run_size(self) -> int:
-        """Samples of one run of any graph but those that make a whole step."""
+        """Samples of one run of a graph that adds gradients up."""
         return self.micro_batch or self.batch_size
+
+    @property
+    def answer_size(self) -> int:
+        """Samples of one run of a graph without gradients: at least two, so that it shows which axis is theirs."""
+        return max(2, self.run_size)
 
     @property
     def patches(self) -> int:

@@ -185,7 +185,7 @@ def example_inputs(method: Method, vit: PatchViT, batch: Batch, of: Serves, *, s
     values = {name: value + 0.02 * normal(*value.shape) for name, value in method.tensors(vit).items()}
     travelling = method.packed(vit, {name: value.numpy() for name, value in values.items()})
     inputs = {f"tensor/{name}": torch.from_numpy(value) for name, value in travelling.items()}
-    size, classes = batch.run_size, vit.vit.num_classes
+    size, classes = batch.run_size if isinstance(of, Train) else batch.answer_size, vit.vit.num_classes
     if not isinstance(of, Train):
         inputs["batch/patches"] = normal(size, batch.patches, batch.patch_values)
         gather = method.evaluate(vit).gather

@@ -49,6 +49,13 @@ def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: byt
     assert shown["bytes_up"] > 0
     assert not shown["refusals"]
 
+    bundle = stage.folder / "bundle"
+    given = ["--data", stage.parts / "device-0", "--state", stage.folder / "state" / "device-0", "--out", bundle]
+    command = [*program("edge_client.cli"), "export", "run", *map(str, given), "--precision", "fp32"]
+    subprocess.run(command, check=True, capture_output=True, env=stage.environment)
+    accuracy = json.loads((bundle / "card.json").read_text())["files"]["fp32"]["accuracy"]
+    assert accuracy["correct"] / accuracy["images"] == shown["rounds"][-1]["accuracy"]["device-0"]
+
     [(digest,)] = stage.query("select program from runs")
     held = decode_program(BlobStore(stage.out / "run" / "blobs").get(digest))
     local = [name for group in held.with_role(Role.LOCAL) for name in held.names(group)]

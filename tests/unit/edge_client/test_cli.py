@@ -199,6 +199,7 @@ def test_a_device_needs_no_framework() -> None:
     assert len(data) >= 7
     modules = [
         *("edge_client.cli", "edge_client.agent", "edge_client.runtime", "edge_client.vault", "edge_client.sampler"),
+        *("edge_client.trained", "export.bundle.write", "export.bundle.read"),
         *("profiles.probes.host", "fedvit.data", "fedvit.transport.mqtt", "fedvit.transport.memory"),
         *data,
     ]

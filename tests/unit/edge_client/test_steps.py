@@ -508,5 +508,5 @@ def test_what_onnxruntime_refuses_is_told(update_of: UpdateOf) -> None:
     """An input that nobody bound."""
     bound = Bound(update_of(Sgd()))
     bound.read("value", np.zeros(3, np.float32))
-    with pytest.raises(BadPayload, match="the graph cannot run on this device: .*"):
+    with pytest.raises(BadPayload, match="the graph cannot run on this device: "):
         bound.run()

@@ -1,6 +1,7 @@
 """The vault holds the whole old state or the whole new one, whatever happens."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from edge_client.vault import Vault
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
-from fedvit.wire.messages import Manifest, Result
+from fedvit.wire.messages import Manifest, Result, Task
 
 RUN = "run"
 
@@ -263,3 +264,38 @@ def test_a_run_whose_name_leads_elsewhere_is_refused(vault: Vault, run: str) -> 
     with pytest.raises(BadPayload, match="run"):
         vault.commit(result(1, run), personal(1))
     assert not vault.folder.exists()
+
+
+# --- notes --------------------------------------------------------------------------------------------
+
+
+def task(number: int, run: str = RUN) -> Task:
+    groups = {"model": "blake3:" + "cd" * 32}
+    program = "blake3:" + "ef" * 32
+    return Task("instance", 1, run, number, "train", 7, program, groups, (), 60.0, 1.0)
+
+
+def test_the_newest_task_is_noted(vault: Vault) -> None:
+    assert vault.noted(RUN) is None
+    for number in (1, 2):
+        vault.note(task(number))
+    noted = Vault(vault.folder).noted(RUN)
+    assert noted is not None
+    assert (noted.run, noted.round, noted.kind, noted.seed) == (RUN, 2, "train", 7)
+    assert (noted.program, noted.groups) == (task(2).program, task(2).groups)
+    assert content(vault) == (0, None, [])  # a note is no result
+
+
+def test_runs_are_those_with_a_note_newest_first(vault: Vault) -> None:
+    for age_s, run in enumerate(("c", "a", "b")):
+        vault.note(task(1, run))
+        os.utime(vault.folder / run / "TASK", (1e9 - age_s, 1e9 - age_s))
+    vault.commit(result(1, "without"), personal(1.0))
+    assert vault.runs() == ["c", "a", "b"]
+
+
+def test_a_damaged_note_is_named(vault: Vault) -> None:
+    vault.note(task(1))
+    (vault.folder / RUN / "TASK").write_bytes(b"\xc1")
+    with pytest.raises(StorageFailed, match="TASK is damaged"):
+        vault.noted(RUN)

@@ -9,44 +9,30 @@ from torch import Tensor
 
 from fedvit.methods import make_method
 from fedvit.methods.apfl import ALPHA, APFL, CODES_DECAY, TWIN
-from fedvit.methods.base import Images, Method, StepInputs
-from fedvit.methods.calculus import Named, Objective, TorchCalculus
+from fedvit.methods.base import Images, Method
+from fedvit.methods.calculus import Named, TorchCalculus
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.methods.step import example_inputs, whole_step
-from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch, Role, Train
+from fedvit.program import Role, Train
+from tests.steps import whole
+from tests.unit.fedvit.methods.quadratic import BATCH, Inputs, Quadratic, after, assert_close, in_double, own
 
-HALF = (0.5, 0.5, 0.5)
-BATCH = Batch(image_size=16, patch_size=8, batch_size=8, mean=HALF, std=HALF)
 RATE = 0.25
-
-Inputs = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def vit() -> PatchViT:
-    return build_vit(
-        SMALL, 3, seed=0, options={"image_size": 16, "patch_size": 8, "width": 8, "depth": 1, "heads": 2}
-    ).double()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parabola(APFL):
-    """f(x) = x^2 / 2, so that the gradient is x itself."""
-
-    def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
-        names = [name for name, _ in vit.vit.named_parameters()]
-        return Objective(0.5 * torch.stack([tensors[name].square().sum() for name in names]).sum(), {})
+class Parabola(Quadratic, APFL):
+    """APFL where the gradient of a number is that number."""
 
 
 def inputs_of(method: Method, vit: PatchViT, phase: Train, seed: int = 0) -> Inputs:
     """v, w and alpha a little apart from their first values; empty slots."""
-    inputs = example_inputs(method, vit, BATCH, phase, seed=seed)
+    inputs = example_inputs(method, vit, BATCH, whole(phase), seed=seed)
     inputs |= {name: torch.zeros_like(value) for name, value in inputs.items() if name.startswith("slot/")}
     inputs |= {"hyper/lr": torch.tensor(RATE), "hyper/step": torch.tensor(1.0)}
-    return {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    return in_double(inputs)
 
 
 def batch(vit: PatchViT, number: int) -> Inputs:
@@ -61,23 +47,8 @@ def run(method: Method, vit: PatchViT, phase: Train, inputs: Inputs, steps: int 
     step = whole_step(method, vit, phase)
     for number in range(1, steps + 1):
         inputs = {**inputs, **batch(vit, number), "hyper/step": torch.tensor(float(number), dtype=torch.float64)}
-        new = {name.removeprefix("new/"): value for name, value in step(inputs).items() if name.startswith("new/")}
-        inputs |= new
+        inputs = after(inputs, step(inputs))
     return inputs
-
-
-def own(inputs: Named, prefix: str = "") -> dict[str, Tensor]:
-    """Values of w, or with the twin's prefix of v, by the model's names."""
-    names = {name.removeprefix("tensor/"): value for name, value in inputs.items() if name.startswith("tensor/")}
-    if prefix:
-        return {name.removeprefix(prefix): value for name, value in names.items() if name.startswith(prefix)}
-    return {name: value for name, value in names.items() if not name.startswith(TWIN) and name != ALPHA}
-
-
-def assert_close(got: Named, want: Named) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-14)
 
 
 def fedavg_from(model: Named, vit: PatchViT, inputs: Inputs, steps: int, **options: Any) -> dict[str, Tensor]:

@@ -9,43 +9,29 @@ from torch import Tensor
 
 from fedvit.errors import ConfigError
 from fedvit.methods import make_method
-from fedvit.methods.base import Images, Method, StepInputs
-from fedvit.methods.calculus import Named, Objective, TorchCalculus
+from fedvit.methods.base import Images, Method
+from fedvit.methods.calculus import Named, TorchCalculus
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.pfedme import TWIN, PFedMe
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.methods.step import example_inputs, whole_step
-from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch, Role, Train
+from fedvit.program import Role
+from tests.unit.fedvit.methods.quadratic import BATCH, Inputs, Quadratic, after, assert_close, in_double, own
 
-HALF = (0.5, 0.5, 0.5)
-BATCH = Batch(image_size=16, patch_size=8, batch_size=8, mean=HALF, std=HALF)
 SPRING = 15.0
-
-Inputs = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def vit() -> PatchViT:
-    return build_vit(
-        SMALL, 3, seed=0, options={"image_size": 16, "patch_size": 8, "width": 8, "depth": 1, "heads": 2}
-    ).double()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parabola(PFedMe):
-    """f(x) = x^2 / 2 in every number x."""
-
-    def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
-        return Objective(0.5 * torch.stack([value.square().sum() for value in tensors.values()]).sum(), {})
+class Parabola(Quadratic, PFedMe):
+    """pFedMe where the gradient of a number is that number."""
 
 
 def inputs_of(method: Method, vit: PatchViT) -> Inputs:
     """theta and w a little apart, in a phase that has begun, at the rate of a first round."""
     (phase,) = method.phases(vit)
-    inputs = {**example_inputs(method, vit, BATCH, phase), "hyper/lr": torch.tensor(phase.lr, dtype=torch.float64)}
-    return {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    inputs = example_inputs(method, vit, BATCH, phase)
+    return in_double({**inputs, "hyper/lr": torch.tensor(phase.lr, dtype=torch.float64)})
 
 
 def run(method: Method, vit: PatchViT, inputs: Inputs, batches: int = 1, first: int = 2) -> Inputs:
@@ -58,25 +44,13 @@ def run(method: Method, vit: PatchViT, inputs: Inputs, batches: int = 1, first: 
                 "hyper/step": torch.tensor(float(count)),
                 "hyper/last": torch.tensor(repeat == phase.repeats - 1.0),
             }
-            outputs = step({**inputs, **{name: value.double() for name, value in hyper.items()}})
-            inputs = {**inputs, **{n.removeprefix("new/"): v for n, v in outputs.items() if n.startswith("new/")}}
+            inputs = after(inputs, step({**inputs, **in_double(hyper)}))
             count += 1
     return inputs
 
 
 def twin(inputs: Named) -> dict[str, Tensor]:
-    prefix = f"tensor/{TWIN}"
-    return {name.removeprefix(prefix): value for name, value in inputs.items() if name.startswith(prefix)}
-
-
-def shared(inputs: Named) -> dict[str, Tensor]:
-    return {name: inputs[f"tensor/{name}"] for name in twin(inputs)}
-
-
-def assert_close(got: Named, want: Named, rtol: float = 1e-10) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=rtol, atol=1e-13)
+    return own(inputs, TWIN)
 
 
 # --- tensors and options ------------------------------------------------------------------------------
@@ -114,18 +88,18 @@ def test_five_steps_of_theta_then_one_of_w(vit: PatchViT) -> None:
     start = inputs_of(method, vit)
     end = run(method, vit, start)
     left = (1 - 0.02 * (1 + SPRING)) ** 5
-    best = {name: SPRING * value / (1 + SPRING) for name, value in shared(start).items()}
+    best = {name: SPRING * value / (1 + SPRING) for name, value in own(start).items()}
     theta = {name: best[name] + left * (value - best[name]) for name, value in twin(start).items()}
     assert_close(twin(end), theta, rtol=1e-6)  # the rate was a float32 when the inputs were made
-    w = {name: value - 0.01 * SPRING * (value - theta[name]) for name, value in shared(start).items()}
-    assert_close(shared(end), w, rtol=1e-6)
+    w = {name: value - 0.01 * SPRING * (value - theta[name]) for name, value in own(start).items()}
+    assert_close(own(end), w, rtol=1e-6)
 
 
 def test_many_steps_of_theta_find_the_minimum(vit: PatchViT) -> None:
     """Of x^2 / 2 + lam/2 (x - w)^2: lam w / (1 + lam)."""
     method = Parabola(inner_steps=100, personal_lr=0.05)
     start = inputs_of(method, vit)
-    assert_close(twin(run(method, vit, start)), {n: SPRING * w / (1 + SPRING) for n, w in shared(start).items()})
+    assert_close(twin(run(method, vit, start)), {n: SPRING * w / (1 + SPRING) for n, w in own(start).items()})
 
 
 def test_a_strong_spring_holds_theta_where_w_is(vit: PatchViT) -> None:
@@ -134,7 +108,7 @@ def test_a_strong_spring_holds_theta_where_w_is(vit: PatchViT) -> None:
     start = inputs_of(method, vit)
     end = run(method, vit, start)
     for name, theta in twin(end).items():
-        torch.testing.assert_close(theta, shared(start)[name], rtol=0, atol=1e-5)
+        torch.testing.assert_close(theta, own(start)[name], rtol=0, atol=1e-5)
 
 
 def test_without_a_spring_theta_trains_alone(vit: PatchViT) -> None:
@@ -142,7 +116,7 @@ def test_without_a_spring_theta_trains_alone(vit: PatchViT) -> None:
     method = PFedMe(lam=0.0, start="own", weight_decay=0.1)
     start = inputs_of(method, vit)
     end = run(method, vit, start, batches=2)
-    assert_close(shared(end), shared(start))
+    assert_close(own(end), own(start))
     (phase,) = FedAvg(weight_decay=0.1).phases(vit)
     step, model = whole_step(FedAvg(weight_decay=0.1), vit, phase), twin(start)
     for _ in range(10):
@@ -171,9 +145,9 @@ def test_the_schedule_slows_both(vit: PatchViT) -> None:
     method = Parabola(personal_lr=0.02, lr=0.01, inner_steps=1, start="own")
     start = inputs_of(method, vit) | {"hyper/lr": torch.tensor(0.01, dtype=torch.float64)}
     end = run(method, vit, start)
-    theta = {n: v - 0.01 * (v + SPRING * (v - shared(start)[n])) for n, v in twin(start).items()}
+    theta = {n: v - 0.01 * (v + SPRING * (v - own(start)[n])) for n, v in twin(start).items()}
     assert_close(twin(end), theta)
-    assert_close(shared(end), {n: w - 0.005 * SPRING * (w - theta[n]) for n, w in shared(start).items()})
+    assert_close(own(end), {n: w - 0.005 * SPRING * (w - theta[n]) for n, w in own(start).items()})
 
 
 def test_theta_answers(vit: PatchViT) -> None:

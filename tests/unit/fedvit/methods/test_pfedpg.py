@@ -93,7 +93,7 @@ def test_every_block_sees_the_prompts() -> None:
     def hook(module: nn.Module, given: tuple[Tensor, ...]) -> None:
         seen.append(given[0])
 
-    handles = [block.register_forward_pre_hook(hook) for block in vit.vit.blocks]
+    handles = [block.norm1.register_forward_pre_hook(hook) for block in vit.vit.blocks]
     logits = method.forward(vit, vit.tensors(), Images(torch.zeros(2, 4, 192), None)).logits
     for handle in handles:
         handle.remove()

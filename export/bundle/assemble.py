@@ -1,0 +1,166 @@
+"""A predict graph and its tensors -> one ONNX file that takes pictures and gives probabilities.
+
+The file's input is `image` (batch, 3, S, S): normalised pictures, any number of them. Its outputs are
+`logits` and `probabilities` (batch, classes).
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from export.bundle.batch_axis import open_batch
+from export.bundle.model import FLOAT, Model, Node, Parts, Port, constant, node, renamed, write_model
+from fedvit.errors import BadPayload
+from fedvit.program import Batch
+from fedvit.tensors import Array, Tensors
+
+IMAGE, LOGITS, PROBABILITIES = "image", "logits", "probabilities"
+PATCHES = "batch/patches"
+BATCH = "batch"
+"""How the first length of input and outputs is called."""
+
+WEIGHT = "tensor/"
+_LARGEST_HALF = float(np.finfo(np.float16).max)
+_LEAST = 1e-30
+"""A probability of zero has a logarithm here."""
+
+
+class Precision(enum.StrEnum):
+    """How the weights lie in a file; what is calculated with them is float32 in all three."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    INT8 = "int8"
+
+    @property
+    def file(self) -> str:
+        return "model.onnx" if self is Precision.FP32 else f"model.{self}.onnx"
+
+    @property
+    def meaning(self) -> str:
+        return {
+            Precision.FP32: "float32, as trained",
+            Precision.FP16: "float16 where a tensor has two or more axes, cast to float32 when the file is loaded",
+            Precision.INT8: "int8 with one float32 scale for each output (weights of linear layers and of the patch "
+            "embedding), made float32 again by DequantizeLinear",
+        }[self]
+
+
+class Assembled(NamedTuple):
+    parts: Parts
+    tensors: int  # how many the file holds
+    converted: int  # of these, how many are not float32
+
+
+def open_predict_graph(graph: Model, batch: Batch, *, probabilities: bool) -> Model:
+    """The predict graph with `image` in place of patches, for any number of images; tensors are still inputs.
+
+    `probabilities`: what the graph calls logits are probabilities already, as a vote of neighbours gives them.
+    """
+    if PATCHES not in graph.inputs or LOGITS not in graph.outputs:
+        raise BadPayload(f"no predict graph: it needs input {PATCHES!r} and output {LOGITS!r}")
+    classes = graph.shape(LOGITS)[1]
+    length = "image.count"
+    opened = open_batch(graph, PATCHES, batch.answer_size, length)
+    front, constants = _unfold(batch, length)
+    if probabilities:
+        opened = renamed(opened, LOGITS, PROBABILITIES)
+        constants["probabilities.least"] = constant("probabilities.least", np.array(_LEAST, np.float32))
+        back = [
+            node("Clip", [PROBABILITIES, "probabilities.least"], ["probabilities.positive"]),
+            node("Log", ["probabilities.positive"], [LOGITS]),
+        ]
+    else:
+        back = [node("Softmax", [LOGITS], [PROBABILITIES], axis=-1)]
+    inputs = {name: port for name, port in graph.inputs.items() if name != PATCHES}
+    side = batch.image_size
+    return replace(
+        opened,
+        nodes=(*front, *opened.nodes, *back),
+        constants={**opened.constants, **constants},
+        inputs={IMAGE: Port(FLOAT, (BATCH, 3, side, side)), **inputs},
+        outputs={name: Port(FLOAT, (BATCH, classes)) for name in (LOGITS, PROBABILITIES)},
+    )
+
+
+def _unfold(batch: Batch, length: str) -> tuple[list[Node], dict[str, bytes]]:
+    """`fedvit.data.images.unfold` as nodes, for pictures whose colours come first."""
+    side, patch = batch.image_size, batch.patch_size
+    grid = side // patch
+    whole = grid * patch
+    constants: dict[str, bytes] = {}
+
+    def numbers(name: str, *values: int) -> str:
+        constants[name] = constant(name, np.array(values, np.int64))
+        return name
+
+    nodes = [node("Shape", [IMAGE], [length], start=0, end=1)]
+    pixels = IMAGE
+    if whole < side:  # pixels at the right and bottom that fill no patch
+        pixels = "image.whole"
+        bounds = [numbers("image.first", 0, 0), numbers("image.end", whole, whole), numbers("image.axes", 2, 3)]
+        nodes.append(node("Slice", [IMAGE, *bounds], [pixels]))
+    split = numbers("image.split", -1, 3, grid, patch, grid, patch)
+    rows = numbers("image.rows", -1, batch.patches, batch.patch_values)
+    nodes += [
+        node("Reshape", [pixels, split], ["image.grid"]),
+        node("Transpose", ["image.grid"], ["image.patches"], perm=(0, 2, 4, 1, 3, 5)),
+        node("Reshape", ["image.patches", rows], [PATCHES]),
+    ]
+    return nodes, constants
+
+
+def assemble(model: Model, values: Mapping[str, Array], precision: Precision, metadata: Mapping[str, str]) -> Assembled:
+    """The file of an opened predict graph whose inputs but the image have the given values.
+
+    Raises BadPayload when one of them is missing, ConfigError when the file would be too large.
+    """
+    used = {name for entry in model.nodes for name in entry.inputs}
+    wanted = [name for name in model.inputs if name != IMAGE and name in used]
+    if missing := [name for name in wanted if name not in values]:
+        raise BadPayload(f"the predict graph reads {missing[0]!r}, which has no value")
+    held: Tensors = {}
+    front: list[Node] = []
+    for name in wanted:
+        value = values[name]
+        if precision is Precision.FP16 and _fits_half(name, value):
+            held[f"{name}.fp16"] = value.astype(np.float16)
+            front.append(node("Cast", [f"{name}.fp16"], [name], to=FLOAT))
+        elif precision is Precision.INT8 and _is_weight(name, value):
+            scale, rounded = quantise(value)
+            held |= {f"{name}.int8": rounded, f"{name}.scale": scale}
+            front.append(node("DequantizeLinear", [f"{name}.int8", f"{name}.scale"], [name], axis=0))
+        else:
+            held[name] = value
+    constants = {name: content for name, content in model.constants.items() if name in used}
+    closed = replace(model, nodes=(*front, *model.nodes), constants=constants, inputs={IMAGE: model.inputs[IMAGE]})
+    return Assembled(write_model(closed, held, metadata), len(wanted), len(front))
+
+
+def quantise(weight: Array) -> tuple[Array, Array]:
+    """(scale, rounded): `scale * rounded` is the weight to half a scale; one scale for each index of the first axis.
+
+    >>> quantise(np.float32([[1.0, -2.54], [0.0, 0.0]]))[1].tolist()
+    [[50, -127], [0, 0]]
+    """
+    rows = weight.reshape(len(weight), -1)
+    scale = (np.abs(rows).max(axis=1) / 127).astype(np.float32)
+    scale[scale == 0] = 1
+    rounded = np.rint(rows / scale[:, None]).clip(-127, 127).astype(np.int8)
+    return scale, rounded.reshape(weight.shape)
+
+
+def _fits_half(name: str, value: Array) -> bool:
+    return _is_matrix(name, value) and bool(np.abs(value).max(initial=0) <= _LARGEST_HALF)
+
+
+def _is_weight(name: str, value: Array) -> bool:
+    """Linear layers have two axes, the patch embedding four; the first is that of the outputs."""
+    return _is_matrix(name, value) and value.ndim in (2, 4) and len(value) > 1
+
+
+def _is_matrix(name: str, value: Array) -> bool:
+    return name.startswith(WEIGHT) and value.dtype == np.float32 and value.ndim >= 2

@@ -1,0 +1,186 @@
+"""A graph for a fixed number of images becomes one for any number.
+
+Graphs of a run are made for one batch size, which is written into them wherever values are reshaped or
+repeated. The place of the batch is followed from the input through every node, and those places are opened.
+
+A place is (axis, inner): along that axis the image of index i is (i // inner) % batch, so that an axis may
+also hold the batch together with others, as after a reshape to (batch * tokens, width).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from export.bundle.model import Model, Node, Shape, constant, node, whole_numbers
+from fedvit.errors import BadPayload
+
+
+class Place(NamedTuple):
+    axis: int
+    inner: int
+
+
+@dataclass
+class _Opened:
+    """The graph so far, and where the batch is in what its nodes make."""
+
+    model: Model
+    batch: int
+    length: str  # name of the tensor with the one number: how many images there are
+    places: dict[str, Place]
+    nodes: list[Node] = field(default_factory=list)
+    constants: dict[str, bytes] = field(default_factory=dict)
+
+    def numbers(self, name: str) -> Shape:
+        if name not in self.model.constants:
+            raise BadPayload(f"the graph calculates {name!r}, which should be a constant")
+        return whole_numbers(self.model.constants[name])
+
+    def constant(self, values: tuple[int, ...]) -> str:
+        name = "shape." + "x".join(map(str, values))
+        self.constants[name] = constant(name, np.array(values, np.int64))
+        return name
+
+
+def open_batch(model: Model, source: str, batch: int, length: str) -> Model:
+    """The graph for any number of images in its input `source`, which is made for `batch` of them.
+
+    `length` names a tensor that will hold their number. Raises BadPayload when the batch cannot be followed.
+    """
+    opened = _Opened(model, batch, length, {source: Place(0, 1)})
+    for entry in model.nodes:
+        _RULES.get(entry.kind, _kept)(opened, entry)
+    return replace(model, nodes=tuple(opened.nodes), constants={**model.constants, **opened.constants})
+
+
+def _kept(opened: _Opened, entry: Node) -> None:
+    """Axes keep their place, counted from the last: what works value by value or row by row, and products."""
+    opened.nodes.append(entry)
+    for output in entry.outputs:
+        found = set()
+        shape = opened.model.shape(output)
+        for name in entry.inputs:
+            if place := opened.places.get(name):
+                found.add(Place(place.axis + len(shape) - len(opened.model.shape(name)), place.inner))
+        _settle(opened, entry, output, found)
+
+
+def _reshape(opened: _Opened, entry: Node) -> None:
+    source = entry.inputs[0]
+    if (place := opened.places.get(source)) is None:
+        opened.nodes.append(entry)
+        return
+    before, after = opened.model.shape(source), opened.model.shape(entry.outputs[0])
+    step = place.inner * math.prod(before[place.axis + 1 :])  # values between one image and the next
+    for axis in range(len(after)):
+        behind = math.prod(after[axis + 1 :])
+        if step % behind == 0 and behind * after[axis] % (step * opened.batch) == 0:
+            wanted = opened.constant((*after[:axis], -1, *after[axis + 1 :]))
+            opened.nodes.append(replace(entry, inputs=(source, wanted)))
+            _settle(opened, entry, entry.outputs[0], {Place(axis, step // behind)})
+            return
+    raise _lost(entry, f"reshapes {before} to {after}")
+
+
+def _expand(opened: _Opened, entry: Node) -> None:
+    """A value that is the same for all images is repeated for each: the first axis that grows to the batch."""
+    source = entry.inputs[0]
+    after = opened.model.shape(entry.outputs[0])
+    before = (1,) * (len(after) - len(opened.model.shape(source))) + opened.model.shape(source)
+    if source in opened.places:
+        raise _lost(entry, f"repeats {before} up to {after}")
+    grown = [axis for axis, length in enumerate(after) if before[axis] == 1 and length == opened.batch]
+    if not grown:
+        opened.nodes.append(entry)
+        return
+    axis = grown[0]
+    lengths = [after[:axis], after[axis + 1 :]]
+    names = [opened.constant(part) for part in lengths if part]
+    names.insert(1 if lengths[0] else 0, opened.length)
+    target = f"{entry.outputs[0]}.shape"
+    opened.nodes += [node("Concat", names, [target], axis=0), replace(entry, inputs=(source, target))]
+    _settle(opened, entry, entry.outputs[0], {Place(axis, 1)})
+
+
+def _transpose(opened: _Opened, entry: Node) -> None:
+    opened.nodes.append(entry)
+    if place := opened.places.get(entry.inputs[0]):
+        axes = len(opened.model.shape(entry.inputs[0]))
+        order = entry.numbers("perm") or tuple(reversed(range(axes)))
+        _settle(opened, entry, entry.outputs[0], {place._replace(axis=order.index(place.axis))})
+
+
+def _gather(opened: _Opened, entry: Node) -> None:
+    """The axis that is chosen from makes room for those of the indices."""
+    opened.nodes.append(entry)
+    source, chosen = entry.inputs
+    taken = entry.number("axis", 0) % len(opened.model.shape(source))
+    found = set()
+    if place := opened.places.get(chosen):
+        found.add(place._replace(axis=place.axis + taken))
+    if place := opened.places.get(source):
+        if place.axis == taken:
+            raise _lost(entry, "chooses among the images")
+        wider = len(opened.model.shape(chosen)) - 1
+        found.add(place if place.axis < taken else place._replace(axis=place.axis + wider))
+    _settle(opened, entry, entry.outputs[0], found)
+
+
+def _reduce(opened: _Opened, entry: Node) -> None:
+    opened.nodes.append(entry)
+    source = entry.inputs[0]
+    if (place := opened.places.get(source)) is None:
+        return
+    axes = len(opened.model.shape(source))
+    gone = opened.numbers(entry.inputs[1]) if len(entry.inputs) > 1 else entry.numbers("axes") or tuple(range(axes))
+    gone = tuple(axis % axes for axis in gone)
+    if place.axis in gone:
+        raise _lost(entry, "sums over the images")
+    fewer = 0 if entry.number("keepdims", 1) else sum(axis < place.axis for axis in gone)
+    _settle(opened, entry, entry.outputs[0], {place._replace(axis=place.axis - fewer)})
+
+
+def _gemm(opened: _Opened, entry: Node) -> None:
+    opened.nodes.append(entry)
+    found = set()
+    for number, (name, flag) in enumerate(zip(entry.inputs, ("transA", "transB", ""), strict=False)):
+        if (place := opened.places.get(name)) is None:
+            continue
+        axis = 1 - place.axis if flag and entry.number(flag, 0) else place.axis
+        if number < 2 and axis != number:
+            raise _lost(entry, "multiplies over the images")
+        axes = len(opened.model.shape(name))
+        found.add(place._replace(axis=axis + 2 - axes))
+    _settle(opened, entry, entry.outputs[0], found)
+
+
+def _settle(opened: _Opened, entry: Node, output: str, found: set[Place]) -> None:
+    """Note where the batch is in an output, if it is there. Raises BadPayload when that cannot be."""
+    if not found:
+        return
+    if len(found) > 1:
+        raise _lost(entry, f"takes the images from {len(found)} places")
+    [place] = found
+    shape = opened.model.shape(output)
+    if not 0 <= place.axis < len(shape) or shape[place.axis] % (place.inner * opened.batch):
+        raise _lost(entry, f"has no axis of {opened.batch} images in {shape}")
+    opened.places[output] = place
+
+
+def _lost(entry: Node, what: str) -> BadPayload:
+    return BadPayload(f"the graph cannot be opened for any number of images: {entry.kind} {entry.outputs[0]!r} {what}")
+
+
+_RULES: dict[str, Callable[[_Opened, Node], None]] = {
+    "Reshape": _reshape,
+    "Expand": _expand,
+    "Transpose": _transpose,
+    "Gather": _gather,
+    "Gemm": _gemm,
+    "ReduceSum": _reduce,
+    "ReduceMean": _reduce,
+    "ReduceMax": _reduce,
+}

@@ -1,0 +1,223 @@
+"""What a bundle says of itself: `card.json` for programs, `README.md` for people. Not measured is None, never 0."""
+
+from msgspec import Struct
+
+from fedvit.program import Batch
+
+CARD_VERSION = 1
+
+
+class Preprocessing(Struct, frozen=True, kw_only=True):
+    """How a picture becomes the model's input; `preprocessing.json`."""
+
+    image_size: int
+    patch_size: int
+    mean: tuple[float, float, float]  # of red, green, blue on the scale 0..1
+    std: tuple[float, float, float]
+    colours: str = "RGB"
+    layout: str = "NCHW"
+    resize: str = "both sides to image_size, bilinear (Pillow); nothing is cut off, other shapes are squeezed"
+    orientation: str = "upright, as the EXIF tag says"
+    formula: str = "(value / 255 - mean) / std"
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Preprocessing":
+        return cls(image_size=batch.image_size, patch_size=batch.patch_size, mean=batch.mean, std=batch.std)
+
+    @property
+    def batch(self) -> Batch:
+        """The same in a Program's words, for one picture at a time."""
+        return Batch(image_size=self.image_size, patch_size=self.patch_size, batch_size=1, mean=self.mean, std=self.std)
+
+
+class Accuracy(Struct, frozen=True):
+    """Right answers on images whose class is known."""
+
+    correct: int
+    images: int
+
+    @property
+    def share(self) -> float:
+        return self.correct / self.images
+
+
+class Parity(Struct, frozen=True):
+    """How far a file is from the run's own predict graph: largest difference over the largest value."""
+
+    difference: float
+    tolerance: float
+    images: int
+
+
+class Agreement(Struct, frozen=True):
+    """How a file's answers compare with those of the fp32 file on the same pictures."""
+
+    equal_answers: float  # share of the pictures
+    largest_logit_difference: float
+    images: int
+
+
+class Latency(Struct, frozen=True):
+    """One picture at a time, without reading it from disk."""
+
+    median_s: float
+    runs: int
+    threads: int
+
+
+class FileCard(Struct, frozen=True, kw_only=True):
+    file: str
+    size_bytes: int
+    weights: str  # how they lie in the file
+    tensors: int
+    tensors_not_float32: int
+    parity: Parity
+    agreement: Agreement | None  # None for fp32 itself, and where there is no fp32 file
+    accuracy: Accuracy | None
+    latency: Latency
+
+
+class Origin(Struct, frozen=True, kw_only=True):
+    """Where a model comes from."""
+
+    run: str
+    method: str
+    model: str
+    round: int  # the last one that its tensors know of
+    device: str | None  # whose model it is; None: one for all
+    made_by: str  # program and version
+    personal_tensors: int = 0  # that the device trained for itself alone
+    adapted: bool = False  # tuned on the device's training images
+    remembered: int = 0  # training images whose features are inside
+
+
+class Reported(Struct, frozen=True, kw_only=True):
+    """Accuracy as the devices measured it during the run."""
+
+    accuracy: float
+    devices: int
+    round: int
+    protocol: str | None
+
+
+class Machine(Struct, frozen=True):
+    """Where a bundle was made and measured."""
+
+    machine: str  # x86_64, aarch64, ...
+    cores: int
+    onnxruntime: str
+
+
+class Card(Struct, frozen=True, kw_only=True):
+    v: int = CARD_VERSION
+    origin: Origin
+    classes: int
+    files: dict[str, FileCard]  # by precision
+    pictures: str  # what parity, agreement and accuracy were measured on
+    reported: Reported | None
+    machine: Machine
+
+
+def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) -> str:
+    """The card for a person."""
+    origin, side = card.origin, preprocessing.image_size
+    whose = f"the model of device {origin.device}" if origin.device else "one model for all devices"
+    lines = [
+        f"# {origin.model}, trained by {origin.method}",
+        "",
+        f"Run {origin.run}, after round {origin.round}; {whose}. Made by {origin.made_by}.",
+        *_personal(origin),
+        "",
+        "## Files",
+        "",
+        "| precision | file | bytes | accuracy | equal answers | largest logit difference | seconds per image |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(_row(precision, entry) for precision, entry in card.files.items()),
+        "",
+        f"Measured on {card.pictures}. Equal answers and differences are against the fp32 file. Seconds: median, one "
+        f"image at a time, {_threads(card)}, on {card.machine.machine} with {card.machine.cores} cores, onnxruntime "
+        f"{card.machine.onnxruntime}.",
+        *_reported(card.reported),
+        "",
+        "How the weights lie in the files (all calculations are float32):",
+        "",
+        *(
+            f"- {precision}: {entry.weights} ({entry.tensors_not_float32} of {entry.tensors} tensors are not float32)"
+            for precision, entry in card.files.items()
+        ),
+        "",
+        "Every file was compared with the run's own predict graph; difference over the largest value: "
+        + ", ".join(
+            f"{precision} {entry.parity.difference:.1e} (allowed {entry.parity.tolerance:.0e})"
+            for precision, entry in card.files.items()
+        )
+        + ".",
+        "",
+        "## Use",
+        "",
+        "```sh",
+        "edge-client predict --bundle . photo.jpg",
+        "```",
+        "",
+        f"or any ONNX runtime: input `image` (batch, 3, {side}, {side}) float32, outputs `logits` and `probabilities` "
+        f"(batch, {card.classes}). A picture is made {preprocessing.orientation.split(',')[0]}, RGB, and resized: "
+        f"{preprocessing.resize}; then {preprocessing.formula} with mean {list(preprocessing.mean)} and std "
+        f"{list(preprocessing.std)}, red first. `labels.json` names the classes in order, `preprocessing.json` holds "
+        "these figures.",
+        "",
+        f"Classes: {', '.join(labels[:20])}{', ...' if len(labels) > 20 else ''}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def summary(card: Card) -> list[str]:
+    """One line for each file, for a terminal."""
+    lines = []
+    for entry in card.files.values():
+        parts = [
+            f"{entry.file:<15} {entry.size_bytes / 1e6:>8.2f} MB",
+            f"{1e3 * entry.latency.median_s:>7.1f} ms an image",
+        ]
+        parts.append(f"accuracy {entry.accuracy.share:.3f}" if entry.accuracy else "accuracy not measured")
+        if entry.agreement:
+            parts.append(f"answers as fp32 {entry.agreement.equal_answers:.3f}")
+        lines.append("   ".join(parts))
+    return lines
+
+
+def _personal(origin: Origin) -> list[str]:
+    held = {
+        f"{origin.personal_tensors} tensors that the device trained for itself alone": origin.personal_tensors,
+        "tensors tuned on the device's own images": origin.adapted,
+        f"features and labels of {origin.remembered} of the device's images": origin.remembered,
+    }
+    named = [what for what, there in held.items() if there]
+    if not named:
+        return []
+    return ["", f"**Personal.** It holds {', '.join(named)}: nothing of this left the device during the run."]
+
+
+def _row(precision: str, entry: FileCard) -> str:
+    accuracy = "not measured"
+    if entry.accuracy:
+        accuracy = f"{entry.accuracy.share:.3f} ({entry.accuracy.correct} of {entry.accuracy.images})"
+    equal, apart = "", ""
+    if entry.agreement:
+        equal = f"{entry.agreement.equal_answers:.3f} of {entry.agreement.images}"
+        apart = f"{entry.agreement.largest_logit_difference:.2g}"
+    cells = (precision, entry.file, entry.size_bytes, accuracy, equal, apart, f"{entry.latency.median_s:.4f}")
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _threads(card: Card) -> str:
+    [threads, *_] = [entry.latency.threads for entry in card.files.values()]
+    return f"{threads} thread{'s' if threads > 1 else ''}"
+
+
+def _reported(reported: Reported | None) -> list[str]:
+    if reported is None:
+        return []
+    whose = f"mean of {reported.devices} devices" if reported.devices > 1 else "one device"
+    how = f" ({reported.protocol})" if reported.protocol else ""
+    return ["", f"Accuracy during the run, round {reported.round}, {whose}: {reported.accuracy:.3f}{how}."]

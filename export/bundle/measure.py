@@ -1,0 +1,179 @@
+"""What a bundle's files answer, how far that is from the run's own graph, and how long it takes."""
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import onnxruntime
+
+from export.bundle.assemble import IMAGE, LOGITS, PATCHES, PROBABILITIES, Precision
+from export.bundle.card import Accuracy, Agreement, Latency, Parity
+from fedvit.data.folder import Split
+from fedvit.data.images import Floats, Indices, Pixels, normalise, unfold
+from fedvit.errors import BadPayload, ExportMismatch
+from fedvit.program import Batch
+from fedvit.tensors import Array
+
+TOLERANCES = {Precision.FP32: 1e-4, Precision.FP16: 1e-2, Precision.INT8: 1e-1}
+"""Largest difference from the run's predict graph, relative to its largest value. The same sums in another order
+give 1e-6; weights of 11 bits 5e-4; weights of 8 bits around 1e-2, growing with the model's depth."""
+
+VOTE_TOLERANCES = {Precision.FP32: 1e-3, Precision.FP16: 0.2, Precision.INT8: 0.5}
+"""The same where neighbours vote: of two that are almost as near the other one may be asked, and with it goes its
+whole share of the vote."""
+
+LEAST_SCALE = 1e-3
+"""Of an untrained model all logits may be zero: smaller ones are compared as if the largest were this."""
+
+RANDOM_PICTURES = 64
+TOGETHER = 16
+"""Pictures in one run of a model where many are to be answered."""
+LATENCY_S = 2.0
+LATENCY_RUNS = (5, 50)
+"""At least and at most so many runs are timed; between them for LATENCY_S."""
+
+
+class Pictures(NamedTuple):
+    """Normalised pictures (N, 3, S, S), and their classes where these are known."""
+
+    images: Floats
+    labels: Indices | None
+
+
+def random_pictures(batch: Batch, count: int = RANDOM_PICTURES) -> Iterator[Pictures]:
+    """Coloured squares, eight by eight: the same ones each time."""
+    squares = np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+    where = np.arange(batch.image_size) * 8 // batch.image_size
+    pixels = squares[:, where][:, :, where]
+    for first in range(0, count, TOGETHER):
+        yield Pictures(as_input(pixels[first : first + TOGETHER], batch), None)
+
+
+def pictures_of(images: Split, batch: Batch, chosen: Indices | None = None) -> Iterator[Pictures]:
+    """A split's images as they are tested, all or those chosen; what cannot be read is left out."""
+    every = np.arange(len(images)) if chosen is None else chosen
+    for first in range(0, len(every), TOGETHER):
+        rows = every[first : first + TOGETHER]
+        pixels, readable = images.load(rows, batch.image_size)
+        if readable.any():
+            yield Pictures(as_input(pixels[readable], batch), images.labels[rows][readable])
+
+
+def as_input(pixels_BSSC: Pixels, batch: Batch) -> Floats:
+    """The model's input `image`: normalised, colours first."""
+    return np.ascontiguousarray(normalise(pixels_BSSC, batch).transpose(0, 3, 1, 2))
+
+
+def open_session(source: Path | bytes, threads: int) -> onnxruntime.InferenceSession:
+    """Raises BadPayload when onnxruntime cannot load the model."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    try:
+        model = source if isinstance(source, bytes) else str(source)
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no base of their own
+        what = "a graph of the run" if isinstance(source, bytes) else str(source)
+        raise BadPayload(f"{what} cannot be loaded: {error}") from error
+
+
+class RunGraph:
+    """One of a run's own graphs for whole images, with the run's tensors, in batches of the run's size."""
+
+    def __init__(self, graph: bytes, values: Mapping[str, Array], batch: Batch, threads: int) -> None:
+        self._session = open_session(graph, threads)
+        names = {node.name for node in self._session.get_inputs()} - {PATCHES}
+        if missing := sorted(names - values.keys()):
+            raise BadPayload(f"a graph of the run reads {missing[0]!r}, which has no value")
+        self._fixed = {name: values[name] for name in names}
+        self._batch = batch
+
+    def __call__(self, images_BCSS: Floats, output: str = LOGITS) -> Floats:
+        """What the graph gives of each picture."""
+        size, results = self._batch.answer_size, []
+        patches = unfold(images_BCSS.transpose(0, 2, 3, 1), self._batch.patch_size)
+        for first in range(0, len(patches), size):
+            some = patches[first : first + size]
+            padded = np.zeros((size, *some.shape[1:]), np.float32)
+            padded[: len(some)] = some
+            [result] = self._session.run([output], {**self._fixed, PATCHES: padded})
+            results.append(result[: len(some)])
+        return np.concatenate(results)
+
+
+def are_probabilities(answers_BC: Floats) -> bool:
+    """Whether a predict graph's answers are shares of one already, as a vote of neighbours gives them."""
+    return bool((answers_BC >= 0).all() and (np.abs(answers_BC.sum(axis=1, dtype=np.float64) - 1) < 1e-4).all())
+
+
+def check_parity(
+    session: onnxruntime.InferenceSession, precision: Precision, images: Floats, want: Floats, *, voted: bool
+) -> Parity:
+    """Compare a file with the original's answers `want`, all pictures at once and one by itself.
+
+    `voted`: the answers are probabilities. Raises ExportMismatch when they are further apart than allowed.
+    """
+    output, tolerances = (PROBABILITIES, VOTE_TOLERANCES) if voted else (LOGITS, TOLERANCES)
+    got = run(session, images)[output]
+    [alone] = run(session, images[:1])[output]
+    scale = max(float(np.abs(want).max()), LEAST_SCALE)
+    apart = max(float(np.abs(got - want).max()), float(np.abs(alone - want[0]).max()))
+    parity = Parity(apart / scale, tolerances[precision], len(images))
+    if not parity.difference <= parity.tolerance:  # also catches NaN
+        raise ExportMismatch(
+            f"the {precision} file differs from the run's predict graph by {parity.difference:.1e} of its largest "
+            f"value, allowed is {parity.tolerance:.0e}; no bundle is written (--precision chooses which files it has)"
+        )
+    return parity
+
+
+def run(session: onnxruntime.InferenceSession, images: Floats) -> dict[str, Floats]:
+    """Raises BadPayload when the model cannot run."""
+    names = [LOGITS, PROBABILITIES]
+    try:
+        return dict(zip(names, session.run(names, {IMAGE: images}), strict=True))
+    except Exception as error:  # onnxruntime's exceptions share no base of their own
+        raise BadPayload(f"the model cannot run here: {error}") from error
+
+
+class Answers(NamedTuple):
+    """A file's answers to a row of pictures, which are not kept."""
+
+    logits: Floats
+    labels: Indices | None
+
+    @property
+    def accuracy(self) -> Accuracy | None:
+        if self.labels is None:
+            return None
+        return Accuracy(int((self.logits.argmax(axis=1) == self.labels).sum()), len(self.labels))
+
+    def agreement(self, other: "Answers") -> Agreement:
+        equal = self.logits.argmax(axis=1) == other.logits.argmax(axis=1)
+        apart = np.abs(self.logits - other.logits).max()
+        return Agreement(float(equal.mean()), float(apart), len(equal))
+
+
+def answer(session: onnxruntime.InferenceSession, pictures: Iterator[Pictures]) -> Answers:
+    logits, labels = [], []
+    for some in pictures:
+        logits.append(run(session, some.images)[LOGITS])
+        if some.labels is not None:
+            labels.append(some.labels)
+    return Answers(np.concatenate(logits), np.concatenate(labels) if labels else None)
+
+
+def time_one(session: onnxruntime.InferenceSession, image: Floats, threads: int) -> Latency:
+    """`image` is one picture (1, 3, S, S)."""
+    run(session, image)  # memory is fetched in the first run
+    least, most = LATENCY_RUNS
+    seconds: list[float] = []
+    while len(seconds) < least or (sum(seconds) < LATENCY_S and len(seconds) < most):
+        began = time.perf_counter()
+        run(session, image)
+        seconds.append(time.perf_counter() - began)
+    return Latency(median(seconds), len(seconds), threads)

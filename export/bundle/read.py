@@ -1,0 +1,76 @@
+"""A bundle that was written, here or elsewhere, and its answers to pictures."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import onnxruntime
+
+from export.bundle.assemble import PROBABILITIES, Precision
+from export.bundle.card import CARD_VERSION, Card, Preprocessing
+from export.bundle.measure import as_input, open_session, run
+from export.bundle.write import CARD, LABELS, PREPROCESSING
+from fedvit.data.images import read_image
+from fedvit.errors import BadPayload, ConfigError
+from fedvit.program import Batch
+
+Kind = TypeVar("Kind")
+
+
+class Answer(NamedTuple):
+    label: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A model from a bundle's folder, ready to answer."""
+
+    card: Card
+    labels: tuple[str, ...]
+    batch: Batch
+    session: onnxruntime.InferenceSession
+
+    @classmethod
+    def open(cls, folder: Path, precision: Precision | None, threads: int) -> "Bundle":
+        """With the precision wanted, or the first that is there.
+
+        Raises ConfigError when the folder is no bundle or has no such file, BadPayload when a file is damaged.
+        """
+        if not (folder / CARD).is_file():
+            raise ConfigError(f"{folder} is no bundle: there is no {CARD} in it; --bundle names another folder")
+        version = _read(folder / CARD, _Version).v
+        if version != CARD_VERSION:
+            raise BadPayload(f"{folder / CARD} has version {version}, this software knows version {CARD_VERSION}")
+        card = _read(folder / CARD, Card)
+        labels = _read(folder / LABELS, tuple[str, ...])
+        if len(labels) != card.classes:
+            raise BadPayload(f"{folder / LABELS} has {len(labels)} labels, {folder / CARD} says {card.classes}")
+        wanted = precision or next(iter(card.files), None)
+        if wanted is None or wanted not in card.files:
+            known = ", ".join(card.files) or "none"
+            raise ConfigError(f"{folder} has no model in precision {wanted!s}; there is: {known}")
+        session = open_session(folder / Precision(wanted).file, threads)
+        return cls(card, labels, _read(folder / PREPROCESSING, Preprocessing).batch, session)
+
+    def answer(self, image: Path, top: int) -> list[Answer]:
+        """The likeliest classes of one picture. Raises DataError, naming the file, when it cannot be read."""
+        pixels = read_image(image, self.batch.image_size)
+        [probabilities] = run(self.session, as_input(pixels[None], self.batch))[PROBABILITIES]
+        order = np.argsort(-probabilities, kind="stable")[:top]
+        return [Answer(self.labels[index], float(probabilities[index])) for index in order]
+
+
+class _Version(msgspec.Struct):
+    v: int
+
+
+def _read(file: Path, kind: type[Kind]) -> Kind:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise BadPayload(f"{file} is damaged: {error}") from error

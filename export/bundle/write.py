@@ -1,0 +1,180 @@
+"""A trained model -> a folder that works without fedvit: ONNX files, labels, preprocessing, a card.
+
+Coordinator and device write the same folder with the same code, so nothing here needs torch or onnx.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import onnxruntime
+
+from export.bundle.assemble import Precision, assemble, open_predict_graph
+from export.bundle.card import Card, FileCard, Machine, Origin, Preprocessing, Reported, readme
+from export.bundle.measure import (
+    Answers,
+    Pictures,
+    RunGraph,
+    answer,
+    are_probabilities,
+    check_parity,
+    open_session,
+    pictures_of,
+    random_pictures,
+    time_one,
+)
+from export.bundle.model import Model, Parts, read_model, size_bytes
+from fedvit.data.folder import Split
+from fedvit.data.images import Floats
+from fedvit.errors import ConfigError, StorageFailed
+from fedvit.files import atomic_write, sync_folder
+from fedvit.program import Batch
+from fedvit.tensors import Array
+
+CARD, README, LABELS, PREPROCESSING = "card.json", "README.md", "labels.json", "preprocessing.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model as a run left it."""
+
+    graph: bytes  # the run's predict graph
+    values: Mapping[str, Array]  # of all its inputs but the patches, by the names of `fedvit.program`
+    batch: Batch
+    classes: tuple[str, ...]
+    origin: Origin
+    reported: Reported | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What a bundle is measured with."""
+
+    images: Split | None  # with known classes; None or none: random pictures, and no accuracy
+    described: str  # in the card: "the device's own test images"
+    threads: int
+    machine: str
+    cores: int
+
+    def pictures(self, batch: Batch) -> Iterator[Pictures]:
+        return pictures_of(self.images, batch) if self.images else random_pictures(batch)
+
+    def what(self, answers: Answers) -> str:
+        return f"{len(answers.logits)} {self.described if self.images else 'random pictures'}"
+
+
+def write_bundle(
+    out: Path,
+    trained: Trained,
+    bench: Bench,
+    *,
+    precisions: Sequence[Precision] = tuple(Precision),
+    progress: Callable[[str], None] = lambda line: None,
+) -> Card:
+    """Write the folder `out`: whole, with every file compared with the run's own graph, or not at all.
+
+    Raises ConfigError when `out` is there already, ExportMismatch when a file is too far from the original,
+    StorageFailed when the disk is full.
+    """
+    check_new(out)
+    partial = out.absolute().parent / f".{out.name}.writing-{secrets.token_hex(4)}"
+    try:
+        partial.mkdir(parents=True)
+        card = _fill(partial, trained, bench, precisions, progress)
+        partial.rename(out)
+        sync_folder(out.absolute().parent)
+    except OSError as error:
+        raise StorageFailed(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return card
+
+
+def check_new(out: Path) -> None:
+    """Raises ConfigError when a bundle's folder is there already."""
+    if out.exists():
+        raise ConfigError(f"{out} is there already: --out names the bundle's new folder")
+
+
+def _fill(
+    folder: Path, trained: Trained, bench: Bench, precisions: Sequence[Precision], progress: Callable[[str], None]
+) -> Card:
+    batch = trained.batch
+    if (some := next(bench.pictures(batch), None)) is None:  # none of the images can be read
+        bench = replace(bench, images=None)
+        some = next(random_pictures(batch))
+    want = RunGraph(trained.graph, trained.values, batch, bench.threads)(some.images)
+    voted = are_probabilities(want)
+    model = open_predict_graph(read_model(trained.graph), batch, probabilities=voted)
+    original = _Original(model, some.images, want, voted)
+    files: dict[str, FileCard] = {}
+    reference: Answers | None = None
+    pictures = ""
+    for precision in (entry for entry in Precision if entry in precisions):  # fp32 first, for the others to compare
+        progress(f"{precision.file}: writing, comparing, measuring")
+        files[precision], answers = _file(folder, precision, trained, original, bench, reference)
+        if precision is Precision.FP32:
+            reference = answers
+        pictures = bench.what(answers)
+    card = Card(
+        origin=trained.origin,
+        classes=len(trained.classes),
+        files=files,
+        pictures=pictures,
+        reported=trained.reported,
+        machine=Machine(bench.machine, bench.cores, onnxruntime.__version__),
+    )
+    preprocessing = Preprocessing.of(batch)
+    for name, content in ((CARD, card), (LABELS, trained.classes), (PREPROCESSING, preprocessing)):
+        atomic_write(folder / name, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+    atomic_write(folder / README, readme(card, trained.classes, preprocessing).encode())
+    return card
+
+
+class _Original(NamedTuple):
+    """What every file is made of and held against."""
+
+    model: Model
+    images: Floats
+    answers: Floats  # of the run's own graph
+    voted: bool
+
+
+def _file(
+    folder: Path, precision: Precision, trained: Trained, original: _Original, bench: Bench, reference: Answers | None
+) -> tuple[FileCard, Answers]:
+    """Write one file, and measure it; `reference` is what the fp32 file answered."""
+    metadata = {
+        "labels": msgspec.json.encode(trained.classes).decode(),
+        "preprocessing": msgspec.json.encode(Preprocessing.of(trained.batch)).decode(),
+        "origin": msgspec.json.encode(trained.origin).decode(),
+    }
+    assembled = assemble(original.model, trained.values, precision, metadata)
+    _write_parts(folder / precision.file, assembled.parts)
+    session = open_session(folder / precision.file, bench.threads)
+    parity = check_parity(session, precision, original.images, original.answers, voted=original.voted)
+    answers = answer(session, bench.pictures(trained.batch))
+    card = FileCard(
+        file=precision.file,
+        size_bytes=size_bytes(assembled.parts),
+        weights=precision.meaning,
+        tensors=assembled.tensors,
+        tensors_not_float32=assembled.converted,
+        parity=parity,
+        agreement=answers.agreement(reference) if reference else None,
+        accuracy=answers.accuracy,
+        latency=time_one(session, original.images[:1], bench.threads),
+    )
+    return card, answers
+
+
+def _write_parts(path: Path, parts: Parts) -> None:
+    with open(path, "xb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,348 @@
+"""A trained model leaves the system: written by the coordinator or a device, run by plain onnxruntime."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime
+import pytest
+from click.testing import CliRunner, Result
+
+import coordinator.cli
+import edge_client.cli
+from coordinator.store import Store
+from edge_client.vault import Vault
+from fedvit.blobs import BlobStore
+from fedvit.data.folder import DeviceData
+from fedvit.data.images import unfold
+from fedvit.errors import ConfigError, DataError, FedvitError, StorageFailed
+from fedvit.program import Program, decode_program
+from fedvit.tensors import unpack
+from fleet.simulate import simulate
+from tests.e2e.stage import CONFIG, program
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedbfpt": {"local_blocks": 2},
+    "fedper": {},
+    "fedbabu": {},
+    "knn_per": {"capacity": 20},
+    "fedtp": {},
+    "pfedpg": {},
+}
+"""Shared alone; other blocks each round; with local tensors; tuned to answer; with neighbours; made for each
+device; tested as it was kept."""
+
+DEVICES = ("device-0", "device-1")
+DEVICE = "device-1"
+
+
+class Trained(NamedTuple):
+    """A finished run in memory, named after its method; its devices keep their state below it."""
+
+    name: str
+    runs: Path
+    parts: Path
+
+    @property
+    def data(self) -> Path:
+        return self.parts / DEVICE
+
+    @property
+    def state(self) -> Path:
+        return self.runs / self.name / "state" / DEVICE
+
+    def program(self) -> tuple[Program, BlobStore]:
+        store, blobs = Store.in_folder(self.runs), BlobStore(self.runs / self.name / "blobs")
+        digest = store.run(self.name).program
+        store.close()
+        assert digest is not None
+        return decode_program(blobs.get(digest)), blobs
+
+    def tested(self) -> tuple[int, int]:
+        """Right answers and images of the device's last evaluation in the run."""
+        store = Store.in_folder(self.runs)
+        [*_, last] = [entry for entry in store.results(self.name, kind="evaluate") if entry.device == DEVICE]
+        store.close()
+        return int(last.metrics["correct"]), last.samples
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, parts: Path, cache: Path) -> Callable[[str], Trained]:
+    """Two rounds of a method on two devices; not to be changed."""
+    made: dict[str, Trained] = {}
+
+    def train(method: str) -> Trained:
+        if method not in made:
+            runs = tmp_path_factory.mktemp(method)
+            options = {"batch_size": 8, "epochs": 1, "lr": 0.01, **METHODS[method]}
+            values = {**CONFIG, "method": method, "rounds": 2, "options": options}
+            folders = [parts / name for name in DEVICES]
+            simulate(folders, values, out=runs, run=method, graph_cache=cache / "fedvit" / "graphs")
+            for name in DEVICES:
+                (runs / method / "state" / name / "device-id").write_text(name)
+            made[method] = Trained(method, runs, parts)
+        return made[method]
+
+    return train
+
+
+@pytest.fixture
+def copied(trained: Callable[[str], Trained], tmp_path: Path) -> Callable[[str], Trained]:
+    """A run that may be damaged."""
+
+    def copy(method: str) -> Trained:
+        run = trained(method)
+        return run._replace(runs=Path(shutil.copytree(run.runs, tmp_path / "runs")))
+
+    return copy
+
+
+def on_server(run: Trained, out: Path, *arguments: object) -> Result:
+    given = ["export", run.name, "--runs", run.runs, "--out", out, "--threads", 1, *arguments]
+    return CliRunner().invoke(coordinator.cli.cli, list(map(str, given)))
+
+
+def on_device(run: Trained, out: Path, *arguments: object) -> Result:
+    given = ["export", run.name, "--data", run.data, "--state", run.state, "--out", out, "--threads", 1, *arguments]
+    return CliRunner().invoke(edge_client.cli.cli, list(map(str, given)))
+
+
+def refused(done: Result, kind: type[FedvitError], *named: object) -> None:
+    assert isinstance(done.exception, kind), (done.output, done.exception)
+    for text in named:
+        assert str(text) in str(done.exception)
+
+
+def pictures(run: Trained) -> tuple[Any, Any]:
+    """The device's test images as any tool would prepare them, and their labels."""
+    images = DeviceData.open(run.data).relabelled(run.program()[0].classes).test
+    pixels, readable = images.load(np.arange(len(images)), 32)
+    assert readable.all()
+    return ((pixels / 255 - 0.5) / 0.5).astype(np.float32).transpose(0, 3, 1, 2), images.labels
+
+
+def answers(bundle: Path, file: str, images: Any) -> tuple[Any, Any]:
+    session = onnxruntime.InferenceSession(str(bundle / file), providers=["CPUExecutionProvider"])
+    logits, probabilities = session.run(["logits", "probabilities"], {"image": images})
+    return logits, probabilities
+
+
+# --- what comes out -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_device_exports_what_it_tested(trained: Callable[[str], Trained], tmp_path: Path, method: str) -> None:
+    """Whatever an evaluation does before it answers is in the bundle: it is right on as many images."""
+    run, out = trained(method), tmp_path / "bundle"
+    done = on_device(run, out, "--json")
+    assert done.exit_code == 0, done.output
+    card = json.loads((out / "card.json").read_text())
+    assert card["origin"]["run"] == method
+    assert (card["origin"]["round"], card["origin"]["device"]) == (2, DEVICE)
+    assert card["origin"]["adapted"] == (method == "fedbabu")
+    assert card["origin"]["remembered"] == (20 if method == "knn_per" else 0)
+    assert bool(card["origin"]["personal_tensors"]) == (method in ("fedper", "pfedpg"))
+    images, labels = pictures(run)
+    right, count = run.tested()
+    assert count == len(images)
+    for precision, entry in card["files"].items():
+        assert entry["size_bytes"] == (out / entry["file"]).stat().st_size
+        logits, probabilities = answers(out, entry["file"], images)
+        assert int((probabilities.argmax(axis=1) == labels).sum()) == entry["accuracy"]["correct"]
+        assert entry["accuracy"]["images"] == count
+        np.testing.assert_array_equal(logits.argmax(axis=1), probabilities.argmax(axis=1))
+        assert entry["latency"]["median_s"] > 0
+        assert (entry["agreement"] is None) == (precision == "fp32")
+    assert card["files"]["fp32"]["accuracy"]["correct"] == right
+    sizes = [card["files"][precision]["size_bytes"] for precision in ("fp32", "fp16", "int8")]
+    assert sizes == sorted(sizes, reverse=True)
+    text = (out / "README.md").read_text()
+    personal = method in ("fedper", "pfedpg", "fedbabu", "knn_per")
+    assert ("**Personal.**" in text) == personal
+    assert str(sizes[0]) in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbfpt"])
+def test_the_server_exports_the_runs_model(trained: Callable[[str], Trained], tmp_path: Path, method: str) -> None:
+    """The run's graph with the tensors of model.safetensors gives the same logits; nothing was measured on images."""
+    run, out = trained(method), tmp_path / "bundle"
+    done = on_server(run, out)
+    assert done.exit_code == 0, done.output
+    held, blobs = run.program()
+    images, _ = pictures(run)
+    tensors = unpack((run.runs / run.name / "model.safetensors").read_bytes())
+    assert_same_logits(out, held, blobs, tensors, images)
+    card = json.loads((out / "card.json").read_text())
+    assert all(entry["accuracy"] is None for entry in card["files"].values())
+    assert card["origin"]["device"] is None
+    assert card["pictures"] == "64 random pictures"
+    assert card["reported"]["devices"] == 2
+    assert "not measured" in (out / "README.md").read_text()
+    assert json.loads((out / "labels.json").read_text()) == list(held.classes)
+
+
+def test_the_server_exports_what_it_made_for_a_device(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    """FedTP: shared tensors and those generated for the device; measured on images that are here."""
+    run, out = trained("fedtp"), tmp_path / "bundle"
+    done = on_server(run, out, "--device", DEVICE, "--data", run.data, "--precision", "int8", "--precision", "fp32")
+    assert done.exit_code == 0, done.output
+    home = run.runs / run.name
+    tensors = unpack((home / "model.safetensors").read_bytes())
+    tensors |= unpack((home / "generated" / f"{DEVICE}.safetensors").read_bytes())
+    images, _ = pictures(run)
+    assert_same_logits(out, *run.program(), tensors, images)
+    card = json.loads((out / "card.json").read_text())
+    assert sorted(card["files"]) == ["fp32", "int8"]
+    assert not (out / "model.fp16.onnx").exists()
+    accuracy = card["files"]["fp32"]["accuracy"]
+    assert (accuracy["correct"], accuracy["images"]) == run.tested()
+    assert card["reported"]["accuracy"] == accuracy["correct"] / accuracy["images"]
+
+
+def assert_same_logits(out: Path, held: Program, blobs: BlobStore, tensors: dict[str, Any], images: Any) -> None:
+    """The run's predict graph, eight images at a time, in plain onnxruntime."""
+    graph = onnxruntime.InferenceSession(blobs.get(held.graphs[held.evaluate.graph].digest))
+    fed = {f"tensor/{name}": value for name, value in tensors.items()}
+    fed = {node.name: fed[node.name] for node in graph.get_inputs() if node.name in fed}
+    patches = unfold(images[:8].transpose(0, 2, 3, 1), held.batch.patch_size)
+    [want] = graph.run(["logits"], {**fed, "batch/patches": patches})
+    logits, _ = answers(out, "model.onnx", images)
+    np.testing.assert_allclose(logits[:8], want, rtol=1e-4, atol=1e-5)
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("fedper", "never leave a device"),
+        ("fedbabu", "tunes it on its own images"),
+        ("knn_per", "features of its own images"),
+        ("pfedpg", "last trained itself"),
+    ],
+)
+def test_the_server_sends_to_the_device(
+    trained: Callable[[str], Trained], tmp_path: Path, method: str, reason: str
+) -> None:
+    done = on_server(trained(method), tmp_path / "bundle")
+    refused(done, ConfigError, repr(method), reason, f"edge-client export {method}")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_server_names_what_is_wrong(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    fedavg, fedtp, out = trained("fedavg"), trained("fedtp"), tmp_path / "bundle"
+    refused(on_server(fedavg._replace(name="nothing"), out), ConfigError, "'nothing'", "fedavg")
+    refused(on_server(fedavg._replace(runs=tmp_path), out), ConfigError, tmp_path, "--runs")
+    refused(on_server(fedavg, out, "--device", "pi-9"), ConfigError, "'pi-9'", *DEVICES)
+    refused(on_server(fedavg, out, "--device", DEVICE), ConfigError, "'fedavg'", DEVICE)
+    refused(on_server(fedtp, out), ConfigError, "--device", *DEVICES)
+    refused(on_server(fedtp, tmp_path, "--device", DEVICE), ConfigError, tmp_path, "--out")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_run_that_is_not_whole_is_named(copied: Callable[[str], Trained], tmp_path: Path) -> None:
+    """Damaged, missing, not finished, not begun, or with another program on that device."""
+    run, out = copied("fedtp"), tmp_path / "bundle"
+    made = run.runs / run.name / "generated" / f"{DEVICE}.safetensors"
+    made.write_bytes(b"cut")
+    refused(on_server(run, out, "--device", DEVICE), StorageFailed, made)
+    store = Store.in_folder(run.runs)
+    config = store.run(run.name).config
+    store.update_run(run.name, status="interrupted")
+    refused(on_server(run, out, "--device", DEVICE), ConfigError, run.name, "interrupted", "--resume")
+    store.update_run(run.name, config={**config, "variants": {"device-*": {"epochs": 2}}})
+    refused(on_server(run, out, "--device", DEVICE), ConfigError, "'device-*'", "edge-client export")
+    store.create_run("young", config)
+    refused(on_server(run._replace(name="young"), out), ConfigError, "'young'", "closed no round")
+    store.close()
+    held, blobs = run.program()
+    blobs.path(held.graphs[held.evaluate.graph].digest).unlink()
+    refused(on_server(run, out, "--device", DEVICE), StorageFailed, run.name, held.graphs[held.evaluate.graph].digest)
+    assert not out.exists()
+
+
+def test_the_device_names_what_is_wrong(copied: Callable[[str], Trained], tmp_path: Path) -> None:
+    run, out = copied("knn_per"), tmp_path / "bundle"
+    refused(on_device(run._replace(name="nothing"), out, "--state", run.state), ConfigError, "'nothing'", run.name)
+    refused(on_device(run._replace(name="a/b"), out, "--state", run.state), ConfigError, "'a/b'")
+    refused(on_device(run, tmp_path), ConfigError, tmp_path, "--out")
+    refused(on_device(run, out, "--state", tmp_path / "none"), ConfigError, tmp_path / "none", "--state")
+    without = ["export", run.name, "--out", str(out)]
+    refused(CliRunner().invoke(edge_client.cli.cli, without), ConfigError, "--data", "--state")
+    blind = [*without, "--state", str(run.state)]
+    refused(CliRunner().invoke(edge_client.cli.cli, blind), ConfigError, "'knn_per'", "--data")
+    assert not out.exists()
+
+
+def test_a_damaged_vault_is_named(copied: Callable[[str], Trained], tmp_path: Path) -> None:
+    run, out = copied("fedper"), tmp_path / "bundle"
+    [local] = (run.state / "vault" / run.name).glob("round-*/local.safetensors")
+    local.write_bytes(local.read_bytes()[:100])
+    refused(on_device(run, out), StorageFailed, local)
+    note = run.state / "vault" / run.name / "TASK"
+    note.write_bytes(b"\xc1")
+    refused(on_device(run, out), StorageFailed, note)
+    assert not out.exists()
+
+
+def test_a_device_that_went_on_cannot_look_back(copied: Callable[[str], Trained], tmp_path: Path) -> None:
+    """Its blobs are those of the newest task; the personal tensors of the run before are kept, alone."""
+    run, out = copied("fedper"), tmp_path / "bundle"
+    vault = Vault(run.state / "vault")
+    shutil.copytree(vault.folder / run.name, vault.folder / "later")
+    for age_s, name in enumerate(("later", run.name)):
+        os.utime(vault.folder / name / "TASK", (1e9 - age_s, 1e9 - age_s))
+    noted = vault.noted(run.name)
+    assert noted is not None
+    program_blob = BlobStore(run.state / "blobs").path(noted.program)
+    program_blob.unlink()
+    refused(on_device(run, out), ConfigError, f"'{run.name}'", "'later' since")
+    refused(on_device(run._replace(name="later"), out, "--state", run.state), ConfigError, "'later'", noted.program)
+
+
+def test_without_images_nothing_is_claimed(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    """A state alone is enough for a method that needs no images; accuracy is then not measured."""
+    run, out = trained("fedper"), tmp_path / "bundle"
+    given = ["--state", str(run.state), "export", run.name, "--out", str(out), "--precision", "fp32"]
+    done = CliRunner().invoke(edge_client.cli.cli, given)
+    assert done.exit_code == 0, done.output
+    assert "accuracy not measured" in done.output
+    assert json.loads((out / "card.json").read_text())["files"]["fp32"]["accuracy"] is None
+
+
+# --- as processes -------------------------------------------------------------------------------------
+
+
+def test_processes_export_and_predict(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    """The programs as they are called, each with its exit code; a device's bundle of a real run: see test_run.py."""
+
+    def say(module: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run([*program(module), *map(str, arguments)], capture_output=True, text=True, check=False)
+
+    run, out = trained("fedavg"), tmp_path / "bundle"
+    given = ("export", run.name, "--runs", run.runs, "--out", out, "--precision", "int8", "--threads", 1)
+    made = say("coordinator.cli", *given)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.startswith(f"bundle: {out}\nmodel.int8.onnx")
+    again = say("coordinator.cli", *given)
+    assert again.returncode == ConfigError.exit_code
+    [line] = again.stderr.splitlines()
+    assert line.startswith(f"coordinator: {out} is there already")
+    image = next((run.data / "test").glob("*/*"))
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no picture")
+    asked = say("edge_client.cli", "predict", image, broken, image, "--bundle", out, "--json")
+    assert asked.returncode == DataError.exit_code
+    assert str(broken) in asked.stderr
+    first, second, third = json.loads(asked.stdout)
+    assert first == third
+    assert 0 < first["answers"][0]["probability"] <= 1
+    assert str(broken) in second["error"]

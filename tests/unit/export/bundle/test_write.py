@@ -1,0 +1,180 @@
+"""A bundle is there whole or not at all; what is read from it is what was written."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from export.bundle.assemble import Precision, quantise
+from export.bundle.card import Origin
+from export.bundle.read import Bundle
+from export.bundle.write import Bench, Trained, write_bundle
+from fedvit.data.images import normalise, read_image, unfold
+from fedvit.errors import BadPayload, ConfigError, DataError, ExportMismatch, StorageFailed
+from tests.conftest import TINY_CLASSES, Tiny
+
+BENCH = Bench(images=None, described="", threads=1, machine="test", cores=1)
+LABELS = tuple(f"class {number}" for number in range(TINY_CLASSES))
+
+
+@pytest.fixture(scope="session")
+def trained(tiny: Callable[[str], Tiny]) -> Trained:
+    made = tiny("fedavg")
+    values = {f"tensor/{name}": value.numpy() for name, value in made.method.tensors(made.vit).items()}
+    origin = Origin(run="run", method="fedavg", model="tiny", round=3, device=None, made_by="test 1")
+    return Trained(graph=made.graphs["predict"].content, values=values, batch=made.batch, classes=LABELS, origin=origin)
+
+
+@pytest.fixture(scope="session")
+def written(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle that is not to be changed."""
+    out = tmp_path_factory.mktemp("bundles") / "bundle"
+    write_bundle(out, trained, BENCH)
+    return out
+
+
+@pytest.fixture
+def bundle(written: Path, tmp_path: Path) -> Path:
+    """A bundle that may be damaged."""
+    return Path(shutil.copytree(written, tmp_path / "bundle"))
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+# --- writing ------------------------------------------------------------------------------------------
+
+
+def dead_feature(trained: Trained) -> Trained:
+    """A huge weight for a feature that is always zero: of 8 bits nothing is left for the others."""
+    values = {name: value.copy() for name, value in trained.values.items()}
+    values["tensor/norm.weight"][0] = values["tensor/norm.bias"][0] = 0
+    values["tensor/head.weight"][:, 0] = 1e4
+    return replace(trained, values=values)
+
+
+def test_a_file_too_far_from_the_original_leaves_nothing(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(ExportMismatch, match=r"int8 file differs .* allowed is 1e-01"):
+        write_bundle(tmp_path / "bundle", dead_feature(trained), BENCH)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_other_files_can_still_be_had(trained: Trained, tmp_path: Path) -> None:
+    """In whatever order they are asked for, fp32 is first: the others are compared with it."""
+    wanted = (Precision.FP16, Precision.FP32)
+    card = write_bundle(tmp_path / "bundle", dead_feature(trained), BENCH, precisions=wanted)
+    assert [*card.files] == ["fp32", "fp16"]
+    assert card.files["fp16"].agreement is not None
+
+
+def test_a_folder_that_is_there_is_left_alone(trained: Trained, bundle: Path) -> None:
+    before = {path.name: path.read_bytes() for path in bundle.iterdir()}
+    with pytest.raises(ConfigError, match=f"{bundle} is there already"):
+        write_bundle(bundle, trained, BENCH)
+    assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
+
+
+def test_a_place_that_cannot_be_written_is_named(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageFailed, match=f"cannot write {tmp_path / 'file' / 'bundle'}"):
+        write_bundle(tmp_path / "file" / "bundle", trained, BENCH)
+
+
+def test_a_tensor_without_value_is_named(trained: Trained, tmp_path: Path) -> None:
+    values = {name: value for name, value in trained.values.items() if name != "tensor/head.bias"}
+    with pytest.raises(BadPayload, match=r"'tensor/head\.bias'"):
+        write_bundle(tmp_path / "bundle", replace(trained, values=values), BENCH)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_weights_too_large_for_half_stay_float32(trained: Trained, tmp_path: Path) -> None:
+    """65504 is the largest float16."""
+    values = dict(trained.values)
+    values["tensor/norm.weight"] = np.zeros_like(values["tensor/norm.weight"])
+    values["tensor/head.weight"] = np.full_like(values["tensor/head.weight"], 65536)
+    wanted = (Precision.FP16,)
+    usual = write_bundle(tmp_path / "usual", trained, BENCH, precisions=wanted).files["fp16"]
+    large = write_bundle(tmp_path / "large", replace(trained, values=values), BENCH, precisions=wanted).files["fp16"]
+    assert large.tensors_not_float32 == usual.tensors_not_float32 - 1
+
+
+def test_rounding_is_within_half_a_step() -> None:
+    weight = np.random.default_rng(0).normal(size=(5, 3, 2, 2)).astype(np.float32)
+    scale, rounded = quantise(weight)
+    assert (scale.shape, rounded.shape, rounded.dtype) == ((5,), weight.shape, np.dtype(np.int8))
+    apart = np.abs(rounded * scale[:, None, None, None] - weight).reshape(5, -1).max(axis=1)
+    assert (apart <= scale / 2 * 1.0001).all()
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+def test_answers_are_those_of_the_run(trained: Trained, written: Path, photo: Path) -> None:
+    """The picture prepared as a device prepares its own, through the run's graph: the same class, likeliest first."""
+    from export.bundle.measure import RunGraph
+
+    batch = trained.batch
+    pixels = read_image(photo, batch.image_size)[None]
+    patches = unfold(normalise(pixels, batch), batch.patch_size)
+    whole = normalise(pixels, batch).transpose(0, 3, 1, 2)
+    np.testing.assert_array_equal(patches, unfold(whole.transpose(0, 2, 3, 1), batch.patch_size))
+    [logits] = RunGraph(trained.graph, trained.values, batch, 1)(whole)
+    raised = np.exp(logits - logits.max())
+    got = Bundle.open(written, None, 1).answer(photo, TINY_CLASSES)
+    assert [answer.label for answer in got] == [LABELS[index] for index in np.argsort(-logits)]
+    np.testing.assert_allclose([answer.probability for answer in got], np.sort(raised / raised.sum())[::-1], rtol=1e-4)
+    for precision in Precision:
+        assert len(Bundle.open(written, precision, 1).answer(photo, 3)) == 3
+
+
+def test_a_picture_that_is_none_is_named(written: Path, tmp_path: Path) -> None:
+    bundle = Bundle.open(written, None, 1)
+    with pytest.raises(DataError, match=str(tmp_path / "none.png")):
+        bundle.answer(tmp_path / "none.png", 1)
+
+
+def test_a_folder_that_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path} is no bundle"):
+        Bundle.open(tmp_path, None, 1)
+
+
+def changed(bundle: Path, file: str, **values: Any) -> None:
+    content = json.loads((bundle / file).read_text())
+    (bundle / file).write_text(json.dumps({**content, **values}))
+
+
+def test_damaged_files_are_named(bundle: Path) -> None:
+    (bundle / "model.onnx").write_bytes(b"no model")
+    with pytest.raises(BadPayload, match=r"model\.onnx"):
+        Bundle.open(bundle, Precision.FP32, 1)
+    (bundle / "preprocessing.json").write_text("{")
+    with pytest.raises(BadPayload, match=r"preprocessing.json is damaged"):
+        Bundle.open(bundle, Precision.INT8, 1)
+    (bundle / "labels.json").write_text('["one"]')
+    with pytest.raises(BadPayload, match=r"labels.json has 1 labels, .*card.json says 10"):
+        Bundle.open(bundle, None, 1)
+    os.unlink(bundle / "labels.json")
+    with pytest.raises(ConfigError, match=r"labels.json cannot be read"):
+        Bundle.open(bundle, None, 1)
+    changed(bundle, "card.json", v=2)
+    with pytest.raises(BadPayload, match="version 2"):
+        Bundle.open(bundle, None, 1)
+
+
+def test_a_precision_that_is_not_there(bundle: Path) -> None:
+    files = json.loads((bundle / "card.json").read_text())["files"]
+    changed(bundle, "card.json", files={"int8": files["int8"]})
+    with pytest.raises(ConfigError, match="fp16; there is: int8"):
+        Bundle.open(bundle, Precision.FP16, 1)
+    Bundle.open(bundle, None, 1)

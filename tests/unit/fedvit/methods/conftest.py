@@ -1,0 +1,12 @@
+"""A model that tests of several methods share."""
+
+import pytest
+
+from fedvit.models.vit import PatchViT
+from tests.unit.fedvit.methods.quadratic import small
+
+
+@pytest.fixture(scope="session")
+def vit() -> PatchViT:
+    """One block, in float64; some files have another of their own."""
+    return small().double()

@@ -3,7 +3,6 @@
 Knows no method: graphs say by their input and output names what they read and write (fedvit.program).
 """
 
-import functools
 import hashlib
 import logging
 import queue
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from edge_client.engine import CPU, open_session
 from edge_client.sampler import MedianSampler
 from edge_client.steps import Graph, Steps, SummedSteps, WholeSteps
 from fedvit.data.folder import DeviceData, Flags, Split
@@ -75,32 +75,6 @@ class Evaluated:
     flops: int
 
 
-CPU = "CPUExecutionProvider"
-
-
-@functools.cache
-def _engine() -> Any:
-    """onnxruntime, imported when the first graph comes: a device that waits for work does without its 25 MB."""
-    import onnxruntime
-
-    _share_arena(onnxruntime)
-    return onnxruntime
-
-
-def _share_arena(onnxruntime: Any) -> None:
-    """One memory arena for all sessions of the process, growing by what is needed.
-
-    By default each session has its own and doubles it: on the demo's two graphs that costs 12 MB of 149.
-    """
-    place = onnxruntime.OrtMemoryInfo(
-        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
-    )
-    same_as_requested = 1
-    onnxruntime.create_and_register_allocator(
-        place, onnxruntime.OrtArenaCfg({"arena_extend_strategy": same_as_requested})
-    )
-
-
 @dataclass
 class Runtime:
     """Sessions of the graphs in use; one runtime serves any number of tasks."""
@@ -117,36 +91,10 @@ class Runtime:
                 self._graphs[digest] = self._load(digest, path)
 
     def _load(self, digest: str, path: Path) -> Graph:
-        onnxruntime = _engine()
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = self.threads
-        options.inter_op_num_threads = 1
-        # several clients may share the cores: a spinning thread would take them from the others
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.enable_mem_pattern = False
-        options.add_session_config_entry("session.use_env_allocators", "1")
-        options.log_severity_level = 3
         try:
-            # equal unpackings of a weight in the forward and in the backward pass must stay two: joined, they would
-            # hold the whole model unpacked in between
-            session = onnxruntime.InferenceSession(
-                str(path),
-                options,
-                providers=self._providers(onnxruntime.get_available_providers()),
-                disabled_optimizers=["CommonSubexpressionElimination"],
-            )
-            return Graph(session)
+            return Graph(open_session(path, self.threads, self.provider))
         except Exception as error:  # onnxruntime's exceptions share no base of their own
             raise BadPayload(f"graph {digest} cannot be loaded: {error}") from error
-
-    def _providers(self, available: list[str]) -> list[str]:
-        if self.provider not in available:
-            log.warning(
-                "this onnxruntime has not the wanted execution provider, the CPU is used",
-                extra={"wanted": self.provider, "available": available},
-            )
-            self.provider = CPU
-        return list(dict.fromkeys((self.provider, CPU)))
 
     def keep_only(self, digests: set[str]) -> None:
         """Close graphs of programs that are over."""

@@ -215,7 +215,7 @@ class Graph:
             commutes = kind in ("Add", "Mul")
             if commutes and right.shape == shape and left.number is not None and left.number == _NEUTRAL[kind]:
                 return right
-        if (view := self._shared_view(left, right)) is not None:
+        if (view := self._shared_view(left, right, shape)) is not None:
             behind = tuple(shape[view.index(axis)] for axis in range(len(shape)))
             made = self.one(kind, [left.name, right.name], behind, dtype)
             return Value(made.name, shape, dtype, view)
@@ -224,11 +224,14 @@ class Graph:
         made = self.one(kind, names, covered, dtype)
         return made if covered == shape else Value(made.name, shape, dtype, repeated=True)
 
-    def _shared_view(self, left: Value, right: Value) -> Shape | None:
-        """The permutation through which both are seen, where there is one; numbers look the same through any."""
+    def _shared_view(self, left: Value, right: Value, shape: Shape) -> Shape | None:
+        """The permutation through which both are seen, where there is one; numbers look the same through any.
+
+        `shape` is the result's: none of the two may have to be repeated for it.
+        """
         views = {value.permutation for value in (left, right) if self.shapes[value.name] != ()}
         shapes = {value.shape for value in (left, right) if self.shapes[value.name] != ()}
-        return views.pop() if len(views) == len(shapes) == 1 else None
+        return views.pop() if len(views) == 1 and shapes == {shape} else None
 
     def with_number(self, kind: str, value: Value, number: float) -> Value:
         return self.binary(kind, value, self.repeated(number, (), value.dtype), value.shape, value.dtype)
@@ -449,7 +452,8 @@ def _elementwise(kind: str) -> Rule:
             right = graph.with_number("Mul", right, alpha)
         if kind == "Add":
             for product, other, argument in ((left, right, node.args[0]), (right, left, node.args[1])):
-                if _is_product_for(node, argument) and (fused := graph.add_to_product(product, other)):
+                doubled = left.name == right.name
+                if not doubled and _is_product_for(node, argument) and (fused := graph.add_to_product(product, other)):
                     return fused
         return graph.binary(kind, left, right, _shape(node), _dtype(node))
 

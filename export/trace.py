@@ -75,9 +75,10 @@ def trace(
         outputs[:] = results
         return list(results.values())
 
+    examples = [value.clone() for value in inputs.values()]  # one tensor under two names would be taken for one input
     # what has a form of its own stays whole: the backward passes of norms and activations above all
     table = {name: rule for name, rule in core_aten_decompositions().items() if name not in LOWERED}
-    module = make_fx(flat, decomposition_table=table, tracing_mode="fake")(*inputs.values())
+    module = make_fx(flat, decomposition_table=table, tracing_mode="fake")(*examples)
     return Trace(module, inputs, tuple(outputs), any_length, integer_products)
 
 

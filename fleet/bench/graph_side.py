@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
+from edge_client.engine import open_session
+from edge_client.steps import PIECE_ELEMENTS
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError
 from fedvit.program import Program, decode_program
@@ -34,9 +36,7 @@ def main() -> None:
         raise ConfigError(f"there is no graph {name!r}, the program has {', '.join(program.graphs)}")
     graph = blobs.path(program.graphs[name].digest)
     began = time.perf_counter()
-    session = onnxruntime.InferenceSession(
-        str(graph), session_options(threads, folder / "profile"), providers=["CPUExecutionProvider"]
-    )
+    session = open_session(graph, threads, profile=folder / "profile")
     load_s = time.perf_counter() - began
     feeds = random_feeds(session, program, start_values(program, start["groups"], blobs))
     times = []
@@ -55,19 +55,6 @@ def main() -> None:
     sys.stdout.write(json.dumps(measured) + "\n")
 
 
-def session_options(threads: int, profile: Path) -> onnxruntime.SessionOptions:
-    """As the device's runtime sets them, and the profiler."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.enable_mem_pattern = False
-    options.log_severity_level = 3
-    options.enable_profiling = True
-    options.profile_file_prefix = str(profile)
-    return options
-
-
 def random_feeds(session: onnxruntime.InferenceSession, program: Program, values: Tensors) -> dict[str, Any]:
     """Every input of a graph: tensors with their first values, all else random within its range."""
     rng = np.random.default_rng(0)
@@ -81,7 +68,9 @@ def random_feeds(session: onnxruntime.InferenceSession, program: Program, values
         elif node.name in ("batch/weight", "hyper/step", "hyper/last", "gathered/weight", "fact/class_counts"):
             feeds[node.name] = np.ones(node.shape, kind)
         elif np.issubdtype(kind, np.floating):
-            drawn = 0.02 * rng.standard_normal(node.shape)
+            # an update takes pieces of any length
+            shape = [length if isinstance(length, int) else PIECE_ELEMENTS for length in node.shape]
+            drawn = 0.02 * rng.standard_normal(shape)
             # squares, as an optimizer keeps them, are positive
             feeds[node.name] = np.asarray(np.abs(drawn) if node.name.startswith("slot/") else drawn, kind)
         else:

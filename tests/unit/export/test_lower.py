@@ -50,7 +50,7 @@ INPUTS: Inputs = {
 }
 
 
-def traced(function: Function, inputs: Inputs | None = None) -> Trace:
+def traced(function: Function, inputs: Inputs | None = None, *, integer_products: bool = False) -> Trace:
     """Of a function that gives one tensor, or several; the inputs that it does not read stay."""
 
     def step(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ def traced(function: Function, inputs: Inputs | None = None) -> Trace:
             return {"y": results}
         return {f"y{number}": result for number, result in enumerate(results)}
 
-    return trace(step, inputs or INPUTS)
+    return trace(step, inputs or INPUTS, integer_products=integer_products)
 
 
 def compare(
@@ -527,27 +527,28 @@ PRODUCTS: dict[str, Function] = {
 }
 
 
+OPERANDS: Inputs = {**INPUTS, "x": numbers(5, 4, seed=1), "z": numbers(5, 6, seed=2), "bias": numbers(6, seed=3)}
+
+
 @each_kind
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_with_a_packed_weight(kind: str, name: str) -> None:
-    """Of float16 as of float32. Of int8 the other operand is rounded to max |x| / 15 876 at most, so that a sum of six
-    products with |w| < 4 is off by at most 24 of it."""
+    check(lambda i: PRODUCTS[name]({**i, "weight": weight(i, kind)}), OPERANDS)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_of_integers(name: str, size: float) -> None:
+    """The other operand is rounded to max |x| / 15 876 at most, so that a sum of six products with |w| < 4 is off by at
+    most 24 of it: however small or large it is."""
 
     def step(inputs: Mapping[str, Tensor]) -> Any:
-        return PRODUCTS[name]({**inputs, "weight": weight(inputs, kind)})
+        return PRODUCTS[name]({**inputs, "weight": weight(inputs, "int8")})
 
-    inputs = {**INPUTS, "x": numbers(5, 4, seed=1), "z": numbers(5, 6, seed=2), "bias": numbers(6, seed=3)}
-    size = max(float(value.abs().max()) for value in (inputs["x"], inputs["z"]))
-    check(step, inputs, atol=24 * size / 15_876 if kind == "int8" else 1e-6)
-
-
-@each_kind
-@pytest.mark.parametrize("large", [1e-20, 1e20])
-def test_a_product_with_a_packed_weight_has_no_scale_of_its_own(kind: str, large: float) -> None:
-    """Very small and very large operands are as exact as others."""
-    inputs = {**INPUTS, "x": large * numbers(5, 4, seed=1)}
-    size = float(inputs["x"].abs().max())
-    check(lambda i: i["x"] @ weight(i, kind).t(), inputs, atol=24 * size / 15_876 if kind == "int8" else 1e-6 * size)
+    inputs = {**OPERANDS, **{key: size * OPERANDS[key] for key in ("x", "z", "bias")}}
+    largest = max(float(inputs[key].abs().max()) for key in ("x", "z"))
+    graph = compare(traced(step, inputs, integer_products=True), step, inputs, atol=24 * largest / 15_876 + 1e-6 * size)
+    assert kinds(graph)["MatMulIntegerToFloat"] >= (0 if name.startswith("turned") else 2)
 
 
 # --- constants ----------------------------------------------------------------------------------------

@@ -238,10 +238,10 @@ def _started(values: Tensors, start: ServerState) -> Tensors:
     return taken
 
 
-FULL_SPEED_ROWS = 384
-"""With as many rows (samples x tokens) the products of a transformer run at a processor's full speed."""
-SMALL_BYTES = 64 << 20
-"""Up to here activations are no concern on any board."""
+FULL_SPEED_ROWS = 192
+"""With as many rows (samples x tokens) the products of a transformer run near a processor's full speed."""
+SMALL_BYTES = 144 << 20
+"""Up to here activations are no concern on boards that hold the model at all."""
 
 
 def suitable_run_size(vit: PatchViT, batch: Batch) -> int:

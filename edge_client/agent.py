@@ -22,7 +22,7 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError, OverBudget, PeerRefused, StorageFailed
 from fedvit.program import Program, Role, decode_program
 from fedvit.resources import DeviceProfile, ResourceUse
-from fedvit.tensors import Tensors, check_finite, check_tensors, delta, mapped, pack
+from fedvit.tensors import Tensors, check_finite, check_tensors, delta, mapped, packed_pieces
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
@@ -410,7 +410,7 @@ class Agent:
         }
         upload: Tensors = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
         upload |= trained.collected
-        manifest = self.blobs.put(pack(upload)) if upload else None
+        manifest = self.blobs.put(*packed_pieces(upload)) if upload else None
         use = self._use(began, flops=trained.flops, steps=trained.steps, step_s=trained.step_s)
         metrics = {"loss": trained.loss}
         result = Result(task.run, task.round, task.kind, trained.samples, metrics, use, manifest)

@@ -13,7 +13,7 @@ import msgspec
 
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
 from fedvit.files import atomic_write
-from fedvit.tensors import Tensors, pack, unpack
+from fedvit.tensors import Tensors, mapped, packed_pieces
 from fedvit.wire.messages import Result, Task, TaskKind
 from fedvit.wire.topics import check_name
 
@@ -55,7 +55,9 @@ class Vault:
             return None
         file = current / "local.safetensors"
         try:
-            return unpack(_read(file))
+            return mapped(file)
+        except OSError as error:
+            raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
         except BadPayload as error:
             raise StorageFailed(f"{file} is damaged: {error}") from error
 
@@ -64,7 +66,7 @@ class Vault:
         home = self._home(result.run)
         folder = home / f"round-{result.round}-{secrets.token_hex(4)}"
         try:
-            atomic_write(folder / "local.safetensors", pack(local), private=True)
+            atomic_write(folder / "local.safetensors", *packed_pieces(local), private=True)
             atomic_write(folder / "result.msgpack", msgspec.msgpack.encode(result), private=True)
             atomic_write(folder / _PENDING, b"")
             atomic_write(home / _CURRENT, folder.name.encode())

@@ -19,8 +19,11 @@ from fedvit.wire.transfer import CHUNK_BYTES
 ALGORITHM = "blake3"
 
 
-def digest_of(content: bytes) -> str:
-    return f"{ALGORITHM}:{blake3.blake3(content).hexdigest()}"
+def digest_of(*pieces: bytes | memoryview) -> str:
+    hasher = blake3.blake3()
+    for piece in pieces:
+        hasher.update(piece)
+    return f"{ALGORITHM}:{hasher.hexdigest()}"
 
 
 def digest_of_file(path: Path) -> str:
@@ -43,12 +46,12 @@ class BlobStore:
     def has(self, digest: str) -> bool:
         return self.path(digest).is_file()
 
-    def put(self, content: bytes) -> Manifest:
-        """Keep `content`. Raises StorageFailed when the disk is full."""
-        digest = digest_of(content)
+    def put(self, *pieces: bytes | memoryview) -> Manifest:
+        """Keep the pieces as one blob. Raises StorageFailed when the disk is full."""
+        digest = digest_of(*pieces)
         if not self.has(digest):
-            atomic_write(self.path(digest), content)
-        return Manifest(digest, len(content), CHUNK_BYTES)
+            atomic_write(self.path(digest), *pieces)
+        return Manifest(digest, sum(map(len, pieces)), CHUNK_BYTES)
 
     def manifest(self, digest: str) -> Manifest:
         """What a receiver must know of a blob. Raises BadPayload when it is not here."""

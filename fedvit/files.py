@@ -8,8 +8,8 @@ from pathlib import Path
 from fedvit.errors import StorageFailed
 
 
-def atomic_write(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Replace `path` by `content`: written aside, synced, then renamed over the old file.
+def atomic_write(path: Path, *pieces: bytes | memoryview, private: bool = False) -> None:
+    """Replace `path` by the pieces, one after the other: written aside, synced, then renamed over the old file.
 
     A `private` file can be read by its owner alone.
 
@@ -21,7 +21,7 @@ def atomic_write(path: Path, content: bytes, *, private: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -29,7 +29,9 @@ def atomic_write(path: Path, content: bytes, *, private: bool = False) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise StorageFailed(f"cannot write {path} ({len(content)} bytes): {error.strerror or error}") from error
+        raise StorageFailed(
+            f"cannot write {path} ({sum(map(len, pieces))} bytes): {error.strerror or error}"
+        ) from error
 
 
 def sync_folder(folder: Path) -> None:

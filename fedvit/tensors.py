@@ -6,8 +6,10 @@ numbers; never code).
 
 import json
 import mmap
+import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +29,31 @@ _DTYPES = {
 
 def pack(tensors: Mapping[str, Array]) -> bytes:
     """Serialise named tensors; the same names and numbers always give the same bytes."""
-    return safetensors.numpy.save({name: np.asarray(tensors[name], order="C") for name in sorted(tensors)})
+    return b"".join(packed_pieces(tensors))
+
+
+def packed_pieces(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
+    """What `pack` gives, in pieces that lie where the tensors lie: to write them costs no memory."""
+    names = {np.dtype(kind).name: name for name, kind in _DTYPES.items()}
+    # the widest first, so that every tensor is aligned
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header: dict[str, object] = {}
+    pieces: list[bytes | memoryview] = []
+    first = 0
+    for name, tensor in ordered:
+        little: Any = tensor.astype(tensor.dtype.newbyteorder("<"), order="C", copy=False)
+        whole = little.reshape(-1)
+        entry = {
+            "dtype": names[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [first, first + whole.nbytes],
+        }
+        header[name] = entry
+        pieces.append(memoryview(whole.view(np.uint8)))
+        first += whole.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [struct.pack("<Q", len(text)) + text, *pieces]
 
 
 def unpack(raw: bytes) -> Tensors:

@@ -227,8 +227,10 @@ class Method(ABC):
     def packed(self, vit: PatchViT, values: Tensors) -> Tensors:
         """`values`, tensors of the Program, as they travel: what a device does not train in `frozen_precision`."""
         still = set(self.names_with(vit, *(role for role in Role if not role.trained_on_device)))
-        moving = {name: value for name, value in values.items() if name not in still}
-        return moving | packed({name: value for name, value in values.items() if name in still}, self.frozen_precision)
+        travelling: Tensors = {}
+        for name, value in values.items():  # in their order: devices of different roles may share graphs
+            travelling |= packed({name: value}, self.frozen_precision if name in still else "fp32")
+        return travelling
 
     @abstractmethod
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:

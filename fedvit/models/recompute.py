@@ -5,6 +5,7 @@ pass runs twice, a third more FLOPs. Source: Chen et al., "Training Deep Nets wi
 arXiv:1604.06174. Written for traced steps, in which torch's own checkpointing does not work.
 """
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 
 def recomputed(block: nn.Module, x_BND: Tensor) -> Tensor:
     """What `block(x_BND)` gives."""
-    names, values = zip(*block.named_parameters(), strict=True)
+    used = _Used(block)
+    names, values = zip(*used.named_parameters(), strict=True)
 
     def run(x_BND: Tensor, *values: Tensor) -> Tensor:
-        return cast(Tensor, torch.func.functional_call(block, dict(zip(names, values, strict=True)), (x_BND,)))
+        return cast(Tensor, torch.func.functional_call(used, dict(zip(names, values, strict=True)), (x_BND,)))
 
     class Recomputed(torch.autograd.Function):
         @staticmethod
@@ -33,3 +35,24 @@ def recomputed(block: nn.Module, x_BND: Tensor) -> Tensor:
             return pull(*grads)
 
     return cast(Tensor, Recomputed.apply(x_BND, *values))
+
+
+class _Used(nn.Module):
+    """A block with all that it uses: gradients of what it holds not itself would be lost."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.others = nn.ModuleList(_from_elsewhere(block))
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        return cast(Tensor, self.block(x_BND))
+
+
+def _from_elsewhere(block: nn.Module) -> Iterator[nn.Module]:
+    """Modules that a hook in the block was given and that are not the block's."""
+    own = set(block.modules())
+    for module in own:
+        for hook in module._forward_hooks.values():
+            given = getattr(hook, "args", ())  # of functools.partial
+            yield from (other for other in given if isinstance(other, nn.Module) and other not in own)

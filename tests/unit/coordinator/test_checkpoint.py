@@ -67,12 +67,12 @@ def test_the_saved_groups_are_what_devices_fetch(planned: tuple[Plan, BlobStore]
 
 
 def test_what_must_not_be_deleted(planned: tuple[Plan, BlobStore]) -> None:
-    """The program, its 2 graphs, the local group's first value, 4 groups, the memory, 2 uploads: 11 blobs."""
+    """The program, its 3 graphs, the local group's first value, 4 groups, the memory, 2 uploads: 12 blobs."""
     plan, blobs = planned
     program = plan.first.program
     saved = save_state(moved(plan), plan.groups, blobs)
     needed = needed_blobs(plan, saved)
-    assert len(needed) == 11
+    assert len(needed) == 12
     assert {plan.first.digest, saved.memory, *saved.groups.values(), *saved.uploads.values()} <= needed
     assert {graph.digest for graph in program.graphs.values()} <= needed
     assert program.groups["local"].initial in needed
@@ -99,16 +99,16 @@ def test_a_group_that_did_not_move_keeps_its_blob(planned: tuple[Plan, BlobStore
 def test_programs_of_every_variant_must_not_be_deleted(
     configure: "Configure", graph_cache: Path, tmp_path: Path
 ) -> None:
-    """Two splits: two programs and two first values of local tensors. Prediction is the same graph for both: three
-    graphs, and the four groups of the state: 11 blobs."""
+    """Two splits: two programs and two first values of local tensors. Prediction and the update are the same graphs for
+    both: four graphs, and the four groups of the state: 12 blobs."""
     blobs = BlobStore(tmp_path)
     config = configure("eftvit", variants={"jetson-*": {"local_blocks": 2}})
     plan = make_plan(config, ("0", "1", "2"), blobs, cache=graph_cache)
     saved = save_state(plan.state, plan.groups, blobs)
-    assert len(needed_blobs(plan, saved)) == 1 + 2 + 1 + 4
+    assert len(needed_blobs(plan, saved)) == 1 + 3 + 1 + 4
     other = plan.variant("jetson-1", 1)
     needed = needed_blobs(plan, saved)
-    assert len(needed) == 11
+    assert len(needed) == 12
     assert {plan.first.digest, other.digest} < needed
     for program in (plan.first.program, other.program):
         assert {graph.digest for graph in program.graphs.values()} < needed

@@ -394,7 +394,7 @@ def test_updates_are_weighed_by_samples(stage: Stage, first: Tensors) -> None:
 
 
 def test_old_blobs_are_deleted(stage: Stage) -> None:
-    """After three rounds: the program, two graphs, and the newest tensors; nothing of the rounds before."""
+    """After three rounds: the program, three graphs, and the newest tensors; nothing of the rounds before."""
     device = stage.fake("a")
     stage.start(rounds=3)
     stage.finish()
@@ -402,7 +402,7 @@ def test_old_blobs_are_deleted(stage: Stage) -> None:
     kept = {path.name for path in (stage.out / "r" / "blobs").glob("*/*")}
     wanted = {last.program, last.groups["model"], *(manifest.digest for manifest in last.blobs)}
     assert kept == {digest.partition(":")[2] for digest in wanted}
-    assert len(kept) == 4
+    assert len(kept) == 5
 
 
 def test_only_the_cohort_is_asked_and_everybody_is_evaluated(stage: Stage, first: Tensors) -> None:
@@ -952,14 +952,14 @@ def test_a_device_that_trained_in_no_round_gets_its_own_too(stage: Stage) -> Non
 
 
 def test_what_was_made_for_one_round_is_deleted_after_it(stage: Stage) -> None:
-    """Left are the program, two graphs, the model, the generator, and what was made for the last evaluation."""
+    """Left are the program, three graphs, the model, the generator, and what was made for the last evaluation."""
     device = stage.fake("a")
     stage.start(method="generated", rounds=3)
     assert stage.finish() == "finished"
     last = device.got(Task)[-1]
     kept = {path.name for path in (stage.out / "r" / "blobs").glob("*/*")}
     assert {digest.partition(":")[2] for digest in (last.program, *last.groups.values())} <= kept
-    assert len(kept) == 1 + 2 + 1 + 1 + 1
+    assert len(kept) == 1 + 3 + 1 + 1 + 1
 
 
 # --- devices with programs of their own ---------------------------------------------------------------

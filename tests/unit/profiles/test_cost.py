@@ -25,31 +25,45 @@ def attention(tokens: int) -> int:
     return 2 * tokens**2 * D
 
 
+def last_linear(tokens: int) -> int:
+    """Of the last block, which is asked for the class token alone: keys and values of all, 2 n D^2, and a query, a
+    projection and an MLP of one token, D^2 + D^2 + 8 D^2."""
+    return (2 * tokens + 10) * D**2
+
+
+def last_attention(tokens: int) -> int:
+    """Of one query: n D each."""
+    return 2 * tokens * D
+
+
 # --- whole graphs -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["eftvit", "fedavg"])
 def test_prediction_costs_what_the_closed_form_says(name: str, tiny: Any) -> None:
-    """c(n) = 12 n D^2 + 2 n^2 D for each of 3 blocks on 17 tokens, P V D for the embedding, D C for the head, each
-    twice (multiply, add) for each of 8 samples: 2 * 8 * (3 * (208 896 + 18 496) + 98 304 + 320) = 12 492 800."""
-    macs = L * (linear(1 + P) + attention(1 + P)) + P * V * D + D * C
-    assert 2 * B * macs == 12_492_800
-    assert count_flops(tiny(name).graphs["predict"].content) == 12_492_800
+    """c(n) = 12 n D^2 + 2 n^2 D for each of 2 blocks on 17 tokens, (2 n + 10) D^2 + 2 n D for the last, P V D for the
+    embedding, D C for the head, each twice (multiply, add) for each of 8 samples:
+    2 * 8 * (2 * (208 896 + 18 496) + 45 056 + 1 088 + 98 304 + 320) = 9 592 832."""
+    macs = (L - 1) * (linear(1 + P) + attention(1 + P)) + last_linear(1 + P) + last_attention(1 + P) + P * V * D + D * C
+    assert 2 * B * macs == 9_592_832
+    assert count_flops(tiny(name).graphs["predict"].content) == 9_592_832
 
 
 def test_a_step_of_fedavg_costs_three_times_the_forward_pass(tiny: Any) -> None:
     """Each linear layer once forward, once for its input's and once for its weights' gradient; each product of two
     activations likewise. Only the images need no gradient, so the embedding counts twice."""
-    macs = 3 * L * (linear(1 + P) + attention(1 + P)) + 2 * P * V * D + 3 * D * C
+    blocks = (L - 1) * (linear(1 + P) + attention(1 + P)) + last_linear(1 + P) + last_attention(1 + P)
+    macs = 3 * blocks + 2 * P * V * D + 3 * D * C
     assert count_flops(tiny("fedavg").graphs["train"].content) == 2 * B * macs
 
 
 def test_a_step_of_eftvit_costs_what_the_closed_form_says(tiny: Any) -> None:
-    """On 1 + 4 tokens: (L + L) linear for values and their gradients, M = 2 times more for the local blocks' weights,
-    and 3 L for the products of activations. The embedding is trained (2), and its positions' gradient is one product
-    of the 16 patches with the 8 * 4 tokens."""
+    """On 1 + 4 tokens: each block's linear layers twice, for values and their gradients, M = 2 times more for the local
+    blocks' weights, and all products of activations three times. The last block is not local. The embedding is trained
+    (2), and its positions' gradient is one product of the 16 patches with the 8 * 4 tokens."""
     kept, local = 4, 2
-    macs = (2 * L + local) * linear(1 + kept) + 3 * L * attention(1 + kept) + 2 * kept * V * D + 3 * D * C
+    macs = (2 * (L - 1) + local) * linear(1 + kept) + 3 * (L - 1) * attention(1 + kept)
+    macs += 2 * last_linear(1 + kept) + 3 * last_attention(1 + kept) + 2 * kept * V * D + 3 * D * C
     assert count_flops(tiny("eftvit").graphs["train"].content) == 2 * (B * macs + P * B * kept * D)
 
 

@@ -148,6 +148,51 @@ def test_split_then_join_equals_the_whole(make: Make, logits: Logits, patches: T
     torch.testing.assert_close(joined, logits(vit, patches), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", [None, *ALL])
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_the_class_token_alone_is_that_of_all_tokens(make: Make, patches: Tensor, name: str | None, last: int) -> None:
+    """Asked for behind any block, from the embedding or from the block before it: the same numbers, and the same
+    gradient of every tensor, although the block computes no other token."""
+    vit = make(*([ALL[name]] if name else []), stir=True)
+
+    def grads(first: int, run: Callable[[PatchViT, Tensor], Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        def loss(at: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            def body(vit: PatchViT) -> Tensor:
+                return vit.features(run(vit, vit.run_blocks(vit.embed(patches), 0, first)))
+
+            out: Tensor = vit.call(at, body)
+            return out.sin().sum(), out
+
+        gradients, (_, out) = grad_and_value(loss, has_aux=True)(vit.tensors())
+        return gradients, out
+
+    for first in (0, last - 1):
+        by_all, wanted = grads(first, lambda vit, x, first=first: vit.run_blocks(x, first, last))
+        by_one, out = grads(first, lambda vit, x, first=first: vit.run_to_class(x, first, last))
+        torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+        for tensor, value in by_all.items():
+            torch.testing.assert_close(by_one[tensor], value, rtol=1e-10, atol=1e-12, msg=tensor)
+
+
+@EVERYWHERE
+def test_what_is_computed_again_is_the_same(make: Make, patches: Tensor, name: str) -> None:
+    """Blocks that keep only what enters them give the same logits, and the same gradient of every tensor; and after it
+    the model is as it was."""
+    vit = make(ALL[name], stir=True)
+
+    def loss(at: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        out: Tensor = vit.call(at, lambda vit: vit.classify(vit.run_to_class(vit.embed(patches), 0)))
+        return out.sin().sum(), out
+
+    gradients, (_, wanted) = grad_and_value(loss, has_aux=True)(vit.tensors())
+    with vit.recomputing(True):
+        again, (_, out) = grad_and_value(loss, has_aux=True)(vit.tensors())
+    assert not vit.recompute
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    for tensor, value in gradients.items():
+        torch.testing.assert_close(again[tensor], value, rtol=1e-10, atol=1e-12, msg=tensor)
+
+
 @EVERYWHERE
 def test_kept_patches_may_come_in_any_order(make: Make, logits: Logits, patches: Tensor, name: str) -> None:
     vit = make(ALL[name], stir=True)

@@ -48,7 +48,7 @@ from fleet.simulate import simulate
 from tests.conftest import TINY_MODEL, Tiny, make_tiny
 from tests.steps import Run, Session, assert_names_of_the_contract, in_parts, whole
 
-SHARED_FILES = {"__init__", "base", "calculus", "optimizers", "parts", "step"}
+SHARED_FILES = {"__init__", "base", "calculus", "optimizers", "packed", "parts", "step"}
 """Files of fedvit/methods that are no method."""
 
 DEPTH = 2

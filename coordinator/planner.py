@@ -240,21 +240,22 @@ def _started(values: Tensors, start: ServerState) -> Tensors:
 
 FULL_SPEED_ROWS = 192
 """With as many rows (samples x tokens) the products of a transformer run near a processor's full speed."""
-SMALL_BYTES = 144 << 20
-"""Up to here activations are no concern on boards that hold the model at all."""
+ROOM_BYTES = 320 << 20
+"""For activations, where nobody says more: more samples at a time are no faster."""
 
 
 def suitable_run_size(vit: PatchViT, batch: Batch) -> int:
-    """Samples that a device works off at a time: enough for full speed, more while activations stay small.
+    """Samples that a device works off at a time: what fits into ROOM_BYTES, but enough for full speed.
 
-    The batch is cut into runs of nearly equal length. Activations per sample are those that a pre-norm block keeps for
-    its backward pass: 16 units of tokens x width, and the attention weights twice.
+    The batch is cut into equal runs where it can be, since what a last run lacks is computed in vain. Activations per
+    sample are those that a pre-norm block keeps for its backward pass: 16 units of tokens x width, and the attention
+    weights twice.
     """
     tokens = batch.kept_patches + vit.prefix_tokens
     sample_bytes = 4 * vit.depth * (16 * tokens * vit.width + 2 * vit.heads * tokens**2)
-    wanted = max(-(-FULL_SPEED_ROWS // tokens), SMALL_BYTES // sample_bytes, 1)
-    runs = -(-batch.batch_size // wanted)
-    return -(-batch.batch_size // runs)
+    wanted = min(batch.batch_size, max(-(-FULL_SPEED_ROWS // tokens), ROOM_BYTES // sample_bytes))
+    equal = max(size for size in range(1, wanted + 1) if batch.batch_size % size == 0)
+    return equal if 2 * equal > wanted else -(-batch.batch_size // -(-batch.batch_size // wanted))
 
 
 def initial_blobs(program: Program) -> list[str]:

@@ -71,8 +71,10 @@ class Bound:
             self._held[name] = array
 
     def write(self, name: str, array: Array) -> None:
-        """Let output `name` be written to `array`."""
-        _check(self.graph.outputs[name], array)
+        """Let output `name` be written to `array`. Raises BadPayload where the graph has none, or another."""
+        if (node := self.graph.outputs.get(name)) is None:
+            raise BadPayload(f"the graph does not give {name!r}")
+        _check(node, array)
         self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         self._held[f"output {name}"] = array
 

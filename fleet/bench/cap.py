@@ -39,6 +39,7 @@ class CapSettings:
     model_options: dict[str, Any] = field(default_factory=dict)
     image_size: int = 224
     batch_size: int = 8
+    micro_batch: int = 2  # images at a time: whoever has little memory says so
     images: int = 24
     precision: str = "fp32"  # of weights that the device does not train
     options: dict[str, Any] = field(default_factory=dict)  # others of the method
@@ -47,7 +48,8 @@ class CapSettings:
     @property
     def run(self) -> dict[str, Any]:
         """The configuration of the run, as a file would give it."""
-        options: dict[str, Any] = {"epochs": 1, "batch_size": self.batch_size, "server_epochs": 1, **self.options}
+        options: dict[str, Any] = {"epochs": 1, "batch_size": self.batch_size, "server_epochs": 1}
+        options |= {"micro_batch": self.micro_batch, **self.options}
         if self.precision != "fp32":
             options["frozen_precision"] = self.precision
         return {
@@ -68,6 +70,7 @@ class CapReport(Struct, frozen=True, kw_only=True):
     kills: int
     model: str
     batch_size: int
+    micro_batch: int
     precision: str
     step_s: float | None
     train_s: float | None  # the device's work in the round, without transfers
@@ -135,6 +138,7 @@ class _Watched:
             kills=self.limit.kills(),
             model=self.settings.model,
             batch_size=self.settings.batch_size,
+            micro_batch=self.settings.micro_batch,
             precision=self.settings.precision,
             step_s=use.step_s if use else None,
             train_s=use.train_s if use else None,
@@ -183,7 +187,8 @@ def cap_table(report: CapReport) -> RenderableType:
     table.add_column(no_wrap=True)
     table.add_column()
     rows = {
-        "EFTViT": f"{report.model}, batches of {report.batch_size}, frozen weights in {report.precision}",
+        "EFTViT": f"{report.model}, batches of {report.batch_size}, {report.micro_batch} at a time, "
+        f"frozen weights in {report.precision}",
         "limit": f"{report.limit_bytes / MEGA:.0f} MB, {report.limited_by}",
         "training round": "accepted" if report.completed else "failed",
         "evaluation": "accepted" if report.evaluated else "failed" if report.completed else "not reached",

@@ -41,11 +41,17 @@ _EFTVIT = {**_ADAMW, "local_blocks": 2, "mask": 0.75}
 _CIFAR_VIT = {"image_size": 32, "patch_size": 4, "width": 128, "depth": 8, "heads": 8, "mlp_ratio": 2.0}
 
 CASES: tuple[Case, ...] = (
-    Case(name="eftvit-vitb", method="eftvit", options={**_EFTVIT, "batch_size": 16}, model=_VIT_B, torch="eftvit"),
+    Case(
+        name="eftvit-vitb",
+        method="eftvit",
+        options={**_EFTVIT, "batch_size": 16, "micro_batch": 4},
+        model=_VIT_B,
+        torch="eftvit",
+    ),
     Case(
         name="eftvit-vitb-b8-int8",
         method="eftvit",
-        options={**_EFTVIT, "batch_size": 8, "frozen_precision": "int8"},
+        options={**_EFTVIT, "batch_size": 8, "micro_batch": 4, "frozen_precision": "int8"},
         model=_VIT_B,
         torch="eftvit",
     ),

@@ -77,6 +77,7 @@ def graph_command(names: tuple[str, ...], graph: str, runs: int, as_json: bool) 
 @click.option("--limit-mb", type=click.IntRange(min=1), default=512, help="Memory of the device, in 10^6 bytes.")
 @click.option("--model", default="vit_base_patch16_224", help="timm Vision Transformer of 224 pixels.")
 @click.option("--batch", type=click.IntRange(min=1), default=8, help="Batch size.")
+@click.option("--micro-batch", type=click.IntRange(min=1), default=2, help="Images at a time.")
 @click.option(
     "--precision", type=click.Choice(["fp32", "fp16", "int8"]), default="fp32", help="Of weights that nobody trains."
 )
@@ -86,7 +87,7 @@ def graph_command(names: tuple[str, ...], graph: str, runs: int, as_json: bool) 
 )
 @_json_flag
 def cap_command(
-    limit_mb: int, model: str, batch: int, precision: str, images: int, patience: float, as_json: bool
+    limit_mb: int, model: str, batch: int, micro_batch: int, precision: str, images: int, patience: float, as_json: bool
 ) -> None:
     """Run a round of EFTViT with a real device under a hard limit on its memory."""
     from fleet.bench.cap import CapSettings, cap_table, run_cap
@@ -95,6 +96,7 @@ def cap_command(
         limit_bytes=limit_mb * 10**6,
         model=model,
         batch_size=batch,
+        micro_batch=micro_batch,
         precision=precision,
         images=images,
         patience_s=patience,

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import pytest
+import torch
 
-from coordinator.planner import PROTOCOLS, Plan, common_groups, initial_blobs, make_plan
+from coordinator.planner import PROTOCOLS, Plan, common_groups, initial_blobs, make_plan, suitable_run_size
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS
 from fedvit.methods.base import PREDICT, GroupRule, ServerRule, ServerState
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
+from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
-from fedvit.program import Evaluate, Role, Train, decode_program
+from fedvit.program import Batch, Evaluate, Role, Train, decode_program
 from fedvit.tensors import Tensors, unpack
 
 if TYPE_CHECKING:
@@ -378,3 +380,23 @@ def test_the_protocol_is_named(
 
 def test_every_protocol_reads_differently() -> None:
     assert len(set(PROTOCOLS.values())) == len(PROTOCOLS) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "batch", "wanted"),
+    [
+        ("vit_tiny_patch16_224", {}, {"batch_size": 16}, 8),  # 40 MB a sample
+        ("vit_base_patch16_224", {}, {"batch_size": 16}, 2),  # 161 MB a sample
+        ("vit_base_patch16_224", {}, {"batch_size": 16, "mask_ratio": 0.75}, 8),  # a quarter of the tokens
+        ("vit_base_patch16_224", {}, {"batch_size": 7}, 2),  # a prime: the last run is padded
+        (SMALL, {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2}, {"batch_size": 24}, 24),
+    ],
+)
+def test_a_device_works_on_as_many_images_as_have_room(
+    model: str, options: dict[str, Any], batch: dict[str, Any], wanted: int
+) -> None:
+    """Equal parts of the batch where there are such; a model that is small for any board takes the batch as a whole."""
+    with torch.device("meta"):
+        vit = build_vit(model, 5, seed=0, options=options)
+    whole = Batch(image_size=vit.image_size, patch_size=vit.patch_size, mean=(0.5,) * 3, std=(0.5,) * 3, **batch)
+    assert suitable_run_size(vit, whole) == wanted

@@ -19,6 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import fx
 
 import fedvit.methods.packed  # noqa: F401 - registers the operator
+from fedvit.errors import FedvitError
 
 aten = torch.ops.aten
 unpack = torch.ops.fedvit.unpack.default
@@ -56,7 +57,7 @@ class Value:
     scale: str | None = None  # the named tensor is int8 or float16 and unpacked where it is read: its scales, or ""
 
 
-class Unsupported(Exception):
+class Unsupported(FedvitError):
     """An operator that no method has needed so far."""
 
 
@@ -153,18 +154,14 @@ class Graph:
             regrouped = self.reshape(behind, (*shape[:-2], shape[-1], shape[-2]))
             return Value(regrouped.name, shape, value.dtype, _swapped(len(shape)))
         source = self.plain(value)
-        packed = value.scale is not None
         while source in self.nodes and self.nodes[source].op_type == "Reshape":
             source = self.nodes[source].input[0]
         if self.shapes[source] == shape:
             return Value(source, shape, value.dtype)
         key = (source, shape, "reshape")
-        if packed:
-            return self.one("Reshape", [source, self.constant(np.array(shape, np.int64))], shape, value.dtype)
         if key not in self._views:
-            self._views[key] = self.one(
-                "Reshape", [source, self.constant(np.array(shape, np.int64))], shape, value.dtype
-            ).name
+            lengths = self.constant(np.array(shape, np.int64))
+            self._views[key] = self.one("Reshape", [source, lengths], shape, value.dtype).name
         return Value(self._views[key], shape, value.dtype)
 
     def permute(self, value: Value, order: Shape) -> Value:
@@ -277,9 +274,8 @@ class Graph:
         if right.permutation == (1, 0):
             operand, scales = self.one("Transpose", [operand], right.shape, torch.int8, perm=[1, 0]).name, right.scale
         else:
-            left = self.binary(
-                "Mul", left, Value(right.scale, (right.shape[0],), kind, repeated=True), left.shape, kind
-            )
+            by_row = Value(right.scale, (right.shape[0],), kind)
+            left = self.binary("Mul", left, by_row, left.shape, kind)
         zero = self.constant(np.array(_ZERO, np.uint8))
         largest = self.reduce("ReduceMax", self.unary("Abs", left), range(2), keep=False)
         coarse = self.with_number("Add", self.with_number("Mul", largest, 1 / _STEPS), _TINY)
@@ -288,15 +284,9 @@ class Graph:
         product: Value | None = None
         for scale in (coarse, fine):
             [integers] = self.node("QuantizeLinear", [rest, scale.name, zero], left.shape)
-            operands = [
-                integers,
-                operand,
-                scale.name,
-                scales,
-                zero,
-                "",
-                *([self.plain(bias)] if bias and not product else []),
-            ]
+            operands = [integers, operand, scale.name, scales, zero, ""]
+            if bias and product is None:
+                operands.append(self.plain(bias))
             [name] = self.node("MatMulIntegerToFloat", operands, shape, domain="com.microsoft")
             term = Value(name, shape, kind)
             self.unknown.append(term)

@@ -72,7 +72,7 @@ def test_graphs_are_loaded_once(
     summary = simulate(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache).summary
     assert summary.status == "finished"
     assert [entry.accepted for entry in summary.rounds] == [DEVICES] * 2
-    assert len(loaded) == len(set(loaded)) == 2
+    assert len(loaded) == len(set(loaded)) == 3  # gradients, update, answers
 
 
 def test_how_many_compute_at_a_time_changes_no_bit(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:

@@ -1,0 +1,77 @@
+"""What a Program will cost: the words of every profile, plan and report. Units are in the names.
+
+Conventions: 1 multiply-add = 2 FLOPs; only matrix products count (as torch's FlopCounterMode); bytes are those of
+packed tensors as they travel, without MQTT framing and control messages; memory is resident memory of the process.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from fedvit.resources import BudgetKind
+
+FLOP_CONVENTION = "2 FLOPs per multiply-add; matrix products only, forward and backward as in the graph that runs"
+
+
+class FlopShare(Struct, frozen=True, kw_only=True):
+    """FLOPs of one optimizer step in one block of the model, of one kind of work."""
+
+    block: str  # "embedding", "block 0", ..., "head", or the tensor's own name where it is of none of these
+    kind: str  # "attention", "mlp", "projection", ... ; the part of the block
+    forward: int
+    backward: int
+
+
+class ProgramCost(Struct, frozen=True, kw_only=True):
+    """What follows from a Program and its graphs alone, whatever device runs it."""
+
+    method: str
+    model: str
+    options: dict[str, str | int | float | bool | None]
+    batch_size: int  # samples of one optimizer step
+    run_size: int  # samples of one run of the graph
+    tokens: int  # of one image in training
+    mask_ratio: float
+    parameters_trained: int
+    parameters_frozen: int
+    parameters_local: int  # of the trained ones those that never leave the device
+    flops_forward: int  # of one optimizer step
+    flops_backward: int
+    flops: list[FlopShare]
+    flops_evaluate: int  # of one image
+    steps: int  # of a round
+    flops_round: int  # of a round's training
+    bytes_once: int  # graphs, Program and first values: fetched once
+    bytes_down: int  # tensors that the server sends each round
+    bytes_up: int  # the result of a round; where what is collected depends on chance, at most
+    activation_bytes: int  # that one run of the largest training graph holds at a time, by liveness
+    trained_bytes: int  # values, gradients and optimizer slots of what the device trains
+    fixed_bytes: int  # what it does not train, as it travels: mapped files
+
+
+class MemoryPhase(Struct, frozen=True, kw_only=True):
+    """Resident memory at its highest in one part of a round."""
+
+    phase: Literal["idle", "train", "upload", "evaluate"]
+    parts: dict[str, int]  # "software", "weights", "trained", "activations", "batches", ... -> bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+class Prediction(Struct, frozen=True, kw_only=True):
+    """What one Program will cost on one device, for one round."""
+
+    device: str
+    source: Literal["measured", "catalogue"]  # where the device's speed is from
+    mode: str | None  # power mode of the catalogue
+    step_s: float
+    train_s: float  # a round's training, without transfers
+    evaluate_s: float | None  # of the device's test images, where their number is known
+    bound: Literal["products", "memory", "overhead"]  # what takes most of a step
+    memory: list[MemoryPhase]
+    peak_rss_bytes: int
+    energy_j: float | None  # of a round's training; None where the device's power is not known
+    power_w: float | None
+    over: tuple[BudgetKind, ...]  # budgets that it would exceed; empty: it fits

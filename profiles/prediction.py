@@ -22,6 +22,17 @@ class FlopShare(Struct, frozen=True, kw_only=True):
     backward: int
 
 
+class MemoryPhase(Struct, frozen=True, kw_only=True):
+    """Resident memory at its highest in one part of a round."""
+
+    phase: Literal["train", "upload", "evaluate"]
+    parts: dict[str, int]  # "software", "weights", "trained", "activations", "images", ... -> bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
 class ProgramCost(Struct, frozen=True, kw_only=True):
     """What follows from a Program and its graphs alone, whatever device runs it."""
 
@@ -44,20 +55,11 @@ class ProgramCost(Struct, frozen=True, kw_only=True):
     bytes_once: int  # graphs, Program and first values: fetched once
     bytes_down: int  # tensors that the server sends each round
     bytes_up: int  # the result of a round; where what is collected depends on chance, at most
-    activation_bytes: int  # that one run of the largest training graph holds at a time, by liveness
-    trained_bytes: int  # values, gradients and optimizer slots of what the device trains
-    fixed_bytes: int  # what it does not train, as it travels: mapped files
-
-
-class MemoryPhase(Struct, frozen=True, kw_only=True):
-    """Resident memory at its highest in one part of a round."""
-
-    phase: Literal["idle", "train", "upload", "evaluate"]
-    parts: dict[str, int]  # "software", "weights", "trained", "activations", "batches", ... -> bytes
+    memory: list[MemoryPhase]  # beside the software itself, which is the device's
 
     @property
-    def total_bytes(self) -> int:
-        return sum(self.parts.values())
+    def flops_step(self) -> int:
+        return self.flops_forward + self.flops_backward
 
 
 class Prediction(Struct, frozen=True, kw_only=True):

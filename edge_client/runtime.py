@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edge_client.engine import CPU, open_session
+from fedvit.engine import CPU, open_session
 from edge_client.sampler import MedianSampler
 from edge_client.steps import Graph, Steps, SummedSteps, WholeSteps
 from fedvit.data.folder import DeviceData, Flags, Split

@@ -39,6 +39,8 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int | None = None  # the process's high-water mark since it started
     received_bytes: int | None = None  # payload bytes since the process started
     sent_bytes: int | None = None
+    fetched_bytes: int | None = None  # blobs that had to be fetched for the task
+    upload_bytes: int | None = None  # of the result's tensors, packed
     sustained: float | None = None  # median step of the last tenth of a task divided by that of its first tenth
     energy_j: float | None = None  # of the whole device during the task
     energy_source: str | None = None  # the sensor that `energy_j` comes from

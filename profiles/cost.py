@@ -69,7 +69,7 @@ def graph_cost(content: bytes) -> GraphCost:
     """Price an ONNX graph. Raises ValueError when a product's shape is unknown."""
     graph = onnx.load_from_string(content).graph
     tensors = _tensors(graph)
-    forward = _forward(graph)
+    forward, fused = _forward(graph), _fused(graph)
     places = _places(graph)
     nodes = []
     for node in graph.node:
@@ -78,7 +78,7 @@ def graph_cost(content: bytes) -> GraphCost:
             Node(
                 op=node.op_type,
                 product=_product(node, tensors),
-                moved_bytes=0 if node.op_type in _VIEWS else _moved_bytes(node, tensors),
+                moved_bytes=0 if node.op_type in _VIEWS or node.name in fused else _moved_bytes(node, tensors),
                 block=block,
                 kind=kind,
                 forward=node.output[0] in forward,
@@ -145,6 +145,22 @@ def _product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> Product | 
 
 def _moved_bytes(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> int:
     return sum(tensors[name].size_bytes for name in (*node.input, *node.output) if name in tensors)
+
+
+def _fused(graph: onnx.GraphProto) -> set[str]:
+    """Names of transpositions that onnxruntime makes a flag of the products which read them."""
+    readers: dict[str, list[str]] = defaultdict(list)
+    for node in graph.node:
+        for name in node.input:
+            readers[name].append(node.op_type)
+    turned = [node for node in graph.node if node.op_type == "Transpose" and set(readers[node.output[0]]) == {"MatMul"}]
+    return {node.name for node in turned if _swaps_the_last_two(node)}
+
+
+def _swaps_the_last_two(node: onnx.NodeProto) -> bool:
+    order = next(list(attribute.ints) for attribute in node.attribute if attribute.name == "perm")
+    rank = len(order)
+    return rank > 2 and order == [*range(rank - 2), rank - 1, rank - 2]
 
 
 # --- where a node belongs -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from fedvit.resources import BudgetKind
+from fedvit.resources import BudgetKind, ProductKind
 
 FLOP_CONVENTION = "2 FLOPs per multiply-add; matrix products only, forward and backward as in the graph that runs"
 
@@ -33,6 +33,25 @@ class MemoryPhase(Struct, frozen=True, kw_only=True):
         return sum(self.parts.values())
 
 
+class ProductWork(Struct, frozen=True, array_like=True):
+    """So many equal matrix products; a fraction where phases differ."""
+
+    kind: ProductKind
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+    count: float
+
+
+class Work(Struct, frozen=True, kw_only=True):
+    """What a processor must do, in terms of a `Speed`."""
+
+    products: list[ProductWork]
+    moved_bytes: dict[str, float]  # read and written by operators that are no products, by ONNX name
+    nodes: float
+
+
 class ProgramCost(Struct, frozen=True, kw_only=True):
     """What follows from a Program and its graphs alone, whatever device runs it."""
 
@@ -41,7 +60,7 @@ class ProgramCost(Struct, frozen=True, kw_only=True):
     options: dict[str, str | int | float | bool | None]
     batch_size: int  # samples of one optimizer step
     run_size: int  # samples of one run of the graph
-    tokens: int  # of one image in training
+    kept_patches: int  # of one image in training
     mask_ratio: float
     parameters_trained: int
     parameters_frozen: int
@@ -50,7 +69,12 @@ class ProgramCost(Struct, frozen=True, kw_only=True):
     flops_backward: int
     flops: list[FlopShare]
     flops_evaluate: int  # of one image
+    step_work: Work  # of one optimizer step
+    answer_work: Work  # of one run of the graph that answers
+    answer_size: int  # images of such a run
     steps: int  # of a round
+    images: int  # that the device trains with
+    test_images: int
     flops_round: int  # of a round's training
     bytes_once: int  # graphs, Program and first values: fetched once
     bytes_down: int  # tensors that the server sends each round

@@ -1,5 +1,6 @@
 """What follows from a Program and its graphs alone, whatever device runs it: FLOPs, bytes each way, memory."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
@@ -7,8 +8,8 @@ import numpy as np
 
 from fedvit.program import Collect, Program, Role, TensorSpec, Train
 from fedvit.tensors import packed_size
-from profiles.cost import GraphCost, flop_shares, graph_cost
-from profiles.prediction import FlopShare, MemoryPhase, ProgramCost
+from profiles.cost import GraphCost, Product, flop_shares, graph_cost
+from profiles.prediction import FlopShare, MemoryPhase, ProductWork, ProgramCost, Work
 
 IMAGE_CACHE_BYTES = 64 << 20
 """Decoded images that a device keeps, of each of its splits (fedvit.data.folder)."""
@@ -25,7 +26,6 @@ def program_cost(
     program_bytes: int,
     images: int,
     test_images: int,
-    tokens: int,
 ) -> ProgramCost:
     """Price a Program for a device with so many training and test images, spread evenly over its classes.
 
@@ -47,7 +47,7 @@ def program_cost(
         options=dict(options),
         batch_size=program.batch.batch_size,
         run_size=program.batch.run_size,
-        tokens=tokens,
+        kept_patches=program.batch.kept_patches,
         mask_ratio=program.batch.mask_ratio,
         parameters_trained=_numbers(trained),
         parameters_frozen=_numbers(fixed),
@@ -56,7 +56,12 @@ def program_cost(
         flops_backward=sum(share.backward for share in shares),
         flops=shares,
         flops_evaluate=graphs[program.evaluate.graph].flops // program.batch.answer_size,
+        step_work=_step_work(program, graphs, images),
+        answer_work=_work((graphs[program.evaluate.graph], 1.0)),
+        answer_size=program.batch.answer_size,
         steps=steps,
+        images=images,
+        test_images=test_images,
         flops_round=sum(
             _steps(program, phase, images) * _runs(program, phase) * graphs[phase.graph].flops
             for phase in program.train
@@ -80,6 +85,45 @@ def _steps(program: Program, phase: Train, images: int) -> int:
 def _runs(program: Program, phase: Train) -> int:
     """Runs of the phase's graph in one step."""
     return -(-program.batch.batch_size // program.batch.run_size) if phase.update else 1
+
+
+def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -> Work:
+    """Of one optimizer step, averaged over those of all phases."""
+    steps = {phase: _steps(program, phase, images) for phase in program.train}
+    total = max(1, sum(steps.values()))
+    parts = [(graphs[phase.graph], _runs(program, phase) * count / total) for phase, count in steps.items()]
+    work = _work(*parts)
+    for phase, count in steps.items():
+        if phase.update:  # of vectors of any length: two operands and a result of so many numbers
+            numbers = _moved_bytes(program, phase) // 4
+            updating = graphs[phase.update].nodes
+            pieces = -(-numbers // PIECE_ELEMENTS)
+            moved = work.moved_bytes | {"Add": work.moved_bytes.get("Add", 0.0) + 12 * numbers * len(updating) * count / total}
+            work = Work(
+                products=work.products, moved_bytes=moved, nodes=work.nodes + pieces * len(updating) * count / total
+            )
+    return work
+
+
+PIECE_ELEMENTS = 1 << 17
+"""Of one run of an update (edge_client.steps)."""
+
+
+def _work(*parts: tuple[GraphCost, float]) -> Work:
+    """So many runs of some graphs."""
+    products: dict[Product, float] = defaultdict(float)
+    moved: dict[str, float] = defaultdict(float)
+    for cost, runs in parts:
+        for node in cost.nodes:
+            if node.product:
+                products[node.product] += runs
+            elif node.moved_bytes:
+                moved[node.op] += runs * node.moved_bytes
+    return Work(
+        products=[ProductWork(*product, count) for product, count in products.items()],
+        moved_bytes=dict(moved),
+        nodes=sum(len(cost.nodes) * runs for cost, runs in parts),
+    )
 
 
 def _flop_shares(graphs: Mapping[str, GraphCost], runs: Mapping[str, int]) -> list[FlopShare]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from edge_client.engine import open_session
+from fedvit.engine import open_session
 from edge_client.steps import PIECE_ELEMENTS
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError

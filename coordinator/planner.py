@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from coordinator.config import RunConfig
-from export.graphs import export_graphs
+from export.graphs import export_graphs, unverified_graphs
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
@@ -20,7 +20,7 @@ from fedvit.methods.base import Method, ServerRule, ServerState
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, encode_program
 from fedvit.tensors import Tensors, pack, unpack
-from profiles.cost import count_flops
+from profiles.cost import GraphCost, graph_cost
 
 PROTOCOLS = {
     "newest": "newest tensors from the server + own local tensors, each device's own test images",
@@ -31,6 +31,10 @@ PROTOCOLS = {
     "server; each device's own test images",
 }
 """How accuracy is measured; named in every output, because papers differ."""
+
+
+_NO_DIGEST = "blake3:" + "0" * 64
+"""Of what is priced and not kept; as long as any, so that the Program is as large as it will be."""
 
 
 class Variant(NamedTuple):
@@ -87,6 +91,25 @@ class Plan:
             return self.variants[method]
 
     def _make(self, method: Method) -> Variant:
+        batch = self.batch_of(method)
+        graphs = {
+            name: GraphSpec(self.blobs.put(exported.content).digest, graph_cost(exported.content).flops)
+            for name, exported in export_graphs(
+                method, self.vit, batch, cache=self.cache, progress=self.progress
+            ).items()
+        }
+        program = self._program(method, batch, graphs, lambda members: self.blobs.put(pack(members)).digest)
+        return Variant(self.blobs.put(encode_program(program)).digest, program, method)
+
+    def priced(self, method: Method) -> tuple[Program, dict[str, GraphCost]]:
+        """The Program that a method would give, without its blobs, and what its graphs cost; takes seconds."""
+        batch = self.batch_of(method)
+        costs = {name: graph_cost(content) for name, content in unverified_graphs(method, self.vit, batch).items()}
+        graphs = {name: GraphSpec(_NO_DIGEST, cost.flops) for name, cost in costs.items()}
+        return self._program(method, batch, graphs, lambda members: _NO_DIGEST), costs
+
+    def batch_of(self, method: Method) -> Batch:
+        """How a device turns images into a method's inputs."""
         vit, images = self.vit, self.config.images
         mean, std = vit.mean_std
         batch = Batch(
@@ -101,32 +124,31 @@ class Plan:
             brightness=images.brightness,
         )
         run_size = method.micro_batch or suitable_run_size(vit, batch)
-        batch = msgspec.structs.replace(batch, micro_batch=min(run_size, batch.batch_size))
-        graphs = {
-            name: GraphSpec(self.blobs.put(exported.content).digest, count_flops(exported.content))
-            for name, exported in export_graphs(method, vit, batch, cache=self.cache, progress=self.progress).items()
-        }
+        return msgspec.structs.replace(batch, micro_batch=min(run_size, batch.batch_size))
+
+    def _program(
+        self, method: Method, batch: Batch, graphs: dict[str, GraphSpec], keep: Callable[[Tensors], str]
+    ) -> Program:
+        """`keep` stores a group's first values and gives their digest."""
         groups: dict[str, Group] = {}
         tensors: dict[str, TensorSpec] = {}
-        for group, (role, names) in method.groups(vit).items():
+        for group, (role, names) in method.groups(self.vit).items():
             if not names:
                 continue
-            members = method.packed(vit, {name: self.values[name] for name in names})
-            initial = None if role.from_server_each_round else self.blobs.put(pack(members)).digest
-            groups[group] = Group(role, initial)
+            members = method.packed(self.vit, {name: self.values[name] for name in names})
+            groups[group] = Group(role, None if role.from_server_each_round else keep(members))
             tensors |= {name: TensorSpec(value.shape, str(value.dtype), group) for name, value in members.items()}
-        program = Program(
+        return Program(
             method=self.config.method,
             model=self.config.model,
             classes=self.classes,
             groups=groups,
-            tensors={name: tensors[name] for name in method.packed(vit, self.values) if name in tensors},
+            tensors={name: tensors[name] for name in method.packed(self.vit, self.values) if name in tensors},
             graphs=graphs,
-            train=method.phases(vit),
+            train=method.phases(self.vit),
             evaluate=self._evaluate(method),
             batch=batch,
         )
-        return Variant(self.blobs.put(encode_program(program)).digest, program, method)
 
     def sent(self, variant: Variant, group: str, digest: str) -> str:
         """The blob with which a device of this variant gets the tensors of blob `digest`, of a group that all get."""

@@ -3,10 +3,12 @@
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from torch import Tensor
 
 from export.trace import Trace, to_onnx, trace
 from export.verify import reference_predict, reference_step, reference_update, verify
@@ -61,11 +63,24 @@ def export_graphs(
     for name, serves in steps_of(method, vit).items():
         progress(f"tracing graph {name!r}")
         inputs = example_inputs(method, vit, batch, serves)
-        step, reference = _step_and_reference(method, vit, serves)
-        any_length = PIECE if isinstance(serves, Update) else None
-        traced = trace(step, inputs, any_length=any_length, integer_products=isinstance(serves, Train))
+        _, reference = _step_and_reference(method, vit, serves)
+        traced = _traced(method, vit, serves, inputs)
         graphs[name] = _cached(traced, reference, name, folder, progress)
     return graphs
+
+
+def unverified_graphs(method: Method, vit: PatchViT, batch: Batch) -> dict[str, bytes]:
+    """The graphs as `export_graphs` would make them, but not compared with torch: to price them, not to ship them."""
+    return {
+        name: to_onnx(_traced(method, vit, serves, example_inputs(method, vit, batch, serves)))
+        for name, serves in steps_of(method, vit).items()
+    }
+
+
+def _traced(method: Method, vit: PatchViT, serves: Serves, inputs: Mapping[str, Tensor]) -> Trace:
+    step, _ = _step_and_reference(method, vit, serves)
+    any_length = PIECE if isinstance(serves, Update) else None
+    return trace(step, inputs, any_length=any_length, integer_products=isinstance(serves, Train))
 
 
 def _step_and_reference(method: Method, vit: PatchViT, serves: Serves) -> tuple[Step, Step]:

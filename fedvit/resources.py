@@ -31,6 +31,18 @@ class Budget(Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
+IMAGE_CACHE_BYTES = 64 << 20
+
+
+def image_cache_bytes(memory_budget_bytes: int | None) -> int:
+    """Decoded images that a device may keep, of its training and of its test images each.
+
+    >>> image_cache_bytes(None), image_cache_bytes(256_000_000)
+    (67108864, 8000000)
+    """
+    return IMAGE_CACHE_BYTES if memory_budget_bytes is None else min(IMAGE_CACHE_BYTES, memory_budget_bytes // 32)
+
+
 class ResourceUse(Struct, frozen=True, kw_only=True):
     """What one task really cost a device, as measured on that device."""
 

@@ -57,17 +57,12 @@ class GraphCost:
         return sum(node.flops for node in self.nodes)
 
 
-def count_flops(content: bytes) -> int:
-    """FLOPs of one run: 2 per multiply-add of every matrix product; all other operators count 0.
-
-    The convention of torch's FlopCounterMode: elementwise work, softmax and norms are not counted. Raises
-    ValueError when a product's shape is unknown, for then the count would be silently too low.
-    """
-    return graph_cost(content).flops
-
-
 def graph_cost(content: bytes) -> GraphCost:
-    """Price an ONNX graph. Raises ValueError when a product's shape is unknown."""
+    """Price an ONNX graph.
+
+    FLOPs count as in torch's FlopCounterMode: 2 per multiply-add of every matrix product; elementwise work, softmax and
+    norms count 0. Raises ValueError when a product's shape is unknown, for then the count would be silently too low.
+    """
     graph = onnx.load_from_string(content).graph
     tensors = _tensors(graph)
     forward, fused = _forward(graph), _fused(graph)

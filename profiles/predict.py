@@ -1,7 +1,7 @@
 """What a Program will cost on one device: seconds by a roofline over its operators, memory, energy, budgets."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -19,50 +19,57 @@ ENGINE_BYTES = 30_000_000
 
 def predict(
     cost: ProgramCost,
-    speed: Speed,
+    speed: Speed | None,
     *,
     device: str,
-    source: Literal["measured", "catalogue"],
+    source: Literal["measured", "catalogue"] | None,
     mode: str | None = None,
     budget: Budget | None = None,
     power_w: tuple[float, float] | None = None,
     base_rss_bytes: int | None = None,
+    corrections: Mapping[BudgetKind, float] | None = None,
 ) -> Prediction:
     """Cost of a round on a device of this speed.
 
-    `power_w` is (idle, under load); `base_rss_bytes` what the device's process holds before it has any work.
+    `power_w` is (idle, under load); `base_rss_bytes` what the device's process holds before it has any work;
+    `corrections` are factors by which predictions for this device were too low before.
     """
-    parts = seconds(cost.step_work, speed)
-    step_s = sum(parts.values())
-    answers_s = sum(seconds(cost.answer_work, speed).values())
-    train_s = cost.steps * step_s
+    factors = corrections or {}
+    parts = seconds(cost.step_work, speed) if speed else {}
+    step_s = sum(parts.values()) * factors.get("time", 1.0) if speed else None
+    train_s = None if step_s is None else cost.steps * step_s
+    evaluate_s = None
+    if speed:
+        evaluate_s = -(-cost.test_images // cost.answer_size) * sum(seconds(cost.answer_work, speed).values())
     software = (BASE_RSS_BYTES if base_rss_bytes is None else base_rss_bytes) + ENGINE_BYTES
     memory = [msgspec.structs.replace(phase, parts={"software": software, **phase.parts}) for phase in cost.memory]
-    peak = max(phase.total_bytes for phase in memory)
+    peak = int(max(phase.total_bytes for phase in memory) * factors.get("memory", 1.0))
     return Prediction(
         device=device,
         source=source,
         mode=mode,
         step_s=step_s,
         train_s=train_s,
-        evaluate_s=-(-cost.test_images // cost.answer_size) * answers_s if cost.test_images else None,
-        bound=max(parts, key=lambda part: parts[part]),
+        evaluate_s=evaluate_s,
+        bound=max(parts.items(), key=lambda item: item[1])[0] if parts else None,
         memory=memory,
         peak_rss_bytes=peak,
-        energy_j=train_s * power_w[1] if power_w else None,
+        energy_j=train_s * power_w[1] if power_w and train_s is not None else None,
         power_w=power_w[1] if power_w else None,
         over=_over(cost, train_s, peak, budget or Budget()),
     )
 
 
-def _over(cost: ProgramCost, train_s: float, peak_bytes: int, budget: Budget) -> tuple[BudgetKind, ...]:
-    spent: dict[BudgetKind, tuple[float, float | None]] = {
+def _over(cost: ProgramCost, train_s: float | None, peak_bytes: int, budget: Budget) -> tuple[BudgetKind, ...]:
+    spent: dict[BudgetKind, tuple[float | None, float | None]] = {
         "memory": (peak_bytes, budget.memory_bytes),
         "flops": (cost.flops_round, budget.flops_per_round),
         "time": (train_s, budget.round_deadline_s),
         "upload": (cost.bytes_up, budget.upload_bytes),
     }
-    return tuple(kind for kind, (needed, limit) in spent.items() if limit is not None and needed > limit)
+    return tuple(
+        kind for kind, (needed, limit) in spent.items() if needed is not None and limit is not None and needed > limit
+    )
 
 
 # --- seconds ------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Conventions: 1 multiply-add = 2 FLOPs; only matrix products count (as torch's Fl
 packed tensors as they travel, without MQTT framing and control messages; memory is resident memory of the process.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -57,7 +57,7 @@ class ProgramCost(Struct, frozen=True, kw_only=True):
 
     method: str
     model: str
-    options: dict[str, str | int | float | bool | None]
+    options: dict[str, Any]  # of the method
     batch_size: int  # samples of one optimizer step
     run_size: int  # samples of one run of the graph
     kept_patches: int  # of one image in training
@@ -87,15 +87,15 @@ class ProgramCost(Struct, frozen=True, kw_only=True):
 
 
 class Prediction(Struct, frozen=True, kw_only=True):
-    """What one Program will cost on one device, for one round."""
+    """What one Program will cost on one device, for one round. Seconds and joules are None where no speed is known."""
 
     device: str
-    source: Literal["measured", "catalogue"]  # where the device's speed is from
+    source: Literal["measured", "catalogue"] | None  # where the device's speed is from
     mode: str | None  # power mode of the catalogue
-    step_s: float
-    train_s: float  # a round's training, without transfers
-    evaluate_s: float | None  # of the device's test images, where their number is known
-    bound: Literal["products", "memory", "overhead"]  # what takes most of a step
+    step_s: float | None
+    train_s: float | None  # a round's training, without transfers
+    evaluate_s: float | None  # of the device's test images
+    bound: Literal["products", "memory", "overhead"] | None  # what takes most of a step
     memory: list[MemoryPhase]
     peak_rss_bytes: int
     energy_j: float | None  # of a round's training; None where the device's power is not known

@@ -3,16 +3,16 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
+from typing import Any
 
 import numpy as np
 
-from fedvit.program import Collect, Program, Role, TensorSpec, Train
+from fedvit.program import Collect, Program, Role, TensorSpec, Train, encode_program
+from fedvit.resources import IMAGE_CACHE_BYTES
 from fedvit.tensors import packed_size
-from profiles.cost import GraphCost, Product, flop_shares, graph_cost
+from profiles.cost import GraphCost, Product, flop_shares
 from profiles.prediction import FlopShare, MemoryPhase, ProductWork, ProgramCost, Work
 
-IMAGE_CACHE_BYTES = 64 << 20
-"""Decoded images that a device keeps, of each of its splits (fedvit.data.folder)."""
 ARENA_SLACK = 1.4
 """What onnxruntime holds for activations, divided by what is live at a time: pieces of many sizes do not fill the holes
 that others leave, and kernels have buffers of their own. 1.2 to 1.6 over the cases of `fleet bench profile`."""
@@ -20,18 +20,18 @@ that others leave, and kernels have buffers of their own. 1.2 to 1.6 over the ca
 
 def program_cost(
     program: Program,
-    options: Mapping[str, str | int | float | bool | None],
-    blob: Callable[[str], bytes],
+    options: Mapping[str, Any],
+    graphs: Mapping[str, GraphCost],
     *,
-    program_bytes: int,
     images: int,
     test_images: int,
+    cache_bytes: int = IMAGE_CACHE_BYTES,
 ) -> ProgramCost:
     """Price a Program for a device with so many training and test images, spread evenly over its classes.
 
-    `blob` gives the content of a digest that the Program names. Raises ValueError where a graph's shapes are unknown.
+    `graphs` has the cost of each of the Program's graphs, `options` are the method's; `cache_bytes` is what decoded
+    images may take.
     """
-    graphs = {name: graph_cost(blob(spec.digest)) for name, spec in program.graphs.items()}
     steps = sum(_steps(program, phase, images) for phase in program.train)
     runs = {phase.graph: _runs(program, phase) for phase in program.train}
     shares = _flop_shares(graphs, runs)
@@ -39,8 +39,9 @@ def program_cost(
     fixed = _held(program, lambda role: not role.trained_on_device)
     down = [name for name, group in program.groups.items() if group.role.from_server_each_round]
     collected = {phase.collect: _collected(phase.collect, images) for phase in program.train if phase.collect}
-    once = sum(len(blob(spec.digest)) for spec in program.graphs.values()) + program_bytes
-    once += sum(len(blob(group.initial)) for group in program.groups.values() if group.initial)
+    first = [name for name, group in program.groups.items() if group.initial]
+    once = sum(cost.graph_bytes for cost in graphs.values()) + len(encode_program(program))
+    once += sum(_packed(program, [group]) for group in first)
     return ProgramCost(
         method=program.method,
         model=program.model,
@@ -69,7 +70,7 @@ def program_cost(
         bytes_once=once,
         bytes_down=sum(_packed(program, [group]) for group in down),
         bytes_up=_uploaded(program, collected),
-        memory=_memory(program, graphs, collected, images, test_images),
+        memory=_memory(program, graphs, collected, images, test_images, cache_bytes),
     )
 
 
@@ -174,7 +175,12 @@ def _uploaded(program: Program, collected: Mapping[Collect, int]) -> int:
 
 
 def _memory(
-    program: Program, graphs: Mapping[str, GraphCost], collected: Mapping[Collect, int], images: int, test_images: int
+    program: Program,
+    graphs: Mapping[str, GraphCost],
+    collected: Mapping[Collect, int],
+    images: int,
+    test_images: int,
+    cache_bytes: int,
 ) -> list[MemoryPhase]:
     """Beside the software: what each part of a round holds."""
     batch = program.batch
@@ -188,8 +194,10 @@ def _memory(
     patches = 4 * batch.patch_values
     # one batch is trained on, one waits, one is made; as pictures and as patches
     batches = 3 * batch.batch_size * batch.kept_patches * patches + batch.batch_size * image_bytes
-    pictures = min(IMAGE_CACHE_BYTES, images * image_bytes)
-    tested = min(IMAGE_CACHE_BYTES, test_images * image_bytes)
+    # a device keeps its decoded images where all of them fit, or none
+    pictures, tested = (
+        count * image_bytes if count * image_bytes <= cache_bytes else 0 for count in (images, test_images)
+    )
     features = sum(4 * count * prod(collect.shape) for collect, count in collected.items())
     sent = _size_bytes(_held(program, lambda role: role.sent_back))
     mapped = weights + _size_bytes(trained)  # files of what is trained are read again where changes are computed

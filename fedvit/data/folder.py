@@ -12,11 +12,9 @@ from fedvit.data.images import Indices, Pixels, header_problem, read_image
 from fedvit.data.layout import find_layout, read_tree
 from fedvit.data.partition import split_train_test
 from fedvit.errors import DataError
+from fedvit.resources import IMAGE_CACHE_BYTES
 
 Flags = npt.NDArray[np.bool_]
-
-CACHE_BYTES = 64 * 2**20
-"""How much memory the decoded images of one split may take."""
 
 _CLASS_LEVELS = 2  # train/<class>/ below the folder
 
@@ -28,7 +26,7 @@ class Files:
     Not for use from two threads at once.
     """
 
-    def __init__(self, paths: Sequence[Path], cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, paths: Sequence[Path], cache_bytes: int = IMAGE_CACHE_BYTES) -> None:
         self.paths = tuple(paths)
         self.failed: set[Path] = set()
         self._cache_bytes = cache_bytes
@@ -106,7 +104,7 @@ class DeviceData:
 
     @classmethod
     def open(
-        cls, folder: Path, *, test_share: float = 0.2, seed: int = 0, cache_bytes: int = CACHE_BYTES
+        cls, folder: Path, *, test_share: float = 0.2, seed: int = 0, cache_bytes: int = IMAGE_CACHE_BYTES
     ) -> "DeviceData":
         """Look through `folder`, without decoding any image.
 

@@ -22,6 +22,7 @@ from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.vit import PatchViT
 from fedvit.precision import Precision, packed
 from fedvit.program import Evaluate, Role, Train
+from fedvit.resources import BudgetKind
 from fedvit.tensors import Tensors
 
 PREDICT = "predict"
@@ -80,6 +81,15 @@ class StepResult(NamedTuple):
     loss: Tensor
     moved: dict[str, Tensor]  # new value of every tensor that the phase moves
     collected: dict[str, Tensor]
+
+
+class Economy(NamedTuple):
+    """Values of an option that make a device's work smaller, the nearest to what was asked for first."""
+
+    option: str
+    helps: frozenset[BudgetKind]  # where less is then needed
+    values: tuple[tuple[Any, float], ...]  # (value, share of what counts for accuracy that is kept, at most 1)
+    in_graphs: bool = True  # whether other graphs are needed
 
 
 class Gathered(NamedTuple):
@@ -283,6 +293,25 @@ class Method(ABC):
     def evaluate(self, vit: PatchViT) -> Evaluate:
         return Evaluate(graph=PREDICT)
 
+    def economies(self, vit: PatchViT) -> tuple[Economy, ...]:
+        """What may be given up where a device has not enough memory or time; images at a time are chosen anyway.
+
+        What costs no accuracy has share 1: blocks that are computed again. Those of frozen weights in fewer bits are
+        measured (docs/bench.md); of fewer passes over the images, what is left of them.
+        """
+        memory: frozenset[BudgetKind] = frozenset({"memory"})
+        work: frozenset[BudgetKind] = frozenset({"flops", "time"})
+        given = [Economy("recompute", memory, () if self.recompute else ((True, 1.0),))]
+        if any(names for role, names in self.groups(vit).values() if not role.trained_on_device):
+            fewer = {"fp32": (("fp16", 0.99), ("int8", 0.98)), "fp16": (("int8", 0.99),), "int8": ()}
+            given.append(Economy("frozen_precision", memory | {"time"}, fewer[self.frozen_precision]))
+        if not self.one_gradient:  # the whole batch is in memory at a time
+            given.append(Economy("batch_size", memory, _halves(self.batch_size, 0.95)))
+        passes = range(self.epochs - 1, 0, -1)
+        share = tuple((epochs, epochs / self.epochs) for epochs in passes)
+        given.append(Economy("epochs", work, share, in_graphs=False))
+        return tuple(economy for economy in given if economy.values)
+
     # --- the server's half ----------------------------------------------------------------------------
 
     @abstractmethod
@@ -312,6 +341,18 @@ class Method(ABC):
     def names_with(self, vit: PatchViT, *roles: Role) -> list[str]:
         """The tensors of the groups that have one of `roles`, in the model's order."""
         return self.names_in(vit, *(group for group, (role, _) in self.groups(vit).items() if role in roles))
+
+
+def _halves(number: int, share: float) -> tuple[tuple[int, float], ...]:
+    """
+    >>> _halves(12, 0.5)
+    ((6, 0.5), (3, 0.25), (1, 0.125))
+    """
+    halves: list[tuple[int, float]] = []
+    while number > 1:
+        number //= 2
+        halves.append((number, share ** (len(halves) + 1)))
+    return tuple(halves)
 
 
 def run_model(vit: PatchViT, tensors: Named, body: Callable[[PatchViT], Any]) -> Any:

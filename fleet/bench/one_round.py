@@ -46,7 +46,8 @@ class OneRound:
     ) -> str | None:
         """Until the run is over: None, or the reason why it will never be.
 
-        `died` may know better why the device ended with a code. Raises FedvitError when the coordinator fails, also when the settings do not fit method or model.
+        `died` may know better why the device ended with a code. Raises FedvitError when the coordinator fails,
+        also when the settings do not fit method or model.
         """
         said = self.began
         while self.coordinator.poll() is None:

@@ -25,6 +25,7 @@ from fleet.bench.cases import Case
 from fleet.bench.edge import noise_folder
 from fleet.bench.machine import Machine, this_machine
 from fleet.bench.one_round import RUN, OneRound, one_round
+from profiles.cost import graph_cost
 from profiles.predict import predict
 from profiles.prediction import Prediction, ProgramCost
 from profiles.probes.speed import measure_speed
@@ -105,16 +106,16 @@ def _profile(case: Case, home: Path, progress: Progress) -> CaseProfile:
     predictions = [predict(cost, speed, device="this machine", source="measured") for speed in speeds]
     compared = _compare(case, program, cost, predictions, results)
     progress(
-        f"{case.name}: step {compared.step_time.predicted:.2f} s predicted, {compared.step_time.measured:.2f} s measured; "
-        f"memory {compared.peak_memory.predicted / MEGA:.0f} and {compared.peak_memory.measured / MEGA:.0f} MB"
+        f"{case.name}: predicted and measured: step {compared.step_time.predicted:.2f} and "
+        f"{compared.step_time.measured:.2f} s, memory {compared.peak_memory.predicted / MEGA:.0f} and "
+        f"{compared.peak_memory.measured / MEGA:.0f} MB"
     )
     return compared
 
 
 def _run(case: Case) -> dict[str, Any]:
-    options = {**case.options}
     return {
-        "method": case.method, "options": options, "model": case.model, "model_options": case.model_options,
+        "method": case.method, "options": case.options, "model": case.model, "model_options": case.model_options,
         "rounds": 1, "devices": 1, "deadline_s": PATIENCE_S, "rejoin_grace_s": 5.0,
     }  # fmt: skip
 
@@ -127,13 +128,11 @@ def _cost(case: Case, under_way: OneRound, results: dict[str, ResultRecord]) -> 
     digest = under_way.store.run(RUN).program
     blobs = BlobStore(under_way.home / "runs" / RUN / "blobs")
     assert digest is not None  # a run that finished has one
-    raw = blobs.get(digest)
-    program = decode_program(raw)
+    program = decode_program(blobs.get(digest))
     cost = program_cost(
         program,
         case.options,
-        blobs.get,
-        program_bytes=len(raw),
+        {name: graph_cost(blobs.get(spec.digest)) for name, spec in program.graphs.items()},
         images=results["train"].samples,
         test_images=results["evaluate"].samples,
     )
@@ -148,7 +147,10 @@ def _compare(
     results: dict[str, ResultRecord],
 ) -> CaseProfile:
     trained = results["train"].use
-    assert trained.step_s and trained.peak_rss_bytes and trained.fetched_bytes and trained.upload_bytes
+    assert trained.step_s
+    assert trained.peak_rss_bytes
+    assert trained.fetched_bytes
+    assert trained.upload_bytes
     peak = max(trained.peak_rss_bytes, results["evaluate"].use.peak_rss_bytes or 0)
     return CaseProfile(
         name=case.name,
@@ -157,7 +159,7 @@ def _compare(
         bytes_down=_compared(cost.bytes_once + cost.bytes_down, trained.fetched_bytes),
         bytes_up=_compared(cost.bytes_up, trained.upload_bytes),
         peak_memory=_compared(predictions[0].peak_rss_bytes, peak),
-        step_time=_compared(median(each.step_s for each in predictions), trained.step_s),
+        step_time=_compared(median(each.step_s or 0.0 for each in predictions), trained.step_s),
     )
 
 

@@ -1,0 +1,319 @@
+"""Which form of a method fits a device: the one that keeps the most of what counts, inside the device's budget.
+
+Options that a method may give up (`Method.economies`) span a grid. Its points are priced on their own graphs, the
+least harmful first, until one fits. How many images a device works off at a time is chosen for each of them, since it
+changes nothing but memory and time.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from fedvit.errors import OverBudget
+from fedvit.methods.base import Economy, Method
+from fedvit.models.vit import PatchViT
+from fedvit.program import Batch, Program
+from fedvit.resources import Budget, BudgetKind, Speed, image_cache_bytes
+from profiles.cost import GraphCost
+from profiles.predict import predict
+from profiles.prediction import Prediction, ProgramCost
+from profiles.program_cost import program_cost
+
+MOST_PRICED = 32
+"""Forms that are priced for one device before the search ends."""
+RUNNERS_UP = 3
+HEADROOM = 0.88
+"""Part of a memory budget that a prediction may fill: predictions are right within some 15 %."""
+
+
+class Target(NamedTuple):
+    """A device to plan for."""
+
+    device: str
+    speed: Speed | None  # None: no time is predicted
+    source: Literal["measured", "catalogue"] | None
+    mode: str | None
+    budget: Budget
+    images: int
+    test_images: int
+    base_rss_bytes: int | None = None
+    power_w: tuple[float, float] | None = None
+    corrections: tuple[tuple[BudgetKind, float], ...] = ()  # factors by which predictions were too low before
+
+
+class Form(Struct, frozen=True, kw_only=True):
+    """One form of the method, and what it would cost."""
+
+    changes: dict[str, Any]  # options other than those that were asked for
+    kept: float  # share of what counts for accuracy, 1 as asked for
+    prediction: Prediction
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    """What a device gets, and what else was looked at."""
+
+    device: str
+    budget: Budget
+    chosen: Form
+    cost: ProgramCost
+    rejected: list[Form]  # that would keep as much or more, but do not fit
+    runners_up: list[Form]  # that fit, too, but keep less or take longer
+
+
+class Priced(NamedTuple):
+    """A form with what it was made of."""
+
+    method: Method
+    form: Form
+    cost: ProgramCost
+
+    @property
+    def over(self) -> tuple[BudgetKind, ...]:
+        return self.form.prediction.over
+
+
+@dataclass(frozen=True)
+class Fitter:
+    """Fits one run's method to devices; graphs that were priced once are not priced again."""
+
+    vit: PatchViT
+    batch_of: Callable[[Method], Batch]
+    price: Callable[[Method], tuple[Program, dict[str, GraphCost]]]
+    progress: Callable[[str], None]
+    priced: dict[Method, tuple[Program, dict[str, GraphCost]]] = field(default_factory=dict)
+
+    def fit(self, method: Method, target: Target) -> tuple[Method, Choice]:
+        """The form that keeps the highest share and fits; of equal ones the fastest.
+
+        Raises OverBudget, with the smallest budget that would do, where none fits.
+        """
+        economies = method.economies(self.vit)
+        asked = self._form(method, {}, 1.0, target)
+        looked_at = [asked]
+        if asked.over:
+            self._refuse_if_hopeless(method, economies, target)
+            looked_at += self._search(method, economies, asked, target)
+        fitting = [priced for priced in looked_at if not priced.over]
+        if not fitting:
+            raise OverBudget(_too_small(target, looked_at))
+        fitting.sort(key=lambda priced: (-priced.form.kept, priced.form.prediction.train_s or 0.0))
+        chosen = fitting[0]
+        rejected = [priced.form for priced in looked_at if priced.over and priced.form.kept >= chosen.form.kept]
+        return chosen.method, Choice(
+            device=target.device,
+            budget=target.budget,
+            chosen=chosen.form,
+            cost=chosen.cost,
+            rejected=rejected,
+            runners_up=[priced.form for priced in fitting[1 : 1 + RUNNERS_UP]],
+        )
+
+    def _search(self, method: Method, economies: Sequence[Economy], asked: Priced, target: Target) -> Iterator[Priced]:
+        """Forms that keep less and less, until some fit.
+
+        What several changes save together is estimated from what each saves alone, so that few forms are priced.
+        """
+        kinds = set(asked.over)
+        alone: dict[tuple[str, Any], Priced] = {}
+        least = self._priced(method, {"micro_batch": 1}, 1.0, target) if method.one_gradient else asked
+        found = count = 0
+        best = 0.0
+        for changes, kept in grid(economies):
+            if not changes or not self._may_help(economies, changes, kinds):
+                continue
+            if count == MOST_PRICED or found > RUNNERS_UP or (found and kept < best / 2):
+                return
+            singles = [alone[item] for item in changes.items() if item in alone]
+            if len(changes) > 1 and len(singles) == len(changes) and _hopeless(least, singles, target):
+                continue
+            count += 1
+            priced = self._form(method, changes, kept, target)
+            if len(changes) == 1:
+                ((item, smallest),) = (
+                    (item, self._smallest(method, changes, kept, target)) for item in changes.items()
+                )
+                alone[item] = smallest
+            kinds.update(priced.over)
+            if not priced.over:
+                found += 1
+                best = max(best, kept)
+            yield priced
+
+    def _smallest(self, method: Method, changes: dict[str, Any], kept: float, target: Target) -> Priced:
+        """With one image at a time, where that can be chosen."""
+        changed = replace(method, **changes)
+        return self._priced(changed, {**changes, "micro_batch": 1} if changed.one_gradient else changes, kept, target)
+
+    @staticmethod
+    def _may_help(economies: Sequence[Economy], changes: dict[str, Any], kinds: set[BudgetKind]) -> bool:
+        """Whether each change saves something that there is too little of."""
+        return all(economy.helps & kinds for economy in economies if economy.option in changes)
+
+    def _refuse_if_hopeless(self, method: Method, economies: Sequence[Economy], target: Target) -> None:
+        """Raises OverBudget where not even the smallest form fits."""
+        smallest = self._form(method, {economy.option: economy.values[-1][0] for economy in economies}, 0.0, target)
+        if smallest.over:
+            raise OverBudget(_too_small(target, [smallest]))
+
+    def _form(self, method: Method, changes: dict[str, Any], kept: float, target: Target) -> Priced:
+        """Price one form, with as many images at a time as its memory budget bears."""
+        changed = replace(method, **changes)
+        usual = self.batch_of(changed).run_size
+        limit = target.budget.memory_bytes
+        if limit is None or usual == 1 or not changed.one_gradient:
+            return self._priced(changed, changes, kept, target)
+        least = self._priced(changed, {**changes, "micro_batch": 1}, kept, target)
+        if "memory" in least.over:
+            return least
+        first = self._priced(changed, changes, kept, target)
+        if "memory" not in first.over:
+            return first
+        # memory grows evenly with the images of a run
+        one, many = (priced.form.prediction.peak_rss_bytes for priced in (least, first))
+        per_image = max(1.0, (many - one) / (usual - 1))
+        size = 1 + int((HEADROOM * limit - one) / per_image)
+        for run_size in (size, size - 1):
+            if 1 < run_size < usual:
+                middle = self._priced(changed, {**changes, "micro_batch": run_size}, kept, target)
+                if "memory" not in middle.over:
+                    return middle
+        return least
+
+    def _priced(self, method: Method, changes: dict[str, Any], kept: float, target: Target) -> Priced:
+        method = replace(method, **{name: value for name, value in changes.items() if name == "micro_batch"})
+        program, graphs = self._graphs(method)
+        budget = target.budget
+        cost = program_cost(
+            program,
+            msgspec.to_builtins(method),
+            graphs,
+            images=target.images,
+            test_images=target.test_images,
+            cache_bytes=image_cache_bytes(budget.memory_bytes),
+        )
+        limit = budget.memory_bytes
+        prediction = predict(
+            cost,
+            target.speed,
+            device=target.device,
+            source=target.source,
+            mode=target.mode,
+            budget=msgspec.structs.replace(budget, memory_bytes=None if limit is None else int(HEADROOM * limit)),
+            power_w=target.power_w,
+            base_rss_bytes=target.base_rss_bytes,
+            corrections=dict(target.corrections),
+        )
+        return Priced(method, Form(changes=changes, kept=kept, prediction=prediction), cost)
+
+    def _graphs(self, method: Method) -> tuple[Program, dict[str, GraphCost]]:
+        """Program and prices; options that no graph depends on need no other graphs."""
+        usual = type(method)()
+        free = {economy.option for economy in method.economies(self.vit) if not economy.in_graphs}
+        alike = replace(method, **{option: getattr(usual, option) for option in free})
+        if alike not in self.priced:
+            self.progress(f"pricing {_said(alike)}")
+            self.priced[alike] = self.price(alike)
+        program, graphs = self.priced[alike]
+        return msgspec.structs.replace(program, train=method.phases(self.vit)), graphs
+
+
+def grid(economies: Sequence[Economy]) -> Iterator[tuple[dict[str, Any], float]]:
+    """All combinations of options, those that keep the most first; of equal ones those with fewer changes.
+
+    >>> mask = Economy("mask", frozenset({"time"}), ((0.8, 0.8), (0.9, 0.4)))
+    >>> again = Economy("recompute", frozenset({"memory"}), ((True, 1.0),))
+    >>> [(changes, kept) for changes, kept in grid([again, mask])][:3]
+    [({}, 1.0), ({'recompute': True}, 1.0), ({'mask': 0.8}, 0.8)]
+    """
+    start = (0,) * len(economies)
+    waiting = [(-1.0, 0, start)]
+    seen = {start}
+    while waiting:
+        negative, _, places = heapq.heappop(waiting)
+        taken = {e.option: e.values[place - 1][0] for e, place in zip(economies, places, strict=True) if place}
+        yield taken, -negative
+        for axis, economy in enumerate(economies):
+            further = (*places[:axis], places[axis] + 1, *places[axis + 1 :])
+            if places[axis] < len(economy.values) and further not in seen:
+                seen.add(further)
+                kept = 1.0
+                for each, place in zip(economies, further, strict=True):
+                    kept *= each.values[place - 1][1] if place else 1.0
+                heapq.heappush(waiting, (-kept, sum(place > 0 for place in further), further))
+
+
+NEARLY = 1.03
+"""How far an estimate of several changes together may be above a budget for their form to be priced."""
+
+
+def _hopeless(least: Priced, singles: Sequence[Priced], target: Target) -> bool:
+    """Whether changes that save so much each will be too little together: bytes add up, work is multiplied."""
+    for kind in dict.fromkeys(kind for priced in (least, *singles) for kind in priced.over):
+        start = _needed(kind, least)
+        needs = [_needed(kind, single) for single in singles]
+        if kind in ("memory", "upload"):
+            together = start - sum(start - need for need in needs)
+        else:
+            together = start * prod(need / start for need in needs) if start else 0.0
+        if together > NEARLY * _limit(kind, target.budget):
+            return True
+    return False
+
+
+def _too_small(target: Target, looked_at: Sequence[Priced]) -> str:
+    """What a device lacks, and the smallest budgets that would do."""
+    lacking = dict.fromkeys(kind for priced in looked_at for kind in priced.over)
+    said = []
+    for kind in lacking:
+        needed = min(_needed(kind, priced) for priced in looked_at)
+        said.append(f"{_NAMES[kind]} is {_shown(kind, _limit(kind, target.budget))}, at least {_shown(kind, needed)}")
+    return f"nothing fits {target.device}: its " + "; its ".join(f"{text} would be needed" for text in said)
+
+
+_NAMES: dict[BudgetKind, str] = {
+    "memory": "memory budget", "flops": "FLOPs budget per round", "time": "round deadline", "upload": "upload budget",
+}  # fmt: skip
+
+
+def _needed(kind: BudgetKind, priced: Priced) -> float:
+    prediction, cost = priced.form.prediction, priced.cost
+    return {
+        "memory": prediction.peak_rss_bytes / HEADROOM,
+        "flops": float(cost.flops_round),
+        "time": prediction.train_s or 0.0,
+        "upload": float(cost.bytes_up),
+    }[kind]
+
+
+def _limit(kind: BudgetKind, budget: Budget) -> float:
+    limits = {
+        "memory": budget.memory_bytes,
+        "flops": budget.flops_per_round,
+        "time": budget.round_deadline_s,
+        "upload": budget.upload_bytes,
+    }
+    return float(limits[kind] or 0.0)
+
+
+def _shown(kind: BudgetKind, value: float) -> str:
+    """
+    >>> _shown("memory", 411.2e6), _shown("time", 12.34), _shown("flops", 2.5e12)
+    ('412 MB', '12.4 s', '2.5 TFLOP')
+    """
+    if kind == "time":
+        return f"{-(-value // 0.1) / 10:.1f} s"
+    if kind == "flops":
+        return f"{value / 1e12:.1f} TFLOP"
+    return f"{-(-value // 1e6):.0f} MB"
+
+
+def _said(method: Method) -> str:
+    """The options that differ from the method's usual ones."""
+    usual = msgspec.to_builtins(type(method)())
+    options = {name: value for name, value in msgspec.to_builtins(method).items() if value != usual[name]}
+    return ", ".join(f"{name} = {value}" for name, value in options.items()) or "the method as it is"

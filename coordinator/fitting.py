@@ -26,7 +26,7 @@ from profiles.program_cost import program_cost
 
 MOST_PRICED = 32
 """Forms that are priced for one device before the search ends."""
-RUNNERS_UP = 3
+RUNNERS_UP = 2
 HEADROOM = 0.88
 """Part of a memory budget that a prediction may fill: predictions are right within some 15 %."""
 
@@ -156,7 +156,8 @@ class Fitter:
 
     def _refuse_if_hopeless(self, method: Method, economies: Sequence[Economy], target: Target) -> None:
         """Raises OverBudget where not even the smallest form fits."""
-        smallest = self._form(method, {economy.option: economy.values[-1][0] for economy in economies}, 0.0, target)
+        extreme = {economy.option: economy.values[-1][0] for economy in economies}
+        smallest = self._smallest(method, extreme, 0.0, target)
         if smallest.over:
             raise OverBudget(_too_small(target, [smallest]))
 

@@ -78,7 +78,7 @@ class ProgramCost(Struct, frozen=True, kw_only=True):
     flops_round: int  # of a round's training
     bytes_once: int  # graphs, Program and first values: fetched once
     bytes_down: int  # tensors that the server sends each round
-    bytes_up: int  # the result of a round; where what is collected depends on chance, at most
+    bytes_up: int  # the result of a round; of what is collected, as much as from equally large classes
     memory: list[MemoryPhase]  # beside the software itself, which is the device's
 
     @property

@@ -63,10 +63,7 @@ def program_cost(
         steps=steps,
         images=images,
         test_images=test_images,
-        flops_round=sum(
-            _steps(program, phase, images) * _runs(program, phase) * graphs[phase.graph].flops
-            for phase in program.train
-        ),
+        flops_round=sum(_runs_of_round(program, phase, images) * graphs[phase.graph].flops for phase in program.train),
         bytes_once=once,
         bytes_down=sum(_packed(program, [group]) for group in down),
         bytes_up=_uploaded(program, collected),
@@ -83,8 +80,20 @@ def _steps(program: Program, phase: Train, images: int) -> int:
     return phase.repeats * (steps if phase.steps is None else min(phase.steps, steps))
 
 
+def _runs_of_round(program: Program, phase: Train, images: int) -> int:
+    """Runs of the phase's graph in a round: of a short last batch only those that have samples."""
+    batch, steps = program.batch, _steps(program, phase, images)
+    if not phase.update:
+        return steps
+    batches = -(-images // batch.batch_size)
+    short = steps // phase.repeats // batches  # batches that end a pass
+    last = images - (batches - 1) * batch.batch_size
+    whole = steps // phase.repeats - short
+    return phase.repeats * (whole * _runs(program, phase) + short * -(-last // batch.run_size))
+
+
 def _runs(program: Program, phase: Train) -> int:
-    """Runs of the phase's graph in one step."""
+    """Runs of the phase's graph in one step on a whole batch."""
     return -(-program.batch.batch_size // program.batch.run_size) if phase.update else 1
 
 
@@ -92,7 +101,7 @@ def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -
     """Of one optimizer step, averaged over those of all phases."""
     steps = {phase: _steps(program, phase, images) for phase in program.train}
     total = max(1, sum(steps.values()))
-    parts = [(graphs[phase.graph], _runs(program, phase) * count / total) for phase, count in steps.items()]
+    parts = [(graphs[phase.graph], _runs_of_round(program, phase, images) / total) for phase in steps]
     work = _work(*parts)
     for phase, count in steps.items():
         if phase.update:  # of vectors of any length: two operands and a result of so many numbers

@@ -16,6 +16,7 @@ import onnx
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fedvit.methods
 from coordinator.broker import start_broker
@@ -26,6 +27,7 @@ from coordinator.rounds import Coordinator
 from coordinator.store import Store
 from coordinator.summary import RunSummary, summarise
 from edge_client.vault import Vault
+from export.verify import reference_step
 from fedvit.blobs import BlobStore
 from fedvit.data.digits import read_digits
 from fedvit.data.images import draw_kept, normalise, select, unfold
@@ -33,10 +35,10 @@ from fedvit.data.samples import Samples
 from fedvit.methods import METHODS, build_model, make_method
 from fedvit.methods.base import PREDICT, Method, trained_names
 from fedvit.methods.calculus import TorchCalculus
-from fedvit.methods.step import example_inputs, predict_step, steps_of, whole_step
+from fedvit.methods.step import Update, example_inputs, gather_step, predict_step, steps_of, whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch, Program, Role, Train, decode_program
+from fedvit.program import Batch, Gather, Program, Role, Train, decode_program
 from fedvit.tensors import Tensors, unpack
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.transport.mqtt import Address, MqttTransport
@@ -45,6 +47,8 @@ from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import decode_chunk
 from fleet.partition import write_device_folders
 from fleet.simulate import simulate
+from profiles.cost import graph_cost
+from profiles.program_cost import program_cost
 from tests.conftest import TINY_MODEL, Tiny, make_tiny
 from tests.steps import Run, Session, assert_names_of_the_contract, in_parts, whole
 
@@ -390,6 +394,28 @@ def test_twenty_steps_on_digits_end_where_torchs_end(
     assert abs(right["onnxruntime"] - right["torch"]) <= 1  # an answer between two equal logits may go either way
 
 
+@each_case
+def test_flops_are_those_that_torch_counts(case: Case, tiny: Any) -> None:
+    """FlopCounterMode's count of every graph's function, run eagerly, gradients by backward(): nothing was lost or added
+    on the way to the graph that ships and that is priced. Only what a gathering graph gives no answer for is left out."""
+    method, vit, batch, graphs = tiny(case)
+    for name, serves in steps_of(method, vit).items():
+        if isinstance(serves, Update):
+            assert graph_cost(graphs[name].content).flops == 0
+            continue
+        if isinstance(serves, Train):
+            step: Any = reference_step(method, vit, serves)
+        else:
+            step = gather_step(method, vit, serves) if isinstance(serves, Gather) else predict_step(method, vit)
+        with FlopCounterMode(display=False) as counter:
+            step(example_inputs(method, vit, batch, serves))
+        counted = graph_cost(graphs[name].content).flops
+        if isinstance(serves, Gather):  # the head's product, for one
+            assert 0 < counted < counter.get_total_flops()
+        else:
+            assert counted == counter.get_total_flops(), name
+
+
 # --- whole rounds -------------------------------------------------------------------------------------
 
 
@@ -546,6 +572,25 @@ def test_what_is_sent_up_is_what_the_roles_say(case: Case, recorded: Record) -> 
             assert set(unpack(run.up[result.upload.digest])) == expected
             sent.add(result.upload.digest)
     assert set(run.up) == sent, "something else was sent up"
+
+
+@each_case
+def test_bytes_and_flops_of_a_round_are_known_beforehand(case: Case, recorded: Record) -> None:
+    """From the Program alone: what a device with nothing at all fetches for its first round, what it sends back, and the
+    FLOPs that it reports."""
+    run = recorded(case)
+    for device, task in run.tasks:
+        if (task.round, task.kind) != (1, "train"):
+            continue
+        program, result = run.program(task), run.results[device, 1, "train"]
+        use = result.use
+        graphs = {name: graph_cost(run.down[spec.digest]) for name, spec in program.graphs.items()}
+        cost = program_cost(program, {}, graphs, images=result.samples, test_images=0)
+        assert cost.bytes_once + cost.bytes_down == use.fetched_bytes
+        assert cost.flops_round == use.flops
+        assert cost.steps == use.steps
+        if not any(phase.collect for phase in program.train):  # of that more or less is sent with the classes' sizes
+            assert cost.bytes_up == use.upload_bytes
 
 
 @each_case

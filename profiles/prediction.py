@@ -20,6 +20,7 @@ class FlopShare(Struct, frozen=True, kw_only=True):
     kind: str  # "attention", "mlp", "projection", ... ; the part of the block
     forward: int
     backward: int
+    trained: bool | None = None  # whether the device trains any tensor of it; None: not said
 
 
 class ProgramCost(Struct, frozen=True, kw_only=True):

@@ -154,9 +154,7 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def peak_flops_per_s(self, mode: str | None = None) -> float:
         """fp32 FLOPs of the cores that training uses, 1 multiply-add = 2."""
-        return sum(
-            count * clock_hz * kind.flops_per_cycle.value for kind, count, clock_hz in self.training_cores(mode)
-        )
+        return sum(count * clock_hz * kind.flops_per_cycle.value for kind, count, clock_hz in self.training_cores(mode))
 
     def speed(self, mode: str | None = None) -> Speed:
         """The board's speed in a power mode, as a device would measure it.

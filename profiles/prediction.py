@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from fedvit.resources import BudgetKind
+from fedvit.resources import Budget, BudgetKind
 
 FLOP_CONVENTION = "2 FLOPs per multiply-add; matrix products only, forward and backward as in the graph that runs"
 
@@ -76,3 +76,13 @@ class Prediction(Struct, frozen=True, kw_only=True):
     energy_j: float | None  # of a round's training; None where the device's power is not known
     power_w: float | None
     over: tuple[BudgetKind, ...]  # budgets that it would exceed; empty: it fits
+
+
+class Expected(Struct, frozen=True, kw_only=True):
+    """What a device's part of a round was expected to cost when it was asked, and what it might cost at most."""
+
+    prediction: Prediction
+    flops: int  # of the round's training
+    bytes_down: int
+    bytes_up: int
+    budget: Budget = Budget()

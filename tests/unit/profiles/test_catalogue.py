@@ -108,7 +108,7 @@ def test_doubts_name_what_nobody_verified() -> None:
 def test_unknown_names_are_helped() -> None:
     with pytest.raises(ConfigError, match="did you mean rpi5-2, rpi5-4, rpi5-8, rpi5-16"):
         load("rpi5")
-    with pytest.raises(ConfigError, match="did you mean .*orin-nano-8"):
+    with pytest.raises(ConfigError, match=r"did you mean .*orin-nano-8"):
         load("orin-nano8")
     with pytest.raises(ConfigError, match="known are agx-orin-32"):
         load("toaster")
@@ -118,7 +118,7 @@ def test_unknown_names_are_helped() -> None:
 
 def test_a_wrong_file_is_named() -> None:
     text = (files("profiles") / "devices" / "rpi5.toml").read_text()
-    assert [board.id for board in read_boards("mine", text)][0] == "mine-2"
+    assert next(board.id for board in read_boards("mine", text)) == "mine-2"
     with pytest.raises(ConfigError, match=r"devices/mine\.toml: .*guessed.*mark"):
         read_boards("mine", text.replace('mark = "published"', 'mark = "guessed"', 1))
     with pytest.raises(ConfigError, match=r"devices/mine\.toml: .*colour"):

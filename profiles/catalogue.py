@@ -192,14 +192,19 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(f"board {self.id!r}: neither memory.memcpy_bytes_per_s nor memory.bytes_per_s is given")
         return Figure(sheet.value / 2, "derived", f"half of the data sheet's rate ({sheet.mark}, {sheet.source})")
 
+    def load_w(self, mode: str | None = None) -> float | None:
+        """Watts under load: a power mode's limit, else what was measured; None where neither is known."""
+        chosen = self.mode(mode)
+        if chosen is not None and chosen.load_w is not None:
+            return chosen.load_w
+        return self.power.load_w.value if self.power.load_w else None
+
     def power_w(self, mode: str | None = None) -> tuple[float, float] | None:
         """Watts (idle, under load) in a power mode; None where one of them is not known."""
-        chosen = self.mode(mode)
-        idle = self.power.idle_w.value if self.power.idle_w else None
-        load = self.power.load_w.value if self.power.load_w else None
-        if chosen is not None and chosen.load_w is not None:
-            load = chosen.load_w
-        return None if idle is None or load is None else (idle, load)
+        load_w = self.load_w(mode)
+        if self.power.idle_w is None or load_w is None:
+            return None
+        return self.power.idle_w.value, load_w
 
     def budget(self) -> Budget:
         """What the board can spend at all: its usable memory."""

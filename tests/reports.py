@@ -202,5 +202,6 @@ def run_document(predicted: bool = True, rounds: int = 12) -> RunDocument:
                 reason="its class folder [wasp] is <b>unknown</b>: the run's classes are ant, bee",
             )
         ],
+        dropouts=[Refusal(round=3, device="pi-c", kind="train", reason="no result: deadline", times=1)],
         warnings=["pi-b has no energy sensor: its energy was not measured."],
     )  # fmt: skip

@@ -200,6 +200,7 @@ class RunDocument(Struct, frozen=True, kw_only=True, tag_field="kind", tag="run"
     rounds: list[RunRound]
     devices: list[RunDevice]
     refusals: list[Refusal]
+    dropouts: list[Refusal]  # tasks without a result
     warnings: list[str] = []
     convention: str = FLOP_CONVENTION
     schema: int = SCHEMA

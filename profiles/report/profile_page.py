@@ -9,6 +9,7 @@ from profiles.report.verdict import BUDGETS, device_name, profile_verdict
 FORWARD = Segment(0, "c0", "forward")
 BACKWARD = Segment(0, "c1", "backward")
 FROZEN = Segment(0, "c7", "of blocks that are not trained", hatched=True)
+SPEEDS = {"measured": "as devices measured them", "catalogue": "those of the catalogue"}
 MEMORY_PHASES = {"idle": "waiting", "train": "training", "upload": "uploading", "evaluate": "testing"}
 
 
@@ -18,6 +19,7 @@ def profile_page(document: ProfileDocument) -> str:
     return page.render(
         document=document,
         limits=limits,
+        speeds=" and ".join(sorted({SPEEDS[device.source] for device in document.devices})),
         warned=[f"{device_name(device)}: {line}" for device in document.devices for line in device.warnings],
         verdict=profile_verdict(document),
         tiles=_tiles(document),
@@ -52,7 +54,7 @@ def budget_words(budget: Budget) -> dict[BudgetKind, str]:
     """Each limit that there is."""
     words: dict[BudgetKind, str] = {}
     if budget.memory_bytes is not None:
-        words["memory"] = f"memory {size(budget.memory_bytes)}"
+        words["memory"] = f"{size(budget.memory_bytes)} of memory"
     if budget.round_deadline_s is not None:
         words["time"] = f"{duration(budget.round_deadline_s)} a round"
     if budget.flops_per_round is not None:
@@ -76,8 +78,14 @@ def _tiles(document: ProfileDocument) -> list[tuple[str, str]]:
 
 
 def _span(values: list[int] | list[float], unit: str) -> str:
+    """
+    >>> _span([1_500_000, 3_000_000], "B"), _span([500, 3_000_000], "B"), _span([7], "B")
+    ('1.50 to 3.00 MB', '500 B to 3.00 MB', '7 B')
+    """
     low, high = count(min(values), unit), count(max(values), unit)
-    return low if low == high else f"{low} to {high}"
+    if low == high:
+        return low
+    return f"{low.split()[0] if low.split()[1:] == high.split()[1:] else low} to {high}"
 
 
 # --- pictures -------------------------------------------------------------------------------------------

@@ -134,8 +134,8 @@ def _compared(document: RunDocument, figure: str) -> Chart | None:
 def device_table(document: RunDocument) -> Grid:
     """One row for each device."""
     headings = (
-        "device", "train images", "test images", "accepted", "refused", "dropped out", "accuracy", "down", "up",
-        "step", "peak memory", "energy",
+        "device", "training images", "test images", "rounds", "missing", "accuracy", "down", "up", "step",
+        "peak memory", "energy",
     )  # fmt: skip
     rows = []
     for device in document.devices:
@@ -145,7 +145,8 @@ def device_table(document: RunDocument) -> Grid:
                 device.device,
                 str(device.train_samples),
                 str(device.test_samples),
-                *(str(device.rounds_that_were(status)) for status in ("accepted", "refused", "dropped out")),
+                str(device.rounds_that_were("accepted")),
+                str(device.rounds_that_were("refused") + device.rounds_that_were("dropped out")),
                 share(device.accuracy),
                 size(device.bytes_down),
                 size(device.bytes_up),
@@ -167,7 +168,7 @@ def _budgets(document: RunDocument) -> Grid | None:
             if kind in limits or kind in broken:
                 outcome = f"broken in {times(broken[kind], 'round')}" if kind in broken else "kept"
                 rows.append((device.device, name, limits.get(kind, "kept by the device alone"), outcome))
-    return Grid(("device", "budget", "limit", "outcome"), rows, names=2) if rows else None
+    return Grid(("device", "budget", "limit", "outcome"), rows, names=4) if rows else None
 
 
 def _round_table(document: RunDocument) -> Grid:

@@ -51,10 +51,10 @@ def run_verdict(document: RunDocument) -> Verdict:
     for device in document.devices:
         for kind, rounds in device.broken.items():
             lines.append(f"{device.device} broke its budget of {BUDGETS[kind]} in {times(rounds, 'round')}")
-    dropped = [device for device in document.devices if device.rounds_that_were("dropped out")]
-    if dropped:
-        missing = sum(device.rounds_that_were("dropped out") for device in dropped)
-        lines.append(f"{times(missing, 'result')} of {times(len(dropped), 'device')} never came")
+    if document.dropouts:
+        lost = {entry.device for entry in document.dropouts}
+        missing = sum(entry.times for entry in document.dropouts)
+        lines.append(f"{times(missing, 'result')} of {times(len(lost), 'device')} never came")
     if document.refusals:
         lines.append(f"{times(sum(entry.times for entry in document.refusals), 'refusal')}, listed below")
     if document.status == "failed":

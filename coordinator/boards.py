@@ -57,14 +57,14 @@ def boards_table(width: int) -> Table:
             column(made, heading)
         column(made, "installs", justify="left")
         for board in boards():
-            speed, load_w = board.speed(), board.load_w()
+            load_w = board.load_w()
             made.add_row(
                 Text(board.id),
                 *((Text(board.name),) if every else ()),
                 f"{board.memory.ram_bytes.value / 2**30:g}",
-                str(speed.threads),
+                str(sum(count for _, count, _ in board.training_cores())),
                 f"{board.peak_flops_per_s() / 1e9:.0f}",
-                f"{speed.products[-1].flops_per_s / 1e9:.0f}",
+                f"{board.training_flops_per_s(768) / 1e9:.0f}",
                 f"{board.stream_bytes_per_s.value / 1e9:.1f}",
                 "-" if load_w is None else f"{load_w:.0f}",
                 "yes" if board.software.installs else "not as it is",
@@ -111,7 +111,7 @@ def _modes(board: Board) -> Table:
             " + ".join(str(count) for _, count, _ in cores),
             " + ".join(f"{clock_hz / 1e9:.2f}" for _, _, clock_hz in cores),
             f"{board.peak_flops_per_s(name) / 1e9:.0f}",
-            f"{board.speed(name).products[-1].flops_per_s / 1e9:.0f}",
+            f"{board.training_flops_per_s(768, name) / 1e9:.0f}",
             "-" if mode.load_w is None else f"{mode.load_w:g}",
             Text(mode.mark, MARK_STYLES[mode.mark]),
             sources().get(mode.source, mode.source),

@@ -73,8 +73,6 @@ def profile(
 
     Every --mask is combined with every --split. Ends with exit code 8 when a device fits none of the variants.
     """
-    from profiles.predict import predict
-    from profiles.program_cost import program_cost
     from rich.console import Console
 
     from coordinator.profiling import Request, Target, make_document
@@ -95,9 +93,7 @@ def profile(
         test_images=test_images,
         budget=Budget(**budget),
     )
-    document = make_document(
-        request, price=program_cost, predict=predict, progress=lambda line: click.echo(line, err=True)
-    )
+    document = make_document(request, progress=lambda line: click.echo(line, err=True))
     console = Console()
     if as_json:
         click.echo(encode(document), nl=False)

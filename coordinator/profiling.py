@@ -5,61 +5,31 @@ Programs and graphs are made as a run makes them, so what is priced here is what
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
 from coordinator.config import make_config
-from coordinator.planner import Plan, make_plan
+from coordinator.planner import make_plan
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS
-from fedvit.methods.base import Method
-from fedvit.models.vit import PatchViT
-from fedvit.program import Program
-from fedvit.resources import Budget, Speed
+from fedvit.program import Program, encode_program
+from fedvit.resources import Budget
 from profiles.catalogue import Board, load
-from profiles.prediction import FlopShare, Prediction, ProgramCost
+from profiles.predict import predict
+from profiles.prediction import FlopShare, ProgramCost
+from profiles.program_cost import program_cost
 from profiles.published import published_figures
 from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVariant
 
 SPLIT_OPTION = "local_blocks"
 MASK_OPTION = "mask"
-
-
-class PriceProgram(Protocol):
-    """What follows from a Program and its graphs alone."""
-
-    def __call__(
-        self,
-        program: Program,
-        method: Method,
-        vit: PatchViT,
-        graphs: Mapping[str, bytes],
-        images: int,
-        test_images: int,
-    ) -> ProgramCost: ...
-
-
-class Predict(Protocol):
-    """What a Program of that cost takes on a device of that speed."""
-
-    def __call__(
-        self,
-        cost: ProgramCost,
-        speed: Speed,
-        *,
-        device: str,
-        source: Literal["measured", "catalogue"],
-        mode: str | None,
-        budget: Budget,
-        power_w: tuple[float, float] | None,
-    ) -> Prediction: ...
 
 
 class Target(NamedTuple):
@@ -108,17 +78,15 @@ class Request:
 def make_document(
     request: Request,
     *,
-    price: PriceProgram,
-    predict: Predict,
     cache: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> ProfileDocument:
     """Price all variants, and predict them on all boards. Raises ConfigError as a run's configuration does."""
     variants = []
     for options in request.variants():
-        cost = _priced(request, options, price, cache, progress)
+        cost = _priced(request, options, cache, progress)
         variants.append(ProfiledVariant(label=_label(cost), cost=cost))
-    devices = [_predicted(target, variants, request.budget, predict) for target in request.targets]
+    devices = [_predicted(target, variants, request.budget) for target in request.targets]
     published = {figure.figure: figure for variant in variants for figure in published_figures(variant.cost)}
     return ProfileDocument(
         title=f"{request.method} on {request.model}",
@@ -134,7 +102,7 @@ def make_document(
 
 
 def _priced(
-    request: Request, options: dict[str, Any], price: PriceProgram, cache: Path | None, progress: Callable[[str], None]
+    request: Request, options: dict[str, Any], cache: Path | None, progress: Callable[[str], None]
 ) -> ProgramCost:
     """The cost of one variant's Program in its first round."""
     values = {
@@ -145,13 +113,16 @@ def _priced(
     classes = tuple(f"class {number}" for number in range(request.classes))
     with tempfile.TemporaryDirectory() as folder:
         blobs = BlobStore(Path(folder))
-        plan: Plan = make_plan(config, classes, blobs, cache=cache, progress=progress)
-        _, program, method = plan.first
-        graphs = {name: blobs.get(graph.digest) for name, graph in program.graphs.items()}
-        cost = price(program, method, plan.vit, graphs, request.images, request.test_images)
-    scalars = {name: value for name, value in asdict(method).items() if isinstance(value, str | int | float | None)}
-    flops = [_marked(entry, program) for entry in cost.flops]
-    return msgspec.structs.replace(cost, options=scalars, flops=flops)
+        _, program, method = make_plan(config, classes, blobs, cache=cache, progress=progress).first
+        cost = program_cost(
+            program,
+            {name: value for name, value in asdict(method).items() if isinstance(value, str | int | float | None)},
+            blobs.get,
+            program_bytes=len(encode_program(program)),
+            images=request.images,
+            test_images=request.test_images,
+        )
+    return msgspec.structs.replace(cost, flops=[_marked(entry, program) for entry in cost.flops])
 
 
 def _marked(share: FlopShare, program: Program) -> FlopShare:
@@ -179,7 +150,7 @@ def _label(cost: ProgramCost) -> str:
     return ", ".join(parts) or cost.method
 
 
-def _predicted(target: Target, variants: list[ProfiledVariant], wanted: Budget, predict: Predict) -> ProfiledDevice:
+def _predicted(target: Target, variants: list[ProfiledVariant], wanted: Budget) -> ProfiledDevice:
     board, mode = target
     budget = board.budget().tightest(wanted)
     speed, power_w = board.speed(mode), board.power_w(mode)

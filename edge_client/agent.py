@@ -91,6 +91,7 @@ class _Job:
     expires_at: float  # on this process's monotonic clock; clocks of two machines are never compared
     stop: threading.Event = field(default_factory=threading.Event)
     missing: set[str] = field(default_factory=set)
+    fetched_bytes: int = 0
     working: bool = False
 
     @property
@@ -331,6 +332,7 @@ class Agent:
             self._fail(job, BadPayload(f"the task names blob {unknown[0]} but does not describe it"))
             return
         job.missing = set(digests)
+        job.fetched_bytes += sum(manifests[digest].size for digest in job.missing if not self.blobs.has(digest))
 
         def finished(manifest: Manifest, error: Exception | None) -> None:
             if job is not self._job:
@@ -393,7 +395,7 @@ class Agent:
         seeds = Seeds(task.seed, task.round, self.device)
         if task.kind == "evaluate":
             evaluated = self.runtime.evaluate(program, values, data, seeds, watch)
-            use = self._use(began, flops=evaluated.flops)
+            use = self._use(job, began, flops=evaluated.flops)
             correct = float(evaluated.correct)
             return Result(task.run, task.round, task.kind, evaluated.samples, {"correct": correct}, use)
         trained = self.runtime.train(program, values, data.train, seeds, task.lr_scale, watch)
@@ -411,7 +413,14 @@ class Agent:
         upload: Tensors = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
         upload |= trained.collected
         manifest = self.blobs.put(*packed_pieces(upload)) if upload else None
-        use = self._use(began, flops=trained.flops, steps=trained.steps, step_s=trained.step_s)
+        use = self._use(
+            job,
+            began,
+            flops=trained.flops,
+            steps=trained.steps,
+            step_s=trained.step_s,
+            upload_bytes=manifest.size if manifest else 0,
+        )
         metrics = {"loss": trained.loss}
         result = Result(task.run, task.round, task.kind, trained.samples, metrics, use, manifest)
         if job.stop.is_set():
@@ -462,7 +471,16 @@ class Agent:
 
         return step
 
-    def _use(self, began: float, *, flops: int, steps: int = 0, step_s: float | None = None) -> ResourceUse:
+    def _use(
+        self,
+        job: _Job,
+        began: float,
+        *,
+        flops: int,
+        steps: int = 0,
+        step_s: float | None = None,
+        upload_bytes: int | None = None,
+    ) -> ResourceUse:
         told = self._told_bytes
         self._told_bytes = (self.transport.received_bytes, self.transport.sent_bytes)
         return ResourceUse(
@@ -473,6 +491,8 @@ class Agent:
             peak_rss_bytes=peak_rss_bytes(),
             received_bytes=self._told_bytes[0] - told[0],
             sent_bytes=self._told_bytes[1] - told[1],
+            fetched_bytes=job.fetched_bytes,
+            upload_bytes=upload_bytes,
         )
 
     def _on_worked(self, worked: _Worked) -> None:

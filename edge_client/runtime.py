@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edge_client.engine import CPU, open_session
 from edge_client.sampler import MedianSampler
 from edge_client.steps import Graph, Steps, SummedSteps, WholeSteps
 from fedvit.data.folder import DeviceData, Flags, Split
 from fedvit.data.images import Indices, augment, draw_kept, normalise, select, unfold
+from fedvit.engine import CPU, open_session
 from fedvit.errors import BadPayload, DataError, FedvitError
 from fedvit.program import Batch, Gather, Program, Train
 from fedvit.tensors import Array, Tensors

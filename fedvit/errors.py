@@ -10,6 +10,7 @@
     +-- OverBudget       the planner: another variant of the Program is needed
     +-- ExportMismatch   do not ship: a graph does not compute what torch computes
     +-- StorageFailed    the machine's owner: a disk is full or not writable
+    +-- DeviceTrouble    the machine's owner: hardware or engine do not work as they must
 
 A message says what was expected, what came, and which round and device. Programs end with the leaf's
 `exit_code`, so that a service manager can tell a typing error from a dead link.
@@ -74,6 +75,12 @@ class StorageFailed(FedvitError):
     """A file could not be written: disk full, read-only, or no permission."""
 
     exit_code = 10
+
+
+class DeviceTrouble(FedvitError):
+    """The device's processor, engine or a part of it does not work as it must."""
+
+    exit_code = 11
 
 
 INTERRUPTED = 130

@@ -22,8 +22,8 @@ class Budget(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def tightest(self, other: "Budget") -> "Budget":
         """Both at once.
 
-        >>> Budget(memory_bytes=5, upload_bytes=2).tightest(Budget(memory_bytes=3))
-        Budget(memory_bytes=3, upload_bytes=2)
+        >>> Budget(memory_bytes=5, upload_bytes=2).tightest(Budget(memory_bytes=3)).memory_bytes
+        3
         """
         both = {name: (getattr(self, name), getattr(other, name)) for name in self.__struct_fields__}
         return Budget(
@@ -41,6 +41,8 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int | None = None  # the process's high-water mark since it started
     received_bytes: int | None = None  # payload bytes since the process started
     sent_bytes: int | None = None
+    fetched_bytes: int | None = None  # blobs that had to be fetched for the task
+    upload_bytes: int | None = None  # of the result's tensors, packed
     sustained: float | None = None  # median step of the last tenth of a task divided by that of its first tenth
     energy_j: float | None = None  # of the whole device during the task
     energy_source: str | None = None  # the sensor that `energy_j` comes from
@@ -49,9 +51,16 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
     broke: tuple[BudgetKind, ...] = ()  # budgets that the task exceeded
 
 
-class ProductRate(Struct, frozen=True, array_like=True):
-    """How fast matrix products (rows x inner) (inner x columns) are; 1 multiply-add = 2 FLOPs."""
+ProductKind = Literal["weights", "gradient", "attention", "integers"]
+"""Products by what limits them: with a matrix of weights; over samples into a weight's gradient (the left operand is
+transposed, and the product is added to); many small ones side by side; of integers."""
 
+
+class ProductRate(Struct, frozen=True, array_like=True):
+    """How fast `batch` matrix products (rows x inner) (inner x columns) are; 1 multiply-add = 2 FLOPs."""
+
+    kind: ProductKind
+    batch: int
     rows: int
     inner: int
     columns: int
@@ -63,10 +72,7 @@ class Speed(Struct, frozen=True, kw_only=True):
 
     threads: int
     products: tuple[ProductRate, ...]  # at some sizes; others lie in between
-    stream_bytes_per_s: float  # read and written by elementwise work on tensors that are larger than any cache
-    cached_bytes_per_s: float  # on tensors that fit into a cache
-    cache_bytes: int  # up to which tensors count as cached
-    elements_per_s: dict[str, float]  # of operators that do more than read and write, by ONNX name
+    bytes_per_s: dict[str, float]  # read and written by an operator, by ONNX name; "Add" stands for all others
     node_s: float  # that every operator takes, however small its tensors
 
 

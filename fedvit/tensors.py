@@ -5,6 +5,7 @@ numbers; never code).
 """
 
 import json
+import math
 import mmap
 import struct
 from collections.abc import Iterable, Mapping
@@ -34,26 +35,40 @@ def pack(tensors: Mapping[str, Array]) -> bytes:
 
 def packed_pieces(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
     """What `pack` gives, in pieces that lie where the tensors lie: to write them costs no memory."""
+    head, ordered = _head({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    pieces: list[bytes | memoryview] = [head]
+    for name in ordered:
+        tensor = tensors[name]
+        little: Any = tensor.astype(tensor.dtype.newbyteorder("<"), order="C", copy=False)
+        pieces.append(memoryview(little.reshape(-1).view(np.uint8)))
+    return pieces
+
+
+def packed_size(expected: Mapping[str, tuple[tuple[int, ...], str]]) -> int:
+    """Bytes of `pack` for tensors of these shapes and dtypes.
+
+    >>> packed_size({"w": ((2, 3), "float32")}) == len(pack({"w": np.zeros((2, 3), np.float32)}))
+    True
+    """
+    specs = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in expected.items()}
+    return len(_head(specs)[0]) + sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs.values())
+
+
+def _head(specs: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> tuple[bytes, list[str]]:
+    """What stands before the numbers, and the order in which they follow."""
     names = {np.dtype(kind).name: name for name, kind in _DTYPES.items()}
     # the widest first, so that every tensor is aligned
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    ordered = sorted(specs, key=lambda name: (-specs[name][1].itemsize, name))
     header: dict[str, object] = {}
-    pieces: list[bytes | memoryview] = []
     first = 0
-    for name, tensor in ordered:
-        little: Any = tensor.astype(tensor.dtype.newbyteorder("<"), order="C", copy=False)
-        whole = little.reshape(-1)
-        entry = {
-            "dtype": names[tensor.dtype.name],
-            "shape": list(tensor.shape),
-            "data_offsets": [first, first + whole.nbytes],
-        }
-        header[name] = entry
-        pieces.append(memoryview(whole.view(np.uint8)))
-        first += whole.nbytes
+    for name in ordered:
+        shape, dtype = specs[name]
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype.name], "shape": list(shape), "data_offsets": [first, first + size]}
+        first += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return [struct.pack("<Q", len(text)) + text, *pieces]
+    return struct.pack("<Q", len(text)) + text, ordered
 
 
 def unpack(raw: bytes) -> Tensors:

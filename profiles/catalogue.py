@@ -12,6 +12,7 @@ Devices train on their processors, so that is what speeds are of; GPUs and accel
 
 import difflib
 import tomllib
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -20,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from fedvit.errors import ConfigError
-from fedvit.resources import Budget, ProductRate, Speed
+from fedvit.resources import Budget, ProductKind, ProductRate, Speed
 
 Mark = Literal["measured", "published", "derived", "unverified"]
 
@@ -156,29 +157,31 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """fp32 FLOPs of the cores that training uses, 1 multiply-add = 2."""
         return sum(count * clock_hz * kind.flops_per_cycle.value for kind, count, clock_hz in self.training_cores(mode))
 
+    def training_flops_per_s(self, width: int, mode: str | None = None) -> float:
+        """That fp32 training of a ViT of one of the widths in `efficiency` reaches."""
+        return self.peak_flops_per_s(mode) * self.efficiency[width].value
+
     def speed(self, mode: str | None = None) -> Speed:
         """The board's speed in a power mode, as a device would measure it.
 
-        Products follow from peak and efficiency at each width; elementwise work from what memcpy was measured at
-        (read and written), or half of the data sheet's rate. Caches, costly operators and the time of one operator
-        are rules of thumb of so many cycles (constants below), as nothing was published on them.
+        Products follow from peak and efficiency at each width; other operators from what memcpy was measured at (read
+        and written), or half of the data sheet's rate, and are slower where they compute much. How much they compute,
+        and the time of one operator, are rules of thumb (constants below), as nothing was published on them.
 
         Raises ConfigError when the board has no such mode.
         """
-        peak = self.peak_flops_per_s(mode)
         cores = self.training_cores(mode)
         cycles_per_s = sum(count * clock_hz for _, count, clock_hz in cores)
-        stream = self.stream_bytes_per_s
+        stream = self.stream_bytes_per_s.value
+        computed = {op: BYTES_PER_ELEMENT * cycles_per_s / cycles for op, cycles in CYCLES_PER_ELEMENT.items()}
         return Speed(
             threads=sum(count for _, count, _ in cores),
             products=tuple(
-                ProductRate(PRODUCT_ROWS, width, width, peak * self.efficiency[width].value)
+                ProductRate(kind, *sizes(width), self.training_flops_per_s(width, mode))
+                for kind, sizes in PRODUCTS.items()
                 for width in sorted(self.efficiency)
             ),
-            stream_bytes_per_s=stream.value,
-            cached_bytes_per_s=max(stream.value, CACHED_BYTES_PER_CYCLE * cycles_per_s),
-            cache_bytes=self.memory.cache_bytes.whole,
-            elements_per_s={name: cycles_per_s / cycles for name, cycles in CYCLES_PER_ELEMENT.items()},
+            bytes_per_s={"Add": stream} | {op: min(stream, rate) for op, rate in computed.items()},
             node_s=NODE_CYCLES / max(clock_hz for _, _, clock_hz in cores),
         )
 
@@ -230,10 +233,16 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 PRODUCT_ROWS = 256
 """Rows of the products that a board's rates stand for: a few images' tokens."""
-CACHED_BYTES_PER_CYCLE = 4
-"""Read and written by one core in elementwise work on tensors in a cache: a quarter of a 128-bit load each cycle."""
-CYCLES_PER_ELEMENT = {"Softmax": 8, "LayerNormalization": 6, "Erf": 12, "Exp": 6, "Tanh": 10, "Sqrt": 3, "Div": 3}
-"""Of one core, on top of reading and writing."""
+PRODUCTS: dict[ProductKind, Callable[[int], tuple[int, int, int, int]]] = {
+    "weights": lambda width: (1, PRODUCT_ROWS, width, width),
+    "gradient": lambda width: (1, width, PRODUCT_ROWS, width),
+    "attention": lambda width: (width // 64, PRODUCT_ROWS, 64, PRODUCT_ROWS),
+}
+"""Batch, rows, inner and columns at a model's width. All kinds are as fast: what was published is their sum."""
+BYTES_PER_ELEMENT = 8
+"""Read and written."""
+CYCLES_PER_ELEMENT = {"Softmax": 8, "LayerNormalization": 6, "Gelu": 12, "Erf": 12, "Exp": 6}
+"""Of one core."""
 NODE_CYCLES = 20_000
 """That a runtime needs to begin and end one operator, threads included."""
 SYSTEM_BYTES = 512 << 20

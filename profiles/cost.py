@@ -1,42 +1,307 @@
-"""What a graph costs, counted on the graph that ships."""
+"""What a graph costs, counted on the graph that ships: products, bytes, and memory by liveness."""
 
 import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import onnx
+from onnx import TensorProto
+
+from fedvit.resources import ProductKind
+
+Shape = tuple[int, ...]
+
+class Product(NamedTuple):
+    """(rows x inner) (inner x columns), `batch` times."""
+
+    kind: ProductKind
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+
+    @property
+    def flops(self) -> int:
+        """2 per multiply-add; two products of integers stand for one of floats, so each counts half."""
+        return 2 * self.batch * self.rows * self.inner * self.columns // (2 if self.kind == "integers" else 1)
 
 
-def count_flops(graph: bytes) -> int:
-    """FLOPs of one run: 2 per multiply-add of every MatMul and Gemm; all other operators count 0.
+class Node(NamedTuple):
+    """What one operator of a graph costs, and where in the model it belongs."""
+
+    op: str
+    product: Product | None
+    moved_bytes: int  # read and written
+    block: str  # "embedding", "block 0", ..., "head"; see `block_of`
+    kind: str  # part of the block: "attention", "mlp", ...
+    forward: bool  # an answer or a loss follows from it; else it belongs to the backward pass
+
+    @property
+    def flops(self) -> int:
+        return self.product.flops if self.product else 0
+
+
+@dataclass(frozen=True)
+class GraphCost:
+    nodes: tuple[Node, ...]
+    activation_bytes: int  # of what lies between inputs and outputs, at its highest; see `_peak_bytes`
+    graph_bytes: int
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(node.flops for node in self.nodes)
+
+
+def count_flops(content: bytes) -> int:
+    """FLOPs of one run: 2 per multiply-add of every matrix product; all other operators count 0.
 
     The convention of torch's FlopCounterMode: elementwise work, softmax and norms are not counted. Raises
     ValueError when a product's shape is unknown, for then the count would be silently too low.
     """
-    model = onnx.load_from_string(graph)
-    shapes = _shapes(model.graph)
-    return sum(int(_product_flops(node, shapes) * _PRODUCTS.get(node.op_type, 0)) for node in model.graph.node)
+    return graph_cost(content).flops
 
 
-_PRODUCTS = {"MatMul": 1.0, "Gemm": 1.0, "MatMulIntegerToFloat": 0.5}
-"""What counts, and how much of it: two products of integers stand for one of floats."""
+def graph_cost(content: bytes) -> GraphCost:
+    """Price an ONNX graph. Raises ValueError when a product's shape is unknown."""
+    graph = onnx.load_from_string(content).graph
+    tensors = _tensors(graph)
+    forward, fused = _forward(graph), _fused(graph)
+    places = _places(graph)
+    nodes = []
+    for node in graph.node:
+        block, kind = places[node.output[0]]
+        nodes.append(
+            Node(
+                op=node.op_type,
+                product=_product(node, tensors),
+                moved_bytes=0 if node.op_type in _VIEWS or node.name in fused else _moved_bytes(node, tensors),
+                block=block,
+                kind=kind,
+                forward=node.output[0] in forward,
+            )
+        )
+    return GraphCost(tuple(nodes), _peak_bytes(graph, tensors), len(content))
 
 
-def _product_flops(node: onnx.NodeProto, shapes: dict[str, tuple[int, ...]]) -> int:
-    if node.op_type not in _PRODUCTS:
-        return 0
-    left, out = shapes.get(node.input[0]), shapes.get(node.output[0])
-    if left is None or out is None:
-        raise ValueError(f"{node.op_type} node {node.name!r} has an operand of unknown shape")
-    transposed = node.op_type == "Gemm" and any(a.name == "transA" and a.i for a in node.attribute)
-    inner = left[0] if transposed else left[-1]
-    return 2 * math.prod(out) * inner
+# --- shapes -------------------------------------------------------------------------------------------
 
 
-def _shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
-    """Shape of every value whose dimensions are all known."""
-    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+class _Tensor(NamedTuple):
+    shape: Shape
+    item_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.item_bytes
+
+
+_ITEM_BYTES = {
+    TensorProto.FLOAT: 4, TensorProto.FLOAT16: 2, TensorProto.DOUBLE: 8, TensorProto.INT64: 8, TensorProto.INT32: 4,
+    TensorProto.INT8: 1, TensorProto.UINT8: 1, TensorProto.BOOL: 1,
+}  # fmt: skip
+
+
+def _tensors(graph: onnx.GraphProto) -> dict[str, _Tensor]:
+    """Every value whose dimensions are all known."""
+    tensors = {
+        tensor.name: _Tensor(tuple(tensor.dims), _ITEM_BYTES.get(tensor.data_type, 4)) for tensor in graph.initializer
+    }
     for value in (*graph.input, *graph.output, *graph.value_info):
-        dims = value.type.tensor_type.shape.dim
+        kind = value.type.tensor_type
         # without a shape not even the rank is known; a scalar has one, without dimensions
-        if value.type.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
-            shapes[value.name] = tuple(dim.dim_value for dim in dims)
-    return shapes
+        if kind.HasField("shape") and all(dim.HasField("dim_value") for dim in kind.shape.dim):
+            shape = tuple(dim.dim_value for dim in kind.shape.dim)
+            tensors[value.name] = _Tensor(shape, _ITEM_BYTES.get(kind.elem_type, 4))
+    return tensors
+
+
+_PRODUCTS = {"MatMul", "Gemm", "MatMulIntegerToFloat"}
+_VIEWS = {"Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten", "ConstantOfShape"}
+"""Operators that give what is there already another shape."""
+
+
+def _product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> Product | None:
+    if node.op_type not in _PRODUCTS:
+        return None
+    if any(name not in tensors for name in (node.input[0], node.output[0])):
+        raise ValueError(f"{node.op_type} node {node.name!r} has an operand of unknown shape")
+    left, out = tensors[node.input[0]].shape, tensors[node.output[0]].shape
+    turned = node.op_type == "Gemm" and any(a.name == "transA" and a.i for a in node.attribute)
+    inner = left[0] if turned else left[-1]
+    right = tensors[node.input[1]].shape if node.input[1] in tensors else ()
+    if node.op_type == "MatMulIntegerToFloat":
+        kind: ProductKind = "integers"
+    else:
+        kind = "gradient" if turned else "attention" if len(right) > 2 else "weights"
+    columns = out[-1] if out else 1
+    if kind == "attention":
+        return Product(kind, math.prod(out[:-2]), out[-2], inner, columns)
+    return Product(kind, 1, math.prod(out) // max(1, columns), inner, columns)
+
+
+def _moved_bytes(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> int:
+    return sum(tensors[name].size_bytes for name in (*node.input, *node.output) if name in tensors)
+
+
+def _fused(graph: onnx.GraphProto) -> set[str]:
+    """Names of transpositions that onnxruntime makes a flag of the products which read them."""
+    readers: dict[str, list[str]] = defaultdict(list)
+    for node in graph.node:
+        for name in node.input:
+            readers[name].append(node.op_type)
+    turned = [node for node in graph.node if node.op_type == "Transpose" and set(readers[node.output[0]]) == {"MatMul"}]
+    return {node.name for node in turned if _swaps_the_last_two(node)}
+
+
+def _swaps_the_last_two(node: onnx.NodeProto) -> bool:
+    order = next(list(attribute.ints) for attribute in node.attribute if attribute.name == "perm")
+    rank = len(order)
+    return rank > 2 and order == [*range(rank - 2), rank - 1, rank - 2]
+
+
+# --- where a node belongs -----------------------------------------------------------------------------
+
+
+def _forward(graph: onnx.GraphProto) -> set[str]:
+    """Values that the loss, an answer or what is collected follows from."""
+    made_by = {name: node for node in graph.node for name in node.output}
+    ends = [output.name for output in graph.output if not output.name.startswith("new/")]
+    seen: set[str] = set()
+    while ends:
+        name = ends.pop()
+        if name not in seen:
+            seen.add(name)
+            ends += made_by[name].input if name in made_by else ()
+    return seen
+
+
+def block_of(tensor: str) -> tuple[str, str]:
+    """(block, kind) of a tensor of the model by its name.
+
+    >>> block_of("blocks.11.attn.qkv.weight"), block_of("head.weight"), block_of("patch_embed.proj.bias")
+    (('block 11', 'attention'), ('head', 'head'), ('embedding', 'embedding'))
+    """
+    if found := re.search(r"(?:^|\.)blocks\.(\d+)\.(\w+)", tensor):
+        part = found[2]
+        return f"block {found[1]}", {"attn": "attention"}.get(part, part)
+    first = re.sub(r"^[a-z]*/", "", tensor).split(".")[0]
+    if first in ("patch_embed", "pos_embed", "cls_token", "reg_token", "embedding"):
+        return "embedding", "embedding"
+    return ("head", "head") if "head" in first or first in ("norm", "fc_norm") else (first, first)
+
+
+_OF_A_WEIGHT = {"DequantizeLinear", "Cast", "Transpose", "Reshape", "Slice", "Split"}
+"""Operators that give a weight as it is read."""
+
+
+def _places(graph: onnx.GraphProto) -> dict[str, tuple[str, str]]:
+    """Node (by first output) -> (block, kind): of the tensor that it reads, or whose gradient it adds to, else of the
+    nearest node before it that has one; an attention's products read only what its block's weights made."""
+    named: dict[str, tuple[str, str]] = {}
+    for value in graph.input:
+        group, _, tensor = value.name.partition("/")
+        if group in ("tensor", "grad", "anchor"):
+            named[value.name] = block_of(tensor)
+    places: dict[str, tuple[str, str]] = {}
+    known: dict[str, tuple[str, str]] = dict(named)
+    for node in graph.node:
+        own = next((named[name] for name in reversed(node.input) if name in named), None)
+        if own is None:
+            own = next((known[name] for name in node.input if name in known), ("embedding", "embedding"))
+        for name in node.output:
+            known[name] = own
+            if node.op_type in _OF_A_WEIGHT and node.input[0] in named:
+                named[name] = own
+        places[node.output[0]] = own
+    return places
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+_IN_PLACE = {
+    "Add", "Sub", "Mul", "Div", "Neg", "Exp", "Erf", "Sqrt", "Pow", "Tanh", "Abs", "Clip", "Softmax", "LogSoftmax",
+    "Gelu", "Relu", "Sigmoid", "Where", "Reciprocal",
+}  # fmt: skip
+"""Operators that onnxruntime lets write where an operand lay that nobody reads afterwards."""
+_ALIGNED = 256
+
+
+def _peak_bytes(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor]) -> int:
+    """Bytes of values between inputs and outputs that are needed at one time, at most.
+
+    In onnxruntime's order of execution, with its reuse: views share memory, and an operator that can writes over an
+    operand of its own size that is read for the last time. Outputs are written to memory of the caller.
+    """
+    order = _execution_order(graph)
+    last_use: dict[str, int] = {}
+    root: dict[str, str] = {}  # a value -> the one whose memory it lies in
+    outside = {value.name for value in (*graph.input, *graph.output)} | {tensor.name for tensor in graph.initializer}
+
+    def lies_in(name: str) -> str:
+        return root.get(name, name)
+
+    for node in graph.node:
+        if node.op_type in _VIEWS and node.op_type != "ConstantOfShape" and node.input:
+            root[node.output[0]] = lies_in(node.input[0])
+    for place, node in enumerate(order):
+        for name in node.input:
+            last_use[lies_in(name)] = place
+    live: dict[str, int] = {}
+    now = peak = 0
+    for place, node in enumerate(order):
+        freed = [lies_in(name) for name in node.input if last_use.get(lies_in(name)) == place]
+        for name in node.output:
+            if not name or name in root or name in outside:
+                continue
+            size = -(-(tensors[name].size_bytes if name in tensors else 0) // _ALIGNED) * _ALIGNED
+            reused = next((old for old in freed if node.op_type in _IN_PLACE and live.get(old) == size), None)
+            if reused is not None:
+                freed = [old for old in freed if old != reused]
+                now -= live.pop(reused)
+            live[name] = size
+            now += size
+        peak = max(peak, now)
+        unused = [name for name in node.output if name in live and name not in last_use]
+        for name in {*freed, *unused}:
+            now -= live.pop(name, 0)
+    return peak
+
+
+def _execution_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """onnxruntime's default: depth first from the last node that nobody reads, operands in the order of the graph."""
+    nodes = list(graph.node)
+    maker = {name: index for index, node in enumerate(nodes) for name in node.output}
+    before = [sorted({maker[name] for name in node.input if name in maker}, reverse=True) for node in nodes]
+    read = {index for operands in before for index in operands}
+    stack = [(index, False) for index in range(len(nodes)) if index not in read]
+    seen: set[int] = set()
+    order: list[onnx.NodeProto] = []
+    while stack:
+        index, leaving = stack.pop()
+        if leaving:
+            order.append(nodes[index])
+        elif index not in seen:
+            seen.add(index)
+            stack.append((index, True))
+            stack += [(operand, False) for operand in before[index] if operand not in seen]
+    return order
+
+
+def flop_shares(cost: GraphCost, runs: int = 1) -> Iterator[tuple[str, str, int, int]]:
+    """(block, kind, forward FLOPs, backward FLOPs) of so many runs, in the model's order."""
+    shares: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for node in cost.nodes:
+        if node.flops:
+            shares[node.block, node.kind][not node.forward] += runs * node.flops
+    for (block, kind), (forward, backward) in sorted(shares.items(), key=lambda share: _in_order(share[0])):
+        yield block, kind, forward, backward
+
+
+def _in_order(share: tuple[str, str]) -> tuple[int, int, str]:
+    block, kind = share
+    number = int(block.split()[1]) if block.startswith("block ") else 0
+    return {"embedding": 0, "head": 2}.get(block, 1), number, kind

@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from fedvit.resources import Budget, BudgetKind
+from fedvit.resources import Budget, BudgetKind, ProductKind
 
 FLOP_CONVENTION = "2 FLOPs per multiply-add; matrix products only, forward and backward as in the graph that runs"
 
@@ -23,6 +23,36 @@ class FlopShare(Struct, frozen=True, kw_only=True):
     trained: bool | None = None  # whether the device trains any tensor of it; None: not said
 
 
+class MemoryPhase(Struct, frozen=True, kw_only=True):
+    """Resident memory at its highest in one part of a round."""
+
+    phase: Literal["train", "upload", "evaluate"]
+    parts: dict[str, int]  # "software", "weights", "trained", "activations", "images", ... -> bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+class ProductWork(Struct, frozen=True, array_like=True):
+    """So many equal matrix products; a fraction where phases differ."""
+
+    kind: ProductKind
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+    count: float
+
+
+class Work(Struct, frozen=True, kw_only=True):
+    """What a processor must do, in terms of a `Speed`."""
+
+    products: list[ProductWork]
+    moved_bytes: dict[str, float]  # read and written by operators that are no products, by ONNX name
+    nodes: float
+
+
 class ProgramCost(Struct, frozen=True, kw_only=True):
     """What follows from a Program and its graphs alone, whatever device runs it."""
 
@@ -31,7 +61,7 @@ class ProgramCost(Struct, frozen=True, kw_only=True):
     options: dict[str, str | int | float | bool | None]
     batch_size: int  # samples of one optimizer step
     run_size: int  # samples of one run of the graph
-    tokens: int  # of one image in training
+    kept_patches: int  # of one image in training
     mask_ratio: float
     parameters_trained: int
     parameters_frozen: int
@@ -40,25 +70,21 @@ class ProgramCost(Struct, frozen=True, kw_only=True):
     flops_backward: int
     flops: list[FlopShare]
     flops_evaluate: int  # of one image
+    step_work: Work  # of one optimizer step
+    answer_work: Work  # of one run of the graph that answers
+    answer_size: int  # images of such a run
     steps: int  # of a round
+    images: int  # that the device trains with
+    test_images: int
     flops_round: int  # of a round's training
     bytes_once: int  # graphs, Program and first values: fetched once
     bytes_down: int  # tensors that the server sends each round
     bytes_up: int  # the result of a round; where what is collected depends on chance, at most
-    activation_bytes: int  # that one run of the largest training graph holds at a time, by liveness
-    trained_bytes: int  # values, gradients and optimizer slots of what the device trains
-    fixed_bytes: int  # what it does not train, as it travels: mapped files
-
-
-class MemoryPhase(Struct, frozen=True, kw_only=True):
-    """Resident memory at its highest in one part of a round."""
-
-    phase: Literal["idle", "train", "upload", "evaluate"]
-    parts: dict[str, int]  # "software", "weights", "trained", "activations", "batches", ... -> bytes
+    memory: list[MemoryPhase]  # beside the software itself, which is the device's
 
     @property
-    def total_bytes(self) -> int:
-        return sum(self.parts.values())
+    def flops_step(self) -> int:
+        return self.flops_forward + self.flops_backward
 
 
 class Prediction(Struct, frozen=True, kw_only=True):

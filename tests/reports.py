@@ -4,7 +4,8 @@ from typing import Any
 
 from fedvit.resources import Budget, ResourceUse
 from profiles.catalogue import load
-from profiles.prediction import Expected, FlopShare, MemoryPhase, Prediction, ProgramCost
+from profiles.predict import predict
+from profiles.prediction import Expected, FlopShare, MemoryPhase, Prediction, ProductWork, ProgramCost, Work
 from profiles.report.document import (
     DeviceRound,
     ProfiledDevice,
@@ -42,49 +43,43 @@ def cost(mask: float, local_blocks: int) -> ProgramCost:
         )
         for block in range(DEPTH)
     ]
-    head = FlopShare(block="head", kind="product", forward=BATCH * 15_360, backward=2 * BATCH * 15_360, trained=True)
-    forward, backward = (DEPTH * one + head.forward, (DEPTH + local_blocks) * one + head.backward)
+    head = FlopShare(block="head", kind="head", forward=BATCH * 15_360, backward=2 * BATCH * 15_360, trained=True)
+    forward, backward = DEPTH * one + head.forward, (DEPTH + local_blocks) * one + head.backward
     trained = 743_424 + local_blocks * 7_087_872 + 7_690
+    frozen = 85_806_346 - trained
+    product = ProductWork(
+        "weights", 1, BATCH * tokens, WIDTH, WIDTH, (forward + backward) / (2 * BATCH * tokens * WIDTH**2)
+    )
+    answer = ProductWork("weights", 1, 197, WIDTH, WIDTH, DEPTH * block_flops(197) / (2 * 197 * WIDTH**2))
+    weights, values = {"weights": 4 * frozen}, {"trained": 4 * 4 * trained}
+    batches = {"images": 40_000_000}
+    features = 500 * tokens * WIDTH * 4
     return ProgramCost(
         method="eftvit", model="vit_base_patch16_224", options={"mask": mask, "local_blocks": local_blocks},
-        batch_size=BATCH, run_size=8, tokens=tokens, mask_ratio=mask, parameters_trained=trained,
-        parameters_frozen=85_806_346 - trained, parameters_local=trained - 7_690, flops_forward=forward,
-        flops_backward=backward, flops=[*shares, head], flops_evaluate=DEPTH * block_flops(197), steps=80,
-        flops_round=80 * (forward + backward), bytes_once=63_000_000, bytes_down=4 * (85_806_346 - trained),
-        bytes_up=500 * tokens * WIDTH * 4, activation_bytes=8 * tokens * WIDTH * 4 * 135,
-        trained_bytes=4 * 4 * trained, fixed_bytes=4 * (85_806_346 - trained),
+        batch_size=BATCH, run_size=8, kept_patches=tokens - 1, mask_ratio=mask, parameters_trained=trained, parameters_frozen=frozen,
+        parameters_local=trained - 7_690, flops_forward=forward, flops_backward=backward, flops=[*shares, head],
+        flops_evaluate=DEPTH * block_flops(197),
+        step_work=Work(products=[product], moved_bytes={"Add": 2e9, "Gelu": 4e8}, nodes=2500),
+        answer_work=Work(products=[answer], moved_bytes={"Add": 2e8}, nodes=400), answer_size=1, steps=80, images=500,
+        test_images=100, flops_round=80 * (forward + backward), bytes_once=63_000_000, bytes_down=4 * frozen,
+        bytes_up=features,
+        memory=[
+            MemoryPhase(
+                phase="train", parts=weights | values | {"activations": 8 * tokens * WIDTH * 4 * 135} | batches
+            ),
+            MemoryPhase(phase="upload", parts=weights | values | {"features": 2 * features}),
+            MemoryPhase(phase="evaluate", parts=weights | {"activations": 120_000_000, "images": 20_000_000}),
+        ],
     )  # fmt: skip
 
 
 def prediction(cost: ProgramCost, device: str, mode: str | None = None, **budget: Any) -> Prediction:
-    """Products alone take time; memory is the sum of what must be held."""
+    """On a board of the catalogue, whose memory is a budget, too."""
     board = load(device)
-    rate = board.speed(mode).products[-1].flops_per_s
-    step_s = (cost.flops_forward + cost.flops_backward) / rate
-    watts = board.power_w(mode)
-    weights = {"software": 75_000_000, "weights": cost.fixed_bytes}
-    training = {**weights, "trained": cost.trained_bytes, "activations": cost.activation_bytes, "batches": 40_000_000}
-    memory = [
-        MemoryPhase(phase="idle", parts={"software": 55_000_000}),
-        MemoryPhase(phase="train", parts=training),
-        MemoryPhase(phase="upload", parts={**weights, "trained": cost.trained_bytes, "results": 2 * cost.bytes_up}),
-        MemoryPhase(phase="evaluate", parts={**weights, "activations": 120_000_000, "batches": 20_000_000}),
-    ]
-    peak = max(phase.total_bytes for phase in memory)
     limits = board.budget().tightest(Budget(**budget))
-    over = [
-        kind
-        for kind, needed, limit in (
-            ("memory", peak, limits.memory_bytes),
-            ("time", cost.steps * step_s, limits.round_deadline_s),
-        )
-        if limit is not None and needed > limit
-    ]
-    return Prediction(
-        device=device, source="catalogue", mode=mode, step_s=step_s, train_s=cost.steps * step_s,
-        evaluate_s=100 * cost.flops_evaluate / rate, bound="products", memory=memory, peak_rss_bytes=peak,
-        energy_j=cost.steps * step_s * watts[1] if watts else None, power_w=watts[1] if watts else None,
-        over=tuple(over),
+    return predict(
+        cost, board.speed(mode), device=device, source="catalogue", mode=mode, budget=limits,
+        power_w=board.power_w(mode),
     )  # fmt: skip
 
 

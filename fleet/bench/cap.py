@@ -1,7 +1,6 @@
 """`fleet bench cap`: does a real device get through a round of EFTViT under a hard limit on its memory?"""
 
 import contextlib
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -9,25 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.broker import start_broker
-from coordinator.store import Store
-from fedvit.errors import FedvitError
 from fleet.bench.bytecode import with_bytecode
-from fleet.bench.edge import MemoryWatch, edge_command, last_line, noise_folder
+from fleet.bench.edge import MemoryWatch, noise_folder
 from fleet.bench.memory_limit import Kind, MemoryLimit, limited
-from fleet.processes import Fleet, program
+from fleet.bench.one_round import one_round
 
-RUN = "cap"
 MEGA = 1e6
-POLL_S = 0.1
-SAY_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,101 +77,42 @@ def run_cap(settings: CapSettings, progress: Callable[[str], None] = lambda line
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as made, contextlib.ExitStack() as stack:
         home = Path(made)
         data = noise_folder(home / "parts", images=settings.images, size=settings.image_size)
-        broker = start_broker("auto", home / "broker", port=0)
-        stack.callback(broker.stop)
-        store = Store.in_folder(home / "runs")
-        stack.callback(store.close)
-        address = f"mqtt://{broker.address.host}:{broker.address.port}"
         limit = stack.enter_context(limited(settings.limit_bytes))
-        progress(f"{broker.kind}; {settings.limit_bytes / MEGA:.0f} MB for the device, limited by {limit.kind}")
-        fleet = stack.enter_context(Fleet())
-        coordinator = fleet.start("coordinator", _coordinator(home, settings, address), log=home / "coordinator.log")
-        device = fleet.start(
-            "device", limit.command(with_bytecode(edge_command(address, data, home / "state"))), log=home / "device.log"
+        under_way = stack.enter_context(
+            one_round(home, settings.run, data, command=lambda plain: limit.command(with_bytecode(plain)))
         )
-        watch = stack.enter_context(MemoryWatch(device.pid, "VmHWM", "RssAnon"))
-        return _Watched(settings, home, store, coordinator, device, limit, watch, progress).report()
-
-
-def _coordinator(home: Path, settings: CapSettings, address: str) -> list[str]:
-    file = home / "run.toml"
-    file.write_bytes(msgspec.toml.encode({**settings.run, "broker": {"broker": address}}))
-    return [*program("coordinator.cli"), "start", "--config", str(file), "--out", str(home / "runs"), "--run", RUN]
-
-
-@dataclass
-class _Watched:
-    """A round under way."""
-
-    settings: CapSettings
-    home: Path
-    store: Store
-    coordinator: subprocess.Popen[bytes]
-    device: subprocess.Popen[bytes]
-    limit: MemoryLimit
-    watch: MemoryWatch
-    progress: Callable[[str], None]
-
-    def report(self) -> CapReport:
-        began = time.monotonic()
-        reason = self._wait(began)
-        results = {result.kind: result for result in self.store.results(RUN)}
+        progress(f"{under_way.broker}; {settings.limit_bytes / MEGA:.0f} MB for the device, limited by {limit.kind}")
+        watch = stack.enter_context(MemoryWatch(under_way.device.pid, "VmHWM", "RssAnon"))
+        reason = under_way.wait(
+            settings.patience_s,
+            died=lambda code: _killed(limit),
+            say=lambda line: progress(f"device at most {watch.peaks.get('RssAnon', 0) / MEGA:.0f} MB so far; {line}"),
+        )
+        results = under_way.results
         use = results["train"].use if "train" in results else None
-        peaks, counted = self.watch.peaks, self.limit.peak_bytes()
+        peaks, counted = watch.peaks, limit.peak_bytes()
         return CapReport(
             completed="train" in results,
             evaluated="evaluate" in results,
             reason=reason,
-            limited_by=self.limit.kind,
-            limit_bytes=self.settings.limit_bytes,
+            limited_by=limit.kind,
+            limit_bytes=settings.limit_bytes,
             peak_bytes=peaks.get("VmHWM") if counted is None else counted,
             peak_rss_bytes=peaks.get("VmHWM"),
             peak_anonymous_bytes=peaks.get("RssAnon"),
-            kills=self.limit.kills(),
-            model=self.settings.model,
-            batch_size=self.settings.batch_size,
-            micro_batch=self.settings.micro_batch,
-            precision=self.settings.precision,
+            kills=limit.kills(),
+            model=settings.model,
+            batch_size=settings.batch_size,
+            micro_batch=settings.micro_batch,
+            precision=settings.precision,
             step_s=use.step_s if use else None,
             train_s=use.train_s if use else None,
-            seconds=time.monotonic() - began,
+            seconds=time.monotonic() - under_way.began,
         )
 
-    def _wait(self, began: float) -> str | None:
-        """Until the run is over, or the reason why it will never be."""
-        said = began
-        while self.coordinator.poll() is None:
-            if (code := self.device.poll()) not in (None, 0):
-                return self._death(int(code or 0))
-            if reason := self._refused():
-                return reason
-            now = time.monotonic()
-            if now - began > self.settings.patience_s:
-                return f"not done within {self.settings.patience_s:.0f} s"
-            if now - said >= SAY_EVERY_S:
-                said = now
-                self.progress(f"{now - began:.0f} s: {self._state()}")
-            time.sleep(POLL_S)
-        if self.coordinator.returncode != 0:
-            raise FedvitError(
-                f"the coordinator ended with code {self.coordinator.returncode}: "
-                f"{last_line(self.home / 'coordinator.log')}"
-            )
-        return None
 
-    def _death(self, code: int) -> str:
-        if self.limit.kills():
-            return "the kernel killed the device: it needs more memory than the limit"
-        return f"the device ended with code {code}: {last_line(self.home / 'device.log')}"
-
-    def _refused(self) -> str | None:
-        refusals = self.store.refusals(RUN)
-        return f"{refusals[0].kind}: {refusals[0].reason}" if refusals else None
-
-    def _state(self) -> str:
-        """What is going on, for whoever waits."""
-        anonymous = self.watch.peaks.get("RssAnon", 0)
-        return f"device at most {anonymous / MEGA:.0f} MB so far; {last_line(self.home / 'device.log')}"
+def _killed(limit: MemoryLimit) -> str | None:
+    return "the kernel killed the device: it needs more memory than the limit" if limit.kills() else None
 
 
 def cap_table(report: CapReport) -> RenderableType:

@@ -116,3 +116,16 @@ def idle_command(starts: int, as_json: bool) -> None:
     with choose_display() as display:
         report = run_idle(starts=starts, progress=display.line)
     _print(report, idle_table, as_json)
+
+
+@bench_command.command("profile")
+@_case_flag
+@_json_flag
+def profile_command(names: tuple[str, ...], as_json: bool) -> None:
+    """Compare what is predicted of a Program with what a real device needs for it."""
+    from fleet.bench.profile import profile_table, run_profile_bench
+
+    cases = choose(names)
+    with choose_display() as display:
+        report = run_profile_bench(cases, display.line)
+    _print(report, profile_table, as_json)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from edge_client.engine import open_session
 from edge_client.steps import PIECE_ELEMENTS
 from fedvit.blobs import BlobStore
+from fedvit.engine import open_session
 from fedvit.errors import ConfigError
 from fedvit.program import Program, decode_program
 from fedvit.tensors import Tensors

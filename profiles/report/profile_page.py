@@ -10,7 +10,7 @@ FORWARD = Segment(0, "c0", "forward")
 BACKWARD = Segment(0, "c1", "backward")
 FROZEN = Segment(0, "c7", "of blocks that are not trained", hatched=True)
 SPEEDS = {"measured": "as devices measured them", "catalogue": "those of the catalogue"}
-MEMORY_PHASES = {"idle": "waiting", "train": "training", "upload": "uploading", "evaluate": "testing"}
+MEMORY_PHASES = {"train": "training", "upload": "uploading", "evaluate": "testing"}
 
 
 def profile_page(document: ProfileDocument) -> str:
@@ -218,13 +218,13 @@ def _phase_label(variant: str, phase: MemoryPhase, *, many: bool) -> str:
 def variant_table(document: ProfileDocument) -> Grid:
     """What follows from the Programs alone."""
     headings = (
-        "variant", "tokens", "batch", "of a run", "trained", "frozen", "stays local", "forward / image",
+        "variant", "patches kept", "batch", "of a run", "trained", "frozen", "stays local", "forward / image",
         "backward / image", "steps", "FLOP / round", "FLOP / test image", "once", "down", "up",
     )  # fmt: skip
     rows = [
         (
             variant.label,
-            str(cost.tokens),
+            str(cost.kept_patches),
             str(cost.batch_size),
             str(cost.run_size),
             f"{cost.parameters_trained:,}",

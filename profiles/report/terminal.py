@@ -36,14 +36,14 @@ def _variants(document: ProfileDocument, width: int) -> Table:
     def drawn(*, bytes_: bool) -> Table:
         drawn = table("variants")
         column(drawn, "variant", justify="left")
-        for heading in ("tokens", "numbers\ntrained", "of an image\nforward", "of an image\nbackward"):
+        for heading in ("patches\nkept", "numbers\ntrained", "of an image\nforward", "of an image\nbackward"):
             column(drawn, heading)
         for heading in ("down\na round", "up\na round") if bytes_ else ():
             column(drawn, heading)
         for variant in document.variants:
             cost = variant.cost
             cells = [
-                str(cost.tokens),
+                str(cost.kept_patches),
                 count(cost.parameters_trained),
                 count(cost.flops_forward / cost.batch_size, "FLOP"),
                 count(cost.flops_backward / cost.batch_size, "FLOP"),

@@ -1,4 +1,4 @@
-"""How this device opens a graph: onnxruntime with the settings that were measured to be the best ones."""
+"""How a device opens a graph: onnxruntime with the settings that were measured to be the best ones."""
 
 import functools
 import logging

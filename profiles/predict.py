@@ -1,0 +1,136 @@
+"""What a Program will cost on one device: seconds by a roofline over its operators, memory, energy, budgets."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from scipy.optimize import nnls
+
+from fedvit.resources import Budget, BudgetKind, ProductKind, ProductRate, Speed
+from profiles.prediction import Prediction, ProductWork, ProgramCost, Work
+
+SOFTWARE_BYTES = 75_000_000
+"""Python, numpy, onnxruntime and our own modules, after the first graph is loaded; where the device did not say."""
+
+
+def predict(
+    cost: ProgramCost,
+    speed: Speed,
+    *,
+    device: str,
+    source: Literal["measured", "catalogue"],
+    mode: str | None = None,
+    budget: Budget | None = None,
+    power_w: tuple[float, float] | None = None,
+    base_rss_bytes: int | None = None,
+) -> Prediction:
+    """Cost of a round on a device of this speed.
+
+    `power_w` is (idle, under load); `base_rss_bytes` what the device's process holds before it has any work.
+    """
+    parts = seconds(cost.step_work, speed)
+    step_s = sum(parts.values())
+    answers_s = sum(seconds(cost.answer_work, speed).values())
+    train_s = cost.steps * step_s
+    software = SOFTWARE_BYTES if base_rss_bytes is None else base_rss_bytes + ENGINE_BYTES
+    memory = [
+        msgspec.structs.replace(phase, parts={"software": software, **phase.parts}) for phase in cost.memory
+    ]
+    peak = max(phase.total_bytes for phase in memory)
+    return Prediction(
+        device=device,
+        source=source,
+        mode=mode,
+        step_s=step_s,
+        train_s=train_s,
+        evaluate_s=-(-cost.test_images // cost.answer_size) * answers_s if cost.test_images else None,
+        bound=max(parts, key=lambda part: parts[part]),
+        memory=memory,
+        peak_rss_bytes=peak,
+        energy_j=train_s * power_w[1] if power_w else None,
+        power_w=power_w[1] if power_w else None,
+        over=_over(cost, train_s, peak, budget or Budget()),
+    )
+
+
+ENGINE_BYTES = 25_000_000
+"""That onnxruntime adds to a process that had not loaded it."""
+
+
+def _over(cost: ProgramCost, train_s: float, peak_bytes: int, budget: Budget) -> tuple[BudgetKind, ...]:
+    spent: dict[BudgetKind, tuple[float, float | None]] = {
+        "memory": (peak_bytes, budget.memory_bytes),
+        "flops": (cost.flops_round, budget.flops_per_round),
+        "time": (train_s, budget.round_deadline_s),
+        "upload": (cost.bytes_up, budget.upload_bytes),
+    }
+    return tuple(kind for kind, (needed, limit) in spent.items() if limit is not None and needed > limit)
+
+
+# --- seconds ------------------------------------------------------------------------------------------
+
+Bound = Literal["products", "memory", "overhead"]
+
+
+def seconds(work: Work, speed: Speed) -> dict[Bound, float]:
+    """What takes how long: one operator after another, each as fast as it is alone."""
+    rates = ProductModel(speed.products)
+    plain = speed.bytes_per_s["Add"]
+    return {
+        "products": sum(product.count * rates.seconds(product) for product in work.products),
+        "memory": sum(moved / _rate(speed, op, plain) for op, moved in work.moved_bytes.items()),
+        "overhead": work.nodes * speed.node_s,
+    }
+
+
+_LIKE = {
+    "Split": "Concat", "Slice": "Concat", "Gather": "Concat", "Expand": "Concat", "Pad": "Concat",
+    "ReduceSum": "ReduceMean", "ReduceMax": "ReduceMean", "LogSoftmax": "Softmax", "Tanh": "Erf",
+    "QuantizeLinear": "DequantizeLinear",
+}  # fmt: skip
+"""Operators that are not measured, and those that they are as fast as."""
+
+
+def _rate(speed: Speed, op: str, plain: float) -> float:
+    return speed.bytes_per_s.get(op) or speed.bytes_per_s.get(_LIKE.get(op, "Add")) or plain
+
+
+class ProductModel:
+    """Seconds of a product of any size, from those that were measured.
+
+    Each kind's seconds are a sum, with factors that fit the measured ones best: of its FLOPs, of the right operand's
+    elements (which is packed anew each time), and of the result's.
+    """
+
+    def __init__(self, rates: Sequence[ProductRate]) -> None:
+        by_kind: dict[ProductKind, list[ProductRate]] = defaultdict(list)
+        for rate in rates:
+            by_kind[rate.kind].append(rate)
+        self._factors = {kind: _fitted(measured) for kind, measured in by_kind.items()}
+
+    def seconds(self, product: ProductWork) -> float:
+        factors = self._factors.get(product.kind)
+        if factors is None:
+            factors = self._factors["weights"]
+        return float(_terms(product) @ factors)
+
+
+def _terms(product: ProductRate | ProductWork) -> Any:
+    flops = 2 * product.batch * product.rows * product.inner * product.columns
+    if product.kind == "integers":
+        flops //= 2
+    right = product.batch * product.inner * product.columns
+    out = product.batch * product.rows * product.columns
+    return np.array([flops, right, out], np.float64)
+
+
+def _fitted(measured: Sequence[ProductRate]) -> Any:
+    """Factors that no product can be below zero with; relative errors count."""
+    terms = np.stack([_terms(rate) for rate in measured])
+    taken = np.array([terms_of[0] / rate.flops_per_s for terms_of, rate in zip(terms, measured, strict=True)])
+    factors, _ = nnls(terms / taken[:, None], np.ones(len(measured)))
+    return factors
+
+

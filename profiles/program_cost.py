@@ -1,0 +1,244 @@
+"""What follows from a Program and its graphs alone, whatever device runs it: FLOPs, bytes each way, memory."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+
+import numpy as np
+
+from fedvit.program import Collect, Program, Role, TensorSpec, Train
+from fedvit.tensors import packed_size
+from profiles.cost import GraphCost, Product, flop_shares, graph_cost
+from profiles.prediction import FlopShare, MemoryPhase, ProductWork, ProgramCost, Work
+
+IMAGE_CACHE_BYTES = 64 << 20
+"""Decoded images that a device keeps, of each of its splits (fedvit.data.folder)."""
+ARENA_SLACK = 1.1
+"""What onnxruntime's arena holds of activations, divided by what is live at a time: pieces of many sizes do not fill
+the holes that others leave. Measured over the cases of `fleet bench`."""
+
+
+def program_cost(
+    program: Program,
+    options: Mapping[str, str | int | float | bool | None],
+    blob: Callable[[str], bytes],
+    *,
+    program_bytes: int,
+    images: int,
+    test_images: int,
+) -> ProgramCost:
+    """Price a Program for a device with so many training and test images, spread evenly over its classes.
+
+    `blob` gives the content of a digest that the Program names. Raises ValueError where a graph's shapes are unknown.
+    """
+    graphs = {name: graph_cost(blob(spec.digest)) for name, spec in program.graphs.items()}
+    steps = sum(_steps(program, phase, images) for phase in program.train)
+    runs = {phase.graph: _runs(program, phase) for phase in program.train}
+    shares = _flop_shares(graphs, runs)
+    trained = _held(program, lambda role: role.trained_on_device)
+    fixed = _held(program, lambda role: not role.trained_on_device)
+    down = [name for name, group in program.groups.items() if group.role.from_server_each_round]
+    collected = {phase.collect: _collected(phase.collect, images) for phase in program.train if phase.collect}
+    once = sum(len(blob(spec.digest)) for spec in program.graphs.values()) + program_bytes
+    once += sum(len(blob(group.initial)) for group in program.groups.values() if group.initial)
+    return ProgramCost(
+        method=program.method,
+        model=program.model,
+        options=dict(options),
+        batch_size=program.batch.batch_size,
+        run_size=program.batch.run_size,
+        kept_patches=program.batch.kept_patches,
+        mask_ratio=program.batch.mask_ratio,
+        parameters_trained=_numbers(trained),
+        parameters_frozen=_numbers(fixed),
+        parameters_local=_numbers(_held(program, lambda role: role is Role.LOCAL)),
+        flops_forward=sum(share.forward for share in shares),
+        flops_backward=sum(share.backward for share in shares),
+        flops=shares,
+        flops_evaluate=graphs[program.evaluate.graph].flops // program.batch.answer_size,
+        step_work=_step_work(program, graphs, images),
+        answer_work=_work((graphs[program.evaluate.graph], 1.0)),
+        answer_size=program.batch.answer_size,
+        steps=steps,
+        images=images,
+        test_images=test_images,
+        flops_round=sum(
+            _steps(program, phase, images) * _runs(program, phase) * graphs[phase.graph].flops
+            for phase in program.train
+        ),
+        bytes_once=once,
+        bytes_down=sum(_packed(program, [group]) for group in down),
+        bytes_up=_uploaded(program, collected),
+        memory=_memory(program, graphs, collected, images, test_images),
+    )
+
+
+# --- work ---------------------------------------------------------------------------------------------
+
+
+def _steps(program: Program, phase: Train, images: int) -> int:
+    """Optimizer steps of a phase."""
+    steps = phase.epochs * -(-images // program.batch.batch_size)
+    return phase.repeats * (steps if phase.steps is None else min(phase.steps, steps))
+
+
+def _runs(program: Program, phase: Train) -> int:
+    """Runs of the phase's graph in one step."""
+    return -(-program.batch.batch_size // program.batch.run_size) if phase.update else 1
+
+
+def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -> Work:
+    """Of one optimizer step, averaged over those of all phases."""
+    steps = {phase: _steps(program, phase, images) for phase in program.train}
+    total = max(1, sum(steps.values()))
+    parts = [(graphs[phase.graph], _runs(program, phase) * count / total) for phase, count in steps.items()]
+    work = _work(*parts)
+    for phase, count in steps.items():
+        if phase.update:  # of vectors of any length: two operands and a result of so many numbers
+            numbers = _moved_bytes(program, phase) // 4
+            updating = graphs[phase.update].nodes
+            pieces = -(-numbers // PIECE_ELEMENTS)
+            moved = work.moved_bytes | {"Add": work.moved_bytes.get("Add", 0.0) + 12 * numbers * len(updating) * count / total}
+            work = Work(
+                products=work.products, moved_bytes=moved, nodes=work.nodes + pieces * len(updating) * count / total
+            )
+    return work
+
+
+PIECE_ELEMENTS = 1 << 17
+"""Of one run of an update (edge_client.steps)."""
+
+
+def _work(*parts: tuple[GraphCost, float]) -> Work:
+    """So many runs of some graphs."""
+    products: dict[Product, float] = defaultdict(float)
+    moved: dict[str, float] = defaultdict(float)
+    for cost, runs in parts:
+        for node in cost.nodes:
+            if node.product:
+                products[node.product] += runs
+            elif node.moved_bytes:
+                moved[node.op] += runs * node.moved_bytes
+    return Work(
+        products=[ProductWork(*product, count) for product, count in products.items()],
+        moved_bytes=dict(moved),
+        nodes=sum(len(cost.nodes) * runs for cost, runs in parts),
+    )
+
+
+def _flop_shares(graphs: Mapping[str, GraphCost], runs: Mapping[str, int]) -> list[FlopShare]:
+    """Of one optimizer step; where a round has phases of several graphs, of one step of each."""
+    return [
+        FlopShare(block=block, kind=kind, forward=forward, backward=backward)
+        for name, count in runs.items()
+        for block, kind, forward, backward in flop_shares(graphs[name], count)
+    ]
+
+
+# --- bytes --------------------------------------------------------------------------------------------
+
+
+def _held(program: Program, wanted: Callable[[Role], bool]) -> dict[str, TensorSpec]:
+    return {name: spec for name, spec in program.tensors.items() if wanted(program.groups[spec.group].role)}
+
+
+def _numbers(tensors: Mapping[str, TensorSpec]) -> int:
+    return sum(prod(spec.shape) for spec in tensors.values())
+
+
+def _size_bytes(tensors: Mapping[str, TensorSpec]) -> int:
+    return sum(prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in tensors.values())
+
+
+def _packed(program: Program, groups: list[str]) -> int:
+    members = {name: (spec.shape, spec.dtype) for name, spec in program.tensors.items() if spec.group in groups}
+    return packed_size(members)
+
+
+def _collected(collect: Collect, images: int) -> int:
+    """Images of which something is uploaded, where all classes have equally many: the sampler takes as many of each."""
+    return int(images * min(1.0, collect.threshold))
+
+
+def _uploaded(program: Program, collected: Mapping[Collect, int]) -> int:
+    sent = _held(program, lambda role: role.sent_back)
+    expected = {name: (spec.shape, spec.dtype) for name, spec in sent.items()}
+    for collect, count in collected.items():
+        expected |= {collect.output: ((count, *collect.shape), "float32"), "labels": ((count,), "int64")}
+    return packed_size(expected) if expected else 0
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+
+def _memory(
+    program: Program, graphs: Mapping[str, GraphCost], collected: Mapping[Collect, int], images: int, test_images: int
+) -> list[MemoryPhase]:
+    """Beside the software: what each part of a round holds."""
+    batch = program.batch
+    trained = _held(program, lambda role: role.trained_on_device)
+    weights = _size_bytes(_held(program, lambda role: not role.trained_on_device))
+    moved = max((_moved_bytes(program, phase) for phase in program.train), default=0)
+    copies = max((_copies(phase) for phase in program.train), default=0)
+    activations = int(ARENA_SLACK * max(graphs[phase.graph].activation_bytes for phase in program.train))
+    answers = int(ARENA_SLACK * graphs[program.evaluate.graph].activation_bytes)
+    image_bytes = 3 * batch.image_size**2
+    patches = 4 * batch.patch_values
+    # one batch is trained on, one waits, one is made; as pictures and as patches
+    batches = 3 * batch.batch_size * batch.kept_patches * patches + batch.batch_size * image_bytes
+    pictures = min(IMAGE_CACHE_BYTES, images * image_bytes)
+    tested = min(IMAGE_CACHE_BYTES, test_images * image_bytes)
+    features = sum(4 * count * prod(collect.shape) for collect, count in collected.items())
+    sent = _size_bytes(_held(program, lambda role: role.sent_back))
+    mapped = weights + _size_bytes(trained)  # files of what is trained are read again where changes are computed
+    return [
+        MemoryPhase(
+            phase="train",
+            parts={
+                "graphs": _loaded(graphs[name] for name in program.graphs_for("train")),
+                "weights": weights,
+                "trained": copies * moved,
+                "activations": activations,
+                "images": pictures + batches,
+                "features": features,
+            },
+        ),
+        MemoryPhase(
+            phase="upload",
+            parts={
+                "graphs": _loaded(graphs[name] for name in program.graphs_for("train")),
+                "weights": mapped if sent else weights,
+                "trained": moved + sent,
+                "activations": activations,  # an arena does not shrink
+                "images": pictures,
+                "features": 2 * features,
+            },
+        ),
+        MemoryPhase(
+            phase="evaluate",
+            parts={
+                "graphs": _loaded(graphs.values()),
+                "weights": mapped,
+                "activations": max(activations, answers),
+                "images": pictures + tested + batch.answer_size * (image_bytes + batch.patches * patches),
+            },
+        ),
+    ]
+
+
+def _moved_bytes(program: Program, phase: Train) -> int:
+    return sum(_size_bytes({name: program.tensors[name] for name in program.names(group)}) for group in phase.groups)
+
+
+def _copies(phase: Train) -> int:
+    """Vectors as long as what is trained: values, gradients and slots; a whole step writes values and slots anew."""
+    return 2 + len(phase.slots) if phase.update else 2 * (1 + len(phase.slots))
+
+
+def _loaded(graphs: Iterable[GraphCost]) -> int:
+    """What onnxruntime holds of graphs: their nodes with what it plans for them."""
+    return sum(LOADED_PER_NODE_BYTES * len(cost.nodes) for cost in graphs)
+
+
+LOADED_PER_NODE_BYTES = 6_000
+"""Measured over the cases of `fleet bench`."""

@@ -221,7 +221,7 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """What a reader of a prediction must know: which of the figures behind it nobody has verified."""
         used: dict[str, Figure] = {"usable memory": self.usable_bytes, "memory rate": self.stream_bytes_per_s}
         used |= {f"{kind.kind} FLOPs per cycle": kind.flops_per_cycle for kind, _, _ in self.training_cores(mode)}
-        used |= {f"efficiency at width {width}": figure for width, figure in self.efficiency.items()}
+        used |= {"efficiency": figure for figure in self.efficiency.values() if figure.mark == "unverified"}
         if self.power.load_w is not None:
             used["power under load"] = self.power.load_w
         weak = [name for name, figure in used.items() if figure.mark == "unverified"]

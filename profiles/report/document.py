@@ -44,7 +44,7 @@ class PublishedFigure(Struct, frozen=True, kw_only=True):
     unit: str
     published: float
     reproduced: float | None  # by the paper's own way of counting
-    ours: float | None  # true, by the convention of this report
+    ours: float | None  # of the Program and its graphs
     convention: str  # how the paper counted
     source: str
 

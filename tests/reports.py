@@ -57,8 +57,8 @@ def cost(mask: float, local_blocks: int) -> ProgramCost:
     return ProgramCost(
         method="eftvit", model="vit_base_patch16_224", options={"mask": mask, "local_blocks": local_blocks},
         batch_size=BATCH, run_size=8, kept_patches=tokens - 1, mask_ratio=mask, parameters_trained=trained,
-        parameters_frozen=frozen, parameters_local=trained - 7_690, flops_forward=forward, flops_backward=backward, flops=[*shares, head],
-        flops_evaluate=DEPTH * block_flops(197),
+        parameters_frozen=frozen, parameters_local=trained - 7_690, flops_forward=forward, flops_backward=backward,
+        flops=[*shares, head], flops_evaluate=DEPTH * block_flops(197),
         step_work=Work(products=[product], moved_bytes={"Add": 2e9}, nodes=2500),
         answer_work=Work(products=[answer], moved_bytes={"Add": 2e8}, nodes=400), answer_size=1, steps=80, images=500,
         test_images=100, flops_round=80 * (forward + backward), bytes_once=63_000_000, bytes_down=4 * frozen,

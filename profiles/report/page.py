@@ -98,7 +98,7 @@ def duration(seconds: float | None) -> str:
     """Three digits at most, in the unit that suits.
 
     >>> [duration(value) for value in (0.0042, 1.5, 92.4, 1234, 20000, None)]
-    ['4.2 ms', '1.50 s', '92.4 s', '20.6 min', '5.56 h', 'not measured']
+    ['4.20 ms', '1.50 s', '92.4 s', '20.6 min', '5.56 h', 'not measured']
     """
     if seconds is None:
         return NOT_MEASURED

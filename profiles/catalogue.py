@@ -221,10 +221,11 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """What a reader of a prediction must know: which of the figures behind it nobody has verified."""
         used: dict[str, Figure] = {"usable memory": self.usable_bytes, "memory rate": self.stream_bytes_per_s}
         used |= {f"{kind.kind} FLOPs per cycle": kind.flops_per_cycle for kind, _, _ in self.training_cores(mode)}
-        used |= {"efficiency": figure for figure in self.efficiency.values() if figure.mark == "unverified"}
         if self.power.load_w is not None:
             used["power under load"] = self.power.load_w
         weak = [name for name, figure in used.items() if figure.mark == "unverified"]
+        if any(figure.mark == "unverified" for figure in self.efficiency.values()):
+            weak.append("share of the peak that training reaches")
         chosen = self.mode(mode)
         if chosen is not None and chosen.mark == "unverified":
             weak.append("clocks of the power mode")

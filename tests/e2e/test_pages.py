@@ -20,7 +20,8 @@ WIDTHS = (1200, 768, 360)
 """A desk, a tablet, a telephone: CSS pixels."""
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--dump-dom",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
+    "--dump-dom",
 )  # fmt: skip
 
 HOST = """<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,">

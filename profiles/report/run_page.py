@@ -96,7 +96,7 @@ def _loss(document: RunDocument) -> str | None:
 
     def draw(axes: Axes) -> None:
         axes.plot(rounds, losses, color="C1", marker="." if len(rounds) < 40 else "")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * max(losses))
         axes.set_ylabel("training loss")
         _round_axis(axes)
 

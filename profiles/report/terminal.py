@@ -126,7 +126,8 @@ def _comparisons(document: RunDocument, width: int) -> Table:
                     drawn.add_row(Text(shortened(device.device, 24) if row != "error" else ""), row, *cells)
         return drawn
 
-    everything = tuple(figures)
+    known = {entry.figure for device in document.devices for entry in device.comparisons()}
+    everything = tuple(figure for figure in figures if figure in known)
     return first_that_fits(
         width, lambda: drawn(everything), lambda: drawn(everything[1:]), lambda: drawn(everything[1:3])
     )

@@ -128,9 +128,8 @@ def _comparisons(document: RunDocument, width: int) -> Table:
 
     known = {entry.figure for device in document.devices for entry in device.comparisons()}
     everything = tuple(figure for figure in figures if figure in known)
-    return first_that_fits(
-        width, lambda: drawn(everything), lambda: drawn(everything[1:]), lambda: drawn(everything[1:3])
-    )
+    fewer = tuple(figure for figure in everything if figure != "step")
+    return first_that_fits(width, lambda: drawn(everything), lambda: drawn(fewer), lambda: drawn(fewer[:2]))
 
 
 # --- tables ---------------------------------------------------------------------------------------------

@@ -350,13 +350,31 @@ def lower(
     named = _outputs(graph, results, outputs)
     _drop_unused(graph, named)
     return helper.make_graph(
-        [*graph.nodes.values()],
+        _weights_last(graph, {value.name for value in given.values()}),
         "step",
         [helper.make_tensor_value_info(v.name, _DTYPES[v.dtype], v.shape) for v in given.values()],
         [helper.make_tensor_value_info(name, _DTYPES[v.dtype], v.shape) for name, v in named.items()],
         [*graph.constants.values()],
         value_info=[helper.make_tensor_value_info(v.name, _DTYPES[v.dtype], v.shape) for v in graph.unknown],
     )
+
+
+def _weights_last(graph: Graph, inputs: set[str]) -> list[onnx.NodeProto]:
+    """The nodes, those first that follow from tensors of the Program alone, such as unpacked weights.
+
+    onnxruntime works depth first and takes the operand whose node has the higher number before the others: of a
+    product first the activations then, and a weight just before it is needed. The other way round it would begin with
+    all weights of the model.
+    """
+    known = {name for name in inputs if name.startswith("tensor/")} | set(graph.constants)
+    early: list[onnx.NodeProto] = []
+    late: list[onnx.NodeProto] = []
+    for node in graph.nodes.values():
+        alone = known.issuperset(name for name in node.input if name)
+        (early if alone else late).append(node)
+        if alone:
+            known.update(node.output)
+    return early + late
 
 
 def _outputs(graph: Graph, results: Sequence[Value], names: Sequence[str]) -> dict[str, Value]:

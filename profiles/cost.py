@@ -15,6 +15,7 @@ from fedvit.resources import ProductKind
 
 Shape = tuple[int, ...]
 
+
 class Product(NamedTuple):
     """(rows x inner) (inner x columns), `batch` times."""
 
@@ -272,10 +273,10 @@ def _peak_bytes(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor]) -> int:
 
 
 def _execution_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """onnxruntime's default: depth first from the last node that nobody reads, operands in the order of the graph."""
+    """onnxruntime's default: depth first from the last node that nobody reads, of operands the last node first."""
     nodes = list(graph.node)
     maker = {name: index for index, node in enumerate(nodes) for name in node.output}
-    before = [sorted({maker[name] for name in node.input if name in maker}, reverse=True) for node in nodes]
+    before = [sorted({maker[name] for name in node.input if name in maker}) for node in nodes]
     read = {index for operands in before for index in operands}
     stack = [(index, False) for index in range(len(nodes)) if index not in read]
     seen: set[int] = set()

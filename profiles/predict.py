@@ -11,8 +11,10 @@ from scipy.optimize import nnls
 from fedvit.resources import Budget, BudgetKind, ProductKind, ProductRate, Speed
 from profiles.prediction import Prediction, ProductWork, ProgramCost, Work
 
-SOFTWARE_BYTES = 75_000_000
-"""Python, numpy, onnxruntime and our own modules, after the first graph is loaded; where the device did not say."""
+BASE_RSS_BYTES = 57_000_000
+"""A device's process that waits for its first task, where the device did not say."""
+ENGINE_BYTES = 30_000_000
+"""That onnxruntime adds to it when it works: its own code, threads and buffers."""
 
 
 def predict(
@@ -34,10 +36,8 @@ def predict(
     step_s = sum(parts.values())
     answers_s = sum(seconds(cost.answer_work, speed).values())
     train_s = cost.steps * step_s
-    software = SOFTWARE_BYTES if base_rss_bytes is None else base_rss_bytes + ENGINE_BYTES
-    memory = [
-        msgspec.structs.replace(phase, parts={"software": software, **phase.parts}) for phase in cost.memory
-    ]
+    software = (BASE_RSS_BYTES if base_rss_bytes is None else base_rss_bytes) + ENGINE_BYTES
+    memory = [msgspec.structs.replace(phase, parts={"software": software, **phase.parts}) for phase in cost.memory]
     peak = max(phase.total_bytes for phase in memory)
     return Prediction(
         device=device,
@@ -53,10 +53,6 @@ def predict(
         power_w=power_w[1] if power_w else None,
         over=_over(cost, train_s, peak, budget or Budget()),
     )
-
-
-ENGINE_BYTES = 25_000_000
-"""That onnxruntime adds to a process that had not loaded it."""
 
 
 def _over(cost: ProgramCost, train_s: float, peak_bytes: int, budget: Budget) -> tuple[BudgetKind, ...]:
@@ -132,5 +128,3 @@ def _fitted(measured: Sequence[ProductRate]) -> Any:
     taken = np.array([terms_of[0] / rate.flops_per_s for terms_of, rate in zip(terms, measured, strict=True)])
     factors, _ = nnls(terms / taken[:, None], np.ones(len(measured)))
     return factors
-
-

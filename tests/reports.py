@@ -3,6 +3,8 @@
 from typing import Any
 
 from fedvit.resources import Budget, ResourceUse
+from fleet.experiments.cell import Accuracy, CellResult, RoundFigures
+from fleet.experiments.outcome import CellOutcome, Comparison, Outcome
 from profiles.catalogue import load
 from profiles.predict import predict
 from profiles.prediction import Expected, FlopShare, MemoryPhase, Prediction, ProductWork, ProgramCost, Work
@@ -199,4 +201,45 @@ def run_document(predicted: bool = True, rounds: int = 12) -> RunDocument:
         ],
         dropouts=[Refusal(round=3, device="pi-c", kind="train", reason="no result: deadline", times=1)],
         warnings=["pi-b has no energy sensor: its energy was not measured."],
+    )  # fmt: skip
+
+
+def experiment_outcome() -> Outcome:
+    """Two methods on two partitions, one seed, three rounds; one cell is not finished."""
+    methods, partitions = ("fedavg", "a-method-with-quite-a-long-name"), ("even", "dirichlet-0.1-over-twenty-devices")
+
+    def result() -> CellResult:
+        accuracies = [Accuracy(mean=0.3 * number, std_over_devices=0.1, weighted=0.3) for number in (1, 2, 3)]
+        return CellResult(
+            digest="", software="1", protocol="p", accuracy=accuracies[-1],
+            accuracy_by_device={f"device-{number}": 0.1 * number for number in range(10)}, wall_s=10.0, bytes_down=2e6,
+            bytes_up=1e6, flops=None, peak_rss_bytes=None, refusals=0,
+            rounds=[
+                RoundFigures(
+                    round=number, cohort=1, accepted=1, accuracy=accuracy, train_loss=None, bytes_down=None,
+                    bytes_up=None, flops=None,
+                )
+                for number, accuracy in enumerate(accuracies, start=1)
+            ],
+        )  # fmt: skip
+
+    places = [(method, partition) for method in methods for partition in partitions]
+    return Outcome(
+        schema=1, experiment="two methods", description="What the page of an experiment looks like.", protocols=["p"],
+        settings={"rounds": 3, "partitions": {partition: {"partition": "iid"} for partition in partitions}},
+        methods={method: {"lr": 0.1, "options": ["x" * 60, "y" * 60]} for method in methods}, seeds=[0],
+        comparisons=[
+            Comparison(
+                method=method, partition=partition, seeds=[0], accuracy=0.9, std_over_seeds=None, std_over_devices=0.1,
+                accuracy_weighted=0.9, bytes_down=2e6, bytes_up=1e6, flops=None, wall_s=10.0, peak_rss_bytes=None,
+            )
+            for method, partition in places[:-1]
+        ],
+        cells=[
+            CellOutcome(
+                method=method, partition=partition, seed=0,
+                result=result() if (method, partition) != places[-1] else None, failure=None,
+            )
+            for method, partition in places
+        ],
     )  # fmt: skip

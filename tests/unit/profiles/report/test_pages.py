@@ -5,6 +5,7 @@ import re
 import msgspec
 import pytest
 
+from profiles.report.document import Comparison
 from profiles.report.page import Bar, Chart, Segment
 from profiles.report.profile_page import profile_page
 from profiles.report.run_page import MOST_ROWS, run_page
@@ -86,6 +87,14 @@ class TestProfile:
         assert "2.997 GMAC" in row
         assert "4.413 GMAC" in row
         assert "−32 %" in row
+
+    def test_measurements_stand_beside_predictions(self) -> None:
+        """(3 - 2) / 2."""
+        assert "Predicted and measured" not in PROFILE
+        step = Comparison(figure="step on this desk", unit="s", predicted=3.0, measured=2.0)
+        page = profile_page(msgspec.structs.replace(profile_document(), measured=[step]))
+        row = page[page.index("step on this desk") :].partition("</tr>")[0]
+        assert re.findall(r"<td>(.*?)</td>", row) == ["3.00 s", "2.00 s", "+50 %"]
 
 
 class TestRun:

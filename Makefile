@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 
-.PHONY: install demo test lint check wheel mosquitto constraints clean
+.PHONY: install demo test lint check wheel mosquitto chromium constraints clean
 
 install: $(VENV)/.installed
 
@@ -19,7 +19,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	@$(BIN)/fleet demo
 
-test: install mosquitto
+test: install mosquitto chromium
 	@$(BIN)/python -m pytest -q -n auto --dist loadgroup
 
 lint: install
@@ -49,6 +49,13 @@ mosquitto:
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "installing mosquitto"; apt-get update -qq && apt-get install -y -qq mosquitto openssl > /dev/null; \
 	  else echo "the tests need mosquitto: sudo apt-get install mosquitto (or brew install mosquitto)" >&2; exit 1; fi; }
+
+# and look at the reports in a browser
+chromium:
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null || { \
+	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo "installing chromium"; apt-get update -qq && apt-get install -y -qq chromium > /dev/null; \
+	  else echo "the tests need chromium: sudo apt-get install chromium" >&2; exit 1; fi; }
 
 # after an upgrade that passed `make check`
 constraints: install

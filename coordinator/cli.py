@@ -20,6 +20,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from coordinator.config import BrokerConfig, ImageConfig, RunConfig, StartConfig, make_config, read_toml
+from coordinator.cost_commands import boards, profile, report
+from coordinator.flags import existing_store, key_value, literal
 from fedvit import command_line
 from fedvit.errors import ConfigError
 
@@ -31,6 +33,10 @@ if typing.TYPE_CHECKING:
 @click.version_option(package_name="fedvit")
 def cli() -> None:
     """Dispatch federated rounds to a fleet of devices, and keep what comes of them."""
+
+
+for command in (boards, profile, report):
+    cli.add_command(command)
 
 
 # --- flags from the configuration ---------------------------------------------------------------------
@@ -91,10 +97,10 @@ def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]
         if name in ("options", "model_options"):
             inside = merged.get(name, {})
             if isinstance(inside, dict):  # else the file is wrong, and make_config says so
-                merged[name] = {**inside, **dict(_key_value(pair) for pair in value)}
+                merged[name] = {**inside, **dict(key_value(pair) for pair in value)}
             continue
         if name in ("cohort", "pretrained"):
-            value = _literal(value)
+            value = literal(value)
         home = next((table for table, kind in tables.items() if name in kind.__struct_fields__), None)
         if home:
             inside = merged.get(home, {})
@@ -113,26 +119,11 @@ def _with_variants(tables: dict[str, Any], flags: tuple[str, ...]) -> dict[str, 
         if not colon:
             example = "'jetson-*:batch_size=64'"
             raise ConfigError(f"variant {text!r} must be written DEVICES:KEY=VALUE, as in {example}")
-        key, value = _key_value(pair)
+        key, value = key_value(pair)
         inside = merged.get(pattern, {})
         if isinstance(inside, dict):
             merged[pattern] = {**inside, key: value}
     return merged
-
-
-def _key_value(pair: str) -> tuple[str, Any]:
-    key, equals, value = pair.partition("=")
-    if not equals:
-        raise ConfigError(f"option {pair!r} must be written KEY=VALUE")
-    return key, _literal(value)
-
-
-def _literal(text: str) -> Any:
-    """A number or true/false where the text is one, else the text."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 # --- start --------------------------------------------------------------------------------------------
@@ -293,10 +284,9 @@ def runs(out: Path, as_json: bool) -> None:
     """List all runs, newest first."""
     from rich.console import Console
 
-    from coordinator.store import Store
     from coordinator.summary import runs_table, summarise
 
-    store = _existing(Store, out)
+    store = existing_store(out)
     summaries = [summarise(store, record.id) for record in store.runs()]
     if as_json:
         listed = [
@@ -324,10 +314,9 @@ def runs(out: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(run: str, out: Path, as_json: bool) -> None:
     """Print one run: accuracy by round, devices, refusals."""
-    from coordinator.store import Store
     from coordinator.summary import summarise
 
-    summary = summarise(_existing(Store, out), run)
+    summary = summarise(existing_store(out), run)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
         return
@@ -342,12 +331,6 @@ def print_summary(summary: Any) -> None:
 
     console = Console()
     console.print(report(summary, console.width))
-
-
-def _existing(store: type["Store"], out: Path, flag: str = "--out") -> "Store":
-    if not (out / "fedvit.db").is_file():
-        raise ConfigError(f"no runs in {out.resolve()}: there is no fedvit.db; use {flag} for another folder")
-    return store.in_folder(out)
 
 
 # --- export -------------------------------------------------------------------------------------------
@@ -383,7 +366,6 @@ def export(
     as_json: bool,
 ) -> None:
     """Write the newest model of RUN as ONNX files that work without this software."""
-    from coordinator.store import Store
     from coordinator.trained import trained_by
     from export.bundle.assemble import Precision
     from export.bundle.card import summary
@@ -392,7 +374,7 @@ def export(
     from profiles.probes.host import usable_cores
 
     check_new(out)
-    store = _existing(Store, folder, "--runs")
+    store = existing_store(folder, "--runs")
     try:
         trained = trained_by(store, folder, run, device, f"coordinator {version('fedvit')}")
     finally:
@@ -443,8 +425,8 @@ def methods(
         [name] if name else names,
         model,
         classes,
-        options=dict(map(_key_value, pairs)),
-        model_options=dict(map(_key_value, model_pairs)),
+        options=dict(map(key_value, pairs)),
+        model_options=dict(map(key_value, model_pairs)),
     )
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(entries)).decode())

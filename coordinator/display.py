@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.summary import shortened
+from profiles.report.terminal import shortened
 
 QUIET = ("done", "failed", "offline")
 """States of a device that nobody need watch."""

@@ -1,18 +1,16 @@
 """A run in figures: for `coordinator show`, the demo's closing table, and `--json`."""
 
 import math
-from collections.abc import Callable
 from statistics import fmean, median, pstdev
-from typing import Literal
 
 from msgspec import Struct
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.measure import Measurement
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from coordinator.store import ResultRecord, Store
+from profiles.report.terminal import column, first_that_fits, natural_width, shortened
+from profiles.report.terminal import table as new_table
 
 
 class RoundSummary(Struct, frozen=True, kw_only=True):
@@ -190,7 +188,7 @@ def report(summary: RunSummary, width: int) -> Group:
 
 def accuracy_table(summary: RunSummary, width: int) -> Table:
     """Accuracy by round, each device in a column where they fit, else the lowest and the highest."""
-    return _first_that_fits(
+    return first_that_fits(
         width,
         lambda: _accuracy_table(summary, each_device=True, curve=True),
         lambda: _accuracy_table(summary, each_device=True, curve=False),
@@ -201,11 +199,11 @@ def accuracy_table(summary: RunSummary, width: int) -> Table:
 
 def _accuracy_table(summary: RunSummary, *, each_device: bool, curve: bool) -> Table:
     names = [device.device for device in summary.devices if device.accuracy is not None]
-    table = _table("accuracy by round")
+    table = new_table("accuracy by round")
     for heading in ("round", *(names if each_device else ("lowest", "highest")), "mean", "std", "by image"):
-        _column(table, heading, style="bold" if heading == "mean" else "")
+        column(table, heading, style="bold" if heading == "mean" else "")
     if curve:
-        _column(table, "curve", justify="left")
+        column(table, "curve", justify="left")
     for entry in summary.rounds:
         if entry.accuracy_mean is None:
             continue
@@ -220,16 +218,16 @@ def _accuracy_table(summary: RunSummary, *, each_device: bool, curve: bool) -> T
 
 def device_table(summary: RunSummary, width: int) -> Table:
     """What each device did and what it cost; accuracy is that of its last evaluation."""
-    left = width - _natural_width(_device_table(summary, name_width=0))
+    left = width - natural_width(_device_table(summary, name_width=0))
     return _device_table(summary, name_width=max(LEAST_NAME, left))
 
 
 def _device_table(summary: RunSummary, *, name_width: int) -> Table:
-    table = _table("devices")
-    _column(table, "device" if name_width else "", justify="left")
+    table = new_table("devices")
+    column(table, "device" if name_width else "", justify="left")
     headings = ("train\nimages", "test\nimages", "rounds\ntrained", "last\naccuracy")
     for heading in (*headings, "down\nMB", "up\nMB", "step\nms", "memory\nMB", "GFLOP\na round"):
-        _column(table, heading)
+        column(table, heading)
     for device in summary.devices:
         table.add_row(
             Text(shortened(device.device, name_width)),
@@ -253,9 +251,9 @@ def refusal_table(summary: RunSummary, width: int, most: int = 10) -> Table:
         key = tuple(entry[name] for name in ("round", "device", "kind", "reason"))
         times[key] = times.pop(key, 0) + 1  # at the end again
     left_out = len(times) - most
-    table = _table("refused or lost" if left_out <= 0 else f"refused or lost, and {left_out} others before")
+    table = new_table("refused or lost" if left_out <= 0 else f"refused or lost, and {left_out} others before")
     for heading in ("times", "round", "device", "what"):
-        _column(table, heading, justify="right" if heading in ("times", "round") else "left")
+        column(table, heading, justify="right" if heading in ("times", "round") else "left")
     table.add_column("reason", overflow="fold")
     for (number, device, kind, reason), count in list(times.items())[-most:]:
         name = shortened(str(device), max(LEAST_NAME, width // 4))
@@ -265,7 +263,7 @@ def refusal_table(summary: RunSummary, width: int, most: int = 10) -> Table:
 
 def runs_table(summaries: list[RunSummary], width: int) -> Table:
     """One line a run. A run's name is never cut: it is what `show` and `--resume` want."""
-    return _first_that_fits(
+    return first_that_fits(
         width,
         lambda: _runs_table(summaries, ("created", "status", "method", "model", "rounds", "accuracy")),
         lambda: _runs_table(summaries, ("created", "status", "method", "rounds", "accuracy")),
@@ -275,9 +273,9 @@ def runs_table(summaries: list[RunSummary], width: int) -> Table:
 
 
 def _runs_table(summaries: list[RunSummary], headings: tuple[str, ...]) -> Table:
-    table = _table(None)
+    table = new_table(None)
     for heading in ("run", *headings):
-        _column(table, heading, justify="right" if heading in ("rounds", "accuracy") else "left")
+        column(table, heading, justify="right" if heading in ("rounds", "accuracy") else "left")
     for entry in summaries:
         cells = {
             "created": entry.created_at[:16].replace("T", " "),
@@ -289,18 +287,6 @@ def _runs_table(summaries: list[RunSummary], headings: tuple[str, ...]) -> Table
         }
         table.add_row(Text(entry.run), *(Text(cells[heading]) for heading in headings))
     return table
-
-
-def shortened(name: str, width: int) -> str:
-    """A name in at most `width` letters: its middle is left out, for names of a fleet differ at their ends.
-
-    >>> shortened("device-with-a-long-name-17", 12), shortened("device-3", 12)
-    ('device…me-17', 'device-3')
-    """
-    if len(name) <= width:
-        return name
-    tail = max(0, width - 1) // 2
-    return f"{name[: max(0, width - 1 - tail)]}…{name[len(name) - tail :]}" if width else ""
 
 
 def megabytes(count: int | None) -> str:
@@ -315,25 +301,3 @@ def _scaled(value: float | None, unit: float) -> str:
     if value is None:
         return "-"
     return f"{value / unit:.{0 if value / unit >= 9999.95 else 1}f}"
-
-
-def _table(title: str | None) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
-
-
-def _column(table: Table, heading: str, justify: Literal["left", "right"] = "right", style: str = "") -> None:
-    # Text: brackets in a name are no markup
-    table.add_column(Text(heading), justify=justify, style=style, no_wrap=True)
-
-
-def _first_that_fits(width: int, *candidates: Callable[[], Table]) -> Table:
-    for candidate in candidates[:-1]:
-        table = candidate()
-        if _natural_width(table) <= width:
-            return table
-    return candidates[-1]()
-
-
-def _natural_width(table: Table) -> int:
-    console = Console(width=10_000)
-    return Measurement.get(console, console.options, table).maximum

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from fedvit.resources import BudgetKind, ProductKind
+from fedvit.resources import Budget, BudgetKind, ProductKind
 
 FLOP_CONVENTION = "2 FLOPs per multiply-add; matrix products only, forward and backward as in the graph that runs"
 
@@ -20,6 +20,7 @@ class FlopShare(Struct, frozen=True, kw_only=True):
     kind: str  # "attention", "mlp", "projection", ... ; the part of the block
     forward: int
     backward: int
+    trained: bool | None = None  # whether the device trains any tensor of it; None: not said
 
 
 class MemoryPhase(Struct, frozen=True, kw_only=True):
@@ -101,3 +102,13 @@ class Prediction(Struct, frozen=True, kw_only=True):
     energy_j: float | None  # of a round's training; None where the device's power is not known
     power_w: float | None
     over: tuple[BudgetKind, ...]  # budgets that it would exceed; empty: it fits
+
+
+class Expected(Struct, frozen=True, kw_only=True):
+    """What a device's part of a round was expected to cost when it was asked, and what it might cost at most."""
+
+    prediction: Prediction
+    flops: int  # of the round's training
+    bytes_down: int
+    bytes_up: int
+    budget: Budget = Budget()

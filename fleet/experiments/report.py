@@ -1,21 +1,19 @@
 """An experiment's outcome for people: tables for a terminal and for Markdown, and a page with curves."""
 
-import io
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from fleet.experiments.outcome import CellOutcome, Comparison, Outcome
+from profiles.report.figures import svg
+from profiles.report.page import Grid, environment
+from profiles.report.terminal import table as new_table
 
 COST_HEADINGS = (
     "method", "partition", "accuracy", "± devices", "by image", "down MB", "up MB", "GFLOP", "wall s", "memory MB",
@@ -64,10 +62,7 @@ def markdown_report(outcome: Outcome) -> str:
 
 def html_report(outcome: Outcome) -> str:
     """One page that needs no other file."""
-    environment = Environment(
-        loader=PackageLoader("fleet.experiments", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    page = environment.get_template("report.html")
+    page = environment("fleet.experiments").get_template("report.html")
     return page.render(
         outcome=outcome,
         settings=_settings(outcome),
@@ -81,8 +76,7 @@ def html_report(outcome: Outcome) -> str:
             )
             for method in outcome.methods
         ],
-        cost_headings=COST_HEADINGS,
-        cost_rows=cost_rows(outcome),
+        cost_table=Grid(COST_HEADINGS, cost_rows(outcome), names=2),
         costs=COSTS,
         unfinished=unfinished(outcome),
         figures=[
@@ -132,9 +126,7 @@ def _cost_row(entry: Comparison) -> tuple[str, ...]:
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(
-        title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=0
-    )
+    table = new_table(title)
     for heading in headings:
         name = heading in ("method", "partition")
         # Text: brackets in a name are no markup; of what does not fit, names are folded, numbers never
@@ -201,7 +193,7 @@ def _curves(outcome: Outcome, partition: str) -> str:
         axes.set_ylim(0, 1)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
-    return _svg(draw)
+    return svg(draw, width=8, height=3.6)
 
 
 def _spread(outcome: Outcome, partition: str) -> str:
@@ -227,22 +219,8 @@ def _spread(outcome: Outcome, partition: str) -> str:
         axes.set_xlim(-0.02, 1.02)
         axes.set_xlabel("accuracy of single devices after the last round")
 
-    return _svg(draw, height=1.2 + 0.4 * len(shown))
+    return svg(draw, width=8, height=1.2 + 0.4 * len(shown))
 
 
 def _cells(outcome: Outcome, method: str, partition: str) -> list[CellOutcome]:
     return [cell for cell in outcome.cells if (cell.method, cell.partition) == (method, partition)]
-
-
-def _svg(draw: Any, height: float = 3.6) -> str:
-    """A figure as an element of a page; the same drawing gives the same text."""
-    with rc_context({"svg.hashsalt": "fedvit", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(8, height), layout="constrained")
-        axes = figure.add_subplot()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        draw(axes)
-        content = io.StringIO()
-        figure.savefig(content, format="svg", metadata={"Date": None})
-    text = content.getvalue()
-    return text[text.index("<svg") :]

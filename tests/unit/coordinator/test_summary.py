@@ -18,12 +18,12 @@ from coordinator.summary import (
     report,
     round_line,
     runs_table,
-    shortened,
     summarise,
 )
 from fedvit.errors import ConfigError
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
+from profiles.report.terminal import shortened
 
 RUN = "20261121-034500-eftvit-ab12"
 PROTOCOL = "tested as the planner said"

@@ -326,7 +326,7 @@ class TestReports:
         assert page.count("<svg") == 4  # curves and spread of two partitions
         assert "Two methods, two partitions." in page
         assert "single seed" in page
-        assert not re.search(r'(src|href)="(?!#)', page)  # it needs no other file
+        assert not re.search(r'(src|href)="(?!#|data:)', page)  # it needs no other file
         assert html_report(outcome) == page
 
 

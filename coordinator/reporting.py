@@ -1,0 +1,151 @@
+"""From a run's record to its report."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+from coordinator.store import RefusalRecord, ResultRecord, RoundRecord, Store
+from coordinator.summary import DeviceSummary, RoundSummary, summarise
+from profiles.prediction import Expected
+from profiles.report.document import DeviceRound, Refusal, RunDevice, RunDocument, RunRound
+
+LOST = "no result: "
+"""Begins the reason of a refusal that says that nothing came."""
+
+Expectations = Mapping[tuple[int, str], Expected]
+"""(round, device) -> what was expected of it when it was asked."""
+
+
+def run_document(store: Store, run: str, expectations: Expectations | None = None) -> RunDocument:
+    """Everything that the record holds of one run, beside what was expected. Raises ConfigError without such a run."""
+    record = store.run(run)
+    summary = summarise(store, run)
+    results, refusals, rounds = store.results(run), store.refusals(run), store.rounds(run)
+    expected = expectations or {}
+    asked = {device for entry in rounds for device in entry.cohort}
+    known = {device.device: device for device in summary.devices}
+    devices = [
+        _device(name, known.get(name), rounds, results, refusals, summary.rounds, expected)
+        for name in sorted(asked | set(known))
+    ]
+    return RunDocument(
+        run=run,
+        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        started_at=record.created_at,
+        software=f"fedvit {version('fedvit')}",
+        status=summary.status,
+        reason=summary.reason,
+        method=summary.method,
+        model=summary.model,
+        seed=summary.seed,
+        rounds_planned=summary.rounds_planned,
+        protocol=summary.protocol,
+        rounds=[_round(entry) for entry in summary.rounds],
+        devices=devices,
+        refusals=_counted(entry for entry in refusals if not entry.reason.startswith(LOST)),
+        dropouts=_counted(entry for entry in refusals if entry.reason.startswith(LOST)),
+        warnings=_warnings(devices, expected),
+    )
+
+
+def _round(entry: RoundSummary) -> RunRound:
+    return RunRound(
+        round=entry.round,
+        cohort=entry.cohort,
+        accepted=entry.accepted,
+        accuracy_mean=entry.accuracy_mean,
+        accuracy_lowest=min(entry.accuracy.values(), default=None),
+        accuracy_highest=max(entry.accuracy.values(), default=None),
+        accuracy_weighted=entry.accuracy_weighted,
+        train_loss=entry.train_loss,
+        bytes_down=entry.bytes_down,
+        bytes_up=entry.bytes_up,
+        devices_s=entry.figures.get("devices_s"),
+        server_s=entry.figures.get("server_s"),
+    )
+
+
+def _device(
+    name: str,
+    summary: DeviceSummary | None,
+    rounds: list[RoundRecord],
+    results: list[ResultRecord],
+    refusals: list[RefusalRecord],
+    summaries: list[RoundSummary],
+    expected: Expectations,
+) -> RunDevice:
+    trained = {result.round: result for result in results if result.device == name and result.kind == "train"}
+    accuracy = {entry.round: entry.accuracy.get(name) for entry in summaries}
+    entries = []
+    for record in rounds:
+        if name not in record.cohort:
+            continue
+        result = trained.get(record.round)
+        if result is None and record.closed_at is None:
+            continue  # it is still at work
+        reason = None if result else _why_missing(refusals, record.round, name)
+        refused = reason is not None and not reason.startswith(LOST)
+        entries.append(
+            DeviceRound(
+                round=record.round,
+                status="accepted" if result else "refused" if refused else "dropped out",
+                expected=expected.get((record.round, name)),
+                measured=result.use if result else None,
+                accuracy=accuracy.get(record.round),
+                reason=reason,
+            )
+        )
+    return RunDevice(
+        device=name,
+        train_samples=summary.train_samples if summary else 0,
+        test_samples=summary.test_samples if summary else 0,
+        accuracy=summary.accuracy if summary else None,
+        rounds=entries,
+        bytes_down=summary.bytes_down if summary else 0,
+        bytes_up=summary.bytes_up if summary else 0,
+        peak_rss_bytes=summary.peak_rss_bytes if summary else None,
+    )
+
+
+def _why_missing(refusals: list[RefusalRecord], number: int, device: str) -> str | None:
+    """The newest refusal that says why a device's training in a round has no result."""
+    reasons = [
+        entry.reason
+        for entry in refusals
+        if entry.device == device and entry.round == number and entry.kind != "evaluate"
+    ]
+    return reasons[-1] if reasons else None
+
+
+def _counted(refusals: Iterable[RefusalRecord]) -> list[Refusal]:
+    """Equal ones together, in the order of their first time."""
+    times = Counter((entry.round, entry.device, entry.kind, entry.reason) for entry in refusals)
+    return [
+        Refusal(round=number, device=device, kind=kind, reason=reason, times=count)
+        for (number, device, kind, reason), count in times.items()
+    ]
+
+
+def _warnings(devices: list[RunDevice], expected: Expectations) -> list[str]:
+    """What a reader must know of the figures: what was modelled, throttled, or never measured."""
+    warnings = []
+    if any(entry.prediction.source == "catalogue" for entry in expected.values()):
+        warnings.append("Some predictions use the catalogue's speeds, not measured ones.")
+    for device in devices:
+        measured = [entry.measured for entry in device.rounds if entry.measured]
+        throttled = sum(use.throttled is True for use in measured)
+        if throttled:
+            warnings.append(f"{device.device} was throttled in {throttled} of {len(measured)} rounds.")
+        if any(use.energy_j is not None and use.energy_source == "model" for use in measured):
+            warnings.append(f"{device.device}: energy is modelled from load, not measured.")
+    without = [
+        device.device
+        for device in devices
+        if any(entry.measured for entry in device.rounds)
+        and all(entry.measured.energy_j is None for entry in device.rounds if entry.measured)
+    ]
+    if without:
+        some = ", ".join(without[:5]) + (f" and {len(without) - 5} others" if len(without) > 5 else "")
+        warnings.append(f"Energy was not measured on {some}.")
+    return warnings

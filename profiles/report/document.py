@@ -1,0 +1,234 @@
+"""What a report says, as data: the one source of its tables, its page and its JSON.
+
+A field is never renamed or given another meaning; what is new has a default. `schema` counts the changes that an old
+reader would misunderstand. A missing measurement is None.
+"""
+
+from statistics import median
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from fedvit.errors import BadPayload
+from fedvit.resources import Budget, BudgetKind, ResourceUse
+from profiles.prediction import FLOP_CONVENTION, Expected, Prediction, ProgramCost
+
+SCHEMA = 1
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    """One figure as it was predicted and as it was measured."""
+
+    figure: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def relative_error(self) -> float | None:
+        """(predicted - measured) / measured; above 0: predicted too much.
+
+        >>> Comparison(figure="step", unit="s", predicted=3.0, measured=2.0).relative_error
+        0.5
+        """
+        if self.predicted is None or not self.measured:
+            return None
+        return (self.predicted - self.measured) / self.measured
+
+
+class PublishedFigure(Struct, frozen=True, kw_only=True):
+    """A figure of a paper beside ours."""
+
+    figure: str
+    unit: str
+    published: float
+    reproduced: float | None  # by the paper's own way of counting
+    ours: float | None  # of the Program and its graphs
+    convention: str  # how the paper counted
+    source: str
+
+
+# --- before a run: what Programs will cost -------------------------------------------------------------
+
+
+class ProfiledVariant(Struct, frozen=True, kw_only=True):
+    """One Program; `label` tells it from the others, such as "mask 0.75, M=2"."""
+
+    label: str
+    cost: ProgramCost
+
+
+class ProfiledDevice(Struct, frozen=True, kw_only=True):
+    """What every variant would cost on one device."""
+
+    id: str
+    name: str
+    source: Literal["measured", "catalogue"]
+    mode: str | None
+    budget: Budget
+    predictions: list[Prediction]  # in the order of the variants
+    warnings: list[str] = []
+
+
+class ProfileDocument(Struct, frozen=True, kw_only=True, tag_field="kind", tag="profile"):
+    """Variants of a method on devices."""
+
+    title: str
+    created_at: str  # ISO 8601, UTC
+    software: str  # name and version
+    images: int  # training images of one device
+    test_images: int | None
+    variants: list[ProfiledVariant]
+    devices: list[ProfiledDevice]
+    published: list[PublishedFigure] = []
+    measured: list[Comparison] = []
+    warnings: list[str] = []
+    convention: str = FLOP_CONVENTION
+    schema: int = SCHEMA
+
+    @property
+    def fitting(self) -> int:
+        """Pairs of a variant and a device that break no budget."""
+        return sum(not prediction.over for device in self.devices for prediction in device.predictions)
+
+
+# --- after a run: what it cost -------------------------------------------------------------------------
+
+
+class DeviceRound(Struct, frozen=True, kw_only=True):
+    """One device in one round that it was asked in."""
+
+    round: int
+    status: Literal["accepted", "refused", "dropped out"]
+    expected: Expected | None
+    measured: ResourceUse | None  # of its training
+    accuracy: float | None  # of an evaluation after the round
+    reason: str | None = None  # why its result is missing
+
+
+class RunDevice(Struct, frozen=True, kw_only=True):
+    """One device over a run."""
+
+    device: str
+    train_samples: int
+    test_samples: int
+    accuracy: float | None  # of its last evaluation
+    rounds: list[DeviceRound]
+    bytes_down: int  # of the whole run, evaluations included
+    bytes_up: int
+    peak_rss_bytes: int | None
+
+    @property
+    def budget(self) -> Budget | None:
+        """The newest; None where the run kept none."""
+        return next((entry.expected.budget for entry in reversed(self.rounds) if entry.expected), None)
+
+    @property
+    def broken(self) -> dict[BudgetKind, int]:
+        """Budgets that tasks exceeded, and in how many rounds."""
+        kinds = [kind for entry in self.rounds if entry.measured for kind in entry.measured.broke]
+        return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+    def rounds_that_were(self, status: str) -> int:
+        return sum(entry.status == status for entry in self.rounds)
+
+    def comparisons(self) -> list[Comparison]:
+        """Medians over rounds of what was predicted and of what was measured, for figures that somebody knows."""
+        expected = [entry.expected for entry in self.rounds if entry.expected]
+        measured = [entry.measured for entry in self.rounds if entry.measured]
+        pairs: list[tuple[str, str, list[float | None], list[float | None]]] = [
+            ("step", "s", [e.prediction.step_s for e in expected], [m.step_s for m in measured]),
+            ("training of a round", "s", [e.prediction.train_s for e in expected], [m.train_s for m in measured]),
+            (
+                "peak memory", "bytes",
+                [e.prediction.peak_rss_bytes for e in expected], [m.peak_rss_bytes for m in measured],
+            ),
+            ("FLOPs of a round", "FLOP", [e.flops for e in expected], [m.flops for m in measured]),
+            ("sent down", "bytes", [e.bytes_down for e in expected], [m.received_bytes for m in measured]),
+            ("sent up", "bytes", [e.bytes_up for e in expected], [m.sent_bytes for m in measured]),
+            ("energy of a round", "J", [e.prediction.energy_j for e in expected], [m.energy_j for m in measured]),
+        ]  # fmt: skip
+        found = [
+            Comparison(figure=figure, unit=unit, predicted=_median(before), measured=_median(after))
+            for figure, unit, before, after in pairs
+        ]
+        return [entry for entry in found if entry.predicted is not None or entry.measured is not None]
+
+
+class RunRound(Struct, frozen=True, kw_only=True):
+    """One round of all devices; accuracies are None where it was not evaluated."""
+
+    round: int
+    cohort: int
+    accepted: int
+    accuracy_mean: float | None  # over devices, unweighted
+    accuracy_lowest: float | None
+    accuracy_highest: float | None
+    accuracy_weighted: float | None  # over test images
+    train_loss: float | None
+    bytes_down: int
+    bytes_up: int
+    devices_s: float | None  # from the first task to the last result
+    server_s: float | None
+
+
+class Refusal(Struct, frozen=True, kw_only=True):
+    """Something that was not accepted; equal ones are counted."""
+
+    round: int | None
+    device: str
+    kind: str
+    reason: str
+    times: int
+
+
+class RunDocument(Struct, frozen=True, kw_only=True, tag_field="kind", tag="run"):
+    """A run, finished or not."""
+
+    run: str
+    created_at: str  # of this document: ISO 8601, UTC
+    started_at: str
+    software: str
+    status: str
+    reason: str | None
+    method: str
+    model: str
+    seed: int
+    rounds_planned: int
+    protocol: str | None  # how accuracy is measured
+    rounds: list[RunRound]
+    devices: list[RunDevice]
+    refusals: list[Refusal]
+    dropouts: list[Refusal]  # tasks without a result
+    warnings: list[str] = []
+    convention: str = FLOP_CONVENTION
+    schema: int = SCHEMA
+
+    @property
+    def mean_accuracy(self) -> float | None:
+        return next((entry.accuracy_mean for entry in reversed(self.rounds) if entry.accuracy_mean is not None), None)
+
+
+Document = ProfileDocument | RunDocument
+
+
+def encode(document: Document) -> bytes:
+    """JSON for a file or a pipe, indented."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+
+
+def decode(content: bytes) -> Document:
+    """Raises BadPayload when the content is no document, or of a newer schema."""
+    try:
+        document: Document = msgspec.json.decode(content, type=ProfileDocument | RunDocument)
+    except msgspec.MsgspecError as error:
+        raise BadPayload(f"this is no report: {error}") from error
+    if document.schema > SCHEMA:
+        raise BadPayload(f"this report has schema {document.schema}, known is up to {SCHEMA}: update fedvit")
+    return document
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

@@ -1,0 +1,231 @@
+"""A page on what a run cost and reached, beside what was predicted."""
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from profiles.report.document import DeviceRound, RunDevice, RunDocument
+from profiles.report.figures import svg
+from profiles.report.page import (
+    Bar,
+    Chart,
+    Grid,
+    Segment,
+    duration,
+    environment,
+    percent,
+    quantity,
+    share,
+    size,
+)
+from profiles.report.profile_page import budget_words
+from profiles.report.verdict import BUDGETS, run_verdict, times
+
+MOST_ROWS = 400
+"""Of the table of all devices and rounds; the JSON has all."""
+PREDICTED = Segment(0, "c7", "predicted")
+MEASURED = Segment(0, "c0", "measured")
+
+
+def run_page(document: RunDocument) -> str:
+    """One page that needs no other file."""
+    page = environment().get_template("run.html")
+    rows = [(device, entry) for device in document.devices for entry in device.rounds]
+    return page.render(
+        document=document,
+        verdict=run_verdict(document),
+        tiles=_tiles(document),
+        accuracy=_accuracy(document),
+        loss=_loss(document),
+        device_table=device_table(document),
+        compared=[
+            (figure, _compared(document, figure))
+            for figure in ("training of a round", "peak memory", "energy of a round")
+        ],
+        comparisons=[(device, device.comparisons()) for device in document.devices],
+        predicted=has_predictions(document),
+        budgets=_budgets(document),
+        round_table=_round_table(document),
+        detail_table=_detail_table(rows) if len(rows) <= MOST_ROWS else None,
+        details=len(rows),
+    )
+
+
+def has_predictions(document: RunDocument) -> bool:
+    return any(entry.expected for device in document.devices for entry in device.rounds)
+
+
+def _tiles(document: RunDocument) -> list[tuple[str, str]]:
+    peaks = [device.peak_rss_bytes for device in document.devices if device.peak_rss_bytes is not None]
+    return [
+        (share(document.mean_accuracy), "accuracy, mean over devices"),
+        (size(sum(entry.bytes_down for entry in document.devices)), "down, all devices"),
+        (size(sum(entry.bytes_up for entry in document.devices)), "up, all devices"),
+        (size(max(peaks, default=None)), "memory of a device at its highest"),
+    ]
+
+
+# --- pictures -------------------------------------------------------------------------------------------
+
+
+def _accuracy(document: RunDocument) -> str | None:
+    """Mean over devices, with a band from the lowest to the highest; None where no round was evaluated."""
+    known = [
+        (entry.round, entry.accuracy_mean, entry.accuracy_lowest, entry.accuracy_highest)
+        for entry in document.rounds
+        if entry.accuracy_mean is not None
+    ]
+    if not known:
+        return None
+    rounds, means, lowest, highest = zip(*known, strict=True)
+
+    def draw(axes: Axes) -> None:
+        axes.plot(rounds, means, color="C0", marker="." if len(rounds) < 40 else "")
+        axes.fill_between(rounds, lowest, highest, color="C0", alpha=0.2, linewidth=0)
+        axes.set_ylim(0, 1)
+        axes.set_ylabel("accuracy")
+        _round_axis(axes)
+
+    return svg(draw)
+
+
+def _loss(document: RunDocument) -> str | None:
+    known = [(entry.round, entry.train_loss) for entry in document.rounds if entry.train_loss is not None]
+    if not known:
+        return None
+    rounds, losses = zip(*known, strict=True)
+
+    def draw(axes: Axes) -> None:
+        axes.plot(rounds, losses, color="C1", marker="." if len(rounds) < 40 else "")
+        axes.set_ylim(0, 1.05 * max(losses))
+        axes.set_ylabel("training loss")
+        _round_axis(axes)
+
+    return svg(draw)
+
+
+def _round_axis(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("round")
+
+
+def _compared(document: RunDocument, figure: str) -> Chart | None:
+    """One figure of every device, predicted above measured; None where it was never measured."""
+    bars: list[Bar] = []
+    limits = {"peak memory": "memory_bytes", "training of a round": "round_deadline_s"}
+    for device in document.devices:
+        entry = next((entry for entry in device.comparisons() if entry.figure == figure), None)
+        if entry is None or entry.measured is None:
+            continue
+        limit = getattr(device.budget, limits[figure]) if device.budget and figure in limits else None
+        if entry.predicted is not None:
+            text = quantity(entry.predicted, entry.unit)
+            bars.append(Bar(device.device, (Segment(entry.predicted, "c7", "predicted"),), text))
+        error = f" ({percent(entry.relative_error)})" if entry.relative_error is not None else ""
+        label = "" if entry.predicted is not None else device.device
+        text = quantity(entry.measured, entry.unit) + error
+        bars.append(Bar(label, (Segment(entry.measured, "c0", "measured"),), text, limit=limit))
+    predicted = any(segment.colour == PREDICTED.colour for bar in bars for segment in bar.segments)
+    return Chart(tuple(bars), (PREDICTED, MEASURED) if predicted else (MEASURED,), "budget") if bars else None
+
+
+# --- tables ---------------------------------------------------------------------------------------------
+
+
+def device_table(document: RunDocument) -> Grid:
+    """One row for each device."""
+    headings = (
+        "device", "training images", "test images", "rounds", "missing", "accuracy", "down", "up", "step",
+        "peak memory", "energy",
+    )  # fmt: skip
+    rows = []
+    for device in document.devices:
+        figures = {entry.figure: entry.measured for entry in device.comparisons()}
+        rows.append(
+            (
+                device.device,
+                str(device.train_samples),
+                str(device.test_samples),
+                str(device.rounds_that_were("accepted")),
+                str(device.rounds_that_were("refused") + device.rounds_that_were("dropped out")),
+                share(device.accuracy),
+                size(device.bytes_down),
+                size(device.bytes_up),
+                duration(figures.get("step")),
+                size(device.peak_rss_bytes),
+                quantity(figures.get("energy of a round"), "J"),
+            )
+        )
+    return Grid(headings, rows)
+
+
+def _budgets(document: RunDocument) -> Grid | None:
+    """Kept or broken, by device and kind; None where no device has a budget."""
+    rows = []
+    for device in document.devices:
+        broken = device.broken
+        limits = budget_words(device.budget) if device.budget else {}
+        for kind, name in BUDGETS.items():
+            if kind in limits or kind in broken:
+                outcome = f"broken in {times(broken[kind], 'round')}" if kind in broken else "kept"
+                rows.append((device.device, name, limits.get(kind, "kept by the device alone"), outcome))
+    return Grid(("device", "budget", "limit", "outcome"), rows, names=4) if rows else None
+
+
+def _round_table(document: RunDocument) -> Grid:
+    headings = (
+        "round", "devices", "accepted", "accuracy", "lowest", "highest", "by image", "loss", "down", "up",
+        "devices took", "server took",
+    )  # fmt: skip
+    rows = [
+        (
+            str(entry.round),
+            str(entry.cohort),
+            str(entry.accepted),
+            *(
+                "" if value is None else f"{value:.3f}"
+                for value in (
+                    entry.accuracy_mean, entry.accuracy_lowest, entry.accuracy_highest, entry.accuracy_weighted,
+                    entry.train_loss,
+                )
+            ),
+            size(entry.bytes_down),
+            size(entry.bytes_up),
+            "" if entry.devices_s is None else duration(entry.devices_s),
+            "" if entry.server_s is None else duration(entry.server_s),
+        )
+        for entry in document.rounds
+    ]  # fmt: skip
+    return Grid(headings, rows, names=0)
+
+
+def _detail_table(entries: list[tuple[RunDevice, DeviceRound]]) -> Grid:
+    headings = (
+        "device", "round", "outcome", "training predicted", "measured", "error", "memory predicted", "measured",
+        "error", "energy", "accuracy",
+    )  # fmt: skip
+    return Grid(headings, [_detail_row(device, entry) for device, entry in entries])
+
+
+def _detail_row(device: RunDevice, entry: DeviceRound) -> tuple[str, ...]:
+    alone = RunDevice(
+        device=device.device, train_samples=0, test_samples=0, accuracy=None, rounds=[entry], bytes_down=0, bytes_up=0,
+        peak_rss_bytes=None,
+    )  # fmt: skip
+    found = {comparison.figure: comparison for comparison in alone.comparisons()}
+    cells: list[str] = []
+    for figure in ("training of a round", "peak memory"):
+        one = found.get(figure)
+        if one is None:
+            cells += ["", "", ""]
+        else:
+            predicted = "" if one.predicted is None else quantity(one.predicted, one.unit)
+            cells += [predicted, quantity(one.measured, one.unit), percent(one.relative_error)]
+    energy = found.get("energy of a round")
+    return (
+        device.device,
+        str(entry.round),
+        f"{entry.status}: {entry.reason}" if entry.reason else entry.status,
+        *cells,
+        "" if energy is None else quantity(energy.measured, "J"),
+        "" if entry.accuracy is None else f"{entry.accuracy:.3f}",
+    )

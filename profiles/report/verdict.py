@@ -1,0 +1,74 @@
+"""What a report says first: one sentence on how good the news are, and a line on everything that is not."""
+
+from typing import Literal, NamedTuple
+
+from fedvit.resources import BudgetKind
+from profiles.report.document import ProfiledDevice, ProfileDocument, RunDocument
+from profiles.report.page import share
+
+Tone = Literal["good", "mild", "bad"]
+
+BUDGETS: dict[BudgetKind, str] = {
+    "memory": "memory",
+    "flops": "FLOPs",
+    "time": "time",
+    "upload": "upload",
+    "temperature": "temperature",
+}
+"""Kinds of budgets in words."""
+
+
+class Verdict(NamedTuple):
+    tone: Tone
+    sentence: str
+    lines: list[str]
+
+
+def profile_verdict(document: ProfileDocument) -> Verdict:
+    """Who fits its budget, and why others do not."""
+    pairs = len(document.devices) * len(document.variants)
+    lines = []
+    for device in document.devices:
+        over = [prediction for prediction in device.predictions if prediction.over]
+        if over:
+            kinds = dict.fromkeys(BUDGETS[kind] for prediction in over for kind in prediction.over)
+            all_of_them = len(over) == len(device.predictions)
+            which = "no variant fits" if all_of_them else f"{len(over)} of {len(device.predictions)} do not fit"
+            lines.append(f"{device_name(device)}: {which}, over its budget of {' and '.join(kinds)}")
+    if document.fitting == pairs:
+        return Verdict("good", "Every variant fits the budget of every device.", lines)
+    if document.fitting == 0:
+        return Verdict("bad", "No variant fits the budget of any device.", lines)
+    return Verdict("mild", f"{document.fitting} of {pairs} pairs of device and variant fit their budgets.", lines)
+
+
+def run_verdict(document: RunDocument) -> Verdict:
+    """How far the run came; budgets that were broken, results that are missing, and refusals."""
+    reached = document.mean_accuracy
+    accuracy = "not evaluated" if reached is None else f"accuracy {share(reached)}"
+    sentence = f"{document.status}: {len(document.rounds)} of {document.rounds_planned} rounds, {accuracy}".capitalize()
+    lines = [f"why it ended: {document.reason}"] if document.reason else []
+    for device in document.devices:
+        for kind, rounds in device.broken.items():
+            lines.append(f"{device.device} broke its budget of {BUDGETS[kind]} in {times(rounds, 'round')}")
+    if document.dropouts:
+        lost = {entry.device for entry in document.dropouts}
+        missing = sum(entry.times for entry in document.dropouts)
+        lines.append(f"{times(missing, 'result')} of {times(len(lost), 'device')} never came")
+    if document.refusals:
+        lines.append(f"{times(sum(entry.times for entry in document.refusals), 'refusal')}, listed below")
+    if document.status == "failed":
+        return Verdict("bad", sentence, lines)
+    return Verdict("mild" if lines or document.status != "finished" else "good", sentence, lines)
+
+
+def device_name(device: ProfiledDevice) -> str:
+    return f"{device.id} at {device.mode}" if device.mode else device.id
+
+
+def times(number: int, what: str) -> str:
+    """
+    >>> times(1, "round"), times(3, "round")
+    ('1 round', '3 rounds')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,107 @@
+"""The pages as a browser shows them: nothing to complain about, and nothing that does not fit, on any screen."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fleet.experiments.report import html_report
+from profiles.report.profile_page import profile_page
+from profiles.report.run_page import run_page
+from tests.reports import experiment_outcome, profile_document, run_document
+
+WAIT_S = 240
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+WIDTHS = (1200, 768, 360)
+"""A desk, a tablet, a telephone: CSS pixels."""
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
+    "--dump-dom",
+)  # fmt: skip
+
+HOST = """<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,">
+%s
+<pre id="found"></pre>
+<script>
+const found = {};
+addEventListener("load", () => {
+  for (const frame of document.querySelectorAll("iframe")) {
+    const page = frame.contentDocument, width = frame.clientWidth;
+    for (const part of page.querySelectorAll("details")) part.open = true;
+    const wide = [...page.body.querySelectorAll("*")].filter(
+      part => !part.closest(".wide") && part.getBoundingClientRect().right > width + 1);
+    const hidden = [...page.querySelectorAll(".chart .value, .chart .label")].filter(
+      part => part.getBoundingClientRect().width < 8 && part.textContent);
+    found[frame.title] = {
+      scroll: page.documentElement.scrollWidth,
+      wide: wide.map(part => part.outerHTML.slice(0, 120)),
+      hidden: hidden.map(part => part.outerHTML.slice(0, 120)),
+      bars: [...page.querySelectorAll(".track")].filter(part => part.clientWidth < 40).length,
+      background: getComputedStyle(page.body).backgroundColor,
+      ink: getComputedStyle(page.body).color,
+    };
+  }
+  document.getElementById("found").textContent = JSON.stringify(found);
+});
+</script>
+"""
+"""Shows a page in frames of several widths, which have no smallest size as windows do."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    for name in BROWSERS:
+        if found := shutil.which(name):
+            return found
+    pytest.fail("this test needs Chromium: make chromium, or sudo apt-get install chromium")
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "profile": lambda: profile_page(profile_document()),
+    "a profile of many variants": lambda: profile_page(
+        profile_document(masks=(0.0, 0.25, 0.5, 0.75), splits=(1, 2, 4, 6))
+    ),
+    "a profile of one": lambda: profile_page(profile_document((("rpi5-8", None),), (0.75,), (2,))),
+    "run": lambda: run_page(run_document()),
+    "experiment": lambda: html_report(experiment_outcome()),
+    "a run without predictions": lambda: run_page(run_document(predicted=False)),
+}
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_nothing_overflows_and_nothing_is_complained_about(browser: str, tmp_path: Path, dark: bool) -> None:
+    """Every page at every width, all of its parts opened. Tables wider than the screen scroll in their own box."""
+    frames = [
+        f'<iframe title="{name} at {width}" style="width: {width}px; height: 900px; border: 0" '
+        f'srcdoc="{html.escape(make())}"></iframe>'
+        for name, make in PAGES.items()
+        for width in WIDTHS
+    ]
+    host = tmp_path / "host.html"
+    host.write_text(HOST % "\n".join(frames))
+    colours = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    shown = subprocess.run(
+        [browser, *FLAGS, *colours, f"--user-data-dir={tmp_path / 'profile'}", host.as_uri()],
+        capture_output=True, text=True, timeout=WAIT_S, check=True,
+    )  # fmt: skip
+    complaints = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
+    assert complaints == []
+    said = re.search(r'<pre id="found">(.*?)</pre>', shown.stdout, re.DOTALL)
+    assert said is not None, shown.stdout[-2000:]
+    found = json.loads(html.unescape(said[1]))
+    assert len(found) == len(PAGES) * len(WIDTHS)
+    for frame, seen in found.items():
+        width = int(frame.rpartition(" ")[2])
+        assert seen["wide"] == [], frame
+        assert seen["hidden"] == [], frame
+        assert seen["bars"] == 0, frame
+        assert seen["scroll"] <= width, frame
+        # text and paper change places in the dark
+        brightness = [sum(map(int, re.findall(r"\d+", seen[what])[:3])) for what in ("background", "ink")]
+        assert (brightness[0] < brightness[1]) is dark, frame

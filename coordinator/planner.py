@@ -178,7 +178,7 @@ def make_plan(
     cache: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """Build the model, and the Program of round 1; put everything that a device may fetch into `blobs`.
+    """Build the model, and what Programs are made of; what a device may fetch of them goes into `blobs`.
 
     `start` is the state that an earlier run ended with. The same arguments always give the same Program,
     byte for byte.
@@ -211,7 +211,7 @@ def make_plan(
     common = {name for names in groups.values() for name in names}
     tensors = {name: value for name, value in values.items() if name in common}
     memory = rule.begin(config.seed) | (start.memory if start is not None else {})
-    plan = Plan(
+    return Plan(
         config=config,
         classes=classes,
         blobs=blobs,
@@ -227,8 +227,6 @@ def make_plan(
         packed={},
         lock=threading.Lock(),
     )
-    progress(f"{len(plan.first.program.tensors)} tensors are planned")
-    return plan
 
 
 def _method_for(config: RunConfig, device: str) -> Method:

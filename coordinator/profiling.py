@@ -3,10 +3,10 @@
 Programs and graphs are made as a run makes them, so what is priced here is what would be shipped.
 """
 
+import os
 import re
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from coordinator.config import make_config
-from coordinator.planner import make_plan
+from coordinator.planner import Plan, make_plan
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError
-from fedvit.methods import METHODS
-from fedvit.program import Program, encode_program
+from fedvit.methods import METHODS, make_method
+from fedvit.program import Program
 from fedvit.resources import Budget
 from profiles.catalogue import Board, load
 from profiles.predict import predict
@@ -78,13 +78,13 @@ class Request:
 def make_document(
     request: Request,
     *,
-    cache: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> ProfileDocument:
     """Price all variants, and predict them on all boards. Raises ConfigError as a run's configuration does."""
+    plan = _plan(request, progress)
     variants = []
     for options in request.variants():
-        cost = _priced(request, options, cache, progress)
+        cost = _priced(request, plan, options, progress)
         variants.append(ProfiledVariant(label=_label(cost), cost=cost))
     devices = [_predicted(target, variants, request.budget) for target in request.targets]
     published = {figure.figure: figure for variant in variants for figure in published_figures(variant.cost)}
@@ -101,27 +101,26 @@ def make_document(
     )
 
 
-def _priced(
-    request: Request, options: dict[str, Any], cache: Path | None, progress: Callable[[str], None]
-) -> ProgramCost:
-    """The cost of one variant's Program in its first round."""
+def _plan(request: Request, progress: Callable[[str], None]) -> Plan:
+    """The run that would be, in its first round; nothing of it is kept."""
     values = {
-        "method": request.method, "options": options, "model": request.model, "model_options": request.model_options,
-        "rounds": 1,
+        "method": request.method, "options": request.options, "model": request.model,
+        "model_options": request.model_options, "rounds": 1,
     }  # fmt: skip
     config = make_config(values, "profile").run
     classes = tuple(f"class {number}" for number in range(request.classes))
-    with tempfile.TemporaryDirectory() as folder:
-        blobs = BlobStore(Path(folder))
-        _, program, method = make_plan(config, classes, blobs, cache=cache, progress=progress).first
-        cost = program_cost(
-            program,
-            {name: value for name, value in asdict(method).items() if isinstance(value, str | int | float | None)},
-            blobs.get,
-            program_bytes=len(encode_program(program)),
-            images=request.images,
-            test_images=request.test_images,
-        )
+    return make_plan(config, classes, BlobStore(Path(os.devnull)), progress=progress)
+
+
+def _priced(request: Request, plan: Plan, options: dict[str, Any], progress: Callable[[str], None]) -> ProgramCost:
+    """The cost of one variant's Program."""
+    method = make_method(request.method, options).in_round(1, 1)
+    method.groups(plan.vit)  # says what does not fit the model
+    progress(f"pricing {', '.join(f'{name} = {value}' for name, value in options.items()) or request.method}")
+    program, graphs = plan.priced(method)
+    cost = program_cost(
+        program, msgspec.to_builtins(method), graphs, images=request.images, test_images=request.test_images
+    )
     return msgspec.structs.replace(cost, flops=[_marked(entry, program) for entry in cost.flops])
 
 

@@ -178,8 +178,9 @@ class Coordinator:
     def _prepare(self) -> None:
         """Make the Program; take up the newest saved state, if there is one."""
         start = self._start_state()
-        plan = self._in_background(
-            lambda: make_plan(
+
+        def prepare() -> tuple[Plan, str]:
+            plan = make_plan(
                 self.config,
                 self._classes,
                 self.blobs,
@@ -187,8 +188,10 @@ class Coordinator:
                 cache=self._graph_cache,
                 progress=self._set_headline,
             )
-        )
-        record, made = self.store.run(self.run), plan.first.digest
+            return plan, plan.first.digest
+
+        plan, made = self._in_background(prepare)
+        record = self.store.run(self.run)
         if record.program not in (None, made):
             raise ConfigError(
                 f"run {self.run} began with program {record.program}, this software makes {made}: "

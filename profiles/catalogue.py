@@ -256,10 +256,14 @@ def boards() -> list[Board]:
 
 
 def load(id: str) -> Board:
-    """The board of that id. Raises ConfigError naming those with a similar one when there is none."""
+    """The board of that id; memory may be said with its unit: rpi5-8gb is rpi5-8.
+
+    Raises ConfigError naming those with a similar one when there is none.
+    """
     catalogue = _catalogue()
-    if id in catalogue:
-        return catalogue[id]
+    for known in (id, id.removesuffix("gb")):
+        if known in catalogue:
+            return catalogue[known]
     begin_alike = [known for known in catalogue if known.startswith(id)]
     near = begin_alike or difflib.get_close_matches(id, catalogue, n=5, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(catalogue)}"

@@ -151,14 +151,15 @@ def _times(document: ProfileDocument, variant: int) -> Chart:
     for device in document.devices:
         prediction = device.predictions[variant]
         tested = prediction.evaluate_s
-        parts = [Segment(prediction.train_s, "c0", f"training {duration(prediction.train_s)}")]
+        trained = prediction.train_s or 0.0
+        parts = [Segment(trained, "c0", f"training {duration(trained)}")]
         if tested is not None:
             parts.append(Segment(tested, "c4", f"testing {duration(tested)}"))
         bars.append(
             Bar(
                 device_name(device),
                 tuple(parts),
-                duration(prediction.train_s + (tested or 0)),
+                duration(trained + (tested or 0.0)),
                 limit=device.budget.round_deadline_s,
             )
         )
@@ -257,7 +258,7 @@ def prediction_table(document: ProfileDocument) -> Grid:
             duration(prediction.step_s),
             duration(prediction.train_s),
             duration(prediction.evaluate_s),
-            prediction.bound,
+            prediction.bound or "not known",
             size(prediction.peak_rss_bytes),
             quantity(prediction.power_w, "W"),
             quantity(prediction.energy_j, "J"),

@@ -396,8 +396,9 @@ def test_twenty_steps_on_digits_end_where_torchs_end(
 
 @each_case
 def test_flops_are_those_that_torch_counts(case: Case, tiny: Any) -> None:
-    """FlopCounterMode's count of every graph's function, run eagerly, gradients by backward(): nothing was lost or added
-    on the way to the graph that ships and that is priced. Only what a gathering graph gives no answer for is left out."""
+    """FlopCounterMode's count of every graph's function, run eagerly, gradients by backward(): nothing was lost or
+    added on the way to the graph that ships and is priced. A gathering graph leaves out what it gives no answer for.
+    """
     method, vit, batch, graphs = tiny(case)
     for name, serves in steps_of(method, vit).items():
         if isinstance(serves, Update):
@@ -576,8 +577,8 @@ def test_what_is_sent_up_is_what_the_roles_say(case: Case, recorded: Record) -> 
 
 @each_case
 def test_bytes_and_flops_of_a_round_are_known_beforehand(case: Case, recorded: Record) -> None:
-    """From the Program alone: what a device with nothing at all fetches for its first round, what it sends back, and the
-    FLOPs that it reports."""
+    """From the Program alone: what a device with nothing at all fetches for its first round, what it sends back, and
+    the FLOPs that it reports."""
     run = recorded(case)
     for device, task in run.tasks:
         if (task.round, task.kind) != (1, "train"):

@@ -26,7 +26,9 @@ class Budget(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Budget(memory_bytes=3, upload_bytes=2)
         """
         both = {name: (getattr(self, name), getattr(other, name)) for name in self.__struct_fields__}
-        return Budget(**{name: min((one for one in pair if one is not None), default=None) for name, pair in both.items()})
+        return Budget(
+            **{name: min((one for one in pair if one is not None), default=None) for name, pair in both.items()}
+        )
 
 
 class ResourceUse(Struct, frozen=True, kw_only=True):

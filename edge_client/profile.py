@@ -158,10 +158,8 @@ def _rows(report: SelfReport) -> Iterator[tuple[str, str]]:
     engine = f"{here.engine} {here.engine_version}" if here.engine else "no onnxruntime"
     yield "software", f"fedvit {report.software}, Python {here.python}, {engine}"
     available = _or(here.available_bytes, format_bytes)
-    yield (
-        "memory",
-        f"{_or(here.ram_bytes, format_bytes)}, {available} available, swap {_or(here.swap_bytes, format_bytes)}",
-    )
+    swap = "no swap" if here.swap_bytes == 0 else f"swap {_or(here.swap_bytes, format_bytes)}"
+    yield "memory", f"{_or(here.ram_bytes, format_bytes)}, {available} available, {swap}"
     yield "this program", f"{format_bytes(report.base_rss_bytes)} without its engine"
     yield "compute speed", _speed(report)
     yield "free disk", _or(report.free_disk_bytes, format_bytes, why.get("disk"))

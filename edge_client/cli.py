@@ -142,6 +142,7 @@ def serve(
     if data is None:
         raise ConfigError("--data is missing: the folder with this device's images")
     address = Address.parse(broker, ca_file=ca_file)
+    check_name(federation, "federation")
     images = DeviceData.open(data, test_share=test_share)
     folder = state or default_state(data)
     lock = lock_state(folder)

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from edge_client.speed import how_it_ended
 from fedvit.data.folder import DeviceData
-from fedvit.errors import BadPayload, DataError, LinkDown
+from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown
 from fedvit.quantities import format_bytes
 from fedvit.resources import Budget
 from fedvit.transport.mqtt import Address, in_words, tls_context
@@ -251,18 +251,20 @@ def check_data(patient: Patient) -> Iterator[Finding]:
 def check_broker(patient: Patient) -> Iterator[Finding]:
     """Step by step, as a connection is made; what fails ends it."""
     address = patient.address
+    step = "broker"
     try:
         with socket.create_connection((address.host, address.port), CONNECT_S) as plain:
-            yield Finding(check="broker", level="ok", what=f"{address} is reachable")
+            yield Finding(check=step, level="ok", what=f"{address} is reachable")
             if address.tls:
+                step = "tls"
                 with tls_context(address.ca_file).wrap_socket(plain, server_hostname=address.host) as secured:
-                    yield Finding(check="tls", level="ok", what=f"{secured.version()}, the certificate is trusted")
-    except ssl.SSLError as error:
-        yield Finding(check="tls", level="error", what=f"{address}: {in_words(error)}", remedy=_tls_remedy(error))
-        return
+                    yield Finding(check=step, level="ok", what=f"{secured.version()}, the certificate is trusted")
     except OSError as error:
-        remedy = _reach_remedy(error, address)
-        yield Finding(check="broker", level="error", what=f"{address}: {in_words(error)}", remedy=remedy)
+        remedy = _reach_remedy(error, address) if step == "broker" else _tls_remedy(error)
+        yield Finding(check=step, level="error", what=f"{address}: {in_words(error)}", remedy=remedy)
+        return
+    except ConfigError as error:
+        yield Finding(check=step, level="error", what=str(error), remedy="name a readable PEM file with --ca-file")
         return
     topic = patient.topics.echo(patient.device)
     client_id = f"{patient.device}-{secrets.token_hex(4)}"
@@ -333,7 +335,7 @@ def _reach_remedy(error: OSError, address: Address) -> str:
     return "is the server on, in the same network, and does its firewall let this port through?"
 
 
-def _tls_remedy(error: ssl.SSLError) -> str:
+def _tls_remedy(error: OSError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return "give the broker's certificate authority with --ca-file, use the name in the certificate, set the clock"
     return "does this port speak TLS? Without it the address is mqtt://"

@@ -191,13 +191,13 @@ def serve(
 
 def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
     """What is kept of an earlier measurement; only where `measure` says so it is measured now, which takes seconds."""
-    from edge_client.speed import find_speed, kept_speed, measure_apart
+    from edge_client import speed as speeds
 
-    if speed := kept_speed(state, threads):
+    if speed := speeds.kept_speed(state, threads):
         log.info("compute speed is known from an earlier start")
     elif measure:
         log.info("compute speed is being measured")
-        speed, origin = find_speed(state, threads, measure_apart)
+        speed, origin = speeds.find_speed(state, threads, speeds.measure)
         log.info("compute speed", extra={"origin": origin})
     else:
         log.info("compute speed is not known: --profile or 'edge-client profile' measures it")
@@ -247,7 +247,7 @@ _DEVICE_OPTIONS = ("broker", "data", "device", "state", "federation", "ca_file",
 def profile_command(context: click.Context, /, *, fresh: bool, as_json: bool, **own: Any) -> None:
     """Measure this device: speed, memory, disk, heat, power, the way to the broker. Takes seconds."""
     from edge_client.profile import Place, measure_self, table
-    from edge_client.speed import measure_apart
+    from edge_client.speed import measure
     from fedvit.transport.mqtt import Address
 
     given = _given(context, own)
@@ -260,7 +260,7 @@ def profile_command(context: click.Context, /, *, fresh: bool, as_json: bool, **
             echo_topic=Topics(check_name(given["federation"], "federation")).echo(device),
         ),
         given["threads"] or fast_cores(),
-        measure_apart,
+        measure,
         lambda what: click.echo(f"measuring: {what}", err=True),
         budget=Budget(
             memory_bytes=given["memory_budget"],

@@ -18,7 +18,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-from edge_client.speed import how_it_ended
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown
 from fedvit.quantities import format_bytes
@@ -119,7 +118,7 @@ def check_engine(patient: Patient) -> Iterator[Finding]:
             "run 1.21.0: pip install 'onnxruntime>=1.20,<1.21', or try the newest version",
         )
     else:
-        what = f"{called} does not run: {how_it_ended(done.returncode, done.stderr)}"
+        what = f"{called} does not run: {_how_it_ended(done.returncode, done.stderr)}"
         remedy = "install it anew: pip install --force-reinstall onnxruntime"
         yield Finding(check="engine", level="error", what=what, remedy=remedy)
 
@@ -318,6 +317,14 @@ CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
     check_data,
     check_broker,
 )
+
+
+def _how_it_ended(code: int, said: bytes) -> str:
+    """A process that failed, in words: the signal that ended it, else its last line."""
+    if code < 0:
+        return f"it is ended by {signal.Signals(-code).name}"
+    lines_said = said.decode(errors="replace").strip().splitlines()
+    return lines_said[-1] if lines_said else f"it ends with code {code}"
 
 
 def _few(names: tuple[str, ...]) -> str:

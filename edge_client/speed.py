@@ -1,8 +1,5 @@
 """How fast this device computes: measured once, kept beside its state, measured anew when what decides it changes."""
 
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -17,20 +14,8 @@ from fedvit.resources import Speed
 from profiles.probes.host import board, installed_engine
 
 FILE = "profile.json"
-PATIENCE_S = 180.0
-
-_CHILD = """
-import sys
-import msgspec
-from edge_client.speed import measure_here
-sys.stdout.buffer.write(msgspec.json.encode(measure_here(int(sys.argv[1]))))
-"""
 
 Measure = Callable[[int], Speed]
-
-
-class NotMeasured(FedvitError):
-    """The speed cannot be measured on this device; the message says why."""
 
 
 class Circumstances(Struct, frozen=True, kw_only=True):
@@ -84,7 +69,7 @@ def find_speed(state: Path | None, threads: int, measure: Measure, *, fresh: boo
         return Known(speed, f"kept in {state / FILE}")
     try:
         speed = measure(threads)
-    except NotMeasured as error:
+    except (FedvitError, ImportError) as error:
         return Known(None, f"not measured: {error}")
     if state is None:
         return Known(speed, "measured now")
@@ -93,32 +78,9 @@ def find_speed(state: Path | None, threads: int, measure: Measure, *, fresh: boo
     return Known(speed, f"measured now, kept in {state / FILE}")
 
 
-def measure_here(threads: int) -> Speed:
-    """Measure in this process."""
+def measure(threads: int) -> Speed:
+    """Measure now, which takes seconds. Raises FedvitError where this device cannot."""
     from profiles.probes.speed import measure_speed  # type: ignore[import-not-found, unused-ignore]
 
     measured: Speed = measure_speed(threads)
     return measured
-
-
-def measure_apart(threads: int) -> Speed:
-    """Measure in a process of its own: its memory is given back whole, and an engine that dies takes nobody along.
-
-    Raises NotMeasured.
-    """
-    command = [sys.executable, "-c", _CHILD, str(threads)]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise NotMeasured(f"it took longer than {PATIENCE_S:.0f} s") from None
-    if done.returncode:
-        raise NotMeasured(how_it_ended(done.returncode, done.stderr))
-    return msgspec.json.decode(done.stdout, type=Speed)
-
-
-def how_it_ended(code: int, said: bytes) -> str:
-    """A child that failed, in words: the signal that ended it, else its last line."""
-    if code < 0:
-        return f"the process was ended by {signal.Signals(-code).name}"
-    lines = said.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"the process ended with code {code}"

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.broker import Broker, start_broker
 from edge_client.profile import Place, SelfReport, measure_self, table
-from edge_client.speed import NotMeasured
+from fedvit.errors import OverBudget
 from fedvit.resources import Budget, Speed
 from fedvit.transport.mqtt import Address
 from tests.unit.edge_client.speeds import some_speed
@@ -30,7 +30,7 @@ def fast(threads: int) -> Speed:
 
 
 def dead(threads: int) -> Speed:
-    raise NotMeasured("the process was ended by SIGILL")
+    raise OverBudget("the process was ended by SIGILL")
 
 
 def place(address: Address, state: Path | None) -> Place:

@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edge_client import speed as speed_module
-from edge_client.speed import FILE, Circumstances, NotMeasured, find_speed, how_it_ended, kept_speed, measure_apart
+from edge_client.speed import FILE, Circumstances, find_speed, kept_speed
+from fedvit.errors import LinkDown
 from fedvit.resources import Speed
 from tests.unit.edge_client.speeds import some_speed
 
@@ -27,7 +27,7 @@ def never(threads: int) -> Speed:
 
 
 def failing(threads: int) -> Speed:
-    raise NotMeasured("the engine died")
+    raise LinkDown("the engine died")
 
 
 def test_it_is_measured_once_and_found_again(tmp_path: Path) -> None:
@@ -84,32 +84,3 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path, content: bytes) -> None:
 def test_what_cannot_be_measured_is_said_and_not_kept(tmp_path: Path) -> None:
     assert find_speed(tmp_path, 1, failing) == (None, "not measured: the engine died")
     assert not (tmp_path / FILE).exists()
-
-
-@pytest.mark.parametrize(
-    ("child", "reason"),
-    [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "the process was ended by SIGILL"),
-        ("raise ValueError('no such thing')", "ValueError: no such thing"),
-        ("raise SystemExit(3)", "the process ended with code 3"),
-        ("import time; time.sleep(600)", "it took longer than"),
-    ],
-)
-def test_a_measuring_process_that_fails_takes_nobody_along(
-    monkeypatch: pytest.MonkeyPatch, child: str, reason: str
-) -> None:
-    monkeypatch.setattr(speed_module, "_CHILD", child)
-    monkeypatch.setattr(speed_module, "PATIENCE_S", 2.0 if "sleep" in child else 60.0)
-    with pytest.raises(NotMeasured, match=reason):
-        measure_apart(1)
-
-
-def test_a_measuring_process_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = msgspec.json.encode(some_speed(3)).decode()
-    monkeypatch.setattr(speed_module, "_CHILD", f"import sys; assert sys.argv[1] == '3'; print({answer!r})")
-    assert measure_apart(3) == some_speed(3)
-
-
-def test_an_end_in_words() -> None:
-    assert how_it_ended(-4, b"") == "the process was ended by SIGILL"
-    assert how_it_ended(1, b"Traceback:\nImportError: no engine\n") == "ImportError: no engine"

@@ -75,6 +75,7 @@ def measure_self(
     root: Path = ROOT,
 ) -> SelfReport:
     """Measure all that can be, in seconds; `say` hears what is being measured. Raises StorageFailed."""
+    base_rss_bytes = resident_bytes()
     why: dict[str, str] = {}
     sensors = Sensors.find(root)
     if sensors.no_power:
@@ -105,7 +106,7 @@ def measure_self(
         software=version("fedvit"),
         host=host(root),
         threads=threads,
-        base_rss_bytes=resident_bytes(),
+        base_rss_bytes=base_rss_bytes,
         speed=known.speed,
         speed_origin=known.origin,
         free_disk_bytes=free_disk_bytes(place.state) if place.state else None,

@@ -79,7 +79,7 @@ class DeviceProfile(Struct, frozen=True, kw_only=True):
     threads: int  # how many of them training may use
     ram_bytes: int | None = None
     board: str | None = None  # as the device tree names it
-    base_rss_bytes: int | None = None  # of this process when it was ready, before any task
+    base_rss_bytes: int | None = None  # of this process when it was ready; with a memory budget, engine included
     free_disk_bytes: int | None = None  # where its state is
     speed: Speed | None = None
     budget: Budget = Budget()

@@ -9,6 +9,7 @@ from coordinator.presence import Presence
 from coordinator.store import Store
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
+from fedvit.resources import BudgetKind
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import Failed, Manifest, Result, ResultAck
 from fedvit.wire.topics import Topics
@@ -86,7 +87,7 @@ class Results:
 
     def on_failed(self, device: str, failed: Failed) -> None:
         """A device says that it cannot do its task."""
-        self.refuse(device, failed.kind, failed.reason, failed.round)
+        self.refuse(device, failed.kind, failed.reason, failed.round, failed.broke)
         if self.opened and self.opened.asked(failed):
             self.opened.fail(device, failed.reason)
             self._say(f"{device} cannot {failed.kind} in round {failed.round}: {failed.reason}")
@@ -106,10 +107,17 @@ class Results:
             topic = self._topics.upload(device, result.upload.digest)
             self._exchange.fetch(result.upload, device, topic, self._upload_finished(opened, device, result))
 
-    def refuse(self, device: str, kind: str, reason: str, round_number: int | None = None) -> None:
-        """Count something that was not accepted."""
+    def refuse(
+        self,
+        device: str,
+        kind: str,
+        reason: str,
+        round_number: int | None = None,
+        broke: BudgetKind | None = None,
+    ) -> None:
+        """Count something that was not accepted; `broke`: because of a budget of the device."""
         number = round_number if round_number is not None else (self.opened.number if self.opened else None)
-        self._store.add_refusal(self._run, number, device, kind, reason)
+        self._store.add_refusal(self._run, number, device, kind, reason, broke)
         log.warning("refused", extra={"device": device, "kind": kind, "reason": reason})
 
     def _why_never(self, result: Result) -> str | None:

@@ -22,14 +22,17 @@ from sqlalchemy import (
     Table,
     create_engine,
     event,
+    inspect,
     select,
+    text,
     update,
 )
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.schema import CreateColumn
 
 from fedvit.errors import ConfigError, StorageFailed
-from fedvit.resources import ResourceUse
+from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.wire.messages import Result, TaskKind
 
 _tables = MetaData()
@@ -85,6 +88,7 @@ _refusals = Table(
     Column("kind", String, nullable=False),
     Column("reason", String, nullable=False),
     Column("at", String, nullable=False),
+    Column("broke", String),  # the budget that the device did not keep
 )
 
 
@@ -135,6 +139,7 @@ class RefusalRecord(NamedTuple):
     kind: str
     reason: str
     at: str
+    broke: BudgetKind | None = None
 
 
 def _now() -> str:
@@ -150,6 +155,7 @@ class Store:
             event.listen(self._engine, "connect", _prepare_sqlite)
         with self._transaction() as connection:
             _tables.create_all(connection)
+            _add_columns(connection)
 
     @classmethod
     def in_folder(cls, folder: Path) -> "Store":
@@ -283,19 +289,37 @@ class Store:
                 for row in rows
             ]  # fmt: skip
 
-    def add_refusal(self, run: str, round_number: int | None, device: str, kind: str, reason: str) -> None:
-        """Something that was not accepted: counted and shown, never fatal."""
+    def add_refusal(
+        self,
+        run: str,
+        round_number: int | None,
+        device: str,
+        kind: str,
+        reason: str,
+        broke: BudgetKind | None = None,
+    ) -> None:
+        """Something that was not accepted: counted and shown, never fatal. `broke`: a device stopped by its budget."""
         with self._transaction() as connection:
             connection.execute(
                 _refusals.insert().values(
-                    run=run, round=round_number, device=device, kind=kind, reason=reason, at=_now()
+                    run=run, round=round_number, device=device, kind=kind, reason=reason, at=_now(), broke=broke
                 )
             )
 
     def refusals(self, run: str) -> list[RefusalRecord]:
         with self._transaction() as connection:
             rows = connection.execute(select(_refusals).where(_refusals.c.run == run).order_by(_refusals.c.id))
-            return [RefusalRecord(row.round, row.device, row.kind, row.reason, row.at) for row in rows]
+            return [RefusalRecord(row.round, row.device, row.kind, row.reason, row.at, row.broke) for row in rows]
+
+
+def _add_columns(connection: Connection) -> None:
+    """What tables of an earlier version lack; every column that came later may be empty."""
+    for table in _tables.sorted_tables:
+        there = {column["name"] for column in inspect(connection).get_columns(table.name)}
+        for column in table.columns:
+            if column.name not in there:
+                described = CreateColumn(column).compile(dialect=connection.dialect)
+                connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {described}"))
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

@@ -1,6 +1,7 @@
 """A run in figures: for `coordinator show`, the demo's closing table, and `--json`."""
 
 import math
+from collections import Counter
 from statistics import fmean, median, pstdev
 
 from msgspec import Struct
@@ -8,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.store import ResultRecord, Store
+from coordinator.store import RefusalRecord, ResultRecord, Store
+from fedvit.resources import BudgetKind
 from profiles.report.terminal import column, first_that_fits, natural_width, shortened
 from profiles.report.terminal import table as new_table
 
@@ -43,6 +45,9 @@ class DeviceSummary(Struct, frozen=True, kw_only=True):
     step_s: float | None
     peak_rss_bytes: int | None
     flops_per_round: int | None
+    budget_kept: int  # tasks that ended within the device's budgets
+    budget_broken: int  # tasks that did not, whether the device stopped them or not
+    broke: dict[BudgetKind, int]  # how often each budget was broken
 
 
 class RunSummary(Struct, frozen=True, kw_only=True):
@@ -73,9 +78,15 @@ def summarise(store: Store, run: str) -> RunSummary:
     for entry in store.rounds(run):
         mine = [result for result in results if result.round == entry.round]
         rounds.append(_round(entry.round, entry.cohort, entry.figures, mine))
+    refusals = store.refusals(run)
+    over = [entry for entry in refusals if entry.broke]
     devices = [
-        _device(name, [result for result in results if result.device == name])
-        for name in sorted({result.device for result in results})
+        _device(
+            name,
+            [result for result in results if result.device == name],
+            [entry for entry in over if entry.device == name],
+        )
+        for name in sorted({result.device for result in results} | {entry.device for entry in over})
     ]
     peaks = [device.peak_rss_bytes for device in devices if device.peak_rss_bytes is not None]
     evaluated = [entry.accuracy_mean for entry in rounds if entry.accuracy_mean is not None]
@@ -92,7 +103,7 @@ def summarise(store: Store, run: str) -> RunSummary:
         classes=record.classes,
         rounds=rounds,
         devices=devices,
-        refusals=[entry._asdict() for entry in store.refusals(run)],
+        refusals=[entry._asdict() for entry in refusals],
         mean_accuracy=evaluated[-1] if evaluated else None,
         bytes_down=sum(device.bytes_down for device in devices),
         bytes_up=sum(device.bytes_up for device in devices),
@@ -122,13 +133,15 @@ def _round(number: int, cohort: list[str], figures: dict[str, float], results: l
     )
 
 
-def _device(name: str, results: list[ResultRecord]) -> DeviceSummary:
+def _device(name: str, results: list[ResultRecord], over: list[RefusalRecord]) -> DeviceSummary:
     trained = [result for result in results if result.kind == "train"]
     steps = [result.use.step_s for result in trained if result.use.step_s is not None]
     peaks = [result.use.peak_rss_bytes for result in results if result.use.peak_rss_bytes is not None]
     flops = [result.use.flops for result in trained if result.use.flops is not None]
     tested = [result for result in results if result.kind == "evaluate"]
     right = [result.metrics["correct"] / result.samples for result in tested if result.samples]
+    broken = [result.use.broke for result in results if result.use.broke]
+    broken += [(entry.broke,) for entry in over if entry.broke]
     return DeviceSummary(
         device=name,
         train_samples=max((result.samples for result in trained), default=0),
@@ -140,6 +153,9 @@ def _device(name: str, results: list[ResultRecord]) -> DeviceSummary:
         step_s=median(steps) if steps else None,
         peak_rss_bytes=max(peaks, default=None),
         flops_per_round=round(fmean(flops)) if flops else None,
+        budget_kept=sum(not result.use.broke for result in results),
+        budget_broken=len(broken),
+        broke=dict(sorted(Counter(kind for kinds in broken for kind in kinds).items())),
     )
 
 
@@ -181,6 +197,8 @@ def report(summary: RunSummary, width: int) -> Group:
         parts += [Text(), accuracy_table(summary, width), Text(f"accuracy: {summary.protocol}", style="dim")]
     if summary.devices:
         parts += [Text(), device_table(summary, width)]
+    if any(device.budget_broken for device in summary.devices):
+        parts += [Text(), budget_table(summary, width)]
     if summary.refusals:
         parts += [Text(), refusal_table(summary, width)]
     return Group(*parts)
@@ -241,6 +259,19 @@ def _device_table(summary: RunSummary, *, name_width: int) -> Table:
             _scaled(device.peak_rss_bytes, 1e6),
             _scaled(device.flops_per_round, 1e9),
         )
+    return table
+
+
+def budget_table(summary: RunSummary, width: int) -> Table:
+    """How many tasks of each device kept its budgets; which ones the others broke, and how often."""
+    table = new_table("budgets")
+    for heading in ("device", "tasks\nkept", "tasks\nbroken"):
+        column(table, heading, justify="left" if heading == "device" else "right")
+    table.add_column("what", overflow="fold")
+    for device in summary.devices:
+        what = ", ".join(f"{kind} {count}" for kind, count in device.broke.items())
+        name = Text(shortened(device.device, max(LEAST_NAME, width // 2)))
+        table.add_row(name, str(device.budget_kept), str(device.budget_broken), Text(what))
     return table
 
 

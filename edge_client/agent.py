@@ -15,10 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
+from edge_client.guard import Exceeded, Guard, Guarded
 from edge_client.runtime import Runtime, Seeds, Stopped, Watch
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
+from fedvit.engine import load_engine
 from fedvit.errors import BadPayload, FedvitError, OverBudget, PeerRefused, StorageFailed
 from fedvit.program import Program, Role, decode_program
 from fedvit.resources import DeviceProfile, ResourceUse
@@ -45,7 +49,6 @@ from fedvit.wire.messages import (
     encode,
 )
 from fedvit.wire.topics import Topics, check_name
-from profiles.probes.host import peak_rss_bytes
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +125,7 @@ class Agent:
         runtime: Runtime,
         profile: DeviceProfile,
         software: str,
+        guard: Guard | None = None,
     ) -> None:
         self.device = check_name(device, "device id")
         self.topics = Topics(check_name(federation, "federation"))
@@ -133,6 +137,7 @@ class Agent:
         self.runtime = runtime
         self.profile = profile
         self.software = software
+        self.guard = guard or Guard(profile.budget)
         self.exchange = BlobExchange(
             transport, blobs, tell=self._tell_blob, topic_for=self._upload_topic, may_read=self._may_read
         )
@@ -382,8 +387,23 @@ class Agent:
         return self._programs[digest]
 
     def _work(self, job: _Job, program: Program) -> Result:
-        """In the worker thread: everything that takes time."""
-        task, began = job.task, time.perf_counter()
+        """In the worker thread: everything that takes time. Raises Exceeded when a budget would not be kept."""
+        load_engine()
+        with self.guard.watching(job.task.kind) as guarded:
+            try:
+                return self._done(job, program, guarded)
+            except Stopped:
+                if job.stop.is_set() or not guarded.broke:
+                    raise
+            # here, because an exception on its way would hold what the task held
+            broke, reason, use = guarded.broke[-1], guarded.reason(), self._use(job, guarded)
+        if "memory" in use.broke:
+            self.runtime.release()
+            self.data.forget()
+        raise Exceeded(reason, broke, use)
+
+    def _done(self, job: _Job, program: Program, guarded: Guarded) -> Result:
+        task = job.task
         self.vault.note(task)
         data = self._labelled(program.classes)
         self.runtime.keep_only({graph.digest for graph in program.graphs.values()})
@@ -391,11 +411,11 @@ class Agent:
             digest = program.graphs[name].digest
             self.runtime.open(digest, self.blobs.path(digest))
         values = self._values(task, program)
-        watch = Watch(self._progress(job), job.stop.is_set)
+        watch = Watch(self._progress(job), lambda: job.stop.is_set() or guarded.over(), guarded.tally)
         seeds = Seeds(task.seed, task.round, self.device)
         if task.kind == "evaluate":
             evaluated = self.runtime.evaluate(program, values, data, seeds, watch)
-            use = self._use(job, began, flops=evaluated.flops)
+            use = self._use(job, guarded, evaluated.flops)
             correct = float(evaluated.correct)
             return Result(task.run, task.round, task.kind, evaluated.samples, {"correct": correct}, use)
         trained = self.runtime.train(program, values, data.train, seeds, task.lr_scale, watch)
@@ -413,18 +433,12 @@ class Agent:
         upload: Tensors = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
         upload |= trained.collected
         manifest = self.blobs.put(*packed_pieces(upload)) if upload else None
-        use = self._use(
-            job,
-            began,
-            flops=trained.flops,
-            steps=trained.steps,
-            step_s=trained.step_s,
-            upload_bytes=manifest.size if manifest else 0,
-        )
+        guarded.upload_bytes = manifest.size if manifest else 0
+        use = self._use(job, guarded)
         metrics = {"loss": trained.loss}
         result = Result(task.run, task.round, task.kind, trained.samples, metrics, use, manifest)
-        if job.stop.is_set():
-            raise Stopped("the task was cancelled")
+        if job.stop.is_set() or "upload" in use.broke:  # what must not be sent is not kept either
+            raise Stopped("the task was stopped")
         self.vault.commit(result, kept)
         return result
 
@@ -471,28 +485,16 @@ class Agent:
 
         return step
 
-    def _use(
-        self,
-        job: _Job,
-        began: float,
-        *,
-        flops: int,
-        steps: int = 0,
-        step_s: float | None = None,
-        upload_bytes: int | None = None,
-    ) -> ResourceUse:
+    def _use(self, job: _Job, guarded: Guarded, flops: int | None = None) -> ResourceUse:
         told = self._told_bytes
         self._told_bytes = (self.transport.received_bytes, self.transport.sent_bytes)
-        return ResourceUse(
-            train_s=time.perf_counter() - began,
-            step_s=step_s,
-            steps=steps,
-            flops=flops,
-            peak_rss_bytes=peak_rss_bytes(),
-            received_bytes=self._told_bytes[0] - told[0],
-            sent_bytes=self._told_bytes[1] - told[1],
+        received_bytes, sent_bytes = self._told_bytes[0] - told[0], self._told_bytes[1] - told[1]
+        return msgspec.structs.replace(
+            guarded.use(flops),
+            received_bytes=received_bytes,
+            sent_bytes=sent_bytes,
             fetched_bytes=job.fetched_bytes,
-            upload_bytes=upload_bytes,
+            upload_bytes=guarded.upload_bytes,
         )
 
     def _on_worked(self, worked: _Worked) -> None:
@@ -518,7 +520,8 @@ class Agent:
         task = job.task
         reason = str(error) if isinstance(error, FedvitError) else f"{type(error).__name__}: {error}"
         self._drop_job()
-        self._send(Failed(task.run, task.round, task.kind, reason[:500]))
+        broke, use = (error.broke, error.use) if isinstance(error, Exceeded) else (None, None)
+        self._send(Failed(task.run, task.round, task.kind, reason[:500], broke, use))
 
     def _drop_job(self) -> None:
         if self._job:

@@ -1,5 +1,6 @@
 """`edge-client`: one device of a fleet. Nothing here or below imports a deep-learning framework."""
 
+import copy
 import fcntl
 import hashlib
 import json
@@ -9,20 +10,27 @@ import platform
 import re
 import secrets
 import signal
+import sys
 import threading
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import click
+import msgspec
 
 from fedvit import command_line
+from fedvit.command_line import amount
 from fedvit.errors import ConfigError, DataError
 from fedvit.files import atomic_write
 from fedvit.logs import configure_logging
-from fedvit.wire.topics import check_name
-from profiles.probes.host import device_profile, fast_cores, usable_cores
+from fedvit.quantities import parse_bytes, parse_celsius, parse_flops, parse_seconds
+from fedvit.resources import Budget, Speed
+from fedvit.wire.topics import Topics, check_name
+from profiles.probes.host import device_profile, fast_cores, resident_bytes, usable_cores
+from profiles.probes.meter import Sensors
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +70,34 @@ log = logging.getLogger(__name__)
     default=0.2,
     help="Share of test images where the data folder has no train/ and test/.",
 )
+@click.option(
+    "--memory-budget",
+    callback=amount(parse_bytes),
+    metavar="BYTES",
+    help="Resident memory of the whole process that a task may take, e.g. 512MB.",
+)
+@click.option(
+    "--flops-budget",
+    callback=amount(parse_flops),
+    metavar="FLOP",
+    help="Work that a round's training may take, e.g. 2TFLOP.",
+)
+@click.option(
+    "--round-deadline",
+    callback=amount(parse_seconds),
+    metavar="TIME",
+    help="Time that a round's training may take on this device, without transfers, e.g. 10m.",
+)
+@click.option(
+    "--upload-budget", callback=amount(parse_bytes), metavar="BYTES", help="Size of a round's result, e.g. 5MB."
+)
+@click.option(
+    "--temperature-limit",
+    callback=amount(parse_celsius),
+    metavar="CELSIUS",
+    help="Stop a task when the processor is hotter than this, e.g. 80.",
+)
+@click.option("--profile", is_flag=True, help="Measure the compute speed at the start, where it is not known yet.")
 @click.option("--once", is_flag=True, help="Leave when the run has ended instead of waiting for the next.")
 @click.option("--quiet", is_flag=True, help="Say only what is wrong.")
 @click.version_option(version("fedvit"))
@@ -83,12 +119,19 @@ def serve(
     federation: str,
     ca_file: Path | None,
     test_share: float,
+    memory_budget: int | None,
+    flops_budget: int | None,
+    round_deadline: float | None,
+    upload_budget: int | None,
+    temperature_limit: float | None,
+    profile: bool,
     once: bool,
     quiet: bool,
 ) -> None:
     """Connect the parts and take part until stopped."""
     # onnxruntime and the data readers are imported here, so that --help and typing errors answer at once
     from edge_client.agent import Agent
+    from edge_client.guard import Guard
     from edge_client.runtime import Runtime
     from edge_client.vault import Vault
     from fedvit.blobs import BlobStore
@@ -99,11 +142,24 @@ def serve(
     if data is None:
         raise ConfigError("--data is missing: the folder with this device's images")
     address = Address.parse(broker, ca_file=ca_file)
+    check_name(federation, "federation")
     images = DeviceData.open(data, test_share=test_share)
     folder = state or default_state(data)
     lock = lock_state(folder)
     name = device_id(folder, device, data)
     threads = threads or fast_cores()
+    budget = Budget(
+        memory_bytes=memory_budget,
+        flops_per_round=flops_budget,
+        round_deadline_s=round_deadline,
+        upload_bytes=upload_budget,
+    )
+    sensors = Sensors.find()
+    if temperature_limit is not None and sensors.thermometer.celsius() is None:
+        log.warning("no temperature sensor: the limit cannot be kept", extra={"limit_c": temperature_limit})
+    speed = speed_at_start(folder, threads, measure=profile or budget != Budget())
+    if memory_budget is not None:
+        ready_for_memory_budget(memory_budget)
     transport = MqttTransport(SimpleQueue(), address, client_id=f"{name}-{secrets.token_hex(4)}")
     agent = Agent(
         device=name,
@@ -113,8 +169,9 @@ def serve(
         vault=Vault(folder / "vault"),
         blobs=BlobStore(folder / "blobs"),
         runtime=Runtime(threads, provider),
-        profile=device_profile(threads),
+        profile=device_profile(threads, folder, speed=speed, budget=budget),
         software=version("fedvit"),
+        guard=Guard(budget, temperature_limit_c=temperature_limit, sensors=sensors, owns_process=True),
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -130,6 +187,140 @@ def serve(
     reason = agent.serve(stop, once=once)
     log.info("device leaves", extra={"reason": reason})
     os.close(lock)
+
+
+def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
+    """What is kept of an earlier measurement; only where `measure` says so it is measured now, which takes seconds."""
+    from edge_client.speed import find_speed, kept_speed
+    from profiles.probes.speed import measure_speed
+
+    if speed := kept_speed(state, threads):
+        log.info("compute speed is known from an earlier start")
+    elif measure:
+        log.info("compute speed is being measured")
+        speed, origin = find_speed(state, threads, measure_speed)
+        log.info("compute speed", extra={"origin": origin})
+    else:
+        log.info("compute speed is not known: --profile or 'edge-client profile' measures it")
+    return speed
+
+
+def ready_for_memory_budget(limit_bytes: int) -> None:
+    """Load the engine first, so that what this process says of its memory has it in it; warn where that is too much."""
+    from edge_client.guard import memory_words
+    from fedvit.engine import load_engine
+
+    load_engine()
+    if (base_bytes := resident_bytes()) > limit_bytes:
+        log.warning(memory_words(base_bytes, limit_bytes, base_bytes))
+
+
+# --- what a device knows of itself --------------------------------------------------------------------
+
+
+def as_for_training(*names: str) -> Callable[[click.Command], click.Command]:
+    """Let a command take options of the program itself, too, behind its own name; there they win."""
+
+    def add(command: click.Command) -> click.Command:
+        for option in cli.params:
+            if option.name in names:
+                again = copy.copy(option)
+                again.default = None
+                command.params.append(again)
+        return command
+
+    return add
+
+
+def _given(context: click.Context, own: Mapping[str, Any]) -> dict[str, Any]:
+    before = context.parent.params if context.parent else {}
+    return {name: before.get(name) if value is None else value for name, value in own.items()}
+
+
+_DEVICE_OPTIONS = ("broker", "data", "device", "state", "federation", "ca_file", "memory_budget", "temperature_limit")
+
+
+@as_for_training(*_DEVICE_OPTIONS, "threads", "flops_budget", "round_deadline", "upload_budget")
+@cli.command("profile")
+@click.option("--fresh", is_flag=True, help="Measure the compute speed anew, whatever is kept.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def profile_command(context: click.Context, /, *, fresh: bool, as_json: bool, **own: Any) -> None:
+    """Measure this device: speed, memory, disk, heat, power, the way to the broker. Takes seconds."""
+    from edge_client.profile import Place, measure_self, table
+    from fedvit.transport.mqtt import Address
+    from profiles.probes.speed import measure_speed
+
+    given = _given(context, own)
+    state, device = _place(given)
+    report = measure_self(
+        Place(
+            state=state,
+            address=Address.parse(given["broker"], ca_file=given["ca_file"]),
+            client_id=f"{device}-{secrets.token_hex(4)}",
+            echo_topic=Topics(check_name(given["federation"], "federation")).echo(device),
+        ),
+        given["threads"] or fast_cores(),
+        measure_speed,
+        lambda what: click.echo(f"measuring: {what}", err=True),
+        budget=Budget(
+            memory_bytes=given["memory_budget"],
+            flops_per_round=given["flops_budget"],
+            round_deadline_s=given["round_deadline"],
+            upload_bytes=given["upload_budget"],
+        ),
+        temperature_limit_c=given["temperature_limit"],
+        fresh=fresh,
+    )
+    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else table(report))
+
+
+@as_for_training(*_DEVICE_OPTIONS, "test_share")
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def doctor(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
+    """Find out whether this device can take part, and what to do if not.
+
+    Exit code 0: all is well; 1: warnings; 2: errors.
+    """
+    from edge_client.doctor import LEVELS, Finding, Patient, examine, lines, worst
+    from fedvit.transport.mqtt import Address
+
+    given = _given(context, own)
+    state, device = _place(given)
+    patient = Patient(
+        address=Address.parse(given["broker"], ca_file=given["ca_file"]),
+        topics=Topics(check_name(given["federation"], "federation")),
+        device=device,
+        state=state,
+        data=given["data"],
+        test_share=given["test_share"],
+        budget=Budget(memory_bytes=given["memory_budget"]),
+        temperature_limit_c=given["temperature_limit"],
+    )
+    findings: list[Finding] = []
+    for finding in examine(patient):
+        findings.append(finding)
+        if not as_json:
+            click.echo(lines(finding))
+    level = worst(findings)
+    if as_json:
+        listed = msgspec.json.encode({"worst": level, "findings": findings})
+        click.echo(msgspec.json.format(listed).decode())
+    sys.exit(LEVELS.index(level))
+
+
+def _place(given: Mapping[str, Any]) -> tuple[Path | None, str]:
+    """Where the device keeps its state, if that is known, and what it is called."""
+    data: Path | None = given["data"]
+    state: Path | None = given["state"] or (default_state(data) if data else None)
+    if given["device"]:
+        return state, check_name(given["device"], "--id")
+    file = state / "device-id" if state else None
+    if file and file.is_file():
+        return state, check_name(file.read_text().strip(), f"device id in {file}")
+    return state, f"new-{secrets.token_hex(4)}"
 
 
 # --- bundles ------------------------------------------------------------------------------------------

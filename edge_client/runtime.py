@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from edge_client.guard import Tally
 from edge_client.sampler import MedianSampler
 from edge_client.steps import Graph, Steps, SummedSteps, WholeSteps
 from fedvit.data.folder import DeviceData, Flags, Split
 from fedvit.data.images import Indices, augment, draw_kept, normalise, select, unfold
-from fedvit.engine import CPU, open_session
+from fedvit.engine import CPU, give_back, open_session
 from fedvit.errors import BadPayload, DataError, FedvitError
 from fedvit.program import Batch, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Stopped(FedvitError):
-    """The task was cancelled between two steps; nothing of it is kept."""
+    """The task was stopped between two steps; nothing of it is kept."""
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Watch:
 
     step: Callable[[int, int, float | None], None]  # (done, total, loss)
     stopped: Callable[[], bool]
+    tally: Tally = field(default_factory=Tally)  # of the steps that were made
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,12 @@ class Runtime:
             for digest in self._graphs.keys() - digests:
                 del self._graphs[digest]
 
+    def release(self) -> None:
+        """Close all graphs, and let the system have the memory that they worked in."""
+        with self._lock:
+            self._graphs.clear()
+        give_back()
+
     # --- training -------------------------------------------------------------------------------------
 
     def train(
@@ -122,12 +129,14 @@ class Runtime:
     ) -> Trained:
         order_rng, picture_rng, mask_rng, sample_rng, number_rng = generators
         values: Tensors = dict(start)
-        result = Trained({}, {}, 0, float("nan"), 0, None, 0)
+        result, tally = Trained({}, {}, 0, float("nan"), 0, None, 0), Tally()
         batches = -(-len(images) // program.batch.batch_size)
         total = sum(_planned_steps(phase, batches) for phase in phases)
-        times: list[float] = []
         lost: set[int] = set()  # rows that could not be decoded
         for phase in phases:
+            times: list[float] = []
+            for counts in (tally, watch.tally):
+                counts.phases.append(times)
             loop = self._steps(program, phase, values, start, _facts(program, phase, images, number_rng), lr_scale)
             sampler = (
                 MedianSampler(images.labels, phase.epochs, phase.collect.threshold, sample_rng)
@@ -137,22 +146,22 @@ class Runtime:
             losses: dict[int, list[tuple[float, int]]] = {}
             batches_of = _batches(images, program.batch, phase, order_rng, picture_rng, mask_rng)
             for fed in ahead(batches_of):
-                if watch.stopped():
-                    raise Stopped("the task was cancelled")
                 lost.update(fed.rows[~fed.readable].tolist())
                 if not fed.readable.any():
                     continue
                 for repeat in range(phase.repeats):
+                    if watch.stopped():
+                        raise Stopped("the task was stopped")
                     began = time.perf_counter()
                     stepped = loop.step(fed.feeds, last=repeat == phase.repeats - 1)
                     times.append(time.perf_counter() - began)
-                    result.steps += 1
-                    result.flops += stepped.runs * program.graphs[phase.graph].flops
+                    for counts in (tally, watch.tally):
+                        counts.flops += stepped.runs * program.graphs[phase.graph].flops
                 losses.setdefault(fed.epoch, []).append((stepped.loss, int(fed.readable.sum())))
                 if sampler and phase.collect:
                     values_of_rows = stepped.collected[f"collect/{phase.collect.output}"]
                     sampler.record(fed.epoch, fed.rows, fed.readable, values_of_rows)
-                watch.step(result.steps, total, stepped.loss)
+                watch.step(tally.steps, total, stepped.loss)
             if not loop.count:
                 raise DataError(f"none of the {len(images)} training images can be decoded")
             last_epoch = losses[max(losses)]
@@ -163,7 +172,7 @@ class Runtime:
                 features, labels = sampler.collected(phase.collect.shape)
                 result.collected |= {phase.collect.output: features, "labels": labels}
         result.samples = len(images) - len(lost)
-        result.step_s = median(times) if times else None
+        result.steps, result.step_s, result.flops = tally.steps, tally.step_s, tally.flops
         return result
 
     # --- evaluation -----------------------------------------------------------------------------------
@@ -192,7 +201,7 @@ class Runtime:
         total = -(-len(images) // batch.answer_size)
         for number, (rows, readable, patches) in enumerate(_full_images(images, np.arange(len(images)), batch)):
             if watch.stopped():
-                raise Stopped("the task was cancelled")
+                raise Stopped("the task was stopped")
             outputs = graph.run({**feeds, "batch/patches": patches})
             answers = outputs["logits"][: len(rows)].argmax(axis=1)
             correct += int(((answers == images.labels[rows]) & readable).sum())
@@ -217,7 +226,7 @@ class Runtime:
         filled = 0
         for rows, readable, patches in _full_images(images, chosen, program.batch):
             if watch.stopped():
-                raise Stopped("the task was cancelled")
+                raise Stopped("the task was stopped")
             outputs = graph.run({**values, "batch/patches": patches})
             places = slice(filled, filled + len(rows))
             gathered[places] = outputs[f"collect/{gather.output}"][: len(rows)]

@@ -1,10 +1,27 @@
 """The edge of a program: deliberate errors become one line and an exit code."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import click
 
 from fedvit.errors import INTERRUPTED, ConfigError, FedvitError
+
+
+def amount(parse: Callable[[str], float]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """The callback of an option that people write with a unit; `parse` is one of fedvit.quantities.
+
+    Raises ConfigError naming the option.
+    """
+
+    def read(_: click.Context, option: click.Parameter, text: str | None) -> float | None:
+        try:
+            return None if text is None else parse(text)
+        except ConfigError as error:
+            raise ConfigError(f"{option.opts[0]}: {error}") from error
+
+    return read
 
 
 def run(command: click.Command, name: str) -> None:

@@ -50,14 +50,14 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
     step_s: float | None = None  # median wall time of one training step
     steps: int = 0
     flops: int | None = None  # forward and backward, counted from the graphs that ran
-    peak_rss_bytes: int | None = None  # the process's high-water mark since it started
+    peak_rss_bytes: int | None = None  # the highest resident memory of the whole process during the task
     received_bytes: int | None = None  # payload bytes since the process started
     sent_bytes: int | None = None
     fetched_bytes: int | None = None  # blobs that had to be fetched for the task
     upload_bytes: int | None = None  # of the result's tensors, packed
     sustained: float | None = None  # median step of the last tenth of a task divided by that of its first tenth
-    energy_j: float | None = None  # of the whole device during the task
-    energy_source: str | None = None  # the sensor that `energy_j` comes from
+    energy_j: float | None = None  # of whatever `energy_source` sees during the task: mostly the whole device
+    energy_source: str | None = None  # the sensor; one of a processor alone says so ("rapl package")
     temperature_c: float | None = None  # the highest that was seen
     throttled: bool | None = None  # whether the system slowed the processor down meanwhile
     broke: tuple[BudgetKind, ...] = ()  # budgets that the task exceeded
@@ -97,7 +97,7 @@ class DeviceProfile(Struct, frozen=True, kw_only=True):
     threads: int  # how many of them training may use
     ram_bytes: int | None = None
     board: str | None = None  # as the device tree names it
-    base_rss_bytes: int | None = None  # of this process when it was ready, before any task
+    base_rss_bytes: int | None = None  # of this process when it was ready; with a memory budget, engine included
     free_disk_bytes: int | None = None  # where its state is
     speed: Speed | None = None
     budget: Budget = Budget()

@@ -48,6 +48,11 @@ class Files:
             images = self._cache[rows]
         return images, np.array([self.paths[row] not in self.failed for row in rows], dtype=np.bool_)
 
+    def forget(self) -> None:
+        """Give back the memory of the decoded images; they are decoded again when they are needed."""
+        self._size = 0
+        self._cache = None
+
     def _start_cache(self, size: int) -> None:
         shape = (len(self.paths), size, size, 3)
         # zeros take no memory before they are written to
@@ -158,6 +163,11 @@ class DeviceData:
             train=Split(table[self.train.labels], self.train.files),
             test=Split(table[self.test.labels], self.test.files),
         )
+
+    def forget(self) -> None:
+        """Give back the memory of decoded images, of all that share them by `relabelled`."""
+        for split in (self.train, self.test):
+            split.files.forget()
 
 
 def _readable(files: list[tuple[Path, int]], unreadable: list[tuple[Path, str]]) -> tuple[list[Path], Indices]:

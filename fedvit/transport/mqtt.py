@@ -104,14 +104,16 @@ def _unusable(text: str, why: str) -> ConfigError:
     )
 
 
-def _tls_context(ca_file: Path | None) -> ssl.SSLContext:
+def tls_context(ca_file: Path | None) -> ssl.SSLContext:
+    """What an mqtts:// connection trusts. Raises ConfigError when the file cannot be read."""
     try:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:
-        raise ConfigError(f"the certificates in {ca_file} cannot be used: {_in_words(error)}") from error
+        raise ConfigError(f"the certificates in {ca_file} cannot be used: {in_words(error)}") from error
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
+    """An error of sockets or TLS, for people."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate is not trusted: {error.verify_message}"
     words = str(getattr(error, "strerror", None) or error or type(error).__name__)
@@ -190,7 +192,7 @@ class MqttTransport(Transport):
         self.address = address
         self._client_id = client_id
         self._max_packet_bytes = max_packet_bytes
-        self._tls = _tls_context(address.ca_file) if address.tls else None
+        self._tls = tls_context(address.ca_file) if address.tls else None
         self._will: Will | None = None
         self._lock = threading.Lock()
         self._filters: dict[str, int] = {}
@@ -280,10 +282,10 @@ class MqttTransport(Transport):
                 while ended == MQTT_ERR_SUCCESS:
                     ended = link.client.loop(1.0)
         except (OSError, ValueError) as error:
-            return f"{self.address}: {_in_words(error)}"
+            return f"{self.address}: {in_words(error)}"
         except Exception as error:
             log.exception("MQTT link failed", extra={"broker": str(self.address)})
-            return f"{self.address}: {_in_words(error)}"
+            return f"{self.address}: {in_words(error)}"
         finally:
             link.up = link.answered = False
             self._link = None

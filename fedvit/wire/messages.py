@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedvit.errors import BadPayload, PeerRefused
-from fedvit.resources import DeviceProfile, ResourceUse
+from fedvit.resources import BudgetKind, DeviceProfile, ResourceUse
 
 WIRE_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -98,6 +98,8 @@ class Failed(Message, frozen=True, tag="failed"):
     round: Count
     kind: TaskKind
     reason: str
+    broke: BudgetKind | None = None  # the budget that the task would not keep
+    use: ResourceUse | None = None  # with `broke`: what was measured until the task was stopped
 
 
 # --- coordinator to one device ------------------------------------------------------------------------

@@ -6,6 +6,7 @@
     fl1/F/d/DEV/up/ctl     control from one device
     fl1/F/d/DEV/up/b/BLOB  chunks from one device
     fl1/F/d/DEV/st         the device's last will
+    fl1/F/d/DEV/echo       what a device says to itself, to measure the broker
 
 The device's name is read from the topic, never from a payload: the broker can guard topics.
 """
@@ -54,6 +55,9 @@ class Topics(NamedTuple):
 
     def device_state(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/st"
+
+    def echo(self, device: str) -> str:
+        return f"{ROOT}/{self.federation}/d/{device}/echo"
 
     @property
     def from_all_devices(self) -> tuple[str, str]:

@@ -23,6 +23,8 @@ MAX_RANGES = 128
 """Ranges that one Want carries; what is missing beyond them is asked for in a later one."""
 
 _HEADER = struct.Struct(">4sBBHIIQ32sII")
+CHUNK_MESSAGE_BYTES = _HEADER.size + CHUNK_BYTES
+"""Payload of the largest message that is ever sent."""
 _MAGIC = b"fvbc"
 _VERSION = 1
 

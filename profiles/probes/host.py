@@ -2,12 +2,16 @@
 
 import os
 import platform
+import shutil
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
+from msgspec import Struct
 
-from fedvit.resources import DeviceProfile
+from fedvit.resources import Budget, DeviceProfile, Speed
+from profiles.probes.kernel import ROOT, read_text
 
 
 def peak_rss_bytes() -> int | None:
@@ -80,11 +84,148 @@ def _relative_speed(core: Path) -> float | None:
     return None
 
 
-def device_profile(threads: int) -> DeviceProfile:
+# --- what the machine is ------------------------------------------------------------------------------
+
+
+class Host(Struct, frozen=True, kw_only=True):
+    """A machine and the software on it. What it does not say is None."""
+
+    name: str
+    board: str | None  # as the device tree names it, else the maker's words of the firmware
+    machine: str  # x86_64, aarch64, ...
+    processor: str | None
+    cores: int  # that may be used
+    os: str | None
+    kernel: str
+    libc: str | None
+    python: str
+    engine: str | None  # onnxruntime's package: those for GPUs have other names
+    engine_version: str | None
+    ram_bytes: int | None
+    available_bytes: int | None  # of the RAM, without swapping
+    swap_bytes: int | None  # 0: there is none
+
+
+def host(root: Path = ROOT) -> Host:
+    """What is known without measuring anything; files are read below `root`."""
+    engine, engine_version = installed_engine()
+    memory = _memory(root)
+    libc = " ".join(platform.libc_ver()).strip()
+    return Host(
+        name=platform.node(),
+        board=board(root),
+        machine=platform.machine(),
+        processor=_processor(root),
+        cores=usable_cores(),
+        os=_system(root),
+        kernel=read_text(root / "proc/sys/kernel/osrelease") or platform.release(),
+        libc=libc or None,
+        python=platform.python_version(),
+        engine=engine,
+        engine_version=engine_version,
+        ram_bytes=memory.get("MemTotal"),
+        available_bytes=memory.get("MemAvailable"),
+        swap_bytes=memory.get("SwapTotal"),
+    )
+
+
+def board(root: Path = ROOT) -> str | None:
+    """The board's model: "Raspberry Pi 5 Model B Rev 1.0"; on a PC its maker and product."""
+    for place in ("proc/device-tree/model", "sys/firmware/devicetree/base/model"):
+        if model := read_text(root / place):
+            return model
+    folder = root / "sys/class/dmi/id"
+    for names in (("sys_vendor", "product_name"), ("board_vendor", "board_name")):
+        said = [text for name in names if (text := read_text(folder / name)) and text.lower() not in _FILLERS]
+        if len(said) == len(names):
+            return " ".join(said)
+    return None
+
+
+_FILLERS = {"to be filled by o.e.m.", "default string", "system manufacturer", "system product name", "none", "o.e.m."}
+"""What makers leave in the firmware when they say nothing."""
+
+
+def _processor(root: Path) -> str | None:
+    """As /proc/cpuinfo names it; most ARM kernels do not."""
+    for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name" and value.strip():
+            return value.strip()
+    return None
+
+
+def _system(root: Path) -> str | None:
+    for place in ("etc/os-release", "usr/lib/os-release"):
+        for line in (read_text(root / place) or "").splitlines():
+            if line.startswith("PRETTY_NAME="):
+                return line.partition("=")[2].strip().strip("\"'") or None
+    return None
+
+
+def _memory(root: Path) -> dict[str, int]:
+    """Fields of /proc/meminfo in bytes; where there is none, what psutil finds."""
+    if (text := read_text(root / "proc/meminfo")) is not None:
+        rows = (line.replace(":", " ").split() for line in text.splitlines())
+        return {row[0]: int(row[1]) * 1024 for row in rows if len(row) == 3 and row[2] == "kB"}
+    if root != ROOT:
+        return {}
+    memory = psutil.virtual_memory()
+    return {"MemTotal": memory.total, "MemAvailable": memory.available, "SwapTotal": psutil.swap_memory().total}
+
+
+ENGINES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-qnn")
+
+
+def installed_engine() -> tuple[str | None, str | None]:
+    """Which package of onnxruntime is installed, and its version; nothing is imported."""
+    for name in ENGINES:
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return None, None
+
+
+def resident_bytes() -> int:
+    """Of this process, now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def forget_peak() -> bool:
+    """Let the high-water mark of this process begin anew at what is resident now; False where the system refuses.
+
+    Linux: 5 written to /proc/self/clear_refs. It is the whole process's mark: only who owns the process may do this.
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def free_disk_bytes(folder: Path) -> int | None:
+    """Free for this user on the disk that holds `folder`, or will hold it when it is made."""
+    place = next((one for one in (folder, *folder.resolve().parents) if one.exists()), None)
+    try:
+        return None if place is None else shutil.disk_usage(place).free
+    except OSError:
+        return None
+
+
+def device_profile(
+    threads: int, state: Path | None = None, *, speed: Speed | None = None, budget: Budget | None = None
+) -> DeviceProfile:
+    """What this device says when it joins; to be asked when the process is ready, before any task."""
     return DeviceProfile(
         host=platform.node(),
         machine=platform.machine(),
         cores=usable_cores(),
         threads=threads,
-        ram_bytes=psutil.virtual_memory().total,
+        ram_bytes=_memory(ROOT).get("MemTotal"),
+        board=board(),
+        base_rss_bytes=resident_bytes(),
+        free_disk_bytes=free_disk_bytes(state) if state else None,
+        speed=speed,
+        budget=budget or Budget(),
     )

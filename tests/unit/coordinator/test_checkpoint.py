@@ -104,6 +104,7 @@ def test_programs_of_every_variant_must_not_be_deleted(
     blobs = BlobStore(tmp_path)
     config = configure("eftvit", variants={"jetson-*": {"local_blocks": 2}})
     plan = make_plan(config, ("0", "1", "2"), blobs, cache=graph_cache)
+    assert plan.first
     saved = save_state(plan.state, plan.groups, blobs)
     assert len(needed_blobs(plan, saved)) == 1 + 3 + 1 + 4
     other = plan.variant("jetson-1", 1)

@@ -231,3 +231,25 @@ def test_what_a_killed_process_had_written_is_there(tmp_path: Path) -> None:
         assert [entry.samples for entry in results if entry.round == record.round] == [record.round] * 2
     store.open_round("r", len(rounds) + 1, ["a"])
     store.close()
+
+
+def test_a_refusal_says_which_budget_was_broken(store: Store, tmp_path: Path) -> None:
+    store.add_refusal("r", 3, "a", "train", "too much memory", "memory")
+    store.add_refusal("r", 3, "b", "train", "NaN")
+    assert [entry.broke for entry in reopened(store, tmp_path).refusals("r")] == ["memory", None]
+
+
+def test_a_database_of_an_earlier_version_opens(store: Store, tmp_path: Path) -> None:
+    """Its refusals had no column for budgets: what it holds is kept, and new ones are written."""
+    store.add_refusal("r", 3, "a", "train", "NaN")
+    store.close()
+    with sqlite3.connect(tmp_path / "runs" / "fedvit.db") as database:
+        database.execute("ALTER TABLE refusals DROP COLUMN broke")
+    database.close()
+    later = Store.in_folder(tmp_path / "runs")
+    later.add_refusal("r", 4, "a", "train", "too slow", "time")
+    assert [(entry.round, entry.reason, entry.broke) for entry in later.refusals("r")] == [
+        (3, "NaN", None),
+        (4, "too slow", "time"),
+    ]
+    later.close()

@@ -13,6 +13,7 @@ from coordinator.store import SavedState, Store
 from coordinator.summary import (
     RunSummary,
     accuracy_table,
+    budget_table,
     device_table,
     refusal_table,
     report,
@@ -161,6 +162,30 @@ def test_the_line_of_a_round(store: Store) -> None:
         "devices 2.5 s, server 0.5 s   down 11.0 MB, up 3.1 MB"
     )
     assert round_line(store, RUN, 2, 3) == "round   2/3   1/2 devices   loss 0.500   down 0.0 MB, up 0.0 MB"
+
+
+def test_budgets_that_were_kept_and_broken(store: Store) -> None:
+    """`a` kept its budgets in three tasks (rounds 1 and 2, evaluation 1), broke two at once in a fourth and was
+    stopped in a fifth; `f` was stopped in the only one that it had."""
+    trained(store, 3, "a", broke=("time", "memory"))
+    store.add_refusal(RUN, 4, "a", "train", "memory", "memory")
+    store.add_refusal(RUN, 4, "f", "train", "hot", "temperature")
+    run = summarise(store, RUN)
+    by_name = {device.device: device for device in run.devices}
+    assert (by_name["a"].budget_kept, by_name["a"].budget_broken) == (3, 2)
+    assert by_name["a"].broke == {"memory": 2, "time": 1}
+    assert (by_name["f"].budget_kept, by_name["f"].budget_broken, by_name["f"].rounds) == (0, 1, 0)
+    assert (by_name["b"].budget_kept, by_name["b"].budget_broken, by_name["b"].broke) == (2, 0, {})
+    assert "e" not in by_name, "a hello that was refused is no task"
+    assert [entry["broke"] for entry in run.refusals] == [None, None, "memory", "temperature"]
+    rows = cells(budget_table(run, 80), 80)
+    assert rows[0] == ["a", "3", "2", "memory", "2,", "time", "1"]
+    assert rows[-1] == ["f", "0", "1", "temperature", "1"]
+    assert "budgets" in drawn(report(run, 80), 80)
+
+
+def test_budgets_are_no_subject_where_all_were_kept(store: Store) -> None:
+    assert "budgets" not in drawn(report(summarise(store, RUN), 80), 80)
 
 
 # --- tables -------------------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ import pytest
 
 from edge_client import agent as agent_module
 from edge_client.agent import Agent
+from edge_client.guard import Guard
 from edge_client.runtime import Runtime, Seeds, Watch
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import PeerRefused
 from fedvit.program import Group, Program, Role, encode_program
-from fedvit.resources import DeviceProfile, ResourceUse
+from fedvit.resources import Budget, DeviceProfile, ResourceUse
 from fedvit.tensors import Tensors, delta, pack, unpack
 from fedvit.transport.base import Received
 from fedvit.transport.exchange import BlobExchange
@@ -63,7 +64,9 @@ Kind = TypeVar("Kind", bound=FromDevice)
 class Device:
     """A real agent in a thread."""
 
-    def __init__(self, broker: MemoryBroker, digits: Path, state: Path, *, once: bool = False) -> None:
+    def __init__(
+        self, broker: MemoryBroker, digits: Path, state: Path, *, once: bool = False, guard: Guard | None = None
+    ) -> None:
         self.transport = MemoryTransport(SimpleQueue(), broker, "pi")
         self.vault = Vault(state / "vault")
         self.blobs = BlobStore(state / "blobs")
@@ -77,6 +80,7 @@ class Device:
             runtime=Runtime(1),
             profile=PROFILE,
             software="9.9",
+            guard=guard,
         )
         self.outcome: str | BaseException | None = None
         self._stop = threading.Event()
@@ -232,8 +236,15 @@ class World:
         self._digits = digits
         self._state = folder / "state"
 
-    def device(self, *, joined: bool = True, once: bool = False, digits: Path | None = None) -> Device:
-        device = Device(self.broker, digits or self._digits, self._state, once=once)
+    def device(
+        self,
+        *,
+        joined: bool = True,
+        once: bool = False,
+        digits: Path | None = None,
+        guard: Guard | None = None,
+    ) -> Device:
+        device = Device(self.broker, digits or self._digits, self._state, once=once, guard=guard)
         self.devices.append(device)
         if joined:
             self.server.is_here(self.server.epoch)
@@ -1018,3 +1029,108 @@ def test_an_error_that_nobody_foresaw_is_named_and_the_device_stays(world: World
     odd = msgspec.structs.replace(fedavg.program, train=(msgspec.structs.replace(phase, graph="no such graph"),))
     assert "no such graph" in world.failure(fedavg, program=odd)
     assert world.result(fedavg, round=2).round == 2
+
+
+# --- budgets ------------------------------------------------------------------------------------------
+
+
+def budgeted(world: World, **budget: int) -> Device:
+    return world.device(guard=Guard(Budget(**budget)))
+
+
+def flops_of_training(world: World, setting: "Setting") -> int:
+    """Of the whole task, as a device without budgets reports it; its result is settled."""
+    device = world.device()
+    result = world.result(setting)
+    world.server.acknowledge(result)
+    device.stop()
+    assert result.use.flops is not None
+    return result.use.flops
+
+
+def test_a_result_says_what_was_measured(world: World, fedavg: "Setting") -> None:
+    """Two epochs of three batches. Without sensors energy and heat are None, as is `sustained` after six steps."""
+    world.device()
+    use = world.result(fedavg).use
+    assert use.steps == 6
+    assert use.train_s is not None
+    assert use.step_s is not None
+    assert 6 * use.step_s < 2 * use.train_s
+    assert use.peak_rss_bytes is not None
+    assert (use.energy_j, use.temperature_c, use.throttled, use.sustained, use.broke) == (None, None, None, None, ())
+
+
+def test_a_task_over_its_memory_is_refused_with_what_was_measured(world: World, fedavg: "Setting") -> None:
+    """No step is made, nothing is kept, and the device stays for the next task."""
+    device = budgeted(world, memory_bytes=10**6)
+    for kind in ("train", "evaluate"):
+        world.give(fedavg, kind=kind)
+        failed = world.server.expect(Failed)
+        assert (failed.kind, failed.broke) == (kind, "memory")
+        assert "the memory budget is 1.0 MB" in failed.reason
+        assert failed.use is not None
+        assert (failed.use.steps, failed.use.broke) == (0, ("memory",))
+        assert failed.use.peak_rss_bytes is not None
+        assert failed.use.received_bytes is not None
+    assert device.vault.round_of("run") == 0
+    assert device.vault.pending() == []
+    assert world.server.count(Result) == 0
+    world.server.roll_call()
+
+
+def test_after_a_task_over_its_memory_graphs_are_loaded_again(world: World, fedavg: "Setting") -> None:
+    """The same device, with a budget that it can keep: its engine gave everything back and works as before."""
+    guard = Guard(Budget(memory_bytes=1))
+    world.device(guard=guard)
+    assert "memory" in world.failure(fedavg)
+    guard.budget = Budget()
+    result = world.result(fedavg, round=2)
+    assert result.use.steps == 6
+    assert result.use.broke == ()
+
+
+def test_a_task_is_stopped_between_two_steps(world: World, fedavg: "Setting") -> None:
+    """Six equal steps; the budget is that of two and a half, so the third is the first beyond it and the last."""
+    flops = flops_of_training(world, fedavg)
+    device = budgeted(world, flops_per_round=flops * 5 // 12)
+    world.give(fedavg, round=2)
+    failed = world.server.expect(Failed)
+    assert failed.broke == "flops"
+    assert failed.use is not None
+    assert (failed.use.steps, failed.use.flops) == (3, flops // 2)
+    assert f"training took {flops // 2} FLOPs with 3 steps, the budget of a round is {flops * 5 // 12}" in failed.reason
+    assert device.vault.round_of("run") == 1, "as the round before left it"
+    world.server.mark()
+
+
+def test_a_budget_that_only_the_last_step_broke_is_reported_with_the_result(world: World, fedavg: "Setting") -> None:
+    flops = flops_of_training(world, fedavg)
+    budgeted(world, flops_per_round=flops - 1)
+    result = world.result(fedavg, round=2)
+    assert result.use.broke == ("flops",)
+    assert (result.use.steps, result.use.flops) == (6, flops)
+
+
+def test_a_budget_that_is_just_kept(world: World, fedavg: "Setting") -> None:
+    flops = flops_of_training(world, fedavg)
+    budgeted(world, flops_per_round=flops)
+    assert world.result(fedavg, round=2).use.broke == ()
+
+
+def test_a_result_that_may_not_be_sent_is_not_kept(world: World, fedavg: "Setting") -> None:
+    device = budgeted(world, upload_bytes=1000)
+    world.give(fedavg)
+    failed = world.server.expect(Failed)
+    assert failed.broke == "upload"
+    assert "the upload budget is 1000 (1 kB)" in failed.reason
+    assert failed.use is not None
+    assert failed.use.steps == 6
+    assert (device.vault.round_of("run"), device.vault.pending(), world.server.chunks) == (0, [], [])
+    assert world.result(fedavg, kind="evaluate").use.broke == ()
+
+
+def test_other_failures_break_no_budget(world: World, fedavg: "Setting") -> None:
+    world.device(guard=Guard(Budget(memory_bytes=10**12)))
+    world.give(fedavg, groups={})
+    failed = world.server.expect(Failed)
+    assert (failed.broke, failed.use) == (None, None)

@@ -1,5 +1,6 @@
 """The real program as an operator meets it: one line on what is wrong, an exit code, nothing else."""
 
+import json
 import os
 import shutil
 import signal
@@ -7,11 +8,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
 import fedvit.data
+import profiles.probes.host
+from coordinator.broker import Broker
+from edge_client.speed import find_speed
 from fedvit.errors import ConfigError, DataError
+from fedvit.resources import Budget
+from fedvit.transport.base import Received
+from fedvit.transport.mqtt import MqttTransport
+from fedvit.wire.messages import Hello, decode
+from fedvit.wire.topics import Topics
+from tests.brokers import mosquitto
+from tests.unit.edge_client.speeds import some_speed
 
 PROGRAM = [sys.executable, "-c", "from edge_client.cli import main; main()"]
 NOBODY = "127.0.0.1:1"  # a port where no broker listens
@@ -77,8 +90,10 @@ class Serving:
         )
         assert self.process.stderr is not None
         self.line = ""
+        self.said = ""
         while "device ready" not in self.line:  # ends with the process at the latest
             self.line = self.process.stderr.readline()
+            self.said += self.line
             assert self.line, "the program ended early"
 
     @property
@@ -186,6 +201,136 @@ def test_help_and_version_answer(run: Run) -> None:
     assert run("--version").stdout.strip().endswith("0.1.0")
 
 
+# --- what a device knows of itself --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    with mosquitto(tmp_path_factory.mktemp("broker")) as broker:
+        yield broker
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """Of a device whose speed with one thread is known."""
+    find_speed(tmp_path / "known", 1, lambda threads: some_speed(threads))
+    return tmp_path / "known"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--memory-budget", "12 quarts"),
+        ("--flops-budget", "2 MB"),
+        ("--round-deadline", "soon"),
+        ("--upload-budget", "0"),
+        ("--temperature-limit", "80F"),
+    ],
+)
+def test_a_budget_that_cannot_be_read_is_named(run: Run, digits: Path, flag: str, value: str) -> None:
+    assert_refused(run("--data", digits, flag, value), ConfigError.exit_code, flag, repr(value), "expected")
+
+
+def hello_of(broker: Broker, serve: Callable[..., Serving], *arguments: object) -> tuple[Hello, str]:
+    """What a device that starts with these arguments says, and its log until it was ready."""
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    listener = MqttTransport(inbox, broker.address, "listener")
+    listener.subscribe(Topics("home").from_all_devices[0], 1)
+    listener.open()
+    assert not isinstance(inbox.get(timeout=WAIT_S), Received)
+    started = serve("--broker", broker.address, *arguments)
+    hello = decode(inbox.get(timeout=WAIT_S).payload)
+    listener.close()
+    started.end()
+    assert isinstance(hello, Hello)
+    return hello, started.said
+
+
+def test_budgets_and_the_known_speed_go_with_the_hello(
+    broker: Broker, serve: Callable[..., Serving], digits: Path, state: Path
+) -> None:
+    budgets = ("--memory-budget", "512MB", "--flops-budget", "2TFLOP", "--round-deadline", "10m")
+    given = ("--data", digits, "--state", state, "--threads", 1, *budgets, "--upload-budget", "5MB")
+    hello, said = hello_of(broker, serve, *given, "--temperature-limit", "80")
+    assert hello.profile.budget == Budget(
+        memory_bytes=512_000_000, flops_per_round=2 * 10**12, round_deadline_s=600.0, upload_bytes=5_000_000
+    )
+    assert hello.profile.speed == some_speed(1)
+    assert hello.profile.base_rss_bytes is not None
+    assert hello.profile.base_rss_bytes > 40e6, "the engine is in it"
+    assert hello.profile.free_disk_bytes is not None
+    assert "compute speed is known" in said
+    assert "measured" not in said
+
+
+def test_a_device_without_budgets_measures_nothing(
+    broker: Broker, serve: Callable[..., Serving], digits: Path, tmp_path: Path
+) -> None:
+    hello, said = hello_of(broker, serve, "--data", digits, "--state", tmp_path / "new", "--threads", 1)
+    assert (hello.profile.budget, hello.profile.speed) == (Budget(), None)
+    assert "compute speed is not known: --profile or 'edge-client profile' measures it" in said
+
+
+@pytest.mark.parametrize("asked", [("--profile",), ("--upload-budget", "5MB")])
+def test_a_speed_that_is_not_known_is_measured_where_it_is_wanted(
+    serve: Callable[..., Serving], digits: Path, tmp_path: Path, asked: tuple[str, ...]
+) -> None:
+    started = serve("--data", digits, "--state", tmp_path / "new", "--threads", 1, *asked)
+    assert "compute speed is being measured" in started.said
+
+
+def test_a_memory_budget_below_the_program_itself_is_said_at_the_start(
+    serve: Callable[..., Serving], digits: Path, state: Path
+) -> None:
+    started = serve("--data", digits, "--state", state, "--threads", 1, "--memory-budget", "10MB")
+    assert "the program and its engine alone take" in started.said
+    assert "the memory budget is 10.0 MB: no task can keep it" in started.said
+
+
+def test_the_profile(run: Run, broker: Broker, digits: Path, state: Path) -> None:
+    """Options may stand before and behind the command's name; progress goes to standard error."""
+    given = ("--state", state, "--broker", NOBODY, "profile", "--broker", broker.address, "--threads", 1)
+    shown = run(*given)
+    assert shown.returncode == 0, shown.stderr
+    assert "kept in" in shown.stdout
+    assert "there and back" in shown.stdout
+    assert shown.stderr.splitlines()[0] == "measuring: heat, clocks and power at rest"
+    report = json.loads(run(*given, "--json", "--memory-budget", "1GB").stdout)
+    assert report["threads"] == 1
+    assert report["speed"]["threads"] == 1
+    assert report["round_trip_s"] > 0
+    assert report["budget"] == {"memory_bytes": 10**9}
+
+
+def test_a_profile_without_a_broker(run: Run, state: Path) -> None:
+    report = json.loads(run("profile", "--json", "--broker", NOBODY, "--state", state, "--threads", 1).stdout)
+    assert report["round_trip_s"] is None
+    assert "connection refused" in report["not_measured"]["broker"]
+
+
+def test_a_healthy_device(run: Run, broker: Broker, digits: Path) -> None:
+    done = run("doctor", "--broker", broker.address, "--data", digits)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "20 training and 12 test images of 3 classes" in done.stdout
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {"ok"}
+
+
+def test_a_device_that_may_be_well(run: Run, broker: Broker) -> None:
+    """Without --data its images cannot be looked at."""
+    done = run("doctor", "--json", "--broker", broker.address)
+    assert done.returncode == 1
+    said = json.loads(done.stdout)
+    assert said["worst"] == "warning"
+    [data] = [finding for finding in said["findings"] if finding["check"] == "data"]
+    assert (data["level"], data["remedy"]) == ("warning", "edge-client doctor --data FOLDER")
+
+
+def test_a_device_that_is_not_well(run: Run, digits: Path) -> None:
+    done = run("--broker", NOBODY, "--data", digits, "doctor")
+    assert done.returncode == 2
+    assert "error    broker       127.0.0.1:1: connection refused" in done.stdout
+
+
 def test_a_typing_error_is_named(run: Run, digits: Path) -> None:
     done = run("--data", digits, "--threads", "many")
     assert done.returncode == ConfigError.exit_code
@@ -197,10 +342,15 @@ def test_a_device_needs_no_framework() -> None:
     folder = Path(fedvit.data.__file__).parent
     data = [f"fedvit.data.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"]
     assert len(data) >= 7
+    here = Path(profiles.probes.host.__file__).parent
+    probes = [f"profiles.probes.{path.stem}" for path in here.glob("*.py") if path.stem != "__init__"]
+    assert len(probes) >= 7
     modules = [
         *("edge_client.cli", "edge_client.agent", "edge_client.runtime", "edge_client.vault", "edge_client.sampler"),
         *("edge_client.trained", "export.bundle.write", "export.bundle.read"),
-        *("profiles.probes.host", "fedvit.data", "fedvit.transport.mqtt", "fedvit.transport.memory"),
+        *("edge_client.doctor", "edge_client.guard", "edge_client.profile", "edge_client.speed"),
+        *probes,
+        *("fedvit.data", "fedvit.transport.mqtt", "fedvit.transport.memory"),
         *data,
     ]
     done = subprocess.run(

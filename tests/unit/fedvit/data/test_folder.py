@@ -244,3 +244,22 @@ class TestRelabelled:
         run = ("cat", *(f"c{number}" for number in range(11)))
         with pytest.raises(DataError, match=r"does not know: ant, emu; the run's 12 classes: cat, c0, .*, c8, \.\.\.$"):
             DeviceData.open(tmp_path).relabelled(run)
+
+
+def test_decoded_images_are_forgotten_when_their_memory_is_needed(tmp_path: Path) -> None:
+    """A file that changes is still what it was, until it is forgotten: also for those who share it."""
+    put(tmp_path / "train/cat", "0.png", value=100)
+    data = DeviceData.open(tmp_path)
+    relabelled = data.relabelled(("ant", "cat"))
+    row = np.array([0])
+
+    def gray() -> int:
+        images, readable = relabelled.train.load(row, 4)
+        assert readable.all()
+        return int(images[0, 0, 0, 0])
+
+    assert gray() == 100
+    put(tmp_path / "train/cat", "0.png", value=200)
+    assert gray() == 100
+    data.forget()
+    assert gray() == 200

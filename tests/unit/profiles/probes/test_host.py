@@ -7,7 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from profiles.probes.host import device_profile, parse_vm_hwm, peak_rss_bytes, usable_cores
+from fedvit.resources import Budget
+from profiles.probes.host import board, device_profile, host, parse_vm_hwm, peak_rss_bytes, usable_cores
+from tests.unit.profiles.probes.boards import jetson_nano, pi_4, write_tree, x86
 
 MIB = 2**20
 
@@ -104,3 +106,60 @@ def test_the_profile_of_this_machine() -> None:
     first, total_kib, _ = Path("/proc/meminfo").read_text().splitlines()[0].split()
     assert first == "MemTotal:"
     assert profile.ram_bytes == int(total_kib) * 1024
+    assert profile.base_rss_bytes is not None
+    assert 10 * MIB < profile.base_rss_bytes < profile.ram_bytes
+    assert (profile.speed, profile.budget, profile.free_disk_bytes) == (None, Budget(), None)
+
+
+def test_free_disk_is_that_of_the_state_even_before_it_is_made(tmp_path: Path) -> None:
+    profile = device_profile(1, tmp_path / "not" / "yet", budget=Budget(upload_bytes=5))
+    assert profile.free_disk_bytes is not None
+    assert profile.free_disk_bytes > MIB
+    assert profile.budget == Budget(upload_bytes=5)
+
+
+def test_the_peak_can_begin_anew() -> None:
+    """200 MiB are filled and freed; where the system lets the mark be reset, it is what is resident now."""
+    code = """
+from profiles.probes.host import forget_peak, peak_rss_bytes
+filled = bytearray(b"x" * (200 * 2**20))
+del filled
+before = peak_rss_bytes()
+print(before, peak_rss_bytes() if forget_peak() else before - 200 * 2**20)
+"""
+    before, after = map(int, in_child(code).split())
+    assert before > 200 * MIB
+    assert after < before - 150 * MIB
+
+
+# --- boards -------------------------------------------------------------------------------------------
+
+
+def test_a_pi_says_what_it_is(tmp_path: Path) -> None:
+    """3884396 KiB are 3 977 621 504 bytes."""
+    found = host(pi_4(tmp_path))
+    assert (found.board, found.os) == ("Raspberry Pi 4 Model B Rev 1.4", "Debian GNU/Linux 12 (bookworm)")
+    assert (found.ram_bytes, found.available_bytes, found.swap_bytes) == (3977621504, 3494092800, 104853504)
+    assert found.kernel == "6.6.31+rpt-rpi-v8"
+    assert found.processor is None
+    assert (found.name, found.python) == (platform.node(), platform.python_version())
+    assert found.engine == "onnxruntime"
+    assert found.engine_version is not None
+
+
+def test_a_jetson_says_what_it_is(tmp_path: Path) -> None:
+    assert board(jetson_nano(tmp_path)) == "NVIDIA Jetson Nano Developer Kit"
+
+
+def test_a_pc_is_named_by_its_firmware(tmp_path: Path) -> None:
+    found = host(x86(tmp_path))
+    assert (found.board, found.processor) == ("LENOVO 20XW0055GE", "11th Gen Intel(R) Core(TM) i7")
+    assert (found.os, found.ram_bytes, found.swap_bytes) == ("Ubuntu 24.04.2 LTS", None, None)
+
+
+def test_what_a_maker_left_empty_is_no_name(tmp_path: Path) -> None:
+    dmi = "sys/class/dmi/id"
+    write_tree(tmp_path, {f"{dmi}/sys_vendor": "To Be Filled By O.E.M.\n", f"{dmi}/product_name": "Default string\n"})
+    assert board(tmp_path) is None
+    write_tree(tmp_path, {f"{dmi}/board_vendor": "ASRock\n", f"{dmi}/board_name": "N100M\n"})
+    assert board(tmp_path) == "ASRock N100M"

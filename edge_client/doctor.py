@@ -1,0 +1,362 @@
+"""Whether this device can take part, found out before a run needs it: each finding with what to do about it.
+
+A check is a function here and a line in CHECKS.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from fedvit.data.folder import DeviceData
+from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown
+from fedvit.quantities import format_bytes
+from fedvit.resources import Budget
+from fedvit.transport.mqtt import Address, in_words, tls_context
+from fedvit.wire.topics import Topics
+from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
+from profiles.probes.broker import ECHO_BYTES, Echo
+from profiles.probes.host import free_disk_bytes, host, installed_engine
+from profiles.probes.kernel import ROOT
+from profiles.probes.thermal import Brakes, Thermometer
+
+Level = Literal["ok", "warning", "error"]
+LEVELS: tuple[Level, ...] = ("ok", "warning", "error")
+"""In this order they are the program's exit codes: 0, 1, 2."""
+
+LEAST_MEMORY_BYTES, LITTLE_MEMORY_BYTES = 100_000_000, 300_000_000
+"""The program takes 50 MB while it waits and 100 MB with the smallest models; a ViT-Tiny trains in about 250."""
+LEAST_DISK_BYTES, LITTLE_DISK_BYTES = 100_000_000, 1_000_000_000
+"""The weights of a ViT-B are 343 MB, and an older round's may lie beside them."""
+HOT_C = 80.0
+"""From here on a Raspberry Pi slows down; most others a little later."""
+DAY_S = 86400.0
+YEARS_AHEAD = 20
+ENGINE_S = 60.0
+CONNECT_S = 5.0
+SMALLER_BYTES = (65_536, 16_384, 4_096)
+"""What is tried where a whole chunk does not come through, to say what would."""
+
+_ENGINE_CHILD = """
+from fedvit.engine import give_back, load_engine
+load_engine()
+give_back()  # runs a graph
+import onnxruntime
+print(onnxruntime.__version__)
+"""
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """What a check found, and what whoever runs the device can do about it."""
+
+    check: str
+    level: Level
+    what: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patient:
+    """A device as it would be started."""
+
+    address: Address
+    topics: Topics
+    device: str
+    state: Path | None
+    data: Path | None
+    test_share: float
+    budget: Budget = field(default_factory=Budget)
+    temperature_limit_c: float | None = None
+    root: Path = ROOT
+    interpreter: str = sys.executable
+    now_s: float = field(default_factory=time.time)
+    software_s: float = field(default_factory=lambda: Path(__file__).stat().st_mtime)  # when this was installed
+
+
+def examine(patient: Patient) -> Iterator[Finding]:
+    """All findings, as they are found."""
+    for check in CHECKS:
+        yield from check(patient)
+
+
+def worst(findings: list[Finding]) -> Level:
+    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
+
+
+def check_engine(patient: Patient) -> Iterator[Finding]:
+    """A process of its own loads the engine and runs a graph: a wrong build dies of a signal."""
+    name, version = installed_engine()
+    if name is None:
+        remedy = "pip install onnxruntime (64-bit Linux with glibc 2.28 or newer and Python 3.11 or newer)"
+        yield Finding(check="engine", level="error", what="onnxruntime is not installed", remedy=remedy)
+        return
+    called = f"{name} {version}"
+    command = [patient.interpreter, "-c", _ENGINE_CHILD]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=ENGINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Finding(check="engine", level="error", what=f"{called} cannot be tried: {in_words(error)}")
+        return
+    if done.returncode == 0:
+        yield Finding(check="engine", level="ok", what=f"{called} runs")
+    elif done.returncode == -signal.SIGILL:
+        yield Finding(
+            check="engine",
+            level="error",
+            what=f"{called} dies of an illegal instruction: it is built for newer processors than this one",
+            remedy="ARMv8.0 boards (Raspberry Pi 3, 4, Zero 2 W) are known to run onnxruntime 1.20, and known not to "
+            "run 1.21.0: pip install 'onnxruntime>=1.20,<1.21', or try the newest version",
+        )
+    else:
+        what = f"{called} does not run: {_how_it_ended(done.returncode, done.stderr)}"
+        remedy = "install it anew: pip install --force-reinstall onnxruntime"
+        yield Finding(check="engine", level="error", what=what, remedy=remedy)
+
+
+def check_memory(patient: Patient) -> Iterator[Finding]:
+    here, limit = host(patient.root), patient.budget.memory_bytes
+    available, whole = here.available_bytes, here.ram_bytes
+    if available is None or whole is None:
+        yield Finding(check="memory", level="ok", what="not measured")
+        return
+    what = f"{format_bytes(available)} of {format_bytes(whole)} are available"
+    stop_others = "stop other programs, or use a smaller model (coordinator start --model)"
+    if limit is not None and limit > whole:
+        remedy = f"give --memory-budget less than {format_bytes(whole)}"
+        yield Finding(
+            check="memory", level="error", what=f"{what}, the memory budget is {format_bytes(limit)}", remedy=remedy
+        )
+    elif available < LEAST_MEMORY_BYTES:
+        yield Finding(check="memory", level="error", what=what, remedy=stop_others)
+    elif limit is not None and limit > available:
+        what += f", the memory budget is {format_bytes(limit)}"
+        yield Finding(check="memory", level="warning", what=what, remedy=f"{stop_others}, or lower --memory-budget")
+    elif available < LITTLE_MEMORY_BYTES:
+        yield Finding(check="memory", level="warning", what=what, remedy=stop_others)
+    else:
+        yield Finding(check="memory", level="ok", what=what)
+
+
+def check_disk(patient: Patient) -> Iterator[Finding]:
+    free = None if patient.state is None else free_disk_bytes(patient.state)
+    if free is None:
+        yield Finding(check="disk", level="ok", what="not measured")
+        return
+    what = f"{format_bytes(free)} are free where the state is ({patient.state})"
+    level: Level = "error" if free < LEAST_DISK_BYTES else "warning" if free < LITTLE_DISK_BYTES else "ok"
+    remedy = "delete what is not needed, or put the state elsewhere with --state"
+    yield Finding(check="disk", level=level, what=what, remedy=None if level == "ok" else remedy)
+
+
+def check_clock(patient: Patient) -> Iterator[Finding]:
+    """A board without a battery begins in the past; certificates are then not valid yet."""
+    said = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(patient.now_s))
+    installed = time.strftime("%Y-%m-%d", time.gmtime(patient.software_s))
+    behind = patient.now_s < patient.software_s - DAY_S
+    if behind or patient.now_s > patient.software_s + YEARS_AHEAD * 365 * DAY_S:
+        yield Finding(
+            check="clock",
+            level="error" if patient.address.tls else "warning",
+            what=f"the clock says {said}, this software was installed on {installed}",
+            remedy="set it: sudo timedatectl set-ntp true"
+            + (" (certificates of mqtts:// cannot be checked without it)" if patient.address.tls else ""),
+        )
+    else:
+        yield Finding(check="clock", level="ok", what=f"{said} is plausible")
+
+
+def check_heat(patient: Patient) -> Iterator[Finding]:
+    celsius, limit = Thermometer(patient.root).celsius(), patient.temperature_limit_c
+    cool = "cool the processor: a fan, a heat sink, more air; or train with fewer --threads"
+    if celsius is None:
+        level: Level = "ok" if limit is None else "warning"
+        remedy = None if limit is None else "--temperature-limit cannot be kept without a sensor"
+        yield Finding(check="temperature", level=level, what="not measured", remedy=remedy)
+    elif limit is not None and celsius > limit:
+        what = f"{celsius:.1f} C, the limit is {limit:g} C: tasks would be stopped at once"
+        yield Finding(check="temperature", level="error", what=what, remedy=cool)
+    else:
+        hot = celsius >= HOT_C
+        yield Finding(
+            check="temperature", level="warning" if hot else "ok", what=f"{celsius:.1f} C", remedy=cool if hot else None
+        )
+    slowing = Brakes(patient.root).read()
+    if slowing is None:
+        yield Finding(check="throttling", level="ok", what="not measured")
+        return
+    seen = sorted(slowing.now | slowing.since_start)
+    when = "now" if slowing.now else "since the device was started"
+    if not seen:
+        yield Finding(check="throttling", level="ok", what="the processor is not slowed down")
+        return
+    remedy = "use the power supply made for this board, and a short cable" if "under-voltage" in seen else cool
+    what = f"the processor is slowed down, {when}: {', '.join(sorted(slowing.now) or seen)}"
+    yield Finding(check="throttling", level="warning", what=what, remedy=remedy)
+
+
+def check_state(patient: Patient) -> Iterator[Finding]:
+    if patient.state is None:
+        yield Finding(check="state", level="ok", what="not checked: neither --data nor --state is given")
+        return
+    there = patient.state.exists()
+    try:
+        patient.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        trial = patient.state / f".trial-{secrets.token_hex(8)}"
+        trial.write_bytes(b"x")
+        trial.unlink()
+        if not there:
+            patient.state.rmdir()
+    except OSError as error:
+        who = f"user {os.getuid()}" if hasattr(os, "getuid") else "this user"
+        what = f"{patient.state} cannot be written: {in_words(error)}"
+        remedy = f"let {who} write there, or choose another folder with --state"
+        yield Finding(check="state", level="error", what=what, remedy=remedy)
+    else:
+        yield Finding(check="state", level="ok", what=f"{patient.state} can be written")
+
+
+def check_data(patient: Patient) -> Iterator[Finding]:
+    if patient.data is None:
+        remedy = "edge-client doctor --data FOLDER"
+        yield Finding(check="data", level="warning", what="not checked: --data is not given", remedy=remedy)
+        return
+    layout = "images belong in FOLDER/CLASS/, or FOLDER/train/CLASS/ and FOLDER/test/CLASS/ (docs/data.md)"
+    try:
+        images = DeviceData.open(patient.data, test_share=patient.test_share)
+    except DataError as error:
+        yield Finding(check="data", level="error", what=str(error), remedy=layout)
+        return
+    counts = f"{len(images.train)} training and {len(images.test)} test images"
+    yield Finding(check="data", level="ok", what=f"{counts} of {len(images.classes)} classes: {_few(images.classes)}")
+    if images.unreadable:
+        path, reason = images.unreadable[0]
+        what = f"{len(images.unreadable)} images cannot be read and are left out, the first is {path}: {reason}"
+        yield Finding(check="data", level="warning", what=what, remedy="save them anew as PNG or JPEG, or delete them")
+    if not len(images.test):
+        what = "there is no test image: the model cannot be evaluated on this device"
+        yield Finding(check="data", level="warning", what=what, remedy="give --test-share, or a folder test/CLASS/")
+
+
+def check_broker(patient: Patient) -> Iterator[Finding]:
+    """Step by step, as a connection is made; what fails ends it."""
+    address = patient.address
+    step = "broker"
+    try:
+        with socket.create_connection((address.host, address.port), CONNECT_S) as plain:
+            yield Finding(check=step, level="ok", what=f"{address} is reachable")
+            if address.tls:
+                step = "tls"
+                with tls_context(address.ca_file).wrap_socket(plain, server_hostname=address.host) as secured:
+                    yield Finding(check=step, level="ok", what=f"{secured.version()}, the certificate is trusted")
+    except OSError as error:
+        remedy = _reach_remedy(error, address) if step == "broker" else _tls_remedy(error)
+        yield Finding(check=step, level="error", what=f"{address}: {in_words(error)}", remedy=remedy)
+        return
+    except ConfigError as error:
+        yield Finding(check=step, level="error", what=str(error), remedy="name a readable PEM file with --ca-file")
+        return
+    topic = patient.topics.echo(patient.device)
+    client_id = f"{patient.device}-{secrets.token_hex(4)}"
+    try:
+        with Echo(address, client_id, topic) as echo:
+            yield Finding(check="login", level="ok", what="the broker lets this device in")
+            if echo.seconds(ECHO_BYTES) is None:
+                what = f"a message on {topic} does not come back"
+                remedy = (
+                    f"the broker's access rules must let this device write and read below {topic.rpartition('/')[0]}/"
+                )
+                yield Finding(check="messages", level="error", what=what, remedy=remedy)
+                return
+    except LinkDown as error:
+        yield Finding(check="login", level="error", what=str(error), remedy=_login_remedy(str(error), address))
+        return
+    yield from _check_size(patient, client_id, topic)
+
+
+def _check_size(patient: Patient, client_id: str, topic: str) -> Iterator[Finding]:
+    if _comes_back(patient, client_id, topic, CHUNK_MESSAGE_BYTES):
+        what = f"messages of {CHUNK_MESSAGE_BYTES} bytes come through"
+        yield Finding(check="messages", level="ok", what=what)
+        return
+    fits = next((size for size in SMALLER_BYTES if _comes_back(patient, client_id, topic, size)), ECHO_BYTES)
+    yield Finding(
+        check="messages",
+        level="error",
+        what=f"a message of {CHUNK_MESSAGE_BYTES} bytes, as models travel in, does not come through; {fits} bytes do",
+        remedy="let the broker take at least 131072 bytes: message_size_limit and max_packet_size of mosquitto, "
+        "mqtt.max_packet_size of EMQX",
+    )
+
+
+def _comes_back(patient: Patient, client_id: str, topic: str, size_bytes: int) -> bool:
+    """Over a connection of its own: some brokers close it when a message is too large for them, others say nothing."""
+    try:
+        with Echo(patient.address, client_id, topic) as echo:
+            return echo.seconds(size_bytes) is not None
+    except (LinkDown, BadPayload):
+        return False
+
+
+CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
+    check_engine,
+    check_memory,
+    check_disk,
+    check_clock,
+    check_heat,
+    check_state,
+    check_data,
+    check_broker,
+)
+
+
+def _how_it_ended(code: int, said: bytes) -> str:
+    """A process that failed, in words: the signal that ended it, else its last line."""
+    if code < 0:
+        return f"it is ended by {signal.Signals(-code).name}"
+    lines_said = said.decode(errors="replace").strip().splitlines()
+    return lines_said[-1] if lines_said else f"it ends with code {code}"
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _reach_remedy(error: OSError, address: Address) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"no such name: is {address.host!r} written rightly? Try the server's IP address"
+    if isinstance(error, ConnectionRefusedError):
+        return (
+            f"nobody listens there: is the coordinator running, with --listen 0.0.0.0 and --port {address.port}? "
+            "By itself it listens on its own machine only"
+        )
+    return "is the server on, in the same network, and does its firewall let this port through?"
+
+
+def _tls_remedy(error: OSError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "give the broker's certificate authority with --ca-file, use the name in the certificate, set the clock"
+    return "does this port speak TLS? Without it the address is mqtt://"
+
+
+def _login_remedy(reason: str, address: Address) -> str:
+    if "authoris" in reason or "password" in reason:
+        return "give user and password: --broker mqtt://USER:PASSWORD@HOST (the coordinator's own broker knows fedvit)"
+    if not address.tls:
+        return "does this port speak MQTT without TLS? With it the address is mqtts://"
+    return "is it an MQTT broker?"
+
+
+def lines(finding: Finding) -> str:
+    """One finding as plain text."""
+    shown = f"{finding.level:<7}  {finding.check:<11}  {finding.what}"
+    return f"{shown}\n{'':<22}{finding.remedy}" if finding.remedy else shown

@@ -1,0 +1,50 @@
+"""A real mosquitto with settings that a fleet may meet: limits, passwords, TLS, access rules."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from coordinator.broker.mosquitto import configuration, find_mosquitto, password_line
+from coordinator.broker.process import FLEET_USER, Broker, claim_port
+from fedvit.transport.mqtt import Address
+
+
+@contextmanager
+def mosquitto(folder: Path, *lines: str, password: str | None = None, tls: bool = False) -> Iterator[Broker]:
+    """As the coordinator configures it, with `lines` added; `address` is that of a device that knows everything."""
+    program = find_mosquitto()
+    assert program is not None, "the tests need mosquitto"
+    folder.mkdir(parents=True, exist_ok=True)
+    port = claim_port("127.0.0.1", 0)
+    user = FLEET_USER if password else None
+    address = Address("localhost", port, user, password, tls, folder / "cert.pem" if tls else None)
+    (folder / "passwords").write_text(password_line(FLEET_USER, password) + "\n" if password else "")
+    (folder / "passwords").chmod(0o600)
+    given = {line.split()[0] for line in lines}
+    base = configuration("127.0.0.1", address, folder / "passwords").splitlines()
+    text = [line for line in base if line.split()[0] not in given] + list(lines)
+    if tls:
+        text += _certificate(folder)
+    (folder / "mosquitto.conf").write_text("\n".join(text) + "\n")
+    command = [str(program), "-c", str(folder / "mosquitto.conf")]
+    broker = Broker("mosquitto", address, command, {}, folder / "log")
+    try:
+        yield broker
+    finally:
+        broker.stop()
+
+
+def _certificate(folder: Path) -> list[str]:
+    """One for localhost that nobody else vouches for."""
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2"),
+            *("-keyout", key, "-out", certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return [f"certfile {certificate}", f"keyfile {key}"]

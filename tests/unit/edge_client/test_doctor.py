@@ -1,0 +1,343 @@
+"""Every check against the real thing: boards' file trees, folders, engines that die, and a mosquitto of each kind."""
+
+import shutil
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edge_client.doctor import (
+    CHECKS,
+    Finding,
+    Patient,
+    check_broker,
+    check_clock,
+    check_data,
+    check_disk,
+    check_engine,
+    check_heat,
+    check_memory,
+    check_state,
+    examine,
+    lines,
+    worst,
+)
+from fedvit.resources import Budget
+from fedvit.transport.mqtt import Address
+from fedvit.wire.topics import Topics
+from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
+from profiles.probes.broker import Echo
+from tests.brokers import mosquitto
+from tests.unit.profiles.probes.boards import pi_4, pi_5, write_tree
+
+NOBODY = Address.parse("127.0.0.1:1")
+
+
+@pytest.fixture
+def patient(tmp_path: Path) -> Patient:
+    """A Pi 4 without images and without a broker."""
+    return Patient(
+        address=NOBODY,
+        topics=Topics("home"),
+        device="pi",
+        state=tmp_path / "state",
+        data=None,
+        test_share=0.2,
+        root=pi_4(tmp_path / "root"),
+    )
+
+
+def levels(findings: list[Finding]) -> list[tuple[str, str]]:
+    return [(finding.check, finding.level) for finding in findings]
+
+
+# --- engine -------------------------------------------------------------------------------------------
+
+
+def dying(tmp_path: Path, script: str) -> str:
+    """An interpreter that does this whatever it is asked."""
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_engine_of_this_machine_runs(patient: Patient) -> None:
+    [found] = check_engine(patient)
+    assert found.level == "ok"
+    assert found.what.startswith("onnxruntime 1.")
+    assert found.what.endswith(" runs")
+    assert found.remedy is None
+
+
+def test_an_engine_that_dies_of_an_illegal_instruction(patient: Patient, tmp_path: Path) -> None:
+    [found] = check_engine(replace(patient, interpreter=dying(tmp_path, "kill -ILL $$")))
+    assert found.level == "error"
+    assert "illegal instruction" in found.what
+    assert found.remedy is not None
+    for words in ("ARMv8.0", "Raspberry Pi 3, 4, Zero 2 W", "onnxruntime>=1.20,<1.21", "1.21.0"):
+        assert words in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("kill -SEGV $$", "ended by SIGSEGV"),
+        ("echo 'ImportError: GLIBC_2.28 not found' >&2; exit 1", "ImportError: GLIBC_2.28 not found"),
+    ],
+)
+def test_an_engine_that_fails_otherwise(patient: Patient, tmp_path: Path, script: str, words: str) -> None:
+    [found] = check_engine(replace(patient, interpreter=dying(tmp_path, script)))
+    assert found.level == "error"
+    assert words in found.what
+
+
+# --- the machine --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("available_kb", "budget_bytes", "level"),
+    [
+        (3_412_200, None, "ok"),
+        (3_412_200, 512_000_000, "ok"),
+        (400_000, 512_000_000, "warning"),  # less is free now than may be taken
+        (3_412_200, 8_000_000_000, "error"),  # of 3.98 GB
+        (200_000, None, "warning"),
+        (90_000, None, "error"),
+    ],
+)
+def test_memory(patient: Patient, available_kb: int, budget_bytes: int | None, level: str) -> None:
+    text = f"MemTotal: 3884396 kB\nMemAvailable: {available_kb} kB\n"
+    write_tree(patient.root, {"proc/meminfo": text})
+    [found] = check_memory(replace(patient, budget=Budget(memory_bytes=budget_bytes)))
+    assert found.level == level
+    assert "of 3.98 GB are available" in found.what
+    assert (found.remedy is None) == (level == "ok")
+
+
+def test_memory_that_is_not_known(patient: Patient, tmp_path: Path) -> None:
+    [found] = check_memory(replace(patient, root=tmp_path / "nothing"))
+    assert (found.level, found.what) == ("ok", "not measured")
+
+
+def test_disk(patient: Patient) -> None:
+    [found] = check_disk(patient)
+    assert str(patient.state) in found.what
+    free = shutil.disk_usage(patient.root).free
+    assert found.level == ("ok" if free >= 10**9 else "warning" if free >= 10**8 else "error")
+    [unknown] = check_disk(replace(patient, state=None))
+    assert (unknown.level, unknown.what) == ("ok", "not measured")
+
+
+def test_the_clock(patient: Patient) -> None:
+    """A board without a battery wakes in 1970: a warning, and an error where certificates are to be checked."""
+    secure = replace(patient, address=Address("h", 8883, tls=True))
+    assert levels([*check_clock(patient)]) == [("clock", "ok")]
+    for now_s in (0.0, time.time() + 40 * 365 * 86400):
+        assert levels([*check_clock(replace(patient, now_s=now_s))]) == [("clock", "warning")]
+        [found] = check_clock(replace(secure, now_s=now_s))
+        assert found.level == "error"
+        assert "timedatectl" in str(found.remedy)
+        assert "certificates" in str(found.remedy)
+    assert "1970-01-01 00:00 UTC" in next(check_clock(replace(patient, now_s=0.0))).what
+
+
+def test_a_cool_board(patient: Patient) -> None:
+    temperature, throttling = check_heat(patient)
+    assert (temperature.level, temperature.what) == ("ok", "55.0 C")
+    assert (throttling.level, throttling.what) == ("ok", "the processor is not slowed down")
+
+
+@pytest.mark.parametrize(
+    ("millidegrees", "limit_c", "level"),
+    [(79_900, None, "ok"), (80_000, None, "warning"), (70_000, 65.0, "error"), (60_000, 65.0, "ok")],
+)
+def test_temperature(patient: Patient, millidegrees: int, limit_c: float | None, level: str) -> None:
+    write_tree(patient.root, {"sys/class/thermal/thermal_zone0/temp": f"{millidegrees}\n"})
+    found, _ = check_heat(replace(patient, temperature_limit_c=limit_c))
+    assert found.level == level
+    assert (found.remedy is None) == (level == "ok")
+
+
+@pytest.mark.parametrize(
+    ("word", "what", "remedy"),
+    [
+        ("0x50005", "the processor is slowed down, now: throttled, under-voltage", "power supply"),
+        ("0x50000", "the processor is slowed down, since the device was started: throttled, under-voltage", "power"),
+        ("0xe0008", "the processor is slowed down, now: soft temperature limit", "fan"),
+    ],
+)
+def test_throttling(patient: Patient, tmp_path: Path, word: str, what: str, remedy: str) -> None:
+    _, found = check_heat(replace(patient, root=pi_5(tmp_path / "pi5", throttled=word)))
+    assert (found.level, found.what) == ("warning", what)
+    assert remedy in str(found.remedy)
+
+
+def test_a_limit_without_a_sensor(patient: Patient, tmp_path: Path) -> None:
+    blind = replace(patient, root=tmp_path / "nothing")
+    assert levels([*check_heat(blind)]) == [("temperature", "ok"), ("throttling", "ok")]
+    assert next(check_heat(replace(blind, temperature_limit_c=80.0))).level == "warning"
+
+
+# --- folders ------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_can_be_written_is_left_as_it_was(patient: Patient, tmp_path: Path) -> None:
+    assert levels([*check_state(patient)]) == [("state", "ok")]
+    assert not (tmp_path / "state").exists()
+    (tmp_path / "state").mkdir()
+    assert levels([*check_state(patient)]) == [("state", "ok")]
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_a_state_that_cannot_be_written(patient: Patient, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    [found] = check_state(replace(patient, state=tmp_path / "file" / "state"))
+    assert found.level == "error"
+    assert str(tmp_path / "file") in found.what
+    assert "--state" in str(found.remedy)
+
+
+def test_images(patient: Patient, digits: Path) -> None:
+    [found] = check_data(replace(patient, data=digits))
+    assert (found.level, found.what) == ("ok", "20 training and 12 test images of 3 classes: 0, 1, 2")
+
+
+def test_images_of_which_some_cannot_be_read(patient: Patient, digits: Path, tmp_path: Path) -> None:
+    shutil.copytree(digits / "train", tmp_path / "data" / "train")
+    (tmp_path / "data" / "train" / "0" / "note.png").write_text("no image")
+    (tmp_path / "data" / "test").mkdir()
+    found = [*check_data(replace(patient, data=tmp_path / "data"))]
+    assert levels(found) == [("data", "ok"), ("data", "warning"), ("data", "warning")]
+    assert "note.png" in found[1].what
+    assert "no test image" in found[2].what
+
+
+def test_no_images(patient: Patient, tmp_path: Path) -> None:
+    [found] = check_data(replace(patient, data=tmp_path / "nowhere"))
+    assert found.level == "error"
+    assert "no such folder" in found.what
+    [found] = check_data(patient)
+    assert found.level == "warning"
+
+
+# --- the broker ---------------------------------------------------------------------------------------
+
+
+def test_a_broker_that_takes_everything(patient: Patient, tmp_path: Path) -> None:
+    with mosquitto(tmp_path / "broker") as broker:
+        found = [*check_broker(replace(patient, address=broker.address))]
+    assert levels(found) == [("broker", "ok"), ("login", "ok"), ("messages", "ok")]
+    assert found[-1].what == f"messages of {CHUNK_MESSAGE_BYTES} bytes come through"
+
+
+def test_nobody_listens(patient: Patient) -> None:
+    [found] = check_broker(patient)
+    assert (found.check, found.level) == ("broker", "error")
+    assert found.what == "127.0.0.1:1: connection refused"
+    assert "--listen 0.0.0.0 and --port 1" in str(found.remedy)
+
+
+def test_a_name_that_nobody_knows(patient: Patient) -> None:
+    [found] = check_broker(replace(patient, address=Address.parse("nosuchhost.invalid")))
+    assert (found.check, found.level) == ("broker", "error")
+    assert "'nosuchhost.invalid'" in str(found.remedy)
+
+
+@pytest.mark.parametrize(("user", "password"), [("fedvit", "wrong"), (None, None)])
+def test_a_wrong_password(patient: Patient, tmp_path: Path, user: str | None, password: str | None) -> None:
+    with mosquitto(tmp_path / "broker", password="secret") as broker:
+        wrong = replace(broker.address, user=user, password=password)
+        found = [*check_broker(replace(patient, address=wrong))]
+        right = [*check_broker(replace(patient, address=broker.address))]
+    assert levels(found) == [("broker", "ok"), ("login", "error")]
+    assert found[-1].what == "broker refused: not authorised"
+    assert "mqtt://USER:PASSWORD@HOST" in str(found[-1].remedy)
+    assert "wrong" not in "".join(map(lines, found))
+    assert worst(right) == "ok"
+
+
+@pytest.mark.parametrize("setting", ["message_size_limit 20000", "max_packet_size 20000"])
+def test_a_broker_that_takes_small_messages_only(
+    patient: Patient, tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of mosquitto's limits drops what is larger without a word, the other ends the connection."""
+    monkeypatch.setattr(Echo.seconds, "__defaults__", (0.5,))
+    with mosquitto(tmp_path / "broker", setting) as broker:
+        found = [*check_broker(replace(patient, address=broker.address))]
+    assert levels(found) == [("broker", "ok"), ("login", "ok"), ("messages", "error")]
+    assert f"a message of {CHUNK_MESSAGE_BYTES} bytes" in found[-1].what
+    assert "16384 bytes do" in found[-1].what
+    assert "message_size_limit" in str(found[-1].remedy)
+
+
+def test_access_rules_that_let_no_message_back(
+    patient: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Echo.seconds, "__defaults__", (0.5,))
+    (tmp_path / "rules").write_text("user fedvit\ntopic read fl1/#\n")
+    (tmp_path / "rules").chmod(0o600)
+    with mosquitto(tmp_path / "broker", f"acl_file {tmp_path / 'rules'}", password="secret") as broker:
+        found = [*check_broker(replace(patient, address=broker.address))]
+    assert levels(found) == [("broker", "ok"), ("login", "ok"), ("messages", "error")]
+    assert "below fl1/home/d/pi/" in str(found[-1].remedy)
+
+
+def test_tls(patient: Patient, tmp_path: Path) -> None:
+    with mosquitto(tmp_path / "broker", tls=True) as broker:
+        trusted = [*check_broker(replace(patient, address=broker.address))]
+        stranger = [*check_broker(replace(patient, address=replace(broker.address, ca_file=None)))]
+        no_file = replace(broker.address, ca_file=tmp_path / "no.pem")
+        unreadable = [*check_broker(replace(patient, address=no_file))]
+        plain = [*check_broker(replace(patient, address=replace(broker.address, tls=False, ca_file=None)))]
+    assert levels(trusted) == [("broker", "ok"), ("tls", "ok"), ("login", "ok"), ("messages", "ok")]
+    assert trusted[1].what.startswith("TLSv1.")
+    assert levels(stranger) == [("broker", "ok"), ("tls", "error")]
+    assert "the certificate is not trusted" in stranger[1].what
+    assert "--ca-file" in str(stranger[1].remedy)
+    assert levels(unreadable) == [("broker", "ok"), ("tls", "error")]
+    assert "no.pem" in unreadable[1].what
+    assert levels(plain) == [("broker", "ok"), ("login", "error")]
+    assert "mqtts://" in str(plain[1].remedy)
+
+
+def test_a_port_without_tls(patient: Patient, tmp_path: Path) -> None:
+    with mosquitto(tmp_path / "broker") as broker:
+        found = [*check_broker(replace(patient, address=replace(broker.address, tls=True)))]
+    assert levels(found) == [("broker", "ok"), ("tls", "error")]
+
+
+def test_something_that_is_no_broker(patient: Patient) -> None:
+    """It takes the connection and ends it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        steps = check_broker(replace(patient, address=Address("127.0.0.1", port)))
+        assert next(steps).level == "ok"
+        server.accept()[0].close()
+        server.close()
+        [found] = steps
+    assert (found.check, found.level) == ("login", "error")
+
+
+# --- together -----------------------------------------------------------------------------------------
+
+
+def test_all_checks_are_made_one_after_the_other(patient: Patient, digits: Path) -> None:
+    found = [*examine(replace(patient, data=digits))]
+    assert len(CHECKS) == 8
+    assert [finding.check for finding in found] == [
+        "engine", "memory", "disk", "clock", "temperature", "throttling", "state", "data", "broker",
+    ]  # fmt: skip
+    assert worst(found) == "error"
+    assert worst(found[:-1]) == "ok"
+    assert worst([]) == "ok"
+    assert all(finding.remedy for finding in found if finding.level != "ok")
+
+
+def test_findings_as_text() -> None:
+    assert lines(Finding(check="disk", level="ok", what="plenty")) == "ok       disk         plenty"
+    assert lines(Finding(check="disk", level="error", what="full", remedy="delete")) == (
+        "error    disk         full\n                      delete"
+    )

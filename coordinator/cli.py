@@ -19,7 +19,7 @@ import click
 import msgspec
 from msgspec import Meta, Struct
 
-from coordinator.config import BrokerConfig, ImageConfig, RunConfig, StartConfig, make_config, read_toml
+from coordinator.config import TABLES, BrokerConfig, RunConfig, StartConfig, make_config, read_toml
 from coordinator.cost_commands import boards, profile, report
 from coordinator.flags import existing_store, key_value, literal
 from fedvit import command_line
@@ -44,9 +44,10 @@ for command in (boards, profile, report):
 
 def config_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command one flag for every key of the configuration; an unset flag is None."""
-    for kind in (BrokerConfig, ImageConfig, RunConfig):
+    kinds: tuple[type[Struct], ...] = (BrokerConfig, *TABLES.values(), RunConfig)
+    for kind in kinds:
         for field in reversed(msgspec.structs.fields(kind)):
-            if field.name == "images":
+            if field.name in TABLES:
                 continue
             command = _flag(kind, field.name, field.type, field.default)(command)
     return command
@@ -86,7 +87,7 @@ def _description(hint: Any) -> str:
 def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     """Put the flags that were set over a file's values."""
     merged = {**values}
-    tables: dict[str, type[Struct]] = {"broker": BrokerConfig, "images": ImageConfig}
+    tables: dict[str, type[Struct]] = {"broker": BrokerConfig, **TABLES}
     for name, value in flags.items():
         if value is None or value == ():
             continue

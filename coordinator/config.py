@@ -2,6 +2,7 @@
 
 import difflib
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -9,6 +10,8 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from fedvit.errors import ConfigError
+from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
+from fedvit.resources import Budget
 from fedvit.wire.topics import check_name
 
 
@@ -22,6 +25,44 @@ class ImageConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     brightness: Annotated[float, Meta(ge=0, lt=1, description="Random brightness factor in [1 - this, 1 + this].")] = (
         0.0
     )
+
+
+Amount = float | str
+"""A number, or text with a unit such as "512MB"."""
+
+
+class BudgetConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every device may spend, beside its own limits: the table [budget]. Raises ConfigError on construction."""
+
+    memory_budget: Annotated[
+        Amount | None, Meta(description="Resident memory of a device's process, e.g. 512MB; it gets what fits.")
+    ] = None
+    flops_budget: Annotated[Amount | None, Meta(description="FLOPs of a round's training, e.g. 2TFLOP.")] = None
+    round_deadline: Annotated[
+        Amount | None, Meta(description="Time of a round's training on a device, without transfers, e.g. 10m.")
+    ] = None
+    upload_budget: Annotated[Amount | None, Meta(description="Bytes of one round's result, e.g. 5MB.")] = None
+
+    def __post_init__(self) -> None:
+        self.limits()
+
+    def limits(self) -> Budget:
+        return Budget(
+            memory_bytes=_amount("memory_budget", self.memory_budget, parse_bytes),
+            flops_per_round=_amount("flops_budget", self.flops_budget, parse_flops),
+            round_deadline_s=_amount("round_deadline", self.round_deadline, parse_seconds),
+            upload_bytes=_amount("upload_budget", self.upload_budget, parse_bytes),
+        )
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _amount(key: str, given: Amount | None, parse: Callable[[str], Number]) -> Number | None:
+    try:
+        return None if given is None else parse(str(given))
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 class BrokerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,6 +137,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "home"
     )
     images: ImageConfig = field(default_factory=ImageConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")
@@ -137,6 +179,10 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                     raise ConfigError(f"variants: {pattern!r}: {error}") from None
 
 
+TABLES: dict[str, type[Struct]] = {"images": ImageConfig, "budget": BudgetConfig}
+"""Tables of a run's configuration, with keys of their own."""
+
+
 class StartConfig(Struct, frozen=True):
     run: RunConfig
     broker: BrokerConfig
@@ -174,9 +220,10 @@ def _convert(values: dict[str, Any], kind: type[Config], where: str) -> Config:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
             raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
-    images = values.get("images")
-    if isinstance(images, dict) and kind is RunConfig:
-        values = {**values, "images": _convert(images, ImageConfig, f"{where} [images]")}
+    for table, inner in TABLES.items() if kind is RunConfig else ():
+        given = values.get(table)
+        if isinstance(given, dict):
+            values = {**values, table: _convert(given, inner, f"{where} [{table}]")}
     for key, value in values.items():  # one key at a time, so that the message can name key and value
         try:
             msgspec.convert({key: value} if not isinstance(value, Struct) else {}, _alone(kind, key))

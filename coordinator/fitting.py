@@ -85,6 +85,7 @@ class Fitter:
     batch_of: Callable[[Method], Batch]
     price: Callable[[Method], tuple[Program, dict[str, GraphCost]]]
     progress: Callable[[str], None]
+    allowed: Callable[[Method], bool] = lambda method: True
     priced: dict[Method, tuple[Program, dict[str, GraphCost]]] = field(default_factory=dict)
 
     def fit(self, method: Method, target: Target) -> tuple[Method, Choice]:
@@ -92,7 +93,7 @@ class Fitter:
 
         Raises OverBudget, with the smallest budget that would do, where none fits.
         """
-        economies = method.economies(self.vit)
+        economies = self._possible(method)
         asked = self._form(method, {}, 1.0, target)
         looked_at = [asked]
         if asked.over:
@@ -112,6 +113,18 @@ class Fitter:
             rejected=rejected,
             runners_up=[priced.form for priced in fitting[1 : 1 + RUNNERS_UP]],
         )
+
+    def _possible(self, method: Method) -> list[Economy]:
+        """What may be given up here: not what would need other tensors than the server holds."""
+        possible = []
+        for economy in method.economies(self.vit):
+            values = tuple(
+                (value, share)
+                for value, share in economy.values
+                if self.allowed(replace(method, **{economy.option: value}))
+            )
+            possible += [economy._replace(values=values)] if values else []
+        return possible
 
     def _search(self, method: Method, economies: Sequence[Economy], asked: Priced, target: Target) -> Iterator[Priced]:
         """Forms that keep less and less, until some fit.
@@ -187,29 +200,38 @@ class Fitter:
 
     def _priced(self, method: Method, changes: dict[str, Any], kept: float, target: Target) -> Priced:
         method = replace(method, **{name: value for name, value in changes.items() if name == "micro_batch"})
-        program, graphs = self._graphs(method)
-        budget = target.budget
-        cost = program_cost(
+        cost = self.cost_of(method, self._graphs(method), target)
+        return Priced(method, self.form(cost, changes, kept, target), cost)
+
+    def cost_of(self, method: Method, priced: tuple[Program, dict[str, GraphCost]], target: Target) -> ProgramCost:
+        """Of a Program whose graphs are priced, on the images of a device."""
+        program, graphs = priced
+        return program_cost(
             program,
             msgspec.to_builtins(method),
             graphs,
             images=target.images,
             test_images=target.test_images,
-            cache_bytes=image_cache_bytes(budget.memory_bytes),
+            cache_bytes=image_cache_bytes(target.budget.memory_bytes),
         )
-        limit = budget.memory_bytes
+
+    def form(self, cost: ProgramCost, changes: dict[str, Any], kept: float, target: Target) -> Form:
+        """What a device may expect."""
+        limit = target.budget.memory_bytes
         prediction = predict(
             cost,
             target.speed,
             device=target.device,
             source=target.source,
             mode=target.mode,
-            budget=msgspec.structs.replace(budget, memory_bytes=None if limit is None else int(HEADROOM * limit)),
+            budget=msgspec.structs.replace(
+                target.budget, memory_bytes=None if limit is None else int(HEADROOM * limit)
+            ),
             power_w=target.power_w,
             base_rss_bytes=target.base_rss_bytes,
             corrections=dict(target.corrections),
         )
-        return Priced(method, Form(changes=changes, kept=kept, prediction=prediction), cost)
+        return Form(changes=changes, kept=kept, prediction=prediction)
 
     def _graphs(self, method: Method) -> tuple[Program, dict[str, GraphCost]]:
         """Program and prices; options that no graph depends on need no other graphs."""

@@ -9,6 +9,7 @@ from coordinator.display import DeviceLine
 from coordinator.planner import Variant
 from coordinator.presence import Presence
 from fedvit.wire.messages import Failed, Progress, Result, TaskKind
+from profiles.prediction import Expected
 
 
 class Work(NamedTuple):
@@ -16,6 +17,7 @@ class Work(NamedTuple):
 
     variant: Variant
     groups: dict[str, str]  # group -> digest of the value that the server sends
+    expected: Expected | None  # None: nothing is known of the device
 
 
 @dataclass

@@ -2,16 +2,18 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
 from coordinator.config import RunConfig
+from coordinator.fitting import Fitter, Target
 from export.graphs import export_graphs, unverified_graphs
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError
@@ -19,8 +21,10 @@ from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Method, ServerRule, ServerState
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, encode_program
+from fedvit.resources import Budget
 from fedvit.tensors import Tensors, pack, unpack
 from profiles.cost import GraphCost, graph_cost
+from profiles.prediction import Expected
 
 PROTOCOLS = {
     "newest": "newest tensors from the server + own local tensors, each device's own test images",
@@ -64,6 +68,7 @@ class Plan:
     cache: Path | None
     progress: Callable[[str], None]
     variants: dict[Method, Variant]
+    choices: dict[Any, tuple[Variant, Expected]]  # by method, device, budget and corrections
     packed: dict[tuple[str, str], str]  # (digest, precision) -> digest
     lock: threading.Lock
 
@@ -84,11 +89,62 @@ class Plan:
 
     def variant(self, device: str, round_number: int) -> Variant:
         """The Program for a device in a round that counts from 1; made when first asked for, which takes a while."""
-        method = self.method_for(device, round_number)
         with self.lock:
-            if method not in self.variants:
-                self.variants[method] = self._make(method)
-            return self.variants[method]
+            return self._variant(self.method_for(device, round_number))
+
+    def _variant(self, method: Method) -> Variant:
+        if method not in self.variants:
+            self.variants[method] = self._make(method)
+        return self.variants[method]
+
+    def given(self, device: str, round_number: int, target: Target | None) -> tuple[Variant, Expected | None]:
+        """What a device gets in a round, inside its budget, and what that is expected to cost.
+
+        It is made when first asked for. Nothing is expected of a device that is not known. Raises OverBudget where
+        nothing fits.
+        """
+        method = self.method_for(device, round_number)
+        if target is None:
+            return self.variant(device, round_number), None
+        with self.lock:
+            key = (method, device, target.budget, target.corrections)
+            if key not in self.choices:
+                self.choices[key] = self._choose(method, target)
+            return self.choices[key]
+
+    def _choose(self, method: Method, target: Target) -> tuple[Variant, Expected]:
+        if target.budget == Budget():
+            variant = self._variant(method)
+            cost = self.fitter.cost_of(method, self._shipped(variant), target)
+            form = self.fitter.form(cost, {}, 1.0, target)
+        else:
+            method, choice = self.fitter.fit(method, target)
+            variant, form, cost = self._variant(method), choice.chosen, choice.cost
+        return variant, Expected(
+            prediction=form.prediction,
+            flops=cost.flops_round,
+            bytes_down=cost.bytes_down,
+            bytes_up=cost.bytes_up,
+            budget=target.budget,
+            changes=form.changes,
+            kept=form.kept,
+        )
+
+    def _shipped(self, variant: Variant) -> tuple[Program, dict[str, GraphCost]]:
+        program = variant.program
+        return program, {name: graph_cost(self.blobs.get(spec.digest)) for name, spec in program.graphs.items()}
+
+    @cached_property
+    def fitter(self) -> Fitter:
+        return Fitter(self.vit, self.batch_of, self.priced, self.progress, self.serves)
+
+    def serves(self, method: Method) -> bool:
+        """Whether the server holds every group that a device of this method would get from it."""
+        return all(
+            self.groups.get(group) == names
+            for group, (role, names) in method.groups(self.vit).items()
+            if names and role.from_server_each_round and role is not Role.GENERATED
+        )
 
     def _make(self, method: Method) -> Variant:
         batch = self.batch_of(method)
@@ -175,12 +231,14 @@ def make_plan(
     blobs: BlobStore,
     *,
     start: ServerState | None = None,
+    budgets: bool = False,
     cache: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Build the model, and what Programs are made of; what a device may fetch of them goes into `blobs`.
 
-    `start` is the state that an earlier run ended with. The same arguments always give the same Program,
+    `start` is the state that an earlier run ended with; with `budgets`, what a smaller form of the method needs of the
+    server is there, too. The same arguments always give the same Program,
     byte for byte.
     """
     progress(f"building {config.model}")
@@ -196,6 +254,13 @@ def make_plan(
     if start is not None:
         _begin_at(vit, start)  # also twins of the model begin there
     methods = [_method_for(config, pattern).in_round(1, config.rounds) for pattern in ("", *config.variants)]
+    if budgets or config.budget.limits() != Budget():
+        methods += [
+            replace(method, **{economy.option: value})
+            for method in list(methods)
+            for economy in method.economies(vit)
+            for value, _ in economy.values
+        ]
     values: Tensors = {}
     groups: dict[str, list[str]] = {}
     for method in methods:
@@ -224,6 +289,7 @@ def make_plan(
         cache=cache,
         progress=progress,
         variants={},
+        choices={},
         packed={},
         lock=threading.Lock(),
     )

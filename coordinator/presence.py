@@ -23,6 +23,9 @@ class Presence:
     def __getitem__(self, name: str) -> Device:
         return self._devices[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._devices
+
     def online(self) -> list[str]:
         return sorted(name for name, device in self._devices.items() if device.online)
 
@@ -44,6 +47,10 @@ class Presence:
             return False
         known.online = state.online
         return True
+
+    def dismiss(self, name: str) -> None:
+        """The device was told that it cannot take part: it is not asked again until it says hello."""
+        self._devices[name].online = False
 
     def all_offline(self) -> None:
         """Our own link broke: nobody is known to be there until it says hello again."""

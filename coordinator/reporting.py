@@ -17,12 +17,12 @@ Expectations = Mapping[tuple[int, str], Expected]
 """(round, device) -> what was expected of it when it was asked."""
 
 
-def run_document(store: Store, run: str, expectations: Expectations | None = None) -> RunDocument:
+def run_document(store: Store, run: str) -> RunDocument:
     """Everything that the record holds of one run, beside what was expected. Raises ConfigError without such a run."""
     record = store.run(run)
     summary = summarise(store, run)
     results, refusals, rounds = store.results(run), store.refusals(run), store.rounds(run)
-    expected = expectations or {}
+    expected = {(entry.round, device): part for entry in rounds for device, part in entry.expected.items()}
     asked = {device for entry in rounds for device in entry.cohort}
     known = {device.device: device for device in summary.devices}
     devices = [

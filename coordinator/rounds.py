@@ -11,7 +11,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.cohort import select_cohort
 from coordinator.config import RunConfig
 from coordinator.display import Display, View
+from coordinator.fitting import Target
 from coordinator.open_round import OpenRound, Work
 from coordinator.planner import Plan, common_groups, initial_blobs, make_plan
 from coordinator.presence import Presence
@@ -29,10 +30,11 @@ from coordinator.results import Results
 from coordinator.store import ResultRecord, SavedState, Store
 from coordinator.summary import round_line
 from fedvit.blobs import BlobStore
-from fedvit.errors import BadPayload, ConfigError, EmptyCohort, FedvitError, LinkDown, PeerRefused
+from fedvit.errors import BadPayload, ConfigError, EmptyCohort, FedvitError, LinkDown, OverBudget, PeerRefused
 from fedvit.files import atomic_write
 from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.program import Role
+from fedvit.resources import Budget, BudgetKind, ResourceUse
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
 from fedvit.transport.exchange import BlobExchange
@@ -60,6 +62,8 @@ log = logging.getLogger(__name__)
 Outcome = TypeVar("Outcome")
 
 TICK_S = 0.1
+LEAST_CORRECTION = 1.1
+"""By which a prediction is raised at least when a device exceeded its budget."""
 ATTEMPTS = 3
 """Times that a round which brought no usable result is tried before the run gives up."""
 
@@ -122,6 +126,7 @@ class Coordinator:
         self._plan: Plan | None = None
         self._saved: SavedState | None = None
         self._offered: dict[str, set[str]] = {}  # device -> digests that it may read
+        self._corrections: dict[str, dict[BudgetKind, float]] = {}  # see Target
         self._link_trouble = ""
         self._headline = ""
 
@@ -185,6 +190,7 @@ class Coordinator:
                 self._classes,
                 self.blobs,
                 start=start,
+                budgets=any(self.presence[name].hello.profile.budget != Budget() for name in self.presence.online()),
                 cache=self._graph_cache,
                 progress=self._set_headline,
             )
@@ -250,8 +256,15 @@ class Coordinator:
                 cohort = select_cohort(self.presence.online(), self.config.cohort, self.config.seed, number)
                 (self.store.open_round if attempt == 0 else self.store.reopen_round)(self.run, number, cohort)
             began = time.monotonic()
+            work = self._work(number, cohort)
+            if len(work) < len(cohort):
+                cohort = list(work)
+                self.store.reopen_round(self.run, number, cohort)
+            self.store.set_expected(
+                self.run, number, {device: part.expected for device, part in work.items() if part.expected}
+            )
             needed = max(1, math.ceil(self.config.quorum * len(cohort) - 1e-9))
-            opened = self._ask(OpenRound(self.run, number, "train", cohort, needed, self._work(number, cohort)))
+            opened = self._ask(OpenRound(self.run, number, "train", cohort, needed, work))
             results = [
                 result for result in self.store.results(self.run, number, "train") if result.device in opened.accepted
             ]
@@ -276,21 +289,29 @@ class Coordinator:
 
     def _evaluate(self, number: int) -> None:
         """Ask every device that is here how good its model is on its own test images."""
-        cohort = self.presence.online()
-        if cohort:
-            self._ask(OpenRound(self.run, number, "evaluate", cohort, len(cohort), self._work(number, cohort)))
+        work = self._work(number, self.presence.online())
+        if work:
+            self._ask(OpenRound(self.run, number, "evaluate", list(work), len(work), work))
         self.store.round_evaluated(self.run, number)
 
     def _work(self, number: int, cohort: list[str]) -> dict[str, Work]:
-        """Every device's Program for the round, and the digests of what the server sends it."""
+        """Every device's Program for the round, and the digests of what the server sends it.
+
+        Whom nothing fits is told so, and left out.
+        """
         plan, saved = self._ready(), self._saved
         assert saved is not None  # _prepare ran
+        too_small: dict[str, OverBudget] = {}
 
         def make() -> dict[str, Work]:
             work: dict[str, Work] = {}
             state: ServerState | None = None
             for device in cohort:
-                variant = plan.variant(device, number)
+                try:
+                    variant, expected = plan.given(device, number, self._target(device))
+                except OverBudget as error:
+                    too_small[device] = error
+                    continue
                 groups = {
                     group: plan.sent(variant, group, saved.groups[group]) for group in common_groups(variant.program)
                 }
@@ -299,10 +320,48 @@ class Coordinator:
                     made = plan.rule.generate(state, device, self.config.seed)
                     members = {name: made[name] for name in variant.program.names(group)}
                     groups[group] = self.blobs.put(pack(members)).digest
-                work[device] = Work(variant, groups)
+                work[device] = Work(variant, groups, expected)
             return work
 
-        return self._in_background(make)
+        work = self._in_background(make)
+        for device, error in too_small.items():
+            self.results.refuse(device, "plan", str(error), number)
+            self._tell(device, Refused(self.presence[device].hello.instance, str(error), final=True))
+            self.presence.dismiss(device)
+            self._say(f"{device} is left out: {error}")
+        return work
+
+    def _target(self, device: str) -> Target | None:
+        """What is to be planned for; None for a device that has not said hello to this process."""
+        if device not in self.presence:
+            return None
+        hello = self.presence[device].hello
+        profile = hello.profile
+        return Target(
+            device=device,
+            speed=profile.speed,
+            source="measured" if profile.speed else None,
+            mode=None,
+            budget=profile.budget.tightest(self.config.budget.limits()),
+            images=hello.train_samples,
+            test_images=hello.test_samples,
+            base_rss_bytes=profile.base_rss_bytes,
+            corrections=tuple(sorted(self._corrections.get(device, {}).items())),
+        )
+
+    def _learn(self, device: str, broke: Iterable[BudgetKind], use: ResourceUse | None) -> None:
+        """A device exceeded a budget that a prediction kept: from now on it is predicted to need more."""
+        opened = self.results.opened
+        expected = opened.work[device].expected if opened and device in opened.work else None
+        if expected is None or use is None:
+            return
+        prediction, known = expected.prediction, self._corrections.setdefault(device, {})
+        ratios: dict[BudgetKind, float] = {"memory": (use.peak_rss_bytes or 0) / prediction.peak_rss_bytes}
+        if prediction.step_s and use.step_s:
+            ratios["time"] = use.step_s / prediction.step_s
+        for kind in broke:
+            if kind in ratios:
+                known[kind] = known.get(kind, 1.0) * max(LEAST_CORRECTION, ratios[kind])
 
     def _ask(self, opened: OpenRound) -> OpenRound:
         """Send tasks, and wait until the round closes by quorum, deadline or absence."""
@@ -331,7 +390,7 @@ class Coordinator:
         opened = self.results.opened
         if opened is None or not self.presence.is_online(device):
             return
-        variant, groups = opened.work[device]
+        variant, groups, _ = opened.work[device]
         digests = [variant.digest, *initial_blobs(variant.program), *groups.values()]
         self._offered[device] = set(digests)
         instance = self.presence[device].hello.instance
@@ -441,8 +500,10 @@ class Coordinator:
             case DeviceState():
                 self._on_state(device, message)
             case Result():
+                self._learn(device, message.use.broke, message.use)
                 self.results.on_result(device, message)
             case Failed():
+                self._learn(device, (message.broke,) if message.broke else (), message.use)
                 self.results.on_failed(device, message)
             case Progress():
                 if self.results.opened and self.results.opened.asked(message):

@@ -34,6 +34,7 @@ from sqlalchemy.schema import CreateColumn
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.wire.messages import Result, TaskKind
+from profiles.prediction import Expected
 
 _tables = MetaData()
 
@@ -61,6 +62,7 @@ _rounds = Table(
     Column("evaluated", Boolean, nullable=False, default=False),
     Column("state", JSON),  # digests of the server's state after the round
     Column("figures", JSON),
+    Column("expected", JSON),  # by device: what its part was expected to cost
     ForeignKeyConstraint(["run"], ["runs.id"]),
 )
 
@@ -120,6 +122,7 @@ class RoundRecord(NamedTuple):
     evaluated: bool
     state: SavedState | None
     figures: dict[str, float]
+    expected: dict[str, Expected]  # by device
 
 
 class ResultRecord(NamedTuple):
@@ -231,6 +234,15 @@ class Store:
                 update(_rounds).where(_rounds.c.run == run, _rounds.c.round == number).values(cohort=cohort)
             )
 
+    def set_expected(self, run: str, number: int, expected: dict[str, Expected]) -> None:
+        """What each device's training in a round is expected to cost."""
+        with self._transaction() as connection:
+            connection.execute(
+                update(_rounds)
+                .where(_rounds.c.run == run, _rounds.c.round == number)
+                .values(expected=msgspec.to_builtins(expected))
+            )
+
     def close_round(self, run: str, number: int, state: SavedState, figures: dict[str, float]) -> None:
         with self._transaction() as connection:
             connection.execute(
@@ -252,6 +264,7 @@ class Store:
                 RoundRecord(
                     row.run, row.round, row.cohort, row.opened_at, row.closed_at, row.evaluated,
                     msgspec.convert(row.state, SavedState) if row.state else None, row.figures or {},
+                    msgspec.convert(row.expected or {}, dict[str, Expected]),
                 )
                 for row in rows
             ]  # fmt: skip

@@ -112,3 +112,5 @@ class Expected(Struct, frozen=True, kw_only=True):
     bytes_down: int
     bytes_up: int
     budget: Budget = Budget()
+    changes: dict[str, Any] = {}  # options of the method that the device was given to fit its budget
+    kept: float = 1.0  # share of what counts for accuracy that these leave

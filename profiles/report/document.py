@@ -145,8 +145,8 @@ class RunDevice(Struct, frozen=True, kw_only=True):
                 [e.prediction.peak_rss_bytes for e in expected], [m.peak_rss_bytes for m in measured],
             ),
             ("FLOPs of a round", "FLOP", [e.flops for e in expected], [m.flops for m in measured]),
-            ("sent down", "bytes", [e.bytes_down for e in expected], [m.received_bytes for m in measured]),
-            ("sent up", "bytes", [e.bytes_up for e in expected], [m.sent_bytes for m in measured]),
+            ("sent down", "bytes", [e.bytes_down for e in expected], [m.fetched_bytes for m in measured]),
+            ("sent up", "bytes", [e.bytes_up for e in expected], [m.upload_bytes for m in measured]),
             ("energy of a round", "J", [e.prediction.energy_j for e in expected], [m.energy_j for m in measured]),
         ]  # fmt: skip
         found = [

@@ -294,7 +294,7 @@ def test_variants_that_disagree_on_a_group_are_refused(staged: Any) -> None:
 def test_programs_are_made_when_a_round_needs_them(staged: Any) -> None:
     """The last of five rounds trains for longer. It is the same program for all, made once."""
     made = staged(rounds=5)
-    assert len(made.variants) == 1
+    assert not made.variants
     assert made.variant("a", 4) is made.variant("b", 1) is made.first
     assert len(made.variants) == 1
     last = made.variant("a", 5)

@@ -20,7 +20,7 @@ demo: install
 	@$(BIN)/fleet demo
 
 test: install mosquitto chromium
-	@$(BIN)/python -m pytest -q -n auto --dist loadgroup
+	@$(BIN)/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder
 
 lint: install
 	@$(BIN)/ruff check .

@@ -357,8 +357,8 @@ class Coordinator:
             return
         prediction, known = expected.prediction, self._corrections.setdefault(device, {})
         ratios: dict[BudgetKind, float] = {"memory": (use.peak_rss_bytes or 0) / prediction.peak_rss_bytes}
-        if prediction.step_s and use.step_s:
-            ratios["time"] = use.step_s / prediction.step_s
+        if prediction.train_s and use.train_s:  # of a task that was stopped, so far
+            ratios["time"] = use.train_s / prediction.train_s
         for kind in broke:
             if kind in ratios:
                 known[kind] = known.get(kind, 1.0) * max(LEAST_CORRECTION, ratios[kind])

@@ -7,10 +7,12 @@ holds no weights, and serves any number of devices.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import onnx
 from onnx import helper
@@ -76,10 +78,14 @@ def trace(
         return list(results.values())
 
     examples = [value.clone() for value in inputs.values()]  # one tensor under two names would be taken for one input
-    # what has a form of its own stays whole: the backward passes of norms and activations above all
-    table = {name: rule for name, rule in core_aten_decompositions().items() if name not in LOWERED}
-    module = make_fx(flat, decomposition_table=table, tracing_mode="fake")(*examples)
+    module = make_fx(flat, decomposition_table=_decompositions(), tracing_mode="fake")(*examples)
     return Trace(module, inputs, tuple(outputs), any_length, integer_products)
+
+
+@cache
+def _decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Torch's, but what has a form of its own stays whole: the backward passes of norms and activations above all."""
+    return {name: rule for name, rule in core_aten_decompositions().items() if name not in LOWERED}
 
 
 def to_onnx(traced: Trace) -> bytes:

@@ -14,7 +14,6 @@ import msgspec
 from coordinator.cli import choose_accelerator
 from coordinator.config import RunConfig, make_config
 from coordinator.display import Display
-from coordinator.rounds import Coordinator, Interrupted
 from coordinator.store import Store
 from coordinator.summary import summarise
 from edge_client.agent import Agent
@@ -74,6 +73,8 @@ def simulate(
 
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
     """
+    from coordinator.rounds import Coordinator, Interrupted  # with torch: seconds that other commands need not wait
+
     config = make_config({**DEFAULTS, **values, "devices": len(folders)}, "simulation").run
     accelerator = choose_accelerator(config.accelerator)
     home = out / run

@@ -15,6 +15,8 @@ BASE_RSS_BYTES = 57_000_000
 """A device's process that waits for its first task, where the device did not say."""
 ENGINE_BYTES = 30_000_000
 """That onnxruntime adds to it when it works: its own code, threads and buffers."""
+LOADED_BYTES = 15_000_000
+"""Of these what is there as soon as it is loaded, as it is on a device with a memory budget before any task."""
 
 
 def predict(
@@ -31,7 +33,8 @@ def predict(
 ) -> Prediction:
     """Cost of a round on a device of this speed.
 
-    `power_w` is (idle, under load); `base_rss_bytes` what the device's process holds before it has any work;
+    `power_w` is (idle, under load); `base_rss_bytes` what the device's process holds before it has any work, where
+    it has a memory budget with the engine loaded;
     `corrections` are factors by which predictions for this device were too low before.
     """
     factors = corrections or {}
@@ -41,7 +44,10 @@ def predict(
     evaluate_s = None
     if speed:
         evaluate_s = -(-cost.test_images // cost.answer_size) * sum(seconds(cost.answer_work, speed).values())
-    software = (BASE_RSS_BYTES if base_rss_bytes is None else base_rss_bytes) + ENGINE_BYTES
+    limits = budget or Budget()
+    software = BASE_RSS_BYTES + ENGINE_BYTES
+    if base_rss_bytes is not None:
+        software = base_rss_bytes + ENGINE_BYTES - (LOADED_BYTES if limits.memory_bytes is not None else 0)
     memory = [msgspec.structs.replace(phase, parts={"software": software, **phase.parts}) for phase in cost.memory]
     peak = int(max(phase.total_bytes for phase in memory) * factors.get("memory", 1.0))
     return Prediction(
@@ -56,7 +62,7 @@ def predict(
         peak_rss_bytes=peak,
         energy_j=train_s * power_w[1] if power_w and train_s is not None else None,
         power_w=power_w[1] if power_w else None,
-        over=_over(cost, train_s, peak, budget or Budget()),
+        over=_over(cost, train_s, peak, limits),
     )
 
 

@@ -25,12 +25,34 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "fedvit-no-such-cache")
 
 
+TESTS = Path(__file__).parent
+LONGEST = (
+    "e2e/test_faults.py",
+    "e2e/test_run.py",
+    "unit/fleet/test_experiment.py",
+    "unit/coordinator/test_rounds.py",
+    "unit/export/test_lower.py",
+    "contracts/test_blob_exchange.py",
+    "unit/coordinator/test_planner.py",
+    "unit/edge_client/test_agent.py",
+    "contracts/test_methods.py",
+)
+"""Files that come first, so that at the end no process waits for another that has just begun with one of them."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file share fixtures that take seconds: where several processes test, a file goes to one of them."""
+    """Tests of one file share fixtures that take seconds: where several processes test, a file goes to one of them.
+
+    Tests of processes mostly wait: each goes to whoever is free. `make test` keeps the order that is made here.
+    """
+    rank = {TESTS / name: number for number, name in enumerate(LONGEST)}
     for item in items:
+        alone = item.path in (TESTS / "e2e/test_faults.py", TESTS / "e2e/test_run.py")
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+            item.add_marker(pytest.mark.xdist_group(item.nodeid if alone else str(item.path)))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 TINY_MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2, "mlp_ratio": 4.0}

@@ -24,6 +24,7 @@ import paho.mqtt.client as paho
 from fedvit.errors import FedvitError
 from fedvit.wire.messages import AnyMessage, decode
 from fleet.run import free_port
+from tests.forked import Forked
 
 DEVICES = ("device-0", "device-1", "device-2")
 ROUNDS = 3
@@ -31,7 +32,9 @@ CONFIG: dict[str, Any] = {
     "method": "eftvit",
     "rounds": ROUNDS,
     "seed": 5,
-    "options": {"epochs": 12, "batch_size": 8, "lr": 1e-3, "mask": 0.5, "local_blocks": 1},
+    "options": {"epochs": 4, "batch_size": 8, "lr": 1e-3, "mask": 0.5, "local_blocks": 1},
+    # it trains for so long that what a test does to it meanwhile does happen meanwhile
+    "variants": {"device-1": {"epochs": 90}},
     "model_options": {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2},
     "deadline_s": 120.0,
     "rejoin_grace_s": 60.0,
@@ -62,14 +65,19 @@ class Observer:
         self._arrived: SimpleQueue[tuple[str, bytes]] = SimpleQueue()
         self._client = paho.Client(paho.CallbackAPIVersion.VERSION2, client_id="observer")
         self._client.on_connect = lambda client, *_: client.subscribe("#", 0)
+        self._client.on_disconnect = lambda *_: self._subscribed.clear()
         self._subscribed = threading.Event()
         self._client.on_subscribe = lambda *_: self._subscribed.set()
         self._client.reconnect_delay_set(1, 1)  # by default its tries are ever longer apart, up to two minutes
         self._client.on_message = lambda _client, _data, message: self._arrived.put((message.topic, message.payload))
         self._client.connect_async("127.0.0.1", port)
         self._client.loop_start()
+        self.wait()
+
+    def wait(self) -> None:
+        """Until it hears everything, also after the broker was away."""
         if not self._subscribed.wait(WAIT_S):
-            raise AssertionError(f"waited {WAIT_S:.0f} s for a broker at port {port} to observe")
+            raise AssertionError(f"waited {WAIT_S:.0f} s for a broker to observe")
 
     def drain(self) -> list[tuple[str, bytes]]:
         """Every payload that went by so far, with its topic."""
@@ -120,7 +128,7 @@ class Stage:
         self.out = folder / "runs"
         self.port = free_port()
         self.environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_WAIT_POLICY": "PASSIVE"}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | Forked] = []
         self._observer: Observer | None = None
 
     def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
@@ -135,14 +143,18 @@ class Stage:
     def log(self, name: str) -> str:
         return self.log_path(name).read_text()
 
-    def coordinator(self, *arguments: str, broker: str = "embedded", resume: bool = False) -> subprocess.Popen[bytes]:
-        command = [*program("coordinator.cli"), "start", "--out", str(self.out), "--broker", broker]
-        command += ["--port", str(self.port)] if "://" not in broker else []
+    def coordinator(self, *arguments: str, broker: str = "embedded", resume: bool = False) -> Forked:
+        given = ["start", "--out", str(self.out), "--broker", broker]
+        given += ["--port", str(self.port)] if "://" not in broker else []
         if resume:
-            return self.start("coordinator", [*command, "--resume", *arguments])
-        config = self.folder / "run.toml"
-        config.write_text(toml({**CONFIG, "devices": len(DEVICES)}))
-        return self.start("coordinator", [*command, "--config", str(config), "--run", "run", *arguments])
+            given.append("--resume")
+        else:
+            config = self.folder / "run.toml"
+            config.write_text(toml({**CONFIG, "devices": len(DEVICES)}))
+            given += ["--config", str(config), "--run", "run"]
+        process = Forked("coordinator.cli", [*given, *arguments], self.log_path("coordinator"), self.environment)
+        self._processes.append(process)
+        return process
 
     def device(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [*program("edge_client.cli"), "--broker", f"127.0.0.1:{self.port}", "--data", str(self.parts / name)]
@@ -155,7 +167,7 @@ class Stage:
             self._observer = Observer(self.port)
         return self._observer
 
-    def finish(self, process: subprocess.Popen[bytes], name: str) -> int:
+    def finish(self, process: subprocess.Popen[bytes] | Forked, name: str) -> int:
         try:
             return process.wait(WAIT_S)
         except subprocess.TimeoutExpired:
@@ -165,7 +177,13 @@ class Stage:
         return (self.out / "run" / "model.safetensors").read_bytes()
 
     def show(self) -> dict[str, Any]:
-        command = [*program("coordinator.cli"), "show", "run", "--out", str(self.out), "--json"]
+        return self._said("show", "run", "--out", str(self.out), "--json")
+
+    def report(self) -> dict[str, Any]:
+        return self._said("report", "run", "--runs", str(self.out), "--json")
+
+    def _said(self, *arguments: str) -> dict[str, Any]:
+        command = [*program("coordinator.cli"), *arguments]
         shown = subprocess.run(command, capture_output=True, check=True, env=self.environment)
         return dict(json.loads(shown.stdout))
 

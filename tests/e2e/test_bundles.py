@@ -81,7 +81,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, parts: Path, cache: Path) 
         if method not in made:
             runs = tmp_path_factory.mktemp(method)
             options = {"batch_size": 8, "epochs": 1, "lr": 0.01, **METHODS[method]}
-            values = {**CONFIG, "method": method, "rounds": 2, "options": options}
+            values = {**CONFIG, "method": method, "rounds": 2, "options": options, "variants": {}}
             folders = [parts / name for name in DEVICES]
             simulate(folders, values, out=runs, run=method, graph_cache=cache / "fedvit" / "graphs")
             for name in DEVICES:

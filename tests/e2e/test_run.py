@@ -15,6 +15,7 @@ from fedvit.wire.messages import Progress, Welcome
 from fedvit.wire.transfer import decode_chunk
 from profiles.probes.host import parse_vm_hwm
 from tests.e2e.stage import DEVICES, ROUNDS, WAIT_S, Stage, program, wait_for
+from tests.forked import Forked
 
 DEEP_LEARNING = ("torch", "libc10", "onnx/", "timm")
 """What must not be mapped into a device's process; `onnx/` is the library onnx, not onnxruntime."""
@@ -94,25 +95,23 @@ def test_ctrl_c_leaves_no_process_and_resumes(stage: Stage, undisturbed: bytes) 
 def test_demo_interrupted_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     """`fleet demo` gets Ctrl-C while its devices train: every process that it started is gone."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    command = [*program("fleet.cli"), "demo", "--out", str(tmp_path / "demo"), "--devices", "2", "--json"]
-    demo = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    arguments = ["demo", "--out", str(tmp_path / "demo"), "--devices", "2", "--json"]
+    demo = Forked("fleet.cli", arguments, tmp_path / "log", environment)
 
     def children() -> list[str]:
         lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _readable(path)]
         mine = [line.replace(b"\0", b" ").decode() for line in lines if str(tmp_path).encode() in line]
-        return [line for line in mine if "fleet.cli" not in line]
+        return mine
 
     try:
         wait_for(lambda: len(children()) >= 3, "the coordinator and two devices")
         logs = tmp_path / "demo" / "runs"
         wait_for(lambda: any("joined" in log.read_text() for log in logs.glob("*/devices/*.log")), "a device to join")
         demo.send_signal(signal.SIGINT)
-        demo.wait(60)
-        assert demo.returncode == 130
+        assert demo.wait(60) == 130
         wait_for(lambda: not children(), "all processes to be gone", timeout_s=10)
     finally:
         demo.kill()
-        demo.communicate()
 
 
 def _readable(path: Path) -> bool:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,8 +34,8 @@ from fleet.experiments.conduct import Ended, conduct
 from fleet.experiments.grid import Grid, read_grid
 from fleet.experiments.outcome import Outcome, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
-from fleet.processes import program
 from tests.conftest import TINY_MODEL
+from tests.forked import Forked
 
 DOCS = Path(__file__).parents[3] / "docs" / "experiments.md"
 WAIT_S = 240.0
@@ -404,10 +403,7 @@ def test_interrupted_and_gone_on_with(
     file, out = written(tmp_path, text), tmp_path / "out"
     home = out / "cells/fedavg/skewed/seed-0"
     environment: dict[str, Any] = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen(
-            [*program("fleet.cli"), "experiment", str(file), "--out", str(out)], stdout=log, stderr=log, env=environment
-        )
+    process = Forked("fleet.cli", ["experiment", str(file), "--out", str(out)], tmp_path / "log", environment)
     try:
         until = time.monotonic() + WAIT_S
         while read_progress(home).round < 2:

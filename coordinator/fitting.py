@@ -18,6 +18,7 @@ from fedvit.errors import OverBudget
 from fedvit.methods.base import Economy, Method
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Program
+from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget, BudgetKind, Speed, image_cache_bytes
 from profiles.cost import GraphCost
 from profiles.predict import predict
@@ -294,7 +295,10 @@ def _too_small(target: Target, looked_at: Sequence[Priced]) -> str:
     said = []
     for kind in lacking:
         needed = min(_needed(kind, priced) for priced in looked_at)
-        said.append(f"{_NAMES[kind]} is {_shown(kind, _limit(kind, target.budget))}, at least {_shown(kind, needed)}")
+        # shown with three digits, never less than is needed
+        said.append(
+            f"{_NAMES[kind]} is {_shown(kind, _limit(kind, target.budget))}, at least {_shown(kind, 1.005 * needed)}"
+        )
     return f"nothing fits {target.device}: its " + "; its ".join(f"{text} would be needed" for text in said)
 
 
@@ -324,15 +328,9 @@ def _limit(kind: BudgetKind, budget: Budget) -> float:
 
 
 def _shown(kind: BudgetKind, value: float) -> str:
-    """
-    >>> _shown("memory", 411.2e6), _shown("time", 12.34), _shown("flops", 2.5e12)
-    ('412 MB', '12.4 s', '2.5 TFLOP')
-    """
     if kind == "time":
-        return f"{-(-value // 0.1) / 10:.1f} s"
-    if kind == "flops":
-        return f"{value / 1e12:.1f} TFLOP"
-    return f"{-(-value // 1e6):.0f} MB"
+        return format_seconds(value)
+    return format_flops(value) if kind == "flops" else format_bytes(value)
 
 
 def _said(method: Method) -> str:

@@ -42,7 +42,7 @@ def test_devices_that_nothing_fits_are_told_so(stage: Stage) -> None:
     assert {name: stage.finish(process, name) for name, process in devices.items()} == {
         "device-0": 0, "device-1": PeerRefused.exit_code, "device-2": PeerRefused.exit_code,
     }  # fmt: skip
-    assert "its round deadline is 0.0 s, at least" in stage.log("device-1")
+    assert "its round deadline is 1 ms, at least" in stage.log("device-1")
     assert "its memory budget is 20 MB, at least" in stage.log("device-2")
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [1] * ROUNDS

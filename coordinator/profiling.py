@@ -24,6 +24,7 @@ from fedvit.methods import METHODS, make_method
 from fedvit.program import Program
 from fedvit.resources import Budget
 from profiles.catalogue import Board, load
+from profiles.crosscheck import fvcore_check
 from profiles.predict import predict
 from profiles.prediction import FlopShare, ProgramCost
 from profiles.program_cost import program_cost
@@ -99,6 +100,7 @@ def make_document(
         variants=variants,
         devices=devices,
         published=list(published.values()),
+        crosscheck=fvcore_check(plan.vit, variants[0].cost),
         warnings=_warnings(devices),
     )
 

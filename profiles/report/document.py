@@ -71,6 +71,17 @@ class ProfiledDevice(Struct, frozen=True, kw_only=True):
     warnings: list[str] = []
 
 
+class CrossCheck(Struct, frozen=True, kw_only=True):
+    """Another counter's figure for one image's answer, beside ours; multiply-adds."""
+
+    tool: str
+    convention: str
+    macs: int  # all that the tool counts
+    product_macs: int  # of these matrix products
+    ours_macs: int  # matrix products of the graph that answers on a device
+    not_counted: list[str]  # operators that the tool does not know
+
+
 class ProfileDocument(Struct, frozen=True, kw_only=True, tag_field="kind", tag="profile"):
     """Variants of a method on devices."""
 
@@ -83,6 +94,7 @@ class ProfileDocument(Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     devices: list[ProfiledDevice]
     published: list[PublishedFigure] = []
     measured: list[Comparison] = []
+    crosscheck: CrossCheck | None = None
     warnings: list[str] = []
     convention: str = FLOP_CONVENTION
     schema: int = SCHEMA

@@ -4,7 +4,7 @@ from fedvit.resources import Budget, BudgetKind
 from profiles.prediction import MemoryPhase, Prediction, ProgramCost
 from profiles.report.document import ProfiledDevice, ProfileDocument
 from profiles.report.page import Bar, Chart, Grid, Segment, count, duration, environment, percent, quantity, size
-from profiles.report.verdict import BUDGETS, device_name, profile_verdict
+from profiles.report.verdict import BUDGETS, crosscheck_words, device_name, profile_verdict
 
 FORWARD = Segment(0, "c0", "forward")
 BACKWARD = Segment(0, "c1", "backward")
@@ -37,6 +37,7 @@ def profile_page(document: ProfileDocument) -> str:
         memory_table=_memory_table(document),
         block_table=_block_table(document),
         published_table=_published_table(document),
+        checked=crosscheck_words(document.crosscheck) if document.crosscheck else "",
     )
 
 

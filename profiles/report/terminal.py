@@ -15,7 +15,7 @@ from rich.text import Text
 
 from profiles.report.document import ProfileDocument, RunDocument
 from profiles.report.page import count, duration, percent, quantity, size
-from profiles.report.verdict import BUDGETS, device_name, profile_verdict, run_verdict
+from profiles.report.verdict import BUDGETS, crosscheck_words, device_name, profile_verdict, run_verdict
 
 STYLES = {"good": "bold green", "mild": "bold yellow", "bad": "bold red"}
 
@@ -26,7 +26,12 @@ def profile_report(document: ProfileDocument, width: int) -> Group:
     parts: list[RenderableType] = [Text(document.title), Text(sentence, style=STYLES[tone])]
     parts += [Text(f"  {line}") for line in lines]
     parts += [Text(), _variants(document, width), Text(), _devices(document, width)]
-    warnings = [*document.warnings, *(f"{entry.id}: {line}" for entry in document.devices for line in entry.warnings)]
+    checked = [crosscheck_words(document.crosscheck)] if document.crosscheck else []
+    warnings = [
+        *document.warnings,
+        *checked,
+        *(f"{entry.id}: {line}" for entry in document.devices for line in entry.warnings),
+    ]
     if warnings:
         parts += [Text(), *(Text(f"note: {line}", style="dim") for line in warnings)]
     return Group(*parts)

@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 from fedvit.resources import BudgetKind
-from profiles.report.document import ProfiledDevice, ProfileDocument, RunDocument
+from profiles.report.document import CrossCheck, ProfiledDevice, ProfileDocument, RunDocument
 from profiles.report.page import share
 
 Tone = Literal["good", "mild", "bad"]
@@ -72,3 +72,12 @@ def times(number: int, what: str) -> str:
     ('1 round', '3 rounds')
     """
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def crosscheck_words(check: CrossCheck) -> str:
+    """One sentence, for pages and terminals."""
+    return (
+        f"{check.tool} counts {check.macs / 1e9:.3f} GMAC for one image, {check.product_macs / 1e9:.3f} of them in "
+        f"matrix products; the graph that answers has {check.ours_macs / 1e9:.3f}. Its convention: {check.convention}. "
+        f"It does not count {', '.join(check.not_counted)}."
+    )

@@ -1,0 +1,50 @@
+"""Another counter's opinion of a forward pass: fvcore, which counts modules' operators in a trace of its own."""
+
+import logging
+import warnings
+from importlib.metadata import version
+
+import torch
+from fvcore.nn import FlopCountAnalysis
+from torch import Tensor, nn
+
+from fedvit.models.vit import PatchViT
+from profiles.prediction import ProgramCost
+from profiles.report.document import CrossCheck
+
+PRODUCTS = ("linear", "matmul", "addmm", "bmm", "einsum", "conv")
+"""Operators of fvcore that are matrix products."""
+
+
+def fvcore_check(vit: PatchViT, cost: ProgramCost) -> CrossCheck:
+    """fvcore's count of one image through the model, beside that of the graph with which a device answers.
+
+    fvcore counts a multiply-add as one, norms at 5 per element, and knows nothing of softmax, GELU and additions; its
+    attention is written out here, since it does not see torch's fused one. It hooks into every layer, and with a hook
+    the last block asks for all tokens instead of the class token: (tokens - 1) x width^2 more. Tensors that a method
+    keeps beside the model (prompts, twins) are in the graph alone.
+    """
+
+    class Answer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vit = vit.vit
+
+        def forward(self, patches: Tensor) -> Tensor:
+            return vit.classify(vit.run_to_class(vit.embed(patches, None), 0))
+
+    patches = torch.zeros(1, vit.patches, 3 * vit.patch_size**2)
+    logging.getLogger("fvcore.nn.jit_analysis").setLevel(logging.ERROR)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of torch.jit, which fvcore uses
+        counted = FlopCountAnalysis(Answer().eval(), patches)
+        counted.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
+        by_operator, unsupported = counted.by_operator(), counted.unsupported_ops()
+    return CrossCheck(
+        tool=f"fvcore {version('fvcore')}",
+        convention="1 per multiply-add of matrix products, 5 per element of norms, the last block's queries of all tokens",
+        macs=int(sum(by_operator.values())),
+        product_macs=int(sum(by_operator.get(name, 0) for name in PRODUCTS)),
+        ours_macs=cost.flops_evaluate // 2,
+        not_counted=sorted(name.removeprefix("aten::") for name in unsupported),
+    )

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from coordinator.config import TABLES, BrokerConfig, RunConfig, StartConfig, make_config, read_toml
-from coordinator.cost_commands import boards, profile, report
+from coordinator.cost_commands import boards, plan, profile, report
 from coordinator.flags import existing_store, key_value, literal
 from fedvit import command_line
 from fedvit.errors import ConfigError
@@ -35,7 +35,7 @@ def cli() -> None:
     """Dispatch federated rounds to a fleet of devices, and keep what comes of them."""
 
 
-for command in (boards, profile, report):
+for command in (boards, plan, profile, report):
     cli.add_command(command)
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import msgspec
+from msgspec import Struct
 
 from coordinator.config import make_config
+from coordinator.fitting import Choice, Target
 from coordinator.planner import Plan, make_plan
 from fedvit.blobs import BlobStore
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods import METHODS, make_method
 from fedvit.program import Program
 from fedvit.resources import Budget
@@ -32,7 +34,7 @@ SPLIT_OPTION = "local_blocks"
 MASK_OPTION = "mask"
 
 
-class Target(NamedTuple):
+class BoardMode(NamedTuple):
     """A board of the catalogue in one of its power modes."""
 
     board: Board
@@ -56,7 +58,7 @@ class Request:
     model: str
     model_options: dict[str, Any]
     classes: int
-    targets: Sequence[Target]
+    targets: Sequence[BoardMode]
     masks: Sequence[float]  # empty: the method's own
     splits: Sequence[int]
     images: int
@@ -101,7 +103,7 @@ def make_document(
     )
 
 
-def _plan(request: Request, progress: Callable[[str], None]) -> Plan:
+def _plan(request: Request, progress: Callable[[str], None], *, budgets: bool = False) -> Plan:
     """The run that would be, in its first round; nothing of it is kept."""
     values = {
         "method": request.method, "options": request.options, "model": request.model,
@@ -109,7 +111,7 @@ def _plan(request: Request, progress: Callable[[str], None]) -> Plan:
     }  # fmt: skip
     config = make_config(values, "profile").run
     classes = tuple(f"class {number}" for number in range(request.classes))
-    return make_plan(config, classes, BlobStore(Path(os.devnull)), progress=progress)
+    return make_plan(config, classes, BlobStore(Path(os.devnull)), budgets=budgets, progress=progress)
 
 
 def _priced(request: Request, plan: Plan, options: dict[str, Any], progress: Callable[[str], None]) -> ProgramCost:
@@ -149,7 +151,7 @@ def _label(cost: ProgramCost) -> str:
     return ", ".join(parts) or cost.method
 
 
-def _predicted(target: Target, variants: list[ProfiledVariant], wanted: Budget) -> ProfiledDevice:
+def _predicted(target: BoardMode, variants: list[ProfiledVariant], wanted: Budget) -> ProfiledDevice:
     board, mode = target
     budget = board.budget().tightest(wanted)
     speed, power_w = board.speed(mode), board.power_w(mode)
@@ -169,6 +171,39 @@ def _predicted(target: Target, variants: list[ProfiledVariant], wanted: Budget) 
         ],
         warnings=warnings,
     )
+
+
+class NothingFits(Struct, frozen=True, kw_only=True):
+    """A device that cannot take part."""
+
+    device: str
+    budget: Budget
+    refused: str  # with the smallest budget that would do
+
+
+def choose_forms(
+    request: Request, *, progress: Callable[[str], None] = lambda line: None
+) -> list[Choice | NothingFits]:
+    """Which form of the method each board would get, as a run would choose it."""
+    plan = _plan(request, progress, budgets=True)
+    method = make_method(request.method, request.options).in_round(1, 1)
+    chosen: list[Choice | NothingFits] = []
+    for board, mode in request.targets:
+        target = Target(
+            device=board.id,
+            speed=board.speed(mode),
+            source="catalogue",
+            mode=mode,
+            budget=board.budget().tightest(request.budget),
+            images=request.images,
+            test_images=request.test_images,
+            power_w=board.power_w(mode),
+        )
+        try:
+            chosen.append(plan.fitter.fit(method, target)[1])
+        except OverBudget as error:
+            chosen.append(NothingFits(device=board.id, budget=target.budget, refused=str(error)))
+    return chosen
 
 
 def _warnings(devices: list[ProfiledDevice]) -> list[str]:

@@ -22,7 +22,7 @@ from edge_client.runtime import Runtime, Seeds, Stopped, Watch
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
-from fedvit.engine import load_engine
+from fedvit.engine import give_back, load_engine
 from fedvit.errors import BadPayload, FedvitError, OverBudget, PeerRefused, StorageFailed
 from fedvit.program import Program, Role, decode_program
 from fedvit.resources import DeviceProfile, ResourceUse
@@ -391,7 +391,11 @@ class Agent:
         load_engine()
         with self.guard.watching(job.task.kind) as guarded:
             try:
-                return self._done(job, program, guarded)
+                result = self._done(job, program, guarded)
+                if self.guard.owns_process:
+                    # a device that waits holds little, and the next task finds no holes between pieces of this one's
+                    give_back()
+                return result
             except Stopped:
                 if job.stop.is_set() or not guarded.broke:
                     raise

@@ -129,3 +129,25 @@ def profile_command(names: tuple[str, ...], as_json: bool) -> None:
     with choose_display() as display:
         report = run_profile_bench(cases, display.line)
     _print(report, profile_table, as_json)
+
+
+@bench_command.command("budget")
+@_case_flag
+@click.option(
+    "--memory-budget",
+    "budgets",
+    multiple=True,
+    default=("256MB", "512MB", "1GB"),
+    metavar="BYTES",
+    help="Budget of the device. Repeatable.",
+)
+@_json_flag
+def budget_command(names: tuple[str, ...], budgets: tuple[str, ...], as_json: bool) -> None:
+    """Plan Programs for memory budgets, and see whether a real device keeps them."""
+    from fedvit.quantities import parse_bytes
+    from fleet.bench.budget import budget_table, run_budget_bench
+
+    cases = choose(names)
+    with choose_display() as display:
+        report = run_budget_bench(cases, [parse_bytes(text) for text in budgets], display.line)
+    _print(report, budget_table, as_json)

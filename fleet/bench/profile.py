@@ -89,13 +89,13 @@ def run_profile_bench(cases: Sequence[Case], progress: Progress = lambda line: N
 
 def _profile(case: Case, home: Path, progress: Progress) -> CaseProfile:
     progress(f"{case.name}: making pictures, counting the step in torch")
-    size = _image_size(case)
+    size = image_size(case)
     data = noise_folder(
         home / "parts", images=STEPS * case.batch_size + TEST_IMAGES, size=size, classes=2,
         test_share=TEST_IMAGES / (STEPS * case.batch_size + TEST_IMAGES),
     )  # fmt: skip
     speeds = [measure_speed(this_machine().cores)]
-    with one_round(home, _run(case), data) as under_way:
+    with one_round(home, run_of(case), data) as under_way:
         progress(f"{case.name}: a round on a real device")
         reason = under_way.wait(PATIENCE_S, say=progress)
         if reason:
@@ -113,14 +113,15 @@ def _profile(case: Case, home: Path, progress: Progress) -> CaseProfile:
     return compared
 
 
-def _run(case: Case) -> dict[str, Any]:
+def run_of(case: Case, rounds: int = 1) -> dict[str, Any]:
+    """The configuration of a run of a case on one device."""
     return {
         "method": case.method, "options": case.options, "model": case.model, "model_options": case.model_options,
-        "rounds": 1, "devices": 1, "deadline_s": PATIENCE_S, "rejoin_grace_s": 5.0,
+        "rounds": rounds, "devices": 1, "deadline_s": PATIENCE_S, "rejoin_grace_s": 5.0,
     }  # fmt: skip
 
 
-def _image_size(case: Case) -> int:
+def image_size(case: Case) -> int:
     return int(case.model_options.get("image_size", 224))
 
 

@@ -125,6 +125,12 @@ class RunDevice(Struct, frozen=True, kw_only=True):
         return next((entry.expected.budget for entry in reversed(self.rounds) if entry.expected), None)
 
     @property
+    def given(self) -> str:
+        """Options that the device got in its last round to fit its budget; "" where it got what was asked for."""
+        newest = next((entry.expected for entry in reversed(self.rounds) if entry.expected), None)
+        return ", ".join(f"{name} = {value}" for name, value in newest.changes.items()) if newest else ""
+
+    @property
     def broken(self) -> dict[BudgetKind, int]:
         """Budgets that tasks exceeded, and in how many rounds."""
         kinds = [kind for entry in self.rounds if entry.measured for kind in entry.measured.broke]

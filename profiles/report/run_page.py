@@ -137,6 +137,7 @@ def device_table(document: RunDocument) -> Grid:
         "device", "training images", "test images", "rounds", "missing", "accuracy", "down", "up", "step",
         "peak memory", "energy",
     )  # fmt: skip
+    planned = any(device.given for device in document.devices)
     rows = []
     for device in document.devices:
         figures = {entry.figure: entry.measured for entry in device.comparisons()}
@@ -153,9 +154,10 @@ def device_table(document: RunDocument) -> Grid:
                 duration(figures.get("step")),
                 size(device.peak_rss_bytes),
                 quantity(figures.get("energy of a round"), "J"),
+                *((device.given or "as asked for",) if planned else ()),
             )
         )
-    return Grid(headings, rows)
+    return Grid((*headings, "given, to fit its budget") if planned else headings, rows)
 
 
 def _budgets(document: RunDocument) -> Grid | None:

@@ -92,6 +92,10 @@ def run_report(document: RunDocument, width: int) -> Group:
     parts += [Text(f"  {line}") for line in lines]
     if any(device.comparisons() for device in document.devices):
         parts += [Text(), _comparisons(document, width)]
+    given = [
+        f"{device.device} was given {device.given}, to fit its budget" for device in document.devices if device.given
+    ]
+    parts += [Text(), *(Text(line) for line in given)] if given else []
     if document.warnings:
         parts += [Text(), *(Text(f"note: {line}", style="dim") for line in document.warnings)]
     return Group(*parts)

@@ -42,7 +42,7 @@ def test_devices_that_nothing_fits_are_told_so(stage: Stage) -> None:
     assert {name: stage.finish(process, name) for name, process in devices.items()} == {
         "device-0": 0, "device-1": PeerRefused.exit_code, "device-2": PeerRefused.exit_code,
     }  # fmt: skip
-    assert "its round deadline is 0.0 s, at least" in stage.log("device-1")
+    assert "its round deadline is 1 ms, at least" in stage.log("device-1")
     assert "its memory budget is 20 MB, at least" in stage.log("device-2")
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [1] * ROUNDS
@@ -88,17 +88,23 @@ def test_a_device_that_is_slower_than_it_says(stage: Stage) -> None:
 def test_a_device_gets_what_fits_its_memory(stage: Stage) -> None:
     """Two devices of one run: without a budget the method as it was asked for, and with one a smaller form, which then
     needs no more than that. Both take part in every round."""
-    coordinator = stage.coordinator("-o", "batch_size=64", "-o", "micro_batch=64", broker="mosquitto")
+    larger = ("width=128", "patch_size=4")
+    asked = [word for option in larger for word in ("--model-option", option)]
+    asked += ["-o", "batch_size=64", "-o", "micro_batch=64", "-o", "epochs=1", "--variant", "device-1:epochs=1"]
+    coordinator = stage.coordinator(*asked, broker="mosquitto")
     wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
     devices = [stage.device("device-0"), stage.device("device-2")]
-    tight = with_known_speed(stage, "device-1", "--memory-budget", "125MB")
+    tight = with_known_speed(stage, "device-1", "--memory-budget", "150MB")
     assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-    assert [stage.finish(process, "device") for process in (*devices, tight)] == [0, 0, 0]
+    ended = [stage.finish(process, "device") for process in (*devices, tight)]
+    assert ended == [0, 0, 0], stage.log("device-1")
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [3] * ROUNDS
     [device] = [entry for entry in shown["devices"] if entry["device"] == "device-1"]
     assert device["broke"] == {}
-    assert device["peak_rss_bytes"] <= 125 * MB
+    assert device["peak_rss_bytes"] <= 150 * MB
+    [free] = [entry for entry in shown["devices"] if entry["device"] == "device-0"]
+    assert free["peak_rss_bytes"] > 150 * MB
     report = stage.report()
     changed = {entry["device"]: entry["rounds"][0]["expected"]["changes"] for entry in report["devices"]}
     assert changed["device-0"] == {}

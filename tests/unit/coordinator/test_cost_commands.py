@@ -91,7 +91,7 @@ def test_a_profile_in_three_forms(quick: Path) -> None:
 
 def test_a_device_that_fits_nothing_ends_with_an_exit_code(quick: Path) -> None:
     """The budget is the tighter of the board's memory and the flag's; the report is there nevertheless."""
-    arguments = ["profile", *TINY, "-o", "local_blocks=1", "--device", "rpi5-8", "--memory-bytes", 10**6]
+    arguments = ["profile", *TINY, "-o", "local_blocks=1", "--device", "rpi5-8", "--memory-budget", 10**6]
     result = said(*arguments)
     assert isinstance(result.exception, OverBudget)
     assert "No variant fits the budget of any device." in result.stdout

@@ -6,6 +6,7 @@ changes nothing but memory and time.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -88,6 +89,7 @@ class Fitter:
     progress: Callable[[str], None]
     allowed: Callable[[Method], bool] = lambda method: True
     priced: dict[Method, tuple[Program, dict[str, GraphCost]]] = field(default_factory=dict)
+    free: set[str] = field(default_factory=set)  # options that no graph depends on
 
     def fit(self, method: Method, target: Target) -> tuple[Method, Choice]:
         """The form that keeps the highest share and fits; of equal ones the fastest.
@@ -98,7 +100,7 @@ class Fitter:
         asked = self._form(method, {}, 1.0, target)
         looked_at = [asked]
         if asked.over:
-            self._refuse_if_hopeless(method, economies, target)
+            looked_at += self._smallest(method, economies, asked, target)
             looked_at += self._search(method, economies, asked, target)
         fitting = [priced for priced in looked_at if not priced.over]
         if not fitting:
@@ -119,6 +121,8 @@ class Fitter:
         """What may be given up here: not what would need other tensors than the server holds."""
         possible = []
         for economy in method.economies(self.vit):
+            if not economy.in_graphs:
+                self.free.add(economy.option)
             values = tuple(
                 (value, share)
                 for value, share in economy.values
@@ -133,8 +137,8 @@ class Fitter:
         What several changes save together is estimated from what each saves alone, so that few forms are priced.
         """
         kinds = set(asked.over)
-        alone: dict[tuple[str, Any], Priced] = {}
-        least = self._priced(method, {"micro_batch": 1}, 1.0, target) if method.one_gradient else asked
+        alone: dict[tuple[str, Any], list[Priced]] = {}
+        least = self._least(method, {}, 1.0, target)
         found = count = 0
         best = 0.0
         for changes, kept in grid(economies):
@@ -148,32 +152,60 @@ class Fitter:
             count += 1
             priced = self._form(method, changes, kept, target)
             if len(changes) == 1:
-                ((item, smallest),) = (
-                    (item, self._smallest(method, changes, kept, target)) for item in changes.items()
-                )
-                alone[item] = smallest
+                [item] = changes.items()
+                alone[item] = self._least(method, changes, kept, target)
             kinds.update(priced.over)
             if not priced.over:
                 found += 1
                 best = max(best, kept)
             yield priced
 
-    def _smallest(self, method: Method, changes: dict[str, Any], kept: float, target: Target) -> Priced:
-        """With one image at a time, where that can be chosen."""
+    def _least(self, method: Method, changes: dict[str, Any], kept: float, target: Target) -> list[Priced]:
+        """A form as it may become, one of which needs the least of any kind that a form of these changes can.
+
+        One image at a time needs the least memory, but more time.
+        """
         changed = replace(method, **changes)
-        return self._priced(changed, {**changes, "micro_batch": 1} if changed.one_gradient else changes, kept, target)
+        budget = target.budget
+        if budget.memory_bytes is None or not changed.one_gradient:
+            return [self._priced(changed, changes, kept, target)]
+        forms = [self._priced(changed, {**changes, "micro_batch": 1}, kept, target)]
+        if budget.flops_per_round is not None or budget.round_deadline_s is not None:
+            forms.append(self._priced(changed, changes, kept, target))
+        return forms
 
     @staticmethod
     def _may_help(economies: Sequence[Economy], changes: dict[str, Any], kinds: set[BudgetKind]) -> bool:
         """Whether each change saves something that there is too little of."""
         return all(economy.helps & kinds for economy in economies if economy.option in changes)
 
-    def _refuse_if_hopeless(self, method: Method, economies: Sequence[Economy], target: Target) -> None:
-        """Raises OverBudget where not even the smallest form fits."""
-        extreme = {economy.option: economy.values[-1][0] for economy in economies}
-        smallest = self._smallest(method, extreme, 0.0, target)
-        if smallest.over:
-            raise OverBudget(_too_small(target, [smallest]))
+    def _smallest(
+        self, method: Method, economies: Sequence[Economy], asked: Priced, target: Target
+    ) -> Iterator[Priced]:
+        """For each kind that there is too little of, forms that need about the least of it.
+
+        Raises OverBudget where these need too much, too.
+        """
+        found: list[Priced] = []
+        for kind in asked.over:
+            helping = [economy for economy in economies if kind in economy.helps]
+            forms = self._extreme(method, helping, target)
+            for economy in helping:  # what helps large models may cost a small one more than it saves
+                if _needed(kind, forms) <= _limit(kind, target.budget):
+                    break
+                others = [other for other in helping if other is not economy]
+                without = self._extreme(method, others, target)
+                if _needed(kind, without) < _needed(kind, forms):
+                    helping, forms = others, without
+            found += forms
+        if any(_needed(kind, found) > _limit(kind, target.budget) for kind in asked.over):
+            raise OverBudget(_too_small(target, found))
+        yield from found
+
+    def _extreme(self, method: Method, economies: Sequence[Economy], target: Target) -> list[Priced]:
+        """As much given up as can be."""
+        changes = {economy.option: economy.values[-1][0] for economy in economies}
+        return self._least(method, changes, prod(economy.values[-1][1] for economy in economies), target)
 
     def _form(self, method: Method, changes: dict[str, Any], kept: float, target: Target) -> Priced:
         """Price one form, with as many images at a time as its memory budget bears."""
@@ -237,8 +269,7 @@ class Fitter:
     def _graphs(self, method: Method) -> tuple[Program, dict[str, GraphCost]]:
         """Program and prices; options that no graph depends on need no other graphs."""
         usual = type(method)()
-        free = {economy.option for economy in method.economies(self.vit) if not economy.in_graphs}
-        alike = replace(method, **{option: getattr(usual, option) for option in free})
+        alike = replace(method, **{option: getattr(usual, option) for option in self.free})
         if alike not in self.priced:
             self.progress(f"pricing {_said(alike)}")
             self.priced[alike] = self.price(alike)
@@ -275,9 +306,9 @@ NEARLY = 1.03
 """How far an estimate of several changes together may be above a budget for their form to be priced."""
 
 
-def _hopeless(least: Priced, singles: Sequence[Priced], target: Target) -> bool:
+def _hopeless(least: Sequence[Priced], singles: Sequence[Sequence[Priced]], target: Target) -> bool:
     """Whether changes that save so much each will be too little together: bytes add up, work is multiplied."""
-    for kind in dict.fromkeys(kind for priced in (least, *singles) for kind in priced.over):
+    for kind in dict.fromkeys(kind for forms in (least, *singles) for priced in forms for kind in priced.over):
         start = _needed(kind, least)
         needs = [_needed(kind, single) for single in singles]
         if kind in ("memory", "upload"):
@@ -291,10 +322,12 @@ def _hopeless(least: Priced, singles: Sequence[Priced], target: Target) -> bool:
 
 def _too_small(target: Target, looked_at: Sequence[Priced]) -> str:
     """What a device lacks, and the smallest budgets that would do."""
-    lacking = dict.fromkeys(kind for priced in looked_at for kind in priced.over)
+    lacking = list(dict.fromkeys(kind for priced in looked_at for kind in priced.over))
+    # where each alone would do, it is both at once that nothing fits
+    lacking = [kind for kind in lacking if _needed(kind, looked_at) > _limit(kind, target.budget)] or lacking
     said = []
     for kind in lacking:
-        needed = min(_needed(kind, priced) for priced in looked_at)
+        needed = _needed(kind, looked_at)
         # shown with three digits, never less than is needed
         said.append(
             f"{_NAMES[kind]} is {_shown(kind, _limit(kind, target.budget))}, at least {_shown(kind, 1.005 * needed)}"
@@ -307,14 +340,19 @@ _NAMES: dict[BudgetKind, str] = {
 }  # fmt: skip
 
 
-def _needed(kind: BudgetKind, priced: Priced) -> float:
-    prediction, cost = priced.form.prediction, priced.cost
-    return {
-        "memory": prediction.peak_rss_bytes / HEADROOM,
-        "flops": float(cost.flops_round),
-        "time": prediction.train_s or 0.0,
-        "upload": float(cost.bytes_up),
-    }[kind]
+def _needed(kind: BudgetKind, forms: Sequence[Priced]) -> float:
+    """The least budget with which one of them would do."""
+
+    def needed(priced: Priced) -> float:
+        prediction, cost = priced.form.prediction, priced.cost
+        return {
+            "memory": math.ceil(prediction.peak_rss_bytes / HEADROOM),
+            "flops": cost.flops_round,
+            "time": prediction.train_s or 0.0,
+            "upload": cost.bytes_up,
+        }[kind]
+
+    return min(needed(priced) for priced in forms)
 
 
 def _limit(kind: BudgetKind, budget: Budget) -> float:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,7 +66,7 @@ def graph_cost(content: bytes) -> GraphCost:
     graph = onnx.load_from_string(content).graph
     tensors = _tensors(graph)
     forward, fused = _forward(graph), _fused(graph)
-    places = _places(graph)
+    places = _places(graph, tensors)
     nodes = []
     for node in graph.node:
         block, kind = places[node.output[0]]
@@ -74,7 +74,7 @@ def graph_cost(content: bytes) -> GraphCost:
             Node(
                 op=node.op_type,
                 product=_product(node, tensors),
-                moved_bytes=0 if node.op_type in _VIEWS or node.name in fused else _moved_bytes(node, tensors),
+                moved_bytes=0 if node.op_type in _VIEWS or node.output[0] in fused else _moved_bytes(node, tensors),
                 block=block,
                 kind=kind,
                 forward=node.output[0] in forward,
@@ -126,7 +126,7 @@ def _product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> Product | 
     if any(name not in tensors for name in (node.input[0], node.output[0])):
         raise ValueError(f"{node.op_type} node {node.name!r} has an operand of unknown shape")
     left, out = tensors[node.input[0]].shape, tensors[node.output[0]].shape
-    turned = node.op_type == "Gemm" and any(a.name == "transA" and a.i for a in node.attribute)
+    turned = _is_gradient(node)
     inner = left[0] if turned else left[-1]
     right = tensors[node.input[1]].shape if node.input[1] in tensors else ()
     if node.op_type == "MatMulIntegerToFloat":
@@ -139,18 +139,23 @@ def _product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> Product | 
     return Product(kind, 1, math.prod(out) // max(1, columns), inner, columns)
 
 
+def _is_gradient(node: onnx.NodeProto) -> bool:
+    """Whether a product sums over samples, into a weight's gradient: its left operand is transposed."""
+    return node.op_type == "Gemm" and any(a.name == "transA" and a.i for a in node.attribute)
+
+
 def _moved_bytes(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> int:
     return sum(tensors[name].size_bytes for name in (*node.input, *node.output) if name in tensors)
 
 
 def _fused(graph: onnx.GraphProto) -> set[str]:
-    """Names of transpositions that onnxruntime makes a flag of the products which read them."""
+    """What transpositions give that onnxruntime makes a flag of the products which read it."""
     readers: dict[str, list[str]] = defaultdict(list)
     for node in graph.node:
         for name in node.input:
             readers[name].append(node.op_type)
     turned = [node for node in graph.node if node.op_type == "Transpose" and set(readers[node.output[0]]) == {"MatMul"}]
-    return {node.name for node in turned if _swaps_the_last_two(node)}
+    return {node.output[0] for node in turned if _swaps_the_last_two(node)}
 
 
 def _swaps_the_last_two(node: onnx.NodeProto) -> bool:
@@ -190,13 +195,13 @@ def block_of(tensor: str) -> tuple[str, str]:
     return ("head", "head") if "head" in first or first in ("norm", "fc_norm") else (first, first)
 
 
-_OF_A_WEIGHT = {"DequantizeLinear", "Cast", "Transpose", "Reshape", "Slice", "Split"}
-"""Operators that give a weight as it is read."""
+def _places(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor]) -> dict[str, tuple[str, str]]:
+    """Node (by first output) -> (block, kind): of the largest tensor that it reads, or whose gradient it adds to, else
+    of the nearest node before it that has one; an attention's products read only what its block's weights made.
 
-
-def _places(graph: onnx.GraphProto) -> dict[str, tuple[str, str]]:
-    """Node (by first output) -> (block, kind): of the tensor that it reads, or whose gradient it adds to, else of the
-    nearest node before it that has one; an attention's products read only what its block's weights made."""
+    What is made of tensors alone (unpacked, mixed) stands for them. A product that is a weight's gradient belongs to
+    the nearest tensor after it: what it reads may come from any block.
+    """
     named: dict[str, tuple[str, str]] = {}
     for value in graph.input:
         group, _, tensor = value.name.partition("/")
@@ -204,16 +209,46 @@ def _places(graph: onnx.GraphProto) -> dict[str, tuple[str, str]]:
             named[value.name] = block_of(tensor)
     places: dict[str, tuple[str, str]] = {}
     known: dict[str, tuple[str, str]] = dict(named)
+    readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
     for node in graph.node:
-        own = next((named[name] for name in reversed(node.input) if name in named), None)
+        for name in node.input:
+            readers[name].append(node)
+    fixed = {tensor.name for tensor in graph.initializer}
+    for node in graph.node:
+        read = [name for name in reversed(node.input) if name in named]
+        largest = max(read, key=lambda name: tensors[name].size_bytes if name in tensors else 0, default=None)
+        own = None if largest is None else named[largest]
+        if own is None and _is_gradient(node):
+            own = _nearest_after(node, readers, named, tensors)
         if own is None:
             own = next((known[name] for name in node.input if name in known), ("embedding", "embedding"))
         for name in node.output:
             known[name] = own
-            if node.op_type in _OF_A_WEIGHT and node.input[0] in named:
+            if read and all(operand in named or operand in fixed for operand in node.input):
                 named[name] = own
         places[node.output[0]] = own
     return places
+
+
+def _nearest_after(
+    node: onnx.NodeProto,
+    readers: Mapping[str, list[onnx.NodeProto]],
+    named: Mapping[str, tuple[str, str]],
+    tensors: Mapping[str, _Tensor],
+) -> tuple[str, str] | None:
+    """The place of the tensor, no smaller than what a node gives, that follows from it by the fewest operators."""
+    least = tensors[node.output[0]].size_bytes if node.output[0] in tensors else 0
+    waiting = deque(node.output)
+    seen = set(waiting)
+    while waiting:
+        for reader in readers[waiting.popleft()]:
+            for name in reader.input:
+                if name in named and name in tensors and tensors[name].size_bytes >= least:
+                    return named[name]
+            further = [name for name in reader.output if name not in seen]
+            seen.update(further)
+            waiting += further
+    return None
 
 
 # --- memory -------------------------------------------------------------------------------------------

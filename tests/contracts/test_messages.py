@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedvit.errors import BadPayload, PeerRefused
-from fedvit.resources import Budget, DeviceProfile, ResourceUse
+from fedvit.resources import Budget, DeviceProfile, ProductRate, ResourceUse, Speed
 from fedvit.wire import messages
 from fedvit.wire.messages import (
     MAX_MESSAGE_BYTES,
@@ -81,6 +81,28 @@ EXAMPLES: dict[str, AnyMessage] = {
         ("cat",),
         12,
         3,
+    ),
+    "hello-3": Hello(
+        "8f14e45fceea167a",
+        "0.1.0",
+        DeviceProfile(
+            host="pi",
+            machine="aarch64",
+            cores=4,
+            threads=3,
+            speed=Speed(
+                threads=3,
+                products=(
+                    ProductRate("weights", 1, 200, 768, 3072, 2.5e10),
+                    ProductRate("attention", 24, 197, 64, 197, 1.25e10),
+                ),
+                bytes_per_s={"Add": 3.5e9, "Softmax": 7.5e8},
+                node_s=1.5e-6,
+            ),
+        ),
+        ("cat", "dog"),
+        120,
+        30,
     ),
     "progress": Progress("run-1", 7, "train", 12, 40, 0.5),
     "result": Result(

@@ -42,7 +42,7 @@ def fvcore_check(vit: PatchViT, cost: ProgramCost) -> CrossCheck:
         by_operator, unsupported = counted.by_operator(), counted.unsupported_ops()
     return CrossCheck(
         tool=f"fvcore {version('fvcore')}",
-        convention="1 per multiply-add of matrix products, 5 per element of norms, the last block's queries of all tokens",
+        convention="1 per multiply-add of products, 5 per element of norms; the last block's queries of all tokens",
         macs=int(sum(by_operator.values())),
         product_macs=int(sum(by_operator.get(name, 0) for name in PRODUCTS)),
         ours_macs=cost.flops_evaluate // 2,

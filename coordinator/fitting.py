@@ -199,8 +199,23 @@ class Fitter:
                     helping, forms = others, without
             found += forms
         if any(_needed(kind, found) > _limit(kind, target.budget) for kind in asked.over):
-            raise OverBudget(_too_small(target, found))
+            raise OverBudget(_too_small(target, self._with_room(found, target)))
         yield from found
+
+    def _with_room(self, forms: list[Priced], target: Target) -> list[Priced]:
+        """The same forms as they are with a memory budget that is just enough: then more images are kept decoded."""
+        if target.budget.memory_bytes is None:
+            return forms
+        while True:
+            needed = _needed("memory", forms)
+            enough = target._replace(budget=msgspec.structs.replace(target.budget, memory_bytes=int(needed)))
+            again = []
+            for method, form, _ in forms:
+                cost = self.cost_of(method, self._graphs(method), enough)
+                again.append(Priced(method, self.form(cost, form.changes, form.kept, target), cost))
+            if _needed("memory", again) <= needed:
+                return again
+            forms = again
 
     def _extreme(self, method: Method, economies: Sequence[Economy], target: Target) -> list[Priced]:
         """As much given up as can be."""

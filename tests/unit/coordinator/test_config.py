@@ -11,12 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cli, config_flags, merge_flags
-from coordinator.config import BrokerConfig, ImageConfig, RunConfig, StartConfig, make_config, read_toml
+from coordinator.config import BrokerConfig, BudgetConfig, ImageConfig, RunConfig, StartConfig, make_config, read_toml
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS
 from fedvit.methods.base import Surgery
 from fedvit.methods.fedavg import FedAvg
 from fedvit.models.prompts import Prompts
+from fedvit.resources import Budget
 from profiles.probes.host import peak_rss_bytes
 
 FILE = "conf/run.toml"
@@ -46,6 +47,12 @@ federation = "lab-1"
 crop_padding = 4
 flip = true
 brightness = 0.25
+
+[budget]
+memory_budget = "512MB"
+flops_budget = 2e12
+round_deadline = "10m"
+upload_budget = 5_000_000
 
 [broker]
 broker = "mqtts://pi@h:8883"
@@ -113,6 +120,9 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             accelerator="cpu",
             federation="lab-1",
             images=ImageConfig(crop_padding=4, flip=True, brightness=0.25),
+            budget=BudgetConfig(
+                memory_budget="512MB", flops_budget=2e12, round_deadline="10m", upload_budget=5_000_000.0
+            ),
         ),
         BrokerConfig(broker="mqtts://pi@h:8883", listen="0.0.0.0", port=0, password="secret", ca_file="ca.pem"),
     )
@@ -334,9 +344,9 @@ def test_a_large_model_is_checked_without_taking_memory() -> None:
 
 def test_every_key_has_a_flag_and_a_description() -> None:
     flags = {option.name: option for option in cli.commands["start"].params if isinstance(option, click.Option)}
-    for kind in (RunConfig, BrokerConfig, ImageConfig):
+    for kind in (RunConfig, BrokerConfig, ImageConfig, BudgetConfig):
         for key in kind.__struct_fields__:
-            if key != "images":  # a table: its keys are flags
+            if key not in ("images", "budget"):  # tables: their keys are flags
                 assert len(flags[key].help or "") > 15, key
     shown = CliRunner().invoke(cli, ["start", "--help"], terminal_width=200).output
     for flag in (
@@ -361,6 +371,7 @@ def test_every_flag_arrives() -> None:
         *("--start-from", "monday", "--evaluation", "pre_aggregation"),
         *("--accelerator", "cpu", "--federation", "lab-1", "--model", "vit_small_images", "--pretrained", "false"),
         *("--crop-padding", "4", "--flip", "--brightness", "0.25"),
+        *("--memory-budget", "512MB", "--flops-budget", "2e12", "--round-deadline", "10m", "--upload-budget", "5e6"),
         *("--broker", "embedded", "--listen", "::1", "--port", "0", "--password", "p", "--ca-file", "ca.pem"),
     )
     assert config == StartConfig(
@@ -383,6 +394,7 @@ def test_every_flag_arrives() -> None:
             accelerator="cpu",
             federation="lab-1",
             images=ImageConfig(crop_padding=4, flip=True, brightness=0.25),
+            budget=BudgetConfig(memory_budget="512MB", flops_budget="2e12", round_deadline="10m", upload_budget="5e6"),
         ),
         BrokerConfig(broker="embedded", listen="::1", port=0, password="p", ca_file="ca.pem"),
     )
@@ -450,3 +462,52 @@ def test_a_flag_does_not_hide_a_mistake_in_the_file(values: dict[str, Any], flag
 def test_a_flag_that_cannot_be_used_is_named(flags: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=re.split("[:=]", flags[1])[-1]):
         flagged(*flags)
+
+
+# --- budgets ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "budget"),
+    [
+        ({}, Budget()),
+        ({"memory_budget": "512MB"}, Budget(memory_bytes=512_000_000)),
+        ({"memory_budget": "1 GiB"}, Budget(memory_bytes=2**30)),
+        ({"memory_budget": 300_000_000}, Budget(memory_bytes=300_000_000)),
+        ({"flops_budget": "2TFLOP"}, Budget(flops_per_round=2 * 10**12)),
+        ({"flops_budget": 5e11}, Budget(flops_per_round=5 * 10**11)),
+        ({"round_deadline": "1h30m"}, Budget(round_deadline_s=5400.0)),
+        ({"round_deadline": 12.5}, Budget(round_deadline_s=12.5)),
+        ({"upload_budget": "5MB"}, Budget(upload_bytes=5_000_000)),
+    ],
+)
+def test_budgets_have_units(given: dict[str, Any], budget: Budget) -> None:
+    """Or are in the base unit: bytes, FLOPs, seconds."""
+    assert make_config({"budget": given}, FILE).run.budget.limits() == budget
+    assert BudgetConfig(**given).limits() == budget
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("memory_budget", "512 pages", "a number of bytes"),
+        ("memory_budget", "0", "more than nothing"),
+        ("memory_budget", -5.0, "a number of bytes"),
+        ("flops_budget", "fast", "a number of FLOPs"),
+        ("round_deadline", "soon", "a number of seconds"),
+        ("upload_budget", "5MFLOP", "a number of bytes"),
+    ],
+)
+def test_a_budget_that_cannot_be_read_is_named(key: str, value: Any, expected: str) -> None:
+    """Key, value, what is expected, and the file."""
+    with pytest.raises(ConfigError) as refused:
+        make_config({"budget": {key: value}}, FILE)
+    for part in (FILE, key, repr(str(value)), expected):
+        assert part in str(refused.value)
+
+
+def test_an_unknown_budget_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'memory'; did you mean 'memory_budget'"):
+        make_config({"budget": {"memory": "512MB"}}, FILE)
+    with pytest.raises(ConfigError, match="upload_budget = True"):
+        make_config({"budget": {"upload_budget": True}}, FILE)

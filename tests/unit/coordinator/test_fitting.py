@@ -18,6 +18,7 @@ from fedvit.blobs import BlobStore
 from fedvit.methods import METHODS, make_method
 from fedvit.methods.base import Economy, Method
 from fedvit.models import SMALL, build_vit
+from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
 from fedvit.resources import Budget, BudgetKind, ProductRate, Speed
 
 Configure = Callable[..., RunConfig]
@@ -102,14 +103,21 @@ SPEED = Speed(
     bytes_per_s={"Add": 2e8},
     node_s=2e-7,
 )
-MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2, "mlp_ratio": 4.0}
+MODEL = {"image_size": 32, "patch_size": 4, "width": 32, "depth": 2, "heads": 2, "mlp_ratio": 4.0}
+# fmt: off
 OPTIONS: dict[str, dict[str, Any]] = {
-    "eftvit": {"mask": 0.5, "local_blocks": 1, "epochs": 2, "batch_size": 32, "micro_batch": 16},
+    "eftvit": {
+        "mask": 0.9, "local_blocks": 1, "epochs": 2, "batch_size": 32, "micro_batch": 16, "frozen_precision": "fp16",
+    },
     "fedavg": {"epochs": 3, "batch_size": 32, "micro_batch": 16},
-    "apfl": {"epochs": 2, "batch_size": 32},
+    "apfl": {"epochs": 2, "batch_size": 2},
 }
+# fmt: on
 LIMITS: dict[BudgetKind, str] = {
-    "memory": "memory_bytes", "flops": "flops_per_round", "time": "round_deadline_s", "upload": "upload_bytes",
+    "memory": "memory_bytes",
+    "flops": "flops_per_round",
+    "time": "round_deadline_s",
+    "upload": "upload_bytes",
 }  # fmt: skip
 RSS_BYTES = 2_000_000
 """Of a device's process: next to nothing, so that what its work takes decides."""
@@ -129,7 +137,7 @@ class Bench:
             source="measured",
             mode=None,
             budget=budget or Budget(),
-            images=40,
+            images=48,
             test_images=10,
             base_rss_bytes=RSS_BYTES,
         )
@@ -139,14 +147,15 @@ class Bench:
         return self.fitter.fit(self.method, self.target(budget, **changed))
 
     def asked(self) -> dict[BudgetKind, float]:
-        """What the method needs as it was asked for."""
-        return needs(self.fit()[1])
+        """What the method needs as it was asked for, on a device with a memory budget: it has loaded its engine."""
+        return needs(self.fit(Budget(memory_bytes=10**12))[1])
 
     def every_form(self, target: Target) -> Iterator[tuple[float, tuple[BudgetKind, ...]]]:
-        """(share, what is exceeded) of every combination, as usual and with one image at a time."""
+        """(share, what is exceeded) of every combination; where memory counts, with one image at a time, too."""
         for changes, kept in grid(self.method.economies(self.fitter.vit)):
             changed = replace(self.method, **changes)
-            sizes = (changed.micro_batch, 1) if changed.one_gradient else (None,)
+            few = changed.one_gradient and target.budget.memory_bytes is not None
+            sizes = (changed.micro_batch, 1) if few else (changed.micro_batch,)
             for size in sizes:
                 form = replace(changed, micro_batch=size)
                 cost = self.fitter.cost_of(form, self.fitter._graphs(form), target)
@@ -181,3 +190,193 @@ def bench(configure: Configure, tmp_path_factory: pytest.TempPathFactory) -> Cal
         return made[name]
 
     return bench
+
+
+NAMES = ("eftvit", "fedavg", "apfl")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_budget_a_device_gets_what_was_asked_for(name: str, bench: Callable[[str], Bench]) -> None:
+    method, choice = bench(name).fit()
+    assert method == bench(name).method
+    assert (choice.chosen.changes, choice.chosen.kept) == ({}, 1.0)
+    assert (choice.rejected, choice.runners_up) == ([], [])
+    assert choice.device == "pi"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_budget_that_is_just_met_changes_nothing(name: str, bench: Callable[[str], Bench]) -> None:
+    asked = bench(name).asked()
+    for kind, needed in asked.items():
+        method, choice = bench(name).fit(limit(kind, 1.001 * needed))
+        assert method == bench(name).method, kind
+        assert choice.chosen.kept == 1.0
+
+
+def check(made: Bench, target: Target, method: Method, choice: Choice) -> None:
+    """The choice fits, is what it says, and no other form that keeps more would fit."""
+    chosen = choice.chosen
+    assert chosen.prediction.over == ()
+    assert replace(made.method, **chosen.changes) == method
+    assert (choice.device, choice.budget) == (target.device, target.budget)
+    again = made.fitter.cost_of(method, made.fitter._graphs(method), target)
+    assert choice.cost == again
+    shares = {economy.option: dict(economy.values) for economy in made.method.economies(made.fitter.vit)}
+    given_up = {option: value for option, value in chosen.changes.items() if option != "micro_batch"}
+    assert chosen.kept == pytest.approx(prod(shares[option][value] for option, value in given_up.items()))
+    for form in choice.runners_up:
+        assert form.prediction.over == ()
+        assert form.kept <= chosen.kept
+    assert len(choice.runners_up) <= RUNNERS_UP
+    for form in choice.rejected:
+        assert form.prediction.over
+        assert form.kept >= chosen.kept
+    best = max((kept for kept, over in made.every_form(target) if not over), default=0.0)
+    assert chosen.kept >= best - 1e-9, choice
+
+
+CASES = [
+    (name, kind, share)
+    for name, kinds in {
+        "eftvit": ("memory", "flops", "time", "upload"),
+        "fedavg": ("memory", "flops", "time"),
+        "apfl": ("memory", "flops", "time"),
+    }.items()
+    for kind in kinds
+    for share in (0.98, 0.8, 0.55, 0.45)
+    if not (kind == "memory" and share < 0.9)
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "share"), CASES)
+def test_the_form_that_keeps_the_most_is_chosen(
+    name: str, kind: BudgetKind, share: float, bench: Callable[[str], Bench]
+) -> None:
+    """A part of what the method needs as it was asked for; where no form fits, that is said."""
+    made = bench(name)
+    target = made.target(limit(kind, share * made.asked()[kind]))
+    try:
+        method, choice = made.fitter.fit(made.method, target)
+    except OverBudget:
+        assert all(over for _, over in made.every_form(target))
+    else:
+        assert choice.chosen.changes
+        check(made, target, method, choice)
+
+
+def test_several_budgets_at_once(bench: Callable[[str], Bench]) -> None:
+    """Less memory, and half the time: both are kept."""
+    made = bench("eftvit")
+    asked = made.asked()
+    for memory, time in ((0.985, 0.9), (0.985, 0.55), (1.1, 0.5)):
+        budget = limit("memory", memory * asked["memory"]).tightest(limit("time", time * asked["time"]))
+        target = made.target(budget)
+        check(made, target, *made.fitter.fit(made.method, target))
+
+
+@pytest.mark.parametrize(("name", "kind"), sorted({(name, kind) for name, kind, _ in CASES}))
+def test_the_smallest_budget_is_named_and_would_do(name: str, kind: BudgetKind, bench: Callable[[str], Bench]) -> None:
+    """Far too little of one kind: the message says how much would be enough, in three digits, rounded up; with that
+    much it fits, and with a few percent less it does not."""
+    made = bench(name)
+    with pytest.raises(OverBudget) as refused:
+        made.fit(limit(kind, 0.001 * made.asked()[kind]))
+    said = str(refused.value)
+    assert said.startswith("nothing fits pi: its ")
+    assert said.count("would be needed") == 1
+    needed = amount(kind, said.partition("at least ")[2].removesuffix(" would be needed"))
+    target = made.target(limit(kind, needed))
+    check(made, target, *made.fitter.fit(made.method, target))
+    less = made.target(limit(kind, 0.98 * needed))
+    assert all(over for _, over in made.every_form(less))
+    with pytest.raises(OverBudget):
+        made.fitter.fit(made.method, less)
+
+
+def amount(kind: BudgetKind, said: str) -> float:
+    """What a message says, as a person would type it."""
+    read: Callable[[str], float] = {"time": parse_seconds, "flops": parse_flops}.get(kind, parse_bytes)
+    return read(said)
+
+
+def test_memory_is_saved_by_fewer_images_at_a_time_first(bench: Callable[[str], Bench]) -> None:
+    """That costs no accuracy, so all is kept; more than one where there is room for them."""
+    made = bench("fedavg")
+    asked = made.asked()["memory"]
+    least = replace(made.method, micro_batch=1)
+    target = made.target(Budget(memory_bytes=10**12))
+    smallest = made.fitter.form(made.fitter.cost_of(least, made.fitter._graphs(least), target), {}, 1.0, target)
+    one = smallest.prediction.peak_rss_bytes / 0.88
+    assert one < 0.98 * asked
+    sizes = []
+    for room in (0.05, 0.3, 0.6, 0.9):
+        method, choice = made.fit(limit("memory", one + room * (asked - one)))
+        assert choice.chosen.kept == 1.0
+        assert choice.chosen.changes == {"micro_batch": method.micro_batch}
+        assert choice.cost.run_size == method.micro_batch
+        sizes.append(method.micro_batch or 0)
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1] < 16
+
+
+def test_a_method_that_takes_its_batch_as_a_whole_gets_a_smaller_one(bench: Callable[[str], Bench]) -> None:
+    made = bench("apfl")
+    method, choice = made.fit(limit("memory", 0.99 * made.asked()["memory"]))
+    assert choice.chosen.changes.keys() <= {"batch_size", "recompute"}
+    assert method.micro_batch is None
+
+
+def test_who_was_wrong_before_gets_less(bench: Callable[[str], Bench]) -> None:
+    """The same budget; the device took 1.6 times as long as was predicted."""
+    made = bench("fedavg")
+    budget = limit("time", 1.1 * made.asked()["time"])
+    assert made.fit(budget)[0] == made.method
+    method, choice = made.fit(budget, corrections=(("time", 1.6),))
+    assert choice.chosen.changes == {"epochs": 2}
+    assert method.epochs == 2
+    assert choice.chosen.prediction.train_s == pytest.approx(1.6 * made.asked()["time"] * 2 / 3, rel=1e-3)
+
+
+def test_without_a_speed_no_deadline_can_be_missed(bench: Callable[[str], Bench]) -> None:
+    method, choice = bench("fedavg").fit(Budget(round_deadline_s=1e-9), speed=None, source=None)
+    assert method == bench("fedavg").method
+    assert choice.chosen.prediction.train_s is None
+
+
+def test_devices_of_one_run_get_different_forms(bench: Callable[[str], Bench]) -> None:
+    """By their speed and by how many images they have; what was priced for one is known for the other."""
+    made = bench("fedavg")
+    budget = limit("time", 1.01 * made.asked()["time"])
+    priced = len(made.fitter.priced)
+    slower = msgspec.structs.replace(
+        SPEED,
+        products=tuple(msgspec.structs.replace(rate, flops_per_s=rate.flops_per_s / 3) for rate in SPEED.products),
+        bytes_per_s={"Add": SPEED.bytes_per_s["Add"] / 2},
+        node_s=2 * SPEED.node_s,
+    )
+    given = {
+        "fast": made.fit(budget, device="fast")[0].epochs,
+        "slow": made.fit(budget, device="slow", speed=slower)[0].epochs,
+        "rich": made.fit(budget, device="rich", images=60)[0].epochs,
+    }
+    assert given == {"fast": 3, "slow": 1, "rich": 2}
+    assert len(made.fitter.priced) == priced
+
+
+def test_what_the_server_has_not_is_not_given_up(bench: Callable[[str], Bench]) -> None:
+    """Of masks, say, only those that are allowed are tried."""
+    made = bench("eftvit")
+    asked: list[Method] = []
+
+    def allowed(method: Method) -> bool:
+        asked.append(method)
+        return not (method.mask != 0.9 or method.epochs == 1)  # type: ignore[attr-defined]
+
+    strict = replace(made, fitter=replace(made.fitter, allowed=allowed))
+    budget = limit("upload", 0.6 * made.asked()["upload"])
+    assert made.fit(budget)[1].chosen.changes.keys() & {"mask", "threshold"}
+    _, choice = strict.fit(budget)
+    assert choice.chosen.changes.keys() == {"threshold"}
+    assert asked
+    with pytest.raises(OverBudget):
+        strict.fit(limit("flops", 0.6 * made.asked()["flops"]))

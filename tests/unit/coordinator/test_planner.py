@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.planner import PROTOCOLS, Plan, common_groups, initial_blobs, make_plan, suitable_run_size
+from coordinator.fitting import Target
+from coordinator.planner import (
+    PROTOCOLS,
+    Plan,
+    Variant,
+    common_groups,
+    initial_blobs,
+    make_plan,
+    suitable_run_size,
+)
 from fedvit.blobs import BlobStore, digest_of
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods import METHODS
 from fedvit.methods.base import PREDICT, GroupRule, ServerRule, ServerState
 from fedvit.methods.fedavg import FedAvg
@@ -19,7 +28,12 @@ from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Evaluate, Role, Train, decode_program
+from fedvit.resources import Budget, ProductRate, Speed, image_cache_bytes
 from fedvit.tensors import Tensors, unpack
+from profiles.cost import graph_cost
+from profiles.predict import predict
+from profiles.prediction import Expected
+from profiles.program_cost import program_cost
 
 if TYPE_CHECKING:
     from tests.unit.coordinator.conftest import Configure
@@ -303,6 +317,117 @@ def test_programs_are_made_when_a_round_needs_them(staged: Any) -> None:
     assert last.program.graphs == made.first.program.graphs
     assert made.variant("b", 5) is last
     assert len(made.variants) == 2
+
+
+# --- devices with budgets -----------------------------------------------------------------------------
+
+
+def target_of(device: str, **budget: Any) -> Target:
+    speed = Speed(
+        threads=1,
+        products=(ProductRate("weights", 1, 200, 768, 768, 1e9),),
+        bytes_per_s={"Add": 1e9},
+        node_s=1e-5,
+    )
+    return Target(
+        device=device,
+        speed=speed,
+        source="measured",
+        mode=None,
+        budget=Budget(**budget),
+        images=16,
+        test_images=4,
+        base_rss_bytes=50_000_000,
+    )
+
+
+def check_expected(made: Plan, variant: Variant, expected: Expected | None, target: Target) -> Expected:
+    """What is expected is the cost of the very Program and graphs that are shipped."""
+    assert expected is not None
+    assert decode_program(made.blobs.get(variant.digest)) == variant.program
+    graphs = {name: graph_cost(made.blobs.get(spec.digest)) for name, spec in variant.program.graphs.items()}
+    cost = program_cost(
+        variant.program,
+        {},
+        graphs,
+        images=target.images,
+        test_images=target.test_images,
+        cache_bytes=image_cache_bytes(target.budget.memory_bytes),
+    )
+    assert (expected.flops, expected.bytes_down, expected.bytes_up) == (
+        cost.flops_round,
+        cost.bytes_down,
+        cost.bytes_up,
+    )
+    prediction = predict(
+        cost,
+        target.speed,
+        device=target.device,
+        source=target.source,
+        budget=target.budget,
+        base_rss_bytes=target.base_rss_bytes,
+    )
+    assert expected.prediction == prediction
+    assert expected.budget == target.budget
+    return expected
+
+
+def test_of_a_device_that_is_not_known_nothing_is_expected(staged: Any) -> None:
+    made = staged()
+    variant, expected = made.given("a", 1, None)
+    assert variant is made.first
+    assert expected is None
+
+
+def test_a_device_without_a_budget_gets_what_was_asked_for(staged: Any) -> None:
+    made, target = staged(), target_of("a")
+    variant, expected = made.given("a", 1, target)
+    assert variant is made.first
+    told = check_expected(made, variant, expected, target)
+    assert (told.changes, told.kept, told.prediction.over) == ({}, 1.0, ())
+    assert made.given("a", 1, target)[1] is expected, "it is worked out once"
+
+
+def test_a_device_gets_what_fits_its_budget(staged: Any) -> None:
+    """Half the FLOPs of two epochs are one. Another device, without a budget, has both."""
+    made = staged({"epochs": 2}, budget={"flops_budget": "1PFLOP"})
+    _, asked = made.given("b", 1, target_of("b"))
+    assert asked is not None
+    target = target_of("a", flops_per_round=asked.flops // 2)
+    variant, expected = made.given("a", 1, target)
+    told = check_expected(made, variant, expected, target)
+    assert (told.changes, told.kept, told.flops) == ({"epochs": 1}, 0.5, asked.flops // 2)
+    assert [phase.epochs for phase in variant.program.train] == [1]
+    assert variant.digest != made.first.digest
+    assert [phase.epochs for phase in made.given("b", 1, target_of("b"))[0].program.train] == [2]
+
+
+def test_what_fits_nobody_is_refused(staged: Any) -> None:
+    with pytest.raises(OverBudget, match="nothing fits a: its upload budget is 10 B, at least"):
+        staged().given("a", 1, target_of("a", upload_bytes=10))
+
+
+def test_another_round_or_budget_is_another_choice(staged: Any) -> None:
+    """The last of five rounds trains for 7 epochs; then corrections change what is expected."""
+    made, target = staged(rounds=5), target_of("a")
+    first, last = made.given("a", 1, target)[1], made.given("a", 5, target)[1]
+    assert last.flops == 7 * first.flops
+    corrected = made.given("a", 1, target._replace(corrections=(("time", 2.0),)))[1]
+    assert corrected.prediction.train_s == pytest.approx(2 * first.prediction.train_s)
+
+
+def test_the_server_holds_what_smaller_forms_need(configure: "Configure", blobs: BlobStore, graph_cache: Path) -> None:
+    """Two local blocks; a device whose budget lets it train one gets the other from the server, if budgets are known
+    to matter when the run begins."""
+    config = configure("eftvit", {"local_blocks": 2})
+    plain = make_plan(config, CLASSES, blobs, cache=graph_cache)
+    ready = make_plan(config, CLASSES, blobs, cache=graph_cache, budgets=True)
+    fewer = replace(plain.method, local_blocks=1)  # type: ignore[call-arg]
+    assert list(plain.groups) == ["head", "norm", "block.2"]
+    assert set(ready.groups) == {"head", "norm", "block.1", "block.2"}
+    assert (plain.serves(plain.method), plain.serves(fewer)) == (True, False)
+    assert (ready.serves(ready.method), ready.serves(fewer)) == (True, True)
+    assert ready.first.digest == plain.first.digest
 
 
 # --- beginning with what another run ended with -------------------------------------------------------

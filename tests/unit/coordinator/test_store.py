@@ -14,8 +14,9 @@ import pytest
 
 from coordinator.store import ResultRecord, SavedState, Store
 from fedvit.errors import ConfigError, StorageFailed
-from fedvit.resources import ResourceUse
+from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Manifest, Result
+from profiles.prediction import Expected, MemoryPhase, Prediction
 
 DIGEST = "blake3:" + "5" * 64
 CONFIG: dict[str, Any] = {"method": "fedavg", "options": {"lr": 0.5}, "cohort": 1.0, "devices": 1, "classes": ["a"]}
@@ -252,4 +253,67 @@ def test_a_database_of_an_earlier_version_opens(store: Store, tmp_path: Path) ->
         (3, "NaN", None),
         (4, "too slow", "time"),
     ]
+    later.close()
+
+
+EXPECTED = Expected(
+    prediction=Prediction(
+        device="a",
+        source="measured",
+        mode=None,
+        step_s=0.1 + 0.2,  # all its digits come back
+        train_s=12.5,
+        evaluate_s=None,
+        bound="memory",
+        memory=[MemoryPhase(phase="train", parts={"software": 87_000_000, "weights": 5})],
+        peak_rss_bytes=87_000_005,
+        energy_j=None,
+        power_w=None,
+        over=("time", "upload"),
+    ),
+    flops=10**15,
+    bytes_down=3,
+    bytes_up=4,
+    budget=Budget(memory_bytes=10**9, round_deadline_s=0.5),
+    changes={"micro_batch": 4, "frozen_precision": "int8", "recompute": True, "threshold": 0.5},
+    kept=0.49,
+)
+
+
+def test_what_was_expected_of_devices_comes_back(store: Store, tmp_path: Path) -> None:
+    """By round and device; closing the round, or asking another cohort, leaves it."""
+    store.open_round("r", 1, ["a", "b"])
+    store.open_round("r", 2, ["a"])
+    bare = msgspec.structs.replace(EXPECTED, budget=Budget(), changes={}, kept=1.0)
+    store.set_expected("r", 1, {"a": EXPECTED, "b": bare})
+    store.close_round("r", 1, SavedState({}, None, {}), {"loss": 0.5})
+    first, second = reopened(store, tmp_path).rounds("r")
+    assert first.expected == {"a": EXPECTED, "b": bare}
+    assert first.figures == {"loss": 0.5}
+    assert second.expected == {}
+
+
+def test_what_is_expected_anew_stands(store: Store) -> None:
+    store.open_round("r", 1, ["a"])
+    store.set_expected("r", 1, {"a": EXPECTED})
+    store.reopen_round("r", 1, ["b"])
+    store.set_expected("r", 1, {"b": EXPECTED})
+    [record] = store.rounds("r")
+    assert record.expected == {"b": EXPECTED}
+
+
+def test_rounds_of_an_earlier_version_expected_nothing(store: Store, tmp_path: Path) -> None:
+    """Its rounds had no column for that: they are kept, and new ones have it."""
+    store.open_round("r", 1, ["a"])
+    store.close_round("r", 1, SavedState({"g": DIGEST}, None, {}), {"loss": 0.5})
+    store.close()
+    with sqlite3.connect(tmp_path / "runs" / "fedvit.db") as database:
+        database.execute("ALTER TABLE rounds DROP COLUMN expected")
+    database.close()
+    later = Store.in_folder(tmp_path / "runs")
+    later.open_round("r", 2, ["a"])
+    later.set_expected("r", 2, {"a": EXPECTED})
+    first, second = later.rounds("r")
+    assert (first.figures, first.expected) == ({"loss": 0.5}, {})
+    assert second.expected == {"a": EXPECTED}
     later.close()

@@ -98,8 +98,9 @@ def _as_toml(config: StartConfig, port: int) -> dict[str, Any]:
 
 
 def _said(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what was left open, for which TOML has no word."""
-    return {key: value for key, value in values.items() if value is not None}
+    """Without what was left open, for which TOML has no word; in tables neither."""
+    said = {key: _said(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: value for key, value in said.items() if value is not None}
 
 
 def _last_line(log: Path) -> str:

@@ -89,7 +89,8 @@ def test_what_was_expected_stands_beside_it(store: Store) -> None:
         prediction=prediction(one, "rpi5-8"), flops=one.flops_round, bytes_down=1, bytes_up=2,
         budget=Budget(memory_bytes=10**9),
     )  # fmt: skip
-    document = run_document(store, RUN, {(1, "a"): expected})
+    store.set_expected(RUN, 1, {"a": expected})
+    document = run_document(store, RUN)
     entry = device(document, "a").rounds[0]
     assert entry.expected == expected
     assert device(document, "a").rounds[1].expected is None

@@ -264,6 +264,36 @@ def test_the_form_that_keeps_the_most_is_chosen(
         check(made, target, method, choice)
 
 
+@pytest.mark.parametrize("name", ["eftvit", "fedavg"])
+def test_a_deadline_is_met_where_every_operator_takes_long(name: str, bench: Callable[[str], Bench]) -> None:
+    """One image at a time would then take many times as long: that says nothing of what a deadline allows."""
+    made = bench(name)
+    slow = msgspec.structs.replace(SPEED, node_s=1e-3)
+    asked = made.fit(speed=slow)[1].chosen.prediction
+    assert asked.bound == "overhead"
+    assert asked.train_s is not None
+    target = made.target(limit("time", 0.6 * asked.train_s), speed=slow)
+    method, choice = made.fitter.fit(made.method, target)
+    assert choice.chosen.changes.keys() == {"epochs"}
+    check(made, target, method, choice)
+
+
+def test_what_saves_memory_alone_does_not_raise_the_fewest_flops(bench: Callable[[str], Bench]) -> None:
+    """Blocks that are computed again take more FLOPs; the smallest budget is that of a form without them."""
+    made = bench("fedavg")
+    target = made.target(Budget())
+
+    def flops(**changes: Any) -> int:
+        form = replace(made.method, **changes)
+        return made.fitter.cost_of(form, made.fitter._graphs(form), target).flops_round
+
+    least = flops(epochs=1)
+    assert flops(epochs=1, recompute=True) > least
+    method, choice = made.fit(Budget(flops_per_round=least))
+    assert choice.chosen.changes == {"epochs": 1}
+    assert method.epochs == 1
+
+
 def test_several_budgets_at_once(bench: Callable[[str], Bench]) -> None:
     """Less memory, and half the time: both are kept."""
     made = bench("eftvit")

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.config import RunConfig
-from coordinator.fitting import Choice, Fitter, Target, grid
+from coordinator.fitting import RUNNERS_UP, Choice, Fitter, Target, grid
 from coordinator.planner import make_plan
 from fedvit.blobs import BlobStore
+from fedvit.errors import OverBudget
 from fedvit.methods import METHODS, make_method
 from fedvit.methods.base import Economy, Method
 from fedvit.models import SMALL, build_vit

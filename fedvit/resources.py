@@ -3,6 +3,7 @@
 A missing measurement is None, never 0.
 """
 
+import math
 from typing import Literal
 
 from msgspec import Struct
@@ -86,6 +87,16 @@ class Speed(Struct, frozen=True, kw_only=True):
     products: tuple[ProductRate, ...]  # at some sizes; others lie in between
     bytes_per_s: dict[str, float]  # read and written by an operator, by ONNX name; "Add" stands for all others
     node_s: float  # that every operator takes, however small its tensors
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for figures that nothing can be predicted from: a hello brings them from outside."""
+        rates = [*(product.flops_per_s for product in self.products), *self.bytes_per_s.values()]
+        if not all(math.isfinite(rate) and rate > 0 for rate in rates):
+            raise ValueError(f"rates must be positive and finite, the lowest is {min(rates)}")
+        if not (math.isfinite(self.node_s) and self.node_s >= 0):
+            raise ValueError(f"node_s = {self.node_s} must not be negative")
+        if "weights" not in {product.kind for product in self.products} or "Add" not in self.bytes_per_s:
+            raise ValueError("products of kind 'weights' and the rate of 'Add' must be there")
 
 
 class DeviceProfile(Struct, frozen=True, kw_only=True):

@@ -228,6 +228,10 @@ def test_the_newest_form_of_every_message_is_golden(kind: type[Message]) -> None
 # --- there and back -----------------------------------------------------------------------------------
 
 
+COUNTS, POSITIVE = st.integers(1, 4096), st.floats(1e-9, 1e18)
+PRODUCTS = st.builds(ProductRate, st.just("weights"), COUNTS, COUNTS, COUNTS, COUNTS, POSITIVE)
+
+
 def values_of(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
     """Every value that a field's type allows, so that messages to come are covered, too."""
     match kind:
@@ -253,6 +257,14 @@ def values_of(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             return st.tuples(*map(values_of, types))
         case msgspec.inspect.DictType(key_type=key, value_type=value):
             return st.dictionaries(values_of(key), values_of(value), max_size=4)
+        case msgspec.inspect.StructType(cls=cls) if cls is Speed:  # it refuses figures that no speed can have
+            return st.builds(
+                Speed,
+                threads=COUNTS,
+                products=st.lists(PRODUCTS, min_size=1).map(tuple),
+                bytes_per_s=st.dictionaries(st.text(max_size=30), POSITIVE).map(lambda rates: {**rates, "Add": 1e9}),
+                node_s=POSITIVE,
+            )
         case msgspec.inspect.StructType(cls=cls, fields=fields):
             return st.builds(cls, **{field.name: values_of(field.type) for field in fields})
     raise AssertionError(f"no values are known for {kind}: add them here")

@@ -46,6 +46,7 @@ class Target(NamedTuple):
     base_rss_bytes: int | None = None
     power_w: tuple[float, float] | None = None
     corrections: tuple[tuple[BudgetKind, float], ...] = ()  # factors by which predictions were too low before
+    budget_is_own: bool = True  # the device knows the memory budget, and keeps its decoded images small for it
 
 
 class Form(Struct, frozen=True, kw_only=True):
@@ -89,7 +90,6 @@ class Fitter:
     progress: Callable[[str], None]
     allowed: Callable[[Method], bool] = lambda method: True
     priced: dict[Method, tuple[Program, dict[str, GraphCost]]] = field(default_factory=dict)
-    free: set[str] = field(default_factory=set)  # options that no graph depends on
 
     def fit(self, method: Method, target: Target) -> tuple[Method, Choice]:
         """The form that keeps the highest share and fits; of equal ones the fastest.
@@ -121,8 +121,6 @@ class Fitter:
         """What may be given up here: not what would need other tensors than the server holds."""
         possible = []
         for economy in method.economies(self.vit):
-            if not economy.in_graphs:
-                self.free.add(economy.option)
             values = tuple(
                 (value, share)
                 for value, share in economy.values
@@ -260,7 +258,7 @@ class Fitter:
             graphs,
             images=target.images,
             test_images=target.test_images,
-            cache_bytes=image_cache_bytes(target.budget.memory_bytes),
+            cache_bytes=image_cache_bytes(target.budget.memory_bytes if target.budget_is_own else None),
         )
 
     def form(self, cost: ProgramCost, changes: dict[str, Any], kept: float, target: Target) -> Form:
@@ -284,7 +282,7 @@ class Fitter:
     def _graphs(self, method: Method) -> tuple[Program, dict[str, GraphCost]]:
         """Program and prices; options that no graph depends on need no other graphs."""
         usual = type(method)()
-        alike = replace(method, **{option: getattr(usual, option) for option in self.free})
+        alike = replace(method, **{option: getattr(usual, option) for option in method.loop_options})
         if alike not in self.priced:
             self.progress(f"pricing {_said(alike)}")
             self.priced[alike] = self.price(alike)

@@ -107,7 +107,7 @@ class Plan:
         if target is None:
             return self.variant(device, round_number), None
         with self.lock:
-            key = (method, device, target.budget, target.corrections)
+            key = (method, device, target.budget, target.budget_is_own, target.corrections)
             if key not in self.choices:
                 self.choices[key] = self._choose(method, target)
             return self.choices[key]

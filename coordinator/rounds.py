@@ -337,12 +337,14 @@ class Coordinator:
             return None
         hello = self.presence[device].hello
         profile = hello.profile
+        budget = profile.budget.tightest(self.config.budget.limits())
         return Target(
             device=device,
             speed=profile.speed,
             source="measured" if profile.speed else None,
             mode=None,
-            budget=profile.budget.tightest(self.config.budget.limits()),
+            budget=budget,
+            budget_is_own=profile.budget.memory_bytes == budget.memory_bytes,
             images=hello.train_samples,
             test_images=hello.test_samples,
             base_rss_bytes=profile.base_rss_bytes,

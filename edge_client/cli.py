@@ -27,7 +27,7 @@ from fedvit.errors import ConfigError, DataError
 from fedvit.files import atomic_write
 from fedvit.logs import configure_logging
 from fedvit.quantities import parse_bytes, parse_celsius, parse_flops, parse_seconds
-from fedvit.resources import Budget, Speed
+from fedvit.resources import Budget, Speed, image_cache_bytes
 from fedvit.wire.topics import Topics, check_name
 from profiles.probes.host import device_profile, fast_cores, resident_bytes, usable_cores
 from profiles.probes.meter import Sensors
@@ -143,7 +143,7 @@ def serve(
         raise ConfigError("--data is missing: the folder with this device's images")
     address = Address.parse(broker, ca_file=ca_file)
     check_name(federation, "federation")
-    images = DeviceData.open(data, test_share=test_share)
+    images = DeviceData.open(data, test_share=test_share, cache_bytes=image_cache_bytes(memory_budget))
     folder = state or default_state(data)
     lock = lock_state(folder)
     name = device_id(folder, device, data)

@@ -89,7 +89,6 @@ class Economy(NamedTuple):
     option: str
     helps: frozenset[BudgetKind]  # where less is then needed
     values: tuple[tuple[Any, float], ...]  # (value, share of what counts for accuracy that is kept, at most 1)
-    in_graphs: bool = True  # whether other graphs are needed
 
 
 class Gathered(NamedTuple):
@@ -173,6 +172,8 @@ class Method(ABC):
     """The paper, and where the implementation differs from it."""
     one_gradient: ClassVar[bool] = True
     """Whether a step is one gradient of the objective and one update: a batch can then be worked off in parts."""
+    loop_options: ClassVar[tuple[str, ...]] = ("epochs",)
+    """Economies' options that no graph depends on: with other values the same graphs serve."""
 
     epochs: Annotated[int, Meta(ge=1)] = 1  # passes over the device's images per round (papers: E)
     batch_size: Annotated[int, Meta(ge=1)] = 32
@@ -309,7 +310,7 @@ class Method(ABC):
             given.append(Economy("batch_size", memory, _halves(self.batch_size, 0.95)))
         passes = range(self.epochs - 1, 0, -1)
         share = tuple((epochs, epochs / self.epochs) for epochs in passes)
-        given.append(Economy("epochs", work, share, in_graphs=False))
+        given.append(Economy("epochs", work, share))
         return tuple(economy for economy in given if economy.values)
 
     # --- the server's half ----------------------------------------------------------------------------

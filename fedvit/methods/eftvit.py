@@ -26,6 +26,7 @@ class EFTViT(Method):
     """
 
     source: ClassVar[str] = "EFTViT, arXiv:2412.00334"
+    loop_options: ClassVar[tuple[str, ...]] = ("epochs", "threshold")
 
     epochs: Annotated[int, Meta(ge=1)] = 5
     optimizer: Literal["sgd", "adamw"] = "adamw"
@@ -84,7 +85,7 @@ class EFTViT(Method):
         more = (
             Economy("mask", frozenset({"memory", "flops", "time", "upload"}), masks),
             Economy("local_blocks", frozenset({"memory", "flops", "time"}), blocks),
-            Economy("threshold", frozenset({"memory", "upload"}), features, in_graphs=False),
+            Economy("threshold", frozenset({"memory", "upload"}), features),
         )
         return (*super().economies(vit), *(economy for economy in more if economy.values))
 

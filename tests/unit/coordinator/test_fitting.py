@@ -411,3 +411,17 @@ def test_what_the_server_has_not_is_not_given_up(bench: Callable[[str], Bench]) 
     assert asked
     with pytest.raises(OverBudget):
         strict.fit(limit("flops", 0.6 * made.asked()["flops"]))
+
+
+def test_images_are_small_only_where_the_device_knows_of_its_budget(bench: Any) -> None:
+    """Under the run's budget alone a device keeps all of its decoded images, up to 64 MB, and is planned for so."""
+    made = bench("fedavg")
+    target = made.target(Budget(memory_bytes=10**9))._replace(images=10**4)
+    image_bytes = 3 * made.fitter.vit.image_size**2
+    assert 10**4 * image_bytes < 10**9 // 32  # with this budget all are kept in any case
+    small = target._replace(budget=Budget(memory_bytes=16 * 10**4 * image_bytes))
+    parts = [
+        made.fitter.cost_of(made.method, made.fitter.price(made.method), each).memory[0].parts["images"]
+        for each in (target, small, small._replace(budget_is_own=False))
+    ]
+    assert parts[0] == parts[2] == parts[1] + 10**4 * image_bytes

@@ -54,25 +54,39 @@ def _budget(flags: dict[str, Any]) -> Budget:
     )
 
 
+def _request_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """A method on a model, boards, and what they have and may spend."""
+    options = (
+        click.option("--method", default="eftvit", help="Federated method."),
+        click.option(
+            "--model", default="vit_small_images", help="Name of a timm Vision Transformer, or vit_small_images."
+        ),
+        click.option(
+            "--option", "-o", "pairs", multiple=True, metavar="KEY=VALUE", help="Option of the method. Repeatable."
+        ),
+        click.option("--model-option", "model_pairs", multiple=True, metavar="KEY=VALUE", help="Repeatable."),
+        click.option(
+            "--device",
+            "devices",
+            multiple=True,
+            required=True,
+            metavar="ID[@MODE]",
+            help="A board, in a power mode: see `coordinator boards`. Repeatable.",
+        ),
+        click.option("--classes", default=10, type=click.IntRange(min=2), help="Classes that the model tells apart."),
+        click.option("--images", default=500, type=click.IntRange(min=1), help="Training images of one device."),
+        click.option("--test-images", default=100, type=click.IntRange(min=0), help="Test images of one device."),
+        _budget_flags,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.command()
-@click.option("--method", default="eftvit", help="Federated method.")
-@click.option("--model", default="vit_small_images", help="Name of a timm Vision Transformer, or vit_small_images.")
-@click.option("--option", "-o", "pairs", multiple=True, metavar="KEY=VALUE", help="Option of the method. Repeatable.")
-@click.option("--model-option", "model_pairs", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
-@click.option(
-    "--device",
-    "devices",
-    multiple=True,
-    required=True,
-    metavar="ID[@MODE]",
-    help="A board, in a power mode: see `coordinator boards`. Repeatable.",
-)
+@_request_flags
 @click.option("--mask", "masks", multiple=True, type=float, help="Share of patches dropped in training. Repeatable.")
 @click.option("--split", "splits", multiple=True, type=int, help="Blocks that a device trains. Repeatable.")
-@click.option("--classes", default=10, type=click.IntRange(min=2), help="Classes that the model tells apart.")
-@click.option("--images", default=500, type=click.IntRange(min=1), help="Training images of one device.")
-@click.option("--test-images", default=100, type=click.IntRange(min=0), help="Test images of one device.")
-@_budget_flags
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write a page: FILE.html.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def profile(
@@ -128,22 +142,7 @@ def profile(
 
 
 @click.command()
-@click.option("--method", default="eftvit", help="Federated method.")
-@click.option("--model", default="vit_small_images", help="Name of a timm Vision Transformer, or vit_small_images.")
-@click.option("--option", "-o", "pairs", multiple=True, metavar="KEY=VALUE", help="Option of the method. Repeatable.")
-@click.option("--model-option", "model_pairs", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
-@click.option(
-    "--device",
-    "devices",
-    multiple=True,
-    required=True,
-    metavar="ID[@MODE]",
-    help="A board, in a power mode: see `coordinator boards`. Repeatable.",
-)
-@click.option("--classes", default=10, type=click.IntRange(min=2), help="Classes that the model tells apart.")
-@click.option("--images", default=500, type=click.IntRange(min=1), help="Training images of one device.")
-@click.option("--test-images", default=100, type=click.IntRange(min=0), help="Test images of one device.")
-@_budget_flags
+@_request_flags
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def plan(
     method: str,

@@ -269,6 +269,12 @@ class Store:
                 for row in rows
             ]  # fmt: skip
 
+    def closed_rounds(self, run: str) -> list[int]:
+        """Numbers of the rounds whose training is over, ascending."""
+        query = select(_rounds.c.round).where(_rounds.c.run == run, _rounds.c.closed_at.is_not(None))
+        with self._transaction() as connection:
+            return [row.round for row in connection.execute(query.order_by(_rounds.c.round))]
+
     # --- results --------------------------------------------------------------------------------------
 
     def add_result(self, device: str, result: Result) -> None:

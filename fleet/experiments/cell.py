@@ -22,8 +22,8 @@ from coordinator.store import ResultRecord, Store
 from coordinator.summary import RoundSummary, RunSummary, summarise
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write
+from fleet.devices import device_folders
 from fleet.experiments.grid import Cell
-from fleet.run import device_folders
 from fleet.simulate import simulate
 from profiles.probes.host import peak_rss_bytes
 

@@ -140,11 +140,11 @@ class Watcher(Display):
         """Seconds of this process, and of those before it."""
         return self._before_s + time.monotonic() - self._began
 
+    def due(self) -> bool:
+        return time.monotonic() - self._written_at >= self.EVERY_S
+
     def show(self, view: View) -> None:
-        now = time.monotonic()
-        if now - self._written_at < self.EVERY_S:
-            return
-        self._written_at = now
+        self._written_at = time.monotonic()
         self._store = self._store or Store.in_folder(self._folder / "runs")
         finished = [entry.round for entry in self._store.rounds(RUN) if entry.closed_at]
         number = max(finished, default=0)

@@ -48,6 +48,10 @@ class Display:
     def line(self, text: str) -> None:
         """Say something that stays."""
 
+    def due(self) -> bool:
+        """Whether there is a live part that should be shown anew: with many devices a view takes a while to make."""
+        return False
+
     def show(self, view: View) -> None:
         """Replace the live part."""
 
@@ -82,11 +86,11 @@ class LiveDisplay(Display):
     def line(self, text: str) -> None:
         self._console.print(text, markup=False)
 
+    def due(self) -> bool:
+        return time.monotonic() - self._drawn_at >= self.REFRESH_S
+
     def show(self, view: View) -> None:
-        now = time.monotonic()
-        if now - self._drawn_at < self.REFRESH_S:
-            return
-        self._drawn_at = now
+        self._drawn_at = time.monotonic()
         self._live.update(drawn(view, self._console.width, self._console.height), refresh=True)
 
 

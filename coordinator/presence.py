@@ -29,6 +29,9 @@ class Presence:
     def online(self) -> list[str]:
         return sorted(name for name, device in self._devices.items() if device.online)
 
+    def count_online(self) -> int:
+        return sum(device.online for device in self._devices.values())
+
     def is_online(self, name: str) -> bool:
         return name in self._devices and self._devices[name].online
 

@@ -159,7 +159,7 @@ class Coordinator:
         wanted = self.config.devices
 
         def enough() -> bool:
-            online = len(self.presence.online())
+            online = self.presence.count_online()
             self._headline = f"waiting for devices: {online} of {wanted} are here"
             return online >= wanted
 
@@ -353,6 +353,8 @@ class Coordinator:
         variant, groups, _ = opened.work[device]
         digests = [variant.digest, *initial_blobs(variant.program), *groups.values()]
         self._offered[device] = set(digests)
+        for digest in digests:
+            opened.readers.setdefault(digest, set()).add(device)
         instance = self.presence[device].hello.instance
         left_s = self.config.deadline_s - (time.monotonic() - opened.opened_at)
         self._tell(
@@ -403,9 +405,11 @@ class Coordinator:
     # --- what arrives ---------------------------------------------------------------------------------
 
     def _tick(self) -> None:
+        self.results.keep()
         self.exchange.tick()
         self._watch()
-        self.display.show(self._view())
+        if self.display.due():
+            self.display.show(self._view())
 
     def _on_link(self, up: bool) -> None:
         if up:
@@ -465,7 +469,7 @@ class Coordinator:
             self._say(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
         self._tell(device, Welcome(hello.instance, self.inbox.epoch, self._headline))
         opened = self.results.opened
-        if opened and device in opened.waiting_for() and not opened.is_uploading(device):
+        if opened and opened.waits_for(device) and not opened.is_uploading(device):
             self._send_task(device)
 
     def _on_state(self, device: str, state: DeviceState) -> None:
@@ -490,7 +494,8 @@ class Coordinator:
         """Devices that have got a task with this blob and not answered it: those that will ask for it."""
         if not (opened := self.results.opened):
             return 1
-        return sum(self.presence.is_online(name) and self._may_read(name, digest) for name in opened.waiting_for())
+        readers = opened.readers.get(digest, ())
+        return sum(opened.waits_for(name) and self.presence.is_online(name) for name in readers)
 
     def _may_read(self, peer: str, digest: str) -> bool:
         return digest in self._offered.get(peer, ())

@@ -1,5 +1,6 @@
 """What a person sees while a run is going: permanent lines, and below them what is happening now."""
 
+import contextlib
 import sys
 import time
 from collections import Counter
@@ -63,7 +64,8 @@ class LineDisplay(Display):
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        with contextlib.suppress(OSError):  # its file may lie on a disk that is full
+            self._console.print(text, markup=False)
 
 
 class LiveDisplay(Display):

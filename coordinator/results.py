@@ -94,6 +94,12 @@ class Results:
             self._exchange.cancel(device)
             self._reject(device, result, f"late: round {result.round} closed before the upload was here")
 
+    def pause(self) -> None:
+        """The round will be opened again by this process: what is under way is begun anew then."""
+        opened, self.opened = self.opened, None
+        for device in opened.under_way if opened else ():
+            self._exchange.cancel(device)
+
     def on_failed(self, device: str, failed: Failed) -> None:
         """A device says that it cannot do its task."""
         self.refuse(device, failed.kind, failed.reason, failed.round, failed.broke)

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,16 @@ from coordinator.store import ResultRecord, SavedState, Store
 from coordinator.summary import round_line
 from coordinator.targets import Targets
 from fedvit.blobs import BlobStore
-from fedvit.errors import BadPayload, ConfigError, EmptyCohort, FedvitError, LinkDown, OverBudget, PeerRefused
+from fedvit.errors import (
+    BadPayload,
+    ConfigError,
+    DiskFull,
+    EmptyCohort,
+    FedvitError,
+    LinkDown,
+    OverBudget,
+    PeerRefused,
+)
 from fedvit.files import atomic_write
 from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.program import Role
@@ -54,6 +64,9 @@ from fedvit.wire.topics import Topics
 
 log = logging.getLogger(__name__)
 
+ROOM_EVERY_S = 2.0
+ROOM_BYTES = 16 * 1024 * 1024
+"""How often a paused run tries the disk, and how much it must take."""
 ATTEMPTS = 3
 """Times that a round which brought no usable result is tried before the run gives up."""
 
@@ -138,21 +151,54 @@ class Coordinator:
         try:
             self._say("connecting to the broker")
             self.inbox.pump(lambda: self.inbox.connected)
-            self._gather()
-            self._prepare()
-            self._go_on()
-            self._finish()
+            self._with_room(self._gather)
+            self._with_room(self._course)
         except Interrupted:
-            self.store.update_run(self.run, status="interrupted")
+            with suppress(DiskFull):  # a run that is not finished can be resumed, whatever its status is
+                self.store.update_run(self.run, status="interrupted")
             raise
         except (FedvitError, OSError) as error:
-            self.store.update_run(self.run, status="failed", reason=str(error))
+            with suppress(DiskFull):
+                self.store.update_run(self.run, status="failed", reason=str(error))
             self._tell_all(RunEnded(self.run, f"failed: {error}"[:400]))
             raise
         finally:
             if self.inbox.connected:
                 self.transport.publish(self.topics.coordinator_state, farewell, qos=1, retain=True)
             self.transport.close()
+
+    def _course(self) -> None:
+        """Everything that is not done yet, going by the store: after a pause it begins as after a restart."""
+        self._prepare()
+        self._go_on()
+        self._finish()
+
+    def _with_room(self, work: Callable[[], None]) -> None:
+        """Do work that is safe to begin anew; whenever the disk is full, pause until there is room, and begin anew."""
+        while True:
+            try:
+                work()
+                return
+            except DiskFull as error:
+                self._wait_for_room(error)
+
+    def _wait_for_room(self, error: DiskFull) -> None:
+        """Nothing is lost: devices keep their results, and answer to hellos is given meanwhile."""
+        self.results.pause()
+        self._headline = f"paused, waiting for room on the disk: {error}"
+        self._say(f"paused: {error}; goes on by itself when there is room again")
+        log.error("paused", extra={"reason": str(error)})
+        probe = self.folder / "room"
+        while True:
+            try:
+                self.inbox.pump(lambda: False, deadline=time.monotonic() + ROOM_EVERY_S)
+                atomic_write(probe, bytes(ROOM_BYTES))
+                probe.unlink()
+                break
+            except DiskFull:  # of the probe, or of what a device made us write
+                continue
+        self._say("there is room again: the run goes on")
+        log.info("goes on")
 
     def _gather(self) -> None:
         """Wait for the first devices; their classes are the run's, unless it has some already."""
@@ -244,7 +290,7 @@ class Coordinator:
         plan = self._ready()
         for attempt in range(ATTEMPTS):
             if cohort is None:
-                self.inbox.pump(lambda: bool(self.presence.online()))
+                self.inbox.pump(self._all_are_back)
                 cohort = select_cohort(self.presence.online(), self.config.cohort, self.config.seed, number)
                 (self.store.open_round if attempt == 0 else self.store.reopen_round)(self.run, number, cohort)
             began = time.monotonic()
@@ -489,6 +535,10 @@ class Coordinator:
         if self._plan is None:
             raise LinkDown("the run is not prepared yet")
         return self._plan
+
+    def _all_are_back(self) -> bool:
+        """Whether a round can be opened: not for the first who returns after all were gone for a moment."""
+        return bool(self.presence.online()) and not self.presence.may_return(self.config.rejoin_grace_s)
 
     def _asked_and_here(self, digest: str) -> int:
         """Devices that have got a task with this blob and not answered it: those that will ask for it."""

@@ -31,7 +31,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.schema import CreateColumn
 
-from fedvit.errors import ConfigError, StorageFailed
+from fedvit.errors import ConfigError, DiskFull, StorageFailed
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.wire.messages import Result, TaskKind
 from profiles.prediction import Expected
@@ -151,8 +151,12 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
+"""What SQLite says when a write finds no room; the second where a limit on sizes of files is in the way."""
+
+
 class Store:
-    """Raises StorageFailed when the database cannot be read or written."""
+    """Raises StorageFailed when the database cannot be read or written, DiskFull for want of room."""
 
     def __init__(self, url: str) -> None:
         self._engine: Engine = create_engine(url)
@@ -179,7 +183,9 @@ class Store:
             with self._engine.begin() as connection:
                 yield connection
         except SQLAlchemyError as error:
-            raise StorageFailed(f"database {self._engine.url}: {getattr(error, 'orig', None) or error}") from error
+            cause = getattr(error, "orig", None) or error
+            kind = DiskFull if getattr(cause, "sqlite_errorname", None) in _FULL else StorageFailed
+            raise kind(f"database {self._engine.url}: {cause}") from error
 
     # --- runs -----------------------------------------------------------------------------------------
 

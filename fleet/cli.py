@@ -6,6 +6,7 @@ import click
 
 from fedvit import command_line
 from fleet.bench.commands import bench_command
+from fleet.chaos.commands import chaos_command
 from fleet.demo import demo_command
 from fleet.experiment import experiment_command
 from fleet.host import host_command
@@ -20,6 +21,7 @@ def cli() -> None:
 
 
 cli.add_command(bench_command)
+cli.add_command(chaos_command)
 cli.add_command(demo_command)
 cli.add_command(experiment_command)
 cli.add_command(host_command)

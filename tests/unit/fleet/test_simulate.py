@@ -11,8 +11,8 @@ import pytest
 from coordinator.store import Store
 from edge_client.runtime import Runtime
 from fedvit.errors import ConfigError, PeerRefused
-from fleet.partition import deal
 from fleet.devices import device_folders
+from fleet.partition import deal
 from fleet.shared import Turns
 from fleet.simulate import simulate
 from tests.conftest import TINY_MODEL

@@ -4,13 +4,14 @@ The payload is that of pFedPG's prompts (31 kB each way and device), the model a
 What is left is protocol, disk and the coordinator's own work.
 """
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -34,6 +35,8 @@ FOLDERS = 8
 IMAGES = 6
 """In each folder, of which two are for tests."""
 POLL_S = 0.1
+MEMORY = Path("/dev/shm")
+ROOM_BYTES = 4 << 30
 PATIENCE_S = 3600.0
 DEADLINE_S = 7 * 86400.0
 
@@ -51,11 +54,15 @@ LARGE: dict[str, Any] = {
 """Every device sends a whole model of 12.9 MB."""
 
 
+Storage = Literal["memory", "disk"]
+
+
 class RoundsReport(Struct, frozen=True, kw_only=True):
     """What `fleet bench rounds` found. Rounds are those after the first, in which graphs and weights travel."""
 
     machine: Machine
     broker: str
+    device_storage: Storage
     devices: int
     hosts: int
     rounds: int
@@ -120,17 +127,23 @@ def run_rounds_bench(
 ) -> RoundsReport:
     """Measure; raises FedvitError when a run fails."""
     hosts = hosts or usable_cores()
-    with _scratch() as folder:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-rounds-")))
         parts = folder / "parts"
         _noise(parts)
+        states = stack.enter_context(_device_storage())
         values = {**PROMPTS, "rounds": rounds, "evaluate_every": rounds, "devices": devices}
-        watched = _watch(folder / "prompts", values, parts, devices, hosts, broker, progress)
+        watched = _watch(folder / "prompts", states / "prompts", values, parts, devices, hosts, broker, progress)
         large = []
         for cohort in cohorts:
             values = {**LARGE, "rounds": 1, "devices": cohort}
-            seen = _watch(folder / f"large-{cohort}", values, parts, cohort, min(hosts, cohort), broker, progress)
+            home, state = folder / f"large-{cohort}", states / f"large-{cohort}"
+            seen = _watch(home, state, values, parts, cohort, min(hosts, cohort), broker, progress)
+            shutil.rmtree(home)
+            shutil.rmtree(state)
             large.append(_cohort(seen, cohort))
-    return _report(watched, devices, min(hosts, devices), large)
+        storage: Storage = "memory" if MEMORY in states.parents else "disk"
+    return _report(watched, devices, min(hosts, devices), large, storage)
 
 
 def _noise(parts: Path) -> None:
@@ -149,6 +162,7 @@ def _noise(parts: Path) -> None:
 
 def _watch(
     home: Path,
+    state: Path,
     values: dict[str, Any],
     parts: Path,
     devices: int,
@@ -173,7 +187,7 @@ def _watch(
             pids = []
             for number in range(hosts):
                 host = [*program("fleet.host"), "--broker", address, "--parts", str(parts), "--devices", str(devices)]
-                host += ["--number", str(number), "--hosts", str(hosts), "--state", str(home / "state"), "--once"]
+                host += ["--number", str(number), "--hosts", str(hosts), "--state", str(state), "--once"]
                 pids.append(fleet.start(f"host-{number}", host, log=home / f"host-{number}.log").pid)
             told = 0
             while coordinator.poll() is None:
@@ -227,7 +241,7 @@ def _cohort(seen: Watched, devices: int) -> CohortReport:
     )
 
 
-def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]) -> RoundsReport:
+def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport], storage: Storage) -> RoundsReport:
     later = seen.rounds[1:] or seen.rounds
     numbers = {entry.round for entry in later}
     trained = [result for result in seen.results if result.kind == "train"]
@@ -242,6 +256,7 @@ def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]
     return RoundsReport(
         machine=this_machine(),
         broker=seen.broker,
+        device_storage=storage,
         devices=devices,
         hosts=hosts,
         rounds=len(seen.rounds),
@@ -292,8 +307,10 @@ def _threads(pid: int) -> int:
 
 
 @contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="fleet-rounds-") as folder:
+def _device_storage() -> Iterator[Path]:
+    """Where devices keep their states: in memory where there is room: real devices have a disk each."""
+    roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_BYTES
+    with tempfile.TemporaryDirectory(prefix="fleet-rounds-", dir=MEMORY if roomy else None) as folder:
         yield Path(folder)
 
 

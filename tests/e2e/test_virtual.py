@@ -9,6 +9,7 @@ from typing import Any
 from fleet.devices import virtual_devices
 from fleet.simulate import simulate
 from tests.e2e.stage import CONFIG, WAIT_S, Stage, toml, wait_for
+from tests.e2e.test_run import DEEP_LEARNING
 from tests.forked import Forked
 
 DEVICES = 40
@@ -58,6 +59,9 @@ def test_a_killed_host_comes_back_and_changes_no_bit(stage: Stage, cache: Path) 
         wait_for(lambda: stage.query(some), "some results of round 1")
         first = hosts(stage.out / "run")
         assert sorted(first) == ["0", "1"]
+        for pid in first.values():  # as light as devices
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            assert not [library for library in DEEP_LEARNING if f"/{library}" in maps]
         os.kill(first["1"], signal.SIGKILL)
         wait_for(lambda: hosts(stage.out / "run").get("1") not in (None, first["1"]), "the host to be started again")
         assert stage.finish(fleet, "fleet") == 0, stage.log("fleet")

@@ -72,12 +72,12 @@ class RoundsReport(Struct, frozen=True, kw_only=True):
     compute_s: float  # of a round: its steps, divided among the devices that compute at the same time
     server_s: float  # of a round: the method's server step, which counts as overhead
     overhead_ms_per_device: float  # what is left of a round, per device
-    coordinator_cpu_ms_per_device: float | None  # processor time of the coordinator, all threads, a round and device
+    cpu_ms_per_device: dict[str, float]  # processor time of coordinator, hosts, broker, for a round and device
     bytes_up_per_device: int  # of a round, payloads
     bytes_down_per_device: int
     rss_slope_bytes_per_round: float | None  # of the coordinator, least squares
-    rss_start_bytes: int | None  # after the first round
-    rss_end_bytes: int | None  # after the last
+    rss_start_bytes: int  # after the first round
+    rss_end_bytes: int  # after the last
     host_rss_bytes: int  # of all hosts together, at the end
     host_bytes_per_device: int
     host_threads: int  # of all hosts together
@@ -95,11 +95,11 @@ class CohortReport(Struct, frozen=True, kw_only=True):
 
 
 class Sample(Struct, frozen=True):
-    """The coordinator at a moment."""
+    """A moment of a run."""
 
     at: float  # time.time()
-    rss_bytes: int
-    cpu_s: float
+    rss_bytes: int  # of the coordinator
+    cpu_s: dict[str, float]  # processor time so far: of the coordinator, of all hosts, of the broker
 
 
 class Watched(Struct):
@@ -193,7 +193,9 @@ def _watch(
             while coordinator.poll() is None:
                 time.sleep(POLL_S)
                 if memory := read_memory(coordinator.pid):
-                    seen.samples.append(Sample(time.time(), memory["VmRSS"], _cpu_s(coordinator.pid)))
+                    used = {"coordinator": [coordinator.pid], "hosts": pids, "broker": [broker.pid]}
+                    cpu_s = {name: sum(map(_cpu_s, those)) for name, those in used.items()}
+                    seen.samples.append(Sample(time.time(), memory["VmRSS"], cpu_s))
                     seen.peak_rss_bytes = memory["VmHWM"]
                 _note_joins(seen, home / "coordinator.out", devices)
                 if len(closed := store.closed_rounds(RUN)) > told:
@@ -251,8 +253,11 @@ def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]
     round_s = float(np.median([_seconds(entry) for entry in later]))
     marks = [_at(seen.samples, datetime.fromisoformat(str(entry.closed_at)).timestamp()) for entry in seen.rounds]
     after = [mark for mark in marks if mark is not None]
+    if not after:
+        raise FedvitError("the run was over before the coordinator could be looked at")
     rss = [mark.rss_bytes for mark in after]
-    cpu_ms = 1000 * (after[-1].cpu_s - after[0].cpu_s) / (len(after) - 1) / devices if len(after) > 1 else None
+    turns = (len(after) - 1) * devices
+    cpu_ms = {name: 1000 * (after[-1].cpu_s[name] - after[0].cpu_s[name]) / turns for name in after[0].cpu_s if turns}
     return RoundsReport(
         machine=this_machine(),
         broker=seen.broker,
@@ -266,12 +271,12 @@ def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]
         compute_s=compute_s,
         server_s=float(np.median([entry.figures["server_s"] for entry in later])),
         overhead_ms_per_device=1000 * (round_s - compute_s) / devices,
-        coordinator_cpu_ms_per_device=cpu_ms,
+        cpu_ms_per_device=cpu_ms,
         bytes_up_per_device=sum(result.use.sent_bytes or 0 for result in mine) // max(1, len(mine)),
         bytes_down_per_device=sum(result.use.received_bytes or 0 for result in mine) // max(1, len(mine)),
         rss_slope_bytes_per_round=float(np.polyfit(range(len(rss)), rss, 1)[0]) if len(rss) > 1 else None,
-        rss_start_bytes=rss[0] if rss else None,
-        rss_end_bytes=rss[-1] if rss else None,
+        rss_start_bytes=rss[0],
+        rss_end_bytes=rss[-1],
         host_rss_bytes=seen.host_rss_bytes,
         host_bytes_per_device=seen.host_rss_bytes // devices,
         host_threads=seen.host_threads,
@@ -324,7 +329,7 @@ def rounds_table(report: RoundsReport) -> Group:
         ("  of it compute", f"{report.compute_s:.2f} s", ""),
         ("  of it server step", f"{report.server_s:.2f} s", ""),
         ("overhead per device", f"{report.overhead_ms_per_device:.2f} ms", "10 ms"),
-        ("coordinator's processor time per device", _said(report.coordinator_cpu_ms_per_device, "{:.2f} ms"), ""),
+        *((f"processor time per device: {name}", f"{ms:.2f} ms", "") for name, ms in report.cpu_ms_per_device.items()),
         ("coordinator grows per round", _said(report.rss_slope_bytes_per_round, "{:+.0f} bytes"), "0"),
         ("coordinator, first / last round", f"{_mb(report.rss_start_bytes)} / {_mb(report.rss_end_bytes)}", ""),
         ("hosts per device", f"{report.host_bytes_per_device / 1e3:.0f} kB", ""),

@@ -1,6 +1,7 @@
 """Results as they come in: fetched, checked, kept, and answered exactly once with yes or no."""
 
 import logging
+import time
 from collections.abc import Callable
 
 from coordinator.admission import check_result, check_upload
@@ -20,6 +21,9 @@ log = logging.getLogger(__name__)
 CHUNKS_AT_ONCE = 4 * WINDOW_CHUNKS
 """Chunks of uploads that may be under way at the same time, so that a cohort cannot overrun the broker's queues: four
 large uploads with full windows, or as many more as are small."""
+
+GATHER_S = 0.05
+"""Longest wait of a result for others that are put into the store with it."""
 
 
 class Results:
@@ -44,6 +48,7 @@ class Results:
     ) -> None:
         self.opened: OpenRound | None = None
         self.checked: dict[str, Result] = {}  # by device: good, not in the store yet
+        self._keep_at = 0.0  # when they have waited long enough for others
         self._run = run
         self._store = store
         self._blobs = blobs
@@ -88,7 +93,7 @@ class Results:
 
     def close(self) -> None:
         """The round is over: what comes from now on is late, and so is what waits for its turn."""
-        self.keep()
+        self.keep(now=True)
         opened, self.opened = self.opened, None
         for device, result in opened.late_uploads() if opened else ():
             self._exchange.cancel(device)
@@ -165,11 +170,16 @@ class Results:
         return finished
 
     def _accept(self, device: str, result: Result) -> None:
+        if not self.checked:
+            self._keep_at = time.monotonic() + GATHER_S
         self.checked[device] = result
 
-    def keep(self) -> None:
-        """Put what was checked into the store, then acknowledge it. To be called when what arrived was handled."""
-        if not self.checked:
+    def keep(self, *, now: bool = False) -> None:
+        """Put what was checked into the store, then acknowledge it. To be called when what arrived was handled.
+
+        Unless it has to be `now`, a result waits a moment for others that may come; not where the round is complete.
+        """
+        if not self.checked or not (now or time.monotonic() >= self._keep_at or self._is_complete()):
             return
         kept, self.checked = self.checked, {}
         self._store.add_results(list(kept.items()))
@@ -181,6 +191,14 @@ class Results:
                 "result accepted",
                 extra={"device": device, "round": result.round, "kind": result.kind, "samples": result.samples},
             )
+
+    def _is_complete(self) -> bool:
+        """Whether with what was checked the open round has all that it waits for."""
+        opened = self.opened
+        if opened is None:
+            return True
+        answered = len(opened.accepted) + len(self.checked)
+        return answered >= opened.needed or answered + len(opened.failed) >= len(opened.cohort)
 
     def _acknowledge(self, device: str, result: Result) -> None:
         self._answer(device, ResultAck(result.run, result.round, result.kind, accepted=True))

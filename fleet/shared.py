@@ -8,17 +8,32 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from edge_client.runtime import Runtime
+from edge_client.runtime import Evaluated, Runtime, Trained
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.transport.exchange import BlobExchange, Finished
 from fedvit.wire.messages import Manifest
 
 
 class SharedRuntime(Runtime):
-    """One runtime for all devices of a process: each graph is loaded once, since weights are its inputs."""
+    """One runtime for all devices of a process: each graph is loaded once, since weights are its inputs.
+
+    `at_once` devices compute at a time: more of them than cores would only take memory, and each other's time.
+    """
+
+    def __init__(self, threads: int, at_once: int) -> None:
+        super().__init__(threads)
+        self._computing = threading.BoundedSemaphore(at_once)
 
     def keep_only(self, digests: set[str]) -> None:
         """Nothing is closed: another device may still be at work with an earlier program."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Trained:
+        with self._computing:
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Evaluated:
+        with self._computing:
+            return super().evaluate(*args, **kwargs)
 
 
 class Turn:
@@ -33,10 +48,7 @@ class Turn:
 
 
 class Turns:
-    """Threads in which the devices of a process work, `at_once` of them at a time, first come, first served.
-
-    More than there are cores would only take memory, and each other's time.
-    """
+    """Threads in which the devices of a process work, `at_once` of them at a time, first come, first served."""
 
     def __init__(self, at_once: int) -> None:
         self._waiting: SimpleQueue[Turn | None] = SimpleQueue()

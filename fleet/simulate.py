@@ -5,6 +5,7 @@ For experiments and tests: nothing but the network is left out, and the same see
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,7 +28,7 @@ DEFAULTS: dict[str, Any] = {"accelerator": "cpu", "deadline_s": 7 * 86400.0}
 
 
 def simulate(
-    folders: list[Path],
+    folders: Sequence[Path] | Mapping[str, Path],
     values: dict[str, Any],
     *,
     out: Path,
@@ -38,7 +39,7 @@ def simulate(
     graph_cache: Path | None = None,
     resume: bool = False,
 ) -> FleetOutcome:
-    """Run one configuration with one virtual device per folder, in this process.
+    """Run one configuration with one virtual device per folder, in this process; a mapping names them.
 
     `values` is a configuration as a file gives it, over DEFAULTS. At most `at_once` devices compute at the
     same time, with `threads` each; None: one per core. With `resume` a run of that name that is there already
@@ -49,7 +50,8 @@ def simulate(
     from coordinator.inbox import Interrupted
     from coordinator.rounds import Coordinator  # with torch: seconds that other commands need not wait
 
-    config = make_config({**DEFAULTS, **values, "devices": len(folders)}, "simulation").run
+    devices = folders if isinstance(folders, Mapping) else {folder.name: folder for folder in folders}
+    config = make_config({**DEFAULTS, **values, "devices": len(devices)}, "simulation").run
     accelerator = choose_accelerator(config.accelerator)
     home = out / run
     broker = MemoryBroker()
@@ -67,7 +69,7 @@ def simulate(
         graph_cache=graph_cache,
     )
     host = Host(
-        {folder.name: folder for folder in folders},
+        devices,
         federation=config.federation,
         transport=lambda name, inbox: MemoryTransport(inbox, broker, name),
         state=home / "state",
@@ -86,10 +88,10 @@ def simulate(
             broken.append(error)
             coordinator.stop()
 
-    devices = threading.Thread(target=take_part, name="devices", daemon=True)
+    hosting = threading.Thread(target=take_part, name="devices", daemon=True)
     began = time.monotonic()
     try:
-        devices.start()
+        hosting.start()
         coordinator.serve()
         return FleetOutcome(summarise(store, run), time.monotonic() - began, home)
     except Interrupted:
@@ -98,7 +100,7 @@ def simulate(
         raise
     finally:
         stop.set()
-        devices.join()
+        hosting.join()
         store.close()
 
 

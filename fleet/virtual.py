@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 HOST_CACHE_BYTES = 256 << 20
 """For the decoded images of all devices of a process."""
 
+WRITING = 3
+"""Devices at work beside those that compute: a vault waits for the disk, several at a time do it together."""
+
 NewTransport = Callable[[str, SimpleQueue[object]], Transport]
 """Makes the connection of the device of a name, with this inbox."""
 
@@ -65,8 +68,8 @@ class Host:
         software: str,
     ) -> None:
         self._inbox: SimpleQueue[tuple[str, object]] = SimpleQueue()
-        self._turns = Turns(at_once)
-        runtime, shared, fetches = SharedRuntime(threads), SharedBlobs(blobs), Fetches()
+        self._turns = Turns(at_once + WRITING)
+        runtime, shared, fetches = SharedRuntime(threads, at_once), SharedBlobs(blobs), Fetches()
         images = _images(devices)
         profile = device_profile(threads)
         self.agents: dict[str, Agent] = {}

@@ -56,12 +56,11 @@ class MqttLoop:
         self._members: set[SharedMqttTransport] = set()
         self._thread: threading.Thread | None = None
         self._over = False
+        self.farewell_s = FAREWELL_S + 0.5
+        """Patience with the farewell of one link. A broker that keeps silent is waited for once, not once a link."""
 
     def close(self) -> None:
-        """Wait until all transports that were closed have said farewell, and end the thread."""
-        deadline = time.monotonic() + FAREWELL_S + 0.5
-        while self._members and time.monotonic() < deadline:
-            time.sleep(0.005)
+        """End the thread; its transports should be closed before."""
         self._over = True
         self.wake()
         if self._thread is not None:
@@ -79,6 +78,9 @@ class MqttLoop:
                 self._thread = threading.Thread(target=self._run, name="mqtt", daemon=True)
                 self._thread.start()
         self.look_after(transport)
+
+    def has(self, transport: "SharedMqttTransport") -> bool:
+        return transport in self._members
 
     def look_after(self, transport: "SharedMqttTransport") -> None:
         """Something is to be written, or the transport was opened or closed."""
@@ -204,6 +206,7 @@ class MqttLoop:
 
     def _forget(self, transport: "SharedMqttTransport") -> None:
         self._members.discard(transport)
+        transport.gone.set()
 
     def _watch(self, transport: "SharedMqttTransport", client: Client) -> None:
         """Wait for what the client waits for: always to read, and to write where a send was cut short."""
@@ -223,13 +226,14 @@ class MqttLoop:
 
 
 class SharedMqttTransport(MqttTransport):
-    """One link of many on a `MqttLoop`. `close` returns at once; the loop's own `close` waits for farewells."""
+    """One link of many on a `MqttLoop`, which is closed after them."""
 
     def __init__(self, inbox: SimpleQueue[object], address: Address, client_id: str, loop: MqttLoop) -> None:
         super().__init__(inbox, address, client_id)
         self.waits = False  # for its next try to connect
         self.failures = 0
         self.began = 0.0
+        self.gone = threading.Event()  # closed, and its socket with it
         self._loop = loop
         self._closed_at: float | None = None
 
@@ -246,6 +250,8 @@ class SharedMqttTransport(MqttTransport):
             self._closed_at = time.monotonic()
             self._closing.set()
             self._loop.look_after(self)
+            if self._loop.has(self) and not self.gone.wait(self._loop.farewell_s):
+                self._loop.farewell_s = 0.0
 
     def farewell_is_over(self) -> bool:
         """Whether the link can be cut: what was said last was acknowledged, or there was time enough."""

@@ -4,13 +4,14 @@ The payload is that of pFedPG's prompts (31 kB each way and device), the model a
 What is left is protocol, disk and the coordinator's own work.
 """
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -34,6 +35,8 @@ FOLDERS = 8
 IMAGES = 6
 """In each folder, of which two are for tests."""
 POLL_S = 0.1
+MEMORY = Path("/dev/shm")
+ROOM_BYTES = 4 << 30
 PATIENCE_S = 3600.0
 DEADLINE_S = 7 * 86400.0
 
@@ -51,11 +54,15 @@ LARGE: dict[str, Any] = {
 """Every device sends a whole model of 12.9 MB."""
 
 
+Storage = Literal["memory", "disk"]
+
+
 class RoundsReport(Struct, frozen=True, kw_only=True):
     """What `fleet bench rounds` found. Rounds are those after the first, in which graphs and weights travel."""
 
     machine: Machine
     broker: str
+    device_storage: Storage
     devices: int
     hosts: int
     rounds: int
@@ -65,12 +72,12 @@ class RoundsReport(Struct, frozen=True, kw_only=True):
     compute_s: float  # of a round: its steps, divided among the devices that compute at the same time
     server_s: float  # of a round: the method's server step, which counts as overhead
     overhead_ms_per_device: float  # what is left of a round, per device
-    coordinator_cpu_ms_per_device: float | None  # processor time of the coordinator, all threads, a round and device
+    cpu_ms_per_device: dict[str, float]  # processor time of coordinator, hosts, broker, for a round and device
     bytes_up_per_device: int  # of a round, payloads
     bytes_down_per_device: int
     rss_slope_bytes_per_round: float | None  # of the coordinator, least squares
-    rss_start_bytes: int | None  # after the first round
-    rss_end_bytes: int | None  # after the last
+    rss_start_bytes: int  # after the first round
+    rss_end_bytes: int  # after the last
     host_rss_bytes: int  # of all hosts together, at the end
     host_bytes_per_device: int
     host_threads: int  # of all hosts together
@@ -88,11 +95,11 @@ class CohortReport(Struct, frozen=True, kw_only=True):
 
 
 class Sample(Struct, frozen=True):
-    """The coordinator at a moment."""
+    """A moment of a run."""
 
     at: float  # time.time()
-    rss_bytes: int
-    cpu_s: float
+    rss_bytes: int  # of the coordinator
+    cpu_s: dict[str, float]  # processor time so far: of the coordinator, of all hosts, of the broker
 
 
 class Watched(Struct):
@@ -120,17 +127,23 @@ def run_rounds_bench(
 ) -> RoundsReport:
     """Measure; raises FedvitError when a run fails."""
     hosts = hosts or usable_cores()
-    with _scratch() as folder:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-rounds-")))
         parts = folder / "parts"
         _noise(parts)
+        states = stack.enter_context(_device_storage())
         values = {**PROMPTS, "rounds": rounds, "evaluate_every": rounds, "devices": devices}
-        watched = _watch(folder / "prompts", values, parts, devices, hosts, broker, progress)
+        watched = _watch(folder / "prompts", states / "prompts", values, parts, devices, hosts, broker, progress)
         large = []
         for cohort in cohorts:
             values = {**LARGE, "rounds": 1, "devices": cohort}
-            seen = _watch(folder / f"large-{cohort}", values, parts, cohort, min(hosts, cohort), broker, progress)
+            home, state = folder / f"large-{cohort}", states / f"large-{cohort}"
+            seen = _watch(home, state, values, parts, cohort, min(hosts, cohort), broker, progress)
+            shutil.rmtree(home)
+            shutil.rmtree(state)
             large.append(_cohort(seen, cohort))
-    return _report(watched, devices, min(hosts, devices), large)
+        storage: Storage = "memory" if MEMORY in states.parents else "disk"
+    return _report(watched, devices, min(hosts, devices), large, storage)
 
 
 def _noise(parts: Path) -> None:
@@ -149,6 +162,7 @@ def _noise(parts: Path) -> None:
 
 def _watch(
     home: Path,
+    state: Path,
     values: dict[str, Any],
     parts: Path,
     devices: int,
@@ -173,13 +187,15 @@ def _watch(
             pids = []
             for number in range(hosts):
                 host = [*program("fleet.host"), "--broker", address, "--parts", str(parts), "--devices", str(devices)]
-                host += ["--number", str(number), "--hosts", str(hosts), "--state", str(home / "state"), "--once"]
+                host += ["--number", str(number), "--hosts", str(hosts), "--state", str(state), "--once"]
                 pids.append(fleet.start(f"host-{number}", host, log=home / f"host-{number}.log").pid)
             told = 0
             while coordinator.poll() is None:
                 time.sleep(POLL_S)
                 if memory := read_memory(coordinator.pid):
-                    seen.samples.append(Sample(time.time(), memory["VmRSS"], _cpu_s(coordinator.pid)))
+                    used = {"coordinator": [coordinator.pid], "hosts": pids, "broker": [broker.pid]}
+                    cpu_s = {name: sum(map(_cpu_s, those)) for name, those in used.items()}
+                    seen.samples.append(Sample(time.time(), memory["VmRSS"], cpu_s))
                     seen.peak_rss_bytes = memory["VmHWM"]
                 _note_joins(seen, home / "coordinator.out", devices)
                 if len(closed := store.closed_rounds(RUN)) > told:
@@ -227,7 +243,7 @@ def _cohort(seen: Watched, devices: int) -> CohortReport:
     )
 
 
-def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]) -> RoundsReport:
+def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport], storage: Storage) -> RoundsReport:
     later = seen.rounds[1:] or seen.rounds
     numbers = {entry.round for entry in later}
     trained = [result for result in seen.results if result.kind == "train"]
@@ -237,11 +253,15 @@ def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]
     round_s = float(np.median([_seconds(entry) for entry in later]))
     marks = [_at(seen.samples, datetime.fromisoformat(str(entry.closed_at)).timestamp()) for entry in seen.rounds]
     after = [mark for mark in marks if mark is not None]
+    if not after:
+        raise FedvitError("the run was over before the coordinator could be looked at")
     rss = [mark.rss_bytes for mark in after]
-    cpu_ms = 1000 * (after[-1].cpu_s - after[0].cpu_s) / (len(after) - 1) / devices if len(after) > 1 else None
+    turns = (len(after) - 1) * devices
+    cpu_ms = {name: 1000 * (after[-1].cpu_s[name] - after[0].cpu_s[name]) / turns for name in after[0].cpu_s if turns}
     return RoundsReport(
         machine=this_machine(),
         broker=seen.broker,
+        device_storage=storage,
         devices=devices,
         hosts=hosts,
         rounds=len(seen.rounds),
@@ -251,12 +271,12 @@ def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]
         compute_s=compute_s,
         server_s=float(np.median([entry.figures["server_s"] for entry in later])),
         overhead_ms_per_device=1000 * (round_s - compute_s) / devices,
-        coordinator_cpu_ms_per_device=cpu_ms,
+        cpu_ms_per_device=cpu_ms,
         bytes_up_per_device=sum(result.use.sent_bytes or 0 for result in mine) // max(1, len(mine)),
         bytes_down_per_device=sum(result.use.received_bytes or 0 for result in mine) // max(1, len(mine)),
         rss_slope_bytes_per_round=float(np.polyfit(range(len(rss)), rss, 1)[0]) if len(rss) > 1 else None,
-        rss_start_bytes=rss[0] if rss else None,
-        rss_end_bytes=rss[-1] if rss else None,
+        rss_start_bytes=rss[0],
+        rss_end_bytes=rss[-1],
         host_rss_bytes=seen.host_rss_bytes,
         host_bytes_per_device=seen.host_rss_bytes // devices,
         host_threads=seen.host_threads,
@@ -292,8 +312,10 @@ def _threads(pid: int) -> int:
 
 
 @contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="fleet-rounds-") as folder:
+def _device_storage() -> Iterator[Path]:
+    """Where devices keep their states: in memory where there is room: real devices have a disk each."""
+    roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_BYTES
+    with tempfile.TemporaryDirectory(prefix="fleet-rounds-", dir=MEMORY if roomy else None) as folder:
         yield Path(folder)
 
 
@@ -307,7 +329,7 @@ def rounds_table(report: RoundsReport) -> Group:
         ("  of it compute", f"{report.compute_s:.2f} s", ""),
         ("  of it server step", f"{report.server_s:.2f} s", ""),
         ("overhead per device", f"{report.overhead_ms_per_device:.2f} ms", "10 ms"),
-        ("coordinator's processor time per device", _said(report.coordinator_cpu_ms_per_device, "{:.2f} ms"), ""),
+        *((f"processor time per device: {name}", f"{ms:.2f} ms", "") for name, ms in report.cpu_ms_per_device.items()),
         ("coordinator grows per round", _said(report.rss_slope_bytes_per_round, "{:+.0f} bytes"), "0"),
         ("coordinator, first / last round", f"{_mb(report.rss_start_bytes)} / {_mb(report.rss_end_bytes)}", ""),
         ("hosts per device", f"{report.host_bytes_per_device / 1e3:.0f} kB", ""),

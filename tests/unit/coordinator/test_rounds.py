@@ -704,11 +704,14 @@ def test_a_quorum_closes_the_round_and_what_comes_later_is_refused(stage: Stage,
     assert [said.startswith("train: late: round 1") for said in stage.refusals("late")] == [True]
 
 
-def test_uploads_that_wait_for_their_turn_when_the_round_closes_are_late(stage: Stage, first: Tensors) -> None:
+def test_uploads_that_wait_for_their_turn_when_the_round_closes_are_late(
+    stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seven results, one is enough, four are fetched at a time: six are late, and count in no round but theirs.
 
     The model moves by the update of the one that was fetched, and by the mean of those of round 2.
     """
+    monkeypatch.setattr("coordinator.results.CHUNKS_AT_ONCE", 4)  # each upload is one
     fakes = [stage.fake(f"d{number}", value=float(number)) for number in range(7)]
     for device in fakes:
         device.serves = False

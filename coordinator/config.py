@@ -118,7 +118,11 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         600.0
     )
     rejoin_grace_s: Annotated[
-        float, Meta(ge=0, description="Seconds to wait for devices that went offline, once all others answered.")
+        float,
+        Meta(
+            ge=0,
+            description="Seconds to wait for devices that went offline: once all others answered, and before a round.",
+        ),
     ] = 30.0
     evaluate_every: Annotated[
         int, Meta(ge=1, description="Rounds between evaluations on all devices; the last round always has one.")

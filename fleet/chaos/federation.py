@@ -197,7 +197,7 @@ class Federation:
         """Nothing that the process writes may grow: what it finds is what it would find on a full disk."""
         process = self.processes[fault.target]
         try:
-            _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE, None)
+            _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, hard))
             time.sleep(fault.lasts_s)
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))

@@ -45,18 +45,19 @@ class Ordeal:
         self._equal = self._compared = 0
 
     def bear(self, schedule: Sequence[Fault], duration_s: float) -> list[Suffered]:
-        """All faults, one after the other, and the rest of the time in peace; then the run that is going on ends."""
+        """All faults, one after the other, then peace until the time is over and a run has ended and been compared."""
         for name in self.federation.devices:
             self.federation.start_device(name)
         self._next_run()
         suffered = []
         for fault in schedule:
-            self._until(lambda at_s=fault.at_s: self.watch.now_s >= at_s, duration_s + PATIENCE_S)
+            self._until_s(fault.at_s)
             self._until(self.federation.ready, PATIENCE_S)
             suffered.append(self._suffer(fault))
-        self._until(lambda: self.watch.now_s >= duration_s, duration_s + PATIENCE_S)
+        self._until_s(duration_s)
         going_on = len(self._finished)
-        self._until(lambda: len(self._finished) > going_on, PATIENCE_S)
+        # and if a full disk made a device miss a round in each of them, one more
+        self._until(lambda: len(self._finished) > going_on and self._compared > 0, 2 * PATIENCE_S)
         return suffered
 
     def _suffer(self, fault: Fault) -> Suffered:
@@ -73,6 +74,9 @@ class Ordeal:
         recovered_s = self.watch.now_s - over_at_s
         self._say(f"     recovered: a round with all devices closed {recovered_s:.1f} s later")
         return Suffered(fault, over_at_s, round(recovered_s, 2))
+
+    def _until_s(self, at_s: float) -> None:
+        self._until(lambda: self.watch.now_s >= at_s, at_s + PATIENCE_S)
 
     def _until(self, holds: Callable[[], bool], timeout_s: float) -> None:
         """Wait, beginning a new run whenever one has ended. Raises LinkDown, and FedvitError when a program fell."""

@@ -1,0 +1,123 @@
+"""Everything that `fleet chaos` does to a federation, in small; and what a full disk means to a coordinator."""
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from fleet.chaos.network import Network
+from fleet.chaos.ordeal import ORDEAL, calm_run, run_ordeal
+from fleet.chaos.schedule import KINDS, Fault, draw_schedule
+from tests.e2e.stage import DEVICES, ROUNDS, Stage, wait_for
+from tests.forked import Forked
+
+VALUES = {**ORDEAL, "rounds": 2}
+SEED = 11
+PARTS = 4
+ROOM_BYTES = 8192
+"""Enough for the log of a program, not for a tensor or the next page of its record."""
+
+
+def schedule() -> list[Fault]:
+    """One fault of every kind on every sort of target."""
+    faults = draw_schedule(SEED, DEVICES, duration_s=1000.0, every_s=1.0, longest_s=2.0)
+    return faults[: sum(len(kind.targets) for kind in KINDS.values())]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, parts: Path, cache: Path) -> bytes:
+    folders = [parts / name for name in DEVICES]
+    return calm_run(folders, VALUES, tmp_path_factory.mktemp("calm"), cache / "fedvit" / "graphs")
+
+
+@pytest.fixture
+def start(cache: Path) -> Iterator[Callable[[str, str, Sequence[str], Path], Forked]]:
+    """Programs are forked from a process that has torch; none outlives the test."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_WAIT_POLICY": "PASSIVE"}
+    started: list[Forked] = []
+
+    def start(_name: str, module: str, arguments: Sequence[str], log: Path) -> Forked:
+        started.append(Forked(module, list(arguments), log, environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(20)
+
+
+def test_all_kinds_of_faults_are_suffered_below() -> None:
+    faults = [fault for part in range(PARTS) for fault in schedule()[part::PARTS]]
+    assert {fault.kind for fault in faults} == set(KINDS)
+    assert len(faults) == len(schedule())
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_federation_survives(
+    tmp_path: Path, parts: Path, calm: bytes, start: Callable[..., Forked], part: int
+) -> None:
+    """After each fault a round with all devices closes; nothing counts twice; the tensors are those of a calm run."""
+    folders = [parts / name for name in DEVICES]
+    outcome = run_ordeal(
+        tmp_path, folders, schedule()[part::PARTS], values=VALUES, calm=calm, duration_s=0, seed=SEED, start=start
+    )
+    assert [entry.fault for entry in outcome.suffered if entry.recovered_s is None] == []
+    assert outcome.duplicates_applied == 0
+    assert outcome.runs_compared == outcome.runs_equal > 0
+    assert outcome.rounds_complete >= len(outcome.suffered)
+    assert {"coordinator", "broker", *DEVICES} <= set(outcome.memory)
+
+
+def test_a_run_over_a_bad_network(tmp_path: Path, parts: Path, calm: bytes, start: Callable[..., Forked]) -> None:
+    """Two megabits, 20 ms and 2 % loss: the run ends, with the same tensors."""
+    folders = [parts / name for name in DEVICES]
+    network = Network.parse("2mbit,20ms,2%")
+    outcome = run_ordeal(
+        tmp_path, folders, [], values=VALUES, calm=calm, duration_s=0, seed=0, start=start, network=network
+    )
+    assert (outcome.runs_compared, outcome.runs_equal) == (1, 1)
+    assert outcome.results_refused == 0
+    assert outcome.carried_down_bytes > outcome.carried_up_bytes > 0
+
+
+@pytest.mark.parametrize("end", ["room again", "killed", "ctrl-c"])
+def test_a_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes, end: str) -> None:
+    """No file may grow beyond ROOM_BYTES from the first result on. The run stands still and says why; no device is
+    sent away, and with room again it ends as if nothing had been, also when it was killed or interrupted meanwhile."""
+    coordinator = stage.coordinator()
+    devices = {name: stage.device(name) for name in DEVICES}
+    wait_for(lambda: stage.query("select 1 from results where round = 1"), "a result of round 1")
+    resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE, (ROOM_BYTES, resource.RLIM_INFINITY))
+    wait_for(lambda: "paused: " in stage.log("coordinator"), "the coordinator to pause")
+    before = stage.query("select count(*) from results")
+    if end == "room again":
+        resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        wait_for(lambda: "there is room again" in stage.log("coordinator"), "the run to go on")
+    else:
+        coordinator.send_signal(signal.SIGKILL if end == "killed" else signal.SIGINT)
+        assert stage.finish(coordinator, "coordinator") == (-signal.SIGKILL if end == "killed" else 130)
+        assert stage.query("select count(*) from results") == before
+        coordinator = stage.coordinator(resume=True)
+    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
+    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    assert [entry["accepted"] for entry in stage.show()["rounds"]] == [3] * ROUNDS
+    assert stage.model() == undisturbed
+
+
+def test_a_device_with_a_full_disk_misses_rounds_and_comes_back(stage: Stage) -> None:
+    """It says why, others go on, and when it has room again it takes part."""
+    coordinator = stage.coordinator()
+    devices = {name: stage.device(name) for name in DEVICES}
+    wait_for(lambda: stage.query("select 1 from results where device = 'device-0'"), "a result of device-0")
+    resource.prlimit(devices["device-0"].pid, resource.RLIMIT_FSIZE, (ROOM_BYTES, resource.RLIM_INFINITY))
+    refused = "select reason from refusals where device = 'device-0' and reason like '%File too large%'"
+    wait_for(lambda: stage.query(refused), "device-0 to say why it cannot")
+    resource.prlimit(devices["device-0"].pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
+    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    shown = stage.show()
+    assert shown["status"] == "finished"
+    assert [entry["accepted"] for entry in shown["rounds"]].count(2) >= 1

@@ -104,6 +104,7 @@ class Coordinator:
             topic_for=self.topics.broadcast,
             may_read=self._may_read,
             receivers=self._asked_and_here,
+            lane_for=self.topics.lane,
         )
         self.results = Results(
             run=run,
@@ -484,7 +485,7 @@ class Coordinator:
     def _on_received(self, topic: str, payload: bytes) -> None:
         device = self.topics.device_of(topic)
         if "/up/b/" in topic:
-            self.exchange.on_chunk(payload)
+            self.exchange.heard(topic, payload)
             return
         try:
             message = decode(payload)

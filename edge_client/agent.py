@@ -30,6 +30,7 @@ from fedvit.tensors import Tensors, check_finite, check_tensors, delta, mapped, 
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
+    Apart,
     CoordinatorState,
     DeviceState,
     Done,
@@ -223,7 +224,7 @@ class Agent:
 
     def _on_received(self, topic: str, payload: bytes) -> None:
         if topic not in (self.topics.coordinator_state, self.topics.to_device(self.device)):
-            self.exchange.on_chunk(payload)
+            self.exchange.heard(topic, payload)
             return
         try:
             message = decode(payload)
@@ -247,6 +248,8 @@ class Agent:
                 self._on_want(message)
             case Done():
                 self.exchange.on_done(COORDINATOR, message)
+            case Apart():
+                self.exchange.on_apart(COORDINATOR, message)
             case _:
                 pass  # meant for an earlier process with this id
 
@@ -351,7 +354,8 @@ class Agent:
 
         for digest in sorted(job.missing):
             if job is self._job:
-                self.exchange.fetch(manifests[digest], COORDINATOR, self.topics.broadcast(digest), finished)
+                lane = self.topics.lane(self.device, digest)
+                self.exchange.fetch(manifests[digest], COORDINATOR, self.topics.broadcast(digest), finished, lane)
 
     def _fetched(self, job: _Job, manifests: dict[str, Manifest]) -> None:
         if job.working:
@@ -539,7 +543,8 @@ class Agent:
         """QoS 1; what is lost while the link is down is said again after the next welcome."""
         self.transport.publish(self.topics.from_device(self.device), encode(message), qos=1)
 
-    def _tell_blob(self, peer: str, message: Want | Done) -> None:
+    def _tell_blob(self, peer: str, message: Want | Done | Apart) -> None:
+        assert not isinstance(message, Apart)  # only the coordinator serves several at once
         self._send(message)
 
     def _upload_topic(self, digest: str) -> str:

@@ -5,6 +5,7 @@ worker threads, becomes an event there. So no program state needs a lock.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -88,8 +89,8 @@ class Transport(ABC):
         """Whether bulk can be sent now; if not, the link for it is brought up, and Wake comes then."""
 
     @abstractmethod
-    def send_bulk(self, topic: str, head: bytes, body: memoryview) -> bool:
-        """Hand over head and body as one message, QoS 0; `body` must not change before it has left.
+    def send_bulk(self, topic: str, messages: Sequence[tuple[bytes, memoryview]]) -> bool:
+        """Hand over messages of head and body, QoS 0; a body must not change before it has left.
 
         False while the bulk link is down: then nothing was queued.
         """

@@ -16,7 +16,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fedvit.errors import BadPayload
@@ -109,13 +109,14 @@ class BulkLink:
             self._begin()
             return self._up
 
-    def send(self, topic: str, head: bytes, body: memoryview) -> bool:
-        """Queue one message; False while the link is down."""
+    def send(self, topic: str, messages: Sequence[tuple[bytes, memoryview]]) -> bool:
+        """Queue messages of head and body; False while the link is down."""
         with self._lock:
             if not self._up:
                 return False
-            self._append(packets.publish_head(topic, len(head) + len(body)) + head)
-            self._append(body)
+            for head, body in messages:
+                self._append(packets.publish_head(topic, len(head) + len(body)) + head)
+                self._append(body)
         self._wake()
         return True
 

@@ -305,21 +305,18 @@ class BlobExchange:
             del self._sending[key]  # its file stays mapped until the last chunk has left
 
     def _pump(self, sending: _Sending) -> None:
-        manifest = sending.outgoing.manifest
-        if time.monotonic() < sending.starts_at:
-            return
-        credit = self._credit(sending)
-        while sending.outgoing.under_way < credit and self._transport.pending_bytes() < SEND_BUFFER_BYTES:
-            if not self._transport.bulk_up():
-                return  # Wake comes when it is
-            step = sending.outgoing.next_chunk()
-            if step is None:
-                return
+        if time.monotonic() < sending.starts_at or not sending.outgoing.has_work or not self._transport.bulk_up():
+            return  # Wake comes when the link is up
+        credit, room = self._credit(sending), SEND_BUFFER_BYTES - self._transport.pending_bytes()
+        manifest, messages = sending.outgoing.manifest, []
+        while sending.outgoing.under_way < credit and room > 0 and (step := sending.outgoing.next_chunk()):
             index, seq = step
             payload = sending.content[index * manifest.chunk : (index + 1) * manifest.chunk]
             head = Chunk(manifest.digest, index, manifest.chunks, manifest.size, seq, payload).head()
-            if not self._transport.send_bulk(sending.topic, head, payload):
-                return  # the link is down: receivers ask again when it is back
+            messages.append((head, payload))
+            room -= len(payload)
+        # should the link go down just now, receivers ask again when it is back
+        if messages and self._transport.send_bulk(sending.topic, messages):
             sending.sent_at = time.monotonic()
 
     def _credit(self, sending: _Sending) -> int:

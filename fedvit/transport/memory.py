@@ -7,6 +7,7 @@ client without a farewell, drop a share of the QoS 0 messages.
 
 import random
 import threading
+from collections.abc import Sequence
 from queue import SimpleQueue
 
 from fedvit.errors import BadPayload
@@ -141,8 +142,8 @@ class MemoryTransport(Transport):
     def bulk_up(self) -> bool:
         return self._up
 
-    def send_bulk(self, topic: str, head: bytes, body: memoryview) -> bool:
-        return self.publish(topic, head + body, qos=0)
+    def send_bulk(self, topic: str, messages: Sequence[tuple[bytes, memoryview]]) -> bool:
+        return all(self.publish(topic, head + body, qos=0) for head, body in messages)
 
     def pending_bytes(self) -> int:
         return 0

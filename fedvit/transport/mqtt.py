@@ -257,13 +257,13 @@ class MqttTransport(Transport):
     def bulk_up(self) -> bool:
         return self._bulk.up()
 
-    def send_bulk(self, topic: str, head: bytes, body: memoryview) -> bool:
-        size = len(head) + len(body)
-        self._check_size(topic, size)
-        if not self._bulk.send(topic, head, body):
+    def send_bulk(self, topic: str, messages: Sequence[tuple[bytes, memoryview]]) -> bool:
+        sizes = [len(head) + len(body) for head, body in messages]
+        self._check_size(topic, max(sizes, default=0))
+        if not self._bulk.send(topic, messages):
             return False
         with self._lock:
-            self.sent_bytes += size
+            self.sent_bytes += sum(sizes)
         return True
 
     def pending_bytes(self) -> int:

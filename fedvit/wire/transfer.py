@@ -22,7 +22,7 @@ WINDOW_CHUNKS = 64
 """At most this many chunks ahead of the slowest receiver: 8 MiB, far below any broker's queue limit."""
 LANE_CHUNKS = 16
 """The same for a receiver that is served apart from the others: 2 MiB, as there may be many of them."""
-ACK_EVERY_CHUNKS = 8
+ACK_EVERY_CHUNKS = 16
 MAX_RANGES = 128
 """Ranges that one Want carries; what is missing beyond them is asked for in a later one."""
 
@@ -164,6 +164,10 @@ class Outgoing:
     @property
     def takers(self) -> tuple[str, ...]:
         return tuple(self._takers)
+
+    @property
+    def has_work(self) -> bool:
+        return any(taker.to_send for taker in self._takers.values())
 
     @property
     def under_way(self) -> int:

@@ -331,13 +331,25 @@ def _speeds(bench: _Bench, receivers: int, rounds: int, progress: Callable[[str]
         figures = ", ".join(f"{way} {rates[-1]:.0f}" for way, rates in runs.items())
         progress(f"{bench.broker.kind}, {receivers} receivers, round {number + 1}/{rounds}: {figures} MB/s")
     middle = {way: median(rates) for way, rates in runs.items()}
-    peaks = {name: max(one[name] for one in seen) for name in ("broker", "sender", "receiver")}
+
+    def peak(name: str) -> int:
+        return max(one[name] for one in seen)
+
     return Speeds(
         receivers=receivers,
-        **{f"{way}_mb_s": middle[way] for way in WAYS},
-        **{f"ours_over_{way}": middle["ours"] / middle[way] for way in WAYS if way != "ours"},
-        **{f"{name}_peak_bytes": peak for name, peak in peaks.items()},
-        sent_over_size=max(one["sent"] for one in seen) / bench.blob_bytes,
+        ours_mb_s=middle["ours"],
+        tcp_mb_s=middle["tcp"],
+        grpc_mb_s=middle["grpc"],
+        pickle_mb_s=middle["pickle"],
+        json_mb_s=middle["json"],
+        ours_over_tcp=middle["ours"] / middle["tcp"],
+        ours_over_grpc=middle["ours"] / middle["grpc"],
+        ours_over_pickle=middle["ours"] / middle["pickle"],
+        ours_over_json=middle["ours"] / middle["json"],
+        broker_peak_bytes=peak("broker"),
+        sender_peak_bytes=peak("sender"),
+        receiver_peak_bytes=peak("receiver"),
+        sent_over_size=peak("sent") / bench.blob_bytes,
         runs={way: tuple(rates) for way, rates in runs.items()},
     )
 

@@ -216,17 +216,17 @@ def test_a_late_joiner_is_sent_the_beginning_and_shares_the_rest(chunks: int, be
 
 
 def test_a_loss_is_repaired_as_soon_as_later_chunks_show_it() -> None:
-    """Of chunks 0 to 8 the first is lost: the eighth that arrives makes a Want, and 0 goes before 9."""
+    """Of chunks 0 to 16 the first is lost: the sixteenth that arrives makes a Want, and 0 goes before 17."""
     manifest = manifest_of(100)
     outgoing, incoming = Outgoing(manifest), Incoming(manifest)
     outgoing.update("r", incoming.want())
-    for _ in range(9):
+    for _ in range(ACK_EVERY_CHUNKS + 1):
         index, seq = outgoing.next_chunk() or (0, 0)
         if index != 0:
             incoming.accept(chunk(manifest, index, seq))
     assert incoming.want_is_due()
     outgoing.update("r", incoming.want())
-    assert [outgoing.next_chunk(), outgoing.next_chunk()] == [(0, 10), (9, 11)]
+    assert [outgoing.next_chunk(), outgoing.next_chunk()] == [(0, 18), (17, 19)]
 
 
 def test_an_idle_receiver_reports_less_than_a_full_batch_once() -> None:

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from coordinator.admission import check_hello
 from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.cohort import select_cohort
@@ -54,6 +56,7 @@ from fedvit.wire.messages import (
     Welcome,
     decode,
     encode,
+    inline_room,
 )
 from fedvit.wire.topics import Topics
 
@@ -62,6 +65,8 @@ log = logging.getLogger(__name__)
 Outcome = TypeVar("Outcome")
 
 TICK_S = 0.1
+PARTIAL_KEPT_S = 24 * 3600.0
+"""How long half an upload is kept for a device that may go on with it."""
 LEAST_CORRECTION = 1.1
 """By which a prediction is raised at least when a device exceeded its budget."""
 ATTEMPTS = 3
@@ -283,7 +288,7 @@ class Coordinator:
             }  # fmt: skip
             self._saved = save_state(state, plan.groups, self.blobs)
             self.store.close_round(self.run, number, self._saved, figures)
-            freed = self.blobs.prune(needed_blobs(plan, self._saved))
+            freed = self.blobs.prune(needed_blobs(plan, self._saved), PARTIAL_KEPT_S)
             log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
             return
         raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `coordinator show {self.run}`")
@@ -398,22 +403,21 @@ class Coordinator:
         self._offered[device] = set(digests)
         instance = self.presence[device].hello.instance
         left_s = self.config.deadline_s - (time.monotonic() - opened.opened_at)
-        self._tell(
-            device,
-            Task(
-                instance=instance,
-                epoch=self._epoch,
-                run=self.run,
-                round=opened.number,
-                kind=opened.kind,
-                seed=self.config.seed,
-                program=variant.digest,
-                groups=groups,
-                blobs=tuple(self.blobs.manifest(digest) for digest in digests),
-                deadline_s=max(1.0, left_s),
-                lr_scale=variant.method.lr_scale(opened.number, self.config.rounds),
-            ),
+        task = Task(
+            instance=instance,
+            epoch=self._epoch,
+            run=self.run,
+            round=opened.number,
+            kind=opened.kind,
+            seed=self.config.seed,
+            program=variant.digest,
+            groups=groups,
+            blobs=tuple(self.blobs.manifest(digest) for digest in digests),
+            deadline_s=max(1.0, left_s),
+            lr_scale=variant.method.lr_scale(opened.number, self.config.rounds),
         )
+        inline = self.blobs.small(groups.values(), inline_room(task))
+        self._tell(device, msgspec.structs.replace(task, inline=inline))
 
     def _server_step(
         self, plan: Plan, number: int, results: list[ResultRecord]

@@ -20,7 +20,7 @@ import msgspec
 from edge_client.guard import Exceeded, Guard, Guarded
 from edge_client.runtime import Runtime, Seeds, Stopped, Watch
 from edge_client.vault import Vault
-from fedvit.blobs import BlobStore
+from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.engine import give_back, load_engine
 from fedvit.errors import BadPayload, FedvitError, OverBudget, PeerRefused, StorageFailed
@@ -48,6 +48,7 @@ from fedvit.wire.messages import (
     Welcome,
     decode,
     encode,
+    inline_room,
 )
 from fedvit.wire.topics import Topics, check_name
 
@@ -218,7 +219,7 @@ class Agent:
         if self._hello is None:
             for pending in self._pending.values():
                 if pending.resend.due():
-                    self._send(pending.result)
+                    self._send_result(pending.result)
 
     # --- messages -------------------------------------------------------------------------------------
 
@@ -277,7 +278,7 @@ class Agent:
         self._hello = None
         self._refused_since = None
         for pending in self._pending.values():
-            self._send(pending.result)
+            self._send_result(pending.result)
 
     def _on_refused(self, refused: Refused) -> None:
         if refused.final:
@@ -321,7 +322,7 @@ class Agent:
         if self._job and self._job.key == key:
             return
         if pending := self._pending.get(key):
-            self._send(pending.result)
+            self._send_result(pending.result)
             return
         self._drop_job()
         job = self._job = _Job(task, time.monotonic() + task.deadline_s)
@@ -329,9 +330,25 @@ class Agent:
         log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
         try:
             self.blobs.prune(keep=set(manifests) | self._pinned())
+            job.fetched_bytes += self._keep_inline(task, manifests)
             self._fetch(job, [task.program, *task.groups.values()], manifests)
         except (FedvitError, OSError) as error:
             self._fail(job, error)
+
+    def _keep_inline(self, task: Task, manifests: dict[str, Manifest]) -> int:
+        """Blobs that came inside the message need not be fetched; the answer is how many bytes of them are new.
+
+        Raises BadPayload for one that the task does not describe.
+        """
+        new_bytes = 0
+        for content in task.inline:
+            digest = digest_of(content)
+            if digest not in manifests:
+                raise BadPayload(f"the task brings {len(content)} bytes that it does not describe")
+            if not self.blobs.has(digest):
+                self.blobs.put(content)
+                new_bytes += len(content)
+        return new_bytes
 
     def _fetch(self, job: _Job, digests: list[str], manifests: dict[str, Manifest]) -> None:
         """Get blobs, then what the Program names in turn, then start the work."""
@@ -510,7 +527,7 @@ class Agent:
         if worked.result:
             result = worked.result
             self._pending[job.key] = _Pending(result)
-            self._send(result)
+            self._send_result(result)
             log.info(
                 "task done",
                 extra={"round": result.round, "kind": result.kind, "samples": result.samples, **result.metrics},
@@ -542,6 +559,13 @@ class Agent:
     def _send(self, message: FromDevice) -> None:
         """QoS 1; what is lost while the link is down is said again after the next welcome."""
         self.transport.publish(self.topics.from_device(self.device), encode(message), qos=1)
+
+    def _send_result(self, result: Result) -> None:
+        """With its upload inside, if that is small."""
+        upload = result.upload
+        if upload and upload.size <= inline_room(result):
+            result = msgspec.structs.replace(result, inline=self.blobs.get(upload.digest))
+        self._send(result)
 
     def _tell_blob(self, peer: str, message: Want | Done | Apart) -> None:
         assert not isinstance(message, Apart)  # only the coordinator serves several at once

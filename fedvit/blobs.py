@@ -6,6 +6,7 @@ name is ever incomplete or altered: bytes are verified, synced and renamed into 
 
 import contextlib
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import blake3
@@ -66,6 +67,17 @@ class BlobStore:
             return self.path(digest).read_bytes()
         except FileNotFoundError:
             raise BadPayload(f"blob {digest} is not in {self.folder}") from None
+
+    def small(self, digests: Iterable[str], limit_bytes: int) -> tuple[bytes, ...]:
+        """The smallest of some blobs, as many as together have no more than `limit_bytes`; at most 100 of them."""
+        chosen = []
+        by_size = sorted(map(self.manifest, set(digests)), key=lambda manifest: (manifest.size, manifest.digest))
+        for manifest in by_size[:100]:
+            limit_bytes -= manifest.size
+            if limit_bytes < 0:
+                break
+            chosen.append(self.get(manifest.digest))
+        return tuple(chosen)
 
     def prune(self, keep: set[str], partial_kept_s: float = 0.0) -> int:
         """Delete every blob, also half-received ones, that is not in `keep`; returns how many bytes that freed.

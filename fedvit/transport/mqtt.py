@@ -54,6 +54,8 @@ INFLIGHT_MESSAGES = 32
 FILTERS_PER_SUBSCRIBE = 8
 """AWS IoT takes no more in one packet."""
 BOTH_VERSIONS = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
+VERSION_S = 5.0
+"""A broker that does not answer to version 5 for so long is asked in 3.1.1."""
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 10.0
 SETTLED_S = 10.0
@@ -319,6 +321,7 @@ class MqttTransport(Transport):
     def _connection(self) -> str | None:
         """Connect and serve the link until it ends; the answer is why it did, None to try another version at once."""
         version = self._versions[0]
+        v5 = version == MQTTProtocolVersion.MQTTv5 and len(self._versions) > 1
         link = _Link(self._new_client(version))
         self._link = link
         connected = False
@@ -327,8 +330,11 @@ class MqttTransport(Transport):
             connected = True
             ended = MQTT_ERR_SUCCESS
             if not self._closing.is_set():
-                while ended == MQTT_ERR_SUCCESS:
+                patience = time.monotonic() + VERSION_S
+                while ended == MQTT_ERR_SUCCESS and not link.unknown_version:
                     ended = link.client.loop(1.0)
+                    # some brokers of 3.1.1 wait for the rest of a CONNECT that they misread
+                    link.unknown_version |= v5 and not link.answered and time.monotonic() > patience
         except (OSError, ValueError) as error:
             return f"{self.address}: {in_words(error)}"
         except Exception as error:

@@ -17,6 +17,8 @@ WIRE_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
 INLINE_BYTES = 48 * 1024
 """So much of blobs may travel inside a message, all of them together."""
+_INLINE_HEADS_BYTES = 1024
+"""For the lengths of that many blobs."""
 
 TaskKind = Literal["train", "evaluate"]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -198,6 +200,11 @@ def encode(message: AnyMessage) -> bytes:
         kind = type(message).__name__
         raise BadPayload(f"a {kind} message of {len(raw)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes")
     return raw
+
+
+def inline_room(message: AnyMessage) -> int:
+    """How many bytes of blobs may travel inside a message that holds none yet."""
+    return max(0, min(INLINE_BYTES, MAX_MESSAGE_BYTES - len(encode(message)) - _INLINE_HEADS_BYTES))
 
 
 def decode(raw: bytes) -> AnyMessage:

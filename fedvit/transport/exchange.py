@@ -57,6 +57,7 @@ class _Receiving:
         self.finished = [finished]
         self.error: Exception | None = None
         self.listening = False
+        self.resumed = any(partial.have)  # what the sender sent to an earlier process is lost
         self.heard_at = time.monotonic()
         self.stall_s = STALL_S
         self.restarts = 0
@@ -169,9 +170,9 @@ class BlobExchange:
         with self._lock:
             for receiving in self._receiving.values():
                 if receiving.topic == topic:
-                    again, receiving.listening = receiving.listening, True
+                    again, receiving.listening = receiving.listening or receiving.resumed, True
                     receiving.heard_at = time.monotonic()
-                    self._tell(receiving.sender, receiving.incoming.want(stalled=again, apart=receiving.apart))
+                    self._say_want(receiving, stalled=again)
 
     def heard(self, topic: str, message: bytes | memoryview) -> None:
         """Store a chunk that arrived; anything unknown or damaged is dropped and asked for again later."""

@@ -4,11 +4,13 @@ import logging
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from coordinator.admission import check_result, check_upload
 from coordinator.open_round import OpenRound
 from coordinator.presence import Presence
 from coordinator.store import Store
-from fedvit.blobs import BlobStore
+from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload
 from fedvit.resources import BudgetKind
 from fedvit.transport.exchange import BlobExchange
@@ -87,9 +89,22 @@ class Results:
                 return
             if result.upload is None:
                 self._accept(device, result)
+            elif result.inline:
+                self._take_inline(opened, device, result)
             else:
                 opened.queue[device] = result
                 self.grant_uploads()
+
+    def _take_inline(self, opened: OpenRound, device: str, result: Result) -> None:
+        """The upload came with the result."""
+        content, result = result.inline, msgspec.structs.replace(result, inline=b"")
+        assert result.upload is not None  # asked for by the caller
+        if digest_of(content) != result.upload.digest:
+            reason = f"the upload of {len(content)} bytes has digest {digest_of(content)}"
+            self._reject(device, result, f"{reason}, expected {result.upload.digest}")
+            return
+        self._blobs.put(content)
+        self._upload_finished(opened, device, result)(result.upload, None)
 
     def close(self) -> None:
         """The round is over: what comes from now on is late, and so is what waits for its turn."""

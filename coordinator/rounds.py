@@ -12,6 +12,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from coordinator.admission import check_hello
 from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.cohort import select_cohort
@@ -59,6 +61,7 @@ from fedvit.wire.messages import (
     Want,
     Welcome,
     encode,
+    inline_room,
 )
 from fedvit.wire.topics import Topics
 
@@ -67,6 +70,8 @@ log = logging.getLogger(__name__)
 ROOM_EVERY_S = 2.0
 ROOM_BYTES = 16 * 1024 * 1024
 """How often a paused run tries the disk, and how much it must take."""
+PARTIAL_KEPT_S = 24 * 3600.0
+"""How long half an upload is kept for a device that may go on with it."""
 ATTEMPTS = 3
 """Times that a round which brought no usable result is tried before the run gives up."""
 
@@ -103,6 +108,7 @@ class Coordinator:
             topic_for=self.topics.broadcast,
             may_read=self._may_read,
             receivers=self._asked_and_here,
+            lane_for=self.topics.lane,
         )
         self.results = Results(
             run=run,
@@ -119,7 +125,7 @@ class Coordinator:
             transport,
             self.topics,
             on_message=self._on_message,
-            on_chunk=self.exchange.on_chunk,
+            on_chunk=self.exchange.heard,
             on_link=self._on_link,
             refuse=self.results.refuse,
             each_tick=self._tick,
@@ -320,7 +326,7 @@ class Coordinator:
             }  # fmt: skip
             self._saved = save_state(state, plan.groups, self.blobs)
             self.store.close_round(self.run, number, self._saved, figures)
-            freed = self.blobs.prune(needed_blobs(plan, self._saved))
+            freed = self.blobs.prune(needed_blobs(plan, self._saved), PARTIAL_KEPT_S)
             log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
             return
         raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `coordinator show {self.run}`")
@@ -403,22 +409,21 @@ class Coordinator:
             opened.readers.setdefault(digest, set()).add(device)
         instance = self.presence[device].hello.instance
         left_s = self.config.deadline_s - (time.monotonic() - opened.opened_at)
-        self._tell(
-            device,
-            Task(
-                instance=instance,
-                epoch=self.inbox.epoch,
-                run=self.run,
-                round=opened.number,
-                kind=opened.kind,
-                seed=self.config.seed,
-                program=variant.digest,
-                groups=groups,
-                blobs=tuple(self.blobs.manifest(digest) for digest in digests),
-                deadline_s=max(1.0, left_s),
-                lr_scale=variant.method.lr_scale(opened.number, self.config.rounds),
-            ),
+        task = Task(
+            instance=instance,
+            epoch=self.inbox.epoch,
+            run=self.run,
+            round=opened.number,
+            kind=opened.kind,
+            seed=self.config.seed,
+            program=variant.digest,
+            groups=groups,
+            blobs=tuple(self.blobs.manifest(digest) for digest in digests),
+            deadline_s=max(1.0, left_s),
+            lr_scale=variant.method.lr_scale(opened.number, self.config.rounds),
         )
+        inline = self.blobs.small(groups.values(), inline_room(task))
+        self._tell(device, msgspec.structs.replace(task, inline=inline))
 
     def _server_step(
         self, plan: Plan, number: int, results: list[ResultRecord]

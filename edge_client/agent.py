@@ -20,7 +20,7 @@ import msgspec
 from edge_client.guard import Exceeded, Guard, Guarded
 from edge_client.runtime import Runtime, Seeds, Stopped, Watch
 from edge_client.vault import Vault
-from fedvit.blobs import BlobStore
+from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.engine import give_back, load_engine
 from fedvit.errors import BadPayload, FedvitError, OverBudget, PeerRefused, StorageFailed
@@ -30,6 +30,7 @@ from fedvit.tensors import Tensors, check_finite, check_tensors, delta, mapped, 
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
+    Apart,
     CoordinatorState,
     DeviceState,
     Done,
@@ -47,6 +48,7 @@ from fedvit.wire.messages import (
     Welcome,
     decode,
     encode,
+    inline_room,
 )
 from fedvit.wire.topics import Topics, check_name
 
@@ -255,13 +257,13 @@ class Agent:
         if self._hello is None:
             for pending in self._pending.values():
                 if pending.resend.due():
-                    self._send(pending.result)
+                    self._send_result(pending.result)
 
     # --- messages -------------------------------------------------------------------------------------
 
     def _on_received(self, topic: str, payload: bytes) -> None:
         if topic not in (self.topics.coordinator_state, self.topics.to_device(self.device)):
-            self.exchange.on_chunk(payload)
+            self.exchange.heard(topic, payload)
             return
         try:
             message = decode(payload)
@@ -285,6 +287,8 @@ class Agent:
                 self._on_want(message)
             case Done():
                 self.exchange.on_done(COORDINATOR, message)
+            case Apart():
+                self.exchange.on_apart(COORDINATOR, message)
             case _:
                 pass  # meant for an earlier process with this id
 
@@ -312,7 +316,7 @@ class Agent:
         self._hello = None
         self._refused_since = None
         for pending in self._pending.values():
-            self._send(pending.result)
+            self._send_result(pending.result)
 
     def _on_refused(self, refused: Refused) -> None:
         if refused.final:
@@ -356,7 +360,7 @@ class Agent:
         if self._job and self._job.key == key:
             return
         if pending := self._pending.get(key):
-            self._send(pending.result)
+            self._send_result(pending.result)
             return
         self._drop_job()
         job = self._job = _Job(task, time.monotonic() + task.deadline_s)
@@ -364,9 +368,25 @@ class Agent:
         log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
         try:
             self.blobs.prune(keep=set(manifests) | self._pinned())
+            job.fetched_bytes += self._keep_inline(task, manifests)
             self._fetch(job, [task.program, *task.groups.values()], manifests)
         except (FedvitError, OSError) as error:
             self._fail(job, error)
+
+    def _keep_inline(self, task: Task, manifests: dict[str, Manifest]) -> int:
+        """Blobs that came inside the message need not be fetched; the answer is how many bytes of them are new.
+
+        Raises BadPayload for one that the task does not describe.
+        """
+        new_bytes = 0
+        for content in task.inline:
+            digest = digest_of(content)
+            if digest not in manifests:
+                raise BadPayload(f"the task brings {len(content)} bytes that it does not describe")
+            if not self.blobs.has(digest):
+                self.blobs.put(content)
+                new_bytes += len(content)
+        return new_bytes
 
     def _fetch(self, job: _Job, digests: list[str], manifests: dict[str, Manifest]) -> None:
         """Get blobs, then what the Program names in turn, then start the work."""
@@ -389,7 +409,8 @@ class Agent:
 
         for digest in sorted(job.missing):
             if job is self._job:
-                self.exchange.fetch(manifests[digest], COORDINATOR, self.topics.broadcast(digest), finished)
+                lane = self.topics.lane(self.device, digest)
+                self.exchange.fetch(manifests[digest], COORDINATOR, self.topics.broadcast(digest), finished, lane)
 
     def _fetched(self, job: _Job, manifests: dict[str, Manifest]) -> None:
         if job.working:
@@ -545,7 +566,7 @@ class Agent:
         if worked.result:
             result = worked.result
             self._pending[job.key] = _Pending(result)
-            self._send(result)
+            self._send_result(result)
             log.info(
                 "task done",
                 extra={"round": result.round, "kind": result.kind, "samples": result.samples, **result.metrics},
@@ -578,7 +599,15 @@ class Agent:
         """QoS 1; what is lost while the link is down is said again after the next welcome."""
         self.transport.publish(self.topics.from_device(self.device), encode(message), qos=1)
 
-    def _tell_blob(self, peer: str, message: Want | Done) -> None:
+    def _send_result(self, result: Result) -> None:
+        """With its upload inside, if that is small."""
+        upload = result.upload
+        if upload and upload.size <= inline_room(result):
+            result = msgspec.structs.replace(result, inline=self.blobs.get(upload.digest))
+        self._send(result)
+
+    def _tell_blob(self, peer: str, message: Want | Done | Apart) -> None:
+        assert not isinstance(message, Apart)  # only the coordinator serves several at once
         self._send(message)
 
     def _upload_topic(self, digest: str) -> str:

@@ -5,14 +5,15 @@ name is ever incomplete or altered: bytes are verified, synced and renamed into 
 """
 
 import contextlib
-import os
+import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 import blake3
 
 from fedvit.errors import BadPayload
-from fedvit.files import atomic_write, make_folder, storage_failed, sync_folder
+from fedvit.files import atomic_write
+from fedvit.partials import MAP, PART, PartialBlob, in_use
 from fedvit.wire.messages import Manifest
 from fedvit.wire.transfer import CHUNK_BYTES
 
@@ -67,56 +68,35 @@ class BlobStore:
         except FileNotFoundError:
             raise BadPayload(f"blob {digest} is not in {self.folder}") from None
 
-    def prune(self, keep: set[str]) -> int:
-        """Delete every blob, also half-received ones, that is not in `keep`; returns how many bytes that freed."""
+    def small(self, digests: Iterable[str], limit_bytes: int) -> tuple[bytes, ...]:
+        """The smallest of some blobs, as many as together have no more than `limit_bytes`; at most 100 of them."""
+        chosen = []
+        by_size = sorted(map(self.manifest, set(digests)), key=lambda manifest: (manifest.size, manifest.digest))
+        for manifest in by_size[:100]:
+            limit_bytes -= manifest.size
+            if limit_bytes < 0:
+                break
+            chosen.append(self.get(manifest.digest))
+        return tuple(chosen)
+
+    def prune(self, keep: set[str], partial_kept_s: float = 0.0) -> int:
+        """Delete every blob, also half-received ones, that is not in `keep`; returns how many bytes that freed.
+
+        Not what is being received into now, nor what was half-received within the last `partial_kept_s` seconds.
+        """
         freed = 0
-        kept = {self.path(digest) for digest in keep}
-        for file in self.folder.glob("*/*"):
-            if file not in kept:
-                with contextlib.suppress(FileNotFoundError):  # another process was faster
-                    size = file.stat().st_size
-                    file.unlink()
-                    freed += size
+        blobs = {self.path(digest) for digest in keep}
+        kept = {path.with_name(path.name + suffix) for path in blobs for suffix in ("", PART, MAP)}
+        for file in set(self.folder.glob("*/*")) - kept:
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                state = file.stat()
+                young = time.time() - state.st_mtime < partial_kept_s
+                if file.suffix in (PART, MAP) and (young or in_use(file.with_suffix(PART))):
+                    continue
+                file.unlink()
+                freed += state.st_size if file.suffix != MAP else 0
         return freed
 
-    def receive(self, manifest: Manifest) -> "PartialBlob":
-        """Begin to receive a blob piece by piece."""
-        return PartialBlob(self, manifest)
-
-
-class PartialBlob:
-    """A blob under construction, in a file beside its final place."""
-
-    def __init__(self, store: BlobStore, manifest: Manifest) -> None:
-        self._final = store.path(manifest.digest)
-        self._manifest = manifest
-        self._path = self._final.with_name(f"{self._final.name}.{os.getpid()}.{id(self):x}.part")
-        try:
-            make_folder(self._path.parent)
-            self._file: BinaryIO = open(self._path, "w+b", buffering=0)  # noqa: SIM115 - closed by commit or abandon
-        except OSError as error:
-            raise storage_failed(f"cannot receive into {self._path}", error) from error
-
-    def write(self, index: int, payload: bytes) -> None:
-        """Keep one chunk. Raises DiskFull when the disk is full."""
-        try:
-            written = 0
-            while written < len(payload):  # on a disk that is almost full a write may be cut
-                written += os.pwrite(self._file.fileno(), payload[written:], index * self._manifest.chunk + written)
-        except OSError as error:
-            raise storage_failed(f"cannot write {len(payload)} bytes to {self._path}", error) from error
-
-    def commit(self) -> None:
-        """Verify the whole and give it its name. Raises BadPayload when the digest is another one."""
-        os.fsync(self._file.fileno())
-        found = digest_of_file(self._path)
-        if found != self._manifest.digest:
-            expected = self._manifest.digest
-            raise BadPayload(f"blob of {self._manifest.size} bytes has digest {found}, expected {expected}")
-        self._file.close()
-        os.replace(self._path, self._final)
-        sync_folder(self._final.parent)
-
-    def abandon(self) -> None:
-        self._file.close()
-        self._path.unlink(missing_ok=True)
+    def receive(self, manifest: Manifest) -> PartialBlob:
+        """Begin to receive a blob piece by piece, or go on with it. Raises StorageFailed."""
+        return PartialBlob(self.path(manifest.digest), manifest)

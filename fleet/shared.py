@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from edge_client.runtime import Evaluated, Runtime, Trained
 from fedvit.blobs import BlobStore, digest_of
+from fedvit.partials import MAP, PART, in_use
 from fedvit.transport.exchange import BlobExchange, Finished
 from fedvit.wire.messages import Manifest
 
@@ -90,7 +91,7 @@ class SharedBlobs:
         self._silent: set[BlobView] = set()  # that have not said yet what they keep
         self._unclaimed: set[Path] = set()
         for file in folder.glob("*/*"):
-            if file.suffix == ".part":  # nobody receives it any more
+            if file.suffix in (PART, MAP):  # nobody receives it any more
                 file.unlink(missing_ok=True)
             else:
                 self._unclaimed.add(file)
@@ -123,7 +124,7 @@ class SharedBlobs:
             if self._unclaimed and not self._silent:
                 files += self._unclaimed - {view.path(digest) for digest in self._keepers}
                 self._unclaimed = set()
-            return sum(map(_delete, files))
+            return sum(_delete(file) + _delete_partial(file) for file in files)
 
 
 class BlobView(BlobStore):
@@ -138,8 +139,16 @@ class BlobView(BlobStore):
         self._shared.hold(self, digest_of(*pieces))
         return super().put(*pieces)
 
-    def prune(self, keep: set[str]) -> int:
+    def prune(self, keep: set[str], partial_kept_s: float = 0.0) -> int:
         return self._shared.keep_only(self, keep)
+
+
+def _delete_partial(final: Path) -> int:
+    part = final.with_name(final.name + PART)
+    if in_use(part):
+        return 0
+    _delete(part.with_suffix(MAP))
+    return _delete(part)
 
 
 def _delete(file: Path) -> int:
@@ -183,11 +192,11 @@ class SharingExchange(BlobExchange):
         self._fetches = fetches
         self._leads: dict[str, str] = {}  # digest -> sender: those that it fetches itself
 
-    def fetch(self, manifest: Manifest, sender: str, topic: str, finished: Finished) -> None:
+    def fetch(self, manifest: Manifest, sender: str, topic: str, finished: Finished, lane: str = "") -> None:
         digest = manifest.digest
         others = self._fetches.waiting.get(digest)
         if others is not None:
-            others.append(_Waiting(self, sender, lambda: self.fetch(manifest, sender, topic, finished)))
+            others.append(_Waiting(self, sender, lambda: self.fetch(manifest, sender, topic, finished, lane)))
             return
 
         def ended(manifest: Manifest, error: Exception | None) -> None:
@@ -198,7 +207,7 @@ class SharingExchange(BlobExchange):
         if not self._blobs.has(digest):
             self._leads[digest] = sender
             self._fetches.waiting[digest] = []
-        super().fetch(manifest, sender, topic, ended)
+        super().fetch(manifest, sender, topic, ended, lane)
 
     def cancel(self, sender: str | None = None) -> None:
         super().cancel(sender)

@@ -7,6 +7,7 @@ amqtt 0.12 leaves open what a fleet needs; `FleetBroker` closes it:
   when its old link is.
 - Every new client is sent what was retained for anybody's subscription, and a subscription that arrives
   during that breaks the new client's session.
+- It reads a CONNECT of MQTT 5 as one of 3.1.1 before it looks at the version, and waits for bytes that never come.
 - It writes out every payload for a debug log that nobody reads: two thirds of its time.
 """
 
@@ -29,6 +30,9 @@ from coordinator.broker import FLEET_USER, PASSWORD_VARIABLE
 LINGER_S = 0.3
 """What the coordinator said last is delivered before the broker ends."""
 TAKE_OVER_S = 5.0
+FIRST_BYTES_S = 10.0
+UNKNOWN_VERSION = b"\x20\x02\x00\x01"
+"""The answer of a broker of 3.1.1 to whoever asks for another version; the client asks again."""
 
 
 class FleetPassword(BaseAuthPlugin):  # type: ignore[misc]
@@ -57,6 +61,34 @@ class _Socket(StreamWriterAdapter):  # type: ignore[misc]
         self._writer.transport.abort()
 
 
+class _Reader(StreamReaderAdapter):  # type: ignore[misc]
+    """A stream whose first bytes were looked at."""
+
+    def __init__(self, reader: asyncio.StreamReader, seen: bytes) -> None:
+        super().__init__(reader)
+        self._seen = seen
+
+    async def read(self, n: int = -1) -> bytes:
+        if not self._seen:
+            data: bytes = await super().read(n)
+            return data
+        seen, self._seen = self._seen[:n], self._seen[n:]
+        return seen if len(seen) == n else seen + await super().read(n - len(seen))
+
+
+async def _first_bytes(reader: asyncio.StreamReader) -> tuple[bytes, int]:
+    """What a client sends first, up to the version of MQTT in its CONNECT; and that version, 0 when it says none."""
+    seen = b""
+    with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+        async with asyncio.timeout(FIRST_BYTES_S):
+            seen += await reader.readexactly(2)
+            while seen[-1] >= 0x80 and len(seen) < 5:
+                seen += await reader.readexactly(1)
+            seen += await reader.readexactly(7)  # the protocol's name with its length, and the version
+            return seen, seen[-1]
+    return seen, 0
+
+
 class FleetBroker(Broker):  # type: ignore[misc]
     """amqtt with keep-alive, take-over and retained messages as MQTT 3.1.1 has them."""
 
@@ -67,7 +99,12 @@ class FleetBroker(Broker):  # type: ignore[misc]
     async def stream_connected(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener_name: str
     ) -> None:
-        await self._client_connected(listener_name, StreamReaderAdapter(reader), _Socket(writer))
+        seen, version = await _first_bytes(reader)
+        if version == 5:
+            writer.write(UNKNOWN_VERSION)
+            writer.close()
+            return
+        await self._client_connected(listener_name, _Reader(reader, seen), _Socket(writer))
 
     async def _handle_client_session(
         self, reader: Any, writer: _Socket, client_session: Any, handler: Any, *rest: Any

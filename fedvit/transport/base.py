@@ -5,8 +5,9 @@ worker threads, becomes an event there. So no program state needs a lock.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class Received(NamedTuple):
@@ -24,6 +25,10 @@ class Disconnected(NamedTuple):
     reason: str
 
 
+class Wake(NamedTuple):
+    """Nothing arrived, but something can go on: the loop comes round to it."""
+
+
 class Will(NamedTuple):
     """What the broker publishes when this side vanishes without a farewell."""
 
@@ -32,8 +37,18 @@ class Will(NamedTuple):
     retain: bool
 
 
+class BulkSink(Protocol):
+    """Who takes bulk messages. Both methods may be called from any thread."""
+
+    def listening(self, topic: str) -> None:
+        """From now on messages on `topic` arrive. Said again when the link was lost: what was under way is gone."""
+
+    def heard(self, topic: str, message: bytes | memoryview) -> None:
+        """A message came; a memoryview is valid during the call only."""
+
+
 class Transport(ABC):
-    """One connection of one program.
+    """One program's way to the broker: one link for control, and one for bulk that exists while bulk moves.
 
     All methods may be called from any thread and never block on the network. `sent_bytes` and
     `received_bytes` count payloads since construction.
@@ -58,6 +73,27 @@ class Transport(ABC):
     @abstractmethod
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
         """Hand a message over. False while the link is down: then nothing was queued."""
+
+    @abstractmethod
+    def listen(self, topic: str, sink: BulkSink) -> None:
+        """Hear the bulk messages on one topic, also after reconnecting.
+
+        They go to the sink, or into the inbox as Received, for the program to pass on.
+        """
+
+    @abstractmethod
+    def stop_listening(self, topic: str) -> None: ...
+
+    @abstractmethod
+    def bulk_up(self) -> bool:
+        """Whether bulk can be sent now; if not, the link for it is brought up, and Wake comes then."""
+
+    @abstractmethod
+    def send_bulk(self, topic: str, messages: Sequence[tuple[bytes, memoryview]]) -> bool:
+        """Hand over messages of head and body, QoS 0; a body must not change before it has left.
+
+        False while the bulk link is down: then nothing was queued.
+        """
 
     @abstractmethod
     def pending_bytes(self) -> int:

@@ -1,4 +1,7 @@
-"""MQTT 3.1.1 through paho, so that every broker will do.
+"""MQTT through paho, so that every broker will do: version 5, and 3.1.1 where a broker does not know it.
+
+Nothing depends on version 5. It tells limits before they are broken, and why something was refused; ids,
+deadlines and acknowledgements are in our own messages. Chunks go through `bulk`.
 
 What paho leaves to its user, and where it is done here:
 
@@ -21,7 +24,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,13 +36,15 @@ from paho.mqtt.client import (
     Client,
     MQTTMessage,
     MQTTMessageInfo,
-    MQTTv311,
 )
-from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
+from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
+from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Transport, Wake, Will
+from fedvit.transport.bulk import BulkLink
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +53,9 @@ MAX_PACKET_BYTES = 1024 * 1024
 INFLIGHT_MESSAGES = 32
 FILTERS_PER_SUBSCRIBE = 8
 """AWS IoT takes no more in one packet."""
+BOTH_VERSIONS = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
+VERSION_S = 5.0
+"""A broker that does not answer to version 5 for so long is asked in 3.1.1."""
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 10.0
 SETTLED_S = 10.0
@@ -138,6 +146,8 @@ class _Link:
 
     def __init__(self, client: Client) -> None:
         self.client = client
+        self.unknown_version = False  # the broker does not speak the one that was tried
+        self.refused = False  # for another reason
         self.answered = False  # the broker said yes: subscriptions may be sent
         self.up = False  # and they are in place: messages may be sent
         self.awaited: set[int] = set()  # subscriptions that the broker has not confirmed
@@ -187,13 +197,24 @@ class MqttTransport(Transport):
         client_id: str,
         *,
         max_packet_bytes: int = MAX_PACKET_BYTES,
+        versions: Sequence[MQTTProtocolVersion] = BOTH_VERSIONS,
     ) -> None:
         super().__init__(inbox)
         self.address = address
         self._client_id = client_id
-        self._max_packet_bytes = max_packet_bytes
+        self._most_packet_bytes = max_packet_bytes
+        self._max_packet_bytes = max_packet_bytes  # or what the broker said, if that is less
+        self._versions = deque(versions)  # the first is tried next
         self._tls = tls_context(address.ca_file) if address.tls else None
         self._will: Will | None = None
+        self._bulk = BulkLink(
+            address,
+            f"{client_id}.b",
+            self._tls,
+            largest_packet=max_packet_bytes,
+            woken=lambda: inbox.put(Wake()),
+            received=self._count_received,
+        )
         self._lock = threading.Lock()
         self._filters: dict[str, int] = {}
         self._link: _Link | None = None
@@ -221,12 +242,7 @@ class MqttTransport(Transport):
             link.client.unsubscribe(topic_filter)
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
-        packet_bytes = len(payload) + len(topic.encode()) + _HEADER_BYTES
-        if packet_bytes > self._max_packet_bytes:
-            raise BadPayload(
-                f"a message of {len(payload)} bytes on {topic} exceeds the limit of "
-                f"{self._max_packet_bytes} bytes per packet"
-            )
+        self._check_size(topic, len(payload))
         link = self._link
         if link is None or not link.up or self._closing.is_set() or not link.publish(topic, payload, qos, retain):
             return False
@@ -234,12 +250,41 @@ class MqttTransport(Transport):
             self.sent_bytes += len(payload)
         return True
 
+    def listen(self, topic: str, sink: BulkSink) -> None:
+        self._bulk.listen(topic, sink)
+
+    def stop_listening(self, topic: str) -> None:
+        self._bulk.stop_listening(topic)
+
+    def bulk_up(self) -> bool:
+        return self._bulk.up()
+
+    def send_bulk(self, topic: str, messages: Sequence[tuple[bytes, memoryview]]) -> bool:
+        sizes = [len(head) + len(body) for head, body in messages]
+        self._check_size(topic, max(sizes, default=0))
+        if not self._bulk.send(topic, messages):
+            return False
+        with self._lock:
+            self.sent_bytes += sum(sizes)
+        return True
+
     def pending_bytes(self) -> int:
         link = self._link
-        return 0 if link is None else link.pending_bytes()
+        return self._bulk.pending_bytes() + (0 if link is None else link.pending_bytes())
+
+    def _check_size(self, topic: str, size: int) -> None:
+        if size + len(topic.encode()) + _HEADER_BYTES > self._max_packet_bytes:
+            raise BadPayload(
+                f"a message of {size} bytes on {topic} exceeds the limit of {self._max_packet_bytes} bytes per packet"
+            )
+
+    def _count_received(self, size: int) -> None:
+        with self._lock:
+            self.received_bytes += size
 
     def close(self) -> None:
         self._closing.set()
+        self._bulk.close()
         if self._thread is None:
             return
         deadline = time.monotonic() + FAREWELL_S
@@ -261,6 +306,8 @@ class MqttTransport(Transport):
         while not self._closing.is_set():
             began = time.monotonic()
             reason = self._connection()
+            if reason is None:
+                continue
             if self._closing.is_set():
                 return
             self.inbox.put(Disconnected(reason))
@@ -271,32 +318,44 @@ class MqttTransport(Transport):
             failures += 1
             self._closing.wait(delay_s)
 
-    def _connection(self) -> str:
-        """Connect and serve the link until it ends; the answer is why it did."""
-        link = _Link(self._new_client())
+    def _connection(self) -> str | None:
+        """Connect and serve the link until it ends; the answer is why it did, None to try another version at once."""
+        version = self._versions[0]
+        v5 = version == MQTTProtocolVersion.MQTTv5 and len(self._versions) > 1
+        link = _Link(self._new_client(version))
         self._link = link
+        connected = False
         try:
             link.client.reconnect()
+            connected = True
             ended = MQTT_ERR_SUCCESS
             if not self._closing.is_set():
-                while ended == MQTT_ERR_SUCCESS:
+                patience = time.monotonic() + VERSION_S
+                while ended == MQTT_ERR_SUCCESS and not link.unknown_version:
                     ended = link.client.loop(1.0)
+                    # some brokers of 3.1.1 wait for the rest of a CONNECT that they misread
+                    link.unknown_version |= v5 and not link.answered and time.monotonic() > patience
         except (OSError, ValueError) as error:
             return f"{self.address}: {in_words(error)}"
         except Exception as error:
             log.exception("MQTT link failed", extra={"broker": str(self.address)})
             return f"{self.address}: {in_words(error)}"
         finally:
+            if connected and not link.answered and not link.refused:
+                self._versions.rotate()  # some brokers close without a word instead
             link.up = link.answered = False
             self._link = None
+        if link.unknown_version and self._versions[0] != version:
+            return None
         return link.ended or f"{self.address}: connection lost"
 
-    def _new_client(self) -> Client:
+    def _new_client(self, version: MQTTProtocolVersion) -> Client:
         client = Client(
             CallbackAPIVersion.VERSION2,
             self._client_id,
-            clean_session=True,
-            protocol=MQTTv311,
+            # version 5 begins without a session of itself, as each client here connects once
+            clean_session=None if version == MQTTProtocolVersion.MQTTv5 else True,
+            protocol=version,
             reconnect_on_failure=False,
         )
         if self.address.user is not None:
@@ -310,6 +369,7 @@ class MqttTransport(Transport):
         client.on_connect = _never_raises(self._on_connect)
         client.on_disconnect = _never_raises(self._on_disconnect)
         client.on_subscribe = _never_raises(self._on_subscribe)
+        client.on_publish = _never_raises(self._on_publish)
         client.on_message = _never_raises(self._on_message)
         # without it publish() writes to the socket from the caller's thread, into this thread's half-sent packet
         client.on_socket_register_write = lambda *_: None
@@ -320,20 +380,26 @@ class MqttTransport(Transport):
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _on_connect(
-        self, client: Client, userdata: object, flags: object, reason: ReasonCode, properties: object
+        self, client: Client, userdata: object, flags: object, reason: ReasonCode, properties: Properties | None
     ) -> None:
         link = self._link
         if link is None:
             return
         if reason.is_failure:
+            link.unknown_version = reason.getName() == "Unsupported protocol version"
+            link.refused = not link.unknown_version
             words = "not authorised" if reason.getName() == "Not authorized" else reason.getName().lower()
             link.ended = f"broker refused: {words}"
             return
+        said = getattr(properties, "MaximumPacketSize", self._most_packet_bytes)
+        self._max_packet_bytes = min(said, self._most_packet_bytes)
         with self._lock:
             link.answered = True
-            filters = list(self._filters.items())
+            filters = [(topic_filter, SubscribeOptions(qos)) for topic_filter, qos in self._filters.items()]
         for first in range(0, len(filters), FILTERS_PER_SUBSCRIBE):
-            _, packet_id = client.subscribe(filters[first : first + FILTERS_PER_SUBSCRIBE])
+            some = filters[first : first + FILTERS_PER_SUBSCRIBE]
+            v5 = self._versions[0] == MQTTProtocolVersion.MQTTv5
+            _, packet_id = client.subscribe(some if v5 else [(topic, options.QoS) for topic, options in some])
             if packet_id is not None:
                 link.awaited.add(packet_id)
         self._up_if_subscribed(link)
@@ -346,6 +412,12 @@ class MqttTransport(Transport):
         if (link := self._link) is not None:
             link.awaited.discard(packet_id)
             self._up_if_subscribed(link)
+
+    def _on_publish(
+        self, client: Client, userdata: object, packet_id: int, reason: ReasonCode, properties: object
+    ) -> None:
+        if reason.is_failure:
+            log.warning("the broker refused a message", extra={"reason": reason.getName().lower()})
 
     def _up_if_subscribed(self, link: _Link) -> None:
         if not link.up and not link.awaited and not self._closing.is_set():
@@ -361,6 +433,8 @@ class MqttTransport(Transport):
         if link is not None and link.ended is None:
             if reason.getName() == "Keep alive timeout":
                 link.ended = f"{self.address}: the broker stopped answering"
+            elif reason.is_failure and reason.getName() != "Unspecified error":
+                link.ended = f"{self.address}: {reason.getName().lower()}"
             elif not link.answered:
                 link.ended = f"{self.address}: closed without an MQTT answer"
 
@@ -368,7 +442,7 @@ class MqttTransport(Transport):
         link = self._link
         if link is None or self._closing.is_set():
             return
-        self.received_bytes += len(message.payload)
+        self._count_received(len(message.payload))
         received = Received(message.topic, bytes(message.payload))
         if link.up:
             self.inbox.put(received)

@@ -18,7 +18,7 @@ from collections import deque
 from queue import SimpleQueue
 
 from paho.mqtt.client import MQTT_ERR_SUCCESS, Client
-from paho.mqtt.enums import MQTTErrorCode
+from paho.mqtt.enums import MQTTErrorCode, MQTTProtocolVersion
 
 from fedvit.transport.base import Disconnected, Will
 from fedvit.transport.mqtt import (
@@ -172,7 +172,7 @@ class MqttLoop:
             self._forget(transport)
             return
         transport.began = time.monotonic()
-        link = transport._link = _Link(transport._new_client())
+        link = transport._link = _Link(transport._new_client(transport._versions[0]))
         link.client.on_socket_register_write = lambda *_: self.look_after(transport)
         link.client.on_socket_close = lambda _client, _data, closing: self._unregister(closing)
         try:
@@ -229,7 +229,7 @@ class SharedMqttTransport(MqttTransport):
     """One link of many on a `MqttLoop`, which is closed after them."""
 
     def __init__(self, inbox: SimpleQueue[object], address: Address, client_id: str, loop: MqttLoop) -> None:
-        super().__init__(inbox, address, client_id)
+        super().__init__(inbox, address, client_id, versions=(MQTTProtocolVersion.MQTTv311,))
         self.waits = False  # for its next try to connect
         self.failures = 0
         self.began = 0.0
@@ -249,6 +249,7 @@ class SharedMqttTransport(MqttTransport):
         if self._closed_at is None:
             self._closed_at = time.monotonic()
             self._closing.set()
+            self._bulk.close()
             self._loop.look_after(self)
             if self._loop.has(self) and not self.gone.wait(self._loop.farewell_s):
                 self._loop.farewell_s = 0.0

@@ -15,6 +15,10 @@ from fedvit.resources import BudgetKind, DeviceProfile, ResourceUse
 
 WIRE_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
+INLINE_BYTES = 48 * 1024
+"""So much of blobs may travel inside a message, all of them together."""
+_INLINE_HEADS_BYTES = 1024
+"""For the lengths of that many blobs."""
 
 TaskKind = Literal["train", "evaluate"]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -89,6 +93,7 @@ class Result(Message, frozen=True, tag="result"):
     metrics: dict[str, float]
     use: ResourceUse
     upload: Manifest | None = None  # what the roles send back; fetched by the coordinator
+    inline: bytes = b""  # the upload itself, when it is small: then nothing is fetched
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -135,6 +140,7 @@ class Task(Message, frozen=True, tag="task"):
     blobs: tuple[Manifest, ...]  # of every digest that the task may need
     deadline_s: float
     lr_scale: float = 1.0  # the schedule's factor for this round
+    inline: tuple[bytes, ...] = ()  # small blobs of this round themselves: they need not be fetched
 
 
 class ResultAck(Message, frozen=True, tag="ack"):
@@ -164,6 +170,7 @@ class Want(Message, frozen=True, tag="want"):
     missing: tuple[tuple[int, int], ...]  # (first chunk, count), lowest first; may be cut, see transfer.py
     last_seq: int = 0  # highest send number seen; chunks sent before it that are still missing were lost
     stalled: bool = False  # nothing arrived for a while: what was under way is lost too
+    apart: bool = False  # the receiver left the others, as it was asked to, and hears a topic of its own
 
 
 class Done(Message, frozen=True, tag="done"):
@@ -172,8 +179,14 @@ class Done(Message, frozen=True, tag="done"):
     digest: str
 
 
+class Apart(Message, frozen=True, tag="apart"):
+    """To a receiver that holds up the others: leave their topic; the rest comes on one of your own."""
+
+    digest: str
+
+
 FromDevice = Hello | Progress | Result | Failed | Want | Done | DeviceState
-FromCoordinator = Welcome | Refused | Task | ResultAck | RunEnded | Want | Done | CoordinatorState
+FromCoordinator = Welcome | Refused | Task | ResultAck | RunEnded | Want | Done | Apart | CoordinatorState
 AnyMessage = FromDevice | FromCoordinator
 
 _encoder = msgspec.msgpack.Encoder()
@@ -187,6 +200,11 @@ def encode(message: AnyMessage) -> bytes:
         kind = type(message).__name__
         raise BadPayload(f"a {kind} message of {len(raw)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes")
     return raw
+
+
+def inline_room(message: AnyMessage) -> int:
+    """How many bytes of blobs may travel inside a message that holds none yet."""
+    return max(0, min(INLINE_BYTES, MAX_MESSAGE_BYTES - len(encode(message)) - _INLINE_HEADS_BYTES))
 
 
 def decode(raw: bytes) -> AnyMessage:

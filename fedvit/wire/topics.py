@@ -3,6 +3,7 @@
     fl1/F/srv/st           coordinator's state, retained and last will
     fl1/F/all/b/BLOB       chunks for everybody who subscribed
     fl1/F/d/DEV/dn/ctl     control to one device
+    fl1/F/d/DEV/dn/b/BLOB  chunks for a device that could not keep up with the others
     fl1/F/d/DEV/up/ctl     control from one device
     fl1/F/d/DEV/up/b/BLOB  chunks from one device
     fl1/F/d/DEV/st         the device's last will
@@ -46,6 +47,9 @@ class Topics(NamedTuple):
 
     def to_device(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/dn/ctl"
+
+    def lane(self, device: str, digest: str) -> str:
+        return f"{ROOT}/{self.federation}/d/{device}/dn/b/{blob_level(digest)}"
 
     def from_device(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/up/ctl"

@@ -183,3 +183,26 @@ def rounds_command(
             progress=display.line,
         )
     _print(report, rounds_table, as_json)
+
+
+@bench_command.command("wire")
+@click.option(
+    "--broker",
+    "brokers",
+    multiple=True,
+    type=click.Choice(["mosquitto", "embedded"]),
+    default=("mosquitto", "embedded"),
+    help="Only this broker. Repeatable.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=5, help="Times that each way is measured, in turn.")
+@_json_flag
+@click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON object to this file.")
+def wire_command(brokers: tuple[str, ...], rounds: int, as_json: bool, out: Path | None) -> None:
+    """Compare how blobs move with plain TCP, gRPC, and one message per model over the same broker."""
+    from fleet.bench.wire import run_wire_bench, wire_table
+
+    with choose_display() as display:
+        report = run_wire_bench(brokers, rounds=rounds, progress=display.line)
+    content = _print(report, wire_table, as_json)
+    if out:
+        atomic_write(out, content + b"\n")

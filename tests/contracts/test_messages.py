@@ -25,6 +25,7 @@ from fedvit.wire.messages import (
     MAX_MESSAGE_BYTES,
     WIRE_VERSION,
     AnyMessage,
+    Apart,
     CoordinatorState,
     DeviceState,
     Done,
@@ -132,6 +133,7 @@ EXAMPLES: dict[str, AnyMessage] = {
             broke=("time", "memory"),
         ),
     ),
+    "result-3": Result("run-1", 7, "train", 120, {"loss": 0.25}, ResourceUse(train_s=1.5), MANIFEST, b"tensors"),
     "failed": Failed("run-1", 7, "evaluate", "no memory"),
     "failed-2": Failed("run-1", 7, "train", "over budget", "memory", ResourceUse(train_s=1.5, peak_rss_bytes=2**28)),
     "welcome": Welcome("8f14e45fceea167a", 281_474_976_710_656, "waiting for devices: 1 of 3 are here"),
@@ -149,9 +151,25 @@ EXAMPLES: dict[str, AnyMessage] = {
         600.0,
         0.5,
     ),
+    "task-3": Task(
+        "8f14e45fceea167a",
+        281_474_976_710_656,
+        "run-1",
+        7,
+        "train",
+        2**31 - 1,
+        DIGEST,
+        {"prompts": DIGEST},
+        (MANIFEST,),
+        600.0,
+        1.0,
+        (b"tensors", b"more tensors"),
+    ),
     "ack": ResultAck("run-1", 7, "train", accepted=False, reason="late"),
     "ended": RunEnded("run-1", "finished"),
     "want": Want(DIGEST, ((0, 3), (7, 1)), 12, True),
+    "want-2": Want(DIGEST, ((0, 3),), 0, False, True),
+    "apart": Apart(DIGEST),
     "done": Done(DIGEST),
 }
 """File name -> message. A second example of one type is named after it: `task-2`."""
@@ -245,6 +263,8 @@ def values_of(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             return st.floats(allow_nan=False)
         case msgspec.inspect.StrType():
             return st.text(max_size=30)
+        case msgspec.inspect.BytesType():
+            return st.binary(max_size=30)
         case msgspec.inspect.NoneType():
             return st.none()
         case msgspec.inspect.LiteralType(values=allowed):

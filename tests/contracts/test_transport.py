@@ -1,9 +1,12 @@
 """What every transport promises: one suite over memory, embedded amqtt and mosquitto."""
 
+import contextlib
 import re
 import socket
 import ssl
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -16,11 +19,28 @@ from paho.mqtt.enums import CallbackAPIVersion
 from coordinator.broker.mosquitto import configuration, find_mosquitto
 from coordinator.broker.process import Broker, claim_port
 from fedvit.errors import BadPayload, ConfigError
+from fedvit.transport import bulk
 from fedvit.transport.base import Connected, Disconnected, Received, Will
 from fedvit.transport.mqtt import Address, MqttTransport
+from tests.brokers import mosquitto
+from tests.contracts.conftest import make_world, wait_until
 
 if TYPE_CHECKING:
     from tests.contracts.conftest import MqttWorld, World
+
+
+@pytest.fixture(scope="module", params=["memory", "embedded", "mosquitto", "mosquitto-3.1.1"])
+def any_world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    world = make_world(request.param, tmp_path_factory.mktemp("broker"))
+    yield world
+    world.stop()
+
+
+@pytest.fixture(scope="module", params=["embedded", "mosquitto", "mosquitto-3.1.1"])
+def any_mqtt_world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    world = make_world(request.param, tmp_path_factory.mktemp("broker"))
+    yield world
+    world.stop()
 
 
 # --- every transport ----------------------------------------------------------------------------------
@@ -178,6 +198,78 @@ def test_a_message_that_no_broker_would_take_is_refused_here(world: "World") -> 
     assert client.messages(1) == [(p + "a", largest)]
 
 
+class Sink:
+    """What the transport says of bulk, in order; a message as bytes, as its view is valid during the call only."""
+
+    def __init__(self) -> None:
+        self.said: SimpleQueue[Any] = SimpleQueue()
+
+    def listening(self, topic: str) -> None:
+        self.said.put(topic)
+
+    def heard(self, topic: str, message: bytes | memoryview) -> None:
+        self.said.put((topic, bytes(message)))
+
+
+def next_bulk(client: Any, sink: Sink) -> Any:
+    """From the sink, or from the inbox where the transport has no thread of its own."""
+    for _ in range(3000):
+        if not sink.said.empty():
+            return sink.said.get()
+        with contextlib.suppress(Empty):
+            event = client.transport.inbox.get(timeout=0.01)
+            if isinstance(event, Received):
+                return tuple(event)
+    raise AssertionError("no bulk came")
+
+
+def bring_bulk_up(client: Any) -> None:
+    for _ in range(3000):
+        if client.transport.bulk_up():
+            return
+        time.sleep(0.01)
+    raise AssertionError("the bulk link did not come up")
+
+
+def test_bulk_arrives_in_order_and_as_it_was_sent(world: "World") -> None:
+    topic = world.prefix + "bulk"
+    speaker, listener, sink = world.client("speaker"), world.client("listener"), Sink()
+    listener.transport.listen(topic, sink)
+    assert next_bulk(listener, sink) == topic
+    bring_bulk_up(speaker)
+    bodies = [bytes([number]) * size for number, size in enumerate((0, 1, 126_976, 200, 500_000, 126_976) * 5)]
+    for body in bodies:
+        assert speaker.transport.send_bulk(topic, [(b"head", memoryview(body)), (b"", memoryview(b"tail"))])
+    got = [next_bulk(listener, sink) for _ in range(2 * len(bodies))]
+    assert got == [(topic, part) for body in bodies for part in (b"head" + body, b"tail")]
+    sent = sum(8 + len(body) for body in bodies)
+    assert (speaker.transport.sent_bytes, listener.transport.received_bytes) == (sent, sent)
+    while speaker.transport.pending_bytes():
+        pass
+
+
+def test_bulk_that_nobody_listens_to_any_more_does_not_come(world: "World") -> None:
+    p = world.prefix
+    speaker, listener, sink = world.client("speaker"), world.client("listener"), Sink()
+    for topic in ("a", "b"):
+        listener.transport.listen(p + topic, sink)
+        assert next_bulk(listener, sink) == p + topic
+    bring_bulk_up(speaker)
+    listener.transport.stop_listening(p + "a")
+    listener.transport.listen(p + "c", sink)
+    assert next_bulk(listener, sink) == p + "c"
+    for topic in ("a", "b"):
+        assert speaker.transport.send_bulk(p + topic, [(b"x", memoryview(b"y"))])
+    assert next_bulk(listener, sink) == (p + "b", b"xy")
+
+
+def test_bulk_that_no_broker_would_take_is_refused_here(world: "World") -> None:
+    client = world.client("client")
+    bring_bulk_up(client)
+    with pytest.raises(BadPayload, match="1048576 bytes per packet"):
+        client.transport.send_bulk(world.prefix + "a", [(b"head", memoryview(bytes(1024 * 1024)))])
+
+
 # --- MQTT ---------------------------------------------------------------------------------------------
 
 
@@ -235,6 +327,43 @@ def test_clients_may_arrive_while_others_are_sent_retained_messages(mqtt_world: 
             got = transport.inbox.get(timeout=30)
             assert got in wanted
             missing.discard(got)
+
+
+def test_bulk_comes_back_when_the_broker_does(mqtt_world: "MqttWorld") -> None:
+    topic = mqtt_world.prefix + "bulk"
+    speaker, listener, sink = mqtt_world.client("speaker"), mqtt_world.client("listener"), Sink()
+    listener.transport.listen(topic, sink)
+    assert next_bulk(listener, sink) == topic
+    bring_bulk_up(speaker)
+    mqtt_world.kill_broker()
+    wait_until(lambda: not speaker.transport.bulk_up())
+    assert not speaker.transport.send_bulk(topic, [(b"lost", memoryview(b""))])
+    mqtt_world.bring_broker_back()
+    assert next_bulk(listener, sink) == topic  # said again, so that what was lost is asked for
+    bring_bulk_up(speaker)
+    assert speaker.transport.send_bulk(topic, [(b"found", memoryview(b""))])
+    assert next_bulk(listener, sink) == (topic, b"found")
+
+
+def test_the_bulk_link_exists_while_bulk_moves(mqtt_world: "MqttWorld", monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that waits holds one connection."""
+    monkeypatch.setattr(bulk, "IDLE_S", 0.2)
+    topic = mqtt_world.prefix + "bulk"
+    transport, sink = mqtt_world.client("client").transport, Sink()
+    assert isinstance(transport, MqttTransport)
+
+    def threads() -> list[str]:
+        return [
+            thread.name for thread in threading.enumerate() if thread.name.startswith("bulk-" + mqtt_world.prefix[:-1])
+        ]
+
+    assert threads() == []
+    for _ in range(2):
+        transport.listen(topic, sink)
+        assert sink.said.get(timeout=30) == topic
+        assert len(threads()) == 1
+        transport.stop_listening(topic)
+        wait_until(lambda: threads() == [])
 
 
 def test_an_inbox_that_fails_does_not_end_the_link(mqtt_world: "MqttWorld") -> None:
@@ -324,6 +453,20 @@ def test_an_address_never_shows_its_password() -> None:
     with pytest.raises(ConfigError) as refused:
         Address.parse("mqtt://u:secret@h:99999")
     assert "secret" not in str(refused.value)
+
+
+def test_a_broker_that_takes_less_says_so_before_anything_is_sent(tmp_path: Path) -> None:
+    """In version 5; in 3.1.1 the broker would end the link for it, again and again."""
+    with mosquitto(tmp_path, "max_packet_size 20000") as broker:
+        inbox: SimpleQueue[Any] = SimpleQueue()
+        transport = MqttTransport(inbox, broker.address, "client")
+        transport.open()
+        assert isinstance(inbox.get(timeout=30), Connected)
+        with pytest.raises(BadPayload, match=r"a message of 30000 bytes on a exceeds the limit of 20000 bytes"):
+            transport.publish("a", bytes(30_000))
+        with pytest.raises(BadPayload, match="limit of 20000 bytes"):
+            transport.send_bulk("a", [(b"", memoryview(bytes(30_000)))])
+        transport.close()
 
 
 # --- TLS ----------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ class Server:
             return
         if "/up/b/" in event.topic:
             self.chunks.append(event.topic)
-            self.exchange.on_chunk(event.payload)
+            self.exchange.heard(event.topic, event.payload)
             return
         message: Any = decode(event.payload)
         if isinstance(message, Failed) and message.run == "mark":

@@ -101,7 +101,7 @@ class Stage:
         for name in ("a", "b"):
             while not self.inboxes[name].empty():
                 if isinstance(event := self.inboxes[name].get(), Received):
-                    self.exchanges[name].on_chunk(event.payload)
+                    self.exchanges[name].heard(event.topic, event.payload)
 
     def asked(self) -> list[str]:
         return [name for name, message in self.said if isinstance(message, Want)]

@@ -1,0 +1,210 @@
+"""Blobs under construction: files that a killed process, or one after a power cut, goes on with.
+
+Beside a blob's final place lie `HASH.part`, its bytes, and `HASH.map`, which of them are here. The map is
+shared memory, so that a process may end at any moment: what it noted stands. After a power cut the kernel may
+have written the map and not the bytes, so there only chunks count that were on disk before they were noted
+as such; which case it is, the boot's own name tells.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import blake3
+
+from fedvit.errors import BadPayload
+from fedvit.files import make_folder, storage_failed, sync_folder
+from fedvit.wire.messages import Manifest
+
+SYNC_BYTES = 4 * 1024 * 1024
+"""A power cut costs no more than what came since so much was synced."""
+PART, MAP = ".part", ".map"
+_HEADER = struct.Struct(">4sIQ36s")  # magic, chunk, size, boot; then one byte a chunk: here, and again: on disk
+_MAGIC = b"fvm1"
+_syncer = ThreadPoolExecutor(1, thread_name_prefix="blob-sync")  # its thread starts with the first big blob
+
+
+def boot_id() -> bytes:
+    """The name of this boot; empty where the system has none, as if each start came after a power cut."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:36]
+    except OSError:
+        return b""
+
+
+class PartialBlob:
+    """One blob on its way in. A second receiver of the same folder gets a file of its own, which does not outlive it.
+
+    Raises StorageFailed when the folder cannot be written.
+    """
+
+    def __init__(self, final: Path, manifest: Manifest) -> None:
+        self._final = final
+        self._manifest = manifest
+        try:
+            make_folder(final.parent)
+            self._open()
+        except OSError as error:
+            raise storage_failed(f"cannot receive into {final}", error) from error
+        self._hasher = blake3.blake3()
+        self._hashed = 0  # chunks from the first that went through the hasher as they came
+        self._unsynced_bytes = 0
+        self._sync: Future[None] | None = None
+
+    @property
+    def have(self) -> bytes:
+        """One byte for each chunk: whether it is here."""
+        return self._map[_HEADER.size : _HEADER.size + self._manifest.chunks]
+
+    def write(self, index: int, payload: bytes | memoryview) -> None:
+        """Keep one chunk. Raises DiskFull when the disk is full."""
+        start = index * self._manifest.chunk
+        try:
+            written = os.pwrite(self._file, payload, start)
+            while written < len(payload):  # on a disk that is almost full a write may be cut
+                written += os.pwrite(self._file, payload[written:], start + written)
+        except OSError as error:
+            raise storage_failed(f"cannot write {len(payload)} bytes to {self._path}", error) from error
+        if index == self._hashed:
+            self._hasher.update(payload)
+            self._hashed += 1
+        elif index < self._hashed:
+            self._hash_again()
+        self._map[_HEADER.size + index] = 1
+        self._unsynced_bytes += len(payload)
+        if self._unsynced_bytes >= SYNC_BYTES and (self._sync is None or self._sync.done()):
+            self._unsynced_bytes = 0
+            self._sync = _syncer.submit(self._note_synced)
+
+    def restart(self) -> None:
+        """Nothing of it can be trusted: all chunks are missing again."""
+        self._await_sync()
+        self._map[_HEADER.size :] = bytes(len(self._map) - _HEADER.size)
+        self._hash_again()
+
+    def commit(self) -> None:
+        """Verify the whole and give it its name. Raises BadPayload when the digest is another one."""
+        self._await_sync()
+        os.fsync(self._file)
+        found = self._digest()
+        expected = self._manifest.digest
+        if found != expected:
+            raise BadPayload(f"blob of {self._manifest.size} bytes has digest {found}, expected {expected}")
+        os.replace(self._path, self._final)
+        self._map_path.unlink(missing_ok=True)
+        sync_folder(self._final.parent)
+        self._close()
+
+    def abandon(self) -> None:
+        """It will not be wanted again."""
+        for path in (self._path, self._map_path):
+            path.unlink(missing_ok=True)
+        self._close()
+
+    def leave(self) -> None:
+        """Stop for now; whoever receives this blob next goes on from here."""
+        if self._private or not any(self.have):
+            self.abandon()
+        else:
+            self._close()
+
+    # --- files ----------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._path, self._private = self._final.with_name(self._final.name + PART), False
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        if not _lock(self._file, self._path):
+            os.close(self._file)
+            name = f"{self._final.name}.{os.getpid()}.{id(self):x}{PART}"
+            self._path, self._private = self._final.with_name(name), True
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            _lock(self._file, self._path)
+        self._map_path = self._path.with_suffix(MAP)
+        try:
+            self._map = self._opened_map()
+        except OSError:
+            os.close(self._file)
+            raise
+
+    def _opened_map(self) -> mmap.mmap:
+        """The map of an earlier attempt, if it is of this blob and can be trusted; else one without chunks."""
+        chunks, boot = self._manifest.chunks, boot_id()
+        head = _HEADER.pack(_MAGIC, self._manifest.chunk, self._manifest.size, boot)
+        handle = os.open(self._map_path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            old = os.pread(handle, _HEADER.size + 2 * chunks, 0)
+            here = synced = bytes(chunks)
+            if (
+                len(old) == len(head) + 2 * chunks
+                and old[: len(head) - 36] == head[:-36]
+                and os.fstat(self._file).st_size
+            ):
+                here, synced = old[len(head) : len(head) + chunks], old[len(head) + chunks :]
+                if not boot or old[len(head) - 36 : len(head)] != boot.ljust(36, b"\0"):
+                    here = synced
+            os.pwrite(handle, head + here + synced, 0)  # written, so that no page is missing on a full disk
+            os.ftruncate(handle, len(head) + 2 * chunks)
+            if not any(here):
+                os.ftruncate(self._file, 0)
+            return mmap.mmap(handle, _HEADER.size + 2 * chunks)
+        finally:
+            os.close(handle)
+
+    def _note_synced(self) -> None:
+        """In the syncing thread: what is here now is on disk after this."""
+        here = self.have
+        with contextlib.suppress(OSError):  # commit meets it again, and says so
+            os.fdatasync(self._file)
+            self._map[_HEADER.size + len(here) :] = here
+
+    def _await_sync(self) -> None:
+        if self._sync is not None:
+            self._sync.result()
+            self._sync = None
+
+    def _close(self) -> None:
+        self._await_sync()
+        self._map.close()
+        os.close(self._file)
+
+    # --- digest ---------------------------------------------------------------------------------------
+
+    def _digest(self) -> str:
+        """Of all that is in the file; chunks that came in order were hashed while they were at hand."""
+        rest = self._hashed * self._manifest.chunk
+        hasher = self._hasher.copy()
+        if rest < os.fstat(self._file).st_size:
+            with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as content:
+                view = memoryview(content)[rest:]
+                hasher.update(view)
+                view.release()
+        return f"blake3:{hasher.hexdigest()}"
+
+    def _hash_again(self) -> None:
+        self._hasher = blake3.blake3()
+        self._hashed = 0
+
+
+def _lock(handle: int, path: Path) -> bool:
+    """Whether the file is ours alone, and still the one that has this name."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(handle).st_ino == path.stat().st_ino
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def in_use(path: Path) -> bool:
+    """Whether somebody receives into this `.part` file now."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not _lock(handle, path)
+    finally:
+        os.close(handle)

@@ -1,0 +1,343 @@
+"""A second connection to the broker, for blobs' chunks alone: QoS 0, MQTT 3.1.1, without copies.
+
+paho copies each payload two to four times, which is most of what a chunk costs; here chunks go from a mapped
+file to the socket, and from one buffer into a file (docs/decisions/0013). With bulk on a connection of its own,
+control messages never wait behind it. It is opened when the first blob moves, and closed when none has moved
+for a while. Nothing is promised but order: what is lost is asked for again.
+"""
+
+import collections
+import contextlib
+import itertools
+import logging
+import random
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from fedvit.errors import BadPayload
+from fedvit.transport import packets
+from fedvit.transport.base import BulkSink
+
+if TYPE_CHECKING:
+    from fedvit.transport.mqtt import Address
+
+log = logging.getLogger(__name__)
+
+KEEPALIVE_S = 30
+CONNECT_S = 10.0
+IDLE_S = 30.0
+"""So long after the last chunk the connection is closed."""
+FIRST_RETRY_S = 0.25
+LAST_RETRY_S = 10.0
+SETTLED_S = 10.0
+READ_BYTES = 256 * 1024
+"""Read at once: more falls out of a small processor's cache before it is written to the file."""
+PIECES = 32
+"""Buffers in one call of sendmsg; a chunk is two."""
+READS_IN_TURN = 8
+
+
+class _Gone(Exception):
+    """The connection is over; why, in words."""
+
+
+class BulkLink:
+    """Publishes and hears chunks on a connection that comes and goes with them.
+
+    `woken` is called, in the link's thread, when the connection is up; `received` with the size of what came.
+    """
+
+    def __init__(
+        self,
+        address: "Address",
+        client_id: str,
+        tls: ssl.SSLContext | None,
+        *,
+        largest_packet: int,
+        woken: Callable[[], None],
+        received: Callable[[int], None],
+    ) -> None:
+        self._address = address
+        self._client_id = client_id
+        self._tls = tls
+        self._largest_packet = largest_packet
+        self._woken = woken
+        self._received = received
+        self._lock = threading.Lock()
+        self._sinks: dict[str, BulkSink] = {}
+        self._by_name: dict[bytes, tuple[str, BulkSink]] = {}
+        self._out: collections.deque[bytes | memoryview] = collections.deque()
+        self._out_bytes = 0
+        self._packet_ids = itertools.cycle(range(1, 0x10000))
+        self._asked: dict[int, str] = {}  # packet id -> topic of a subscription that is not confirmed
+        self._up = False
+        self._used_at = 0.0
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._asleep = False
+        self._waker: socket.socket | None = None
+
+    # --- from any thread ------------------------------------------------------------------------------
+
+    def listen(self, topic: str, sink: BulkSink) -> None:
+        with self._lock:
+            self._sinks[topic] = sink
+            self._by_name[topic.encode()] = topic, sink
+            self._begin()
+            if self._up:
+                self._ask(topic)
+        self._wake()
+
+    def stop_listening(self, topic: str) -> None:
+        with self._lock:
+            self._used_at = time.monotonic()
+            if self._sinks.pop(topic, None) is None:
+                return
+            del self._by_name[topic.encode()]
+            if self._up:
+                self._append(packets.unsubscribe(next(self._packet_ids), topic))
+        self._wake()
+
+    def up(self) -> bool:
+        """Whether chunks can be sent now; begins to connect if not."""
+        with self._lock:
+            self._begin()
+            return self._up
+
+    def send(self, topic: str, messages: Sequence[tuple[bytes, memoryview]]) -> bool:
+        """Queue messages of head and body; False while the link is down."""
+        with self._lock:
+            if not self._up:
+                return False
+            for head, body in messages:
+                self._append(packets.publish_head(topic, len(head) + len(body)) + head)
+                self._append(body)
+        self._wake()
+        return True
+
+    def pending_bytes(self) -> int:
+        return self._out_bytes
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._lock:
+            thread = self._thread
+        self._wake(always=True)
+        if thread is not None:
+            thread.join(1.0)
+
+    def _begin(self) -> None:
+        """With the lock held: there is a connection, or one is being made."""
+        self._used_at = time.monotonic()
+        if self._thread is None and not self._closing.is_set():
+            self._thread = threading.Thread(target=self._run, name=f"bulk-{self._client_id}", daemon=True)
+            self._thread.start()
+
+    def _append(self, piece: bytes | memoryview) -> None:
+        self._out.append(piece)
+        self._out_bytes += len(piece)
+
+    def _ask(self, topic: str) -> None:
+        number = next(self._packet_ids)
+        self._asked[number] = topic
+        self._append(packets.subscribe(number, topic))
+
+    def _wake(self, *, always: bool = False) -> None:
+        waker = self._waker
+        if waker is not None and (self._asleep or always):
+            self._asleep = False
+            with contextlib.suppress(OSError):  # it is awake, or over
+                waker.send(b"\0")
+
+    # --- the link's thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._closing.is_set():
+            began = time.monotonic()
+            reason = self._connection()
+            with self._lock:
+                self._up = False
+                self._out.clear()
+                self._out_bytes = 0
+                self._asked.clear()
+                if self._closing.is_set() or self._is_idle():
+                    self._thread = None
+                    return
+            if reason is None:
+                continue  # wanted again since
+            log.info("bulk connection lost; trying again", extra={"reason": f"{self._address}: {reason}"})
+            if time.monotonic() - began > SETTLED_S:
+                failures = 0
+            self._closing.wait(min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.5))
+            failures += 1
+
+    def _is_idle(self) -> bool:
+        return not self._sinks and not self._out and time.monotonic() - self._used_at > IDLE_S
+
+    def _connection(self) -> str | None:
+        """Serve one connection until it ends; the answer is why, None when it was not needed any more."""
+        mine, self._waker = socket.socketpair()
+        mine.setblocking(False)
+        self._waker.setblocking(False)
+        opened: socket.socket | None = None
+        try:
+            opened = self._connected()
+            with self._lock:
+                self._up = True
+                for topic in self._sinks:
+                    self._ask(topic)
+            self._woken()
+            self._serve(opened, mine)
+        except (_Gone, BadPayload, OSError, ValueError) as error:
+            words = str(getattr(error, "strerror", None) or error or type(error).__name__)
+            return words[:1].lower() + words[1:]
+        finally:
+            waker, self._waker = self._waker, None
+            for end in (opened, mine, waker):
+                if end is not None:
+                    end.close()
+        return None
+
+    def _connected(self) -> socket.socket:
+        """A connection that the broker has accepted, not blocking."""
+        address = self._address
+        opened: socket.socket = socket.create_connection((address.host, address.port), CONNECT_S)
+        try:
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                opened = self._tls.wrap_socket(opened, server_hostname=address.host)
+            opened.sendall(packets.connect(self._client_id, KEEPALIVE_S, address.user, address.password))
+            answer = b""
+            while len(answer) < 4:
+                piece = opened.recv(4 - len(answer))
+                if not piece:
+                    raise _Gone("closed without an MQTT answer")
+                answer += piece
+            if answer[0] != packets.CONNACK or answer[1] != 2:
+                raise _Gone("the answer is no MQTT")
+            if answer[3]:
+                raise _Gone(f"broker refused: {packets.REFUSALS.get(answer[3], 'unknown reason')}")
+            opened.setblocking(False)
+            return opened
+        except BaseException:
+            opened.close()
+            raise
+
+    def _serve(self, opened: socket.socket, mine: socket.socket) -> None:
+        """Read, write, and keep the connection alive, until it is not needed any more. Raises when it is lost."""
+        reader = _Reader(opened, self._largest_packet, self._on_packet)
+        poller = select.poll()
+        poller.register(mine, select.POLLIN)
+        sent_at = heard_at = time.monotonic()
+        while not self._closing.is_set():
+            self._asleep = True
+            writing = bool(self._out)
+            poller.register(opened, select.POLLIN | (select.POLLOUT if writing else 0))
+            ready = dict(poller.poll(1000))
+            self._asleep = False
+            now = time.monotonic()
+            if mine.fileno() in ready:
+                mine.recv(4096)
+            if ready.get(opened.fileno(), 0) & ~select.POLLOUT:
+                heard_at = now
+                reader.read()
+            if self._out and self._write(opened):
+                sent_at = now
+            if now - sent_at > KEEPALIVE_S / 2:
+                sent_at = now
+                with self._lock:
+                    self._append(packets.PING)
+            if now - heard_at > 1.5 * KEEPALIVE_S:
+                raise _Gone("the broker stopped answering")
+            with self._lock:
+                if self._is_idle():
+                    self._up = False
+            if not self._up:
+                break
+        opened.settimeout(0.5)
+        opened.sendall(packets.DISCONNECT)
+
+    def _write(self, opened: socket.socket) -> bool:
+        """Send what the socket takes; whether that was anything."""
+        any_sent = False
+        while self._out:
+            pieces = list(itertools.islice(self._out, PIECES))
+            try:
+                sent = opened.send(pieces[0]) if isinstance(opened, ssl.SSLSocket) else opened.sendmsg(pieces)
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                break
+            any_sent = True
+            with self._lock:
+                self._out_bytes -= sent
+                while self._out and sent >= len(self._out[0]):
+                    sent -= len(self._out.popleft())
+                if sent:
+                    self._out[0] = memoryview(self._out[0])[sent:]
+        return any_sent
+
+    def _on_packet(self, buffer: memoryview, packet: packets.Packet) -> None:
+        if packet.kind == packets.PUBLISH:
+            name, payload = packets.published(buffer, packet)
+            self._received(len(payload))
+            if known := self._by_name.get(name):
+                _guarded(known[1].heard, known[0], payload)
+        elif packet.kind == packets.SUBACK:
+            with self._lock:
+                topic = self._asked.pop(packets.packet_id(buffer, packet), None)
+                sink = self._sinks.get(topic) if topic is not None else None
+            if topic is None or sink is None:
+                return
+            if buffer[packet.end - 1] == packets.FAILURE:
+                log.warning("the broker refused a subscription", extra={"topic": topic, "broker": str(self._address)})
+            else:
+                _guarded(sink.listening, topic)
+
+
+class _Reader:
+    """Cuts what a socket brings into packets, in one buffer that never grows."""
+
+    def __init__(
+        self, opened: socket.socket, largest_packet: int, heard: Callable[[memoryview, packets.Packet], None]
+    ) -> None:
+        self._opened = opened
+        self._largest_packet = largest_packet
+        self._heard = heard
+        self._buffer = memoryview(bytearray(largest_packet + READ_BYTES))
+        self._filled = 0
+
+    def read(self) -> None:
+        """Take what is there, up to some reads. Raises _Gone at its end, BadPayload when it is no MQTT."""
+        for _ in range(READS_IN_TURN):
+            room = self._buffer[self._filled : self._filled + READ_BYTES]
+            try:
+                count = self._opened.recv_into(room)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return
+            if not count:
+                raise _Gone("connection lost")
+            self._filled += count
+            self._cut()
+
+    def _cut(self) -> None:
+        start = 0
+        while packet := packets.read_packet(self._buffer, start, self._filled, self._largest_packet):
+            self._heard(self._buffer, packet)
+            start = packet.end
+        if start:
+            left = self._filled - start
+            self._buffer[:left] = self._buffer[start : self._filled]
+            self._filled = left
+
+
+def _guarded(act: Callable[..., None], *arguments: object) -> None:
+    """What a program does with a message must not end the link."""
+    try:
+        act(*arguments)
+    except Exception:
+        log.exception("bulk message failed")

@@ -102,6 +102,7 @@ class Stage:
             while not self.inboxes[name].empty():
                 if isinstance(event := self.inboxes[name].get(), Received):
                     self.exchanges[name].heard(event.topic, event.payload)
+            self.exchanges[name].tick()
 
     def asked(self) -> list[str]:
         return [name for name, message in self.said if isinstance(message, Want)]

@@ -1,6 +1,7 @@
 """Results as they come in: fetched, checked, kept, and answered exactly once with yes or no."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from coordinator.admission import check_result, check_upload
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 UPLOADS_AT_ONCE = 4
 """Uploads granted at the same time, so that a cohort cannot overrun the broker's queues."""
+REFUSALS_KEPT = 2000
+"""Of one device, written down by one process: more would let it fill the disk, and tell nobody anything new."""
 
 
 class Results:
@@ -40,6 +43,7 @@ class Results:
         say: Callable[[str], None],
     ) -> None:
         self.opened: OpenRound | None = None
+        self._refused: Counter[str] = Counter()  # by device
         self._run = run
         self._store = store
         self._blobs = blobs
@@ -116,6 +120,11 @@ class Results:
         broke: BudgetKind | None = None,
     ) -> None:
         """Count something that was not accepted; `broke`: because of a budget of the device."""
+        self._refused[device] += 1
+        if self._refused[device] > REFUSALS_KEPT:
+            return
+        if self._refused[device] == REFUSALS_KEPT:
+            reason = f"{reason[:400]} (the last one of this device that is written down)"
         number = round_number if round_number is not None else (self.opened.number if self.opened else None)
         self._store.add_refusal(self._run, number, device, kind, reason, broke)
         log.warning("refused", extra={"device": device, "kind": kind, "reason": reason})

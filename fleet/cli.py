@@ -8,6 +8,7 @@ from fedvit import command_line
 from fleet.bench.commands import bench_command
 from fleet.demo import demo_command
 from fleet.experiment import experiment_command
+from fleet.fuzz.command import fuzz_command
 from fleet.partition import partition_command
 from fleet.run import run_command
 
@@ -21,6 +22,7 @@ def cli() -> None:
 cli.add_command(bench_command)
 cli.add_command(demo_command)
 cli.add_command(experiment_command)
+cli.add_command(fuzz_command)
 cli.add_command(partition_command)
 cli.add_command(run_command)
 

@@ -1,34 +1,29 @@
 """The run: waits for devices, asks them round by round, and turns their results into the next state.
 
-One thread reads the inbox and owns all state; `_pump` handles what arrives until something holds or a
-deadline passes, so that the course of a run reads from top to bottom. Whatever a device is told is in the
-store first: after `kill -9` the same round goes on with the devices that come back.
+Whatever a device is told is in the store first: after `kill -9` the same round goes on with the devices that
+come back.
 """
 
 import logging
 import math
-import queue
-import secrets
-import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from coordinator.admission import check_hello
 from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.cohort import select_cohort
 from coordinator.config import RunConfig
 from coordinator.display import Display, View
-from coordinator.fitting import Target
+from coordinator.inbox import Inbox, Interrupted
 from coordinator.open_round import OpenRound, Work
 from coordinator.planner import Plan, common_groups, initial_blobs, make_plan
 from coordinator.presence import Presence
 from coordinator.results import Results
 from coordinator.store import ResultRecord, SavedState, Store
 from coordinator.summary import round_line
+from coordinator.targets import Targets
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError, EmptyCohort, FedvitError, LinkDown, OverBudget, PeerRefused
 from fedvit.files import atomic_write
@@ -36,9 +31,10 @@ from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.program import Role
 from fedvit.resources import Budget, BudgetKind, ResourceUse
 from fedvit.tensors import Tensors, pack, unpack
-from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
+from fedvit.transport.base import Transport, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
+    AnyMessage,
     CoordinatorState,
     DeviceState,
     Done,
@@ -52,24 +48,14 @@ from fedvit.wire.messages import (
     Task,
     Want,
     Welcome,
-    decode,
     encode,
 )
-from fedvit.wire.topics import Topics, is_name
+from fedvit.wire.topics import Topics
 
 log = logging.getLogger(__name__)
 
-Outcome = TypeVar("Outcome")
-
-TICK_S = 0.1
-LEAST_CORRECTION = 1.1
-"""By which a prediction is raised at least when a device exceeded its budget."""
 ATTEMPTS = 3
 """Times that a round which brought no usable result is tried before the run gives up."""
-
-
-class Interrupted(Exception):
-    """The operator asked to stop; the run can be resumed."""
 
 
 class Coordinator:
@@ -115,37 +101,43 @@ class Coordinator:
             answer=self._tell,
             say=self._say,
         )
+        self.targets = Targets(run, store, self.presence, config.budget.limits())
+        self.inbox = Inbox(
+            transport,
+            self.topics,
+            on_message=self._on_message,
+            on_chunk=self.exchange.on_chunk,
+            on_link=self._on_link,
+            refuse=self.results.refuse,
+            each_tick=self._tick,
+            say=self._say,
+        )
         self._accelerator = accelerator
         self._graph_cache = graph_cache
         self._watch = watch
-        self._inbox = transport.inbox
-        self._stop = threading.Event()
-        self._epoch = 0
-        self._connected = False
         self._classes: tuple[str, ...] = config.classes
         self._plan: Plan | None = None
         self._saved: SavedState | None = None
         self._offered: dict[str, set[str]] = {}  # device -> digests that it may read
-        self._corrections: dict[str, dict[BudgetKind, float]] = {}  # see Target
-        self._link_trouble = ""
         self._headline = ""
 
     # --- the course of a run --------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Ask `serve` to end; safe from a signal handler."""
-        self._stop.set()
+        self.inbox.stop()
 
     def serve(self) -> None:
         """Run, or go on with, all rounds. Raises Interrupted, and FedvitError when the run cannot go on."""
         self._classes = self.store.run(self.run).classes or self.config.classes
+        self.targets.load()
         for topic in self.topics.from_all_devices:
             self.transport.subscribe(topic, 1)
         farewell = encode(CoordinatorState(0, alive=False))
         self.transport.open(Will(self.topics.coordinator_state, farewell, retain=True))
         try:
             self._say("connecting to the broker")
-            self._pump(lambda: self._connected)
+            self.inbox.pump(lambda: self.inbox.connected)
             self._gather()
             self._prepare()
             self._go_on()
@@ -158,7 +150,7 @@ class Coordinator:
             self._tell_all(RunEnded(self.run, f"failed: {error}"[:400]))
             raise
         finally:
-            if self._connected:
+            if self.inbox.connected:
                 self.transport.publish(self.topics.coordinator_state, farewell, qos=1, retain=True)
             self.transport.close()
 
@@ -172,7 +164,7 @@ class Coordinator:
             return online >= wanted
 
         self._say(f"waiting for {wanted} device{'s' if wanted > 1 else ''}")
-        self._pump(enough)
+        self.inbox.pump(enough)
         if not self._classes:
             here = [self.presence[name].hello.classes for name in self.presence.online()]
             self._classes = tuple(sorted({name for classes in here for name in classes}))
@@ -196,7 +188,7 @@ class Coordinator:
             )
             return plan, plan.first.digest
 
-        plan, made = self._in_background(prepare)
+        plan, made = self.inbox.in_background(prepare)
         record = self.store.run(self.run)
         if record.program not in (None, made):
             raise ConfigError(
@@ -252,7 +244,7 @@ class Coordinator:
         plan = self._ready()
         for attempt in range(ATTEMPTS):
             if cohort is None:
-                self._pump(lambda: bool(self.presence.online()))
+                self.inbox.pump(lambda: bool(self.presence.online()))
                 cohort = select_cohort(self.presence.online(), self.config.cohort, self.config.seed, number)
                 (self.store.open_round if attempt == 0 else self.store.reopen_round)(self.run, number, cohort)
             began = time.monotonic()
@@ -308,7 +300,7 @@ class Coordinator:
             state: ServerState | None = None
             for device in cohort:
                 try:
-                    variant, expected = plan.given(device, number, self._target(device))
+                    variant, expected = plan.given(device, number, self.targets.of(device))
                 except OverBudget as error:
                     too_small[device] = error
                     continue
@@ -323,47 +315,13 @@ class Coordinator:
                 work[device] = Work(variant, groups, expected)
             return work
 
-        work = self._in_background(make)
+        work = self.inbox.in_background(make)
         for device, error in too_small.items():
             self.results.refuse(device, "plan", str(error), number)
             self._tell(device, Refused(self.presence[device].hello.instance, str(error), final=True))
             self.presence.dismiss(device)
             self._say(f"{device} is left out: {error}")
         return work
-
-    def _target(self, device: str) -> Target | None:
-        """What is to be planned for; None for a device that has not said hello to this process."""
-        if device not in self.presence:
-            return None
-        hello = self.presence[device].hello
-        profile = hello.profile
-        budget = profile.budget.tightest(self.config.budget.limits())
-        return Target(
-            device=device,
-            speed=profile.speed,
-            source="measured" if profile.speed else None,
-            mode=None,
-            budget=budget,
-            budget_is_own=profile.budget.memory_bytes == budget.memory_bytes,
-            images=hello.train_samples,
-            test_images=hello.test_samples,
-            base_rss_bytes=profile.base_rss_bytes,
-            corrections=tuple(sorted(self._corrections.get(device, {}).items())),
-        )
-
-    def _learn(self, device: str, broke: Iterable[BudgetKind], use: ResourceUse | None) -> None:
-        """A device exceeded a budget that a prediction kept: from now on it is predicted to need more."""
-        opened = self.results.opened
-        expected = opened.work[device].expected if opened and device in opened.work else None
-        if expected is None or use is None:
-            return
-        prediction, known = expected.prediction, self._corrections.setdefault(device, {})
-        ratios: dict[BudgetKind, float] = {"memory": (use.peak_rss_bytes or 0) / prediction.peak_rss_bytes}
-        if prediction.train_s and use.train_s:  # of a task that was stopped, so far
-            ratios["time"] = use.train_s / prediction.train_s
-        for kind in broke:
-            if kind in ratios:
-                known[kind] = known.get(kind, 1.0) * max(LEAST_CORRECTION, ratios[kind])
 
     def _ask(self, opened: OpenRound) -> OpenRound:
         """Send tasks, and wait until the round closes by quorum, deadline or absence."""
@@ -373,7 +331,7 @@ class Coordinator:
         self._headline = f"round {opened.number}/{self.config.rounds}: {opened.kind}"
         for device in opened.waiting_for():
             self._send_task(device)
-        in_time = self._pump(
+        in_time = self.inbox.pump(
             lambda: opened.closes() or opened.given_up(self.presence, self.config.rejoin_grace_s),
             deadline=opened.opened_at + self.config.deadline_s,
         )
@@ -401,7 +359,7 @@ class Coordinator:
             device,
             Task(
                 instance=instance,
-                epoch=self._epoch,
+                epoch=self.inbox.epoch,
                 run=self.run,
                 round=opened.number,
                 kind=opened.kind,
@@ -440,65 +398,22 @@ class Coordinator:
             progress=self._set_headline,
         )
         state = self._state()
-        return self._in_background(lambda: plan.rule.close(state, uploads, context))
+        return self.inbox.in_background(lambda: plan.rule.close(state, uploads, context))
 
     # --- what arrives ---------------------------------------------------------------------------------
 
-    def _pump(self, until: Callable[[], bool], deadline: float = math.inf) -> bool:
-        """Handle events until `until()` holds (True) or the deadline passes (False)."""
-        while not until():
-            if self._stop.is_set():
-                raise Interrupted
-            if time.monotonic() >= deadline:
-                return False
-            try:
-                self._on_event(self._inbox.get(timeout=TICK_S))
-                while not self._inbox.empty():
-                    self._on_event(self._inbox.get_nowait())
-            except queue.Empty:
-                pass
-            self.exchange.tick()
-            self._watch()
-            self.display.show(self._view())
-        return True
+    def _tick(self) -> None:
+        self.exchange.tick()
+        self._watch()
+        self.display.show(self._view())
 
-    def _on_event(self, event: object) -> None:
-        match event:
-            case Connected():
-                self._connected = True
-                self._link_trouble = ""
-                # a new epoch makes every device say hello: while we were away we heard no last will
-                self._epoch = secrets.randbits(48) + 1
-                state = encode(CoordinatorState(self._epoch, alive=True))
-                self.transport.publish(self.topics.coordinator_state, state, qos=1, retain=True)
-                self.exchange.reconnected()
-            case Disconnected(reason=reason):
-                if reason != self._link_trouble:
-                    self._say(f"broker: {reason}; trying again")
-                    self._link_trouble = reason
-                self._connected = False
-                self.presence.all_offline()
-            case Received(topic=topic, payload=payload):
-                self._on_received(topic, payload)
+    def _on_link(self, up: bool) -> None:
+        if up:
+            self.exchange.reconnected()
+        else:
+            self.presence.all_offline()
 
-    def _on_received(self, topic: str, payload: bytes) -> None:
-        device = self.topics.device_of(topic)
-        if not is_name(device):  # a broker without access rules lets anything through; nobody could be answered
-            log.warning("message dropped", extra={"reason": f"{device[:64]!r} cannot be the name of a device"})
-            return
-        if "/up/b/" in topic:
-            self.exchange.on_chunk(payload)
-            return
-        try:
-            message = decode(payload)
-        except PeerRefused as error:
-            # the version is the first byte, so even an unknown one can be answered
-            self.results.refuse(device, "hello", str(error))
-            self._tell(device, Refused("", f"{error}; install the same version on both sides", final=True))
-            return
-        except BadPayload as error:
-            self.results.refuse(device, "message", str(error))
-            return
+    def _on_message(self, device: str, message: AnyMessage) -> None:
         match message:
             case Hello():
                 self._on_hello(device, message)
@@ -530,6 +445,11 @@ class Coordinator:
         opened = self.results.opened
         return opened is not None and opened.asked(message) and device in opened.waiting_for()
 
+    def _learn(self, device: str, broke: tuple[BudgetKind, ...], use: ResourceUse | None) -> None:
+        opened = self.results.opened
+        if opened and device in opened.work:
+            self.targets.learn(device, opened.work[device].expected, broke, use)
+
     def _on_hello(self, device: str, hello: Hello) -> None:
         if rival := self.presence.rival(device, hello):
             where = rival.hello.profile.host
@@ -550,7 +470,7 @@ class Coordinator:
                 "device joined", extra={"device": device, "train": hello.train_samples, "host": hello.profile.host}
             )
             self._say(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
-        self._tell(device, Welcome(hello.instance, self._epoch, self._headline))
+        self._tell(device, Welcome(hello.instance, self.inbox.epoch, self._headline))
         opened = self.results.opened
         if opened and device in opened.waiting_for() and not opened.is_uploading(device):
             self._send_task(device)
@@ -585,7 +505,7 @@ class Coordinator:
     # --- talking --------------------------------------------------------------------------------------
 
     def _tell(self, device: str, message: FromCoordinator) -> None:
-        self.transport.publish(self.topics.to_device(device), encode(message), qos=1)
+        self.inbox.tell(device, message)
 
     def _tell_all(self, message: FromCoordinator) -> None:
         for device in self.presence.online():
@@ -597,20 +517,6 @@ class Coordinator:
 
     def _set_headline(self, text: str) -> None:
         self._headline = text
-
-    def _in_background(self, work: Callable[[], Outcome]) -> Outcome:
-        """Run something long in a thread while devices stay served; Ctrl-C does not wait for it."""
-        future: Future[Outcome] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="server-step", daemon=True).start()
-        self._pump(future.done)
-        return future.result()
 
     def _report(self, number: int) -> None:
         self._say(round_line(self.store, self.run, number, self.config.rounds))

@@ -49,6 +49,7 @@ _runs = Table(
     Column("program", String),  # digest
     Column("protocol", String),  # how accuracy is measured
     Column("reason", String),  # why it failed
+    Column("corrections", JSON),  # by device and budget: factors by which predictions were too low
 )
 
 _rounds = Table(
@@ -111,6 +112,7 @@ class RunRecord(NamedTuple):
     program: str | None
     protocol: str | None
     reason: str | None
+    corrections: dict[str, dict[BudgetKind, float]]
 
 
 class RoundRecord(NamedTuple):
@@ -188,7 +190,7 @@ class Store:
             )
 
     def update_run(self, run: str, **values: Any) -> None:
-        """Set status, classes, program, protocol or reason."""
+        """Set status, classes, program, protocol, reason or corrections."""
         with self._transaction() as connection:
             connection.execute(update(_runs).where(_runs.c.id == run).values(**values))
 
@@ -206,6 +208,7 @@ class Store:
                     program=row.program,
                     protocol=row.protocol,
                     reason=row.reason,
+                    corrections=row.corrections or {},
                 )
                 for row in rows
             ]

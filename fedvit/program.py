@@ -257,7 +257,7 @@ def encode_program(program: Program) -> bytes:
 
 
 def decode_program(raw: bytes) -> Program:
-    """Raises BadPayload when the bytes are no Program, one of a version that this software does not know, or nonsense."""
+    """Raises BadPayload when the bytes are no Program, are of a version that this software does not know, or nonsense."""
     try:
         head: Any = msgspec.msgpack.decode(raw)
         version = head.get("v") if isinstance(head, dict) else None

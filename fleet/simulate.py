@@ -73,7 +73,8 @@ def simulate(
 
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
     """
-    from coordinator.rounds import Coordinator, Interrupted  # with torch: seconds that other commands need not wait
+    from coordinator.inbox import Interrupted
+    from coordinator.rounds import Coordinator  # with torch: seconds that other commands need not wait
 
     config = make_config({**DEFAULTS, **values, "devices": len(folders)}, "simulation").run
     accelerator = choose_accelerator(config.accelerator)

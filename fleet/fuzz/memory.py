@@ -16,8 +16,9 @@ import numpy as np
 from coordinator.admission import check_upload
 from coordinator.config import RunConfig, make_config
 from coordinator.display import Display
+from coordinator.inbox import Interrupted
 from coordinator.planner import Plan, common_groups, initial_blobs, make_plan
-from coordinator.rounds import Coordinator, Interrupted
+from coordinator.rounds import Coordinator
 from coordinator.store import Store
 from edge_client.agent import Agent
 from edge_client.guard import Guard

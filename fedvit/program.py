@@ -56,7 +56,7 @@ Rate = Annotated[float, Meta(ge=0.0, le=1e6)]
 Share = Annotated[float, Meta(ge=0.0, lt=1.0)]
 Channel = Annotated[float, Meta(ge=-1e3, le=1e3)]
 Deviation = Annotated[float, Meta(gt=0.0, le=1e3)]
-DType = Literal["bool", "uint8", "int8", "int32", "int64", "float16", "float32", "float64"]
+DType = Annotated[str, Meta(pattern="^(bool|uint8|int8|int32|int64|float16|float32|float64)$")]
 
 
 class Role(enum.StrEnum):
@@ -257,7 +257,7 @@ def encode_program(program: Program) -> bytes:
 
 
 def decode_program(raw: bytes) -> Program:
-    """Raises BadPayload when the bytes are no Program, are of a version that this software does not know, or nonsense."""
+    """Raises BadPayload when the bytes are no Program, of a version that this software does not know, or absurd."""
     try:
         head: Any = msgspec.msgpack.decode(raw)
         version = head.get("v") if isinstance(head, dict) else None
@@ -278,7 +278,7 @@ def _nonsense(program: Program) -> Iterator[str]:
         yield f"patches of {batch.patch_size} pixels do not tile an image of {batch.image_size}"
     if batch.crop_padding >= batch.image_size:
         yield f"{batch.crop_padding} pixels cannot be reflected at the border of an image of {batch.image_size}"
-    sizes = {"a batch": (batch.batch_size, 3, batch.image_size, batch.image_size)}
+    sizes: dict[str, tuple[int, ...]] = {"a batch": (batch.batch_size, 3, batch.image_size, batch.image_size)}
     for name, spec in program.tensors.items():
         sizes[f"tensor {name!r}"] = spec.shape
         if spec.group not in program.groups:

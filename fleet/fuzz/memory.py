@@ -28,7 +28,7 @@ from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.onnx_file import check_self_contained
-from fedvit.program import decode_program, encode_program
+from fedvit.program import Role, decode_program, encode_program
 from fedvit.tensors import mapped, pack
 from fedvit.transport.base import Received
 from fedvit.transport.exchange import BlobExchange
@@ -523,8 +523,10 @@ def _bombard(
 
 def _damaged_upload(scene: Scene, mutator: Mutator, peer: _Peer) -> Manifest:
     program = scene.plan.first.program
-    tensors = {name: np.zeros(shape, dtype) for name, (shape, dtype) in program.expected_upload().items()}  # type: ignore[arg-type]
-    raw = pack(tensors)
+    sent_back = (program.tensors[name] for group in program.with_role(Role.SHARED) for name in program.names(group))
+    raw = pack(
+        dict(zip(program.expected_upload(), (np.zeros(spec.shape, spec.dtype) for spec in sent_back), strict=True))
+    )
     return peer.blobs.put(mutator.tensors(raw, raw)[1] or b"\0")
 
 

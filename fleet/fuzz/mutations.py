@@ -59,7 +59,10 @@ class Mutator:
         kind = ""
         for _ in range(1 + (self.random.random() < 0.3)):
             kind, value = self._changed(value, foreign)
-        return kind, msgspec.msgpack.encode(value)
+        try:
+            return kind, msgspec.msgpack.encode(value)
+        except (RecursionError, OverflowError):  # deeper, or larger, than msgpack can be written
+            return self.damaged(raw, other)
 
     def chunk(self, raw: bytes, other: bytes) -> tuple[str, bytes]:
         """Damage a chunk: a field of its header, the length of its payload, or any bytes."""
@@ -80,7 +83,10 @@ class Mutator:
         size = int.from_bytes(raw[:8], "little")
         if way < 0.5:
             kind, header = self._changed(json.loads(raw[8 : 8 + size]), json.loads(_header(other)))
-            text = json.dumps(header, default=repr).encode()
+            try:
+                text = json.dumps(header, default=repr).encode()
+            except RecursionError:
+                return self.damaged(raw, other)
             return f"header: {kind}", struct.pack("<Q", len(text)) + text + raw[8 + size :]
         if way < 0.6:
             return "header size", struct.pack("<Q", self.random.choice(INTEGERS) % 2**64) + raw[8:]

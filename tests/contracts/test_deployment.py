@@ -50,7 +50,8 @@ def of_containers() -> dict[str, list[str]]:
         text = file.read_text()
         first = re.search(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE)
         rest = re.search(r"^CMD (\[.*\])$", text, re.MULTILINE)
-        assert first and rest, file
+        assert first, file
+        assert rest, file
         lines[file.name] = [*yaml.safe_load(first[1]), *yaml.safe_load(rest[1])]
     return lines
 

@@ -137,7 +137,7 @@ class Task(Message, frozen=True, tag="task"):
 
     instance: str
     epoch: int
-    run: str
+    run: Name
     round: Count  # from 1
     kind: TaskKind
     seed: int  # of the run; every random draw on the device derives from it
@@ -151,7 +151,7 @@ class Task(Message, frozen=True, tag="task"):
 class ResultAck(Message, frozen=True, tag="ack"):
     """The coordinator has the result safely on disk (accepted) or will never want it (not accepted)."""
 
-    run: str
+    run: Name
     round: Count
     kind: TaskKind
     accepted: bool
@@ -161,7 +161,7 @@ class ResultAck(Message, frozen=True, tag="ack"):
 class RunEnded(Message, frozen=True, tag="ended"):
     """No more tasks of this run will come."""
 
-    run: str
+    run: Name
     status: str
 
 

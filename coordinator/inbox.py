@@ -3,6 +3,7 @@
 So the course of a run reads from top to bottom, and nothing of its state needs a lock.
 """
 
+import logging
 import math
 import queue
 import secrets
@@ -15,11 +16,15 @@ from typing import TypeVar
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.transport.base import Connected, Disconnected, Received, Transport
 from fedvit.wire.messages import AnyMessage, CoordinatorState, FromCoordinator, Refused, decode, encode
-from fedvit.wire.topics import Topics
+from fedvit.wire.topics import Topics, is_name
+
+log = logging.getLogger(__name__)
 
 Outcome = TypeVar("Outcome")
 
 TICK_S = 0.1
+EVENTS_AT_ONCE = 500
+"""After so many, deadlines and Ctrl-C are looked at, however fast a device sends."""
 
 
 class Interrupted(Exception):
@@ -75,7 +80,7 @@ class Inbox:
                 return False
             try:
                 self._on_event(inbox.get(timeout=TICK_S))
-                while not inbox.empty():
+                for _ in range(EVENTS_AT_ONCE):
                     self._on_event(inbox.get_nowait())
             except queue.Empty:
                 pass
@@ -117,6 +122,9 @@ class Inbox:
 
     def _on_received(self, topic: str, payload: bytes) -> None:
         device = self._topics.device_of(topic)
+        if not is_name(device):  # a broker without access rules lets anything through; nobody could be answered
+            log.warning("message dropped", extra={"reason": f"{device[:64]!r} cannot be the name of a device"})
+            return
         if "/up/b/" in topic:
             self._on_chunk(topic, payload)
             return

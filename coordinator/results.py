@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -26,6 +27,8 @@ large uploads with full windows, or as many more as are small."""
 
 GATHER_S = 0.05
 """Longest wait of a result for others that are put into the store with it."""
+REFUSALS_KEPT = 2000
+"""Of one device, written down by one process: more would let it fill the disk, and tell nobody anything new."""
 
 
 class Results:
@@ -51,6 +54,7 @@ class Results:
         self.opened: OpenRound | None = None
         self.checked: dict[str, Result] = {}  # by device: good, not in the store yet
         self._keep_at = 0.0  # when they have waited long enough for others
+        self._refused: Counter[str] = Counter()  # by device
         self._run = run
         self._store = store
         self._blobs = blobs
@@ -154,6 +158,11 @@ class Results:
         broke: BudgetKind | None = None,
     ) -> None:
         """Count something that was not accepted; `broke`: because of a budget of the device."""
+        self._refused[device] += 1
+        if self._refused[device] > REFUSALS_KEPT:
+            return
+        if self._refused[device] == REFUSALS_KEPT:
+            reason = f"{reason[:400]} (the last one of this device that is written down)"
         number = round_number if round_number is not None else (self.opened.number if self.opened else None)
         self._store.add_refusal(self._run, number, device, kind, reason, broke)
         log.warning("refused", extra={"device": device, "kind": kind, "reason": reason})

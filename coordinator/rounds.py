@@ -475,13 +475,15 @@ class Coordinator:
             case DeviceState():
                 self._on_state(device, message)
             case Result():
-                self._learn(device, message.use.broke, message.use)
+                if self._is_awaited(device, message):
+                    self._learn(device, message.use.broke, message.use)
                 self.results.on_result(device, message)
             case Failed():
-                self._learn(device, (message.broke,) if message.broke else (), message.use)
+                if self._is_awaited(device, message):
+                    self._learn(device, (message.broke,) if message.broke else (), message.use)
                 self.results.on_failed(device, message)
             case Progress():
-                if self.results.opened and self.results.opened.asked(message):
+                if self.results.opened and self._is_awaited(device, message):
                     self.results.opened.progress[device] = message
             case Want():
                 try:
@@ -492,6 +494,11 @@ class Coordinator:
                 self.exchange.on_done(device, message)
             case _:
                 self.results.refuse(device, "message", f"a {type(message).__name__} is not for the coordinator")
+
+    def _is_awaited(self, device: str, message: Result | Failed | Progress) -> bool:
+        """Whether the device was asked for this, and has not answered: nobody can speak for a round twice."""
+        opened = self.results.opened
+        return opened is not None and opened.asked(message) and device in opened.waiting_for()
 
     def _learn(self, device: str, broke: tuple[BudgetKind, ...], use: ResourceUse | None) -> None:
         opened = self.results.opened
@@ -565,7 +572,8 @@ class Coordinator:
             self._tell(device, message)
 
     def _say(self, text: str) -> None:
-        self.display.line(text)
+        # what a device sends may be quoted in it, and must not steer the terminal
+        self.display.line("".join(character if character.isprintable() else "?" for character in text))
 
     def _set_headline(self, text: str) -> None:
         self._headline = text

@@ -62,6 +62,9 @@ PROGRESS_EVERY_S = 0.5
 SAME_ID_PATIENCE_S = 75.0
 """How long a device waits for its own last will, when its id is said to be taken: 1.5 keepalives and some."""
 
+OTHER_VERSION_PATIENCE_S = 20.0
+"""How long a device that heard another wire version waits for a welcome in its own: one stray message ends nobody."""
+
 COORDINATOR = "coordinator"
 
 
@@ -170,6 +173,7 @@ class Agent:
         self._epoch: int | None = None
         self._hello: Resend | None = None  # set while a hello waits for its answer
         self._refused_since: float | None = None
+        self._other_version: tuple[PeerRefused, float] | None = None  # heard since the last welcome, and when
         self._job: _Job | None = None
         self._begin = begin
         self._worker: Work | None = None
@@ -249,6 +253,8 @@ class Agent:
         if self._job and time.monotonic() > self._job.expires_at:
             # the round is over without us: to go on would only cost energy
             self._fail(self._job, OverBudget(f"not done within the deadline of {self._job.task.deadline_s:.0f} s"))
+        if self._other_version and time.monotonic() - self._other_version[1] > OTHER_VERSION_PATIENCE_S:
+            raise self._other_version[0]
         if not self._connected:
             return
         self.exchange.tick()
@@ -269,6 +275,9 @@ class Agent:
             message = decode(payload)
         except BadPayload as error:
             log.warning("message dropped", extra={"reason": str(error)})
+            return
+        except PeerRefused as error:
+            self._on_other_version(error)
             return
         match message:
             case CoordinatorState():
@@ -291,6 +300,14 @@ class Agent:
                 self.exchange.on_apart(COORDINATOR, message)
             case _:
                 pass  # meant for an earlier process with this id
+
+    def _on_other_version(self, error: PeerRefused) -> None:
+        """Either the coordinator was replaced by one of another version, or this was damage: a hello tells."""
+        if self._other_version is None:
+            log.warning("message dropped", extra={"reason": str(error)})
+            self._other_version = error, time.monotonic()
+            if self._hello is None:
+                self._say_hello()
 
     def _on_want(self, want: Want) -> None:
         try:
@@ -315,6 +332,7 @@ class Agent:
         self._epoch = welcome.epoch
         self._hello = None
         self._refused_since = None
+        self._other_version = None
         for pending in self._pending.values():
             self._send_result(pending.result)
 

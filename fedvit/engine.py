@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedvit.onnx_file import check_self_contained
+
 if TYPE_CHECKING:  # a device that waits for work does without its 25 MB: imported with the first graph
     from onnxruntime import InferenceSession
 
@@ -28,8 +30,10 @@ one float32 each."""
 def open_session(path: Path, threads: int, provider: str = CPU, *, profile: Path | None = None) -> "InferenceSession":
     """A session of the graph in `path`; where there is no such execution provider, on the CPU, with a warning.
 
-    With `profile`, onnxruntime's profiler writes to a file of this prefix. Raises onnxruntime's exceptions.
+    With `profile`, onnxruntime's profiler writes to a file of this prefix. Raises BadPayload for a file that would make
+    the engine read another one, and onnxruntime's exceptions.
     """
+    check_self_contained(path)
     onnxruntime = _engine()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -40,6 +44,7 @@ def open_session(path: Path, threads: int, provider: str = CPU, *, profile: Path
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.enable_mem_pattern = False  # one block for all activations would be larger than they ever are together
     options.add_session_config_entry("session.use_env_allocators", "1")
+    options.add_session_config_entry("session.load_model_format", "ONNX")  # whatever its first bytes may say
     options.log_severity_level = 3
     if profile is not None:
         options.enable_profiling = True

@@ -33,14 +33,30 @@ old one afterwards. The same holds for slots and for summed gradients.
 """
 
 import enum
-from typing import Any, Literal
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from fedvit.errors import BadPayload
 
 PROGRAM_VERSION = 1
+MAX_VALUES = 1 << 31
+"""Numbers in one array that a device makes for a Program: batches, features, optimizer state. What a device can
+really hold is for its memory budget to say; this is where a Program is nonsense."""
+
+# What a Program brings is checked when it is read, on the device too: nothing may be allocated for nonsense.
+Pixels = Annotated[int, Meta(ge=1, le=4096)]
+Samples = Annotated[int, Meta(ge=1, le=65_536)]
+Times = Annotated[int, Meta(ge=0, le=1_000_000)]
+Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(max_length=8)]
+Rate = Annotated[float, Meta(ge=0.0, le=1e6)]
+Share = Annotated[float, Meta(ge=0.0, lt=1.0)]
+Channel = Annotated[float, Meta(ge=-1e3, le=1e3)]
+Deviation = Annotated[float, Meta(gt=0.0, le=1e3)]
+DType = Annotated[str, Meta(pattern="^(bool|uint8|int8|int32|int64|float16|float32|float64)$")]
 
 
 class Role(enum.StrEnum):
@@ -74,8 +90,8 @@ class Group(Struct, frozen=True):
 
 
 class TensorSpec(Struct, frozen=True):
-    shape: tuple[int, ...]
-    dtype: str
+    shape: Shape
+    dtype: DType
     group: str
 
 
@@ -83,22 +99,24 @@ class GraphSpec(Struct, frozen=True):
     """One ONNX file. `flops` counts one run, 1 multiply-add = 2 FLOPs."""
 
     digest: str
-    flops: int
+    flops: Annotated[int, Meta(ge=0)]
 
 
 class Batch(Struct, frozen=True, kw_only=True):
     """How a device turns its images into graph inputs."""
 
-    image_size: int
-    patch_size: int
-    batch_size: int  # samples of one optimizer step
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    mask_ratio: float = 0.0  # share of patches dropped per sample and step, training only; [0, 1)
-    crop_padding: int = 0  # random crop after reflecting this many pixels at each border
+    image_size: Pixels
+    patch_size: Pixels
+    batch_size: Samples  # samples of one optimizer step
+    mean: tuple[Channel, Channel, Channel]
+    std: tuple[Deviation, Deviation, Deviation]
+    mask_ratio: Share = 0.0  # share of patches dropped per sample and step, training only; [0, 1)
+    crop_padding: Annotated[int, Meta(ge=0, le=4096)] = (
+        0  # random crop after reflecting this many pixels at each border
+    )
     flip: bool = False  # random left-right flip
-    brightness: float = 0.0  # random factor in [1 - brightness, 1 + brightness]
-    micro_batch: int | None = None  # samples of one run of a graph, from which its memory follows; None: batch_size
+    brightness: Share = 0.0  # random factor in [1 - brightness, 1 + brightness]
+    micro_batch: Samples | None = None  # samples of one run of a graph, from which its memory follows; None: batch_size
 
     @property
     def run_size(self) -> int:
@@ -127,17 +145,17 @@ class Collect(Struct, frozen=True):
     """Record one of the graph's `collect/` outputs for upload, chosen by the median-balanced sampler."""
 
     output: str
-    shape: tuple[int, ...]  # of one sample's value, float32
-    threshold: float = 1.0  # multiplies the median; > 0
+    shape: Shape  # of one sample's value, float32
+    threshold: Rate = 1.0  # multiplies the median; > 0
 
 
 class Draw(Struct, frozen=True, kw_only=True):
     """Whole numbers in [low, high), drawn with replacement once per task and phase: the input `draw/NAME`."""
 
     name: str
-    low: int
-    high: int
-    count: int
+    low: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    high: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    count: Annotated[int, Meta(ge=0, le=10_000_000)]
     ascending: bool = False
 
 
@@ -150,13 +168,15 @@ class Train(Struct, frozen=True, tag="train", kw_only=True):
 
     graph: str
     update: str | None = None
-    clip_norm: float | None = None  # with `update`: gradients are scaled down to this norm, all tensors together
+    clip_norm: Annotated[float, Meta(gt=0.0)] | None = (
+        None  # with `update`: gradients are scaled down to this norm, all tensors together
+    )
     groups: tuple[str, ...]  # the groups that this phase moves
     slots: tuple[str, ...] = ()  # optimizer state kept per trained tensor
-    epochs: int = 1
-    steps: int | None = None  # batches after which the phase ends, whatever `epochs` says
-    repeats: int = 1  # runs of the graph on each batch
-    lr: float
+    epochs: Times = 1
+    steps: Times | None = None  # batches after which the phase ends, whatever `epochs` says
+    repeats: Times = 1  # runs of the graph on each batch
+    lr: Rate
     anchors: tuple[str, ...] = ()  # groups whose start value is an input
     draws: tuple[Draw, ...] = ()
     collect: Collect | None = None
@@ -167,8 +187,8 @@ class Gather(Struct, frozen=True, kw_only=True):
 
     graph: str
     output: str  # of `collect/`; becomes the input `gathered/` of the same name
-    shape: tuple[int, ...]  # of one sample's value, float32
-    capacity: int  # of more images a random choice is taken
+    shape: Shape  # of one sample's value, float32
+    capacity: Annotated[int, Meta(ge=1, le=10_000_000)]  # of more images a random choice is taken
 
 
 class Evaluate(Struct, frozen=True, tag="evaluate", kw_only=True):
@@ -237,15 +257,49 @@ def encode_program(program: Program) -> bytes:
 
 
 def decode_program(raw: bytes) -> Program:
-    """Raises BadPayload when the bytes are no Program, or one of a version that this software does not know."""
+    """Raises BadPayload when the bytes are no Program, of a version that this software does not know, or absurd."""
     try:
         head: Any = msgspec.msgpack.decode(raw)
         version = head.get("v") if isinstance(head, dict) else None
         if version != PROGRAM_VERSION:
             raise BadPayload(f"program version {version!r}, this software knows version {PROGRAM_VERSION}")
-        return msgspec.convert(head, Program)
+        program = msgspec.convert(head, Program)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the latter two through
         raise BadPayload(f"not a program: {error}") from error
+    if trouble := next(_nonsense(program), None):
+        raise BadPayload(f"not a program: {trouble}")
+    return program
+
+
+def _nonsense(program: Program) -> Iterator[str]:
+    """What no device could do, whatever its memory: sizes that cannot be, names that lead nowhere."""
+    batch = program.batch
+    if batch.image_size % batch.patch_size:
+        yield f"patches of {batch.patch_size} pixels do not tile an image of {batch.image_size}"
+    if batch.crop_padding >= batch.image_size:
+        yield f"{batch.crop_padding} pixels cannot be reflected at the border of an image of {batch.image_size}"
+    sizes: dict[str, tuple[int, ...]] = {"a batch": (batch.batch_size, 3, batch.image_size, batch.image_size)}
+    for name, spec in program.tensors.items():
+        sizes[f"tensor {name!r}"] = spec.shape
+        if spec.group not in program.groups:
+            yield f"tensor {name!r} is in group {spec.group!r}, which is not there"
+    phases = (*program.train, *program.evaluate.adapt)
+    for phase in phases:
+        if unknown := sorted({*phase.groups, *phase.anchors} - program.groups.keys()):
+            yield f"a phase names group {unknown[0]!r}, which is not there"
+        if phase.collect:
+            sizes[f"what is collected as {phase.collect.output!r}"] = phase.collect.shape
+        for draw in phase.draws:
+            if draw.low >= draw.high:
+                yield f"{draw.name!r} is to be drawn from {draw.low} to {draw.high - 1}"
+    if gather := program.evaluate.gather:
+        sizes[f"what is gathered of {gather.output!r}"] = (gather.capacity, *gather.shape)
+    for what, shape in sizes.items():
+        if math.prod(shape) > MAX_VALUES:
+            yield f"{what} of shape {shape} has more than {MAX_VALUES} values"
+    graphs = {*program.graphs_for("train"), *program.graphs_for("evaluate")}
+    if unknown := sorted(graphs - program.graphs.keys()):
+        yield f"graph {unknown[0]!r} is not there"
 
 
 def kept_patches(patches: int, mask_ratio: float) -> int:

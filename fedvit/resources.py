@@ -4,21 +4,27 @@ A missing measurement is None, never 0.
 """
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 BudgetKind = Literal["memory", "flops", "time", "upload", "temperature"]
 """What can be exceeded."""
+
+# A hello and a result bring these from outside: what no machine can measure is refused with the message.
+Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Measure = Annotated[float, Meta(ge=0.0, le=1e18)]
+"""Neither negative, nor infinite, nor not a number."""
+Text = Annotated[str, Meta(max_length=255)]
 
 
 class Budget(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a device may spend on a run. None: not limited."""
 
-    memory_bytes: int | None = None  # resident memory of the whole process at its highest
-    flops_per_round: int | None = None  # of a round's training
-    round_deadline_s: float | None = None  # of a round's training on the device, without transfers
-    upload_bytes: int | None = None  # of one round's result
+    memory_bytes: Amount | None = None  # resident memory of the whole process at its highest
+    flops_per_round: Amount | None = None  # of a round's training
+    round_deadline_s: Measure | None = None  # of a round's training on the device, without transfers
+    upload_bytes: Amount | None = None  # of one round's result
 
     def tightest(self, other: "Budget") -> "Budget":
         """Both at once.
@@ -47,21 +53,21 @@ def image_cache_bytes(memory_budget_bytes: int | None) -> int:
 class ResourceUse(Struct, frozen=True, kw_only=True):
     """What one task really cost a device, as measured on that device."""
 
-    train_s: float | None = None  # wall time of the task's work, without transfers
-    step_s: float | None = None  # median wall time of one training step
-    steps: int = 0
-    flops: int | None = None  # forward and backward, counted from the graphs that ran
-    peak_rss_bytes: int | None = None  # the highest resident memory of the whole process during the task
-    received_bytes: int | None = None  # payload bytes since the process started
-    sent_bytes: int | None = None
-    fetched_bytes: int | None = None  # blobs that had to be fetched for the task
-    upload_bytes: int | None = None  # of the result's tensors, packed
-    sustained: float | None = None  # median step of the last tenth of a task divided by that of its first tenth
-    energy_j: float | None = None  # of whatever `energy_source` sees during the task: mostly the whole device
-    energy_source: str | None = None  # the sensor; one of a processor alone says so ("rapl package")
-    temperature_c: float | None = None  # the highest that was seen
+    train_s: Measure | None = None  # wall time of the task's work, without transfers
+    step_s: Measure | None = None  # median wall time of one training step
+    steps: Amount = 0
+    flops: Amount | None = None  # forward and backward, counted from the graphs that ran
+    peak_rss_bytes: Amount | None = None  # the highest resident memory of the whole process during the task
+    received_bytes: Amount | None = None  # payload bytes since the process started
+    sent_bytes: Amount | None = None
+    fetched_bytes: Amount | None = None  # blobs that had to be fetched for the task
+    upload_bytes: Amount | None = None  # of the result's tensors, packed
+    sustained: Measure | None = None  # median step of the last tenth of a task divided by that of its first tenth
+    energy_j: Measure | None = None  # of whatever `energy_source` sees during the task: mostly the whole device
+    energy_source: Text | None = None  # the sensor; one of a processor alone says so ("rapl package")
+    temperature_c: Annotated[float, Meta(ge=-300.0, le=1e4)] | None = None  # the highest that was seen
     throttled: bool | None = None  # whether the system slowed the processor down meanwhile
-    broke: tuple[BudgetKind, ...] = ()  # budgets that the task exceeded
+    broke: Annotated[tuple[BudgetKind, ...], Meta(max_length=5)] = ()  # budgets that the task exceeded
 
 
 ProductKind = Literal["weights", "gradient", "attention", "integers"]
@@ -69,24 +75,27 @@ ProductKind = Literal["weights", "gradient", "attention", "integers"]
 transposed, and the product is added to); many small ones side by side; of integers."""
 
 
+Length = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
 class ProductRate(Struct, frozen=True, array_like=True):
     """How fast `batch` matrix products (rows x inner) (inner x columns) are; 1 multiply-add = 2 FLOPs."""
 
     kind: ProductKind
-    batch: int
-    rows: int
-    inner: int
-    columns: int
-    flops_per_s: float
+    batch: Length
+    rows: Length
+    inner: Length
+    columns: Length
+    flops_per_s: Annotated[float, Meta(le=1e18)]
 
 
 class Speed(Struct, frozen=True, kw_only=True):
     """How fast a device computes with the threads that training uses: as it measured, or by the catalogue."""
 
-    threads: int
+    threads: Length
     products: tuple[ProductRate, ...]  # at some sizes; others lie in between
     bytes_per_s: dict[str, float]  # read and written by an operator, by ONNX name; "Add" stands for all others
-    node_s: float  # that every operator takes, however small its tensors
+    node_s: Measure  # that every operator takes, however small its tensors
 
     def __post_init__(self) -> None:
         """Raises ValueError for figures that nothing can be predicted from: a hello brings them from outside."""
@@ -102,13 +111,13 @@ class Speed(Struct, frozen=True, kw_only=True):
 class DeviceProfile(Struct, frozen=True, kw_only=True):
     """What a device says about itself when it joins."""
 
-    host: str
-    machine: str  # x86_64, aarch64, ...
-    cores: int
-    threads: int  # how many of them training may use
-    ram_bytes: int | None = None
-    board: str | None = None  # as the device tree names it
-    base_rss_bytes: int | None = None  # of this process when it was ready; with a memory budget, engine included
-    free_disk_bytes: int | None = None  # where its state is
+    host: Text
+    machine: Text  # x86_64, aarch64, ...
+    cores: Length
+    threads: Length  # how many of them training may use
+    ram_bytes: Amount | None = None
+    board: Text | None = None  # as the device tree names it
+    base_rss_bytes: Amount | None = None  # of this process when it was ready; with a memory budget, engine included
+    free_disk_bytes: Amount | None = None  # where its state is
     speed: Speed | None = None
     budget: Budget = Budget()

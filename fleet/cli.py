@@ -9,6 +9,7 @@ from fleet.bench.commands import bench_command
 from fleet.chaos.commands import chaos_command
 from fleet.demo import demo_command
 from fleet.experiment import experiment_command
+from fleet.fuzz.command import fuzz_command
 from fleet.host import host_command
 from fleet.partition import partition_command
 from fleet.run import run_command
@@ -25,6 +26,7 @@ cli.add_command(chaos_command)
 cli.add_command(demo_command)
 cli.add_command(experiment_command)
 cli.add_command(host_command)
+cli.add_command(fuzz_command)
 cli.add_command(partition_command)
 cli.add_command(run_command)
 

@@ -23,6 +23,12 @@ _INLINE_HEADS_BYTES = 1024
 TaskKind = Literal["train", "evaluate"]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """What is kept as it came: a number that does not fit into a database must not get that far."""
+Name = Annotated[str, Meta(max_length=64)]
+ClassName = Annotated[str, Meta(max_length=255)]
+Reason = Annotated[str, Meta(max_length=1000)]
+"""Texts that a device sends are bounded one by one: an answer that quotes them must still be one message."""
+MAX_BLOB_CHUNKS = 1 << 20
+"""130 GB. A receiver keeps a byte for each chunk, so that a claim alone costs no more than 1 MB."""
 
 
 class Message(Struct, frozen=True, array_like=True, tag_field="type"):
@@ -35,6 +41,11 @@ class Manifest(Struct, frozen=True, array_like=True):
     digest: str
     size: Annotated[int, Meta(ge=1)]
     chunk: Annotated[int, Meta(ge=1024)]  # payload bytes per chunk; the last chunk may be shorter
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a claim that nobody could keep."""
+        if self.chunks > MAX_BLOB_CHUNKS:
+            raise ValueError(f"a blob of {self.size} bytes has {self.chunks} chunks, at most {MAX_BLOB_CHUNKS} may be")
 
     @property
     def chunks(self) -> int:
@@ -57,17 +68,17 @@ class CoordinatorState(Message, frozen=True, tag="coordinator"):
 class DeviceState(Message, frozen=True, tag="device"):
     """The device's last will, and its farewell."""
 
-    instance: str
+    instance: Name
     online: bool
 
 
 class Hello(Message, frozen=True, tag="hello"):
     """A device announces itself; `instance` is new for each start of the process."""
 
-    instance: str
-    software: str
+    instance: Name
+    software: Name
     profile: DeviceProfile
-    classes: tuple[str, ...]  # class folders that it has, with or without images
+    classes: tuple[ClassName, ...]  # class folders that it has, with or without images
     train_samples: Count
     test_samples: Count
 
@@ -75,22 +86,22 @@ class Hello(Message, frozen=True, tag="hello"):
 class Progress(Message, frozen=True, tag="progress"):
     """How far a task is: shown to people, and a sign of life."""
 
-    run: str
+    run: Name
     round: Count
     kind: TaskKind
-    done_steps: int
-    total_steps: int
+    done_steps: Count
+    total_steps: Count
     loss: float | None = None
 
 
 class Result(Message, frozen=True, tag="result"):
     """A finished task. It stays in the device's vault until it is acknowledged."""
 
-    run: str
+    run: Name
     round: Count
     kind: TaskKind
-    samples: int
-    metrics: dict[str, float]
+    samples: Count
+    metrics: Annotated[dict[Name, float], Meta(max_length=64)]
     use: ResourceUse
     upload: Manifest | None = None  # what the roles send back; fetched by the coordinator
     inline: bytes = b""  # the upload itself, when it is small: then nothing is fetched
@@ -99,10 +110,10 @@ class Result(Message, frozen=True, tag="result"):
 class Failed(Message, frozen=True, tag="failed"):
     """A device could not do its task; the round goes on without it."""
 
-    run: str
+    run: Name
     round: Count
     kind: TaskKind
-    reason: str
+    reason: Reason
     broke: BudgetKind | None = None  # the budget that the task would not keep
     use: ResourceUse | None = None  # with `broke`: what was measured until the task was stopped
 
@@ -131,22 +142,22 @@ class Task(Message, frozen=True, tag="task"):
 
     instance: str
     epoch: int
-    run: str
+    run: Name
     round: Count  # from 1
     kind: TaskKind
     seed: int  # of the run; every random draw on the device derives from it
     program: str  # digest
     groups: dict[str, str]  # group -> digest of this round's value; local groups never travel
     blobs: tuple[Manifest, ...]  # of every digest that the task may need
-    deadline_s: float
-    lr_scale: float = 1.0  # the schedule's factor for this round
+    deadline_s: Annotated[float, Meta(ge=0.0, le=1e9)]
+    lr_scale: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0  # the schedule's factor for this round
     inline: tuple[bytes, ...] = ()  # small blobs of this round themselves: they need not be fetched
 
 
 class ResultAck(Message, frozen=True, tag="ack"):
     """The coordinator has the result safely on disk (accepted) or will never want it (not accepted)."""
 
-    run: str
+    run: Name
     round: Count
     kind: TaskKind
     accepted: bool
@@ -156,7 +167,7 @@ class ResultAck(Message, frozen=True, tag="ack"):
 class RunEnded(Message, frozen=True, tag="ended"):
     """No more tasks of this run will come."""
 
-    run: str
+    run: Name
     status: str
 
 

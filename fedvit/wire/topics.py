@@ -23,9 +23,18 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 def check_name(name: str, what: str) -> str:
     """Refuse a name that cannot be one level of a topic. Raises ConfigError naming it."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ConfigError(f"{what} {name!r} must be 1 to 64 letters, digits, '-' or '_'")
     return name
+
+
+def is_name(name: str) -> bool:
+    """Whether a name can be one level of a topic.
+
+    >>> is_name("pi-4"), is_name("../pi"), is_name("")
+    (True, False, False)
+    """
+    return _NAME.fullmatch(name) is not None
 
 
 def blob_level(digest: str) -> str:

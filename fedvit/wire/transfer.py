@@ -176,13 +176,15 @@ class Outgoing:
 
     def update(self, taker: str, want: Want) -> None:
         """A receiver's Want arrived. Raises BadPayload when it asks for chunks that do not exist."""
-        missing = np.zeros(self.manifest.chunks, np.bool_)
+        missing, end = np.zeros(self.manifest.chunks, np.bool_), 0
         for first, count in want.missing:
-            if first < 0 or count < 1 or first + count > self.manifest.chunks:
+            if first < end or count < 1 or first + count > self.manifest.chunks:  # ascending: none is counted twice
                 raise BadPayload(
                     f"{taker} wants chunks {first} to {first + count - 1} of a blob of {self.manifest.chunks} chunks"
+                    + (f", after those up to {end - 1}" if end else "")
                 )
             missing[first : first + count] = True
+            end = first + count
         known = self._takers.setdefault(taker, _Taker(self._seq))
         known.floor_seq = self._seq if want.stalled else max(known.floor_seq, min(want.last_seq, self._seq))
         to_send = np.flatnonzero(missing & (self._sent_seq <= known.floor_seq))

@@ -259,8 +259,8 @@ def values_of(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             return st.booleans()
         case msgspec.inspect.IntType(ge=low, le=high):
             return st.integers(-(2**63) if low is None else low, 2**64 - 1 if high is None else high)
-        case msgspec.inspect.FloatType():
-            return st.floats(allow_nan=False)
+        case msgspec.inspect.FloatType(ge=low, le=high):
+            return st.floats(low, high, allow_nan=False)
         case msgspec.inspect.StrType():
             return st.text(max_size=30)
         case msgspec.inspect.BytesType():
@@ -285,6 +285,8 @@ def values_of(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
                 bytes_per_s=st.dictionaries(st.text(max_size=30), POSITIVE).map(lambda rates: {**rates, "Add": 1e9}),
                 node_s=POSITIVE,
             )
+        case msgspec.inspect.StructType(cls=cls) if cls is Manifest:  # it refuses more chunks than anybody could count
+            return st.builds(Manifest, st.text(max_size=30), st.integers(1, 2**30), st.integers(1024, 2**64 - 1))
         case msgspec.inspect.StructType(cls=cls, fields=fields):
             return st.builds(cls, **{field.name: values_of(field.type) for field in fields})
     raise AssertionError(f"no values are known for {kind}: add them here")

@@ -443,7 +443,22 @@ def test_an_accepted_hello_ends_the_patience_with_refusals(world: World, monkeyp
     world.server.roll_call()
 
 
-def test_another_wire_version_is_named_with_both_versions(world: World) -> None:
+def test_a_stray_message_of_another_wire_version_ends_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device says hello again, and is welcomed: so its coordinator still speaks its version."""
+    monkeypatch.setattr(agent_module, "OTHER_VERSION_PATIENCE_S", 1.0)
+    device, server = world.device(), world.server
+    before = server.count(Hello)
+    server.transport.publish(server.topics.to_device("pi"), bytes([9]) + encode(Done(FAR_OFF))[1:])
+    server.wait(lambda: server.count(Hello) > before)
+    server.welcome()
+    server.roll_call()
+    time.sleep(1.2)  # without the welcome the device would now end
+    server.roll_call()
+    assert device.outcome is None
+
+
+def test_another_wire_version_is_named_with_both_versions(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "OTHER_VERSION_PATIENCE_S", 0.2)
     device = world.device()
     world.server.transport.publish(world.server.topics.to_device("pi"), bytes([9]) + encode(Done(FAR_OFF))[1:])
     ended = device.ended()

@@ -49,7 +49,12 @@ PROGRAM = Program(
         "prefix.w": TensorSpec((4,), "float32", "prefix"),
         "own.w": TensorSpec((), "float32", "own"),
     },
-    graphs={"train": GraphSpec("blake3:" + "2" * 64, 123), "predict": GraphSpec("blake3:" + "3" * 64, 45)},
+    graphs={
+        "train": GraphSpec("blake3:" + "2" * 64, 123),
+        "predict": GraphSpec("blake3:" + "3" * 64, 45),
+        "tune": GraphSpec("blake3:" + "4" * 64, 6),
+        "look": GraphSpec("blake3:" + "5" * 64, 7),
+    },
     train=(
         Train(graph="train", groups=("body", "own"), slots=("exp_avg",), epochs=2, lr=0.1, anchors=("body",)),
         Train(

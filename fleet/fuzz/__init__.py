@@ -1,0 +1,1 @@
+"""Damaged and hostile messages against both programs."""

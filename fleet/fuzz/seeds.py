@@ -1,0 +1,82 @@
+"""Valid messages of every type, about a run that is really going on: what the damage begins with."""
+
+from fedvit.resources import Budget, DeviceProfile, ProductRate, ResourceUse, Speed
+from fedvit.wire.messages import (
+    AnyMessage,
+    CoordinatorState,
+    DeviceState,
+    Done,
+    Failed,
+    Hello,
+    Manifest,
+    Progress,
+    Refused,
+    Result,
+    ResultAck,
+    RunEnded,
+    Task,
+    Want,
+    Welcome,
+)
+
+SPEED = Speed(
+    threads=1,
+    products=(ProductRate("weights", 1, 200, 768, 3072, 2.5e10), ProductRate("attention", 24, 197, 64, 197, 1e10)),
+    bytes_per_s={"Add": 3.5e9, "Softmax": 7.5e8},
+    node_s=1.5e-6,
+)
+PROFILE = DeviceProfile(
+    host="hostile",
+    machine="x86_64",
+    cores=4,
+    threads=1,
+    ram_bytes=2**32,
+    board="Raspberry Pi 4 Model B Rev 1.4",
+    base_rss_bytes=50_000_000,
+    free_disk_bytes=2**34,
+    speed=SPEED,
+    budget=Budget(memory_bytes=2**32, flops_per_round=2 * 10**14, round_deadline_s=600.0, upload_bytes=2**30),
+)
+USE = ResourceUse(
+    train_s=12.5, step_s=0.25, steps=40, flops=10**12, peak_rss_bytes=2**28, received_bytes=5, sent_bytes=6,
+    fetched_bytes=7, upload_bytes=8, sustained=1.1, energy_j=60.5, energy_source="ina3221 VDD_IN", temperature_c=71.5,
+    throttled=True, broke=("time", "memory"),
+)  # fmt: skip
+
+
+def hello(instance: str, classes: tuple[str, ...]) -> Hello:
+    return Hello(instance, "0.1.0", PROFILE, classes, 120, 30)
+
+
+def from_device(instance: str, classes: tuple[str, ...], task: Task, upload: Manifest) -> list[AnyMessage]:
+    """What a device that was asked for `task` could say."""
+    run, number = task.run, task.round
+    return [
+        hello(instance, classes),
+        hello(instance, classes),  # it has the most fields
+        DeviceState(instance, online=False),
+        Progress(run, number, "train", 12, 40, 0.5),
+        Result(run, number, "train", 120, {"loss": 0.25}, USE, upload),
+        Result(run, number, "evaluate", 30, {"correct": 12.0}, USE),
+        Failed(run, number, "train", "no memory", "memory", USE),
+        Want(task.program, ((0, 1),), 1),
+        Want(task.blobs[0].digest, ((0, 1),), 1, stalled=True),
+        Done(upload.digest),
+        Done(task.program),
+    ]
+
+
+def from_coordinator(instance: str, task: Task, kept: str) -> list[AnyMessage]:
+    """What a coordinator could say; `kept` is the digest of something that the device has."""
+    return [
+        CoordinatorState(task.epoch, alive=True),
+        Welcome(instance, task.epoch, "round 1/2: train"),
+        Refused("another instance", "unknown class", final=False),
+        task,
+        task,  # it has the most fields
+        task,
+        ResultAck(task.run, task.round, task.kind, accepted=True),
+        RunEnded(task.run, "finished"),
+        Want(kept, ((0, 1),), 1),
+        Done(kept),
+    ]

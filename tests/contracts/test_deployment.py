@@ -1,0 +1,178 @@
+"""Every command line in `deploy/` and in docs/deploy.md is one that the programs understand."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+import coordinator.cli
+import edge_client.cli
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+PROGRAMS: dict[str, click.Command] = {"coordinator": coordinator.cli.cli, "edge-client": edge_client.cli.cli}
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+ENVIRONMENT = dict(
+    line.split("=", 1)
+    for line in (DEPLOY / "systemd" / "edge.env.example").read_text().splitlines()
+    if line and not line.startswith("#")
+)
+
+
+def of_services() -> dict[str, list[str]]:
+    """ExecStart of each unit; what the coordinator's shell chooses from is two command lines."""
+    lines: dict[str, list[str]] = {}
+    for unit in sorted(DEPLOY.glob("systemd/*.service")):
+        [start] = re.findall(r"^ExecStart=(.*)$", unit.read_text(), re.MULTILINE)
+        for name, value in ENVIRONMENT.items():
+            start = start.replace(f"${{{name}}}", value)
+        if start.startswith("/bin/sh"):
+            plain, choice = re.search(r"exec (.*?) \$\$\((.*)\)", start).groups()  # type: ignore[union-attr]
+            for number, said in enumerate(re.findall(r"echo ([^;]+);", choice)):
+                lines[f"{unit.name} {number}"] = shlex.split(f"{plain} {said}")
+        else:
+            lines[unit.name] = shlex.split(start)
+    return lines
+
+
+def of_containers() -> dict[str, list[str]]:
+    lines: dict[str, list[str]] = {}
+    entry = {"coordinator": "coordinator", "device": "edge-client"}
+    for name, service in COMPOSE["services"].items():
+        lines[f"compose {name}"] = [entry[name.partition("-")[0]], *map(str, service["command"])]
+    for file in sorted(DEPLOY.glob("docker/Dockerfile.*")):
+        if file.suffix == ".dockerignore":
+            continue
+        text = file.read_text()
+        first = re.search(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE)
+        rest = re.search(r"^CMD (\[.*\])$", text, re.MULTILINE)
+        assert first, file
+        assert rest, file
+        lines[file.name] = [*yaml.safe_load(first[1]), *yaml.safe_load(rest[1])]
+    return lines
+
+
+def of_the_page() -> dict[str, list[str]]:
+    """Lines of the shell blocks that run one of our programs."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL)
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    found: dict[str, list[str]] = {}
+    for words in lines:
+        while words and re.fullmatch(r"[A-Z_]+=.*|sudo", words[0]):
+            words = words[1:]
+        if words and Path(words[0]).name in PROGRAMS:
+            found[f"docs/deploy.md {len(found)}"] = [word for word in words if word != "&"]
+    return found
+
+
+LINES = {**of_services(), **of_containers(), **of_the_page()}
+
+
+def parse(words: list[str]) -> None:
+    """As the program would, without running anything. Raises click's errors."""
+    command, words = PROGRAMS[Path(words[0]).name], words[1:]
+    context = None
+    while True:
+        context = command.make_context(command.name, list(words), parent=context)
+        if not isinstance(command, click.Group) or not (rest := [*context._protected_args, *context.args]):
+            return
+        _, inner, words = command.resolve_command(context, rest)
+        assert inner is not None
+        command = inner
+
+
+@pytest.mark.parametrize("where", LINES)
+def test_the_programs_know_every_option(where: str) -> None:
+    parse(LINES[where])
+
+
+def test_an_option_that_is_not_there_is_noticed() -> None:
+    with pytest.raises(click.UsageError):
+        parse(["coordinator", "start", "--no-such-option"])
+    with pytest.raises(click.UsageError):
+        parse(["edge-client", "--no-such-option"])
+
+
+def test_all_files_were_looked_into() -> None:
+    assert len(of_services()) == 3
+    assert len(of_containers()) == 6
+    assert len(of_the_page()) >= 5
+
+
+@pytest.mark.parametrize("unit", sorted(DEPLOY.glob("systemd/*.service")), ids=lambda unit: unit.stem)
+def test_services_give_up_what_they_do_not_need(unit: Path) -> None:
+    given = re.findall(r"^([A-Za-z]+)=(.*)$", unit.read_text(), re.MULTILINE)
+    settings = dict(given)
+    wanted = {
+        "DynamicUser": "yes",
+        "NoNewPrivileges": "yes",
+        "CapabilityBoundingSet": "",
+        "ProtectSystem": "strict",
+        "RestrictAddressFamilies": "AF_INET AF_INET6 AF_UNIX",
+        "SystemCallArchitectures": "native",
+        "KillSignal": "SIGTERM",
+    }
+    assert {name: settings.get(name) for name in wanted} == wanted
+    assert "MemoryMax" in settings
+    assert "StateDirectory" in settings
+    [start] = [value for name, value in given if name == "ExecStart"]
+    written = set(re.findall(r"(?:--state|--out) (/\S+)", start))
+    assert written, "it names where it writes"
+    assert all(path.startswith(f"/var/lib/{settings['StateDirectory']}") for path in written)
+
+
+def test_the_memory_line_is_behind_the_budget() -> None:
+    """The process stops its task by itself; the system's limit is for when that fails."""
+    unit = (DEPLOY / "systemd" / "fedvit-edge.service").read_text()
+    [limit] = re.findall(r"^MemoryMax=(\d+)M$", unit, re.MULTILINE)
+    budget = int(ENVIRONMENT["FEDVIT_MEMORY_BUDGET"].removesuffix("MB")) * 10**6
+    assert 1.1 * budget < int(limit) * 2**20 < 1.5 * budget
+
+
+def test_containers_run_as_nobody_special() -> None:
+    for file in (DEPLOY / "docker" / "Dockerfile.server", DEPLOY / "docker" / "Dockerfile.edge"):
+        text = file.read_text()
+        last = text[text.rindex("\nFROM ") :]
+        assert re.search(r"^USER (?!root|0)\w+$", last, re.MULTILINE), file
+        for copied in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
+            assert all((ROOT / name).exists() for name in copied.split()), copied
+    for name, service in COMPOSE["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["read_only"], name
+        assert set(service) <= {
+            "build", "command", "environment", "volumes", "restart", "read_only", "tmpfs", "cap_drop", "security_opt",
+            "stop_grace_period", "depends_on", "mem_limit", "pids_limit",
+        }, name  # fmt: skip
+        assert (DEPLOY / "docker" / service["build"]["context"] / service["build"]["dockerfile"]).is_file(), name
+        named = [volume.partition(":")[0] for volume in service["volumes"] if not volume.startswith(".")]
+        assert set(named) <= COMPOSE["volumes"].keys(), name
+
+
+def test_the_packages_of_the_image_are_those_of_the_project() -> None:
+    packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()} - {"tests"}
+    for file in DEPLOY.glob("docker/Dockerfile.*"):
+        if file.suffix != ".dockerignore":
+            copied = set(re.findall(r"^COPY (\w+) \w+$", file.read_text(), re.MULTILINE))
+            assert copied == packages, file
+
+
+@pytest.mark.parametrize("name", ["cloud-init/pi-user-data.yaml", "ansible/devices.yaml"])
+def test_recipes_are_yaml_and_name_files_that_exist(name: str) -> None:
+    text = (DEPLOY / name).read_text()
+    content = yaml.safe_load(text)
+    if name.startswith("cloud"):
+        assert text.startswith("#cloud-config\n")
+        assert all(isinstance(command, list) for command in content["runcmd"])
+        return
+    [play] = content
+    sources = [task["ansible.builtin.copy"].get("src") for task in play["tasks"] if "ansible.builtin.copy" in task]
+    for source in sources:
+        assert source is None or "{{" in source or (DEPLOY / "ansible" / source).is_file(), source
+    notified = {task["notify"] for task in play["tasks"] if "notify" in task}
+    assert notified == {handler["name"] for handler in play["handlers"]}
+    settings = next(task for task in play["tasks"] if task["name"] == "Settings")["ansible.builtin.copy"]["content"]
+    assert {line.split("=")[0] for line in settings.split()} >= ENVIRONMENT.keys()

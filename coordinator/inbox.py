@@ -29,8 +29,8 @@ class Interrupted(Exception):
 class Inbox:
     """What comes over the transport, and the way back.
 
-    `on_message(device, message)` and `on_chunk(payload)` take what was read, `refuse(device, kind, reason)` what
-    cannot be read. `on_link(up)` hears of the link, and `each_tick` is called several times a second.
+    `on_message(device, message)` and `on_chunk(device, payload)` take what was read,
+    `refuse(device, kind, reason)` what cannot be read. `on_link(up)` hears of the link, and `each_tick` is called several times a second.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Inbox:
         topics: Topics,
         *,
         on_message: Callable[[str, AnyMessage], None],
-        on_chunk: Callable[[bytes], None],
+        on_chunk: Callable[[str, bytes], None],
         on_link: Callable[[bool], None],
         refuse: Callable[[str, str, str], None],
         each_tick: Callable[[], None],
@@ -118,7 +118,7 @@ class Inbox:
     def _on_received(self, topic: str, payload: bytes) -> None:
         device = self._topics.device_of(topic)
         if "/up/b/" in topic:
-            self._on_chunk(payload)
+            self._on_chunk(device, payload)
             return
         try:
             message = decode(payload)

@@ -102,6 +102,16 @@ class Failed(Message, frozen=True, tag="failed"):
     use: ResourceUse | None = None  # with `broke`: what was measured until the task was stopped
 
 
+class Declined(Message, frozen=True, tag="declined"):
+    """A device does not begin a task now: no failure, it may be asked again after `again_s` seconds."""
+
+    run: str
+    round: Count
+    kind: TaskKind
+    reason: str  # "hot", "busy", "low battery", "quiet hours", with what was found
+    again_s: Annotated[float, Meta(ge=0)]
+
+
 # --- coordinator to one device ------------------------------------------------------------------------
 
 
@@ -135,6 +145,24 @@ class Task(Message, frozen=True, tag="task"):
     blobs: tuple[Manifest, ...]  # of every digest that the task may need
     deadline_s: float
     lr_scale: float = 1.0  # the schedule's factor for this round
+
+
+class Extended(Message, frozen=True, tag="extended"):
+    """The device's task may go on: it has `deadline_s` seconds from the receipt of this."""
+
+    run: str
+    round: Count
+    kind: TaskKind
+    deadline_s: float
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """The task's result is not wanted any more: the device drops it, and keeps nothing of it."""
+
+    run: str
+    round: Count
+    kind: TaskKind
+    reason: str
 
 
 class ResultAck(Message, frozen=True, tag="ack"):
@@ -172,8 +200,8 @@ class Done(Message, frozen=True, tag="done"):
     digest: str
 
 
-FromDevice = Hello | Progress | Result | Failed | Want | Done | DeviceState
-FromCoordinator = Welcome | Refused | Task | ResultAck | RunEnded | Want | Done | CoordinatorState
+FromDevice = Hello | Progress | Result | Failed | Declined | Want | Done | DeviceState
+FromCoordinator = Welcome | Refused | Task | Extended | Cancel | ResultAck | RunEnded | Want | Done | CoordinatorState
 AnyMessage = FromDevice | FromCoordinator
 
 _encoder = msgspec.msgpack.Encoder()

@@ -30,7 +30,8 @@ class Inbox:
     """What comes over the transport, and the way back.
 
     `on_message(device, message)` and `on_chunk(device, payload)` take what was read,
-    `refuse(device, kind, reason)` what cannot be read. `on_link(up)` hears of the link, and `each_tick` is called several times a second.
+    `refuse(device, kind, reason)` what cannot be read. `on_link(up)` hears of the link, and `each_tick` is called
+    several times a second.
     """
 
     def __init__(

@@ -463,15 +463,17 @@ class Coordinator:
             self._on_released(device)
         self.inbox.pump(lambda: opened.closes() or opened.given_up(self.presence, self.config.rejoin_grace_s))
         asked = [assignment for assignment in self.assignments if assignment.device in opened.waiting_for()]
-        if not opened.closes():
-            for assignment in asked:
-                opened.fail(assignment.device, "offline")
-                if not self._may_be_late(assignment.kind):
-                    self._give_up(assignment, "offline")
-        elif not self._may_be_late(opened.kind):
-            self._dismiss(asked, f"late: round {opened.number} has the results that it needs")
+        enough = opened.closes()
+        for assignment in () if enough else asked:
+            opened.fail(assignment.device, "offline")
         self._say_who_is_missing(opened)
         self.results.close()
+        if not self._may_be_late(opened.kind):
+            if enough:
+                self._dismiss(asked, f"late: round {opened.number} has the results that it needs")
+            else:
+                for assignment in asked:
+                    self._give_up(assignment, "offline")
         return opened
 
     def _on_released(self, device: str) -> None:

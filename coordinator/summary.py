@@ -119,7 +119,7 @@ def _round(number: int, cohort: list[str], figures: dict[str, float], results: l
     losses = [result.metrics["loss"] for result in trained if "loss" in result.metrics]
     return RoundSummary(
         round=number,
-        cohort=len(cohort),
+        cohort=int(figures.get("cohort", len(cohort))),  # in mode buffered also who was asked in rounds before
         accepted=len(trained),
         accuracy_mean=fmean(accuracy.values()) if accuracy else None,
         accuracy_std=pstdev(accuracy.values()) if accuracy else None,
@@ -165,7 +165,7 @@ def round_line(store: Store, run: str, number: int, rounds: int) -> str:
     results = store.results(run, number, "evaluate")
     results += [result for result in store.results_from(run, number) if result.used_in == number]
     summary = _round(number, entry.cohort, entry.figures, results)
-    parts = [f"round {number:>3}/{rounds}", f"{summary.accepted}/{int(summary.figures['cohort'])} devices"]
+    parts = [f"round {number:>3}/{rounds}", f"{summary.accepted}/{summary.cohort} devices"]
     parts += [f"{int(count)} {what}" for what in ("late", "declined") if (count := summary.figures.get(what))]
     if summary.accuracy_mean is not None and summary.accuracy_std is not None:
         parts.append(f"accuracy {summary.accuracy_mean:.3f} ± {summary.accuracy_std:.3f}")

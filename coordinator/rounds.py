@@ -243,6 +243,7 @@ class Coordinator:
             program = decode_program(self.blobs.get(task.program))
             variant = Variant(task.program, program, self._ready().method_for(task.device, task.round))
             self._assign(task.device, task.round, "train", Work(variant, task.groups, None))
+            self._send_task(task.device)
 
     def _go_on(self) -> None:
         """All rounds that are not done yet, from wherever an earlier process got to."""
@@ -324,7 +325,7 @@ class Coordinator:
         if len(work) < len(cohort):
             cohort, needed = list(work), min(needed, self._quorum(len(work)))
             self.store.open_round(self.run, number, cohort, needed)
-        self._record_tasks(number, work)
+        self._record_tasks(number, work, work)
         return self._ask(OpenRound(self.run, number, "train", cohort, needed, work))
 
     def _quorum(self, cohort: int) -> int:
@@ -352,7 +353,8 @@ class Coordinator:
             work = self._work(number, chosen)
             asked += work
             self.store.open_round(self.run, number, asked, self.config.buffer)
-            self._record_tasks(number, work)
+            opened.work |= work
+            self._record_tasks(number, work, opened.work)
             opened.cohort = sorted({*opened.cohort, *work})
             for device, part in work.items():
                 self._assign(device, number, "train", part)
@@ -397,13 +399,12 @@ class Coordinator:
             return select_fair(devices, wanted, self.config.seed, number, self.store.asked(self.run, number))
         return select_uniform(devices, wanted, self.config.seed, number)
 
-    def _record_tasks(self, number: int, work: dict[str, Work]) -> None:
-        """Before a device is told: what it is asked, and what that is expected to cost."""
-        results = self.results.counted
+    def _record_tasks(self, number: int, work: dict[str, Work], all_work: dict[str, Work]) -> None:
+        """Before devices are told: what they are asked, and what the whole round is expected to cost."""
         tasks = [TaskRecord(number, device, part.variant.digest, part.groups) for device, part in work.items()]
-        self.store.add_tasks(self.run, [task for task in tasks if task.device not in results])
+        self.store.add_tasks(self.run, [task for task in tasks if task.device not in self.results.counted])
         self.store.set_expected(
-            self.run, number, {device: part.expected for device, part in work.items() if part.expected}
+            self.run, number, {device: part.expected for device, part in all_work.items() if part.expected}
         )
 
     def _evaluate(self, number: int) -> None:

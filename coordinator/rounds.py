@@ -506,8 +506,10 @@ class Coordinator:
             if self.results.waits_for_its_turn(device):
                 deadline.sign(now)
             late = self._may_be_late(assignment.kind)
-            if now >= deadline.at and self.results.opened and assignment.round == self.results.opened.number:
-                self.results.opened.fail(device, "deadline")
+            opened = self.results.opened
+            asked = (opened.number, opened.kind) if opened else None
+            if opened and now >= deadline.at and asked == (assignment.round, assignment.kind):
+                opened.fail(device, "deadline")
             if now >= (deadline.latest if late else deadline.at):
                 self._give_up(assignment, "deadline")
             elif not late and self.presence.is_online(device) and (more_s := deadline.extension(now)):

@@ -231,12 +231,12 @@ class Coordinator:
 
         Those of a round that is open in mode rounds are made again with that round.
         """
+        closed = [record.round for record in self.store.rounds(self.run) if record.closed_at is not None]
+        open_round = 1 + max(closed, default=0)
+        self.results.count_in(open_round)  # before anybody can bring a late result
         if not self.config.uses_late_results():
             return
         buffered = self.config.mode == "buffered"
-        open_round = next(
-            (record.round for record in self.store.rounds(self.run) if record.closed_at is None), self.config.rounds + 1
-        )
         for task in self.store.unanswered(self.run):
             if not (buffered or task.round < open_round) or not self.blobs.has(task.program):
                 continue

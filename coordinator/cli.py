@@ -100,7 +100,7 @@ def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]
             if isinstance(inside, dict):  # else the file is wrong, and make_config says so
                 merged[name] = {**inside, **dict(key_value(pair) for pair in value)}
             continue
-        if name in ("cohort", "pretrained"):
+        if name in ("cohort", "pretrained", "deadline_s", "concurrency"):
             value = literal(value)
         home = next((table for table, kind in tables.items() if name in kind.__struct_fields__), None)
         if home:
@@ -323,6 +323,27 @@ def show(run: str, out: Path, as_json: bool) -> None:
         click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
         return
     print_summary(summary)
+
+
+@cli.command()
+@click.argument("run", required=False)
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def status(run: str | None, out: Path, as_json: bool) -> None:
+    """Say what RUN, by default the newest, is waiting for, since when and until when."""
+    from coordinator.status import lines, read_status
+
+    store = existing_store(out)
+    runs = store.runs()
+    if run is None and not runs:
+        raise ConfigError(f"there is no run in {out}")
+    record = store.run(run) if run else runs[0]
+    found = read_status(out / record.id)
+    if as_json:
+        said = {"run": record.id, "status": record.status, **msgspec.to_builtins(found), "stale": found.is_stale()}
+        click.echo(json.dumps(said, indent=2))
+        return
+    click.echo("\n".join(lines(record.id, record.status, found)))
 
 
 def print_summary(summary: Any) -> None:

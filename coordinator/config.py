@@ -4,7 +4,7 @@ import difflib
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -13,6 +13,9 @@ from fedvit.errors import ConfigError
 from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
 from fedvit.resources import Budget
 from fedvit.wire.topics import check_name
+
+if TYPE_CHECKING:
+    from fedvit.methods.base import ServerRule
 
 
 class ImageConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,9 +117,41 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     quorum: Annotated[
         float, Meta(gt=0, le=1, description="Share of the cohort whose results close a round at once.")
     ] = 1.0
-    deadline_s: Annotated[float, Meta(gt=0, description="Seconds after which a round closes with what has come.")] = (
-        600.0
-    )
+    over_select: Annotated[
+        float, Meta(ge=0, le=4, description="Share of the cohort that is asked beside it; the first answers count.")
+    ] = 0.0
+    selection: Annotated[
+        Literal["uniform", "fair"],
+        Meta(description="Who is asked: anybody at random, or who was not asked for the longest time."),
+    ] = "uniform"
+    deadline_s: (
+        Annotated[
+            float,
+            Meta(gt=0, description="Seconds that a device is waited for; auto: as predicted, and while it is alive."),
+        ]
+        | Literal["auto"]
+    ) = "auto"
+    deadline_limit_s: Annotated[
+        float, Meta(gt=0, description="Seconds after which a task is over, however much its device is alive.")
+    ] = 21600.0
+    late: Annotated[
+        Literal["refuse", "use", "discount"],
+        Meta(
+            description="Results that come after their round: refused, used in the round that is open then, or used "
+            "by 1/sqrt(1 + rounds late)."
+        ),
+    ] = "refuse"
+    max_staleness: Annotated[
+        int, Meta(ge=0, description="Rounds by which a result may be late, where late results are used.")
+    ] = 10
+    mode: Annotated[
+        Literal["rounds", "buffered"],
+        Meta(description="buffered: devices get new tasks as they answer; each `buffer` results make a round."),
+    ] = "rounds"
+    buffer: Annotated[int, Meta(ge=1, description="Results that make a round in mode buffered.")] = 4
+    concurrency: (
+        Annotated[int, Meta(ge=1, description="Devices at work at a time in mode buffered; by default all.")] | None
+    ) = None
     rejoin_grace_s: Annotated[
         float,
         Meta(
@@ -173,6 +208,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 pretrained=pretrained,
             )
             method.groups(vit)
+            self._check_late_results(method.server_rule(vit))
             for pattern, options in self.variants.items():
                 try:
                     other = make_method(self.method, {**self.options, **options})
@@ -181,6 +217,26 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                         raise ConfigError(f"{options} adds other tensors to the model than the run does")
                 except ConfigError as error:
                     raise ConfigError(f"variants: {pattern!r}: {error}") from None
+
+    def _check_late_results(self, rule: "ServerRule") -> None:
+        """Whether this method's server can use what was made from an older state."""
+        if self.mode == "buffered" and self.evaluation == "pre_aggregation":
+            raise ConfigError("evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'")
+        setting = "mode = 'buffered'" if self.mode == "buffered" else f"late = {self.late!r}"
+        if self.mode == "rounds" and self.late == "refuse":
+            return
+        if why := rule.why_never_late:
+            raise ConfigError(f"{setting} cannot be used with method {self.method!r}: {why}")
+        if self.late == "discount" and not rule.discounts:
+            raise ConfigError(f"{setting} cannot be used with method {self.method!r}: its uploads have no weight")
+
+    def uses_late_results(self) -> bool:
+        return self.mode == "buffered" or self.late != "refuse"
+
+    def discount(self, staleness: int) -> float:
+        """Weight of a result that was made from a state so many rounds old (FedBuff, arXiv:2106.06639, section 5)."""
+        discounted = self.mode == "buffered" or self.late == "discount"
+        return (1 + staleness) ** -0.5 if discounted else 1.0
 
 
 TABLES: dict[str, type[Struct]] = {"images": ImageConfig, "budget": BudgetConfig}

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from profiles.report.terminal import shortened
 
-QUIET = ("done", "failed", "offline")
+QUIET = ("done", "failed", "declined", "offline")
 """States of a device that nobody need watch."""
 
 

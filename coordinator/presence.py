@@ -1,5 +1,6 @@
 """Who is alive: hellos, last wills, and two devices that claim one name."""
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -14,6 +15,14 @@ class Device:
     hello: Hello
     online: bool = True
     left_at: float | None = None  # monotonic; None: it is here, or was sent away
+    rests_until: float = -math.inf  # it declined: not asked before, on this process's monotonic clock
+    rests_because: str = ""
+
+    def rests(self) -> bool:
+        return time.monotonic() < self.rests_until
+
+
+LONGEST_REST_S = 86400.0
 
 
 class Presence:
@@ -34,6 +43,21 @@ class Presence:
     def count_online(self) -> int:
         return sum(device.online for device in self._devices.values())
 
+    def available(self) -> list[str]:
+        """Who can be asked: online, and not resting."""
+        return [name for name in self.online() if not self._devices[name].rests()]
+
+    def resting(self) -> list[Device]:
+        """Who is online, but declined to work for a while."""
+        return [self._devices[name] for name in self.online() if self._devices[name].rests()]
+
+    def rest(self, name: str, reason: str, seconds: float) -> None:
+        """The device declined: it is not asked for so long."""
+        if name in self._devices:
+            bounded_s = min(seconds, LONGEST_REST_S) if math.isfinite(seconds) else LONGEST_REST_S
+            self._devices[name].rests_until = time.monotonic() + bounded_s
+            self._devices[name].rests_because = reason
+
     def is_online(self, name: str) -> bool:
         return name in self._devices and self._devices[name].online
 
@@ -48,7 +72,11 @@ class Presence:
         return known if known and known.online and known.hello.instance != hello.instance else None
 
     def arrived(self, name: str, hello: Hello) -> None:
+        known = self._devices.get(name)
         self._devices[name] = Device(name, hello)
+        if known and known.hello.instance == hello.instance:  # it only says hello again: what it said holds
+            self._devices[name].rests_until = known.rests_until
+            self._devices[name].rests_because = known.rests_because
 
     def state_changed(self, name: str, state: DeviceState) -> bool:
         """A last will or a farewell; False when it is not from the process that is known by this name."""

@@ -4,18 +4,22 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
 from coordinator.admission import check_result, check_upload
+from coordinator.config import RunConfig
+from coordinator.deadlines import Links
 from coordinator.open_round import OpenRound
 from coordinator.presence import Presence
 from coordinator.store import Store
+from coordinator.work import Assignment, Assignments
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload
 from fedvit.resources import BudgetKind
 from fedvit.transport.exchange import BlobExchange
-from fedvit.wire.messages import Failed, Manifest, Result, ResultAck
+from fedvit.wire.messages import Declined, Failed, Manifest, Result, ResultAck
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import WINDOW_CHUNKS
 
@@ -31,123 +35,234 @@ REFUSALS_KEPT = 2000
 """Of one device, written down by one process: more would let it fill the disk, and tell nobody anything new."""
 
 
+class Answer(NamedTuple):
+    """A result, and the task that it is the result of."""
+
+    assignment: Assignment
+    result: Result
+
+
 class Results:
     """The desk for one run's results; `opened` is the round that is being asked, None between rounds.
 
+    A device may bring what it was assigned. What comes for the round that is open counts in it; what comes later
+    counts in the round that is open then (`counts_in`), where the run uses late results, and is refused elsewhere.
     Idempotent by (run, round, kind, device). Whatever is refused is counted in the store, answered with the
-    reason, and never fatal. What is good waits in `checked` until `keep` puts all of it into the store at once and
-    answers: a transaction is synced to disk, which for each of five hundred results would be most of a round.
+    reason, and never fatal. `released(device)` hears that a device is free for its next task.
     """
 
     def __init__(
         self,
         *,
         run: str,
+        config: RunConfig,
         store: Store,
         blobs: BlobStore,
         exchange: BlobExchange,
         topics: Topics,
         presence: Presence,
+        assignments: Assignments,
         answer: Callable[[str, ResultAck], None],
+        released: Callable[[str], None],
         say: Callable[[str], None],
     ) -> None:
         self.opened: OpenRound | None = None
-        self.checked: dict[str, Result] = {}  # by device: good, not in the store yet
-        self._keep_at = 0.0  # when they have waited long enough for others
-        self._refused: Counter[str] = Counter()  # by device
+        self.counts_in = 1  # the round whose server step takes what is accepted now
+        self.counted: set[str] = set()  # devices with a result for that round: each counts once in it
+        self.links = Links()
         self._run = run
+        self._config = config
         self._store = store
         self._blobs = blobs
         self._exchange = exchange
         self._topics = topics
         self._presence = presence
+        self._assignments = assignments
         self._answer = answer
+        self._released = released
         self._say = say
+        self._queue: dict[str, Answer] = {}  # by device: uploads that wait for their turn, in the order they came
+        self._under_way: dict[str, Answer] = {}  # uploads that are being fetched
+        self._checked: dict[str, Answer] = {}  # good, not in the store yet
+        self._keep_at = 0.0  # when they have waited long enough for others
+        self._refused: Counter[str] = Counter()  # by device
+
+    # --- the round --------------------------------------------------------------------------------------
+
+    def open(self, opened: OpenRound) -> None:
+        """From now on results are for this round. What the store has of it is accepted already."""
+        self.opened = opened
+        if opened.kind == "train":
+            self.count_in(opened.number)
+        stored = self._store.results(self._run, opened.number, opened.kind)
+        opened.accepted |= {result.device for result in stored if result.device in opened.cohort}
+
+    def count_in(self, number: int) -> None:
+        """Training results are for the server step of this round from now on."""
+        self.counts_in = number
+        waiting = self._store.results_from(self._run, number)
+        self.counted = {result.device for result in waiting if result.used_in == number}
+
+    def close(self) -> None:
+        """The round is over; what was assigned for it and is not late beyond use may still come."""
+        self.keep(now=True)
+        opened, self.opened = self.opened, None
+        if opened and opened.kind == "train":
+            self.count_in(opened.number + 1)
+
+    def pause(self) -> None:
+        """The round will be opened again by this process: what is under way is begun anew then."""
+        self.opened = None
+        self._checked.clear()  # nothing of it was acknowledged
+        self._queue.clear()
+        for device in list(self._under_way):
+            del self._under_way[device]
+            self._exchange.cancel(device)
+        for assignment in self._assignments:
+            self._assignments.end(assignment.device)
+
+    def cancel(self, assignment: Assignment, reason: str, outcome: str = "cancelled") -> None:
+        """A task's result is not wanted any more; an upload that is announced already is refused as late."""
+        device = assignment.device
+        if device in self._checked:
+            self.keep(now=True)
+            return
+        announced = self._under_way.pop(device, None) or self._queue.pop(device, None)
+        self._end([assignment], outcome)
+        if announced:
+            self._exchange.cancel(device)
+            self._reject(device, announced.result, reason)
+            self.grant_uploads()
+
+    # --- what devices say -------------------------------------------------------------------------------
 
     def on_result(self, device: str, result: Result) -> None:
         """Take a result, or refuse it; one that was taken before is only acknowledged again."""
-        opened = self.opened
+        assignment = self._assignments.meant(device, result)
         if result.run != self._run:
             # a run that was interrupted may be resumed: the device keeps its result till then
             if not any(record.id == result.run and record.status != "finished" for record in self._store.runs()):
                 self._reject(device, result, f"run {result.run!r} is not served here, this is {self._run!r}")
-        elif opened is None or not opened.asked(result):
+        elif assignment is None:
             if self._store.has_result(self._run, result.round, result.kind, device):
                 self._acknowledge(device, result)
-            elif reason := self._why_never(result):
+            elif reason := self._why_never(device, result):
                 self._reject(device, result, reason)
             # else its round will be opened again, by this process after a restart: the device keeps it till then
-        elif device in opened.accepted:
-            self._acknowledge(device, result)
-        elif device in self.checked:
-            return  # it is about to be answered
-        elif device not in opened.work:
-            self._reject(device, result, f"{device} was not asked in round {result.round}")
-        elif not opened.waits_for(device) or opened.is_uploading(device) or not self._presence.is_online(device):
-            return  # the answer is on its way, or will follow when the device has said hello
+        elif device in self._checked or self.is_uploading(device) or not self._presence.is_online(device):
+            return  # the answer will follow, at the latest when the device has said hello
         else:
             try:
-                check_result(result, opened.work[device].variant.program, self._presence[device].hello)
+                self._check_staleness(result)
+                check_result(result, assignment.work.variant.program, self._presence[device].hello)
             except BadPayload as error:
                 self._reject(device, result, str(error))
                 return
             if result.upload is None:
-                self._accept(device, result)
+                self._accept(Answer(assignment, result))
             elif result.inline:
-                self._take_inline(opened, device, result)
+                self._take_inline(assignment, result)
             else:
-                opened.queue[device] = result
+                self._queue[device] = Answer(assignment, result)
                 self.grant_uploads()
 
-    def _take_inline(self, opened: OpenRound, device: str, result: Result) -> None:
+    def _take_inline(self, assignment: Assignment, result: Result) -> None:
         """The upload came with the result."""
-        content, result = result.inline, msgspec.structs.replace(result, inline=b"")
+        device, content = assignment.device, result.inline
+        result = msgspec.structs.replace(result, inline=b"")
         assert result.upload is not None  # asked for by the caller
         if digest_of(content) != result.upload.digest:
             reason = f"the upload of {len(content)} bytes has digest {digest_of(content)}"
             self._reject(device, result, f"{reason}, expected {result.upload.digest}")
             return
         self._blobs.put(content)
-        self._upload_finished(opened, device, result)(result.upload, None)
-
-    def close(self) -> None:
-        """The round is over: what comes from now on is late, and so is what waits for its turn."""
-        self.keep(now=True)
-        opened, self.opened = self.opened, None
-        for device, result in opened.late_uploads() if opened else ():
-            self._exchange.cancel(device)
-            self._reject(device, result, f"late: round {result.round} closed before the upload was here")
-
-    def pause(self) -> None:
-        """The round will be opened again by this process: what is under way is begun anew then."""
-        opened, self.opened = self.opened, None
-        for device in opened.under_way if opened else ():
-            self._exchange.cancel(device)
+        self._take(Answer(assignment, result))
 
     def on_failed(self, device: str, failed: Failed) -> None:
         """A device says that it cannot do its task."""
         self.refuse(device, failed.kind, failed.reason, failed.round, failed.broke)
-        if self.opened and self.opened.asked(failed):
-            self.opened.fail(device, failed.reason)
+        if failed.run == self._run and (assignment := self._assignments.meant(device, failed)):
+            self._lose(assignment, failed.reason, "failed")
             self._say(f"{device} cannot {failed.kind} in round {failed.round}: {failed.reason}")
 
+    def on_declined(self, device: str, declined: Declined) -> None:
+        """A device does not work now: it is left out without blame, and asked again when it said."""
+        if declined.run != self._run or not (assignment := self._assignments.meant(device, declined)):
+            return
+        reason = f"{declined.reason[:200]}; asked again in {declined.again_s:.0f} s"
+        self._store.add_refusal(self._run, declined.round, device, "declined", reason, None)
+        self._presence.rest(device, declined.reason, declined.again_s)
+        if self.opened and self.opened.waits_for(device):
+            self.opened.declined.add(device)
+        self._lose(assignment, f"declined: {declined.reason}", "declined")
+        self._say(f"{device} declines to {declined.kind} in round {declined.round}: {reason}")
+
     def device_left(self, device: str) -> None:
-        if self.opened:
-            self.opened.device_left(device)
+        """It may come back; what it was sending is begun anew then."""
+        self._under_way.pop(device, None)
+        self._queue.pop(device, None)
+        if assignment := self._assignments.of(device):
+            assignment.progress = None
         self.grant_uploads()
+
+    # --- uploads ----------------------------------------------------------------------------------------
+
+    def is_uploading(self, device: str) -> bool:
+        return device in self._under_way or device in self._queue
+
+    def uploading(self) -> set[str]:
+        return {*self._under_way, *self._queue}
+
+    def waits_for_its_turn(self, device: str) -> bool:
+        """Whether it is this side that keeps the device waiting."""
+        return device in self._queue
 
     def grant_uploads(self) -> None:
         """Fetch waiting uploads, a few at a time."""
-        opened = self.opened
-        while opened and opened.queue:
-            device, result = next(iter(opened.queue.items()))
+        chunks = sum(window_of(announced.result.upload) for announced in self._under_way.values())
+        while self._queue:
+            device, announced = next(iter(self._queue.items()))
+            result = announced.result
             assert result.upload is not None  # only those are queued
-            if opened.under_way and opened.chunks_under_way + window_of(result.upload) > CHUNKS_AT_ONCE:
+            chunks += window_of(result.upload)
+            if self._under_way and chunks > CHUNKS_AT_ONCE:
                 return
-            del opened.queue[device]
-            opened.start(device, result, window_of(result.upload))
+            self._under_way[device] = self._queue.pop(device)
             topic = self._topics.upload(device, result.upload.digest)
-            self._exchange.fetch(result.upload, device, topic, self._upload_finished(opened, device, result))
+            self._exchange.fetch(result.upload, device, topic, self._upload_finished(announced))
+
+    def _upload_finished(self, announced: Answer) -> Callable[[Manifest, Exception | None], None]:
+        assignment, result = announced
+        device, began = assignment.device, time.monotonic()
+
+        def finished(manifest: Manifest, error: Exception | None) -> None:
+            if self._under_way.pop(device, None) is None:
+                return  # it left, or is not wanted any more
+            if error is None:
+                self.links.measured(device, manifest.size, time.monotonic() - began)
+                self._take(announced)
+            elif isinstance(error, BadPayload):
+                self._reject(device, result, str(error))
+            else:
+                raise error
+            self.grant_uploads()
+
+        return finished
+
+    def _take(self, answer: Answer) -> None:
+        """The upload is here: look at it."""
+        assignment, result = answer
+        assert result.upload is not None  # only those get here
+        try:
+            self._check_staleness(result)
+            what = f"result of {assignment.device} for round {result.round}"
+            check_upload(self._blobs.get(result.upload.digest), assignment.work.variant.program, what)
+        except BadPayload as bad:
+            self._reject(assignment.device, result, str(bad))
+        else:
+            self._accept(answer)
+
+    # --- yes and no -------------------------------------------------------------------------------------
 
     def refuse(
         self,
@@ -167,61 +282,69 @@ class Results:
         self._store.add_refusal(self._run, number, device, kind, reason, broke)
         log.warning("refused", extra={"device": device, "kind": kind, "reason": reason})
 
-    def _why_never(self, result: Result) -> str | None:
-        """Why a result for a round that is not open can never count; None when it still may."""
+    def _why_never(self, device: str, result: Result) -> str | None:
+        """Why a result that is not assigned can never count; None when it still may."""
         record = self._store.round(self._run, result.round)
         if record is None:
             return f"round {result.round} was never asked"
+        if self.opened and self.opened.asked(result):
+            if device not in self.opened.cohort:
+                return f"{device} was not asked in round {result.round}"
+            late = self.opened.failed.get(device) in ("deadline", "offline")
+            return f"late: round {result.round} does not wait for it any more" if late else None
         over = record.closed_at is not None if result.kind == "train" else record.evaluated
         return f"late: round {result.round} is closed for {result.kind} results" if over else None
 
-    def _upload_finished(
-        self, opened: OpenRound, device: str, result: Result
-    ) -> Callable[[Manifest, Exception | None], None]:
-        def finished(manifest: Manifest, error: Exception | None) -> None:
-            opened.end(device)
-            try:
-                if error:
-                    raise error
-                what = f"result of {device} for round {result.round}"
-                check_upload(self._blobs.get(manifest.digest), opened.work[device].variant.program, what)
-            except BadPayload as bad:
-                self._reject(device, result, str(bad))
-            else:
-                self._accept(device, result)
-            self.grant_uploads()
+    def _check_staleness(self, result: Result) -> None:
+        """Raises BadPayload when the result was made from a state that is too old for the round it would count in."""
+        if result.kind == "evaluate" or result.round == self.counts_in:
+            return
+        if self.counts_in > self._config.rounds:
+            raise BadPayload(f"late: round {result.round} is closed for train results, and no other follows")
+        staleness, most = self.counts_in - result.round, self._config.max_staleness
+        if staleness > most:
+            raise BadPayload(f"late: made for round {result.round}, {staleness} rounds ago; at most {most} are allowed")
 
-        return finished
-
-    def _accept(self, device: str, result: Result) -> None:
-        if not self.checked:
+    def _accept(self, answer: Answer) -> None:
+        if not self._checked:
             self._keep_at = time.monotonic() + GATHER_S
-        self.checked[device] = result
+        self._checked[answer.assignment.device] = answer
 
     def keep(self, *, now: bool = False) -> None:
         """Put what was checked into the store, then acknowledge it. To be called when what arrived was handled.
 
         Unless it has to be `now`, a result waits a moment for others that may come; not where the round is complete.
         """
-        if not self.checked or not (now or time.monotonic() >= self._keep_at or self._is_complete()):
+        if not self._checked or not (now or time.monotonic() >= self._keep_at or self._is_complete()):
             return
-        kept, self.checked = self.checked, {}
-        self._store.add_results(list(kept.items()))
-        for device, result in kept.items():
-            if self.opened:
-                self.opened.accepted.add(device)
+        kept, self._checked = list(self._checked.values()), {}
+        used_in = {"train": self.counts_in, "evaluate": None}
+        self._store.add_results(
+            [(answer.assignment.device, answer.result, used_in[answer.result.kind]) for answer in kept]
+        )
+        self._end([answer.assignment for answer in kept], "accepted")
+        for assignment, result in kept:
+            device = assignment.device
+            if result.kind == "train":
+                self.counted.add(device)
+            if self.opened and device in self.opened.cohort and self.opened.kind == result.kind:
+                self.opened.accept(device)
             self._acknowledge(device, result)
             log.info(
                 "result accepted",
-                extra={"device": device, "round": result.round, "kind": result.kind, "samples": result.samples},
-            )
+                extra={
+                    "device": device, "round": result.round, "kind": result.kind, "samples": result.samples,
+                    "staleness": (used_in[result.kind] or result.round) - result.round,
+                },
+            )  # fmt: skip
+            self._released(device)
 
     def _is_complete(self) -> bool:
         """Whether with what was checked the open round has all that it waits for."""
         opened = self.opened
         if opened is None:
             return True
-        answered = len(opened.accepted) + len(self.checked)
+        answered = len(opened.accepted) + len(self._checked)
         return answered >= opened.needed or answered + len(opened.failed) >= len(opened.cohort)
 
     def _acknowledge(self, device: str, result: Result) -> None:
@@ -229,12 +352,26 @@ class Results:
 
     def _reject(self, device: str, result: Result, reason: str) -> None:
         self.refuse(device, result.kind, reason, result.round)
-        if self.opened and self.opened.asked(result):
-            self.opened.fail(device, reason)
-            self._say(f"{device}: {result.kind} result of round {result.round} refused: {reason}")
         self._answer(device, ResultAck(result.run, result.round, result.kind, accepted=False, reason=reason[:500]))
+        if result.run == self._run and (assignment := self._assignments.meant(device, result)):
+            self._say(f"{device}: {result.kind} result of round {result.round} refused: {reason}")
+            self._lose(assignment, reason, "failed")
+
+    def _lose(self, assignment: Assignment, reason: str, outcome: str) -> None:
+        """The device brings nothing that counts."""
+        if self.opened and self.opened.kind == assignment.kind:
+            self.opened.fail(assignment.device, reason)
+        self._end([assignment], outcome)
+        self._released(assignment.device)
+
+    def _end(self, assignments: list[Assignment], outcome: str) -> None:
+        trained = [(one.round, one.device) for one in assignments if one.kind == "train"]
+        self._store.end_tasks(self._run, trained, outcome)
+        for assignment in assignments:
+            if self._assignments.of(assignment.device) is assignment:
+                self._assignments.end(assignment.device)
 
 
-def window_of(upload: Manifest) -> int:
+def window_of(upload: Manifest | None) -> int:
     """Chunks of an upload that are under way at most."""
-    return min(upload.chunks, WINDOW_CHUNKS)
+    return min(upload.chunks, WINDOW_CHUNKS) if upload else 0

@@ -16,17 +16,20 @@ import msgspec
 
 from coordinator.admission import check_hello
 from coordinator.checkpoint import load_state, needed_blobs, save_state
-from coordinator.cohort import select_cohort
+from coordinator.cohort import cohort_size, select_fair, select_uniform
 from coordinator.config import RunConfig
+from coordinator.deadlines import Deadline
 from coordinator.display import Display, View
 from coordinator.inbox import Inbox, Interrupted
-from coordinator.open_round import OpenRound, Work
-from coordinator.planner import Plan, common_groups, initial_blobs, make_plan
+from coordinator.open_round import OpenRound
+from coordinator.planner import Plan, Variant, common_groups, make_plan
 from coordinator.presence import Presence
 from coordinator.results import Results
-from coordinator.store import ResultRecord, SavedState, Store
+from coordinator.status import Reporter
+from coordinator.store import ResultRecord, RoundRecord, SavedState, Store, TaskRecord
 from coordinator.summary import round_line
 from coordinator.targets import Targets
+from coordinator.work import Assignment, Assignments, Work, predicted_s
 from fedvit.blobs import BlobStore
 from fedvit.errors import (
     BadPayload,
@@ -40,16 +43,19 @@ from fedvit.errors import (
 )
 from fedvit.files import atomic_write
 from fedvit.methods.base import RoundContext, ServerState, Upload
-from fedvit.program import Role
+from fedvit.program import Role, decode_program
 from fedvit.resources import Budget, BudgetKind, ResourceUse
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.transport.base import Transport, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
     AnyMessage,
+    Cancel,
     CoordinatorState,
+    Declined,
     DeviceState,
     Done,
+    Extended,
     Failed,
     FromCoordinator,
     Hello,
@@ -58,6 +64,7 @@ from fedvit.wire.messages import (
     Result,
     RunEnded,
     Task,
+    TaskKind,
     Want,
     Welcome,
     encode,
@@ -72,6 +79,7 @@ ROOM_BYTES = 16 * 1024 * 1024
 """How often a paused run tries the disk, and how much it must take."""
 PARTIAL_KEPT_S = 24 * 3600.0
 """How long half an upload is kept for a device that may go on with it."""
+KEEP_TIME_EVERY_S = 0.1
 ATTEMPTS = 3
 """Times that a round which brought no usable result is tried before the run gives up."""
 
@@ -110,14 +118,18 @@ class Coordinator:
             receivers=self._asked_and_here,
             lane_for=self.topics.lane,
         )
+        self.assignments = Assignments()
         self.results = Results(
             run=run,
+            config=config,
             store=store,
             blobs=self.blobs,
             exchange=self.exchange,
             topics=self.topics,
             presence=self.presence,
+            assignments=self.assignments,
             answer=self._tell,
+            released=self._on_released,
             say=self._say,
         )
         self.targets = Targets(run, store, self.presence, config.budget.limits())
@@ -139,6 +151,8 @@ class Coordinator:
         self._saved: SavedState | None = None
         self._offered: dict[str, set[str]] = {}  # device -> digests that it may read
         self._headline = ""
+        self._reporter = Reporter(folder)
+        self._time_kept_at = -math.inf
 
     # --- the course of a run --------------------------------------------------------------------------
 
@@ -176,6 +190,7 @@ class Coordinator:
     def _course(self) -> None:
         """Everything that is not done yet, going by the store: after a pause it begins as after a restart."""
         self._prepare()
+        self._take_up()
         self._go_on()
         self._finish()
 
@@ -265,13 +280,32 @@ class Coordinator:
             raise ConfigError(f"start_from = {earlier!r}: that run closed no round")
         return load_state(states[-1], BlobStore(self.folder.parent / earlier / "blobs"))
 
+    def _take_up(self) -> None:
+        """Tasks of an earlier process whose results still count: their devices are at work, or are asked again.
+
+        Those of a round that is open in mode rounds are made again with that round.
+        """
+        closed = [record.round for record in self.store.rounds(self.run) if record.closed_at is not None]
+        open_round = 1 + max(closed, default=0)
+        self.results.count_in(open_round)  # before anybody can bring a late result
+        if not self.config.uses_late_results():
+            return
+        buffered = self.config.mode == "buffered"
+        for task in self.store.unanswered(self.run):
+            if not (buffered or task.round < open_round) or not self.blobs.has(task.program):
+                continue
+            program = decode_program(self.blobs.get(task.program))
+            variant = Variant(task.program, program, self._ready().method_for(task.device, task.round))
+            self._assign(task.device, task.round, "train", Work(variant, task.groups, None))
+            self._send_task(task.device)
+
     def _go_on(self) -> None:
         """All rounds that are not done yet, from wherever an earlier process got to."""
         done = {record.round: record for record in self.store.rounds(self.run)}
         for number in range(1, self.config.rounds + 1):
             record = done.get(number)
             if record is None or record.closed_at is None:
-                self._train(number, record.cohort if record else None)
+                self._train(number, record)
                 record = None
             due = number % self.config.evaluate_every == 0 or number == self.config.rounds
             if due and not (record and record.evaluated):
@@ -291,49 +325,150 @@ class Coordinator:
 
     # --- one round ------------------------------------------------------------------------------------
 
-    def _train(self, number: int, cohort: list[str] | None) -> None:
-        """Ask a cohort to train, and move the state. Raises EmptyCohort after ATTEMPTS fruitless tries."""
+    def _train(self, number: int, record: RoundRecord | None) -> None:
+        """Ask devices to train, and move the state. Raises EmptyCohort after ATTEMPTS fruitless tries."""
         plan = self._ready()
-        for attempt in range(ATTEMPTS):
-            if cohort is None:
-                self.inbox.pump(self._all_are_back)
-                cohort = select_cohort(self.presence.online(), self.config.cohort, self.config.seed, number)
-                (self.store.open_round if attempt == 0 else self.store.reopen_round)(self.run, number, cohort)
+        fruitless = 0
+        while fruitless < ATTEMPTS:
             began = time.monotonic()
-            work = self._work(number, cohort)
-            if len(work) < len(cohort):
-                cohort = list(work)
-                self.store.reopen_round(self.run, number, cohort)
-            self.store.set_expected(
-                self.run, number, {device: part.expected for device, part in work.items() if part.expected}
-            )
-            needed = max(1, math.ceil(self.config.quorum * len(cohort) - 1e-9))
-            opened = self._ask(OpenRound(self.run, number, "train", cohort, needed, work))
-            results = [
-                result for result in self.store.results(self.run, number, "train") if result.device in opened.accepted
-            ]
+            buffered = self.config.mode == "buffered"
+            opened = self._fill_buffer(number, record) if buffered else self._ask_cohort(number, record)
+            record = None
+            results = [result for result in self.store.results_from(self.run, number) if result.used_in == number]
             trained_s = time.monotonic() - began
             try:
                 state, figures = self._server_step(plan, number, results)
             except EmptyCohort as error:
-                self._say(f"round {number}: {error}; asking again ({attempt + 1} of {ATTEMPTS})")
+                if opened.failed and opened.failed.keys() <= opened.declined:  # nobody is to blame: they are waited for
+                    continue
+                fruitless += 1
+                self._say(f"round {number}: {error}; asking again ({fruitless} of {ATTEMPTS})")
                 log.warning("empty round", extra={"round": number, "reason": str(error)})
-                cohort = None
                 continue
             figures |= {
-                "cohort": float(len(cohort)), "accepted": float(len(results)), "devices_s": trained_s,
-                "server_s": time.monotonic() - began - trained_s,
+                "cohort": float(len(opened.cohort)), "accepted": float(len(results)), "devices_s": trained_s,
+                "server_s": time.monotonic() - began - trained_s, "declined": float(len(opened.declined)),
+                "late": float(sum(result.round < number for result in results)),
             }  # fmt: skip
             self._saved = save_state(state, plan.groups, self.blobs)
             self.store.close_round(self.run, number, self._saved, figures)
-            freed = self.blobs.prune(needed_blobs(plan, self._saved), PARTIAL_KEPT_S)
+            if number == self.config.rounds:
+                self._dismiss(list(self.assignments), "the last round is closed")
+            freed = self.blobs.prune(needed_blobs(plan, self._saved) | self._still_needed(number), PARTIAL_KEPT_S)
             log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
             return
         raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `coordinator show {self.run}`")
 
+    def _still_needed(self, number: int) -> set[str]:
+        """Blobs of devices that are at work, and results that wait for the next server step."""
+        later = {result.upload for result in self.store.results_from(self.run, number + 1) if result.upload}
+        return later.union(*(assignment.digests() for assignment in self.assignments))
+
+    def _ask_cohort(self, number: int, record: RoundRecord | None) -> OpenRound:
+        """A round of mode rounds; `record`: an earlier process asked its cohort already."""
+        if record is None:
+            self.results.count_in(number)
+            self.inbox.pump(lambda: self._all_are_back() and bool(self._free() or self.results.counted))
+            wanted = cohort_size(self.config.cohort, len(self.presence.online()))
+            cohort = self._select(self._free(), math.ceil((1 + self.config.over_select) * wanted - 1e-9), number)
+            needed = self._quorum(min(wanted, len(cohort)))
+            self.store.open_round(self.run, number, cohort, needed)
+        else:
+            cohort, needed = record.cohort, record.needed or self._quorum(len(record.cohort))
+        work = self._work(number, cohort)
+        if len(work) < len(cohort):
+            cohort, needed = list(work), min(needed, self._quorum(len(work)))
+            self.store.open_round(self.run, number, cohort, needed)
+        self._record_tasks(number, work, work)
+        return self._ask(OpenRound(self.run, number, "train", cohort, needed, work))
+
+    def _quorum(self, cohort: int) -> int:
+        return max(1, math.ceil(self.config.quorum * cohort - 1e-9))
+
+    def _fill_buffer(self, number: int, record: RoundRecord | None) -> OpenRound:
+        """A round of mode buffered: devices are asked as they become free, until there are `buffer` results.
+
+        A device counts once in a round, and is asked once for it: its draws follow from the round, so that it would
+        bring the same again.
+        """
+        asked = list(record.cohort) if record else []
+        self.store.open_round(self.run, number, asked, self.config.buffer)
+        at_work = {assignment.device for assignment in self.assignments}
+        opened = OpenRound(self.run, number, "train", sorted(at_work), self.config.buffer)
+        self.results.open(opened)
+        opened.cohort = sorted(at_work | self.results.counted)
+        opened.accepted |= self.results.counted
+        self._headline = f"round {number}/{self.config.rounds}: train"
+        while True:
+            self.inbox.pump(lambda: self._is_full(opened) or self._vacancies(opened) > 0 or self._is_stuck(opened))
+            if self._is_full(opened) or not (vacancies := self._vacancies(opened)):
+                break
+            chosen = self._select(self._candidates(opened), vacancies, number)
+            work = self._work(number, chosen)
+            asked += work
+            self.store.open_round(self.run, number, asked, self.config.buffer)
+            opened.work |= work
+            self._record_tasks(number, work, opened.work)
+            opened.cohort = sorted({*opened.cohort, *work})
+            for device, part in work.items():
+                self._assign(device, number, "train", part)
+                self._send_task(device)
+        self._say_who_is_missing(opened)
+        self.results.close()
+        return opened
+
+    def _is_full(self, opened: OpenRound) -> bool:
+        return len(opened.accepted) >= self.config.buffer
+
+    def _candidates(self, opened: OpenRound) -> list[str]:
+        return [device for device in self._free() if device not in opened.failed]
+
+    def _vacancies(self, opened: OpenRound) -> int:
+        """How many devices can be asked now; who is at work but offline takes no place."""
+        candidates = len(self._candidates(opened))
+        if self.config.concurrency is None:
+            return candidates
+        at_work = sum(self.presence.is_online(assignment.device) for assignment in self.assignments)
+        return min(candidates, max(0, self.config.concurrency - at_work))
+
+    def _is_stuck(self, opened: OpenRound) -> bool:
+        """Whether nobody is left who could bring another result; those who may come back have the grace to do so."""
+        if not (opened.accepted or opened.failed):
+            return False
+        at_work = list(self.assignments)
+        nobody = not any(self.presence.is_online(assignment.device) for assignment in at_work)
+        grace_s = self.config.rejoin_grace_s if at_work or self.presence.resting() else 0.0
+        return opened.alone(nobody and not self._candidates(opened), grace_s)
+
+    def _free(self) -> list[str]:
+        """Who can be asked for the round that counts now."""
+        return [
+            device
+            for device in self.presence.available()
+            if device not in self.assignments and device not in self.results.counted
+        ]
+
+    def _select(self, devices: list[str], wanted: int, number: int) -> list[str]:
+        if self.config.selection == "fair":
+            return select_fair(devices, wanted, self.config.seed, number, self.store.asked(self.run, number))
+        return select_uniform(devices, wanted, self.config.seed, number)
+
+    def _record_tasks(self, number: int, work: dict[str, Work], all_work: dict[str, Work]) -> None:
+        """Before devices are told: what they are asked, and what the whole round is expected to cost."""
+        tasks = [TaskRecord(number, device, part.variant.digest, part.groups) for device, part in work.items()]
+        self.store.add_tasks(self.run, [task for task in tasks if task.device not in self.results.counted])
+        self.store.set_expected(
+            self.run, number, {device: part.expected for device, part in all_work.items() if part.expected}
+        )
+
     def _evaluate(self, number: int) -> None:
-        """Ask every device that is here how good its model is on its own test images."""
-        work = self._work(number, self.presence.online())
+        """Ask every device that is here how good its model is on its own test images.
+
+        In mode rounds those that are late are left at their work; in mode buffered, where somebody always is at work,
+        they are asked when they have answered, and nobody trains meanwhile.
+        """
+        late = self.assignments if self.config.mode == "rounds" else ()
+        work = self._work(number, [device for device in self.presence.available() if device not in late])
         if work:
             self._ask(OpenRound(self.run, number, "evaluate", list(work), len(work), work))
         self.store.round_evaluated(self.run, number)
@@ -376,51 +511,113 @@ class Coordinator:
         return work
 
     def _ask(self, opened: OpenRound) -> OpenRound:
-        """Send tasks, and wait until the round closes by quorum, deadline or absence."""
-        stored = self.store.results(self.run, opened.number, opened.kind)
-        opened.accepted |= {result.device for result in stored if result.device in opened.cohort}
-        self.results.opened = opened
+        """Send tasks, and wait until the round closes by quorum, deadlines or absence."""
+        self.results.open(opened)
         self._headline = f"round {opened.number}/{self.config.rounds}: {opened.kind}"
         for device in opened.waiting_for():
-            self._send_task(device)
-        in_time = self.inbox.pump(
-            lambda: opened.closes() or opened.given_up(self.presence, self.config.rejoin_grace_s),
-            deadline=opened.opened_at + self.config.deadline_s,
-        )
-        late = opened.waiting_for()
-        if late and not opened.closes():
-            reason = "deadline" if not in_time else "offline"
-            for device in late:
-                opened.failed[device] = reason
-                self.store.add_refusal(self.run, opened.number, device, opened.kind, f"no result: {reason}")
-            self._say(f"round {opened.number}: {opened.kind} closed without {', '.join(late)} ({reason})")
+            self._on_released(device)
+        self.inbox.pump(lambda: opened.closes() or opened.given_up(self.presence, self.config.rejoin_grace_s))
+        asked = [assignment for assignment in self.assignments if assignment.device in opened.waiting_for()]
+        enough = opened.closes()
+        for assignment in () if enough else asked:
+            opened.fail(assignment.device, "offline")
+        self._say_who_is_missing(opened)
         self.results.close()
+        if not self._may_be_late(opened.kind):
+            if enough:
+                self._dismiss(asked, f"late: round {opened.number} has the results that it needs")
+            else:
+                for assignment in asked:
+                    self._give_up(assignment, "offline")
         return opened
 
-    def _send_task(self, device: str) -> None:
-        """Give a device its part of the open round, if it is here."""
+    def _on_released(self, device: str) -> None:
+        """A device is free: it gets its part of the open round, if that waits for it."""
         opened = self.results.opened
-        if opened is None or not self.presence.is_online(device):
+        if opened and device in opened.work and opened.waits_for(device) and device not in self.assignments:
+            self._assign(device, opened.number, opened.kind, opened.work[device])
+            self._send_task(device)
+
+    def _may_be_late(self, kind: TaskKind) -> bool:
+        """Whether a device goes on with its task when its round is over."""
+        return kind == "train" and self.config.mode == "rounds" and self.config.late != "refuse"
+
+    def _assign(self, device: str, number: int, kind: TaskKind, work: Work) -> None:
+        now, limit_s = time.monotonic(), self.config.deadline_limit_s
+        if self.config.deadline_s == "auto":
+            predicted = predicted_s(work, kind, self.results.links, device, self.blobs)
+            deadline = Deadline.expected(now, limit_s, predicted)
+        else:
+            late_s = limit_s if self._may_be_late(kind) else 0.0
+            deadline = Deadline.fixed(now, self.config.deadline_s, late_s)
+        self.assignments.give(Assignment(device, number, kind, work, deadline))
+
+    def _keep_time(self) -> None:
+        """Whose deadline has passed is given up; who is on its way is told that it has longer."""
+        now = time.monotonic()
+        if now - self._time_kept_at < KEEP_TIME_EVERY_S:
             return
-        variant, groups, _ = opened.work[device]
-        digests = [variant.digest, *initial_blobs(variant.program), *groups.values()]
+        self._time_kept_at = now
+        for assignment in self.assignments:
+            device, deadline = assignment.device, assignment.deadline
+            if self.results.waits_for_its_turn(device):
+                deadline.sign(now)
+            elif (moved_at := self.exchange.moved_at(device)) is not None:
+                deadline.sign(moved_at)
+            late = self._may_be_late(assignment.kind)
+            opened = self.results.opened
+            asked = (opened.number, opened.kind) if opened else None
+            if opened and now >= deadline.at and asked == (assignment.round, assignment.kind):
+                opened.fail(device, "deadline")
+            if now >= (deadline.latest if late else deadline.at):
+                self._give_up(assignment, "deadline")
+            elif not late and self.presence.is_online(device) and (more_s := deadline.extension(now)):
+                deadline.told = deadline.at
+                self._tell(device, Extended(self.run, assignment.round, assignment.kind, more_s))
+
+    def _give_up(self, assignment: Assignment, reason: str) -> None:
+        """Its device brought nothing in time."""
+        number, kind = assignment.round, assignment.kind
+        if self.results.opened and self.results.opened.kind == kind:
+            self.results.opened.fail(assignment.device, reason)
+        self.store.add_refusal(self.run, number, assignment.device, kind, f"no result: {reason}")
+        self._dismiss([assignment], f"late: round {number} does not wait for it any more", "lost")
+
+    def _dismiss(self, assignments: list[Assignment], reason: str, outcome: str = "cancelled") -> None:
+        """Devices need not go on: nothing of their task is kept, here or there."""
+        for assignment in assignments:
+            self._tell(assignment.device, Cancel(self.run, assignment.round, assignment.kind, reason))
+            self.results.cancel(assignment, reason, outcome)
+            self._on_released(assignment.device)
+
+    def _say_who_is_missing(self, opened: OpenRound) -> None:
+        for reason in ("deadline", "offline"):
+            if missing := sorted(device for device, why in opened.failed.items() if why == reason):
+                self._say(f"round {opened.number}: {opened.kind} closed without {', '.join(missing)} ({reason})")
+
+    def _send_task(self, device: str) -> None:
+        """Give a device what it is assigned, if it is here."""
+        assignment = self.assignments.of(device)
+        if assignment is None or not self.presence.is_online(device):
+            return
+        variant, groups, _ = assignment.work
+        digests = assignment.digests()
         self._offered[device] = set(digests)
-        for digest in digests:
-            opened.readers.setdefault(digest, set()).add(device)
         instance = self.presence[device].hello.instance
-        left_s = self.config.deadline_s - (time.monotonic() - opened.opened_at)
+        deadline, now = assignment.deadline, time.monotonic()
+        deadline.told = deadline.latest if self._may_be_late(assignment.kind) else deadline.at
         task = Task(
             instance=instance,
             epoch=self.inbox.epoch,
             run=self.run,
-            round=opened.number,
-            kind=opened.kind,
+            round=assignment.round,
+            kind=assignment.kind,
             seed=self.config.seed,
             program=variant.digest,
             groups=groups,
             blobs=tuple(self.blobs.manifest(digest) for digest in digests),
-            deadline_s=max(1.0, left_s),
-            lr_scale=variant.method.lr_scale(opened.number, self.config.rounds),
+            deadline_s=max(1.0, deadline.told - now),
+            lr_scale=variant.method.lr_scale(assignment.round, self.config.rounds),
         )
         inline = self.blobs.small(groups.values(), inline_room(task))
         self._tell(device, msgspec.structs.replace(task, inline=inline))
@@ -437,7 +634,13 @@ class Coordinator:
             return unpack(self.blobs.get(digest))
 
         uploads = [
-            Upload(result.device, result.samples, result.upload, partial(load, result.upload))
+            Upload(
+                result.device,
+                result.samples,
+                result.upload,
+                partial(load, result.upload),
+                self.config.discount(number - result.round),
+            )
             for result in results
             if result.upload
         ]
@@ -456,11 +659,13 @@ class Coordinator:
     # --- what arrives ---------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        self.results.keep()
         self.exchange.tick()
+        self.results.keep()
+        self._keep_time()
         self._watch()
         if self.display.due():
             self.display.show(self._view())
+        self._reporter.tick(self._headline, self.assignments, self.results, self.presence)
 
     def _on_link(self, up: bool) -> None:
         if up:
@@ -475,17 +680,20 @@ class Coordinator:
             case DeviceState():
                 self._on_state(device, message)
             case Result():
-                if self._is_awaited(device, message):
-                    self._learn(device, message.use.broke, message.use)
+                self._learn(device, message, message.use.broke, message.use)
                 self.results.on_result(device, message)
             case Failed():
-                if self._is_awaited(device, message):
-                    self._learn(device, (message.broke,) if message.broke else (), message.use)
+                self._learn(device, message, (message.broke,) if message.broke else (), message.use)
                 self.results.on_failed(device, message)
+            case Declined():
+                self.results.on_declined(device, message)
             case Progress():
-                if self.results.opened and self._is_awaited(device, message):
-                    self.results.opened.progress[device] = message
+                if message.run == self.run and (assignment := self.assignments.meant(device, message)):
+                    assignment.progress = message
+                    assignment.deadline.progressed(time.monotonic(), message.done_steps, message.total_steps)
             case Want():
+                if not message.stalled:  # something arrived there
+                    self._sign_of_life(device)
                 try:
                     self.exchange.on_want(device, message)
                 except BadPayload as error:
@@ -495,15 +703,15 @@ class Coordinator:
             case _:
                 self.results.refuse(device, "message", f"a {type(message).__name__} is not for the coordinator")
 
-    def _is_awaited(self, device: str, message: Result | Failed | Progress) -> bool:
-        """Whether the device was asked for this, and has not answered: nobody can speak for a round twice."""
-        opened = self.results.opened
-        return opened is not None and opened.asked(message) and device in opened.waiting_for()
+    def _sign_of_life(self, device: str) -> None:
+        if assignment := self.assignments.of(device):
+            assignment.deadline.sign(time.monotonic())
 
-    def _learn(self, device: str, broke: tuple[BudgetKind, ...], use: ResourceUse | None) -> None:
-        opened = self.results.opened
-        if opened and device in opened.work:
-            self.targets.learn(device, opened.work[device].expected, broke, use)
+    def _learn(
+        self, device: str, message: Result | Failed, broke: tuple[BudgetKind, ...], use: ResourceUse | None
+    ) -> None:
+        if assignment := self.assignments.meant(device, message):
+            self.targets.learn(device, assignment.work.expected, broke, use)
 
     def _on_hello(self, device: str, hello: Hello) -> None:
         if rival := self.presence.rival(device, hello):
@@ -526,8 +734,10 @@ class Coordinator:
             )
             self._say(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
         self._tell(device, Welcome(hello.instance, self.inbox.epoch, self._headline))
-        opened = self.results.opened
-        if opened and opened.waits_for(device) and not opened.is_uploading(device):
+        assignment = self.assignments.of(device)
+        if assignment and not self.results.is_uploading(device):
+            if fresh:
+                assignment.deadline.restart(time.monotonic())
             self._send_task(device)
 
     def _on_state(self, device: str, state: DeviceState) -> None:
@@ -554,10 +764,8 @@ class Coordinator:
 
     def _asked_and_here(self, digest: str) -> int:
         """Devices that have got a task with this blob and not answered it: those that will ask for it."""
-        if not (opened := self.results.opened):
-            return 1
-        readers = opened.readers.get(digest, ())
-        return sum(opened.waits_for(name) and self.presence.is_online(name) for name in readers)
+        here = [assignment.device for assignment in self.assignments if self.presence.is_online(assignment.device)]
+        return sum(self._may_read(device, digest) for device in here) if here else 1
 
     def _may_read(self, peer: str, digest: str) -> bool:
         return digest in self._offered.get(peer, ())
@@ -585,8 +793,10 @@ class Coordinator:
         opened = self.results.opened
         if opened is None:
             return View(self._headline)
-        waited_s = time.monotonic() - opened.opened_at
-        missing = len(opened.waiting_for())
-        until = f"since {waited_s:.0f} s (until {self.config.deadline_s:.0f} s)"
-        tail = f", waiting for {missing} {until}" if missing else ""
-        return View(f"{self._headline}{tail}", opened.lines(self.presence))
+        now = time.monotonic()
+        missing = opened.waiting_for()
+        known = [assignment for device in missing if (assignment := self.assignments.of(device))]
+        until_s = max((assignment.deadline.at - opened.opened_at for assignment in known), default=0.0)
+        tail = f", waiting for {len(missing)} since {now - opened.opened_at:.0f} s (until {until_s:.0f} s)"
+        tail = tail if missing else ""
+        return View(f"{self._headline}{tail}", opened.lines(self.presence, self.assignments, self.results.uploading()))

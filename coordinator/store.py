@@ -4,7 +4,7 @@ SQLite by default (write-ahead log, synced at commit); any SQLAlchemy URL works.
 are their digests.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,10 +18,13 @@ from sqlalchemy import (
     ForeignKeyConstraint,
     Integer,
     MetaData,
+    Select,
     String,
     Table,
     create_engine,
+    delete,
     event,
+    func,
     inspect,
     select,
     text,
@@ -31,6 +34,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.schema import CreateColumn
 
+from coordinator.cohort import Asked
 from fedvit.errors import ConfigError, DiskFull, StorageFailed
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.wire.messages import Result, TaskKind
@@ -64,6 +68,7 @@ _rounds = Table(
     Column("state", JSON),  # digests of the server's state after the round
     Column("figures", JSON),
     Column("expected", JSON),  # by device: what its part was expected to cost
+    Column("needed", Integer),  # results that close it at once
     ForeignKeyConstraint(["run"], ["runs.id"]),
 )
 
@@ -79,7 +84,21 @@ _results = Table(
     Column("use", JSON, nullable=False),
     Column("upload", String),  # digest
     Column("received_at", String, nullable=False),
+    Column("used_in", Integer),  # the round whose server step takes it; empty: its own
 )
+
+_tasks = Table(
+    "tasks",
+    _tables,
+    Column("run", String, primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("device", String, primary_key=True),
+    Column("program", String, nullable=False),  # digest
+    Column("groups", JSON, nullable=False),  # group -> digest
+    Column("asked_at", String, nullable=False),
+    Column("outcome", String),  # accepted, failed, declined, cancelled, lost; empty: at work
+)
+"""Every training task. Evaluations need none: they are asked again."""
 
 _refusals = Table(
     "refusals",
@@ -125,6 +144,16 @@ class RoundRecord(NamedTuple):
     state: SavedState | None
     figures: dict[str, float]
     expected: dict[str, Expected]  # by device
+    needed: int | None
+
+
+class TaskRecord(NamedTuple):
+    """A training task that a device has not answered."""
+
+    round: int
+    device: str
+    program: str  # digest
+    groups: dict[str, str]
 
 
 class ResultRecord(NamedTuple):
@@ -136,6 +165,7 @@ class ResultRecord(NamedTuple):
     metrics: dict[str, float]
     use: ResourceUse
     upload: str | None
+    used_in: int  # the round whose server step takes it
 
 
 class RefusalRecord(NamedTuple):
@@ -230,17 +260,17 @@ class Store:
 
     # --- rounds ---------------------------------------------------------------------------------------
 
-    def open_round(self, run: str, number: int, cohort: list[str]) -> None:
+    def open_round(self, run: str, number: int, cohort: list[str], needed: int | None = None) -> None:
+        """A round begins; or it asks another cohort, since the first gave nothing."""
+        this = (_rounds.c.run == run, _rounds.c.round == number)
         with self._transaction() as connection:
+            if connection.execute(select(_rounds.c.round).where(*this)).first():
+                connection.execute(update(_rounds).where(*this).values(cohort=cohort, needed=needed))
+                return
             connection.execute(
-                _rounds.insert().values(run=run, round=number, cohort=cohort, opened_at=_now(), evaluated=False)
-            )
-
-    def reopen_round(self, run: str, number: int, cohort: list[str]) -> None:
-        """Ask another cohort: the first gave nothing."""
-        with self._transaction() as connection:
-            connection.execute(
-                update(_rounds).where(_rounds.c.run == run, _rounds.c.round == number).values(cohort=cohort)
+                _rounds.insert().values(
+                    run=run, round=number, cohort=cohort, opened_at=_now(), evaluated=False, needed=needed
+                )
             )
 
     def set_expected(self, run: str, number: int, expected: dict[str, Expected]) -> None:
@@ -283,25 +313,58 @@ class Store:
         with self._transaction() as connection:
             return [row.round for row in connection.execute(query.order_by(_rounds.c.round))]
 
+    # --- tasks ----------------------------------------------------------------------------------------
+
+    def add_tasks(self, run: str, tasks: Iterable[TaskRecord]) -> None:
+        """Devices are asked to train, for the first time or again in the same round."""
+        with self._transaction() as connection:
+            for task in tasks:
+                this = (_tasks.c.run == run, _tasks.c.round == task.round, _tasks.c.device == task.device)
+                connection.execute(delete(_tasks).where(*this))
+                connection.execute(_tasks.insert().values(run=run, asked_at=_now(), **task._asdict()))
+
+    def end_tasks(self, run: str, tasks: Sequence[tuple[int, str]], outcome: str) -> None:
+        """Tasks, by round and device, are accepted, failed, declined, cancelled or lost; what it was first, it stays."""
+        if not tasks:
+            return
+        with self._transaction() as connection:
+            for number, device in tasks:
+                this = (_tasks.c.run == run, _tasks.c.round == number, _tasks.c.device == device)
+                connection.execute(update(_tasks).where(*this, _tasks.c.outcome.is_(None)).values(outcome=outcome))
+
+    def unanswered(self, run: str) -> list[TaskRecord]:
+        """Tasks that devices are at work on, the newest last."""
+        query = select(_tasks).where(_tasks.c.run == run, _tasks.c.outcome.is_(None)).order_by(_tasks.c.round)
+        with self._transaction() as connection:
+            return [TaskRecord(row.round, row.device, row.program, row.groups) for row in connection.execute(query)]
+
+    def asked(self, run: str, before: int) -> dict[str, Asked]:
+        """By device, how it was asked to train in the rounds before one."""
+        query = select(_tasks.c.device, func.max(_tasks.c.round), func.count()).group_by(_tasks.c.device)
+        with self._transaction() as connection:
+            rows = connection.execute(query.where(_tasks.c.run == run, _tasks.c.round < before))
+            return {device: Asked(last, times) for device, last, times in rows}
+
     # --- results --------------------------------------------------------------------------------------
 
-    def add_result(self, device: str, result: Result) -> None:
-        """An accepted result; one that is there already is not touched."""
-        self.add_results([(device, result)])
+    def add_result(self, device: str, result: Result, used_in: int | None = None) -> None:
+        """An accepted result, for the server step of its round or of a later one; one that is there is not touched."""
+        self.add_results([(device, result, used_in)])
 
-    def add_results(self, results: Sequence[tuple[str, Result]]) -> None:
-        """Accepted results, each of another device or round, in one transaction: all of them are safe, or none."""
+    def add_results(self, results: Sequence[tuple[str, Result, int | None]]) -> None:
+        """Accepted results, as `add_result` takes them, in one transaction: all of them are safe, or none."""
         if not results:
             return
         with self._transaction() as connection:
-            there = _there(connection, [result for _, result in results], [device for device, _ in results])
+            there = _there(connection, [result for _, result, _ in results], [device for device, *_ in results])
             fresh = [
                 {
                     "run": result.run, "round": result.round, "device": device, "kind": result.kind,
                     "samples": result.samples, "metrics": result.metrics, "use": msgspec.to_builtins(result.use),
                     "upload": result.upload.digest if result.upload else None, "received_at": _now(),
+                    "used_in": used_in,
                 }
-                for device, result in results
+                for device, result, used_in in results
                 if (result.run, result.round, result.kind, device) not in there
             ]  # fmt: skip
             if fresh:
@@ -322,12 +385,21 @@ class Store:
             query = query.where(_results.c.round == round_number)
         if kind is not None:
             query = query.where(_results.c.kind == kind)
+        return self._results(query)
+
+    def results_from(self, run: str, number: int) -> list[ResultRecord]:
+        """Training results for the server step of a round, or of a later one; of whatever round they are."""
+        used_in = func.coalesce(_results.c.used_in, _results.c.round)
+        query = select(_results).where(_results.c.run == run, _results.c.kind == "train", used_in >= number)
+        return self._results(query)
+
+    def _results(self, query: Select[Any]) -> list[ResultRecord]:
         with self._transaction() as connection:
             rows = connection.execute(query.order_by(_results.c.round, _results.c.device))
             return [
                 ResultRecord(
-                    row.run, row.round, row.device, row.kind, row.samples,
-                    row.metrics, msgspec.convert(row.use, ResourceUse), row.upload,
+                    row.run, row.round, row.device, row.kind, row.samples, row.metrics,
+                    msgspec.convert(row.use, ResourceUse), row.upload, row.used_in or row.round,
                 )
                 for row in rows
             ]  # fmt: skip
@@ -359,7 +431,7 @@ def _round_record(row: Any) -> RoundRecord:
     return RoundRecord(
         row.run, row.round, row.cohort, row.opened_at, row.closed_at, row.evaluated,
         msgspec.convert(row.state, SavedState) if row.state else None, row.figures or {},
-        msgspec.convert(row.expected or {}, dict[str, Expected]),
+        msgspec.convert(row.expected or {}, dict[str, Expected]), row.needed,
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def summarise(store: Store, run: str) -> RunSummary:
     results = store.results(run)
     rounds = []
     for entry in store.rounds(run):
-        mine = [result for result in results if result.round == entry.round]
+        mine = [result for result in results if result.used_in == entry.round]
         rounds.append(_round(entry.round, entry.cohort, entry.figures, mine))
     refusals = store.refusals(run)
     over = [entry for entry in refusals if entry.broke]
@@ -119,7 +119,7 @@ def _round(number: int, cohort: list[str], figures: dict[str, float], results: l
     losses = [result.metrics["loss"] for result in trained if "loss" in result.metrics]
     return RoundSummary(
         round=number,
-        cohort=len(cohort),
+        cohort=int(figures.get("cohort", len(cohort))),  # in mode buffered also who was asked in rounds before
         accepted=len(trained),
         accuracy_mean=fmean(accuracy.values()) if accuracy else None,
         accuracy_std=pstdev(accuracy.values()) if accuracy else None,
@@ -163,8 +163,11 @@ def round_line(store: Store, run: str, number: int, rounds: int) -> str:
     """One line on one finished round."""
     entry = store.round(run, number)
     assert entry is not None  # it is finished
-    summary = _round(number, entry.cohort, entry.figures, store.results(run, number))
+    results = store.results(run, number, "evaluate")
+    results += [result for result in store.results_from(run, number) if result.used_in == number]
+    summary = _round(number, entry.cohort, entry.figures, results)
     parts = [f"round {number:>3}/{rounds}", f"{summary.accepted}/{summary.cohort} devices"]
+    parts += [f"{int(count)} {what}" for what in ("late", "declined") if (count := summary.figures.get(what))]
     if summary.accuracy_mean is not None and summary.accuracy_std is not None:
         parts.append(f"accuracy {summary.accuracy_mean:.3f} ± {summary.accuracy_std:.3f}")
     if summary.train_loss is not None:

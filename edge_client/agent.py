@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from edge_client.guard import Exceeded, Guard, Guarded
+from edge_client.readiness import Readiness
 from edge_client.runtime import Runtime, Seeds, Stopped, Watch
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore, digest_of
@@ -31,9 +32,12 @@ from fedvit.transport.base import Connected, Disconnected, Received, Transport, 
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
     Apart,
+    Cancel,
     CoordinatorState,
+    Declined,
     DeviceState,
     Done,
+    Extended,
     Failed,
     FromDevice,
     Hello,
@@ -111,6 +115,7 @@ class _Job:
 
     task: Task
     expires_at: float  # on this process's monotonic clock; clocks of two machines are never compared
+    given_s: float  # from the receipt of the task
     stop: threading.Event = field(default_factory=threading.Event)
     missing: set[str] = field(default_factory=set)
     fetched_bytes: int = 0
@@ -119,6 +124,9 @@ class _Job:
     @property
     def key(self) -> tuple[str, int, str]:
         return self.task.run, self.task.round, self.task.kind
+
+    def is_meant(self, message: Extended | Cancel) -> bool:
+        return self.key == (message.run, message.round, message.kind)
 
 
 @dataclass
@@ -152,6 +160,7 @@ class Agent:
         guard: Guard | None = None,
         begin: Callable[[Callable[[], None], str], Work] = in_own_thread,
         exchange: Callable[..., BlobExchange] = BlobExchange,
+        readiness: Readiness | None = None,
     ) -> None:
         self.device = check_name(device, "device id")
         self.topics = Topics(check_name(federation, "federation"))
@@ -164,6 +173,7 @@ class Agent:
         self.profile = profile
         self.software = software
         self.guard = guard or Guard(profile.budget)
+        self.readiness = readiness or Readiness()
         self.exchange = exchange(
             transport, blobs, tell=self._tell_blob, topic_for=self._upload_topic, may_read=self._may_read
         )
@@ -252,7 +262,7 @@ class Agent:
         """Do what is due; call it a few times a second."""
         if self._job and time.monotonic() > self._job.expires_at:
             # the round is over without us: to go on would only cost energy
-            self._fail(self._job, OverBudget(f"not done within the deadline of {self._job.task.deadline_s:.0f} s"))
+            self._fail(self._job, OverBudget(f"not done within the deadline of {self._job.given_s:.0f} s"))
         if self._other_version and time.monotonic() - self._other_version[1] > OTHER_VERSION_PATIENCE_S:
             raise self._other_version[0]
         if not self._connected:
@@ -288,6 +298,10 @@ class Agent:
                 self._on_refused(message)
             case Task() if message.instance == self.instance and message.epoch == self._epoch:
                 self._on_task(message)
+            case Extended():
+                self._on_extended(message)
+            case Cancel():
+                self._on_cancel(message)
             case ResultAck():
                 self._on_ack(message)
             case RunEnded():
@@ -346,6 +360,19 @@ class Agent:
         elif now - self._refused_since > SAME_ID_PATIENCE_S:
             raise PeerRefused(f"the coordinator refused device {self.device!r}: {refused.reason}")
 
+    def _on_extended(self, extended: Extended) -> None:
+        job = self._job
+        if job and job.is_meant(extended):
+            now = time.monotonic()
+            job.given_s += now + extended.deadline_s - job.expires_at
+            job.expires_at = now + extended.deadline_s
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        """Nothing of a task that is at work is kept; a result that is done waits for its answer."""
+        if self._job and self._job.is_meant(cancel):
+            log.info("task cancelled", extra={"round": cancel.round, "kind": cancel.kind, "reason": cancel.reason})
+            self._drop_job()
+
     def _on_ack(self, ack: ResultAck) -> None:
         pending = self._pending.pop((ack.run, ack.round, ack.kind), None)
         if pending is None:
@@ -375,13 +402,18 @@ class Agent:
     def _on_task(self, task: Task) -> None:
         key = (task.run, task.round, task.kind)
         self._ended = None
-        if self._job and self._job.key == key:
+        if self._job and self._job.key == key:  # told again: the coordinator was started again, or the link was cut
+            self._job.expires_at = time.monotonic() + task.deadline_s
             return
         if pending := self._pending.get(key):
             self._send_result(pending.result)
             return
         self._drop_job()
-        job = self._job = _Job(task, time.monotonic() + task.deadline_s)
+        if not_now := self.readiness.not_now():
+            log.info("task declined", extra={"round": task.round, "kind": task.kind, "reason": not_now.reason})
+            self._send(Declined(task.run, task.round, task.kind, not_now.reason, not_now.again_s))
+            return
+        job = self._job = _Job(task, time.monotonic() + task.deadline_s, task.deadline_s)
         manifests = {manifest.digest: manifest for manifest in task.blobs}
         log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
         try:

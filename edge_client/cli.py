@@ -98,6 +98,20 @@ log = logging.getLogger(__name__)
     metavar="CELSIUS",
     help="Stop a task when the processor is hotter than this, e.g. 80.",
 )
+@click.option(
+    "--max-temperature",
+    callback=amount(parse_celsius),
+    metavar="CELSIUS",
+    help="Decline a task while the processor is hotter than this, e.g. 65; asked again later.",
+)
+@click.option(
+    "--min-battery",
+    type=click.IntRange(0, 100),
+    metavar="PERCENT",
+    help="Decline a task while the battery holds less and no charger is connected.",
+)
+@click.option("--busy-file", type=click.Path(path_type=Path), help="Decline a task while this file exists.")
+@click.option("--quiet-hours", metavar="HH:MM-HH:MM", help="Decline a task at this time of day, e.g. 22:00-06:30.")
 @click.option("--profile", is_flag=True, help="Measure the compute speed at the start, where it is not known yet.")
 @click.option("--once", is_flag=True, help="Leave when the run has ended instead of waiting for the next.")
 @click.option("--quiet", is_flag=True, help="Say only what is wrong.")
@@ -125,6 +139,10 @@ def serve(
     round_deadline: float | None,
     upload_budget: int | None,
     temperature_limit: float | None,
+    max_temperature: float | None,
+    min_battery: int | None,
+    busy_file: Path | None,
+    quiet_hours: str | None,
     profile: bool,
     once: bool,
     quiet: bool,
@@ -133,6 +151,7 @@ def serve(
     # onnxruntime and the data readers are imported here, so that --help and typing errors answer at once
     from edge_client.agent import Agent
     from edge_client.guard import Guard
+    from edge_client.readiness import Hours, Readiness
     from edge_client.runtime import Runtime
     from edge_client.vault import Vault
     from fedvit.blobs import BlobStore
@@ -142,6 +161,12 @@ def serve(
     configure_logging(level=logging.WARNING if quiet else logging.INFO)
     if data is None:
         raise ConfigError("--data is missing: the folder with this device's images")
+    readiness = Readiness(
+        most_celsius=max_temperature,
+        least_battery=min_battery,
+        busy_file=busy_file,
+        quiet_hours=Hours.parse(quiet_hours) if quiet_hours else None,
+    )
     address = Address.parse(broker, ca_file=ca_file)
     check_name(federation, "federation")
     images = DeviceData.open(data, test_share=test_share, cache_bytes=image_cache_bytes(memory_budget))
@@ -173,6 +198,7 @@ def serve(
         profile=device_profile(threads, folder, speed=speed, budget=budget),
         software=version("fedvit"),
         guard=Guard(budget, temperature_limit_c=temperature_limit, sensors=sensors, owns_process=True),
+        readiness=readiness,
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -112,6 +112,7 @@ class Upload(NamedTuple):
     samples: int
     digest: str
     load: Callable[[], Tensors]
+    discount: float = 1.0  # of what was made from an older state; its device's share stays what it is
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,16 @@ class RoundContext(NamedTuple):
 
 class ServerRule(ABC):
     """How a server turns one round's uploads into its next state."""
+
+    @property
+    def why_never_late(self) -> str | None:
+        """Why an upload that was made from an older state cannot be used; None: it can."""
+        return "its server needs updates of its newest tensors"
+
+    @property
+    def discounts(self) -> bool:
+        """Whether an upload's `discount` is heeded."""
+        return False
 
     def begin(self, seed: int) -> Tensors:
         """What the rule remembers before the first round."""

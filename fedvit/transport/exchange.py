@@ -60,6 +60,7 @@ class _Receiving:
         self.listening = False
         self.resumed = any(partial.have)  # what the sender sent to an earlier process is lost
         self.heard_at = time.monotonic()
+        self.moved_at: float | None = None  # when the newest chunk came
         self.stall_s = STALL_S
         self.restarts = 0
 
@@ -188,7 +189,7 @@ class BlobExchange:
             except BadPayload as error:
                 log.warning("chunk dropped", extra={"reason": str(error)})
                 return
-            receiving.heard_at = time.monotonic()
+            receiving.heard_at = receiving.moved_at = time.monotonic()
             if not in_sequence:  # else a silence before it lost nothing: the link only needs more patience
                 receiving.stall_s = STALL_S
             try:
@@ -250,6 +251,12 @@ class BlobExchange:
                     self._transport.stop_listening(receiving.topic)
                     del self._receiving[digest]
             self._ended = [receiving for receiving in self._ended if sender not in (None, receiving.sender)]
+
+    def moved_at(self, sender: str) -> float | None:
+        """When the newest chunk of what is being received from a sender came, on the monotonic clock; None before."""
+        with self._lock:
+            times = [receiving.moved_at for receiving in self._receiving.values() if receiving.sender == sender]
+        return max((moved_at for moved_at in times if moved_at is not None), default=None)
 
     def on_apart(self, sender: str, apart: Apart) -> None:
         """The sender asks this receiver to leave the others: the rest comes on its lane."""

@@ -118,6 +118,16 @@ class Failed(Message, frozen=True, tag="failed"):
     use: ResourceUse | None = None  # with `broke`: what was measured until the task was stopped
 
 
+class Declined(Message, frozen=True, tag="declined"):
+    """A device does not begin a task now: no failure, it may be asked again after `again_s` seconds."""
+
+    run: Name
+    round: Count
+    kind: TaskKind
+    reason: Reason  # "hot", "busy", "low battery", "quiet hours", with what was found
+    again_s: Annotated[float, Meta(ge=0.0, le=1e9)]
+
+
 # --- coordinator to one device ------------------------------------------------------------------------
 
 
@@ -152,6 +162,24 @@ class Task(Message, frozen=True, tag="task"):
     deadline_s: Annotated[float, Meta(ge=0.0, le=1e9)]
     lr_scale: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0  # the schedule's factor for this round
     inline: tuple[bytes, ...] = ()  # small blobs of this round themselves: they need not be fetched
+
+
+class Extended(Message, frozen=True, tag="extended"):
+    """The device's task may go on: it has `deadline_s` seconds from the receipt of this."""
+
+    run: Name
+    round: Count
+    kind: TaskKind
+    deadline_s: Annotated[float, Meta(ge=0.0, le=1e9)]
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """The task's result is not wanted any more: the device drops it, and keeps nothing of it."""
+
+    run: Name
+    round: Count
+    kind: TaskKind
+    reason: str
 
 
 class ResultAck(Message, frozen=True, tag="ack"):
@@ -196,8 +224,10 @@ class Apart(Message, frozen=True, tag="apart"):
     digest: str
 
 
-FromDevice = Hello | Progress | Result | Failed | Want | Done | DeviceState
-FromCoordinator = Welcome | Refused | Task | ResultAck | RunEnded | Want | Done | Apart | CoordinatorState
+FromDevice = Hello | Progress | Result | Failed | Declined | Want | Done | DeviceState
+FromCoordinator = (
+    Welcome | Refused | Task | Extended | Cancel | ResultAck | RunEnded | Want | Done | Apart | CoordinatorState
+)
 AnyMessage = FromDevice | FromCoordinator
 
 _encoder = msgspec.msgpack.Encoder()

@@ -39,6 +39,11 @@ class FeatureTraining(ServerRule):
     lr: float
     keep: bool  # train on every device's newest upload, or on this round's alone
 
+    @property
+    def why_never_late(self) -> None:
+        """Features are examples, whenever they were made."""
+        return None
+
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:

@@ -42,6 +42,10 @@ class GeneratorUpdate(ServerRule):
     trains: Literal["all", "embeddings"] = "all"  # embeddings: phi stands still (novel devices)
     all_embeddings: bool = False
 
+    @property
+    def why_never_late(self) -> str:
+        return "an update is pulled back through the generator as it was when it made the device's tensors"
+
     def begin(self, seed: int) -> Tensors:
         first = self.generator.shared(drawing(seed, "shared"))
         return {f"{SHARED}{name}": value.numpy() for name, value in first.items()}

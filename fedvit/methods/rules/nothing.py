@@ -8,6 +8,10 @@ from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 class Nothing(ServerRule):
     """The server keeps no tensors and learns nothing."""
 
+    @property
+    def why_never_late(self) -> str:
+        return "its devices send nothing that could be late"
+
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:

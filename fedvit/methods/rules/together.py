@@ -13,6 +13,14 @@ class Together(ServerRule):
 
     rules: tuple[ServerRule, ...]
 
+    @property
+    def why_never_late(self) -> str | None:
+        return next((why for rule in self.rules if (why := rule.why_never_late)), None)
+
+    @property
+    def discounts(self) -> bool:
+        return all(rule.discounts for rule in self.rules)
+
     def begin(self, seed: int) -> Tensors:
         return {name: value for rule in self.rules for name, value in rule.begin(seed).items()}
 

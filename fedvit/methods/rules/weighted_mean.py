@@ -20,10 +20,21 @@ class WeightedMean(ServerRule):
 
     mixing: float = 1.0  # share of the way from the old tensors to the mean (pFedMe: beta)
 
+    @property
+    def why_never_late(self) -> None:
+        """A delta is a step: it can be taken from where the server is now (Nguyen et al., arXiv:2106.06639)."""
+        return None
+
+    @property
+    def discounts(self) -> bool:
+        return True
+
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
-        """Sums are float64. Raises EmptyCohort when no upload holds a sample."""
+        """Sums are float64. A discount is not made up for by the others: a late cohort moves the server less.
+
+        Raises EmptyCohort when no upload holds a sample."""
         weights = cohort_weights(uploads, context.round)
         mean: dict[str, np.ndarray] = {}
         for upload in uploads:
@@ -32,7 +43,7 @@ class WeightedMean(ServerRule):
             for name, delta in upload.load().items():
                 if name not in state.tensors:
                     continue
-                step = delta.astype(np.float64) * (weights[upload.device] * self.mixing)
+                step = delta.astype(np.float64) * (weights[upload.device] * upload.discount * self.mixing)
                 mean[name] = mean[name] + step if name in mean else step
         moved = {name: (state.tensors[name] + step).astype(state.tensors[name].dtype) for name, step in mean.items()}
         norm = float(np.sqrt(sum(float(np.square(step).sum()) for step in mean.values())))

@@ -36,8 +36,16 @@ seed = 5
 devices = 3
 cohort = 2
 quorum = 0.5
+over_select = 0.25
+selection = "fair"
 deadline_s = 60
+deadline_limit_s = 3600
 rejoin_grace_s = 0
+late = "discount"
+max_staleness = 3
+mode = "rounds"
+buffer = 5
+concurrency = 6
 evaluate_every = 2
 evaluation = "pre_aggregation"
 accelerator = "cpu"
@@ -113,8 +121,16 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             devices=3,
             cohort=2,
             quorum=0.5,
+            over_select=0.25,
+            selection="fair",
             deadline_s=60.0,
+            deadline_limit_s=3600.0,
             rejoin_grace_s=0.0,
+            late="discount",
+            max_staleness=3,
+            mode="rounds",
+            buffer=5,
+            concurrency=6,
             evaluate_every=2,
             evaluation="pre_aggregation",
             accelerator="cpu",
@@ -359,13 +375,15 @@ def test_every_key_has_a_flag_and_a_description() -> None:
         "--port",
     ):
         assert flag in shown
-    assert "[default: 600.0]" in shown
+    assert "[default: 21600.0]" in shown
 
 
 def test_every_flag_arrives() -> None:
     config = flagged(
         *("--method", "fedavg", "-o", "epochs=3", "--option", "optimizer=adamw", "--model-option", "depth=2"),
         *("--class", "ant", "--class", "bee", "--rounds", "7", "--seed", "5", "--devices", "3", "--cohort", "2"),
+        *("--over-select", "0.25", "--selection", "fair", "--deadline-limit-s", "3600", "--late", "discount"),
+        *("--max-staleness", "3", "--mode", "rounds", "--buffer", "5", "--concurrency", "6"),
         *("--quorum", "0.5", "--deadline-s", "60", "--rejoin-grace-s", "0", "--evaluate-every", "2"),
         *("--variant", "jetson-*:epochs=1", "--variant", "jetson-*:lr=0.5", "--variant", "pi-1:epochs=2"),
         *("--start-from", "monday", "--evaluation", "pre_aggregation"),
@@ -388,8 +406,16 @@ def test_every_flag_arrives() -> None:
             devices=3,
             cohort=2,
             quorum=0.5,
+            over_select=0.25,
+            selection="fair",
             deadline_s=60.0,
+            deadline_limit_s=3600.0,
             rejoin_grace_s=0.0,
+            late="discount",
+            max_staleness=3,
+            mode="rounds",
+            buffer=5,
+            concurrency=6,
             evaluate_every=2,
             accelerator="cpu",
             federation="lab-1",

@@ -1,8 +1,10 @@
 """Who is alive."""
 
+import time
+
 import pytest
 
-from coordinator.presence import Presence
+from coordinator.presence import LONGEST_REST_S, Presence
 from fedvit.resources import DeviceProfile
 from fedvit.wire.messages import DeviceState, Hello
 
@@ -67,3 +69,27 @@ def test_when_our_own_link_breaks_nobody_is_known_to_be_here(presence: Presence)
     assert presence.rival("a", hello("other")) is None
     presence.arrived("a", hello("a1"))
     assert presence.online() == ["a"]
+
+
+def test_a_device_that_declined_rests_while_it_is_the_same_process(presence: Presence) -> None:
+    presence.rest("a", "hot", 600.0)
+    presence.rest("stranger", "hot", 600.0)
+    assert presence.online() == ["a", "b"]
+    assert presence.available() == ["b"]
+    assert [(device.name, device.rests_because) for device in presence.resting()] == [("a", "hot")]
+    presence.arrived("a", hello("a1"))
+    assert presence.available() == ["b"], "it only said hello again"
+    presence.arrived("a", hello("a2"))
+    assert presence.available() == ["a", "b"]
+
+
+@pytest.mark.parametrize("forever", [float("nan"), float("inf"), 1e300])
+def test_nobody_rests_for_ever(presence: Presence, forever: float) -> None:
+    presence.rest("a", "busy", forever)
+    assert presence.available() == ["b"]
+    assert presence["a"].rests_until <= time.monotonic() + LONGEST_REST_S
+
+
+def test_a_rest_ends(presence: Presence) -> None:
+    presence.rest("a", "busy", 0.0)
+    assert presence.available() == ["a", "b"]

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.store import ResultRecord, SavedState, Store
+from coordinator.cohort import Asked
+from coordinator.store import ResultRecord, SavedState, Store, TaskRecord
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Manifest, Result
@@ -118,7 +119,7 @@ def test_rounds_come_back(store: Store, tmp_path: Path) -> None:
 
 def test_a_round_asked_anew_has_the_new_cohort(store: Store) -> None:
     store.open_round("r", 1, ["a"])
-    store.reopen_round("r", 1, ["b", "c"])
+    store.open_round("r", 1, ["b", "c"])
     [record] = store.rounds("r")
     assert (record.cohort, record.closed_at) == (["b", "c"], None)
 
@@ -136,7 +137,9 @@ def test_results_come_back_sorted(store: Store, tmp_path: Path) -> None:
     again = reopened(store, tmp_path)
     first = result()
     assert [(entry.round, entry.device) for entry in again.results("r")] == [(1, "a"), (1, "a"), (1, "b"), (2, "c")]
-    assert again.results("r", 1, "train")[1] == ResultRecord("r", 1, "b", "train", 20, first.metrics, first.use, DIGEST)
+    assert again.results("r", 1, "train")[1] == ResultRecord(
+        "r", 1, "b", "train", 20, first.metrics, first.use, DIGEST, 1
+    )
     assert again.results("r", 1, "train")[0].use == ResourceUse()
     assert again.results("r", 1, "train")[0].upload is None
     assert [entry.metrics for entry in again.results("r", 1, "evaluate")] == [{"correct": 4.0}]
@@ -296,7 +299,7 @@ def test_what_was_expected_of_devices_comes_back(store: Store, tmp_path: Path) -
 def test_what_is_expected_anew_stands(store: Store) -> None:
     store.open_round("r", 1, ["a"])
     store.set_expected("r", 1, {"a": EXPECTED})
-    store.reopen_round("r", 1, ["b"])
+    store.open_round("r", 1, ["b"])
     store.set_expected("r", 1, {"b": EXPECTED})
     [record] = store.rounds("r")
     assert record.expected == {"b": EXPECTED}
@@ -317,3 +320,37 @@ def test_rounds_of_an_earlier_version_expected_nothing(store: Store, tmp_path: P
     assert (first.figures, first.expected) == ({"loss": 0.5}, {})
     assert second.expected == {"a": EXPECTED}
     later.close()
+
+
+# --- tasks, and results that count in a later round ---------------------------------------------------
+
+
+def test_a_late_result_counts_in_the_round_it_was_taken_for(store: Store, tmp_path: Path) -> None:
+    """Made for round 1 by b, used in round 3; said again for another round it stays there."""
+    store.add_result("a", result(), 1)
+    store.add_result("b", result(), 3)
+    store.add_result("b", result(), 4)
+    store.add_result("c", result(3))
+    store.add_result("c", result(3, kind="evaluate", samples=5, metrics={"correct": 4.0}, upload=None), 3)
+    again = reopened(store, tmp_path)
+    found = [(entry.device, entry.round, entry.used_in) for entry in again.results_from("r", 2)]
+    assert found == [("b", 1, 3), ("c", 3, 3)]
+
+
+def test_unanswered_tasks_come_back_and_an_outcome_stands(store: Store, tmp_path: Path) -> None:
+    first, second = TaskRecord(1, "a", DIGEST, {"g": DIGEST}), TaskRecord(2, "b", DIGEST, {})
+    store.add_tasks("r", [second, first, TaskRecord(1, "b", DIGEST, {})])
+    store.end_task("r", 1, "b", "accepted")
+    store.end_task("r", 1, "b", "lost")
+    again = reopened(store, tmp_path)
+    assert again.unanswered("r") == [first, second]
+    assert again.asked("r", 2) == {"a": Asked(1, 1), "b": Asked(1, 1)}
+    assert again.asked("r", 3) == {"a": Asked(1, 1), "b": Asked(2, 2)}
+    again.add_tasks("r", [TaskRecord(1, "b", DIGEST, {})])
+    assert [task.device for task in again.unanswered("r")] == ["a", "b", "b"]
+
+
+def test_corrections_of_predictions_come_back(store: Store, tmp_path: Path) -> None:
+    assert store.run("r").corrections == {}
+    store.update_run("r", corrections={"a": {"memory": 1.5}})
+    assert reopened(store, tmp_path).run("r").corrections == {"a": {"memory": 1.5}}

@@ -15,6 +15,7 @@ import pytest
 from edge_client import agent as agent_module
 from edge_client.agent import Agent
 from edge_client.guard import Guard
+from edge_client.readiness import Readiness
 from edge_client.runtime import Runtime, Seeds, Watch
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
@@ -27,9 +28,12 @@ from fedvit.transport.base import Received
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import (
+    Cancel,
     CoordinatorState,
+    Declined,
     DeviceState,
     Done,
+    Extended,
     Failed,
     FromCoordinator,
     FromDevice,
@@ -65,7 +69,14 @@ class Device:
     """A real agent in a thread."""
 
     def __init__(
-        self, broker: MemoryBroker, digits: Path, state: Path, *, once: bool = False, guard: Guard | None = None
+        self,
+        broker: MemoryBroker,
+        digits: Path,
+        state: Path,
+        *,
+        once: bool = False,
+        guard: Guard | None = None,
+        readiness: Readiness | None = None,
     ) -> None:
         self.transport = MemoryTransport(SimpleQueue(), broker, "pi")
         self.vault = Vault(state / "vault")
@@ -81,6 +92,7 @@ class Device:
             profile=PROFILE,
             software="9.9",
             guard=guard,
+            readiness=readiness,
         )
         self.outcome: str | BaseException | None = None
         self._stop = threading.Event()
@@ -243,8 +255,9 @@ class World:
         once: bool = False,
         digits: Path | None = None,
         guard: Guard | None = None,
+        readiness: Readiness | None = None,
     ) -> Device:
-        device = Device(self.broker, digits or self._digits, self._state, once=once, guard=guard)
+        device = Device(self.broker, digits or self._digits, self._state, once=once, guard=guard, readiness=readiness)
         self.devices.append(device)
         if joined:
             self.server.is_here(self.server.epoch)
@@ -1149,3 +1162,52 @@ def test_other_failures_break_no_budget(world: World, fedavg: "Setting") -> None
     world.give(fedavg, groups={})
     failed = world.server.expect(Failed)
     assert (failed.broke, failed.use) == (None, None)
+
+
+# --- not now, not any more, longer --------------------------------------------------------------------
+
+
+def test_a_device_that_is_not_ready_declines_and_works_when_it_is(
+    world: World, fedavg: "Setting", tmp_path: Path
+) -> None:
+    busy = tmp_path / "busy"
+    busy.touch()
+    device = world.device(readiness=Readiness(busy_file=busy))
+    world.give(fedavg)
+    declined = world.server.expect(Declined)
+    assert (declined.run, declined.round, declined.kind) == ("run", 1, "train")
+    assert declined.reason == f"busy: {busy} is there"
+    assert declined.again_s == 60.0
+    assert world.server.count(Failed) == 0
+    assert device.vault.local("run") is None
+    busy.unlink()
+    assert world.result(fedavg).round == 1
+
+
+def test_a_cancelled_task_is_dropped_and_nothing_of_it_is_kept(world: World, fedavg: "Setting") -> None:
+    """It would train for an hour; the next task is done as if that one had not been."""
+    device = world.device()
+    world.give(fedavg, program=with_epochs(fedavg.program, 100_000))
+    world.server.expect(Progress)
+    world.server.tell(Cancel("run", 2, "train", "another round"))
+    world.server.expect(Progress)
+    world.server.tell(Cancel("run", 1, "train", "enough"))
+    world.server.tell(Extended("run", 1, "train", 0.0))  # a task that were still there would fail now
+    world.server.mark()
+    assert device.vault.local("run") is None
+    assert world.result(fedavg, round=2).round == 2
+    assert world.server.count(Failed) == 0
+    assert device.vault.round_of("run") == 2
+
+
+def test_a_deadline_can_be_extended(world: World, fedavg: "Setting") -> None:
+    """3 s are too few; told in time that it has ten minutes, the device goes on until it is told to stop."""
+    world.device()
+    world.give(fedavg, program=with_epochs(fedavg.program, 100_000), deadline_s=3.0)
+    world.server.tell(Extended("run", 1, "train", 600.0))
+    began = time.monotonic()
+    while time.monotonic() - began < 4.0:
+        world.server.expect(Progress)
+    assert world.server.count(Failed) == 0
+    world.server.tell(Extended("run", 1, "train", 0.01))
+    assert "not done within the deadline of" in world.server.expect(Failed).reason

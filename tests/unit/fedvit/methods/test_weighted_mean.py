@@ -54,6 +54,13 @@ def test_each_device_weighs_as_much_as_it_has_images() -> None:
     np.testing.assert_array_equal(after["w"], [3.0])
 
 
+def test_a_late_update_counts_by_its_discount_and_nobody_makes_up_for_it() -> None:
+    """FedBuff: sizes 1 and 3, deltas 8 and 4, the first three rounds late: (1 * 8 / sqrt(1 + 3) + 3 * 4) / 4 = 4."""
+    late = upload("a", 1, one(8))._replace(discount=(1 + 3) ** -0.5)
+    after = close(one(0), [late, upload("b", 3, one(4))])
+    np.testing.assert_array_equal(after["w"], [4.0])
+
+
 def test_the_mean_delta_is_added_to_the_start() -> None:
     """From a start of 10 the devices went to 10 and 14: 10 + 3 = 13, the mean of the weights themselves."""
     after = close(one(10), [upload("a", 1, one(0)), upload("b", 3, one(4))])

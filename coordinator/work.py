@@ -1,0 +1,82 @@
+"""Who is at work on what: every task that a device was given and has not answered."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from coordinator.deadlines import Deadline, Links
+from coordinator.planner import Variant, initial_blobs
+from fedvit.blobs import BlobStore
+from fedvit.wire.messages import Declined, Failed, Progress, Result, TaskKind
+from profiles.prediction import Expected
+
+
+class Work(NamedTuple):
+    """What one device is asked to do in a round."""
+
+    variant: Variant
+    groups: dict[str, str]  # group -> digest of the value that the server sends
+    expected: Expected | None  # None: nothing is known of the device
+
+
+def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: BlobStore) -> float | None:
+    """Time that a task should take with its transfers; None where the device's speed is not known.
+
+    All that the task names counts as fetched: whether it is on the device already, only the device knows.
+    """
+    if work.expected is None:
+        return None
+    prediction = work.expected.prediction
+    computing_s = prediction.train_s if kind == "train" else prediction.evaluate_s
+    if computing_s is None:
+        return None
+    digests = {work.variant.digest, *initial_blobs(work.variant.program), *work.groups.values()}
+    moved = sum(blobs.manifest(digest).size for digest in digests)
+    return computing_s + links.seconds(device, moved + (work.expected.bytes_up if kind == "train" else 0))
+
+
+@dataclass
+class Assignment:
+    """A device's task, until it is answered, failed, declined, cancelled or given up."""
+
+    device: str
+    round: int
+    kind: TaskKind
+    work: Work
+    deadline: Deadline
+    progress: Progress | None = None
+
+    def is_meant(self, message: Result | Failed | Declined | Progress) -> bool:
+        return (message.round, message.kind) == (self.round, self.kind)
+
+    def digests(self) -> list[str]:
+        """What the device may ask for."""
+        variant, groups, _ = self.work
+        return [variant.digest, *initial_blobs(variant.program), *groups.values()]
+
+
+class Assignments:
+    """At most one task a device: a board does one thing at a time."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[str, Assignment] = {}
+
+    def __iter__(self) -> Iterator[Assignment]:
+        return iter(list(self._by_device.values()))
+
+    def __contains__(self, device: str) -> bool:
+        return device in self._by_device
+
+    def give(self, assignment: Assignment) -> None:
+        self._by_device[assignment.device] = assignment
+
+    def of(self, device: str) -> Assignment | None:
+        return self._by_device.get(device)
+
+    def meant(self, device: str, message: Result | Failed | Declined | Progress) -> Assignment | None:
+        """The device's task, if the message is about it."""
+        found = self._by_device.get(device)
+        return found if found and found.is_meant(message) else None
+
+    def end(self, device: str) -> None:
+        self._by_device.pop(device, None)

@@ -162,7 +162,7 @@ class Server:
             return
         if "/up/b/" in event.topic:
             self.chunks.append(event.topic)
-            self.exchange.on_chunk(event.payload)
+            self.exchange.heard(event.topic, event.payload)
             return
         message: Any = decode(event.payload)
         if isinstance(message, Failed) and message.run == "mark":
@@ -690,6 +690,25 @@ def test_what_is_here_already_is_not_fetched_again(world: World, fedavg: "Settin
     before = len(world.server.heard)
     world.result(fedavg, round=2)
     assert "Want" not in world.server.since(before)
+
+
+def test_small_blobs_come_and_go_inside_messages(world: World, fedavg: "Setting") -> None:
+    """What a task brings along is not asked for; an upload that fits goes with its result, and is the one it names."""
+    world.device()
+    task = world.task(fedavg)
+    inline = tuple(world.server.blobs.get(digest) for digest in task.groups.values())
+    world.server.tell(msgspec.structs.replace(task, inline=inline))
+    result = world.server.expect(Result)
+    wanted = {message.digest for message in world.server.heard if isinstance(message, Want)}
+    assert wanted.isdisjoint(task.groups.values())
+    assert task.program in wanted
+    assert result.upload is not None
+    assert digest_of(result.inline) == result.upload.digest
+
+
+def test_what_a_task_brings_must_be_what_it_describes(world: World, fedavg: "Setting") -> None:
+    world.device()
+    assert "the task brings 8 bytes that it does not describe" in world.failure(fedavg, inline=(b"stranger",))
 
 
 # --- which tasks are taken ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from edge_client.agent import Agent
 from edge_client.guard import Guard
 from edge_client.runtime import Runtime, Seeds, Watch
 from edge_client.vault import Vault
-from fedvit.blobs import BlobStore
+from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.errors import PeerRefused
 from fedvit.program import Group, Program, Role, encode_program

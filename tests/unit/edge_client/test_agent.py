@@ -26,6 +26,7 @@ from fedvit.tensors import Tensors, delta, pack, unpack
 from fedvit.transport.base import Received
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
+from fedvit.wire import messages
 from fedvit.wire.messages import (
     CoordinatorState,
     DeviceState,
@@ -692,8 +693,15 @@ def test_what_is_here_already_is_not_fetched_again(world: World, fedavg: "Settin
     assert "Want" not in world.server.since(before)
 
 
-def test_small_blobs_come_and_go_inside_messages(world: World, fedavg: "Setting") -> None:
-    """What a task brings along is not asked for; an upload that fits goes with its result, and is the one it names."""
+def test_small_blobs_come_and_go_inside_messages(
+    world: World, fedavg: "Setting", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a task brings along is not asked for; an upload that fits goes with its result, and is the one it names.
+
+    The model of these tests has 134 kB, so messages may be larger than usual.
+    """
+    for limit in ("MAX_MESSAGE_BYTES", "INLINE_BYTES"):
+        monkeypatch.setattr(messages, limit, 500_000)
     world.device()
     task = world.task(fedavg)
     inline = tuple(world.server.blobs.get(digest) for digest in task.groups.values())

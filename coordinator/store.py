@@ -324,7 +324,7 @@ class Store:
                 connection.execute(_tasks.insert().values(run=run, asked_at=_now(), **task._asdict()))
 
     def end_tasks(self, run: str, tasks: Sequence[tuple[int, str]], outcome: str) -> None:
-        """Tasks, by round and device, are accepted, failed, declined, cancelled or lost; what it was first, it stays."""
+        """Tasks (round, device) are accepted, failed, declined, cancelled or lost; what each was first, it stays."""
         if not tasks:
             return
         with self._transaction() as connection:

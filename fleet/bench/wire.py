@@ -37,11 +37,12 @@ BLOB_BYTES = 64 * 2**20
 KILL_BYTES = 250_000_000
 JSON_BYTES = 4_000_000
 """Of numbers as fp32; five times as much on the wire, and slower than anything else here."""
+ONE_MESSAGE = ("pickle", "json")
 RECEIVERS = (1, 4)
 WAYS = ("tcp", "ours", "grpc", "pickle", "json")
 ECHO_BYTES = 2048
 ECHOES = 1000
-PATIENCE_S = 240.0
+PATIENCE_S = 120.0
 MEGA = 1e6
 
 
@@ -323,14 +324,22 @@ def run_wire_bench(
 def _speeds(bench: _Bench, receivers: int, rounds: int, progress: Callable[[str], None]) -> Speeds:
     runs: dict[str, list[float]] = {way: [] for way in WAYS}
     seen: list[dict[str, int]] = []
+    failed: set[str] = set()
     for number in range(rounds):
-        for way in WAYS:
-            rate, beside = bench.rate(way, receivers)
+        for way in [way for way in WAYS if way not in failed]:
+            try:
+                rate, beside = bench.rate(way, receivers)
+            except FedvitError as error:
+                if way not in ONE_MESSAGE:
+                    raise
+                failed.add(way)  # not every broker brings a message of 64 MB through
+                progress(f"{bench.broker.kind}, {receivers} receivers: {error}")
+                continue
             runs[way].append(rate)
             seen += [beside] if beside else []
-        figures = ", ".join(f"{way} {rates[-1]:.0f}" for way, rates in runs.items())
+        figures = ", ".join(f"{way} {rates[-1]:.1f}" for way, rates in runs.items() if rates)
         progress(f"{bench.broker.kind}, {receivers} receivers, round {number + 1}/{rounds}: {figures} MB/s")
-    middle = {way: median(rates) for way, rates in runs.items()}
+    middle = {way: median(rates) for way, rates in runs.items() if rates and way not in failed}
 
     def peak(name: str) -> int:
         return max(one[name] for one in seen)
@@ -340,12 +349,12 @@ def _speeds(bench: _Bench, receivers: int, rounds: int, progress: Callable[[str]
         ours_mb_s=middle["ours"],
         tcp_mb_s=middle["tcp"],
         grpc_mb_s=middle["grpc"],
-        pickle_mb_s=middle["pickle"],
-        json_mb_s=middle["json"],
+        pickle_mb_s=middle.get("pickle"),
+        json_mb_s=middle.get("json"),
         ours_over_tcp=middle["ours"] / middle["tcp"],
         ours_over_grpc=middle["ours"] / middle["grpc"],
-        ours_over_pickle=middle["ours"] / middle["pickle"],
-        ours_over_json=middle["ours"] / middle["json"],
+        ours_over_pickle=middle["ours"] / middle["pickle"] if "pickle" in middle else None,
+        ours_over_json=middle["ours"] / middle["json"] if "json" in middle else None,
         broker_peak_bytes=peak("broker"),
         sender_peak_bytes=peak("sender"),
         receiver_peak_bytes=peak("receiver"),

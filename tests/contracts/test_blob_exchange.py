@@ -585,12 +585,12 @@ def test_a_slow_receiver_is_served_apart_and_the_others_go_on(tmp_path: Path, mo
     sender, fast, slow = peers = memory_peers(MemoryBroker(), tmp_path, "sender", "fast", "slow")
     sender.receivers = 2
     slow.events_per_step = 1
-    content = blob(4 * BIG)
+    content = blob(2 * BIG)
     manifest = sender.blobs.put(content)
     for receiver in (fast, slow):
         receiver.fetch(manifest, sender)
     while not fast.has_ended:
-        next_at = time.monotonic() + 0.005
+        next_at = time.monotonic() + 0.01
         drive([sender, fast], lambda due=next_at: time.monotonic() > due)
         slow.step()
     assert fast.got(content)

@@ -327,7 +327,7 @@ def test_fields_of_a_newer_peer_are_passed_over(name: str, appended: list[Any]) 
 def test_inner_records_of_a_newer_peer_are_read() -> None:
     """A manifest is a list in the message and grows at its end; a profile is a map and gets more keys."""
     result = items(encode(EXAMPLES["result"]))
-    result[-1] = [*result[-1], "extra"]
+    result[7] = [*result[7], "extra"]
     assert decode(written(result)) == EXAMPLES["result"]
     hello = items(encode(EXAMPLES["hello"]))
     hello[3] = {**hello[3], "gpu": "none"}

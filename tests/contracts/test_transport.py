@@ -495,6 +495,17 @@ def tls_broker(tmp_path: Path) -> Iterator[Broker]:
     broker.stop()
 
 
+def test_bulk_goes_through_tls_too(tls_broker: Broker) -> None:
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    transport, sink = MqttTransport(inbox, tls_broker.address, "client"), Sink()
+    transport.listen("bulk", sink)
+    assert sink.said.get(timeout=30) == "bulk"
+    bodies = [bytes([number]) * 126_976 for number in range(50)]
+    assert transport.send_bulk("bulk", [(b"head", memoryview(body)) for body in bodies])
+    assert [sink.said.get(timeout=30) for _ in bodies] == [("bulk", b"head" + body) for body in bodies]
+    transport.close()
+
+
 def test_tls_with_a_certificate_of_ones_own(tls_broker: Broker) -> None:
     inbox: SimpleQueue[Any] = SimpleQueue()
     transport = MqttTransport(inbox, tls_broker.address, "client")

@@ -43,6 +43,7 @@ from fedvit.transport.base import Received, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import (
+    INLINE_BYTES,
     CoordinatorState,
     DeviceState,
     Done,
@@ -392,6 +393,42 @@ def test_updates_are_weighed_by_samples(stage: Stage, first: Tensors) -> None:
     assert (task.run, task.seed, task.lr_scale, set(task.groups)) == ("r", 0, 1.0, {"model"})
     assert {manifest.digest for manifest in task.blobs} >= {task.program, *task.groups.values()}
     assert {task.groups["model"] for task in a.got(Task)} != {task.groups["model"]}, "each round has its own"
+
+
+def test_small_blobs_come_and_go_inside_messages(stage: Stage, first: Tensors) -> None:
+    """Updates of 2 that nobody fetched; what a task brings along is what its groups name."""
+
+    def inside(device: Fake, task: Task) -> None:
+        result = device.answer(task)
+        assert result.upload is not None
+        device.bring(msgspec.structs.replace(result, inline=device.blobs.get(result.upload.digest)))
+
+    device = stage.fake("a", inside, value=2.0)
+    device.serves = False
+    stage.start()
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 2.0)
+    [task, *_] = device.got(Task)
+    small = {digest for digest in task.groups.values() if stage_manifest(task, digest).size <= INLINE_BYTES}
+    assert {digest_of(content) for content in task.inline} == small
+    assert not device.got(Want)
+
+
+def stage_manifest(task: Task, digest: str) -> Manifest:
+    return next(manifest for manifest in task.blobs if manifest.digest == digest)
+
+
+def test_an_upload_inside_a_result_must_be_the_one_it_names(stage: Stage) -> None:
+    def wrong(device: Fake, task: Task) -> None:
+        device.bring(msgspec.structs.replace(device.answer(task), inline=b"something else"))
+
+    stage.fake("a", wrong)
+    b = stage.fake("b")
+    stage.start(devices=2)
+    assert stage.finish() == "finished"
+    [refusal] = stage.refusals("a")
+    assert "the upload of 14 bytes has digest" in refusal
+    assert b.answers() == [(1, True)]
 
 
 def test_old_blobs_are_deleted(stage: Stage) -> None:

@@ -18,7 +18,7 @@ from edge_client.guard import Guard
 from edge_client.readiness import Readiness
 from edge_client.runtime import Runtime, Seeds, Watch
 from edge_client.vault import Vault
-from fedvit.blobs import BlobStore
+from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.errors import PeerRefused
 from fedvit.program import Group, Program, Role, encode_program
@@ -27,6 +27,7 @@ from fedvit.tensors import Tensors, delta, pack, unpack
 from fedvit.transport.base import Received
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
+from fedvit.wire import messages
 from fedvit.wire.messages import (
     Cancel,
     CoordinatorState,
@@ -718,6 +719,32 @@ def test_what_is_here_already_is_not_fetched_again(world: World, fedavg: "Settin
     before = len(world.server.heard)
     world.result(fedavg, round=2)
     assert "Want" not in world.server.since(before)
+
+
+def test_small_blobs_come_and_go_inside_messages(
+    world: World, fedavg: "Setting", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a task brings along is not asked for; an upload that fits goes with its result, and is the one it names.
+
+    The model of these tests has 134 kB, so messages may be larger than usual.
+    """
+    for limit in ("MAX_MESSAGE_BYTES", "INLINE_BYTES"):
+        monkeypatch.setattr(messages, limit, 500_000)
+    world.device()
+    task = world.task(fedavg)
+    inline = tuple(world.server.blobs.get(digest) for digest in task.groups.values())
+    world.server.tell(msgspec.structs.replace(task, inline=inline))
+    result = world.server.expect(Result)
+    wanted = {message.digest for message in world.server.heard if isinstance(message, Want)}
+    assert wanted.isdisjoint(task.groups.values())
+    assert task.program in wanted
+    assert result.upload is not None
+    assert digest_of(result.inline) == result.upload.digest
+
+
+def test_what_a_task_brings_must_be_what_it_describes(world: World, fedavg: "Setting") -> None:
+    world.device()
+    assert "the task brings 8 bytes that it does not describe" in world.failure(fedavg, inline=(b"stranger",))
 
 
 # --- which tasks are taken ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedvit import partials
 from fedvit.blobs import BlobStore, digest_of, digest_of_file
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.wire.messages import Manifest
@@ -164,7 +165,9 @@ def test_prune_deletes_all_but_what_is_kept(store: BlobStore) -> None:
     kept = store.put(b"k" * 30)
     store.put(b"a" * 50)
     store.put(b"b" * 70)
-    store.receive(Manifest(digest_of(b"never"), 2048, CHUNK)).write(0, b"1234567890")
+    partial = store.receive(Manifest(digest_of(b"never"), 2048, CHUNK))
+    partial.write(0, b"1234567890")
+    partial.leave()
     assert store.prune({kept.digest}) == 130
     assert files_in(store.folder) == [store.path(kept.digest).relative_to(store.folder)]
 
@@ -256,6 +259,72 @@ def test_two_may_receive_the_same_blob(store: BlobStore) -> None:
     second.commit()
     assert store.get(manifest.digest) == CONTENT
     assert len(files_in(store.folder)) == 1
+
+
+def test_a_second_process_goes_on_where_the_first_one_ended(store: BlobStore) -> None:
+    """What was written counts without any farewell: only the lock goes with a killed process."""
+    manifest = Manifest(digest_of(CONTENT), len(CONTENT), CHUNK)
+    code = """
+import os, signal, sys
+from pathlib import Path
+from fedvit.blobs import BlobStore
+from fedvit.wire.messages import Manifest
+content = bytes.fromhex(sys.argv[2])
+partial = BlobStore(Path(sys.argv[1])).receive(Manifest(sys.argv[3], len(content), 1024))
+for index in (0, 2):
+    partial.write(index, content[index * 1024 : (index + 1) * 1024])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", code, str(store.folder), CONTENT.hex(), manifest.digest], check=False)
+    partial = store.receive(manifest)
+    assert partial.have == bytes([1, 0, 1, 0])
+    for index in (1, 3):
+        partial.write(index, chunk(CONTENT, index))
+    partial.commit()
+    assert store.get(manifest.digest) == CONTENT
+
+
+def test_after_a_power_cut_only_what_was_synced_counts(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another boot: the kernel may have kept the map and not the bytes. Two chunks were synced, the third was not."""
+    monkeypatch.setattr(partials, "SYNC_BYTES", 2 * CHUNK)
+    manifest = Manifest(digest_of(CONTENT), len(CONTENT), CHUNK)
+    partial = store.receive(manifest)
+    for index in (0, 1):
+        partial.write(index, chunk(CONTENT, index))
+    partial._await_sync()
+    partial.write(3, chunk(CONTENT, 3))
+    partial.leave()
+    monkeypatch.setattr(partials, "boot_id", lambda: b"another boot")
+    partial = store.receive(manifest)
+    assert partial.have == bytes([1, 1, 0, 0])
+    partial.abandon()
+    assert files_in(store.folder) == []
+
+
+def test_a_map_of_another_blob_or_without_its_file_means_nothing(store: BlobStore) -> None:
+    manifest = Manifest(digest_of(CONTENT), len(CONTENT), CHUNK)
+    for spoil in (lambda path: path.with_suffix(".part").unlink(), lambda path: path.write_bytes(b"?" * 60)):
+        partial = store.receive(manifest)
+        partial.write(1, chunk(CONTENT, 1))
+        partial.leave()
+        [path] = store.folder.rglob("*.map")
+        spoil(path)
+        partial = store.receive(manifest)
+        assert not any(partial.have)
+        partial.abandon()
+
+
+def test_prune_spares_what_is_wanted_what_is_in_use_and_what_is_young(store: BlobStore) -> None:
+    wanted, used, young = (Manifest(digest_of(name), 2048, CHUNK) for name in (b"wanted", b"used", b"young"))
+    kept = [store.receive(manifest) for manifest in (wanted, used, young)]
+    for partial in kept:
+        partial.write(0, bytes(CHUNK))
+    kept[0].leave()
+    kept[2].leave()
+    assert store.prune({wanted.digest}, partial_kept_s=3600) == 0
+    assert store.prune({wanted.digest}) == CHUNK  # the young one
+    assert len(files_in(store.folder)) == 4
+    assert any(store.receive(wanted).have)
 
 
 def test_a_folder_that_cannot_be_written(store: BlobStore) -> None:

@@ -51,7 +51,7 @@ LARGE: dict[str, Any] = {
     "options": {"batch_size": 4},
     "model_options": {"image_size": 32, "patch_size": 16, "width": 256, "depth": 4, "heads": 4},
 }
-"""Every device sends a whole model of 12.9 MB."""
+"""Every device sends a whole model of 9.2 MB."""
 
 
 Storage = Literal["memory", "disk"]
@@ -75,7 +75,7 @@ class RoundsReport(Struct, frozen=True, kw_only=True):
     cpu_ms_per_device: dict[str, float]  # processor time of coordinator, hosts, broker, for a round and device
     bytes_up_per_device: int  # of a round, payloads
     bytes_down_per_device: int
-    rss_slope_bytes_per_round: float | None  # of the coordinator, least squares
+    rss_slope_bytes_per_round: float | None  # of the coordinator, least squares, later half
     rss_start_bytes: int  # after the first round
     rss_end_bytes: int  # after the last
     host_rss_bytes: int  # of all hosts together, at the end
@@ -256,6 +256,7 @@ def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]
     if not after:
         raise FedvitError("the run was over before the coordinator could be looked at")
     rss = [mark.rss_bytes for mark in after]
+    half = rss[len(rss) // 2 :]  # in the first, caches of the database and of the allocator fill
     turns = (len(after) - 1) * devices
     cpu_ms = {name: 1000 * (after[-1].cpu_s[name] - after[0].cpu_s[name]) / turns for name in after[0].cpu_s if turns}
     return RoundsReport(
@@ -274,7 +275,7 @@ def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]
         cpu_ms_per_device=cpu_ms,
         bytes_up_per_device=sum(result.use.sent_bytes or 0 for result in mine) // max(1, len(mine)),
         bytes_down_per_device=sum(result.use.received_bytes or 0 for result in mine) // max(1, len(mine)),
-        rss_slope_bytes_per_round=float(np.polyfit(range(len(rss)), rss, 1)[0]) if len(rss) > 1 else None,
+        rss_slope_bytes_per_round=float(np.polyfit(range(len(half)), half, 1)[0]) if len(half) > 1 else None,
         rss_start_bytes=rss[0],
         rss_end_bytes=rss[-1],
         host_rss_bytes=seen.host_rss_bytes,

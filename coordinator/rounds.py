@@ -136,6 +136,18 @@ class Coordinator:
         """Ask `serve` to end; safe from a signal handler."""
         self._stop.set()
 
+    def expel(self, device: str, reason: str) -> None:
+        """The device may not take part any more: nothing is awaited from it. Call it in the thread of `serve`."""
+        opened = self.results.opened
+        self.results.refuse(device, "revoked", reason, opened.number if opened else None)
+        if device in self.presence:
+            self.presence.dismiss(device)
+        if opened:
+            opened.fail(device, reason)
+        self.exchange.drop_peer(device)
+        self.results.device_left(device)
+        log.warning("device expelled", extra={"device": device, "reason": reason})
+
     def serve(self) -> None:
         """Run, or go on with, all rounds. Raises Interrupted, and FedvitError when the run cannot go on."""
         self._classes = self.store.run(self.run).classes or self.config.classes

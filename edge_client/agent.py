@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from edge_client.guard import Exceeded, Guard, Guarded
+from edge_client.identity import Renewal
 from edge_client.runtime import Runtime, Seeds, Stopped, Watch
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
@@ -126,6 +127,7 @@ class Agent:
         profile: DeviceProfile,
         software: str,
         guard: Guard | None = None,
+        renewal: Renewal | None = None,
     ) -> None:
         self.device = check_name(device, "device id")
         self.topics = Topics(check_name(federation, "federation"))
@@ -138,6 +140,7 @@ class Agent:
         self.profile = profile
         self.software = software
         self.guard = guard or Guard(profile.budget)
+        self.renewal = renewal  # of the certificate that this device shows; None: it shows none
         self.exchange = BlobExchange(
             transport, blobs, tell=self._tell_blob, topic_for=self._upload_topic, may_read=self._may_read
         )
@@ -164,6 +167,8 @@ class Agent:
         will = encode(DeviceState(self.instance, online=False))
         self.transport.subscribe(self.topics.coordinator_state, 1)
         self.transport.subscribe(self.topics.to_device(self.device), 1)
+        if self.renewal:
+            self.transport.subscribe(self.renewal.answers, 1)
         self.transport.open(Will(self.topics.device_state(self.device), will, retain=False))
         try:
             while not stop.is_set():
@@ -195,6 +200,8 @@ class Agent:
                 log.info("connected to the broker")
                 self._say_hello()
                 self.exchange.reconnected()
+                if self.renewal:
+                    self.renewal.connected(self.transport)
             case Disconnected(reason=reason):
                 if reason != self._link_trouble:
                     log.warning("no connection to the broker; trying again", extra={"reason": reason})
@@ -212,6 +219,8 @@ class Agent:
         if not self._connected:
             return
         self.exchange.tick()
+        if self.renewal:
+            self.renewal.tick(self.transport)
         if self._hello and self._hello.due():
             self._say_hello(self._hello)
         if self._hello is None:
@@ -222,6 +231,9 @@ class Agent:
     # --- messages -------------------------------------------------------------------------------------
 
     def _on_received(self, topic: str, payload: bytes) -> None:
+        if self.renewal and topic == self.renewal.answers:
+            self.renewal.answered(payload)
+            return
         if topic not in (self.topics.coordinator_state, self.topics.to_device(self.device)):
             self.exchange.on_chunk(payload)
             return

@@ -128,6 +128,7 @@ class Coordinator:
         self._offered: dict[str, set[str]] = {}  # device -> digests that it may read
         self._corrections: dict[str, dict[BudgetKind, float]] = {}  # see Target
         self._link_trouble = ""
+        self._lost: set[str] = set()  # devices that were here when our own link broke, and have not come back
         self._headline = ""
 
     # --- the course of a run --------------------------------------------------------------------------
@@ -142,6 +143,7 @@ class Coordinator:
         self.results.refuse(device, "revoked", reason, opened.number if opened else None)
         if device in self.presence:
             self.presence.dismiss(device)
+        self._lost.discard(device)
         if opened:
             opened.fail(device, reason)
         self.exchange.drop_peer(device)
@@ -301,6 +303,9 @@ class Coordinator:
 
     def _evaluate(self, number: int) -> None:
         """Ask every device that is here how good its model is on its own test images."""
+        # a broker that was started again has forgotten everybody: whoever was here comes back by itself
+        self._pump(lambda: not self._lost, deadline=time.monotonic() + self.config.rejoin_grace_s)
+        self._lost.clear()
         work = self._work(number, self.presence.online())
         if work:
             self._ask(OpenRound(self.run, number, "evaluate", list(work), len(work), work))
@@ -489,6 +494,7 @@ class Coordinator:
                     self._say(f"broker: {reason}; trying again")
                     self._link_trouble = reason
                 self._connected = False
+                self._lost.update(self.presence.online())
                 self.presence.all_offline()
             case Received(topic=topic, payload=payload):
                 self._on_received(topic, payload)
@@ -546,6 +552,7 @@ class Coordinator:
             self._tell(device, Refused(hello.instance, str(error), final=True))
             return
         fresh = not self.presence.is_online(device)
+        self._lost.discard(device)
         self.presence.arrived(device, hello)
         if fresh:
             log.info(

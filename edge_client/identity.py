@@ -22,7 +22,8 @@ from fedvit.wire.topics import Topics, check_name
 
 log = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 86_400.0
+ASK_AGAIN_S = 3600.0
+"""A question may meet a desk that is just coming back, too."""
 
 
 class Membership(Struct, frozen=True, kw_only=True):
@@ -100,7 +101,7 @@ def host_and_port(broker: str) -> tuple[str, int | None]:
 
 
 class Renewal:
-    """Asks for the next certificate at each connection and once a day; the coordinator's clock says when it is time."""
+    """Asks for the next certificate at each connection and once an hour; the coordinator's clock decides."""
 
     def __init__(self, identity: Identity, topics: Topics) -> None:
         device = identity.membership.device

@@ -214,7 +214,8 @@ def _serve(store: "Store", out: Path, run: str, config: StartConfig, quiet: bool
     """Connect the parts and run; every part is taken down again, whatever happens."""
     from coordinator.broker import start_broker
     from coordinator.display import choose_display
-    from coordinator.rounds import Coordinator, Interrupted
+    from coordinator.inbox import Interrupted
+    from coordinator.rounds import Coordinator
     from fedvit.logs import configure_logging
     from fedvit.transport.mqtt import Address, MqttTransport
 

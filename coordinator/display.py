@@ -1,5 +1,6 @@
 """What a person sees while a run is going: permanent lines, and below them what is happening now."""
 
+import contextlib
 import sys
 import time
 from collections import Counter
@@ -48,6 +49,10 @@ class Display:
     def line(self, text: str) -> None:
         """Say something that stays."""
 
+    def due(self) -> bool:
+        """Whether there is a live part that should be shown anew: with many devices a view takes a while to make."""
+        return False
+
     def show(self, view: View) -> None:
         """Replace the live part."""
 
@@ -59,7 +64,8 @@ class LineDisplay(Display):
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        with contextlib.suppress(OSError):  # its file may lie on a disk that is full
+            self._console.print(text, markup=False)
 
 
 class LiveDisplay(Display):
@@ -82,11 +88,11 @@ class LiveDisplay(Display):
     def line(self, text: str) -> None:
         self._console.print(text, markup=False)
 
+    def due(self) -> bool:
+        return time.monotonic() - self._drawn_at >= self.REFRESH_S
+
     def show(self, view: View) -> None:
-        now = time.monotonic()
-        if now - self._drawn_at < self.REFRESH_S:
-            return
-        self._drawn_at = now
+        self._drawn_at = time.monotonic()
         self._live.update(drawn(view, self._console.width, self._console.height), refresh=True)
 
 

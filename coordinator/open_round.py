@@ -1,7 +1,7 @@
 """One question to a cohort, while it is being answered: who was asked, who answered, who is missing."""
 
 import time
-from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,9 +33,12 @@ class OpenRound:
     opened_at: float = field(default_factory=time.monotonic)
     accepted: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)  # device -> reason
-    queue: deque[tuple[str, Result]] = field(default_factory=deque)  # uploads that wait for their turn
+    queue: dict[str, Result] = field(default_factory=dict)  # uploads that wait for their turn, in the order they came
     under_way: dict[str, Result] = field(default_factory=dict)  # uploads that are being fetched
+    chunks_under_way: int = 0  # of those, at most
+    readers: dict[str, set[str]] = field(default_factory=dict)  # digest -> devices that were given a task with it
     progress: dict[str, Progress] = field(default_factory=dict)
+    _windows: dict[str, int] = field(default_factory=dict)  # device -> chunks of its upload under way
     _alone_since: float | None = None
 
     def asked(self, message: Result | Failed | Progress) -> bool:
@@ -43,32 +46,50 @@ class OpenRound:
         return (message.run, message.round, message.kind) == (self.run, self.number, self.kind)
 
     def waiting_for(self) -> list[str]:
-        return [name for name in self.cohort if name not in self.accepted and name not in self.failed]
+        return list(self._missing())
+
+    def waits_for(self, device: str) -> bool:
+        """Whether the device was asked and has not answered."""
+        return device in self.work and device not in self.accepted and device not in self.failed
+
+    def _missing(self) -> Iterator[str]:
+        return (name for name in self.cohort if name not in self.accepted and name not in self.failed)
 
     def closes(self) -> bool:
-        return len(self.accepted) >= self.needed or not self.waiting_for()
+        return len(self.accepted) >= self.needed or not any(self._missing())
 
     def fail(self, device: str, reason: str) -> None:
         """The device will not bring a result that counts."""
-        if device in self.waiting_for():
+        if self.waits_for(device):
             self.failed[device] = reason
 
     def is_uploading(self, device: str) -> bool:
-        return device in self.under_way or any(name == device for name, _ in self.queue)
+        return device in self.under_way or device in self.queue
+
+    def start(self, device: str, result: Result, chunks: int) -> None:
+        """An upload is being fetched, of which at most so many chunks are under way."""
+        self.under_way[device] = result
+        self._windows[device] = chunks
+        self.chunks_under_way += chunks
+
+    def end(self, device: str) -> None:
+        """Its upload is here, or will not come."""
+        self.under_way.pop(device, None)
+        self.chunks_under_way -= self._windows.pop(device, 0)
 
     def late_uploads(self) -> list[tuple[str, Result]]:
         """What was announced, but did not arrive before the round closed."""
-        return [*self.under_way.items(), *self.queue]
+        return [*self.under_way.items(), *self.queue.items()]
 
     def device_left(self, device: str) -> None:
         """It may come back; what it was sending is begun anew then."""
-        self.under_way.pop(device, None)
+        self.end(device)
         self.progress.pop(device, None)
-        self.queue = deque((name, result) for name, result in self.queue if name != device)
+        self.queue.pop(device, None)
 
     def given_up(self, presence: Presence, grace_s: float) -> bool:
         """Whether all that is missing went offline and did not come back within the grace."""
-        if any(presence.is_online(name) for name in self.waiting_for()):
+        if any(presence.is_online(name) for name in self._missing()):
             self._alone_since = None
             return False
         now = time.monotonic()

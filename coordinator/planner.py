@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -68,7 +68,7 @@ class Plan:
     cache: Path | None
     progress: Callable[[str], None]
     variants: dict[Method, Variant]
-    choices: dict[Any, tuple[Variant, Expected]]  # by method, device, budget and corrections
+    choices: dict[tuple[Method, bytes], tuple[Variant, Expected]]  # by method and target without its name
     packed: dict[tuple[str, str], str]  # (digest, precision) -> digest
     lock: threading.Lock
 
@@ -107,10 +107,13 @@ class Plan:
         if target is None:
             return self.variant(device, round_number), None
         with self.lock:
-            key = (method, device, target.budget, target.budget_is_own, target.corrections)
+            # what is found out for one device holds for all that are like it, but for the name
+            key = (method, msgspec.json.encode(target._replace(device="")))
             if key not in self.choices:
                 self.choices[key] = self._choose(method, target)
-            return self.choices[key]
+            variant, expected = self.choices[key]
+            prediction = msgspec.structs.replace(expected.prediction, device=device)
+            return variant, msgspec.structs.replace(expected, prediction=prediction)
 
     def _choose(self, method: Method, target: Target) -> tuple[Variant, Expected]:
         if target.budget == Budget():
@@ -214,6 +217,8 @@ class Plan:
         with self.lock:
             key = (digest, method.frozen_precision)
             if key not in self.packed or not self.blobs.has(self.packed[key]):  # what no round needed is pruned
+                for gone in [known for known, made in self.packed.items() if not self.blobs.has(made)]:
+                    del self.packed[gone]
                 self.packed[key] = self.blobs.put(pack(method.packed(self.vit, unpack(self.blobs.get(digest))))).digest
             return self.packed[key]
 

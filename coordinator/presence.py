@@ -1,5 +1,6 @@
 """Who is alive: hellos, last wills, and two devices that claim one name."""
 
+import time
 from dataclasses import dataclass
 
 from fedvit.wire.messages import DeviceState, Hello
@@ -12,6 +13,7 @@ class Device:
     name: str
     hello: Hello
     online: bool = True
+    left_at: float | None = None  # monotonic; None: it is here, or was sent away
 
 
 class Presence:
@@ -29,8 +31,16 @@ class Presence:
     def online(self) -> list[str]:
         return sorted(name for name, device in self._devices.items() if device.online)
 
+    def count_online(self) -> int:
+        return sum(device.online for device in self._devices.values())
+
     def is_online(self, name: str) -> bool:
         return name in self._devices and self._devices[name].online
+
+    def may_return(self, grace_s: float) -> list[str]:
+        """Who went offline so recently that it may well come back."""
+        since = time.monotonic() - grace_s
+        return [name for name, device in self._devices.items() if device.left_at is not None and device.left_at > since]
 
     def rival(self, name: str, hello: Hello) -> Device | None:
         """The device that already has this name and is alive, if it is another process."""
@@ -46,13 +56,16 @@ class Presence:
         if known is None or known.hello.instance != state.instance or known.online == state.online:
             return False
         known.online = state.online
+        known.left_at = None if state.online else time.monotonic()
         return True
 
     def dismiss(self, name: str) -> None:
         """The device was told that it cannot take part: it is not asked again until it says hello."""
         self._devices[name].online = False
+        self._devices[name].left_at = None
 
     def all_offline(self) -> None:
         """Our own link broke: nobody is known to be there until it says hello again."""
         for device in self._devices.values():
-            device.online = False
+            if device.online:
+                device.online, device.left_at = False, time.monotonic()

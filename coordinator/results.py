@@ -13,18 +13,21 @@ from fedvit.resources import BudgetKind
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import Failed, Manifest, Result, ResultAck
 from fedvit.wire.topics import Topics
+from fedvit.wire.transfer import WINDOW_CHUNKS
 
 log = logging.getLogger(__name__)
 
-UPLOADS_AT_ONCE = 4
-"""Uploads granted at the same time, so that a cohort cannot overrun the broker's queues."""
+CHUNKS_AT_ONCE = 4 * WINDOW_CHUNKS
+"""Chunks of uploads that may be under way at the same time, so that a cohort cannot overrun the broker's queues: four
+large uploads with full windows, or as many more as are small."""
 
 
 class Results:
     """The desk for one run's results; `opened` is the round that is being asked, None between rounds.
 
     Idempotent by (run, round, kind, device). Whatever is refused is counted in the store, answered with the
-    reason, and never fatal.
+    reason, and never fatal. What is good waits in `checked` until `keep` puts all of it into the store at once and
+    answers: a transaction is synced to disk, which for each of five hundred results would be most of a round.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Results:
         say: Callable[[str], None],
     ) -> None:
         self.opened: OpenRound | None = None
+        self.checked: dict[str, Result] = {}  # by device: good, not in the store yet
         self._run = run
         self._store = store
         self._blobs = blobs
@@ -56,15 +60,19 @@ class Results:
             # a run that was interrupted may be resumed: the device keeps its result till then
             if not any(record.id == result.run and record.status != "finished" for record in self._store.runs()):
                 self._reject(device, result, f"run {result.run!r} is not served here, this is {self._run!r}")
-        elif any(kept.device == device for kept in self._store.results(self._run, result.round, result.kind)):
-            self._acknowledge(device, result)
         elif opened is None or not opened.asked(result):
-            if reason := self._why_never(result):
+            if self._store.has_result(self._run, result.round, result.kind, device):
+                self._acknowledge(device, result)
+            elif reason := self._why_never(result):
                 self._reject(device, result, reason)
             # else its round will be opened again, by this process after a restart: the device keeps it till then
-        elif device not in opened.cohort:
+        elif device in opened.accepted:
+            self._acknowledge(device, result)
+        elif device in self.checked:
+            return  # it is about to be answered
+        elif device not in opened.work:
             self._reject(device, result, f"{device} was not asked in round {result.round}")
-        elif device in opened.failed or opened.is_uploading(device) or not self._presence.is_online(device):
+        elif not opened.waits_for(device) or opened.is_uploading(device) or not self._presence.is_online(device):
             return  # the answer is on its way, or will follow when the device has said hello
         else:
             try:
@@ -75,15 +83,22 @@ class Results:
             if result.upload is None:
                 self._accept(device, result)
             else:
-                opened.queue.append((device, result))
+                opened.queue[device] = result
                 self.grant_uploads()
 
     def close(self) -> None:
         """The round is over: what comes from now on is late, and so is what waits for its turn."""
+        self.keep()
         opened, self.opened = self.opened, None
         for device, result in opened.late_uploads() if opened else ():
             self._exchange.cancel(device)
             self._reject(device, result, f"late: round {result.round} closed before the upload was here")
+
+    def pause(self) -> None:
+        """The round will be opened again by this process: what is under way is begun anew then."""
+        opened, self.opened = self.opened, None
+        for device in opened.under_way if opened else ():
+            self._exchange.cancel(device)
 
     def on_failed(self, device: str, failed: Failed) -> None:
         """A device says that it cannot do its task."""
@@ -100,10 +115,13 @@ class Results:
     def grant_uploads(self) -> None:
         """Fetch waiting uploads, a few at a time."""
         opened = self.opened
-        while opened and opened.queue and len(opened.under_way) < UPLOADS_AT_ONCE:
-            device, result = opened.queue.popleft()
+        while opened and opened.queue:
+            device, result = next(iter(opened.queue.items()))
             assert result.upload is not None  # only those are queued
-            opened.under_way[device] = result
+            if opened.under_way and opened.chunks_under_way + window_of(result.upload) > CHUNKS_AT_ONCE:
+                return
+            del opened.queue[device]
+            opened.start(device, result, window_of(result.upload))
             topic = self._topics.upload(device, result.upload.digest)
             self._exchange.fetch(result.upload, device, topic, self._upload_finished(opened, device, result))
 
@@ -122,7 +140,7 @@ class Results:
 
     def _why_never(self, result: Result) -> str | None:
         """Why a result for a round that is not open can never count; None when it still may."""
-        record = next((record for record in self._store.rounds(self._run) if record.round == result.round), None)
+        record = self._store.round(self._run, result.round)
         if record is None:
             return f"round {result.round} was never asked"
         over = record.closed_at is not None if result.kind == "train" else record.evaluated
@@ -132,7 +150,7 @@ class Results:
         self, opened: OpenRound, device: str, result: Result
     ) -> Callable[[Manifest, Exception | None], None]:
         def finished(manifest: Manifest, error: Exception | None) -> None:
-            opened.under_way.pop(device, None)
+            opened.end(device)
             try:
                 if error:
                     raise error
@@ -147,14 +165,22 @@ class Results:
         return finished
 
     def _accept(self, device: str, result: Result) -> None:
-        self._store.add_result(device, result)
-        if self.opened:
-            self.opened.accepted.add(device)
-        self._acknowledge(device, result)
-        log.info(
-            "result accepted",
-            extra={"device": device, "round": result.round, "kind": result.kind, "samples": result.samples},
-        )
+        self.checked[device] = result
+
+    def keep(self) -> None:
+        """Put what was checked into the store, then acknowledge it. To be called when what arrived was handled."""
+        if not self.checked:
+            return
+        kept, self.checked = self.checked, {}
+        self._store.add_results(list(kept.items()))
+        for device, result in kept.items():
+            if self.opened:
+                self.opened.accepted.add(device)
+            self._acknowledge(device, result)
+            log.info(
+                "result accepted",
+                extra={"device": device, "round": result.round, "kind": result.kind, "samples": result.samples},
+            )
 
     def _acknowledge(self, device: str, result: Result) -> None:
         self._answer(device, ResultAck(result.run, result.round, result.kind, accepted=True))
@@ -165,3 +191,8 @@ class Results:
             self.opened.fail(device, reason)
             self._say(f"{device}: {result.kind} result of round {result.round} refused: {reason}")
         self._answer(device, ResultAck(result.run, result.round, result.kind, accepted=False, reason=reason[:500]))
+
+
+def window_of(upload: Manifest) -> int:
+    """Chunks of an upload that are under way at most."""
+    return min(upload.chunks, WINDOW_CHUNKS)

@@ -1,44 +1,50 @@
 """The run: waits for devices, asks them round by round, and turns their results into the next state.
 
-One thread reads the inbox and owns all state; `_pump` handles what arrives until something holds or a
-deadline passes, so that the course of a run reads from top to bottom. Whatever a device is told is in the
-store first: after `kill -9` the same round goes on with the devices that come back.
+Whatever a device is told is in the store first: after `kill -9` the same round goes on with the devices that
+come back.
 """
 
 import logging
 import math
-import queue
-import secrets
-import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from coordinator.admission import check_hello
 from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.cohort import select_cohort
 from coordinator.config import RunConfig
 from coordinator.display import Display, View
-from coordinator.fitting import Target
+from coordinator.inbox import Inbox, Interrupted
 from coordinator.open_round import OpenRound, Work
 from coordinator.planner import Plan, common_groups, initial_blobs, make_plan
 from coordinator.presence import Presence
 from coordinator.results import Results
 from coordinator.store import ResultRecord, SavedState, Store
 from coordinator.summary import round_line
+from coordinator.targets import Targets
 from fedvit.blobs import BlobStore
-from fedvit.errors import BadPayload, ConfigError, EmptyCohort, FedvitError, LinkDown, OverBudget, PeerRefused
+from fedvit.errors import (
+    BadPayload,
+    ConfigError,
+    DiskFull,
+    EmptyCohort,
+    FedvitError,
+    LinkDown,
+    OverBudget,
+    PeerRefused,
+)
 from fedvit.files import atomic_write
 from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.program import Role
 from fedvit.resources import Budget, BudgetKind, ResourceUse
 from fedvit.tensors import Tensors, pack, unpack
-from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
+from fedvit.transport.base import Transport, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
+    AnyMessage,
     CoordinatorState,
     DeviceState,
     Done,
@@ -52,24 +58,19 @@ from fedvit.wire.messages import (
     Task,
     Want,
     Welcome,
-    decode,
     encode,
 )
 from fedvit.wire.topics import Topics
 
 log = logging.getLogger(__name__)
 
-Outcome = TypeVar("Outcome")
-
-TICK_S = 0.1
-LEAST_CORRECTION = 1.1
-"""By which a prediction is raised at least when a device exceeded its budget."""
+ROOM_EVERY_S = 2.0
+ROOM_BYTES = 16 * 1024 * 1024
+"""How often a paused run tries the disk, and how much it must take."""
+BACK_S = 5.0
+"""Longer an evaluation does not wait for devices that have just gone."""
 ATTEMPTS = 3
 """Times that a round which brought no usable result is tried before the run gives up."""
-
-
-class Interrupted(Exception):
-    """The operator asked to stop; the run can be resumed."""
 
 
 class Coordinator:
@@ -115,27 +116,31 @@ class Coordinator:
             answer=self._tell,
             say=self._say,
         )
+        self.targets = Targets(run, store, self.presence, config.budget.limits())
+        self.inbox = Inbox(
+            transport,
+            self.topics,
+            on_message=self._on_message,
+            on_chunk=self.exchange.on_chunk,
+            on_link=self._on_link,
+            refuse=self.results.refuse,
+            each_tick=self._tick,
+            say=self._say,
+        )
         self._accelerator = accelerator
         self._graph_cache = graph_cache
         self._watch = watch
-        self._inbox = transport.inbox
-        self._stop = threading.Event()
-        self._epoch = 0
-        self._connected = False
         self._classes: tuple[str, ...] = config.classes
         self._plan: Plan | None = None
         self._saved: SavedState | None = None
         self._offered: dict[str, set[str]] = {}  # device -> digests that it may read
-        self._corrections: dict[str, dict[BudgetKind, float]] = {}  # see Target
-        self._link_trouble = ""
-        self._lost: set[str] = set()  # devices that were here when our own link broke, and have not come back
         self._headline = ""
 
     # --- the course of a run --------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Ask `serve` to end; safe from a signal handler."""
-        self._stop.set()
+        self.inbox.stop()
 
     def expel(self, device: str, reason: str) -> None:
         """The device may not take part any more: nothing is awaited from it. Call it in the thread of `serve`."""
@@ -143,7 +148,6 @@ class Coordinator:
         self.results.refuse(device, "revoked", reason, opened.number if opened else None)
         if device in self.presence:
             self.presence.dismiss(device)
-        self._lost.discard(device)
         if opened:
             opened.fail(device, reason)
         self.exchange.drop_peer(device)
@@ -153,40 +157,74 @@ class Coordinator:
     def serve(self) -> None:
         """Run, or go on with, all rounds. Raises Interrupted, and FedvitError when the run cannot go on."""
         self._classes = self.store.run(self.run).classes or self.config.classes
+        self.targets.load()
         for topic in self.topics.from_all_devices:
             self.transport.subscribe(topic, 1)
         farewell = encode(CoordinatorState(0, alive=False))
         self.transport.open(Will(self.topics.coordinator_state, farewell, retain=True))
         try:
             self._say("connecting to the broker")
-            self._pump(lambda: self._connected)
-            self._gather()
-            self._prepare()
-            self._go_on()
-            self._finish()
+            self.inbox.pump(lambda: self.inbox.connected)
+            self._with_room(self._gather)
+            self._with_room(self._course)
         except Interrupted:
-            self.store.update_run(self.run, status="interrupted")
+            with suppress(DiskFull):  # a run that is not finished can be resumed, whatever its status is
+                self.store.update_run(self.run, status="interrupted")
             raise
         except (FedvitError, OSError) as error:
-            self.store.update_run(self.run, status="failed", reason=str(error))
+            with suppress(DiskFull):
+                self.store.update_run(self.run, status="failed", reason=str(error))
             self._tell_all(RunEnded(self.run, f"failed: {error}"[:400]))
             raise
         finally:
-            if self._connected:
+            if self.inbox.connected:
                 self.transport.publish(self.topics.coordinator_state, farewell, qos=1, retain=True)
             self.transport.close()
+
+    def _course(self) -> None:
+        """Everything that is not done yet, going by the store: after a pause it begins as after a restart."""
+        self._prepare()
+        self._go_on()
+        self._finish()
+
+    def _with_room(self, work: Callable[[], None]) -> None:
+        """Do work that is safe to begin anew; whenever the disk is full, pause until there is room, and begin anew."""
+        while True:
+            try:
+                work()
+                return
+            except DiskFull as error:
+                self._wait_for_room(error)
+
+    def _wait_for_room(self, error: DiskFull) -> None:
+        """Nothing is lost: devices keep their results, and answer to hellos is given meanwhile."""
+        self.results.pause()
+        self._headline = f"paused, waiting for room on the disk: {error}"
+        self._say(f"paused: {error}; goes on by itself when there is room again")
+        log.error("paused", extra={"reason": str(error)})
+        probe = self.folder / "room"
+        while True:
+            try:
+                self.inbox.pump(lambda: False, deadline=time.monotonic() + ROOM_EVERY_S)
+                atomic_write(probe, bytes(ROOM_BYTES))
+                probe.unlink()
+                break
+            except DiskFull:  # of the probe, or of what a device made us write
+                continue
+        self._say("there is room again: the run goes on")
+        log.info("goes on")
 
     def _gather(self) -> None:
         """Wait for the first devices; their classes are the run's, unless it has some already."""
         wanted = self.config.devices
 
         def enough() -> bool:
-            online = len(self.presence.online())
+            online = self.presence.count_online()
             self._headline = f"waiting for devices: {online} of {wanted} are here"
             return online >= wanted
 
         self._say(f"waiting for {wanted} device{'s' if wanted > 1 else ''}")
-        self._pump(enough)
+        self.inbox.pump(enough)
         if not self._classes:
             here = [self.presence[name].hello.classes for name in self.presence.online()]
             self._classes = tuple(sorted({name for classes in here for name in classes}))
@@ -210,7 +248,7 @@ class Coordinator:
             )
             return plan, plan.first.digest
 
-        plan, made = self._in_background(prepare)
+        plan, made = self.inbox.in_background(prepare)
         record = self.store.run(self.run)
         if record.program not in (None, made):
             raise ConfigError(
@@ -266,7 +304,7 @@ class Coordinator:
         plan = self._ready()
         for attempt in range(ATTEMPTS):
             if cohort is None:
-                self._pump(lambda: bool(self.presence.online()))
+                self.inbox.pump(self._all_are_back)
                 cohort = select_cohort(self.presence.online(), self.config.cohort, self.config.seed, number)
                 (self.store.open_round if attempt == 0 else self.store.reopen_round)(self.run, number, cohort)
             began = time.monotonic()
@@ -303,9 +341,9 @@ class Coordinator:
 
     def _evaluate(self, number: int) -> None:
         """Ask every device that is here how good its model is on its own test images."""
-        # a broker that was started again has forgotten everybody: whoever was here comes back by itself
-        self._pump(lambda: not self._lost, deadline=time.monotonic() + self.config.rejoin_grace_s)
-        self._lost.clear()
+        # after the broker was started again all were gone for a moment
+        patience_s = min(BACK_S, self.config.rejoin_grace_s)
+        self.inbox.pump(lambda: not self.presence.may_return(patience_s))
         work = self._work(number, self.presence.online())
         if work:
             self._ask(OpenRound(self.run, number, "evaluate", list(work), len(work), work))
@@ -325,7 +363,7 @@ class Coordinator:
             state: ServerState | None = None
             for device in cohort:
                 try:
-                    variant, expected = plan.given(device, number, self._target(device))
+                    variant, expected = plan.given(device, number, self.targets.of(device))
                 except OverBudget as error:
                     too_small[device] = error
                     continue
@@ -340,47 +378,13 @@ class Coordinator:
                 work[device] = Work(variant, groups, expected)
             return work
 
-        work = self._in_background(make)
+        work = self.inbox.in_background(make)
         for device, error in too_small.items():
             self.results.refuse(device, "plan", str(error), number)
             self._tell(device, Refused(self.presence[device].hello.instance, str(error), final=True))
             self.presence.dismiss(device)
             self._say(f"{device} is left out: {error}")
         return work
-
-    def _target(self, device: str) -> Target | None:
-        """What is to be planned for; None for a device that has not said hello to this process."""
-        if device not in self.presence:
-            return None
-        hello = self.presence[device].hello
-        profile = hello.profile
-        budget = profile.budget.tightest(self.config.budget.limits())
-        return Target(
-            device=device,
-            speed=profile.speed,
-            source="measured" if profile.speed else None,
-            mode=None,
-            budget=budget,
-            budget_is_own=profile.budget.memory_bytes == budget.memory_bytes,
-            images=hello.train_samples,
-            test_images=hello.test_samples,
-            base_rss_bytes=profile.base_rss_bytes,
-            corrections=tuple(sorted(self._corrections.get(device, {}).items())),
-        )
-
-    def _learn(self, device: str, broke: Iterable[BudgetKind], use: ResourceUse | None) -> None:
-        """A device exceeded a budget that a prediction kept: from now on it is predicted to need more."""
-        opened = self.results.opened
-        expected = opened.work[device].expected if opened and device in opened.work else None
-        if expected is None or use is None:
-            return
-        prediction, known = expected.prediction, self._corrections.setdefault(device, {})
-        ratios: dict[BudgetKind, float] = {"memory": (use.peak_rss_bytes or 0) / prediction.peak_rss_bytes}
-        if prediction.train_s and use.train_s:  # of a task that was stopped, so far
-            ratios["time"] = use.train_s / prediction.train_s
-        for kind in broke:
-            if kind in ratios:
-                known[kind] = known.get(kind, 1.0) * max(LEAST_CORRECTION, ratios[kind])
 
     def _ask(self, opened: OpenRound) -> OpenRound:
         """Send tasks, and wait until the round closes by quorum, deadline or absence."""
@@ -390,7 +394,7 @@ class Coordinator:
         self._headline = f"round {opened.number}/{self.config.rounds}: {opened.kind}"
         for device in opened.waiting_for():
             self._send_task(device)
-        in_time = self._pump(
+        in_time = self.inbox.pump(
             lambda: opened.closes() or opened.given_up(self.presence, self.config.rejoin_grace_s),
             deadline=opened.opened_at + self.config.deadline_s,
         )
@@ -412,13 +416,15 @@ class Coordinator:
         variant, groups, _ = opened.work[device]
         digests = [variant.digest, *initial_blobs(variant.program), *groups.values()]
         self._offered[device] = set(digests)
+        for digest in digests:
+            opened.readers.setdefault(digest, set()).add(device)
         instance = self.presence[device].hello.instance
         left_s = self.config.deadline_s - (time.monotonic() - opened.opened_at)
         self._tell(
             device,
             Task(
                 instance=instance,
-                epoch=self._epoch,
+                epoch=self.inbox.epoch,
                 run=self.run,
                 round=opened.number,
                 kind=opened.kind,
@@ -457,63 +463,24 @@ class Coordinator:
             progress=self._set_headline,
         )
         state = self._state()
-        return self._in_background(lambda: plan.rule.close(state, uploads, context))
+        return self.inbox.in_background(lambda: plan.rule.close(state, uploads, context))
 
     # --- what arrives ---------------------------------------------------------------------------------
 
-    def _pump(self, until: Callable[[], bool], deadline: float = math.inf) -> bool:
-        """Handle events until `until()` holds (True) or the deadline passes (False)."""
-        while not until():
-            if self._stop.is_set():
-                raise Interrupted
-            if time.monotonic() >= deadline:
-                return False
-            try:
-                self._on_event(self._inbox.get(timeout=TICK_S))
-                while not self._inbox.empty():
-                    self._on_event(self._inbox.get_nowait())
-            except queue.Empty:
-                pass
-            self.exchange.tick()
-            self._watch()
+    def _tick(self) -> None:
+        self.results.keep()
+        self.exchange.tick()
+        self._watch()
+        if self.display.due():
             self.display.show(self._view())
-        return True
 
-    def _on_event(self, event: object) -> None:
-        match event:
-            case Connected():
-                self._connected = True
-                self._link_trouble = ""
-                # a new epoch makes every device say hello: while we were away we heard no last will
-                self._epoch = secrets.randbits(48) + 1
-                state = encode(CoordinatorState(self._epoch, alive=True))
-                self.transport.publish(self.topics.coordinator_state, state, qos=1, retain=True)
-                self.exchange.reconnected()
-            case Disconnected(reason=reason):
-                if reason != self._link_trouble:
-                    self._say(f"broker: {reason}; trying again")
-                    self._link_trouble = reason
-                self._connected = False
-                self._lost.update(self.presence.online())
-                self.presence.all_offline()
-            case Received(topic=topic, payload=payload):
-                self._on_received(topic, payload)
+    def _on_link(self, up: bool) -> None:
+        if up:
+            self.exchange.reconnected()
+        else:
+            self.presence.all_offline()
 
-    def _on_received(self, topic: str, payload: bytes) -> None:
-        device = self.topics.device_of(topic)
-        if "/up/b/" in topic:
-            self.exchange.on_chunk(payload)
-            return
-        try:
-            message = decode(payload)
-        except PeerRefused as error:
-            # the version is the first byte, so even an unknown one can be answered
-            self.results.refuse(device, "hello", str(error))
-            self._tell(device, Refused("", f"{error}; install the same version on both sides", final=True))
-            return
-        except BadPayload as error:
-            self.results.refuse(device, "message", str(error))
-            return
+    def _on_message(self, device: str, message: AnyMessage) -> None:
         match message:
             case Hello():
                 self._on_hello(device, message)
@@ -538,6 +505,11 @@ class Coordinator:
             case _:
                 self.results.refuse(device, "message", f"a {type(message).__name__} is not for the coordinator")
 
+    def _learn(self, device: str, broke: tuple[BudgetKind, ...], use: ResourceUse | None) -> None:
+        opened = self.results.opened
+        if opened and device in opened.work:
+            self.targets.learn(device, opened.work[device].expected, broke, use)
+
     def _on_hello(self, device: str, hello: Hello) -> None:
         if rival := self.presence.rival(device, hello):
             where = rival.hello.profile.host
@@ -552,16 +524,15 @@ class Coordinator:
             self._tell(device, Refused(hello.instance, str(error), final=True))
             return
         fresh = not self.presence.is_online(device)
-        self._lost.discard(device)
         self.presence.arrived(device, hello)
         if fresh:
             log.info(
                 "device joined", extra={"device": device, "train": hello.train_samples, "host": hello.profile.host}
             )
             self._say(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
-        self._tell(device, Welcome(hello.instance, self._epoch, self._headline))
+        self._tell(device, Welcome(hello.instance, self.inbox.epoch, self._headline))
         opened = self.results.opened
-        if opened and device in opened.waiting_for() and not opened.is_uploading(device):
+        if opened and opened.waits_for(device) and not opened.is_uploading(device):
             self._send_task(device)
 
     def _on_state(self, device: str, state: DeviceState) -> None:
@@ -582,11 +553,16 @@ class Coordinator:
             raise LinkDown("the run is not prepared yet")
         return self._plan
 
+    def _all_are_back(self) -> bool:
+        """Whether a round can be opened: not for the first who returns after all were gone for a moment."""
+        return bool(self.presence.online()) and not self.presence.may_return(self.config.rejoin_grace_s)
+
     def _asked_and_here(self, digest: str) -> int:
         """Devices that have got a task with this blob and not answered it: those that will ask for it."""
         if not (opened := self.results.opened):
             return 1
-        return sum(self.presence.is_online(name) and self._may_read(name, digest) for name in opened.waiting_for())
+        readers = opened.readers.get(digest, ())
+        return sum(opened.waits_for(name) and self.presence.is_online(name) for name in readers)
 
     def _may_read(self, peer: str, digest: str) -> bool:
         return digest in self._offered.get(peer, ())
@@ -594,7 +570,7 @@ class Coordinator:
     # --- talking --------------------------------------------------------------------------------------
 
     def _tell(self, device: str, message: FromCoordinator) -> None:
-        self.transport.publish(self.topics.to_device(device), encode(message), qos=1)
+        self.inbox.tell(device, message)
 
     def _tell_all(self, message: FromCoordinator) -> None:
         for device in self.presence.online():
@@ -605,20 +581,6 @@ class Coordinator:
 
     def _set_headline(self, text: str) -> None:
         self._headline = text
-
-    def _in_background(self, work: Callable[[], Outcome]) -> Outcome:
-        """Run something long in a thread while devices stay served; Ctrl-C does not wait for it."""
-        future: Future[Outcome] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="server-step", daemon=True).start()
-        self._pump(future.done)
-        return future.result()
 
     def _report(self, number: int) -> None:
         self._say(round_line(self.store, self.run, number, self.config.rounds))

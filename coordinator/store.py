@@ -4,7 +4,7 @@ SQLite by default (write-ahead log, synced at commit); any SQLAlchemy URL works.
 are their digests.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +31,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.schema import CreateColumn
 
-from fedvit.errors import ConfigError, StorageFailed
+from fedvit.errors import ConfigError, DiskFull, StorageFailed
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.wire.messages import Result, TaskKind
 from profiles.prediction import Expected
@@ -49,6 +49,7 @@ _runs = Table(
     Column("program", String),  # digest
     Column("protocol", String),  # how accuracy is measured
     Column("reason", String),  # why it failed
+    Column("corrections", JSON),  # by device and budget: factors by which predictions were too low
 )
 
 _rounds = Table(
@@ -111,6 +112,7 @@ class RunRecord(NamedTuple):
     program: str | None
     protocol: str | None
     reason: str | None
+    corrections: dict[str, dict[BudgetKind, float]]
 
 
 class RoundRecord(NamedTuple):
@@ -149,8 +151,12 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
+"""What SQLite says when a write finds no room; the second where a limit on sizes of files is in the way."""
+
+
 class Store:
-    """Raises StorageFailed when the database cannot be read or written."""
+    """Raises StorageFailed when the database cannot be read or written, DiskFull for want of room."""
 
     def __init__(self, url: str) -> None:
         self._engine: Engine = create_engine(url)
@@ -177,7 +183,9 @@ class Store:
             with self._engine.begin() as connection:
                 yield connection
         except SQLAlchemyError as error:
-            raise StorageFailed(f"database {self._engine.url}: {getattr(error, 'orig', None) or error}") from error
+            cause = getattr(error, "orig", None) or error
+            kind = DiskFull if getattr(cause, "sqlite_errorname", None) in _FULL else StorageFailed
+            raise kind(f"database {self._engine.url}: {cause}") from error
 
     # --- runs -----------------------------------------------------------------------------------------
 
@@ -188,7 +196,7 @@ class Store:
             )
 
     def update_run(self, run: str, **values: Any) -> None:
-        """Set status, classes, program, protocol or reason."""
+        """Set status, classes, program, protocol, reason or corrections."""
         with self._transaction() as connection:
             connection.execute(update(_runs).where(_runs.c.id == run).values(**values))
 
@@ -206,6 +214,7 @@ class Store:
                     program=row.program,
                     protocol=row.protocol,
                     reason=row.reason,
+                    corrections=row.corrections or {},
                 )
                 for row in rows
             ]
@@ -260,30 +269,51 @@ class Store:
     def rounds(self, run: str) -> list[RoundRecord]:
         with self._transaction() as connection:
             rows = connection.execute(select(_rounds).where(_rounds.c.run == run).order_by(_rounds.c.round))
-            return [
-                RoundRecord(
-                    row.run, row.round, row.cohort, row.opened_at, row.closed_at, row.evaluated,
-                    msgspec.convert(row.state, SavedState) if row.state else None, row.figures or {},
-                    msgspec.convert(row.expected or {}, dict[str, Expected]),
-                )
-                for row in rows
-            ]  # fmt: skip
+            return [_round_record(row) for row in rows]
+
+    def round(self, run: str, number: int) -> RoundRecord | None:
+        """One round; None when it was never opened."""
+        with self._transaction() as connection:
+            row = connection.execute(select(_rounds).where(_rounds.c.run == run, _rounds.c.round == number)).first()
+            return _round_record(row) if row else None
+
+    def closed_rounds(self, run: str) -> list[int]:
+        """Numbers of the rounds whose training is over, ascending."""
+        query = select(_rounds.c.round).where(_rounds.c.run == run, _rounds.c.closed_at.is_not(None))
+        with self._transaction() as connection:
+            return [row.round for row in connection.execute(query.order_by(_rounds.c.round))]
 
     # --- results --------------------------------------------------------------------------------------
 
     def add_result(self, device: str, result: Result) -> None:
         """An accepted result; one that is there already is not touched."""
+        self.add_results([(device, result)])
+
+    def add_results(self, results: Sequence[tuple[str, Result]]) -> None:
+        """Accepted results, each of another device or round, in one transaction: all of them are safe, or none."""
+        if not results:
+            return
         with self._transaction() as connection:
-            key = (_results.c.run == result.run, _results.c.round == result.round, _results.c.device == device)
-            if connection.execute(select(_results.c.device).where(*key, _results.c.kind == result.kind)).first():
-                return
-            connection.execute(
-                _results.insert().values(
-                    run=result.run, round=result.round, device=device, kind=result.kind,
-                    samples=result.samples, metrics=result.metrics, use=msgspec.to_builtins(result.use),
-                    upload=result.upload.digest if result.upload else None, received_at=_now(),
-                )
-            )  # fmt: skip
+            there = _there(connection, [result for _, result in results], [device for device, _ in results])
+            fresh = [
+                {
+                    "run": result.run, "round": result.round, "device": device, "kind": result.kind,
+                    "samples": result.samples, "metrics": result.metrics, "use": msgspec.to_builtins(result.use),
+                    "upload": result.upload.digest if result.upload else None, "received_at": _now(),
+                }
+                for device, result in results
+                if (result.run, result.round, result.kind, device) not in there
+            ]  # fmt: skip
+            if fresh:
+                connection.execute(_results.insert(), fresh)
+
+    def has_result(self, run: str, number: int, kind: TaskKind, device: str) -> bool:
+        """Whether a device's result was accepted."""
+        with self._transaction() as connection:
+            key = (_results.c.run == run, _results.c.round == number, _results.c.device == device)
+            return (
+                connection.execute(select(_results.c.device).where(*key, _results.c.kind == kind)).first() is not None
+            )
 
     def results(self, run: str, round_number: int | None = None, kind: TaskKind | None = None) -> list[ResultRecord]:
         """Sorted by round and device."""
@@ -323,6 +353,25 @@ class Store:
         with self._transaction() as connection:
             rows = connection.execute(select(_refusals).where(_refusals.c.run == run).order_by(_refusals.c.id))
             return [RefusalRecord(row.round, row.device, row.kind, row.reason, row.at, row.broke) for row in rows]
+
+
+def _round_record(row: Any) -> RoundRecord:
+    return RoundRecord(
+        row.run, row.round, row.cohort, row.opened_at, row.closed_at, row.evaluated,
+        msgspec.convert(row.state, SavedState) if row.state else None, row.figures or {},
+        msgspec.convert(row.expected or {}, dict[str, Expected]),
+    )  # fmt: skip
+
+
+def _there(connection: Connection, results: Sequence[Result], devices: Sequence[str]) -> set[tuple[Any, ...]]:
+    """Those of the devices' results that are in the store already: (run, round, kind, device)."""
+    columns = (_results.c.run, _results.c.round, _results.c.kind, _results.c.device)
+    query = select(*columns).where(
+        _results.c.run.in_({result.run for result in results}),
+        _results.c.round.in_({result.round for result in results}),
+        _results.c.device.in_(devices),
+    )
+    return {tuple(row) for row in connection.execute(query)}
 
 
 def _add_columns(connection: Connection) -> None:

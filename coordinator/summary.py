@@ -161,7 +161,8 @@ def _device(name: str, results: list[ResultRecord], over: list[RefusalRecord]) -
 
 def round_line(store: Store, run: str, number: int, rounds: int) -> str:
     """One line on one finished round."""
-    entry = next(entry for entry in store.rounds(run) if entry.round == number)
+    entry = store.round(run, number)
+    assert entry is not None  # it is finished
     summary = _round(number, entry.cohort, entry.figures, store.results(run, number))
     parts = [f"round {number:>3}/{rounds}", f"{summary.accepted}/{summary.cohort} devices"]
     if summary.accuracy_mean is not None and summary.accuracy_std is not None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -64,6 +64,20 @@ SAME_ID_PATIENCE_S = 75.0
 COORDINATOR = "coordinator"
 
 
+class Work(Protocol):
+    """Work under way in another thread."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it is done."""
+
+
+def in_own_thread(work: Callable[[], None], name: str) -> Work:
+    """Begin work at once: right for a process that is one device."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 class _Worked(NamedTuple):
     """The worker thread finished, one way or the other."""
 
@@ -112,7 +126,12 @@ class _Pending:
 
 
 class Agent:
-    """One device of a fleet. `serve` runs until `stop` is set, the run ends (`once`), or the coordinator refuses."""
+    """One device of a fleet. `serve` runs until `stop` is set, the run ends (`once`), or the coordinator refuses.
+
+    Who drives several from one loop calls what `serve` is made of instead: `open`, then `on_event` for whatever comes
+    into the inbox and `on_time` a few times a second until it is `over`, and `leave`. `begin` starts a task's work,
+    `exchange` makes what fetches and serves blobs.
+    """
 
     def __init__(
         self,
@@ -128,6 +147,8 @@ class Agent:
         software: str,
         guard: Guard | None = None,
         renewal: Renewal | None = None,
+        begin: Callable[[Callable[[], None], str], Work] = in_own_thread,
+        exchange: Callable[..., BlobExchange] = BlobExchange,
     ) -> None:
         self.device = check_name(device, "device id")
         self.topics = Topics(check_name(federation, "federation"))
@@ -141,7 +162,7 @@ class Agent:
         self.software = software
         self.guard = guard or Guard(profile.budget)
         self.renewal = renewal  # of the certificate that this device shows; None: it shows none
-        self.exchange = BlobExchange(
+        self.exchange = exchange(
             transport, blobs, tell=self._tell_blob, topic_for=self._upload_topic, may_read=self._may_read
         )
         self._inbox = transport.inbox
@@ -151,7 +172,8 @@ class Agent:
         self._hello: Resend | None = None  # set while a hello waits for its answer
         self._refused_since: float | None = None
         self._job: _Job | None = None
-        self._worker: threading.Thread | None = None
+        self._begin = begin
+        self._worker: Work | None = None
         self._pending: dict[tuple[str, int, str], _Pending] = {}
         self._ended: RunEnded | None = None
         self._told_bytes = (0, 0)  # received, sent: already in some result
@@ -162,6 +184,20 @@ class Agent:
 
     def serve(self, stop: threading.Event, *, once: bool = False) -> str:
         """Take part until told to stop; returns why it ended. Raises PeerRefused when the refusal is final."""
+        self.open()
+        try:
+            while not stop.is_set():
+                with contextlib.suppress(queue.Empty):
+                    self.on_event(self._inbox.get(timeout=TICK_S))
+                self.on_time()
+                if once and self.over:
+                    return self.over
+            return "stopped"
+        finally:
+            self.leave()
+
+    def open(self) -> None:
+        """Begin to connect; what an earlier process left unacknowledged is sent again. Raises StorageFailed."""
         for result in self.vault.pending():
             self._pending[result.run, result.round, result.kind] = _Pending(result)
         will = encode(DeviceState(self.instance, online=False))
@@ -170,20 +206,20 @@ class Agent:
         if self.renewal:
             self.transport.subscribe(self.renewal.answers, 1)
         self.transport.open(Will(self.topics.device_state(self.device), will, retain=False))
-        try:
-            while not stop.is_set():
-                with contextlib.suppress(queue.Empty):
-                    self._on_event(self._inbox.get(timeout=TICK_S))
-                self._on_time()
-                if once and self._ended and not self._job:
-                    return f"run {self._ended.run} {self._ended.status}"
-            return "stopped"
-        finally:
-            self._leave()
 
-    def _leave(self) -> None:
+    @property
+    def over(self) -> str | None:
+        """How the run ended, when it did and no other began."""
+        return f"run {self._ended.run} {self._ended.status}" if self._ended and not self._job else None
+
+    def halt(self) -> None:
+        """Ask work that is under way to stop at its next step; that it did is told to nobody."""
         if self._job:
             self._job.stop.set()
+
+    def leave(self) -> None:
+        """Say goodbye, and wait until no work is under way."""
+        self.halt()
         self.exchange.cancel()
         if self._connected:
             farewell = encode(DeviceState(self.instance, online=False))
@@ -192,7 +228,8 @@ class Agent:
         if self._worker:
             self._worker.join(timeout=30)
 
-    def _on_event(self, event: object) -> None:
+    def on_event(self, event: object) -> None:
+        """Handle what came into the inbox. Raises PeerRefused when the coordinator refuses for good."""
         match event:
             case Connected():
                 self._connected = True
@@ -212,7 +249,8 @@ class Agent:
             case _Worked():
                 self._on_worked(event)
 
-    def _on_time(self) -> None:
+    def on_time(self) -> None:
+        """Do what is due; call it a few times a second."""
         if self._job and time.monotonic() > self._job.expires_at:
             # the round is over without us: to go on would only cost energy
             self._fail(self._job, OverBudget(f"not done within the deadline of {self._job.task.deadline_s:.0f} s"))
@@ -386,12 +424,13 @@ class Agent:
             if before:
                 before.join()  # a cancelled task ends at its next step
             try:
+                if job.stop.is_set():
+                    raise Stopped("the task was stopped before it began")
                 self._inbox.put(_Worked(job, self._work(job, program), None))
             except Exception as error:  # noqa: BLE001 - reported to the coordinator
                 self._inbox.put(_Worked(job, None, error))
 
-        self._worker = threading.Thread(target=work, name=f"task-{job.task.kind}-{job.task.round}", daemon=True)
-        self._worker.start()
+        self._worker = self._begin(work, f"task-{job.task.kind}-{job.task.round}")
 
     def _program(self, digest: str) -> Program:
         if digest not in self._programs:

@@ -1,5 +1,6 @@
 """`edge-client`: one device of a fleet. Nothing here or below imports a deep-learning framework."""
 
+import contextlib
 import copy
 import fcntl
 import hashlib
@@ -565,8 +566,9 @@ def lock_state(folder: Path) -> int:
     except OSError:
         owner = os.pread(handle, 32, 0).decode().strip()
         raise ConfigError(f"state folder {folder} is in use by process {owner}; choose another with --state") from None
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, str(os.getpid()).encode(), 0)
+    with contextlib.suppress(OSError):  # on a full disk the lock holds without a name on it
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle
 
 
@@ -579,7 +581,8 @@ def device_id(folder: Path, wanted: str | None, data: Path) -> str:
         stem = re.sub("[^A-Za-z0-9_-]", "-", data.resolve().name)
         wanted = f"{stem[:48] or 'device'}-{secrets.token_hex(2)}"
     check_name(wanted, "--id")
-    atomic_write(file, wanted.encode())
+    if not (file.is_file() and file.read_bytes() == wanted.encode()):  # a device with a full disk can start again
+        atomic_write(file, wanted.encode())
     return wanted
 
 

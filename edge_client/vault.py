@@ -5,6 +5,7 @@ newest complete round and is replaced atomically. So personal tensors and the re
 change together, or not at all. `RUN/TASK` says what the newest task of the run was made of.
 """
 
+import contextlib
 import secrets
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
-from fedvit.files import atomic_write
+from fedvit.files import WRITING, atomic_write
 from fedvit.tensors import Tensors, mapped, packed_pieces
 from fedvit.wire.messages import Result, Task, TaskKind
 from fedvit.wire.topics import check_name
@@ -78,6 +79,9 @@ class Vault:
         for old in home.glob("round-*"):
             if old != folder:
                 shutil.rmtree(old, ignore_errors=True)
+        for left in home.glob(f"{WRITING}*"):  # by a process that was killed; no other one writes here
+            with contextlib.suppress(OSError):
+                left.unlink()
 
     def pending(self) -> list[Result]:
         """Results that no coordinator has acknowledged yet."""

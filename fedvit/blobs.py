@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 import blake3
 
-from fedvit.errors import BadPayload, StorageFailed
-from fedvit.files import atomic_write, sync_folder
+from fedvit.errors import BadPayload
+from fedvit.files import atomic_write, make_folder, storage_failed, sync_folder
 from fedvit.wire.messages import Manifest
 from fedvit.wire.transfer import CHUNK_BYTES
 
@@ -47,7 +47,7 @@ class BlobStore:
         return self.path(digest).is_file()
 
     def put(self, *pieces: bytes | memoryview) -> Manifest:
-        """Keep the pieces as one blob. Raises StorageFailed when the disk is full."""
+        """Keep the pieces as one blob. Raises DiskFull when the disk is full."""
         digest = digest_of(*pieces)
         if not self.has(digest):
             atomic_write(self.path(digest), *pieces)
@@ -92,19 +92,19 @@ class PartialBlob:
         self._manifest = manifest
         self._path = self._final.with_name(f"{self._final.name}.{os.getpid()}.{id(self):x}.part")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path.parent)
             self._file: BinaryIO = open(self._path, "w+b", buffering=0)  # noqa: SIM115 - closed by commit or abandon
         except OSError as error:
-            raise StorageFailed(f"cannot receive into {self._path}: {error.strerror}") from error
+            raise storage_failed(f"cannot receive into {self._path}", error) from error
 
     def write(self, index: int, payload: bytes) -> None:
-        """Keep one chunk. Raises StorageFailed when the disk is full."""
+        """Keep one chunk. Raises DiskFull when the disk is full."""
         try:
             written = 0
             while written < len(payload):  # on a disk that is almost full a write may be cut
                 written += os.pwrite(self._file.fileno(), payload[written:], index * self._manifest.chunk + written)
         except OSError as error:
-            raise StorageFailed(f"cannot write {len(payload)} bytes to {self._path}: {error.strerror}") from error
+            raise storage_failed(f"cannot write {len(payload)} bytes to {self._path}", error) from error
 
     def commit(self) -> None:
         """Verify the whole and give it its name. Raises BadPayload when the digest is another one."""

@@ -10,6 +10,7 @@
     +-- OverBudget       the planner: another variant of the Program is needed
     +-- ExportMismatch   do not ship: a graph does not compute what torch computes
     +-- StorageFailed    the machine's owner: a disk is full or not writable
+    |   +-- DiskFull     the same, and the same call will succeed when there is room again
     +-- DeviceTrouble    the machine's owner: hardware or engine do not work as they must
 
 A message says what was expected, what came, and which round and device. Programs end with the leaf's
@@ -75,6 +76,10 @@ class StorageFailed(FedvitError):
     """A file could not be written: disk full, read-only, or no permission."""
 
     exit_code = 10
+
+
+class DiskFull(StorageFailed):
+    """There was no room for a file: what stood there before still does."""
 
 
 class DeviceTrouble(FedvitError):

@@ -27,6 +27,7 @@ def _short(value: object) -> str:
 
 def configure_logging(*, level: int = logging.INFO, file: Path | None = None, stderr: bool = True) -> None:
     """Send the program's log to standard error and/or a file. Called once, by a program's command line."""
+    logging.raiseExceptions = False  # on a full disk lines are lost; a traceback for each would only add to it
     root = logging.getLogger()
     root.setLevel(level)
     handlers: list[logging.Handler] = [logging.StreamHandler()] if stderr else []

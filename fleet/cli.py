@@ -6,8 +6,10 @@ import click
 
 from fedvit import command_line
 from fleet.bench.commands import bench_command
+from fleet.chaos.commands import chaos_command
 from fleet.demo import demo_command
 from fleet.experiment import experiment_command
+from fleet.host import host_command
 from fleet.partition import partition_command
 from fleet.run import run_command
 
@@ -19,8 +21,10 @@ def cli() -> None:
 
 
 cli.add_command(bench_command)
+cli.add_command(chaos_command)
 cli.add_command(demo_command)
 cli.add_command(experiment_command)
+cli.add_command(host_command)
 cli.add_command(partition_command)
 cli.add_command(run_command)
 

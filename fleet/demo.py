@@ -10,8 +10,9 @@ import click
 from coordinator.cli import print_summary
 from fedvit.data.digits import read_digits
 from fedvit.data.partition import partition
+from fleet.devices import device_folders
 from fleet.partition import summary_table, write_device_folders
-from fleet.run import device_folders, outcome_json, run_fleet
+from fleet.run import outcome_json, run_fleet
 from profiles.probes.host import usable_cores
 
 DEMO: dict[str, Any] = {

@@ -1,8 +1,9 @@
-"""`fleet run`: a coordinator and N edge processes on this machine."""
+"""`fleet run`: a coordinator and N devices on this machine, each a process, or many virtual ones in a few."""
 
 import json
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,16 @@ from coordinator.config import StartConfig, make_config, read_toml
 from coordinator.store import Store
 from coordinator.summary import RunSummary, summarise
 from fedvit.errors import ConfigError, FedvitError, LinkDown
+from fleet.devices import device_folders, virtual_devices
 from fleet.processes import Fleet, program
 from profiles.probes.host import usable_cores
 
 DEVICES_LEAVE_S = 30.0
+COME_BACK = 3
+"""Times that a process of virtual devices is started again when it was killed."""
+VIRTUAL_DEFAULTS: dict[str, Any] = {"deadline_s": 7 * 86400.0}
+"""Where a run on virtual devices differs from one on real ones, unless it is told otherwise: they wait for their turn
+to compute, and a slow machine loses nobody."""
 
 
 class FleetOutcome(msgspec.Struct, frozen=True):
@@ -34,16 +41,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def device_folders(parts: Path, wanted: int | None) -> list[Path]:
-    """The first `wanted` device folders of a partition. Raises ConfigError when there are fewer."""
-    found = sorted(parts.glob("device-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    if not found:
-        raise ConfigError(f"{parts} holds no device-0, device-1, ...: make them with `fleet partition --out {parts}`")
-    if wanted is not None and wanted > len(found):
-        raise ConfigError(f"--devices {wanted}, but {parts} holds {len(found)} device folders")
-    return found[:wanted]
-
-
 def run_fleet(
     folders: list[Path], values: dict[str, Any], *, out: Path, run: str, threads: int, quiet: bool = False
 ) -> FleetOutcome:
@@ -53,9 +50,65 @@ def run_fleet(
     in `out/run/state`. Raises FedvitError when the run failed.
     """
     config = make_config({**values, "devices": len(folders)}, "run")
+    home = out / run
+
+    def edges(address: str) -> dict[str, list[str]]:
+        return {
+            folder.name: [
+                *program("edge_client.cli"), "--broker", address, "--data", str(folder), "--id", folder.name,
+                "--state", str(home / "state" / folder.name), "--threads", str(threads),
+                "--federation", config.run.federation, "--once",
+            ]
+            for folder in folders
+        }  # fmt: skip
+
+    return _conduct(config, edges, out=out, run=run, quiet=quiet, comes_back=False)
+
+
+def run_virtual(
+    parts: Path,
+    count: int,
+    values: dict[str, Any],
+    *,
+    hosts: int,
+    out: Path,
+    run: str,
+    threads: int = 1,
+    quiet: bool = False,
+) -> FleetOutcome:
+    """As `run_fleet`, with `count` virtual devices in `hosts` processes; those that are killed are started again.
+
+    `values` stand over VIRTUAL_DEFAULTS. Logs of hosts lie in `out/run/devices`.
+    """
+    config = make_config({**VIRTUAL_DEFAULTS, **values, "devices": count}, "run")
+    home = out / run
+
+    def edges(address: str) -> dict[str, list[str]]:
+        return {
+            f"host-{number}": [
+                *program("fleet.host"), "--broker", address, "--parts", str(parts), "--devices", str(count),
+                "--number", str(number), "--hosts", str(hosts), "--state", str(home / "state"),
+                "--threads", str(threads), "--federation", config.run.federation, "--once",
+            ]
+            for number in range(min(hosts, count))
+        }  # fmt: skip
+
+    virtual_devices(parts, count)  # raises where there are no folders, before anything is started
+    return _conduct(config, edges, out=out, run=run, quiet=quiet, comes_back=True)
+
+
+def _conduct(
+    config: StartConfig,
+    edges: Callable[[str], dict[str, list[str]]],
+    *,
+    out: Path,
+    run: str,
+    quiet: bool,
+    comes_back: bool,
+) -> FleetOutcome:
+    """Start a coordinator and the processes that `edges` names for a broker's address; wait for the run's end."""
     own = config.broker.broker in ("auto", "mosquitto", "embedded")
     port = config.broker.port or free_port()
-    address = f"localhost:{port}" if own else config.broker.broker
     home = out / run
     home.mkdir(parents=True, exist_ok=True)
     file = home / "run.toml"
@@ -64,26 +117,29 @@ def run_fleet(
     with Fleet() as fleet:
         command = [*program("coordinator.cli"), "start", "--config", str(file), "--out", str(out), "--run", run]
         coordinator = fleet.start("coordinator", command + (["--quiet"] if quiet else []))
-        devices = []
-        for folder in folders:
-            edge = [
-                *program("edge_client.cli"), "--broker", address, "--data", str(folder), "--id", folder.name,
-                "--state", str(home / "state" / folder.name), "--threads", str(threads),
-                "--federation", config.run.federation, "--once",
-            ]  # fmt: skip
-            fleet.start(folder.name, edge, log=home / "devices" / f"{folder.name}.log")
-            devices.append(folder.name)
+        commands = edges(f"localhost:{port}" if own else config.broker.broker)
+        left = dict.fromkeys(commands, COME_BACK if comes_back else 0)
+
+        def begin(name: str) -> None:
+            fleet.start(name, commands[name], log=home / "devices" / f"{name}.log")
+
+        for name in commands:
+            begin(name)
         while coordinator.poll() is None:
             time.sleep(0.1)
             for name, code in fleet.ended().items():
-                if name in devices and code != 0:
+                if name not in commands or code == 0:
+                    continue
+                if code > 0 or not left[name]:
                     raise FedvitError(f"{name} ended with code {code}: {_last_line(home / 'devices' / f'{name}.log')}")
+                left[name] -= 1  # by a signal: what a host stands in for are boards, which would start again
+                begin(name)
         if coordinator.returncode != 0:
             raise FedvitError(
                 f"the coordinator ended with code {coordinator.returncode}; its log: {home}/coordinator.log"
             )
         seconds = time.monotonic() - began
-        if not fleet.wait(devices, DEVICES_LEAVE_S):
+        if not fleet.wait(list(commands), DEVICES_LEAVE_S):
             raise LinkDown(f"devices are still there {DEVICES_LEAVE_S:.0f} s after the run ended")
     store = Store.in_folder(out)
     try:
@@ -126,18 +182,43 @@ def _last_line(log: Path) -> str:
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads per device; by default the cores divided among the devices."
 )
+@click.option(
+    "--virtual",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Instead of a process per folder: N virtual devices in a few processes; folders are dealt out in turn.",
+)
+@click.option("--hosts", type=click.IntRange(min=1), help="Processes of virtual devices; by default one per core.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 @config_flags
 def run_command(
-    parts: Path, file: Path | None, out: Path, name: str | None, threads: int | None, as_json: bool, **flags: Any
+    parts: Path,
+    file: Path | None,
+    out: Path,
+    name: str | None,
+    threads: int | None,
+    virtual: int | None,
+    hosts: int | None,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
-    """Run a coordinator and N edge processes on this machine, one per device folder."""
+    """Run a coordinator and its devices on this machine: a process per device folder, or many virtual devices."""
     wanted = flags.pop("devices")
     values = merge_flags(read_toml(file) if file else {}, flags)
-    folders = device_folders(parts, wanted)
     name = name or time.strftime("%Y%m%d-%H%M%S-fleet")
-    threads = threads or max(1, usable_cores() // len(folders))
-    outcome = run_fleet(folders, values, out=out, run=name, threads=threads, quiet=as_json)
+    if virtual is None:
+        if hosts:
+            raise ConfigError("--hosts is for virtual devices: say how many with --virtual N")
+        folders = device_folders(parts, wanted)
+        threads = threads or max(1, usable_cores() // len(folders))
+        outcome = run_fleet(folders, values, out=out, run=name, threads=threads, quiet=as_json)
+    else:
+        if wanted is not None:
+            raise ConfigError(f"--virtual {virtual} says how many devices there are; leave out --devices {wanted}")
+        hosts = hosts or usable_cores()
+        outcome = run_virtual(
+            parts, virtual, values, hosts=hosts, out=out, run=name, threads=threads or 1, quiet=as_json
+        )
     if as_json:
         click.echo(outcome_json(outcome))
         return

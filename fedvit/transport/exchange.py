@@ -13,6 +13,7 @@ import msgspec
 
 from fedvit.blobs import BlobStore, PartialBlob
 from fedvit.errors import BadPayload, StorageFailed
+from fedvit.files import storage_failed
 from fedvit.transport.base import Transport
 from fedvit.wire.messages import Done, Manifest, Want
 from fedvit.wire.transfer import Chunk, Incoming, Outgoing, decode_chunk
@@ -164,7 +165,7 @@ class BlobExchange:
             receiving.incoming.restart()
             self._tell(receiving.sender, receiving.incoming.want(stalled=True))
         except OSError as error:
-            self._end(receiving, StorageFailed(f"cannot keep a received blob: {error}"))
+            self._end(receiving, storage_failed("cannot keep a received blob", error))
         else:
             self._end(receiving, None)
 

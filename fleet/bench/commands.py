@@ -151,3 +151,35 @@ def budget_command(names: tuple[str, ...], budgets: tuple[str, ...], as_json: bo
     with choose_display() as display:
         report = run_budget_bench(cases, [parse_bytes(text) for text in budgets], display.line)
     _print(report, budget_table, as_json)
+
+
+@bench_command.command("rounds")
+@click.option("--devices", type=click.IntRange(min=1), default=500, help="Virtual devices.")
+@click.option("--rounds", type=click.IntRange(min=2), default=20, help="Rounds of training; the first is set apart.")
+@click.option("--hosts", type=click.IntRange(min=1), help="Processes of virtual devices; by default one per core.")
+@click.option(
+    "--cohort",
+    "cohorts",
+    type=click.IntRange(min=0),
+    multiple=True,
+    default=(4, 64),
+    help="Devices that send a large upload each in one round, to see the coordinator's memory. Repeatable; 0: none.",
+)
+@click.option("--broker", type=click.Choice(["auto", "mosquitto", "embedded"]), default="auto", help="Which broker.")
+@_json_flag
+def rounds_command(
+    devices: int, rounds: int, hosts: int | None, cohorts: tuple[int, ...], broker: str, as_json: bool
+) -> None:
+    """Measure what rounds with many devices cost beside compute, and whether the coordinator grows."""
+    from fleet.bench.rounds import rounds_table, run_rounds_bench
+
+    with choose_display() as display:
+        report = run_rounds_bench(
+            devices=devices,
+            rounds=rounds,
+            hosts=hosts,
+            cohorts=[cohort for cohort in cohorts if cohort],
+            broker=broker,
+            progress=display.line,
+        )
+    _print(report, rounds_table, as_json)

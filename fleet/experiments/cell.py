@@ -22,8 +22,8 @@ from coordinator.store import ResultRecord, Store
 from coordinator.summary import RoundSummary, RunSummary, summarise
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write
+from fleet.devices import device_folders
 from fleet.experiments.grid import Cell
-from fleet.run import device_folders
 from fleet.simulate import simulate
 from profiles.probes.host import peak_rss_bytes
 
@@ -140,11 +140,11 @@ class Watcher(Display):
         """Seconds of this process, and of those before it."""
         return self._before_s + time.monotonic() - self._began
 
+    def due(self) -> bool:
+        return time.monotonic() - self._written_at >= self.EVERY_S
+
     def show(self, view: View) -> None:
-        now = time.monotonic()
-        if now - self._written_at < self.EVERY_S:
-            return
-        self._written_at = now
+        self._written_at = time.monotonic()
         self._store = self._store or Store.in_folder(self._folder / "runs")
         finished = [entry.round for entry in self._store.rounds(RUN) if entry.closed_at]
         number = max(finished, default=0)

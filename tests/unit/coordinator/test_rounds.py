@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from coordinator.display import Display
+from coordinator.inbox import Interrupted
 from coordinator.planner import PROTOCOLS
-from coordinator.rounds import ATTEMPTS, Coordinator, Interrupted
+from coordinator.rounds import ATTEMPTS, Coordinator
 from coordinator.store import Store
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed

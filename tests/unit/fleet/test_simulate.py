@@ -11,9 +11,10 @@ import pytest
 from coordinator.store import Store
 from edge_client.runtime import Runtime
 from fedvit.errors import ConfigError, PeerRefused
+from fleet.devices import device_folders
 from fleet.partition import deal
-from fleet.run import device_folders
-from fleet.simulate import TakingTurns, simulate
+from fleet.shared import Turns
+from fleet.simulate import simulate
 from tests.conftest import TINY_MODEL
 
 VALUES: dict[str, Any] = {
@@ -31,13 +32,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return device_folders(out, None)
 
 
-class TestTakingTurns:
-    def test_so_many_compute_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+class TestTurns:
+    def test_so_many_compute_at_a_time(self) -> None:
         """Six devices, two at a time: never three inside, and all get their turn."""
         inside, most, done = 0, 0, 0
         lock = threading.Lock()
 
-        def train(self: Runtime, number: int) -> int:
+        def work() -> None:
             nonlocal inside, most, done
             with lock:
                 inside += 1
@@ -45,15 +46,12 @@ class TestTakingTurns:
             time.sleep(0.02)
             with lock:
                 inside, done = inside - 1, done + 1
-            return number
 
-        monkeypatch.setattr(Runtime, "train", train)
-        runtime = TakingTurns(threads=1, at_once=2)
-        threads = [threading.Thread(target=runtime.train, args=(number,)) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        turns = Turns(at_once=2)
+        under_way = [turns.begin(work, "work") for _ in range(6)]
+        turns.close()
+        for turn in under_way:
+            turn.join()
         assert (most, done) == (2, 6)
 
 

@@ -1,0 +1,24 @@
+"""Which devices a fleet on this machine has, and on whose images each of them trains."""
+
+from pathlib import Path
+
+from fedvit.errors import ConfigError
+
+
+def device_folders(parts: Path, wanted: int | None) -> list[Path]:
+    """The first `wanted` device folders of a partition. Raises ConfigError when there are fewer."""
+    found = sorted(parts.glob("device-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    if not found:
+        raise ConfigError(f"{parts} holds no device-0, device-1, ...: make them with `fleet partition --out {parts}`")
+    if wanted is not None and wanted > len(found):
+        raise ConfigError(f"--devices {wanted}, but {parts} holds {len(found)} device folders")
+    return found[:wanted]
+
+
+def virtual_devices(parts: Path, count: int) -> dict[str, Path]:
+    """`count` devices by name, with the folders of a partition dealt out in turn where there are fewer of those.
+
+    Raises ConfigError when there is none.
+    """
+    folders = device_folders(parts, None)
+    return {f"device-{number}": folders[number % len(folders)] for number in range(count)}

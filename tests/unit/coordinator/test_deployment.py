@@ -30,6 +30,9 @@ from coordinator.deployment.folder import COORDINATOR, Deployment, make_token
 from coordinator.deployment.service import Service, served
 from edge_client import identity as identity_module
 from edge_client import join as join_module
+from edge_client.cli import Way, way_to_broker
+from edge_client.cli import cli as edge_cli
+from edge_client.doctor import Patient, check_broker
 from edge_client.identity import Identity, Membership, Renewal
 from edge_client.join import join
 from fedvit.errors import BadPayload, ConfigError, LinkDown, PeerRefused
@@ -487,6 +490,59 @@ def test_a_mosquitto_that_runs_by_itself_is_used(tmp_path: Path) -> None:
             wait_for(lambda: not Client(address, "after").connected, "the revocation")
         assert broker.alive()
     assert any(f"process {broker.pid}, was told" in line for line in said)
+
+
+# --- at the device ------------------------------------------------------------------------------------
+
+
+def test_the_doctor_of_a_device_that_has_joined(stage: Stage, tmp_path: Path) -> None:
+    """All is well, and then it is revoked: the doctor says what is the matter, and what to do."""
+    identity = join(make_token(stage.deployment, "pi-ill", 60.0), tmp_path / "identity").identity
+    patient = Patient(address=identity.address(), topics=HOME, device="pi-ill", state=None, data=None, test_share=0.2)
+    found = [*check_broker(patient)]
+    assert [(finding.check, finding.level) for finding in found] == [
+        ("broker", "ok"), ("tls", "ok"), ("login", "ok"), ("messages", "ok"),
+    ]  # fmt: skip
+    assert found[1].what.startswith("TLSv1.3")
+    assert run("revoke", "pi-ill", "--deployment", str(stage.deployment.folder)).exit_code == 0
+    wait_for(stage.broker.alive, "the broker")
+    *_, last = check_broker(patient)
+    assert (last.check, last.level) == ("login", "error")
+    assert "revoked" in str(last.remedy)
+    *_, elsewhere = check_broker(replace(patient, address=identity.address("127.0.0.2")))
+    assert elsewhere.level == "error"
+
+
+def way(**given: object) -> Way:
+    return way_to_broker(
+        **{"broker": None, "ca_file": None, "federation": None, "device": None, "state": None, **given}
+    )
+
+
+def test_what_a_device_joined_is_used_without_any_flag(stage: Stage, tmp_path: Path) -> None:
+    identity_of(stage.deployment, tmp_path, "pi-flag", age_days=0.0)
+    port = stage.deployment.settings.port
+    here = way(state=tmp_path)
+    assert (here.address.host, here.address.port, here.address.tls) == ("127.0.0.1", port, True)
+    assert (here.device, here.federation) == ("pi-flag", "home")
+    assert way(state=tmp_path, broker="elsewhere").address.cert_file == here.address.cert_file
+    for plain in ("mqtt://localhost", "mqtts://fedvit:x@localhost"):
+        other = way(state=tmp_path, broker=plain)
+        assert (other.identity, other.address.cert_file, other.device) == (None, None, None)
+    assert way(state=tmp_path / "new").address == Address("localhost", 1883)
+    for wrong in ({"device": "pi-2"}, {"federation": "away"}):
+        with pytest.raises(ConfigError, match="has joined as 'pi-flag' in 'home'"):
+            way(state=tmp_path, **wrong)
+    (tmp_path / "identity" / "membership.json").write_text("{")
+    with pytest.raises(ConfigError, match="join again"):
+        way(state=tmp_path)
+
+
+def test_the_command_line_joins(stage: Stage, tmp_path: Path) -> None:
+    token = make_token(stage.deployment, "pi-typed", 60.0).text()
+    given = ["join", token, "--state", str(tmp_path)]
+    assert "joined as 'pi-typed'" in CliRunner().invoke(edge_cli, given).stdout
+    assert isinstance(CliRunner().invoke(edge_cli, given).exception, ConfigError)
 
 
 # --- the clock ----------------------------------------------------------------------------------------

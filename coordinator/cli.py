@@ -244,6 +244,8 @@ def _serve(store: "Store", out: Path, run: str, config: StartConfig, quiet: bool
             stack.callback(broker.stop)
             address = broker.address
             display.line(f"broker: {broker.kind} at {address.host}:{address.port}")
+            if password is not None:
+                display.line("broker: one password for all, and nothing is encrypted; `coordinator init` does better")
 
             def watch() -> None:
                 if broker.restart_if_dead():

@@ -13,6 +13,7 @@ DIR/run/                   logs, and who serves this deployment now
 
 import base64
 import ipaddress
+import re
 import secrets
 import shutil
 import socket
@@ -38,6 +39,9 @@ from fedvit.wire.topics import check_name
 
 COORDINATOR = "fedvit.coordinator"
 """The coordinator's user name at the broker. No device can be called so: names of devices have no dot."""
+
+
+_HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]*:[0-9a-fA-F:.]+")
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -193,7 +197,13 @@ class Deployment:
 
 
 def own_hosts(names: Sequence[str], listen: str, addresses: Sequence[str]) -> tuple[str, ...]:
-    """What the server's certificate is for: what the operator named first, then whatever this machine is called."""
+    """What the server's certificate is for: what the operator named first, then whatever this machine is called.
+
+    Raises ConfigError when a name can be in no certificate.
+    """
+    for name in names:
+        if not _HOST.fullmatch(name):
+            raise ConfigError(f"--host {name!r} must be a name or an address, without port")
     host = socket.gethostname()
     found = [*names, *addresses, host, f"{host}.local", "localhost", "127.0.0.1", "::1"]
     if listen not in ("0.0.0.0", "::"):

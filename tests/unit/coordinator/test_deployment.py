@@ -26,7 +26,7 @@ from coordinator.broker.process import Broker
 from coordinator.cli import _deployed, cli
 from coordinator.config import BrokerConfig, RunConfig, StartConfig
 from coordinator.deployment.authority import DAY_S, Authority
-from coordinator.deployment.folder import COORDINATOR, Deployment, make_token
+from coordinator.deployment.folder import COORDINATOR, Deployment, make_token, own_hosts
 from coordinator.deployment.service import Service, served
 from edge_client import identity as identity_module
 from edge_client import join as join_module
@@ -133,6 +133,23 @@ def test_the_broker_is_told_its_limits(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert line in lines
     assert "allow_anonymous true" not in lines
+
+
+@pytest.mark.parametrize("host", ["a b", "mqtts://pi", "pi:8883", "", "pi..local", "müller"])
+def test_hosts_that_can_be_in_no_certificate(tmp_path: Path, host: str) -> None:
+    failed = run("init", str(tmp_path / "made"), "--host", host)
+    assert isinstance(failed.exception, ConfigError)
+    assert "must be a name or an address" in str(failed.exception)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_server_is_known_by_what_the_operator_says_first() -> None:
+    hosts = own_hosts(["pi.lan", "10.0.0.7", "fd00::1"], "0.0.0.0", ["192.168.1.2"])
+    assert hosts[:4] == ("pi.lan", "10.0.0.7", "fd00::1", "192.168.1.2")
+    assert {"localhost", "127.0.0.1", "::1"} <= set(hosts)
+    certificate = x509.load_pem_x509_certificate(Authority.create("test", time.time()).server(hosts).certificate)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert {str(getattr(name, "value", name)) for name in names} == set(hosts)
 
 
 def test_no_deployment(tmp_path: Path) -> None:

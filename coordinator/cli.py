@@ -21,11 +21,15 @@ from msgspec import Meta, Struct
 
 from coordinator.config import TABLES, BrokerConfig, RunConfig, StartConfig, make_config, read_toml
 from coordinator.cost_commands import boards, plan, profile, report
+from coordinator.deployment.commands import devices, enroll, init, revoke
 from coordinator.flags import existing_store, key_value, literal
 from fedvit import command_line
 from fedvit.errors import ConfigError
 
 if typing.TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from coordinator.deployment.service import Service
     from coordinator.store import Store
 
 
@@ -35,7 +39,7 @@ def cli() -> None:
     """Dispatch federated rounds to a fleet of devices, and keep what comes of them."""
 
 
-for command in (boards, plan, profile, report):
+for command in (boards, devices, enroll, init, plan, profile, report, revoke):
     cli.add_command(command)
 
 
@@ -152,6 +156,8 @@ def start(file: Path | None, out: Path, resume: str | None, name: str | None, qu
 
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
+    if resume is None:
+        values = _with_federation(values)
     config = make_config(values, where)
     store = Store.in_folder(out)
     try:
@@ -162,6 +168,17 @@ def start(file: Path | None, out: Path, resume: str | None, name: str | None, qu
         _serve(store, out, run, config, quiet)
     finally:
         store.close()
+
+
+def _with_federation(values: dict[str, Any]) -> dict[str, Any]:
+    """A deployment says how its federation is called; a run need not."""
+    settings = values.get("broker")
+    folder = settings.get("deployment") if isinstance(settings, dict) else None
+    if not isinstance(folder, str) or "federation" in values:
+        return values
+    from coordinator.deployment.folder import Deployment
+
+    return {**values, "federation": Deployment.open(Path(folder)).settings.federation}
 
 
 def _new_run(store: "Store", config: RunConfig, name: str | None) -> str:
@@ -211,12 +228,24 @@ def _serve(store: "Store", out: Path, run: str, config: StartConfig, quiet: bool
         settings = config.broker
         ca_file = Path(settings.ca_file) if settings.ca_file else None
         watch: Callable[[], None] = lambda: None  # noqa: E731 - replaced where the broker is ours
-        if settings.broker in ("auto", "mosquitto", "embedded"):
+        if settings.deployment is not None:
+            service = stack.enter_context(_deployed(config, display.line))
+            address = service.address
+            kind = service.broker.kind if service.broker else "one that runs by itself"
+            display.line(f"broker: {kind} at {address}, for devices of {settings.deployment} alone")
+
+            def watch() -> None:
+                service.watch()
+                while not service.revoked.empty():
+                    coordinator.expel(service.revoked.get(), "its certificate was revoked")
+        elif settings.broker in ("auto", "mosquitto", "embedded"):
             password = settings.password or os.environ.get("FEDVIT_BROKER_PASSWORD")
             broker = start_broker(settings.broker, folder / "broker", settings.listen, settings.port, password)
             stack.callback(broker.stop)
             address = broker.address
             display.line(f"broker: {broker.kind} at {address.host}:{address.port}")
+            if password is not None:
+                display.line("broker: one password for all, and nothing is encrypted; `coordinator init` does better")
 
             def watch() -> None:
                 if broker.restart_if_dead():
@@ -247,6 +276,28 @@ def _serve(store: "Store", out: Path, run: str, config: StartConfig, quiet: bool
             raise KeyboardInterrupt from None
         display.line(f"finished; tensors: {folder / 'model.safetensors'}, log: {folder / 'coordinator.log'}")
     os.close(lock)
+
+
+def _deployed(config: StartConfig, say: Callable[[str], None]) -> "AbstractContextManager[Service]":
+    """The broker and the enrolment desk of a deployment. Raises ConfigError when they do not go with the run."""
+    from coordinator.deployment.folder import Deployment
+    from coordinator.deployment.service import served
+    from fedvit.transport.mqtt import Address
+
+    settings = config.broker
+    deployment = Deployment.open(Path(settings.deployment or ""))
+    federation = deployment.settings.federation
+    if config.run.federation != federation:
+        raise ConfigError(f"federation = {config.run.federation!r}: the deployment is for {federation!r}")
+    if settings.broker == "embedded":
+        raise ConfigError("broker = 'embedded' cannot ask for certificates; a deployment needs mosquitto")
+    if settings.password is not None or settings.ca_file is not None:
+        raise ConfigError("password and ca_file do not go with a deployment: it has certificates of its own")
+    theirs = None
+    if settings.broker not in ("auto", "mosquitto"):
+        given = Address.parse(settings.broker)
+        theirs = deployment.address_at(given.host, given.port)
+    return served(deployment, say, broker=theirs)
 
 
 def _lock(folder: Path, run: str) -> int:

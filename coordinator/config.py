@@ -83,6 +83,10 @@ class BrokerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str | None, Meta(description="Secret of user 'fedvit' at our own broker; or set FEDVIT_BROKER_PASSWORD.")
     ] = None
     ca_file: Annotated[str | None, Meta(description="Certificate authority of an mqtts:// broker.")] = None
+    deployment: Annotated[
+        str | None,
+        Meta(description="Folder of `coordinator init`: mosquitto lets in its devices alone, by their certificates."),
+    ] = None
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -90,6 +90,7 @@ class Presence:
     def dismiss(self, name: str) -> None:
         """The device was told that it cannot take part: it is not asked again until it says hello."""
         self._devices[name].online = False
+        self._devices[name].left_at = None
 
     def all_offline(self) -> None:
         """Our own link broke: nobody is known to be there until it says hello again."""

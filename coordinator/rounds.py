@@ -80,6 +80,8 @@ ROOM_BYTES = 16 * 1024 * 1024
 PARTIAL_KEPT_S = 24 * 3600.0
 """How long half an upload is kept for a device that may go on with it."""
 KEEP_TIME_EVERY_S = 0.1
+BACK_S = 5.0
+"""Longer an evaluation does not wait for devices that have just gone."""
 ATTEMPTS = 3
 """Times that a round which brought no usable result is tried before the run gives up."""
 
@@ -159,6 +161,18 @@ class Coordinator:
     def stop(self) -> None:
         """Ask `serve` to end; safe from a signal handler."""
         self.inbox.stop()
+
+    def expel(self, device: str, reason: str) -> None:
+        """The device may not take part any more: nothing is awaited from it. Call it in the thread of `serve`."""
+        opened = self.results.opened
+        self.results.refuse(device, "revoked", reason, opened.number if opened else None)
+        if device in self.presence:
+            self.presence.dismiss(device)
+        if opened:
+            opened.fail(device, reason)
+        self.exchange.drop_peer(device)
+        self.results.device_left(device)
+        log.warning("device expelled", extra={"device": device, "reason": reason})
 
     def serve(self) -> None:
         """Run, or go on with, all rounds. Raises Interrupted, and FedvitError when the run cannot go on."""
@@ -467,6 +481,9 @@ class Coordinator:
         In mode rounds those that are late are left at their work; in mode buffered, where somebody always is at work,
         they are asked when they have answered, and nobody trains meanwhile.
         """
+        # after the broker was started again all were gone for a moment
+        patience_s = min(BACK_S, self.config.rejoin_grace_s)
+        self.inbox.pump(lambda: not self.presence.may_return(patience_s))
         late = self.assignments if self.config.mode == "rounds" else ()
         work = self._work(number, [device for device in self.presence.available() if device not in late])
         if work:

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from edge_client.guard import Exceeded, Guard, Guarded
+from edge_client.identity import Renewal
 from edge_client.readiness import Readiness
 from edge_client.runtime import Runtime, Seeds, Stopped, Watch
 from edge_client.vault import Vault
@@ -158,6 +159,7 @@ class Agent:
         profile: DeviceProfile,
         software: str,
         guard: Guard | None = None,
+        renewal: Renewal | None = None,
         begin: Callable[[Callable[[], None], str], Work] = in_own_thread,
         exchange: Callable[..., BlobExchange] = BlobExchange,
         readiness: Readiness | None = None,
@@ -174,6 +176,7 @@ class Agent:
         self.software = software
         self.guard = guard or Guard(profile.budget)
         self.readiness = readiness or Readiness()
+        self.renewal = renewal  # of the certificate that this device shows; None: it shows none
         self.exchange = exchange(
             transport, blobs, tell=self._tell_blob, topic_for=self._upload_topic, may_read=self._may_read
         )
@@ -216,6 +219,8 @@ class Agent:
         will = encode(DeviceState(self.instance, online=False))
         self.transport.subscribe(self.topics.coordinator_state, 1)
         self.transport.subscribe(self.topics.to_device(self.device), 1)
+        if self.renewal:
+            self.transport.subscribe(self.renewal.answers, 1)
         self.transport.open(Will(self.topics.device_state(self.device), will, retain=False))
 
     @property
@@ -248,6 +253,8 @@ class Agent:
                 log.info("connected to the broker")
                 self._say_hello()
                 self.exchange.reconnected()
+                if self.renewal:
+                    self.renewal.connected(self.transport)
             case Disconnected(reason=reason):
                 if reason != self._link_trouble:
                     log.warning("no connection to the broker; trying again", extra={"reason": reason})
@@ -268,6 +275,8 @@ class Agent:
         if not self._connected:
             return
         self.exchange.tick()
+        if self.renewal:
+            self.renewal.tick(self.transport)
         if self._hello and self._hello.due():
             self._say_hello(self._hello)
         if self._hello is None:
@@ -278,6 +287,9 @@ class Agent:
     # --- messages -------------------------------------------------------------------------------------
 
     def _on_received(self, topic: str, payload: bytes) -> None:
+        if self.renewal and topic == self.renewal.answers:
+            self.renewal.answered(payload)
+            return
         if topic not in (self.topics.coordinator_state, self.topics.to_device(self.device)):
             self.exchange.heard(topic, payload)
             return

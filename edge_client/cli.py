@@ -13,11 +13,12 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import msgspec
@@ -33,15 +34,21 @@ from fedvit.wire.topics import Topics, check_name
 from profiles.probes.host import device_profile, fast_cores, resident_bytes, usable_cores
 from profiles.probes.meter import Sensors
 
+if TYPE_CHECKING:
+    from edge_client.identity import Identity
+    from fedvit.transport.mqtt import Address
+
 log = logging.getLogger(__name__)
+
+CLOCK_REMEDY = "set the clock: sudo timedatectl set-ntp true"
 
 
 @click.group(invoke_without_command=True, context_settings={"show_default": True})
 @click.option(
     "--broker",
     metavar="HOST[:PORT]",
-    default="localhost",
-    help="MQTT broker; also mqtt://USER:PASSWORD@HOST:PORT and mqtts://...",
+    help="MQTT broker; also mqtt://USER:PASSWORD@HOST:PORT and mqtts://... By default where this device has joined, "
+    "else localhost.",
 )
 @click.option(
     "--data",
@@ -63,7 +70,10 @@ log = logging.getLogger(__name__)
     metavar="NAME",
     help="Execution provider of onnxruntime, e.g. CUDAExecutionProvider on a Jetson; without it the CPU is used.",
 )
-@click.option("--federation", default="home", help="Which federation at the broker to join.")
+@click.option(
+    "--federation",
+    help="Which federation at the broker to join. By default the one where this device has joined, else home.",
+)
 @click.option("--ca-file", type=click.Path(path_type=Path), help="Certificate authority of an mqtts:// broker.")
 @click.option(
     "--test-share",
@@ -125,13 +135,13 @@ def cli(context: click.Context, /, **options: Any) -> None:
 
 def serve(
     *,
-    broker: str,
+    broker: str | None,
     data: Path | None,
     device: str | None,
     state: Path | None,
     threads: int | None,
     provider: str,
-    federation: str,
+    federation: str | None,
     ca_file: Path | None,
     test_share: float,
     memory_budget: int | None,
@@ -151,12 +161,13 @@ def serve(
     # onnxruntime and the data readers are imported here, so that --help and typing errors answer at once
     from edge_client.agent import Agent
     from edge_client.guard import Guard
+    from edge_client.identity import Renewal
     from edge_client.readiness import Hours, Readiness
     from edge_client.runtime import Runtime
     from edge_client.vault import Vault
     from fedvit.blobs import BlobStore
     from fedvit.data.folder import DeviceData
-    from fedvit.transport.mqtt import Address, MqttTransport
+    from fedvit.transport.mqtt import MqttTransport
 
     configure_logging(level=logging.WARNING if quiet else logging.INFO)
     if data is None:
@@ -167,12 +178,11 @@ def serve(
         busy_file=busy_file,
         quiet_hours=Hours.parse(quiet_hours) if quiet_hours else None,
     )
-    address = Address.parse(broker, ca_file=ca_file)
-    check_name(federation, "federation")
+    way = way_to_broker(broker, ca_file=ca_file, federation=federation, device=device, state=state)
     images = DeviceData.open(data, test_share=test_share, cache_bytes=image_cache_bytes(memory_budget))
     folder = state or default_state(data)
     lock = lock_state(folder)
-    name = device_id(folder, device, data)
+    name = device_id(folder, way.device, data)
     threads = threads or fast_cores()
     budget = Budget(
         memory_bytes=memory_budget,
@@ -186,10 +196,10 @@ def serve(
     speed = speed_at_start(folder, threads, measure=profile or budget != Budget())
     if memory_budget is not None:
         ready_for_memory_budget(memory_budget)
-    transport = MqttTransport(SimpleQueue(), address, client_id=f"{name}-{secrets.token_hex(4)}")
+    transport = MqttTransport(SimpleQueue(), way.address, client_id=f"{name}-{secrets.token_hex(4)}")
     agent = Agent(
         device=name,
-        federation=federation,
+        federation=way.federation,
         transport=transport,
         data=images,
         vault=Vault(folder / "vault"),
@@ -199,6 +209,7 @@ def serve(
         software=version("fedvit"),
         guard=Guard(budget, temperature_limit_c=temperature_limit, sensors=sensors, owns_process=True),
         readiness=readiness,
+        renewal=Renewal(way.identity, Topics(way.federation)) if way.identity else None,
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -275,17 +286,17 @@ _DEVICE_OPTIONS = ("broker", "data", "device", "state", "federation", "ca_file",
 def profile_command(context: click.Context, /, *, fresh: bool, as_json: bool, **own: Any) -> None:
     """Measure this device: speed, memory, disk, heat, power, the way to the broker. Takes seconds."""
     from edge_client.profile import Place, measure_self, table
-    from fedvit.transport.mqtt import Address
     from profiles.probes.speed import measure_speed
 
     given = _given(context, own)
-    state, device = _place(given)
+    way = _way(given)
+    state, device = _place(given, way)
     report = measure_self(
         Place(
             state=state,
-            address=Address.parse(given["broker"], ca_file=given["ca_file"]),
+            address=way.address,
             client_id=f"{device}-{secrets.token_hex(4)}",
-            echo_topic=Topics(check_name(given["federation"], "federation")).echo(device),
+            echo_topic=Topics(way.federation).echo(device),
         ),
         given["threads"] or fast_cores(),
         measure_speed,
@@ -312,13 +323,13 @@ def doctor(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
     Exit code 0: all is well; 1: warnings; 2: errors.
     """
     from edge_client.doctor import LEVELS, Finding, Patient, examine, lines, worst
-    from fedvit.transport.mqtt import Address
 
     given = _given(context, own)
-    state, device = _place(given)
+    way = _way(given)
+    state, device = _place(given, way)
     patient = Patient(
-        address=Address.parse(given["broker"], ca_file=given["ca_file"]),
-        topics=Topics(check_name(given["federation"], "federation")),
+        address=way.address,
+        topics=Topics(way.federation),
         device=device,
         state=state,
         data=given["data"],
@@ -338,16 +349,104 @@ def doctor(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
     sys.exit(LEVELS.index(level))
 
 
-def _place(given: Mapping[str, Any]) -> tuple[Path | None, str]:
+def _way(given: Mapping[str, Any]) -> "Way":
+    return way_to_broker(**{name: given[name] for name in ("broker", "ca_file", "federation", "device", "state")})
+
+
+def _place(given: Mapping[str, Any], way: "Way") -> tuple[Path | None, str]:
     """Where the device keeps its state, if that is known, and what it is called."""
     data: Path | None = given["data"]
     state: Path | None = given["state"] or (default_state(data) if data else None)
-    if given["device"]:
-        return state, check_name(given["device"], "--id")
+    if way.device:
+        return state, check_name(way.device, "--id")
     file = state / "device-id" if state else None
     if file and file.is_file():
         return state, check_name(file.read_text().strip(), f"device id in {file}")
     return state, f"new-{secrets.token_hex(4)}"
+
+
+# --- belonging to a deployment ------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """How this device reaches its coordinator."""
+
+    address: "Address"
+    federation: str
+    device: str | None  # its name, if that is decided already
+    identity: "Identity | None"
+
+
+def way_to_broker(
+    broker: str | None, *, ca_file: Path | None, federation: str | None, device: str | None, state: Path | None
+) -> Way:
+    """Where this device has joined, unless it is told to go elsewhere: by mqtt://, a user, or an authority.
+
+    Raises ConfigError when name or federation are not those of its certificate.
+    """
+    from edge_client.identity import Identity
+    from fedvit.transport.mqtt import Address
+
+    elsewhere = ca_file is not None or (broker is not None and (broker.startswith("mqtt://") or "@" in broker))
+    identity = None if elsewhere else Identity.find(identity_folder(state))
+    if identity is None:
+        address = Address.parse(broker or "localhost", ca_file=ca_file)
+        return Way(address, check_name(federation or "home", "federation"), device, None)
+    known = identity.membership
+    for what, given, joined in (("--id", device, known.device), ("--federation", federation, known.federation)):
+        if given not in (None, joined):
+            raise ConfigError(
+                f"{what} {given!r}: this device has joined as {known.device!r} in {known.federation!r}; "
+                "join anew with another token, or name a broker by mqtt://"
+            )
+    return Way(identity.address(broker), known.federation, known.device, identity)
+
+
+@as_for_training("broker", "state")
+@cli.command("join")
+@click.argument("token")
+@click.option("--enrolment-port", type=click.IntRange(1, 65535), help="Where the broker takes tokens, if not as usual.")
+@click.option("--replace", is_flag=True, help="Forget an earlier deployment of this device.")
+@click.option("--patience", default="60s", callback=amount(parse_seconds), metavar="TIME", help="How long to try.")
+@click.pass_context
+def join_command(
+    context: click.Context, /, *, token: str, enrolment_port: int | None, replace: bool, patience: float, **own: Any
+) -> None:
+    """Become a device of a deployment, with the one-time TOKEN of `coordinator enroll`.
+
+    From then on no flag is needed to reach its broker.
+    """
+    from edge_client.identity import host_and_port
+    from edge_client.join import join
+    from fedvit.wire.enrolment import Token
+
+    given = _given(context, own)
+    host, port = host_and_port(given["broker"]) if given["broker"] else (None, None)
+    joined = join(
+        Token.parse(token),
+        identity_folder(given["state"]),
+        host=host,
+        port=port,
+        enrolment_port=enrolment_port,
+        replace=replace,
+        patience_s=patience,
+        say=lambda line: click.echo(line, err=True),
+    )
+    known = joined.identity.membership
+    click.echo(f"joined as {known.device!r}; certificate: {joined.identity.certificate}")
+    if joined.trouble:
+        click.echo(f"but a first connection failed: {joined.trouble}\n{trouble_remedy(joined.trouble)}", err=True)
+    state = f" --state {given['state']}" if given["state"] else ""
+    click.echo(f"next: edge-client --data FOLDER{state}")
+
+
+def trouble_remedy(trouble: str) -> str:
+    """What to do about a certificate that was just issued and does not work."""
+    if "mismatch" in trouble or "not valid for" in trouble:
+        return "use a --broker that the server's certificate is for (coordinator init says which)"
+    if "expired" in trouble or "not yet valid" in trouble:
+        return f"{CLOCK_REMEDY}; this device's clock says {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
+    return "edge-client doctor looks closer"
 
 
 # --- bundles ------------------------------------------------------------------------------------------
@@ -466,11 +565,19 @@ def predict(
 # --- the device's state -------------------------------------------------------------------------------
 
 
+def state_base() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "fedvit"
+
+
+def identity_folder(state: Path | None) -> Path:
+    """Where `join` keeps key and certificate: with the state where that is given, else one place per user."""
+    return (state or state_base()) / "identity"
+
+
 def default_state(data: Path) -> Path:
     """Where a device that was not told otherwise keeps its state: one folder per data folder."""
-    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "fedvit"
     place = data.resolve()
-    return base / f"{place.name}-{hashlib.blake2b(str(place).encode(), digest_size=4).hexdigest()}"
+    return state_base() / f"{place.name}-{hashlib.blake2b(str(place).encode(), digest_size=4).hexdigest()}"
 
 
 def lock_state(folder: Path) -> int:

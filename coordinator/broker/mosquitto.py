@@ -16,6 +16,22 @@ from fedvit.transport.mqtt import MAX_PACKET_BYTES, Address
 PASSWORD_ITERATIONS = 2_000
 """The broker is one thread and computes this for every connection: a fleet that comes back must not wait."""
 
+ENROLMENTS_AT_ONCE = 64
+MAX_KEEPALIVE_S = 120
+"""A client that says nothing for longer is taken for gone, whatever it announces itself."""
+_COMMON = [
+    "# written by the coordinator at each start",
+    "set_tcp_nodelay true",
+    # beyond these mosquitto drops silently; 0, its word for unlimited, is broken in several versions
+    "max_queued_messages 4096",
+    "max_queued_bytes 67108864",
+    "max_inflight_messages 64",
+    f"max_packet_size {MAX_PACKET_BYTES}",
+    "persistence false",
+    "log_dest stderr",
+    "log_timestamp_format %Y-%m-%dT%H:%M:%S",
+]
+
 
 def find_mosquitto() -> Path | None:
     """Debian installs it where the PATH of an ordinary user does not look."""
@@ -31,38 +47,62 @@ def start_mosquitto(program: Path, folder: Path, listen: str, address: Address) 
         atomic_write(password_file, password_line(FLEET_USER, address.password).encode(), private=True)
     config = folder / "mosquitto.conf"
     atomic_write(config, configuration(listen, address, password_file).encode(), private=True)
-    return Broker(
-        f"mosquitto {_version(program)} ({program})",
-        address,
-        [str(program), "-c", str(config)],
-        os.environ,
-        folder / "mosquitto.log",
-    )
+    return run_mosquitto(program, config, address, folder / "mosquitto.log")
+
+
+def run_mosquitto(program: Path, config: Path, address: Address, log_file: Path) -> Broker:
+    """Raises ConfigError when it does not come up."""
+    kind = f"mosquitto {_version(program)} ({program})"
+    return Broker(kind, address, [str(program), "-c", str(config)], os.environ, log_file)
 
 
 def configuration(listen: str, address: Address, password_file: Path) -> str:
     """The text of mosquitto.conf. The limits are far above what the window of a transfer needs."""
-    lines = [
-        "# written by the coordinator at each start",
-        f"listener {address.port} {listen}",
-        "set_tcp_nodelay true",
-        # beyond these mosquitto drops silently; 0, its word for unlimited, is broken in several versions
-        "max_queued_messages 4096",
-        "max_queued_bytes 67108864",
-        "max_inflight_messages 64",
-        f"max_packet_size {MAX_PACKET_BYTES}",
-        "persistence false",
-        "log_dest stderr",
-        "log_timestamp_format %Y-%m-%dT%H:%M:%S",
-    ]
+    lines = [*_COMMON[:1], f"listener {address.port} {listen}", *_COMMON[1:]]
     if address.password is None:
         lines.append("allow_anonymous true")
     else:
         lines += ["allow_anonymous false", f"password_file {password_file}"]
+    return _text(lines)
+
+
+def secured_configuration(folder: Path, listen: str, port: int, enrolment_port: int) -> str:
+    """The text of a deployment's mosquitto.conf: one listener for certificates, one for tokens, none for anybody else.
+
+    All that it names is in `folder`. A packet's limit holds for the whole broker: mosquitto has none per listener.
+    """
+    tls = [f"certfile {folder}/server.pem", f"keyfile {folder}/server.key", "tls_version tlsv1.3"]
+    return _text(
+        [
+            *_COMMON,
+            f"pid_file {folder}/run/mosquitto.pid",
+            "per_listener_settings true",
+            f"max_keepalive {MAX_KEEPALIVE_S}",
+            "",
+            f"listener {port} {listen}",
+            *tls,
+            f"cafile {folder}/authority.pem",
+            f"crlfile {folder}/revoked.pem",
+            "require_certificate true",
+            "use_identity_as_username true",
+            "allow_anonymous false",
+            f"acl_file {folder}/devices.acl",
+            "",
+            f"listener {enrolment_port} {listen}",
+            *tls,
+            "allow_anonymous false",
+            f"password_file {folder}/enrolment.passwords",
+            f"acl_file {folder}/enrolment.acl",
+            f"max_connections {ENROLMENTS_AT_ONCE}",
+        ]
+    )
+
+
+def _text(lines: list[str]) -> str:
     if os.geteuid() == 0:
         # started by root it becomes the user mosquitto, who cannot read this folder; the change of user
         # would also clear the signal that ends it with its parent
-        lines.append("user root")
+        lines = [lines[0], "user root", *lines[1:]]
     return "\n".join(lines) + "\n"
 
 

@@ -55,6 +55,15 @@ class Broker:
         self._start()
         return True
 
+    def reload(self) -> None:
+        """Let mosquitto read its lists of passwords, rules and revoked certificates anew; connections stay."""
+        self._child.send_signal(signal.SIGHUP)
+
+    def restart(self) -> None:
+        """End all connections; whoever is still let in comes back by itself."""
+        self.stop()
+        self._start()
+
     def stop(self) -> None:
         self._child.terminate()
         try:

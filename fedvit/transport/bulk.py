@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fedvit.errors import BadPayload
+from fedvit.errors import BadPayload, ConfigError
 from fedvit.transport import packets
 from fedvit.transport.base import BulkSink
 
@@ -56,7 +56,7 @@ class BulkLink:
         self,
         address: "Address",
         client_id: str,
-        tls: ssl.SSLContext | None,
+        tls: Callable[[], ssl.SSLContext | None],
         *,
         largest_packet: int,
         woken: Callable[[], None],
@@ -194,7 +194,7 @@ class BulkLink:
                     self._ask(topic)
             self._woken()
             self._serve(opened, mine)
-        except (_Gone, BadPayload, OSError, ValueError) as error:
+        except (_Gone, BadPayload, ConfigError, OSError, ValueError) as error:
             words = str(getattr(error, "strerror", None) or error or type(error).__name__)
             return words[:1].lower() + words[1:]
         finally:
@@ -210,8 +210,8 @@ class BulkLink:
         opened: socket.socket = socket.create_connection((address.host, address.port), CONNECT_S)
         try:
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                opened = self._tls.wrap_socket(opened, server_hostname=address.host)
+            if (tls := self._tls()) is not None:  # made anew: the certificate may have been renewed
+                opened = tls.wrap_socket(opened, server_hostname=address.host)
             opened.sendall(packets.connect(self._client_id, KEEPALIVE_S, address.user, address.password))
             answer = b""
             while len(answer) < 4:

@@ -66,7 +66,10 @@ _HEADER_BYTES = 9  # at most: fixed header 5, length of the topic 2, packet id 2
 
 @dataclass(frozen=True)
 class Address:
-    """Where a broker is, and as whom to go there. `ca_file` replaces the system's certificates."""
+    """Where a broker is, and as whom to go there. `ca_file` replaces the system's certificates.
+
+    `cert_file` and `key_file` are this side's own certificate, for a broker that asks for one.
+    """
 
     host: str
     port: int
@@ -74,6 +77,8 @@ class Address:
     password: str | None = field(default=None, repr=False)
     tls: bool = False
     ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
 
     @classmethod
     def parse(cls, text: str, ca_file: Path | None = None) -> "Address":
@@ -112,12 +117,32 @@ def _unusable(text: str, why: str) -> ConfigError:
     )
 
 
-def tls_context(ca_file: Path | None) -> ssl.SSLContext:
-    """What an mqtts:// connection trusts. Raises ConfigError when the file cannot be read."""
+NO_CHECK_TIME = 0x200000
+"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, for which Python has no name."""
+
+
+def tls_context(address: Address) -> ssl.SSLContext:
+    """What an mqtts:// connection trusts and shows. Raises ConfigError when a file of `address` cannot be read.
+
+    A clock that says a time before the authority of `ca_file` existed is wrong, as on every board without a battery
+    until it has reached a time server. The times of certificates are not looked at then; the chain to the authority
+    and the broker's name are, as always.
+    """
+    ca_file, cert_file = address.ca_file, address.cert_file
     try:
-        return ssl.create_default_context(cafile=ca_file)
+        context = ssl.create_default_context(cafile=ca_file)
     except OSError as error:
         raise ConfigError(f"the certificates in {ca_file} cannot be used: {in_words(error)}") from error
+    if ca_file is not None:
+        known = [ssl.cert_time_to_seconds(str(authority["notBefore"])) for authority in context.get_ca_certs()]
+        if time.time() < max(known, default=0.0):
+            context.verify_flags |= NO_CHECK_TIME
+    if cert_file is not None:
+        try:
+            context.load_cert_chain(cert_file, address.key_file)
+        except OSError as error:
+            raise ConfigError(f"the certificate {cert_file} or its key cannot be used: {in_words(error)}") from error
+    return context
 
 
 def in_words(error: Exception) -> str:
@@ -205,12 +230,13 @@ class MqttTransport(Transport):
         self._most_packet_bytes = max_packet_bytes
         self._max_packet_bytes = max_packet_bytes  # or what the broker said, if that is less
         self._versions = deque(versions)  # the first is tried next
-        self._tls = tls_context(address.ca_file) if address.tls else None
+        if address.tls:
+            tls_context(address)  # says now what is wrong with its files
         self._will: Will | None = None
         self._bulk = BulkLink(
             address,
             f"{client_id}.b",
-            self._tls,
+            lambda: tls_context(address) if address.tls else None,
             largest_packet=max_packet_bytes,
             woken=lambda: inbox.put(Wake()),
             received=self._count_received,
@@ -322,7 +348,10 @@ class MqttTransport(Transport):
         """Connect and serve the link until it ends; the answer is why it did, None to try another version at once."""
         version = self._versions[0]
         v5 = version == MQTTProtocolVersion.MQTTv5 and len(self._versions) > 1
-        link = _Link(self._new_client(version))
+        try:
+            link = _Link(self._new_client(version))
+        except ConfigError as error:
+            return str(error)
         self._link = link
         connected = False
         try:
@@ -360,8 +389,8 @@ class MqttTransport(Transport):
         )
         if self.address.user is not None:
             client.username_pw_set(self.address.user, self.address.password)
-        if self._tls is not None:
-            client.tls_set_context(self._tls)
+        if self.address.tls:
+            client.tls_set_context(tls_context(self.address))  # certificates are renewed while programs run
         if self._will is not None:
             client.will_set(self._will.topic, self._will.payload, 1, self._will.retain)
         client.max_inflight_messages_set(INFLIGHT_MESSAGES)
@@ -436,7 +465,8 @@ class MqttTransport(Transport):
             elif reason.is_failure and reason.getName() != "Unspecified error":
                 link.ended = f"{self.address}: {reason.getName().lower()}"
             elif not link.answered:
-                link.ended = f"{self.address}: closed without an MQTT answer"
+                refused = "; is the certificate of this side revoked or expired?" if self.address.cert_file else ""
+                link.ended = f"{self.address}: closed without an MQTT answer{refused}"
 
     def _on_message(self, client: Client, userdata: object, message: MQTTMessage) -> None:
         link = self._link

@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from paho.mqtt.client import MQTT_ERR_SUCCESS, Client
 from paho.mqtt.enums import MQTTErrorCode, MQTTProtocolVersion
 
+from fedvit.errors import ConfigError
 from fedvit.transport.base import Disconnected, Will
 from fedvit.transport.mqtt import (
     FAREWELL_S,
@@ -172,7 +173,11 @@ class MqttLoop:
             self._forget(transport)
             return
         transport.began = time.monotonic()
-        link = transport._link = _Link(transport._new_client(transport._versions[0]))
+        try:
+            link = transport._link = _Link(transport._new_client(transport._versions[0]))
+        except ConfigError as error:
+            self._lost(transport, str(error))
+            return
         link.client.on_socket_register_write = lambda *_: self.look_after(transport)
         link.client.on_socket_close = lambda _client, _data, closing: self._unregister(closing)
         try:

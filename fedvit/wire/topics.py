@@ -8,6 +8,10 @@
     fl1/F/d/DEV/up/b/BLOB  chunks from one device
     fl1/F/d/DEV/st         the device's last will
     fl1/F/d/DEV/echo       what a device says to itself, to measure the broker
+    fl1/F/d/DEV/up/cert    a device asks for its next certificate (fedvit.wire.enrolment)
+    fl1/F/d/DEV/dn/cert    and gets it
+    fl1/F/enrol/TOKEN/up   who has no certificate yet asks for the first
+    fl1/F/enrol/TOKEN/dn   and gets it
 
 The device's name is read from the topic, never from a payload: the broker can guard topics.
 """
@@ -72,6 +76,18 @@ class Topics(NamedTuple):
     def echo(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/echo"
 
+    def renewal(self, device: str) -> str:
+        return f"{ROOT}/{self.federation}/d/{device}/up/cert"
+
+    def renewed(self, device: str) -> str:
+        return f"{ROOT}/{self.federation}/d/{device}/dn/cert"
+
+    def enrolment(self, token: str) -> str:
+        return f"{ROOT}/{self.federation}/enrol/{token}/up"
+
+    def enrolled(self, token: str) -> str:
+        return f"{ROOT}/{self.federation}/enrol/{token}/dn"
+
     @property
     def from_all_devices(self) -> tuple[str, str]:
         """Filters with which the coordinator hears control and last wills of every device."""
@@ -79,7 +95,7 @@ class Topics(NamedTuple):
         return f"{base}/up/ctl", f"{base}/st"
 
     def device_of(self, topic: str) -> str:
-        """Which device a topic below `d/` belongs to."""
+        """Which device a topic below `d/`, or which token a topic below `enrol/`, belongs to."""
         return topic.split("/")[3]
 
 

@@ -34,7 +34,7 @@ WITHOUT = """
 # Import everything that a device imports, while what it must not need cannot be found.
 import importlib, importlib.abc, sys
 
-FORBIDDEN = {"torch", "torchvision", "timm", "onnx", "onnxscript", "sklearn", "sqlalchemy", "rich"}
+FORBIDDEN = {"torch", "torchvision", "timm", "onnx", "onnxscript", "sklearn", "sqlalchemy", "rich", "cryptography"}
 
 class Blocker(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):

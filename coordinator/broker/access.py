@@ -1,0 +1,35 @@
+"""Who may say and hear what, as mosquitto reads it: the seven topics of a device, and nothing of any other device.
+
+A device's name is the one in its certificate (%u), never what the client calls itself.
+"""
+
+from collections.abc import Iterable
+
+from fedvit.wire.topics import ROOT
+
+
+def device_rules(federation: str, coordinator: str, revoked: Iterable[str]) -> str:
+    """The rules of the listener that asks for a certificate.
+
+    A revoked name is denied everything, also over a connection that is open already: what is written for a user goes
+    before what is written for all.
+    """
+    base = f"{ROOT}/{federation}"
+    lines = [f"user {coordinator}", f"topic readwrite {base}/#"]
+    for name in sorted(revoked):
+        lines += [f"user {name}", "topic deny #"]
+    lines += [
+        f"pattern read {base}/all/#",
+        f"pattern read {base}/srv/st",
+        f"pattern read {base}/d/%u/dn/#",
+        f"pattern write {base}/d/%u/up/#",
+        f"pattern write {base}/d/%u/st",
+        f"pattern readwrite {base}/d/%u/echo",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def enrolment_rules(federation: str) -> str:
+    """The rules of the listener for devices that have a token, and no certificate yet; the token's id is the user."""
+    base = f"{ROOT}/{federation}/enrol/%u"
+    return f"pattern write {base}/up\npattern read {base}/dn\n"

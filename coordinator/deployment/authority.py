@@ -1,0 +1,218 @@
+"""The deployment's own certificate authority: who may speak at the broker, and under which name.
+
+Keys are P-256. No clock need agree with another to better than a day: what is issued to a device is valid from a day
+ago on, and the server's certificates from the authority's own beginning to its end.
+"""
+
+import datetime as dt
+import ipaddress
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedvit.errors import BadPayload, ConfigError
+
+DAY_S = 86_400.0
+AUTHORITY_DAYS = 3650
+DEVICE_DAYS = 90
+BACK_DATED_DAYS = 2
+"""So far a device's clock and the server's may be apart before a new certificate is not valid yet."""
+MAX_REQUEST_BYTES = 4096
+
+_USAGES = (
+    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+    "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A certificate and the private key that belongs to it, both PEM."""
+
+    certificate: bytes
+    key: bytes
+
+
+class Authority:
+    """A self-signed P-256 certificate and its key. Times are seconds since 1970, of this machine."""
+
+    def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self.certificate = certificate
+        self._key = key
+
+    @classmethod
+    def create(cls, name: str, now_s: float) -> "Authority":
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = _name(name)
+        begin, end = now_s - BACK_DATED_DAYS * DAY_S, now_s + AUTHORITY_DAYS * DAY_S
+        certificate = (
+            _builder(subject, subject, key.public_key(), key.public_key(), begin, end)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage("key_cert_sign", "crl_sign"), critical=True)
+            .sign(key, SHA256())
+        )
+        return cls(certificate, key)
+
+    @classmethod
+    def load(cls, certificate: bytes, key: bytes) -> "Authority":
+        """Raises ConfigError when the PEM files do not hold what `create` made."""
+        try:
+            private = load_pem_private_key(key, password=None)
+            found = x509.load_pem_x509_certificate(certificate)
+        except ValueError as error:
+            raise ConfigError(f"the deployment's authority cannot be read: {error}") from error
+        if not isinstance(private, ec.EllipticCurvePrivateKey):
+            raise ConfigError("the deployment's authority has a key of another kind than P-256")
+        return cls(found, private)
+
+    @property
+    def pem(self) -> bytes:
+        return self.certificate.public_bytes(Encoding.PEM)
+
+    @property
+    def der(self) -> bytes:
+        return self.certificate.public_bytes(Encoding.DER)
+
+    @property
+    def key_pem(self) -> bytes:
+        return _key_pem(self._key)
+
+    def server(self, hosts: Sequence[str]) -> Issued:
+        """The broker's certificate, for these names and addresses, as long as the authority lives."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        alternatives = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
+        builder = self._for_life(_name("broker"), key).add_extension(alternatives, critical=False)
+        return self._issued(builder, key, ExtendedKeyUsageOID.SERVER_AUTH)
+
+    def client(self, name: str) -> Issued:
+        """The certificate of the coordinator itself, which speaks at the broker like any other."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        return self._issued(self._for_life(_name(name), key), key, ExtendedKeyUsageOID.CLIENT_AUTH)
+
+    def device(self, device: str, request: bytes, now_s: float, days: float = DEVICE_DAYS) -> x509.Certificate:
+        """A device's certificate for the key in its request; nothing else of the request is used.
+
+        Raises BadPayload when the request is not one, not signed by its key, or its key is not P-256.
+        """
+        begin, end = now_s - BACK_DATED_DAYS * DAY_S, now_s + days * DAY_S
+        builder = _builder(
+            _name(device), self.certificate.subject, public_key_of(request), self._key.public_key(), begin, end
+        )
+        return self._signed(builder, ExtendedKeyUsageOID.CLIENT_AUTH)
+
+    def revocations(self, serials: Iterable[int], number: int, now_s: float) -> bytes:
+        """The list of certificates that are not valid any more, PEM.
+
+        A broker that reloads its lists takes the newer of two by their dates, which count seconds: so the date is
+        that of the authority's beginning, and `number` seconds.
+        """
+        begin = self.certificate.not_valid_before_utc
+        builder = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self.certificate.subject)
+            .last_update(begin + dt.timedelta(seconds=number))
+            # brokers refuse everybody when the list is out of date
+            .next_update(self.certificate.not_valid_after_utc)
+            .add_extension(x509.CRLNumber(number), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
+        )
+        for serial in serials:
+            revoked = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(_time(now_s)).build()
+            builder = builder.add_revoked_certificate(revoked)
+        return builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM)
+
+    def _for_life(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+        begin, end = self.certificate.not_valid_before_utc, self.certificate.not_valid_after_utc
+        return _builder(
+            subject,
+            self.certificate.subject,
+            key.public_key(),
+            self._key.public_key(),
+            begin.timestamp(),
+            end.timestamp(),
+        )
+
+    def _issued(
+        self, builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, usage: x509.ObjectIdentifier
+    ) -> Issued:
+        return Issued(self._signed(builder, usage).public_bytes(Encoding.PEM), _key_pem(key))
+
+    def _signed(self, builder: x509.CertificateBuilder, usage: x509.ObjectIdentifier) -> x509.Certificate:
+        return (
+            builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage("digital_signature"), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+            .sign(self._key, SHA256())
+        )
+
+
+def public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:
+    """The P-256 key that signed a certificate request (PKCS #10, DER). Raises BadPayload."""
+    if len(request) > MAX_REQUEST_BYTES:
+        raise BadPayload(f"a certificate request of {len(request)} bytes, at most {MAX_REQUEST_BYTES} are read")
+    try:
+        parsed = x509.load_der_x509_csr(request)
+        key = parsed.public_key()
+        genuine = parsed.is_signature_valid
+    except (ValueError, UnsupportedAlgorithm, InvalidSignature) as error:
+        raise BadPayload(f"a certificate request cannot be read: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise BadPayload("a certificate request must have a P-256 key")
+    if not genuine:
+        raise BadPayload("a certificate request is not signed with its own key")
+    return key
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    issuer_key: ec.EllipticCurvePublicKey,
+    begin_s: float,
+    end_s: float,
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_time(begin_s))
+        .not_valid_after(_time(end_s))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
+    )
+
+
+def _usage(*allowed: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{usage: usage in allowed for usage in _USAGES})
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _time(seconds: float) -> dt.datetime:
+    return dt.datetime.fromtimestamp(int(seconds), dt.UTC)

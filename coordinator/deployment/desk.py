@@ -1,0 +1,193 @@
+"""The enrolment desk: answers devices that bring a token, and those whose certificate is two thirds used up."""
+
+import base64
+import logging
+import queue
+import secrets
+import threading
+import time
+from hashlib import sha256
+from queue import SimpleQueue
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from coordinator.deployment.authority import DEVICE_DAYS
+from coordinator.deployment.folder import Deployment
+from coordinator.deployment.registry import Certificate, Device, OpenToken, Registry, now
+from fedvit.errors import BadPayload, FedvitError, PeerRefused
+from fedvit.transport.base import Received
+from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.wire.enrolment import (
+    FROM_COORDINATOR,
+    FROM_DEVICE,
+    JoinGranted,
+    JoinRefused,
+    JoinRequest,
+    Renewed,
+    RenewRequest,
+    decode_enrolment,
+    encode_enrolment,
+    seal,
+    unseal,
+)
+from fedvit.wire.topics import Topics
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+NOTE_SEEN_EVERY_S = 5.0
+RENEW_BELOW = 1 / 3
+"""A certificate is renewed when less than this share of its time is left."""
+
+
+class Desk:
+    """A thread with a connection of its own to the broker; `news` is what people should know of it, line by line."""
+
+    def __init__(self, deployment: Deployment, address: Address, *, device_days: float = DEVICE_DAYS) -> None:
+        self.news: SimpleQueue[str] = SimpleQueue()
+        self._deployment = deployment
+        self._device_days = device_days
+        self._topics = Topics(deployment.settings.federation)
+        self._inbox: SimpleQueue[object] = SimpleQueue()
+        self._transport = MqttTransport(self._inbox, address, client_id=f"enrolment-{secrets.token_hex(4)}")
+        self._seen: dict[str, float] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="enrolment-desk", daemon=True)
+
+    def open(self) -> None:
+        self._transport.subscribe(self._topics.enrolment("+"), 1)
+        self._transport.subscribe(self._topics.renewal("+"), 1)
+        self._transport.open()
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._transport.close()
+
+    def _serve(self) -> None:
+        noted = time.monotonic()
+        while not self._closing.is_set():
+            try:
+                event = self._inbox.get(timeout=TICK_S)
+            except queue.Empty:
+                event = None
+            if isinstance(event, Received):
+                self._answer(event)
+            if self._seen and time.monotonic() - noted > NOTE_SEEN_EVERY_S:
+                noted = time.monotonic()
+                self._note_seen()
+        self._note_seen()
+
+    def _answer(self, event: Received) -> None:
+        """Whatever a stranger sends, the desk stays open."""
+        who = self._topics.device_of(event.topic)
+        try:
+            if event.topic == self._topics.enrolment(who):
+                self._on_join(who, event.payload)
+            else:
+                self._on_renewal(who, event.payload)
+        except (BadPayload, PeerRefused) as error:
+            log.warning("enrolment message dropped", extra={"from": who, "reason": str(error)})
+        except (FedvitError, OSError) as error:
+            log.error("enrolment failed", extra={"from": who, "reason": str(error)})
+            self.news.put(f"enrolment of {who} failed: {error}")
+
+    # --- the first certificate ------------------------------------------------------------------------
+
+    def _on_join(self, token_id: str, raw: bytes) -> None:
+        token = self._deployment.registry.read().tokens.get(token_id)
+        if token is None:
+            raise BadPayload(f"token {token_id} is not known")
+        message = unseal(raw, token.secret_bytes, FROM_DEVICE)
+        if not isinstance(message, JoinRequest):
+            raise BadPayload(f"a {type(message).__name__} is no request to join")
+        answer: JoinGranted | JoinRefused
+        try:
+            with self._deployment.change() as registry:
+                certificate = self._grant(registry, registry.tokens[token_id], message)
+            answer = JoinGranted(message.nonce, token.device, certificate, self._deployment.authority.der)
+        except PeerRefused as refusal:
+            log.warning("device not enrolled", extra={"device": token.device, "reason": str(refusal)})
+            self.news.put(f"{token.device} was not enrolled: {refusal}")
+            answer = JoinRefused(message.nonce, str(refusal))
+        sealed = seal(answer, token.secret_bytes, FROM_COORDINATOR)
+        self._transport.publish(self._topics.enrolled(token_id), sealed, qos=1)
+
+    def _grant(self, registry: Registry, token: OpenToken, message: JoinRequest) -> bytes:
+        """The certificate for a request, DER; the same again for the same request. Raises PeerRefused."""
+        digest = sha256(message.request).hexdigest()
+        known = registry.devices.get(token.device)
+        if token.request == digest and token.certificate and known and known.revoked_at is None:
+            return base64.b64decode(token.certificate)
+        _check_token(token, message, known)
+        if known is not None:
+            self._deployment.discard(registry, known)
+        certificate = self._issue(token.device, message.request)
+        registry.devices[token.device] = Device(token.device, now(), [_record(certificate)], last_seen=now())
+        der = certificate.public_bytes(Encoding.DER)
+        token.request, token.certificate = digest, base64.b64encode(der).decode()
+        log.info("device enrolled", extra={"device": token.device})
+        self.news.put(f"{token.device} has joined this deployment")
+        return der
+
+    # --- the next one ---------------------------------------------------------------------------------
+
+    def _on_renewal(self, device: str, raw: bytes) -> None:
+        message = decode_enrolment(raw)
+        if not isinstance(message, RenewRequest):
+            raise BadPayload(f"a {type(message).__name__} is no request for renewal")
+        self._seen[device] = now()
+        known = self._deployment.registry.read().devices.get(device)
+        if known is None or known.revoked_at is not None or not _is_due(known):
+            return
+        certificate = self._issue(device, message.request)
+        with self._deployment.change() as registry:
+            kept = registry.devices[device]
+            valid = [entry for entry in kept.certificates if entry.expires_at > now()]
+            kept.certificates = [*valid, _record(certificate)]
+        log.info("certificate renewed", extra={"device": device})
+        self.news.put(f"{device} got its next certificate")
+        answer = encode_enrolment(Renewed(certificate.public_bytes(Encoding.DER)))
+        self._transport.publish(self._topics.renewed(device), answer, qos=1)
+
+    def _issue(self, device: str, request: bytes) -> x509.Certificate:
+        return self._deployment.authority.device(device, request, now(), self._device_days)
+
+    def _note_seen(self) -> None:
+        """Together, for a fleet comes back as one."""
+        seen, self._seen = self._seen, {}
+        try:
+            with self._deployment.change() as registry:
+                for device, when in seen.items():
+                    if device in registry.devices:
+                        registry.devices[device].last_seen = when
+        except (FedvitError, OSError) as error:
+            log.error("registry cannot be written", extra={"reason": str(error)})
+
+
+def _check_token(token: OpenToken, message: JoinRequest, known: Device | None) -> None:
+    """Raises PeerRefused, in words for who stands at the device."""
+    if token.withdrawn:
+        raise PeerRefused("this token was withdrawn; ask for a new one (coordinator enroll)")
+    if token.request is not None:
+        raise PeerRefused("this token was used already, and works only once; ask for a new one (coordinator enroll)")
+    if token.expires_at <= now():
+        raise PeerRefused("this token has expired; ask for a new one (coordinator enroll)")
+    if message.device != token.device:
+        raise PeerRefused(f"this token is for {token.device!r}, not for {message.device!r}")
+    if known is not None and not token.replaces:
+        raise PeerRefused(
+            f"a device called {token.device!r} has joined already; to replace it: "
+            f"coordinator enroll {token.device} --replace"
+        )
+
+
+def _is_due(device: Device) -> bool:
+    newest = max(device.certificates, key=lambda certificate: certificate.expires_at)
+    return newest.expires_at - now() < RENEW_BELOW * (newest.expires_at - newest.issued_at)
+
+
+def _record(certificate: x509.Certificate) -> Certificate:
+    return Certificate(f"{certificate.serial_number:x}", now(), certificate.not_valid_after_utc.timestamp())

@@ -1,0 +1,184 @@
+"""How a device gets its certificate: the one-time token, and what is said with it. Pure, like all of the wire.
+
+Whoever asks for a first certificate has none to show, and does not know yet that the broker is the right one. So every
+message of a join carries an HMAC-SHA256 under the token's secret, with a key of its own for each direction: a stranger
+can neither ask for a certificate nor give one. The secret itself is never sent. Renewals go over the connection that
+the present certificate made, on topics of that device alone, and need no more.
+
+Bytes of a message: a version byte, then msgpack of an array that begins with the tag; of a sealed one: a version byte,
+32 bytes of HMAC over everything else, and the same. What messages.py says of evolution holds here, too.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+
+import msgspec
+from msgspec import Struct
+
+from fedvit.errors import BadPayload, ConfigError, PeerRefused
+from fedvit.wire.topics import check_name
+
+ENROLMENT_VERSION = 1
+MAX_ENROLMENT_BYTES = 8 * 1024
+"""Two certificates are about 1.5 kB."""
+SECRET_BYTES = 16
+MAC_BYTES = 32
+TOKEN_PREFIX = "fedvit1-"
+_CHECK_BYTES = 4
+
+FROM_DEVICE = b"fedvit enrolment: device to coordinator"
+FROM_COORDINATOR = b"fedvit enrolment: coordinator to device"
+_LOGIN = b"fedvit enrolment: login"
+
+
+class Token(Struct, frozen=True, array_like=True):
+    """What an operator hands to one device, once."""
+
+    id: str
+    secret: bytes
+    device: str  # the name that the certificate will carry
+    federation: str
+    authority: bytes  # SHA-256 of the authority's certificate, DER
+    host: str  # where the broker is, unless the device is told otherwise
+    port: int  # for devices with a certificate
+    enrolment_port: int  # for those without
+
+    def text(self) -> str:
+        """As people copy it: letters, digits, '-' and '_'."""
+        raw = msgspec.msgpack.encode(self)
+        return TOKEN_PREFIX + base64.urlsafe_b64encode(_checksum(raw) + raw).decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> "Token":
+        """Raises ConfigError when it is not whole."""
+        text = "".join(text.split())
+        if not text.startswith(TOKEN_PREFIX):
+            raise ConfigError(f"this is no join token: it must begin with {TOKEN_PREFIX!r}")
+        try:
+            body = text.removeprefix(TOKEN_PREFIX)
+            raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+            check, raw = raw[:_CHECK_BYTES], raw[_CHECK_BYTES:]
+            token = msgspec.msgpack.decode(raw, type=cls)
+        except (binascii.Error, msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+            raise ConfigError("the join token cannot be read; was all of it copied?") from error
+        if check != _checksum(raw) or len(token.secret) != SECRET_BYTES:
+            raise ConfigError("the join token has a wrong character; copy it again")
+        check_name(token.device, "device name in the token")
+        check_name(token.federation, "federation in the token")
+        return token
+
+    @property
+    def login(self) -> str:
+        """The password of user `id` at the enrolment listener. The secret does not follow from it."""
+        return login_of(self.secret)
+
+
+def login_of(secret: bytes) -> str:
+    return hmac.new(secret, _LOGIN, hashlib.sha256).hexdigest()
+
+
+def _checksum(raw: bytes) -> bytes:
+    return hashlib.sha256(raw).digest()[:_CHECK_BYTES]
+
+
+class Enrolment(Struct, frozen=True, array_like=True, tag_field="type"):
+    """Base of all messages about certificates."""
+
+
+class JoinRequest(Enrolment, frozen=True, tag="join"):
+    """A device with a token asks for its first certificate; sealed."""
+
+    nonce: bytes  # of this attempt; the answer repeats it
+    device: str
+    request: bytes  # PKCS #10, DER: the device's public key, signed with its private one
+
+
+class JoinGranted(Enrolment, frozen=True, tag="granted"):
+    """The first certificate; sealed."""
+
+    nonce: bytes
+    device: str
+    certificate: bytes  # DER
+    authority: bytes  # DER; its SHA-256 is in the token
+
+
+class JoinRefused(Enrolment, frozen=True, tag="denied"):
+    """No certificate, and why; sealed. Asking again with this token does not help."""
+
+    nonce: bytes
+    reason: str
+
+
+class RenewRequest(Enrolment, frozen=True, tag="renew"):
+    """A device asks, each time it connects and once an hour, whether it is time for its next certificate.
+
+    The coordinator's clock decides; there is no answer while it is too early.
+    """
+
+    request: bytes  # as in JoinRequest
+
+
+class Renewed(Enrolment, frozen=True, tag="renewed"):
+    """The next certificate for the key in the request."""
+
+    certificate: bytes  # DER
+
+
+AnyEnrolment = JoinRequest | JoinGranted | JoinRefused | RenewRequest | Renewed
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyEnrolment] = msgspec.msgpack.Decoder(AnyEnrolment)
+_VERSION = bytes([ENROLMENT_VERSION])
+
+
+def encode_enrolment(message: RenewRequest | Renewed) -> bytes:
+    return _checked(_VERSION + _encoder.encode(message))
+
+
+def decode_enrolment(raw: bytes) -> AnyEnrolment:
+    """Undo `encode_enrolment`. Raises PeerRefused for another version, BadPayload for anything unreadable."""
+    _check_head(raw, 1)
+    return _decoded(raw[1:])
+
+
+def seal(message: AnyEnrolment, secret: bytes, direction: bytes) -> bytes:
+    """A message that only who knows the token's secret can have written; FROM_DEVICE or FROM_COORDINATOR."""
+    body = _encoder.encode(message)
+    return _checked(_VERSION + _mac(body, secret, direction) + body)
+
+
+def unseal(raw: bytes, secret: bytes, direction: bytes) -> AnyEnrolment:
+    """Undo `seal`. Raises PeerRefused for another version, BadPayload when the seal is not right."""
+    _check_head(raw, 1 + MAC_BYTES)
+    mac, body = raw[1 : 1 + MAC_BYTES], raw[1 + MAC_BYTES :]
+    if not hmac.compare_digest(mac, _mac(body, secret, direction)):
+        raise BadPayload(f"a sealed message of {len(raw)} bytes was not written with the secret of this token")
+    return _decoded(body)
+
+
+def _mac(body: bytes, secret: bytes, direction: bytes) -> bytes:
+    key = hmac.new(secret, direction, hashlib.sha256).digest()
+    return hmac.new(key, _VERSION + body, hashlib.sha256).digest()
+
+
+def _checked(raw: bytes) -> bytes:
+    if len(raw) > MAX_ENROLMENT_BYTES:
+        raise BadPayload(f"an enrolment message of {len(raw)} bytes exceeds the limit of {MAX_ENROLMENT_BYTES} bytes")
+    return raw
+
+
+def _check_head(raw: bytes, least_bytes: int) -> None:
+    _checked(raw)
+    if raw and raw[0] != ENROLMENT_VERSION:
+        raise PeerRefused(f"the other side speaks enrolment version {raw[0]}, this side version {ENROLMENT_VERSION}")
+    if len(raw) <= least_bytes:
+        raise BadPayload(f"an enrolment message of {len(raw)} bytes is too short")
+
+
+def _decoded(body: bytes) -> AnyEnrolment:
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadPayload(f"an enrolment message of {len(body)} bytes cannot be read: {error}") from error

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from coordinator.display import DeviceLine
 from coordinator.planner import Variant
 from coordinator.presence import Presence
-from fedvit.wire.messages import Failed, Progress, Result, TaskKind
+from fedvit.wire.messages import Failed, Progress, Recipe, Result, TaskKind
 from profiles.prediction import Expected
 
 
@@ -18,6 +18,7 @@ class Work(NamedTuple):
     variant: Variant
     groups: dict[str, str]  # group -> digest of the value that the server sends
     expected: Expected | None  # None: nothing is known of the device
+    recipes: tuple[Recipe, ...] = ()  # how it may make blobs of `groups`
 
 
 @dataclass

@@ -22,6 +22,7 @@ from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.cohort import select_cohort
 from coordinator.config import RunConfig
 from coordinator.display import Display, View
+from coordinator.downlink import snapshot
 from coordinator.fitting import Target
 from coordinator.open_round import OpenRound, Work
 from coordinator.planner import Plan, common_groups, initial_blobs, make_plan
@@ -38,6 +39,7 @@ from fedvit.resources import Budget, BudgetKind, ResourceUse
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
 from fedvit.transport.exchange import BlobExchange
+from fedvit.updates import decode as decode_upload
 from fedvit.wire.messages import (
     CoordinatorState,
     DeviceState,
@@ -206,7 +208,7 @@ class Coordinator:
         self._plan = plan
         self.store.update_run(self.run, program=made, protocol=plan.protocol)
         closed = [record.state for record in self.store.rounds(self.run) if record.state]
-        self._saved = closed[-1] if closed else save_state(plan.state, plan.groups, self.blobs)
+        self._saved = closed[-1] if closed else save_state(plan.state, plan.groups, self.blobs, self.config.updates)
         groups = {group: (role.value, len(names)) for group, (role, names) in plan.method.groups(plan.vit).items()}
         log.info("program ready", extra={"program": made, "groups": groups})
 
@@ -280,7 +282,7 @@ class Coordinator:
                 "cohort": float(len(cohort)), "accepted": float(len(results)), "devices_s": trained_s,
                 "server_s": time.monotonic() - began - trained_s,
             }  # fmt: skip
-            self._saved = save_state(state, plan.groups, self.blobs)
+            self._saved = save_state(state, plan.groups, self.blobs, self.config.updates, self._saved)
             self.store.close_round(self.run, number, self._saved, figures)
             freed = self.blobs.prune(needed_blobs(plan, self._saved))
             log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
@@ -313,14 +315,17 @@ class Coordinator:
                     too_small[device] = error
                     continue
                 groups = {
-                    group: plan.sent(variant, group, saved.groups[group]) for group in common_groups(variant.program)
+                    group: plan.sent(variant, group, saved.sent(group)) for group in common_groups(variant.program)
                 }
+                sent = [kept for group, kept in saved.references.items() if groups.get(group) == kept.digest]
                 for group in variant.program.with_role(Role.GENERATED):
                     state = state or self._state()
                     made = plan.rule.generate(state, device, self.config.seed)
                     members = {name: made[name] for name in variant.program.names(group)}
-                    groups[group] = self.blobs.put(pack(members)).digest
-                work[device] = Work(variant, groups, expected)
+                    sent.append(snapshot(members, self.config.updates, self.blobs))
+                    groups[group] = sent[-1].digest
+                recipes = [recipe for reference in sent for recipe in reference.recipes(self.blobs)]
+                work[device] = Work(variant, groups, expected, tuple(recipes))
             return work
 
         work = self._in_background(make)
@@ -392,9 +397,9 @@ class Coordinator:
         opened = self.results.opened
         if opened is None or not self.presence.is_online(device):
             return
-        variant, groups, _ = opened.work[device]
+        variant, groups, _, recipes = opened.work[device]
         digests = [variant.digest, *initial_blobs(variant.program), *groups.values()]
-        self._offered[device] = set(digests)
+        self._offered[device] = {*digests, *(recipe.patch.digest for recipe in recipes)}
         instance = self.presence[device].hello.instance
         left_s = self.config.deadline_s - (time.monotonic() - opened.opened_at)
         self._tell(
@@ -411,6 +416,7 @@ class Coordinator:
                 blobs=tuple(self.blobs.manifest(digest) for digest in digests),
                 deadline_s=max(1.0, left_s),
                 lr_scale=variant.method.lr_scale(opened.number, self.config.rounds),
+                recipes=recipes,
             ),
         )
 
@@ -422,8 +428,10 @@ class Coordinator:
             raise EmptyCohort(f"none of the devices that were asked brought a result for round {number}")
         self._headline = f"round {number}/{self.config.rounds}: server step"
 
+        shapes = {name: value.shape for name, value in plan.values.items()}
+
         def load(digest: str) -> Tensors:
-            return unpack(self.blobs.get(digest))
+            return decode_upload(unpack(self.blobs.get(digest)), shapes)
 
         uploads = [
             Upload(result.device, result.samples, result.upload, partial(load, result.upload))

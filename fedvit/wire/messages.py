@@ -37,6 +37,19 @@ class Manifest(Struct, frozen=True, array_like=True):
         return -(-self.size // self.chunk)
 
 
+class Recipe(Struct, frozen=True, array_like=True):
+    """How a receiver makes a blob of tensors without fetching it whole: target = base + patch, decoded.
+
+    Without a base the patch is the target, coded. With `whole`, the sum is coded and decoded by that codec. Numbers
+    are float32 and every step is rounded as IEEE 754 says, so that the target has its digest on any machine.
+    """
+
+    target: str  # digest
+    base: str  # digest; empty: none is needed
+    patch: Manifest
+    whole: str = "none"
+
+
 # --- coordinator to everybody -------------------------------------------------------------------------
 
 
@@ -135,6 +148,7 @@ class Task(Message, frozen=True, tag="task"):
     blobs: tuple[Manifest, ...]  # of every digest that the task may need
     deadline_s: float
     lr_scale: float = 1.0  # the schedule's factor for this round
+    recipes: tuple[Recipe, ...] = ()  # cheaper ways to blobs among `groups`
 
 
 class ResultAck(Message, frozen=True, tag="ack"):

@@ -30,6 +30,6 @@ def coded_upload(program: Program, deltas: Tensors, collected: Tensors, owed: Te
         if phase.collect:
             codec, output = make_codec(phase.collect.codec), phase.collect.output
             features = {output: collected[output]}
-            upload |= codec.encode(features) if codec.name != NONE else features
+            upload |= codec.encode(features, samples=True) if codec.name != NONE else features
             upload["labels"] = collected["labels"]
     return upload, left

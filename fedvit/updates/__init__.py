@@ -5,6 +5,7 @@ Codecs are written as text, in configurations and in Programs: `int8`, `top_k:sh
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def make_codec(text: str) -> Codec:
     given: dict[str, Any] = {}
     for pair in filter(None, options.split(",")):
         key, equals, value = pair.partition("=")
-        known = list(CODECS[name].__dataclass_fields__)
+        known = [field.name for field in fields(CODECS[name])]
         if not equals or key not in known:
             raise ConfigError(f"codec {text!r}: {pair!r} is none of its options ({', '.join(known) or 'it has none'})")
         try:

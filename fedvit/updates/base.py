@@ -44,8 +44,8 @@ class Codec(ABC):
     def error_bound(self, name: str, value: Array) -> Array:
         """The largest |decoded - value|; a shape that broadcasts to the value's."""
 
-    def encode(self, tensors: Mapping[str, Array]) -> Tensors:
-        """float32 tensors in their coded form.
+    def encode(self, tensors: Mapping[str, Array], *, samples: bool = False) -> Tensors:
+        """float32 tensors in their coded form; with `samples`, whose first axis may have any length.
 
         Raises BadPayload, naming the tensor, for NaN, an infinity, and what is beyond the codec's range.
         """
@@ -55,7 +55,8 @@ class Codec(ABC):
                 raise BadPayload(f"{name!r} is {value.dtype}; a codec takes float32 alone")
             if not np.isfinite(value).all():
                 raise BadPayload(f"{name!r} holds NaN or infinite values, which {self.name} does not code")
-            plain = self.form(name, value.shape) == {name: (value.shape, "float32")}
+            shape = (None, *value.shape[1:]) if samples else value.shape
+            plain = self.form(name, shape) == {name: (shape, "float32")}
             parts = {name: value} if plain else self._coded(name, value)
             if not np.isfinite(parts[name]).all():
                 largest = float(np.abs(value).max())

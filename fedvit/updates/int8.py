@@ -62,5 +62,6 @@ def _scales(rows: Array) -> Array:
 
 def from_int8(coded: Array, scale: Array) -> Array:
     """Undo it: (rows, ...) int8 times the (rows,) scales, as float32."""
-    value: Array = np.multiply(coded.astype(np.float32), scale.reshape(-1, *(1 for _ in coded.shape[1:])))
+    with np.errstate(over="ignore"):  # of scales that nobody sends; what is infinite is refused where it comes in
+        value: Array = np.multiply(coded.astype(np.float32), scale.reshape(-1, *(1 for _ in coded.shape[1:])))
     return value

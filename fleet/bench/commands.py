@@ -151,3 +151,16 @@ def budget_command(names: tuple[str, ...], budgets: tuple[str, ...], as_json: bo
     with choose_display() as display:
         report = run_budget_bench(cases, [parse_bytes(text) for text in budgets], display.line)
     _print(report, budget_table, as_json)
+
+
+@bench_command.command("bytes")
+@_case_flag
+@_json_flag
+def bytes_command(names: tuple[str, ...], as_json: bool) -> None:
+    """Count what a round moves with each codec of updates: state, references and uploads, really made."""
+    from fleet.bench.moved import bytes_table, run_bytes_bench
+
+    cases = choose(names or ("fedperfix-vits", "eftvit-vitb"))
+    with choose_display() as display:
+        rows = run_bytes_bench(cases, display.line)
+    _print(rows, bytes_table, as_json)

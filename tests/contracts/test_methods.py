@@ -83,7 +83,7 @@ class Case(NamedTuple):
     id: str
     name: str
     options: dict[str, Any]
-    updates: dict[str, Any] = {}  # how tensors are coded on their way
+    updates: dict[str, Any] | None = None  # how tensors are coded on their way
 
     def method(self) -> Method:
         return make_method(self.name, {**OPTIONS, **self.options})
@@ -469,7 +469,7 @@ def settings(case: Case, seed: int) -> dict[str, Any]:
         "rounds": ROUNDS,
         "seed": seed,
         "accelerator": "cpu",
-        "updates": case.updates,
+        "updates": case.updates or {},
     }
 
 
@@ -772,9 +772,6 @@ def test_real_devices_train_coded_updates_bit_for_bit_as_in_memory(case: Case, f
     test_real_devices_train_it_bit_for_bit_as_in_memory(case, fleet, recorded)
     [plain] = [other for other in CASES if other.id == case.name]
     assert recorded(case).model != recorded(plain).model
-    assert [result.samples for result in recorded(case).results.values()] == [
-        result.samples for result in recorded(plain).results.values()
-    ]
 
 
 @each_coded
@@ -788,7 +785,7 @@ def test_coded_bytes_are_known_beforehand(case: Case, recorded: Record) -> None:
         program, result = run.program(task), run.results[device, task.round, "train"]
         graphs = {name: graph_cost(run.down[spec.digest]) for name, spec in program.graphs.items()}
         cost = program_cost(program, {}, graphs, images=result.samples, test_images=0)
-        generated = [group for group in program.with_role(Role.GENERATED)]
+        generated = program.with_role(Role.GENERATED)
         if task.round == 1:
             assert result.use.fetched_bytes == cost.bytes_once + cost.bytes_down
         else:
@@ -811,12 +808,14 @@ def test_devices_make_the_tensors_that_the_server_refers_to(case: Case, recorded
     states = [record.state for record in store.rounds(case.id) if record.state]
     store.close()
     blobs = BlobStore(run.folder / "blobs")
+    assert any(reference.links for reference in states[-1].references.values())
     for device, task in run.tasks:
         if (task.round, task.kind) != (ROUNDS, "evaluate"):
             continue
         for group, reference in states[-1].references.items():
             assert task.groups[group] == reference.digest
-            assert reference.digest not in run.down, f"{device} fetched {group!r} whole"
+            # of a group of vectors alone the change takes as much as the whole
+            assert bool(reference.links) == (reference.digest not in run.down), f"{group!r} of {device}"
             exact, coded = unpack(blobs.get(states[-1].groups[group])), unpack(blobs.get(reference.digest))
             for name, value in exact.items():
                 np.testing.assert_allclose(coded[name], value, atol=2e-3)

@@ -8,7 +8,8 @@ import numpy as np
 from fedvit.blobs import ALGORITHM
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.program import Program, Role
-from fedvit.tensors import Tensors, check_tensors, unpack
+from fedvit.tensors import Tensors, check_finite, check_tensors, unpack
+from fedvit.updates import decode_one
 from fedvit.wire.messages import Hello, Result
 
 _OVERHEAD_BYTES = 64 * 1024
@@ -63,7 +64,8 @@ def largest_upload_bytes(program: Program, train_samples: int) -> int:
 
 
 def check_upload(content: bytes, program: Program, what: str) -> Tensors:
-    """The tensors of an upload: names, shapes, dtypes as the program says, finite, labels in range.
+    """The tensors of an upload, as they travel: names, shapes, dtypes as the program says, finite, also when they are
+    decoded, labels in range.
 
     Raises BadPayload whose message begins with `what`.
     """
@@ -72,9 +74,10 @@ def check_upload(content: bytes, program: Program, what: str) -> Tensors:
     except BadPayload as error:
         raise BadPayload(f"{what}: {error}") from error
     local = {name for group in program.with_role(Role.LOCAL) for name in program.names(group)}
-    if leaked := sorted(local & tensors.keys()):
+    if leaked := sorted(name for name in tensors if name.partition("#")[0] in local):
         raise BadPayload(f"{what}: it holds local tensor {leaked[0]!r}, which must not leave the device")
     check_tensors(tensors, program.expected_upload(), what)
+    _check_decodes(tensors, program.shapes(), what)
     if "labels" in tensors:
         labels = tensors["labels"]
         for phase in program.train:
@@ -85,3 +88,14 @@ def check_upload(content: bytes, program: Program, what: str) -> Tensors:
             low, high = int(labels.min()), int(labels.max())
             raise BadPayload(f"{what}: labels {low} to {high}, the run has {len(program.classes)} classes")
     return tensors
+
+
+def _check_decodes(tensors: Tensors, shapes: dict[str, tuple[int, ...]], what: str) -> None:
+    """One tensor at a time, so that no decoded copy of all of them is held."""
+    coded = {part.partition("#")[0] for part in tensors if "#" in part}
+    for name in sorted(coded):
+        try:
+            value = decode_one(name, tensors, shapes.get(name))
+        except BadPayload as error:
+            raise BadPayload(f"{what}: {error}") from error
+        check_finite({name: value}, what)

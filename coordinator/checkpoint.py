@@ -1,19 +1,29 @@
 """The server's state as blobs: what devices fetch and what a restart begins with are the same files."""
 
+from coordinator.config import UpdatesConfig
+from coordinator.downlink import references
 from coordinator.planner import Plan, initial_blobs
 from coordinator.store import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import ServerState
 from fedvit.tensors import Tensors, pack, unpack
 
+AS_IT_IS = UpdatesConfig()
 
-def save_state(state: ServerState, groups: dict[str, list[str]], blobs: BlobStore) -> SavedState:
-    """Put a state into `blobs`, one blob a group."""
-    saved = {
-        group: blobs.put(pack({name: state.tensors[name] for name in names})).digest for group, names in groups.items()
-    }
+
+def save_state(
+    state: ServerState,
+    groups: dict[str, list[str]],
+    blobs: BlobStore,
+    updates: UpdatesConfig = AS_IT_IS,
+    before: SavedState | None = None,
+) -> SavedState:
+    """Put a state into `blobs`, one blob a group; and what devices get of it, who have what they got `before`."""
+    members = {group: {name: state.tensors[name] for name in names} for group, names in groups.items()}
+    saved = {group: blobs.put(pack(tensors)).digest for group, tensors in members.items()}
     memory = blobs.put(pack(state.memory)).digest if state.memory else None
-    return SavedState(saved, memory, state.uploads)
+    sent = references(members, before.references if before else {}, updates, blobs)
+    return SavedState(saved, memory, state.uploads, sent)
 
 
 def load_state(saved: SavedState, blobs: BlobStore, order: Tensors | None = None) -> ServerState:
@@ -30,6 +40,7 @@ def load_state(saved: SavedState, blobs: BlobStore, order: Tensors | None = None
 def needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
     """Everything that a device may still ask for, or a restart need, after a round closed with `saved`."""
     needed = {*saved.groups.values(), *saved.uploads.values()}
+    needed |= {digest for reference in saved.references.values() for digest in reference.blobs()}
     for variant in plan.variants.values():
         needed |= {variant.digest, *initial_blobs(variant.program)}
     return needed | ({saved.memory} if saved.memory else set())

@@ -68,6 +68,8 @@ def _flag(
     if name in ("options", "model_options"):
         flags = ["--option", "-o"] if name == "options" else ["--model-option"]
         return click.option(*flags, name, multiple=True, metavar="KEY=VALUE", help=f"{text} Repeatable.")
+    if name == "up_groups":
+        return click.option("--up-group", name, multiple=True, metavar="GROUP=CODEC", help=f"{text} Repeatable.")
     if name == "variants":
         metavar = "DEVICES:KEY=VALUE"
         return click.option("--variant", name, multiple=True, metavar=metavar, help=f"{text} Repeatable.")
@@ -110,9 +112,20 @@ def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]
         if home:
             inside = merged.get(home, {})
             if isinstance(inside, dict):
-                merged[home] = {**inside, name: value}
+                merged[home] = {**inside, name: _by_group(inside, value) if name == "up_groups" else value}
         else:
             merged[name] = list(value) if isinstance(value, tuple) else value
+    return merged
+
+
+def _by_group(table: dict[str, Any], flags: tuple[str, ...]) -> dict[str, Any]:
+    """A file's codecs of groups, and over them those of the flags GROUP=CODEC."""
+    merged = dict(table.get("up_groups", {}))
+    for text in flags:
+        group, equals, codec = text.partition("=")
+        if not equals:
+            raise ConfigError(f"up-group {text!r} must be written GROUP=CODEC, as in 'head=none'")
+        merged[group] = codec
     return merged
 
 

@@ -10,8 +10,10 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from fedvit.errors import ConfigError
+from fedvit.program import Role
 from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
 from fedvit.resources import Budget
+from fedvit.updates import NONE, make_codec
 from fedvit.wire.topics import check_name
 
 if TYPE_CHECKING:
@@ -28,6 +30,42 @@ class ImageConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     brightness: Annotated[float, Meta(ge=0, lt=1, description="Random brightness factor in [1 - this, 1 + this].")] = (
         0.0
     )
+
+
+class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tensors are coded on their way: the table [updates]. Raises ConfigError on construction.
+
+    A codec is one of none, fp16, int8 and top_k:share=0.05 (docs/updates.md).
+    """
+
+    up: Annotated[str, Meta(description="Codec of what devices send back of trained tensors.")] = NONE
+    up_groups: Annotated[dict[str, str], Meta(description="Another codec for a group that is sent back.")] = field(
+        default_factory=dict
+    )
+    features: Annotated[str, Meta(description="Codec of what devices collect and upload: none, fp16 or int8.")] = NONE
+    down: Annotated[
+        str, Meta(description="Codec of what changes from round to round, for devices that have what was before.")
+    ] = NONE
+    down_whole: Annotated[
+        str, Meta(description="Codec of whole values for devices, also of those made for one device: none, fp16, int8.")
+    ] = NONE
+
+    def __post_init__(self) -> None:
+        given = {"up": self.up, "features": self.features, "down": self.down, "down_whole": self.down_whole}
+        for key, text in (given | {f"up_groups.{group}": text for group, text in self.up_groups.items()}).items():
+            try:
+                codec = make_codec(text)
+            except ConfigError as error:
+                raise ConfigError(f"updates: {key}: {error}") from None
+            if key in ("features", "down_whole") and not codec.keeps_shape:
+                raise ConfigError(f"updates: {key} = {text!r}: {codec.name} is for changes of trained tensors alone")
+
+    def up_of(self, group: str) -> str:
+        return make_codec(self.up_groups.get(group, self.up)).text
+
+    @property
+    def codes_down(self) -> bool:
+        return {self.down, self.down_whole} != {NONE}
 
 
 Amount = float | str
@@ -181,6 +219,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     )
     images: ImageConfig = field(default_factory=ImageConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    updates: UpdatesConfig = field(default_factory=UpdatesConfig)
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")
@@ -221,6 +260,21 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                         raise ConfigError(f"{options} adds other tensors to the model than the run does")
                 except ConfigError as error:
                     raise ConfigError(f"variants: {pattern!r}: {error}") from None
+            self._check_updates(method.groups(vit), any(phase.collect for phase in method.phases(vit)))
+
+    def _check_updates(self, groups: dict[str, tuple[Role, list[str]]], collects: bool) -> None:
+        """A codec of something that this method never sends is a mistake."""
+        updates, who = self.updates, f"method {self.method!r}"
+        back = [group for group, (role, names) in groups.items() if role.sent_back and names]
+        for group in updates.up_groups:
+            if group not in back:
+                known = ", ".join(back) or "none"
+                raise ConfigError(f"updates: up_groups: group {group!r} is not sent back; of {who} these are: {known}")
+        down = any(role.from_server_each_round and names for role, names in groups.values())
+        senders = {"up": bool(back), "features": collects, "down": down, "down_whole": down}
+        for key, sends in senders.items():
+            if getattr(updates, key) != NONE and not sends:
+                raise ConfigError(f"updates: {key} = {getattr(updates, key)!r}: {who} sends nothing of that kind")
 
     def _check_late_results(self, rule: "ServerRule") -> None:
         """Whether this method's server can use what was made from an older state."""
@@ -243,7 +297,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return (1 + staleness) ** -0.5 if discounted else 1.0
 
 
-TABLES: dict[str, type[Struct]] = {"images": ImageConfig, "budget": BudgetConfig}
+TABLES: dict[str, type[Struct]] = {"images": ImageConfig, "budget": BudgetConfig, "updates": UpdatesConfig}
 """Tables of a run's configuration, with keys of their own."""
 
 

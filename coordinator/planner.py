@@ -20,9 +20,10 @@ from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Method, ServerRule, ServerState
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, encode_program
+from fedvit.program import Batch, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, Train, encode_program
 from fedvit.resources import Budget
 from fedvit.tensors import Tensors, pack, unpack
+from fedvit.updates import NONE
 from profiles.cost import GraphCost, graph_cost
 from profiles.prediction import Expected
 
@@ -195,7 +196,7 @@ class Plan:
             if not names:
                 continue
             members = method.packed(self.vit, {name: self.values[name] for name in names})
-            groups[group] = Group(role, None if role.from_server_each_round else keep(members))
+            groups[group] = self._coded_group(group, role, members, keep)
             tensors |= {name: TensorSpec(value.shape, str(value.dtype), group) for name, value in members.items()}
         return Program(
             method=self.config.method,
@@ -204,10 +205,30 @@ class Plan:
             groups=groups,
             tensors={name: tensors[name] for name in method.packed(self.vit, self.values) if name in tensors},
             graphs=graphs,
-            train=method.phases(self.vit),
+            train=tuple(map(self._with_codec, method.phases(self.vit))),
             evaluate=self._evaluate(method),
             batch=batch,
         )
+
+    def _coded_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> Group:
+        """The group as it travels: what is packed already (`frozen_precision`) is not coded once more."""
+        updates = self.config.updates
+        if not role.from_server_each_round:
+            return Group(role, keep(members))
+        made_here = role is Role.GENERATED  # anew in every round: there is nothing of which it is a change
+        floats = all(value.dtype == np.float32 for value in members.values())
+        return Group(
+            role,
+            up=updates.up_of(group) if role.sent_back else NONE,
+            down=updates.down if floats and not made_here else NONE,
+            whole=updates.down_whole if floats else NONE,
+        )
+
+    def _with_codec(self, phase: Train) -> Train:
+        if phase.collect is None or self.config.updates.features == NONE:
+            return phase
+        collect = msgspec.structs.replace(phase.collect, codec=self.config.updates.features)
+        return msgspec.structs.replace(phase, collect=collect)
 
     def sent(self, variant: Variant, group: str, digest: str) -> str:
         """The blob with which a device of this variant gets the tensors of blob `digest`, of a group that all get."""

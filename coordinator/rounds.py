@@ -20,6 +20,7 @@ from coordinator.cohort import cohort_size, select_fair, select_uniform
 from coordinator.config import RunConfig
 from coordinator.deadlines import Deadline
 from coordinator.display import Display, View
+from coordinator.downlink import snapshot
 from coordinator.inbox import Inbox, Interrupted
 from coordinator.open_round import OpenRound
 from coordinator.planner import Plan, Variant, common_groups, make_plan
@@ -48,6 +49,7 @@ from fedvit.resources import Budget, BudgetKind, ResourceUse
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.transport.base import Transport, Will
 from fedvit.transport.exchange import BlobExchange
+from fedvit.updates import decode as decode_upload
 from fedvit.wire.messages import (
     AnyMessage,
     Cancel,
@@ -279,7 +281,7 @@ class Coordinator:
         self._plan = plan
         self.store.update_run(self.run, program=made, protocol=plan.protocol)
         closed = [record.state for record in self.store.rounds(self.run) if record.state]
-        self._saved = closed[-1] if closed else save_state(plan.state, plan.groups, self.blobs)
+        self._saved = closed[-1] if closed else save_state(plan.state, plan.groups, self.blobs, self.config.updates)
         groups = {group: (role.value, len(names)) for group, (role, names) in plan.method.groups(plan.vit).items()}
         log.info("program ready", extra={"program": made, "groups": groups})
 
@@ -364,7 +366,7 @@ class Coordinator:
                 "server_s": time.monotonic() - began - trained_s, "declined": float(len(opened.declined)),
                 "late": float(sum(result.round < number for result in results)),
             }  # fmt: skip
-            self._saved = save_state(state, plan.groups, self.blobs)
+            self._saved = save_state(state, plan.groups, self.blobs, self.config.updates, self._saved)
             self.store.close_round(self.run, number, self._saved, figures)
             if number == self.config.rounds:
                 self._dismiss(list(self.assignments), "the last round is closed")
@@ -376,7 +378,7 @@ class Coordinator:
     def _still_needed(self, number: int) -> set[str]:
         """Blobs of devices that are at work, and results that wait for the next server step."""
         later = {result.upload for result in self.store.results_from(self.run, number + 1) if result.upload}
-        return later.union(*(assignment.digests() for assignment in self.assignments))
+        return later.union(*(assignment.offered() for assignment in self.assignments))
 
     def _ask_cohort(self, number: int, record: RoundRecord | None) -> OpenRound:
         """A round of mode rounds; `record`: an earlier process asked its cohort already."""
@@ -509,14 +511,17 @@ class Coordinator:
                     too_small[device] = error
                     continue
                 groups = {
-                    group: plan.sent(variant, group, saved.groups[group]) for group in common_groups(variant.program)
+                    group: plan.sent(variant, group, saved.sent(group)) for group in common_groups(variant.program)
                 }
+                sent = [kept for group, kept in saved.references.items() if groups.get(group) == kept.digest]
                 for group in variant.program.with_role(Role.GENERATED):
                     state = state or self._state()
                     made = plan.rule.generate(state, device, self.config.seed)
                     members = {name: made[name] for name in variant.program.names(group)}
-                    groups[group] = self.blobs.put(pack(members)).digest
-                work[device] = Work(variant, groups, expected)
+                    sent.append(snapshot(members, self.config.updates, self.blobs))
+                    groups[group] = sent[-1].digest
+                recipes = [recipe for reference in sent for recipe in reference.recipes(self.blobs)]
+                work[device] = Work(variant, groups, expected, tuple(recipes))
             return work
 
         work = self.inbox.in_background(make)
@@ -617,9 +622,8 @@ class Coordinator:
         assignment = self.assignments.of(device)
         if assignment is None or not self.presence.is_online(device):
             return
-        variant, groups, _ = assignment.work
-        digests = assignment.digests()
-        self._offered[device] = set(digests)
+        work, digests = assignment.work, assignment.digests()
+        self._offered[device] = assignment.offered()
         instance = self.presence[device].hello.instance
         deadline, now = assignment.deadline, time.monotonic()
         deadline.told = deadline.latest if self._may_be_late(assignment.kind) else deadline.at
@@ -630,13 +634,14 @@ class Coordinator:
             round=assignment.round,
             kind=assignment.kind,
             seed=self.config.seed,
-            program=variant.digest,
-            groups=groups,
+            program=work.variant.digest,
+            groups=work.groups,
             blobs=tuple(self.blobs.manifest(digest) for digest in digests),
             deadline_s=max(1.0, deadline.told - now),
-            lr_scale=variant.method.lr_scale(assignment.round, self.config.rounds),
+            lr_scale=work.variant.method.lr_scale(assignment.round, self.config.rounds),
+            recipes=work.recipes,
         )
-        inline = self.blobs.small(groups.values(), inline_room(task))
+        inline = self.blobs.small(assignment.once(), inline_room(task))
         self._tell(device, msgspec.structs.replace(task, inline=inline))
 
     def _server_step(
@@ -647,8 +652,10 @@ class Coordinator:
             raise EmptyCohort(f"none of the devices that were asked brought a result for round {number}")
         self._headline = f"round {number}/{self.config.rounds}: server step"
 
+        shapes = {name: value.shape for name, value in plan.values.items()}
+
         def load(digest: str) -> Tensors:
-            return unpack(self.blobs.get(digest))
+            return decode_upload(unpack(self.blobs.get(digest)), shapes)
 
         uploads = [
             Upload(

@@ -35,6 +35,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.schema import CreateColumn
 
 from coordinator.cohort import Asked
+from coordinator.downlink import Reference
 from fedvit.errors import ConfigError, DiskFull, StorageFailed
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.wire.messages import Result, TaskKind
@@ -117,9 +118,14 @@ _refusals = Table(
 class SavedState(msgspec.Struct, frozen=True):
     """A `ServerState` as digests."""
 
-    groups: dict[str, str]  # group -> digest: the very blobs that devices fetch
+    groups: dict[str, str]  # group -> digest: the very blobs that devices fetch, unless there is a reference
     memory: str | None
     uploads: dict[str, str]
+    references: dict[str, Reference] = {}  # of groups that devices get coded
+
+    def sent(self, group: str) -> str:
+        """The blob with which devices begin."""
+        return self.references[group].digest if group in self.references else self.groups[group]
 
 
 class RunRecord(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from coordinator.deadlines import Deadline, Links
 from coordinator.planner import Variant, initial_blobs
 from fedvit.blobs import BlobStore
-from fedvit.wire.messages import Declined, Failed, Progress, Result, TaskKind
+from fedvit.wire.messages import Declined, Failed, Progress, Recipe, Result, TaskKind
 from profiles.prediction import Expected
 
 
@@ -17,6 +17,7 @@ class Work(NamedTuple):
     variant: Variant
     groups: dict[str, str]  # group -> digest of the value that the server sends
     expected: Expected | None  # None: nothing is known of the device
+    recipes: tuple[Recipe, ...] = ()  # how it may make blobs of `groups`
 
 
 def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: BlobStore) -> float | None:
@@ -50,9 +51,19 @@ class Assignment:
         return (message.round, message.kind) == (self.round, self.kind)
 
     def digests(self) -> list[str]:
+        """What the task names."""
+        variant = self.work.variant
+        return [variant.digest, *initial_blobs(variant.program), *self.work.groups.values()]
+
+    def offered(self) -> set[str]:
         """What the device may ask for."""
-        variant, groups, _ = self.work
-        return [variant.digest, *initial_blobs(variant.program), *groups.values()]
+        return {*self.digests(), *(recipe.patch.digest for recipe in self.work.recipes)}
+
+    def once(self) -> list[str]:
+        """What is of this round alone, in the form that takes fewest bytes of a device that had the round before."""
+        made = {recipe.target for recipe in self.work.recipes}
+        whole = (digest for digest in self.work.groups.values() if digest not in made)
+        return [*whole, *(recipe.patch.digest for recipe in self.work.recipes)]
 
 
 class Assignments:

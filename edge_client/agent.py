@@ -17,10 +17,12 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from edge_client.downlink import Route, make_blob, routes
 from edge_client.guard import Exceeded, Guard, Guarded
 from edge_client.identity import Renewal
 from edge_client.readiness import Readiness
 from edge_client.runtime import Runtime, Seeds, Stopped, Watch
+from edge_client.uplink import coded_upload
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
@@ -119,6 +121,7 @@ class _Job:
     given_s: float  # from the receipt of the task
     stop: threading.Event = field(default_factory=threading.Event)
     missing: set[str] = field(default_factory=set)
+    routes: list[Route] = field(default_factory=list)  # to blobs that are made here
     fetched_bytes: int = 0
     working: bool = False
 
@@ -194,6 +197,7 @@ class Agent:
         self._ended: RunEnded | None = None
         self._told_bytes = (0, 0)  # received, sent: already in some result
         self._programs: dict[str, Program] = {}
+        self._takes_recipes = True  # until one gave another blob than it says
         self._by_classes: dict[tuple[str, ...], DeviceData] = {}
 
     # --- the loop -------------------------------------------------------------------------------------
@@ -391,7 +395,7 @@ class Agent:
             return
         if ack.kind == "train":
             try:
-                self.vault.settle(ack.run, ack.round)
+                self.vault.settle(ack.run, ack.round, accepted=ack.accepted)
             except StorageFailed as error:  # the device goes on; started again it sends the result once more
                 log.error("result not settled", extra={"run": ack.run, "round": ack.round, "reason": str(error)})
         if not ack.accepted:
@@ -429,9 +433,16 @@ class Agent:
         manifests = {manifest.digest: manifest for manifest in task.blobs}
         log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
         try:
-            self.blobs.prune(keep=set(manifests) | self._pinned())
             job.fetched_bytes += self._keep_inline(task, manifests)
-            self._fetch(job, [task.program, *task.groups.values()], manifests)
+            recipes = task.recipes if self._takes_recipes else ()
+            job.routes = routes(dict.fromkeys(task.groups.values()), recipes, manifests, self.blobs.has)
+            bases = {route.base for route in job.routes if route.base}
+            patches = [recipe.patch.digest for route in job.routes for recipe in route.recipes]
+            self.blobs.prune(keep={*manifests, *self._pinned(), *bases, *patches})
+            manifests |= {recipe.patch.digest: recipe.patch for recipe in recipes}
+            made = {route.target.digest for route in job.routes}
+            whole = [digest for digest in task.groups.values() if digest not in made]
+            self._fetch(job, [task.program, *patches, *whole], manifests)
         except (FedvitError, OSError) as error:
             self._fail(job, error)
 
@@ -440,10 +451,11 @@ class Agent:
 
         Raises BadPayload for one that the task does not describe.
         """
+        described = manifests.keys() | {recipe.patch.digest for recipe in task.recipes}
         new_bytes = 0
         for content in task.inline:
             digest = digest_of(content)
-            if digest not in manifests:
+            if digest not in described:
                 raise BadPayload(f"the task brings {len(content)} bytes that it does not describe")
             if not self.blobs.has(digest):
                 self.blobs.put(content)
@@ -530,6 +542,7 @@ class Agent:
 
     def _done(self, job: _Job, program: Program, guarded: Guarded) -> Result:
         task = job.task
+        self._make_blobs(job)
         self.vault.note(task)
         data = self._labelled(program.classes)
         self.runtime.keep_only({graph.digest for graph in program.graphs.values()})
@@ -556,8 +569,9 @@ class Agent:
             for group in program.with_role(*(role for role in Role if role.sent_back))
             for name in program.names(group)
         }
-        upload: Tensors = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
-        upload |= trained.collected
+        owed = self.vault.owed(task.run)
+        deltas = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
+        upload, left = coded_upload(program, deltas, trained.collected, owed.tensors)
         manifest = self.blobs.put(*packed_pieces(upload)) if upload else None
         guarded.upload_bytes = manifest.size if manifest else 0
         use = self._use(job, guarded)
@@ -565,8 +579,18 @@ class Agent:
         result = Result(task.run, task.round, task.kind, trained.samples, metrics, use, manifest)
         if job.stop.is_set() or "upload" in use.broke:  # what must not be sent is not kept either
             raise Stopped("the task was stopped")
-        self.vault.commit(result, kept)
+        self.vault.commit(result, kept, left, owed)
         return result
+
+    def _make_blobs(self, job: _Job) -> None:
+        """What was not fetched whole. Raises BadPayload when a recipe does not give what it says."""
+        try:
+            for route in job.routes:
+                if not self.blobs.has(route.target.digest):
+                    make_blob(route, self.blobs)
+        except BadPayload:
+            self._takes_recipes = False  # from now on everything is fetched whole
+            raise
 
     def _labelled(self, classes: tuple[str, ...]) -> DeviceData:
         """The images under the run's class list; kept, because decoded images are cached inside."""

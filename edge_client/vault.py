@@ -3,17 +3,22 @@
 Layout: `RUN/round-7-XXXXXXXX/{local.safetensors,result.msgpack,PENDING}`; the file `RUN/CURRENT` names the
 newest complete round and is replaced atomically. So personal tensors and the result that belongs to them
 change together, or not at all. `RUN/TASK` says what the newest task of the run was made of.
+
+Where what is sent back is coded, `left.safetensors` holds what coding left out of the round's result, and
+`owed.safetensors` what results before it left out: that is what is owed until the result is accepted.
 """
 
 import contextlib
+import os
 import secrets
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
-from fedvit.files import WRITING, atomic_write
+from fedvit.files import WRITING, atomic_write, sync_folder
 from fedvit.tensors import Tensors, mapped, packed_pieces
 from fedvit.wire.messages import Result, Task, TaskKind
 from fedvit.wire.topics import check_name
@@ -21,6 +26,8 @@ from fedvit.wire.topics import check_name
 _CURRENT = "CURRENT"
 _PENDING = "PENDING"
 _TASK = "TASK"
+_REFUSED = "REFUSED"
+_LEFT, _OWED = "left.safetensors", "owed.safetensors"
 
 
 class TaskNote(msgspec.Struct, frozen=True):
@@ -32,6 +39,16 @@ class TaskNote(msgspec.Struct, frozen=True):
     seed: int
     program: str  # digest
     groups: dict[str, str]  # group -> digest
+
+
+class Owed(NamedTuple):
+    """What the server should still get, and the file that holds it; None where it is nothing."""
+
+    file: Path | None
+    tensors: Tensors
+
+
+NOTHING_OWED = Owed(None, {})
 
 
 class Vault:
@@ -52,23 +69,34 @@ class Vault:
     def local(self, run: str) -> Tensors | None:
         """The personal tensors as the newest finished round left them; None before the first."""
         current = self._current(run)
-        if current is None:
-            return None
-        file = current / "local.safetensors"
-        try:
-            return mapped(file)
-        except OSError as error:
-            raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
-        except BadPayload as error:
-            raise StorageFailed(f"{file} is damaged: {error}") from error
+        return None if current is None else _tensors(current / "local.safetensors")
 
-    def commit(self, result: Result, local: Tensors) -> None:
-        """Keep a finished round: personal tensors and result become current in one step."""
+    def owed(self, run: str) -> Owed:
+        """What coding left out of this device's results so far, and the server should still get.
+
+        A result that was refused, or of which nobody knows yet, took nothing with it.
+        """
+        current = self._current(run)
+        if current is None:
+            return NOTHING_OWED
+        taken = not any((current / name).exists() for name in (_PENDING, _REFUSED))
+        file = current / (_LEFT if taken else _OWED)
+        return Owed(file, _tensors(file)) if file.exists() else NOTHING_OWED
+
+    def commit(self, result: Result, local: Tensors, left: Tensors | None = None, owed: Owed | None = None) -> None:
+        """Keep a finished round: personal tensors and result become current in one step.
+
+        `left` is what coding left out of the result, `owed` what was added to it before it was coded.
+        """
         home = self._home(result.run)
         folder = home / f"round-{result.round}-{secrets.token_hex(4)}"
         try:
             atomic_write(folder / "local.safetensors", *packed_pieces(local), private=True)
             atomic_write(folder / "result.msgpack", msgspec.msgpack.encode(result), private=True)
+            if left:
+                atomic_write(folder / _LEFT, *packed_pieces(left), private=True)
+            if owed and owed.file:
+                _link(owed.file, folder / _OWED)
             atomic_write(folder / _PENDING, b"")
             atomic_write(home / _CURRENT, folder.name.encode())
         except StorageFailed:
@@ -79,9 +107,9 @@ class Vault:
         for old in home.glob("round-*"):
             if old != folder:
                 shutil.rmtree(old, ignore_errors=True)
-        for left in home.glob(f"{WRITING}*"):  # by a process that was killed; no other one writes here
+        for unfinished in home.glob(f"{WRITING}*"):  # by a process that was killed; no other one writes here
             with contextlib.suppress(OSError):
-                left.unlink()
+                unfinished.unlink()
 
     def pending(self) -> list[Result]:
         """Results that no coordinator has acknowledged yet."""
@@ -89,9 +117,11 @@ class Vault:
         current = [folder for home in homes if (folder := self._current(home.name))]
         return [_result(folder / "result.msgpack") for folder in current if (folder / _PENDING).exists()]
 
-    def settle(self, run: str, round_number: int) -> None:
+    def settle(self, run: str, round_number: int, *, accepted: bool = True) -> None:
         """The result was acknowledged, or refused for good; the personal tensors stay."""
         if (current := self._current(run)) and self.round_of(run) == round_number:
+            if not accepted and (current / _PENDING).exists():
+                atomic_write(current / _REFUSED, b"")  # before PENDING goes: else a power cut would make it accepted
             try:
                 (current / _PENDING).unlink(missing_ok=True)
             except OSError as error:
@@ -141,6 +171,24 @@ def _is_current(folder: Path) -> bool:
         return (folder.parent / _CURRENT).read_text() == folder.name
     except OSError:
         return False
+
+
+def _tensors(file: Path) -> Tensors:
+    try:
+        return mapped(file)
+    except OSError as error:
+        raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
+    except BadPayload as error:
+        raise StorageFailed(f"{file} is damaged: {error}") from error
+
+
+def _link(file: Path, name: Path) -> None:
+    """The same content under another name: without writing it again, where the file system can."""
+    try:
+        os.link(file, name)
+        sync_folder(name.parent)
+    except OSError:
+        atomic_write(name, _read(file), private=True)
 
 
 def _read(file: Path) -> bytes:

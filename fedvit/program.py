@@ -41,6 +41,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedvit.errors import BadPayload
+from fedvit.updates import NONE, make_codec
 
 PROGRAM_VERSION = 1
 MAX_VALUES = 1 << 31
@@ -87,6 +88,9 @@ class Group(Struct, frozen=True):
 
     role: Role
     initial: str | None = None  # digest of the first value; only frozen and local groups have one
+    up: str = NONE  # codec of what is sent back
+    down: str = NONE  # codec of what changes from round to round, sent to devices that have the value before
+    whole: str = NONE  # codec of the whole value, which every value that a device gets has been through
 
 
 class TensorSpec(Struct, frozen=True):
@@ -147,6 +151,7 @@ class Collect(Struct, frozen=True):
     output: str
     shape: Shape  # of one sample's value, float32
     threshold: Rate = 1.0  # multiplies the median; > 0
+    codec: str = NONE  # of the values, as they are uploaded
 
 
 class Draw(Struct, frozen=True, kw_only=True):
@@ -236,16 +241,25 @@ class Program(Struct, frozen=True, kw_only=True):
         return list(dict.fromkeys(names))
 
     def expected_upload(self) -> dict[str, tuple[tuple[int | None, ...], str]]:
-        """What a training result carries: deltas of the groups that are sent back, and what was collected.
+        """What a training result carries, coded: deltas of the groups that are sent back, and what was collected.
 
         Collected values have a first axis of any length; `labels` are theirs.
         """
-        expected = self.expected(self.with_role(*(role for role in Role if role.sent_back)))
+        expected: dict[str, tuple[tuple[int | None, ...], str]] = {}
+        for group in self.with_role(*(role for role in Role if role.sent_back)):
+            codec = make_codec(self.groups[group].up)
+            for name in self.names(group):
+                expected |= codec.form(name, self.tensors[name].shape)
         for phase in self.train:
             if phase.collect:
-                expected[phase.collect.output] = ((None, *phase.collect.shape), "float32")
+                collect = phase.collect
+                expected |= make_codec(collect.codec).form(collect.output, (None, *collect.shape))
                 expected["labels"] = ((None,), "int64")
         return expected
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, as sparse ones are decoded with."""
+        return {name: spec.shape for name, spec in self.tensors.items()}
 
     def expected(self, groups: list[str]) -> dict[str, tuple[tuple[int | None, ...], str]]:
         """(shape, dtype) of every tensor in `groups`, as `check_tensors` wants it."""

@@ -8,7 +8,7 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ Array = npt.NDArray[np.generic]
 Tensors = dict[str, Array]
 
 _DTYPES = {
-    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64,
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I32": np.int32, "I64": np.int64,
     "F16": np.float16, "F32": np.float32, "F64": np.float64,
 }  # fmt: skip
 
@@ -35,13 +35,19 @@ def pack(tensors: Mapping[str, Array]) -> bytes:
 
 def packed_pieces(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
     """What `pack` gives, in pieces that lie where the tensors lie: to write them costs no memory."""
-    head, ordered = _head({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
-    pieces: list[bytes | memoryview] = [head]
+    return list(packed_stream({name: (t.shape, str(t.dtype)) for name, t in tensors.items()}, tensors.__getitem__))
+
+
+def packed_stream(
+    expected: Mapping[str, tuple[tuple[int, ...], str]], value: Callable[[str], Array]
+) -> Iterator[bytes | memoryview]:
+    """What `pack` gives, piece by piece, of tensors of these shapes and dtypes that are made when their turn comes."""
+    head, ordered = _head({name: (shape, np.dtype(dtype)) for name, (shape, dtype) in expected.items()})
+    yield head
     for name in ordered:
-        tensor = tensors[name]
+        tensor = value(name)
         little: Any = tensor.astype(tensor.dtype.newbyteorder("<"), order="C", copy=False)
-        pieces.append(memoryview(little.reshape(-1).view(np.uint8)))
-    return pieces
+        yield memoryview(little.reshape(-1).view(np.uint8))
 
 
 def packed_size(expected: Mapping[str, tuple[tuple[int, ...], str]]) -> int:

@@ -77,8 +77,8 @@ class ProgramCost(Struct, frozen=True, kw_only=True):
     images: int  # that the device trains with
     test_images: int
     flops_round: int  # of a round's training
-    bytes_once: int  # graphs, Program and first values: fetched once
-    bytes_down: int  # tensors that the server sends each round
+    bytes_once: int  # graphs, Program and first values: fetched once; and what the first round's tensors take more
+    bytes_down: int  # tensors that the server sends each round, to a device that has those of the round before
     bytes_up: int  # the result of a round; of what is collected, as much as from equally large classes
     memory: list[MemoryPhase]  # beside the software itself, which is the device's
 

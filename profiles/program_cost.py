@@ -10,6 +10,7 @@ import numpy as np
 from fedvit.program import Collect, Program, Role, TensorSpec, Train, encode_program
 from fedvit.resources import IMAGE_CACHE_BYTES
 from fedvit.tensors import packed_size
+from fedvit.updates import NONE, coded_form, make_codec
 from profiles.cost import GraphCost, Product, flop_shares
 from profiles.prediction import FlopShare, MemoryPhase, ProductWork, ProgramCost, Work
 
@@ -40,7 +41,9 @@ def program_cost(
     down = [name for name, group in program.groups.items() if group.role.from_server_each_round]
     collected = {phase.collect: _collected(phase.collect, images) for phase in program.train if phase.collect}
     first = [name for name, group in program.groups.items() if group.initial]
-    once = sum(cost.graph_bytes for cost in graphs.values()) + len(encode_program(program))
+    whole = sum(_sent_down(program, group, whole=True) for group in down)
+    bytes_down = sum(_sent_down(program, group) for group in down)
+    once = whole - bytes_down + sum(cost.graph_bytes for cost in graphs.values()) + len(encode_program(program))
     once += sum(_packed(program, [group]) for group in first)
     return ProgramCost(
         method=program.method,
@@ -65,7 +68,7 @@ def program_cost(
         test_images=test_images,
         flops_round=sum(_runs_of_round(program, phase, images) * graphs[phase.graph].flops for phase in program.train),
         bytes_once=once,
-        bytes_down=sum(_packed(program, [group]) for group in down),
+        bytes_down=bytes_down,
         bytes_up=_uploaded(program, collected),
         memory=_memory(program, graphs, collected, images, test_images, cache_bytes),
     )
@@ -167,16 +170,30 @@ def _packed(program: Program, groups: list[str]) -> int:
     return packed_size(members)
 
 
+def _sent_down(program: Program, group: str, *, whole: bool = False) -> int:
+    """Bytes of a group for a device that has its value of the round before, or for one that has nothing."""
+    coding = program.groups[group]
+    shapes = {name: program.tensors[name].shape for name in program.names(group)}
+    ways = [_packed(program, [group])] if coding.whole == NONE else []
+    ways += [packed_size(coded_form(make_codec(coding.whole), shapes))] if coding.whole != NONE else []
+    if coding.down != NONE and not whole:
+        ways.append(packed_size(coded_form(make_codec(coding.down), shapes)))
+    return min(ways)
+
+
 def _collected(collect: Collect, images: int) -> int:
     """Images of which something is uploaded, where all classes have equally many: the sampler takes as many of each."""
     return int(images * min(1.0, collect.threshold))
 
 
 def _uploaded(program: Program, collected: Mapping[Collect, int]) -> int:
-    sent = _held(program, lambda role: role.sent_back)
-    expected = {name: (spec.shape, spec.dtype) for name, spec in sent.items()}
-    for collect, count in collected.items():
-        expected |= {collect.output: ((count, *collect.shape), "float32"), "labels": ((count,), "int64")}
+    counts = {collect.output: count for collect, count in collected.items()} | {
+        "labels": max(collected.values(), default=0)
+    }
+    expected: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name, (shape, dtype) in program.expected_upload().items():
+        count = counts.get(name.partition("#")[0], 0)  # of what may be any number
+        expected[name] = tuple(count if length is None else length for length in shape), dtype
     return packed_size(expected) if expected else 0
 
 
@@ -209,6 +226,8 @@ def _memory(
     )
     features = sum(4 * count * prod(collect.shape) for collect, count in collected.items())
     sent = _size_bytes(_held(program, lambda role: role.sent_back))
+    if any(program.groups[group].up != NONE for group in program.groups):
+        sent += _uploaded(program, {})  # what coding left out takes the place of the changes, one by one
     mapped = weights + _size_bytes(trained)  # files of what is trained are read again where changes are computed
     return [
         MemoryPhase(

@@ -52,6 +52,19 @@ class Manifest(Struct, frozen=True, array_like=True):
         return -(-self.size // self.chunk)
 
 
+class Recipe(Struct, frozen=True, array_like=True):
+    """How a receiver makes a blob of tensors without fetching it whole: target = base + patch, decoded.
+
+    Without a base the patch is the target, coded. With `whole`, the sum is coded and decoded by that codec. Numbers
+    are float32 and every step is rounded as IEEE 754 says, so that the target has its digest on any machine.
+    """
+
+    target: str  # digest
+    base: str  # digest; empty: none is needed
+    patch: Manifest
+    whole: str = "none"
+
+
 # --- coordinator to everybody -------------------------------------------------------------------------
 
 
@@ -162,6 +175,7 @@ class Task(Message, frozen=True, tag="task"):
     deadline_s: Annotated[float, Meta(ge=0.0, le=1e9)]
     lr_scale: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0  # the schedule's factor for this round
     inline: tuple[bytes, ...] = ()  # small blobs of this round themselves: they need not be fetched
+    recipes: tuple[Recipe, ...] = ()  # cheaper ways to blobs among `groups`
 
 
 class Extended(Message, frozen=True, tag="extended"):

@@ -206,3 +206,16 @@ def wire_command(brokers: tuple[str, ...], rounds: int, as_json: bool, out: Path
     content = _print(report, wire_table, as_json)
     if out:
         atomic_write(out, content + b"\n")
+
+
+@bench_command.command("bytes")
+@_case_flag
+@_json_flag
+def bytes_command(names: tuple[str, ...], as_json: bool) -> None:
+    """Count what a round moves with each codec of updates: state, references and uploads, really made."""
+    from fleet.bench.moved import bytes_table, run_bytes_bench
+
+    cases = choose(names or ("fedperfix-vits", "eftvit-vitb"))
+    with choose_display() as display:
+        rows = run_bytes_bench(cases, display.line)
+    _print(rows, bytes_table, as_json)

@@ -19,6 +19,9 @@ from fleet.simulate import DEFAULTS
 SCHEMA = 1
 """Version of what an experiment writes; another one makes every cell run again."""
 
+UPDATES = "updates"
+"""Key of a method's table for how its tensors are coded on their way; as in a run's configuration."""
+
 
 class ModelTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The table [model]."""
@@ -42,7 +45,7 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelTable = field(default_factory=ModelTable)
     images: ImageConfig = field(default_factory=ImageConfig)
     partitions: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> partition and its options
-    methods: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> method and its options
+    methods: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> method, its options, and [updates]
     common: dict[str, Any] = field(default_factory=dict)  # options of every method that has them
     run: dict[str, Any] = field(default_factory=dict)  # other keys of a run's configuration
 
@@ -99,7 +102,10 @@ def read_grid(file: Path) -> Grid:
     if len(set(experiment.seeds)) != len(experiment.seeds):
         raise ConfigError(f"{file}: seeds = {list(experiment.seeds)}: a seed is listed more than once")
     methods = _methods(experiment, str(file))
-    runs = {name: _run(experiment, method, f"{file}: [methods.{name}]") for name, method in methods.items()}
+    runs = {
+        name: _run(experiment, method, _updates(experiment.methods[name]), f"{file}: [methods.{name}]")
+        for name, method in methods.items()
+    }
     rules = {name: _partition(name, table, str(file)) for name, table in experiment.partitions.items()}
     cells = [
         Cell(
@@ -155,6 +161,7 @@ def _methods(experiment: Experiment, where: str) -> dict[str, dict[str, Any]]:
         check_name(name, f"{where}: the method")
         at = f"{where}: [methods.{name}]"
         kind, own = _named(table, "method", at)
+        own.pop(UPDATES, None)
         has = {option.name for option in fields(METHODS[kind])} if kind in METHODS else set()
         common = {option: value for option, value in experiment.common.items() if option in has}
         used |= common.keys()
@@ -167,7 +174,12 @@ def _methods(experiment: Experiment, where: str) -> dict[str, dict[str, Any]]:
     return complete
 
 
-def _run(experiment: Experiment, method: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _updates(table: dict[str, Any]) -> dict[str, Any]:
+    """A method may be listed several times, with other codecs."""
+    return {UPDATES: table[UPDATES]} if UPDATES in table else {}
+
+
+def _run(experiment: Experiment, method: Mapping[str, Any], updates: dict[str, Any], where: str) -> dict[str, Any]:
     """A run's whole configuration, but for the seed."""
     own = {
         "method": method["method"],
@@ -183,7 +195,7 @@ def _run(experiment: Experiment, method: Mapping[str, Any], where: str) -> dict[
     }
     if twice := sorted(experiment.run.keys() & {*own, "seed", "broker"}):
         raise ConfigError(f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
-    config = make_config({**DEFAULTS, **experiment.run, **own}, where).run
+    config = make_config({**DEFAULTS, **experiment.run, **own, **updates}, where).run
     return {key: value for key, value in msgspec.to_builtins(config).items() if key != "seed"}
 
 

@@ -39,7 +39,7 @@ from fedvit.methods.step import Update, example_inputs, gather_step, predict_ste
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Gather, Program, Role, Train, decode_program
-from fedvit.tensors import Tensors, unpack
+from fedvit.tensors import Tensors, check_tensors, unpack
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.transport.mqtt import Address, MqttTransport
 from fedvit.wire.messages import CoordinatorState, Hello, Result, Task, decode
@@ -83,6 +83,7 @@ class Case(NamedTuple):
     id: str
     name: str
     options: dict[str, Any]
+    updates: dict[str, Any] | None = None  # how tensors are coded on their way
 
     def method(self) -> Method:
         return make_method(self.name, {**OPTIONS, **self.options})
@@ -468,6 +469,7 @@ def settings(case: Case, seed: int) -> dict[str, Any]:
         "rounds": ROUNDS,
         "seed": seed,
         "accelerator": "cpu",
+        "updates": case.updates or {},
     }
 
 
@@ -752,6 +754,71 @@ def test_real_devices_train_it_bit_for_bit_as_in_memory(case: Case, fleet: Fleet
     assert [entry.train_loss for entry in summary.rounds] == [entry.train_loss for entry in calm.summary.rounds]
     assert model == calm.model
     assert json.dumps(msgspec.to_builtins(summary.devices))  # no figure that cannot be written down
+
+
+CODED = [
+    Case("fedper-coded", "fedper", {}, {"up": "int8", "down": "int8"}),
+    Case("fedtp-coded", "fedtp", {}, {"up": "top_k:share=0.1", "down": "int8", "down_whole": "fp16"}),
+    Case("eftvit-coded", "eftvit", SMALLEST["eftvit"], {"features": "fp16", "down": "int8"}),
+]
+each_coded = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.id, marks=pytest.mark.xdist_group(case.name)) for case in CODED]
+)
+
+
+@each_coded
+def test_real_devices_train_coded_updates_bit_for_bit_as_in_memory(case: Case, fleet: Fleet, recorded: Record) -> None:
+    """What is left out by coding and what is made by recipes included; and it is another model than uncoded."""
+    test_real_devices_train_it_bit_for_bit_as_in_memory(case, fleet, recorded)
+    [plain] = [other for other in CASES if other.id == case.name]
+    assert recorded(case).model != recorded(plain).model
+
+
+@each_coded
+def test_coded_bytes_are_known_beforehand(case: Case, recorded: Record) -> None:
+    """Of the first round, and of the second, in which a device makes the server's tensors from those that it has; the
+    evaluation of round 1 fetched them. Uploads hold what the Program says, and decode to its tensors."""
+    run = recorded(case)
+    for device, task in run.tasks:
+        if task.kind != "train":
+            continue
+        program, result = run.program(task), run.results[device, task.round, "train"]
+        graphs = {name: graph_cost(run.down[spec.digest]) for name, spec in program.graphs.items()}
+        cost = program_cost(program, {}, graphs, images=result.samples, test_images=0)
+        generated = program.with_role(Role.GENERATED)
+        if task.round == 1:
+            assert result.use.fetched_bytes == cost.bytes_once + cost.bytes_down
+        else:
+            fetched = result.use.fetched_bytes + run.results[device, 1, "evaluate"].use.fetched_bytes
+            assert fetched <= cost.bytes_down * (2 if generated else 1)
+            assert generated or fetched == cost.bytes_down
+        assert result.upload is not None
+        content = unpack(run.up[result.upload.digest])
+        check_tensors(content, program.expected_upload(), "upload")
+        if not any(phase.collect for phase in program.train):
+            assert cost.bytes_up == result.use.upload_bytes == result.upload.size
+        assert any("#" in name or value.dtype == np.float16 for name, value in content.items())
+
+
+@each_coded
+def test_devices_make_the_tensors_that_the_server_refers_to(case: Case, recorded: Record) -> None:
+    """After round 1 nobody fetches a coded group whole; and what a task names is what the store's record names."""
+    run = recorded(case)
+    store = Store.in_folder(run.folder.parent)
+    states = [record.state for record in store.rounds(case.id) if record.state]
+    store.close()
+    blobs = BlobStore(run.folder / "blobs")
+    assert any(reference.links for reference in states[-1].references.values())
+    for device, task in run.tasks:
+        if (task.round, task.kind) != (ROUNDS, "evaluate"):
+            continue
+        for group, reference in states[-1].references.items():
+            assert task.groups[group] == reference.digest
+            # of a group of vectors alone the change takes as much as the whole
+            assert bool(reference.links) == (reference.digest not in run.down), f"{group!r} of {device}"
+            exact, coded = unpack(blobs.get(states[-1].groups[group])), unpack(blobs.get(reference.digest))
+            for name, value in exact.items():
+                np.testing.assert_allclose(coded[name], value, atol=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from fedvit.errors import BadPayload, PeerRefused
 from fedvit.program import Batch, Collect, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, Train
 from fedvit.resources import DeviceProfile, ResourceUse
 from fedvit.tensors import Tensors, pack
+from fedvit.updates import make_codec
 from fedvit.wire.messages import Hello, Manifest, Result
 
 CLASSES = ("ant", "bee", "cow")
@@ -264,3 +265,69 @@ def test_bytes_of_any_kind_are_taken_or_refused(noise: bytes, place: int, value:
             continue
         assert {name: tensor.shape for name, tensor in tensors.items()} == {"a": (2, 3), "b": (4,)}
         assert all(bool(np.isfinite(tensor).all()) for tensor in tensors.values())
+
+
+# --- coded uploads ------------------------------------------------------------------------------------
+
+SHAPE = (40, 32)
+CODED = {
+    codec: msgspec.structs.replace(
+        AVERAGED,
+        groups={**AVERAGED.groups, "body": Group(Role.SHARED, up=codec)},
+        tensors={**AVERAGED.tensors, "a": TensorSpec(SHAPE, "float32", "body")},
+    )
+    for codec in ("fp16", "int8", "top_k:share=0.1")
+}
+
+
+def coded(codec: str) -> Tensors:
+    value = np.linspace(-1, 1, 40 * 32, dtype=np.float32).reshape(SHAPE)
+    return make_codec(codec).encode({"a": value, "b": np.ones(4, np.float32)})
+
+
+@pytest.mark.parametrize("codec", CODED)
+def test_coded_uploads_are_taken_and_their_size_is_limited_as_coded(codec: str) -> None:
+    content = pack(coded(codec))
+    assert check_upload(content, CODED[codec], WHAT).keys() == coded(codec).keys()
+    most = largest_upload_bytes(CODED[codec], 20)
+    assert len(content) <= most < len(content) + 70_000
+    with pytest.raises(BadPayload, match=r"tensors are missing|has dtype float32|has shape"):
+        check_upload(pack({"a": np.zeros(SHAPE, np.float32), "b": np.ones(4, np.float32)}), CODED[codec], WHAT)
+    with pytest.raises(BadPayload, match=r"tensors were not asked for|has dtype|has shape"):
+        check_upload(content, AVERAGED, WHAT)
+
+
+@pytest.mark.parametrize(
+    ("codec", "part", "value", "reason"),
+    [
+        ("fp16", "a", np.inf, "'a' holds 1 values that are NaN or infinite"),
+        ("int8", "a#scale", np.nan, "'a#scale' holds 1 values that are NaN or infinite"),
+        ("int8", "a#scale", 3e38, "'a' holds"),  # finite itself, but not what it stands for
+        ("top_k:share=0.1", "a", np.inf, "'a' holds 1 values that are NaN or infinite"),
+        ("top_k:share=0.1", "a#index", 60_000, "'a': its places are not ascending, or beyond its 1280 entries"),
+    ],
+)
+def test_what_cannot_be_decoded_to_numbers_is_refused(codec: str, part: str, value: float, reason: str) -> None:
+    tensors = coded(codec)
+    tensors[part].reshape(-1)[-1] = value
+    with pytest.raises(BadPayload) as refused:
+        check_upload(pack(tensors), CODED[codec], WHAT)
+    assert str(refused.value).startswith(f"{WHAT}: {reason}")
+
+
+def test_parts_of_a_local_tensor_are_refused_by_name() -> None:
+    with pytest.raises(BadPayload, match="it holds local tensor 'h#scale', which must not leave the device"):
+        check_upload(pack({**deltas(), "h#scale": np.ones(3, np.float32)}), AVERAGED, WHAT)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8"])
+def test_coded_features_are_taken(codec: str) -> None:
+    [phase] = COLLECTED.train
+    collect = Collect("features", (2, 8), codec=codec)
+    program = msgspec.structs.replace(COLLECTED, train=(msgspec.structs.replace(phase, collect=collect),))
+    for rows in (0, 20):
+        made = np.random.default_rng(0).normal(size=(rows, 2, 8)).astype(np.float32)
+        form = make_codec(codec).form("features", (None, 2, 8))
+        parts = make_codec(codec).encode({"features": made}, samples=True)
+        assert {name: str(part.dtype) for name, part in parts.items()} == {name: form[name][1] for name in form}
+        check_upload(pack({**parts, "labels": np.zeros(rows, np.int64)}), program, WHAT)

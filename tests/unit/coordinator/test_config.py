@@ -11,7 +11,16 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cli, config_flags, merge_flags
-from coordinator.config import BrokerConfig, BudgetConfig, ImageConfig, RunConfig, StartConfig, make_config, read_toml
+from coordinator.config import (
+    BrokerConfig,
+    BudgetConfig,
+    ImageConfig,
+    RunConfig,
+    StartConfig,
+    UpdatesConfig,
+    make_config,
+    read_toml,
+)
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS
 from fedvit.methods.base import Surgery
@@ -55,6 +64,12 @@ federation = "lab-1"
 crop_padding = 4
 flip = true
 brightness = 0.25
+
+[updates]
+up = "int8"
+up_groups = { model = "fp16" }
+down = "top_k:share=0.1"
+down_whole = "fp16"
 
 [budget]
 memory_budget = "512MB"
@@ -139,6 +154,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             budget=BudgetConfig(
                 memory_budget="512MB", flops_budget=2e12, round_deadline="10m", upload_budget=5_000_000.0
             ),
+            updates=UpdatesConfig(up="int8", up_groups={"model": "fp16"}, down="top_k:share=0.1", down_whole="fp16"),
         ),
         BrokerConfig(broker="mqtts://pi@h:8883", listen="0.0.0.0", port=0, password="secret", ca_file="ca.pem"),
     )
@@ -360,9 +376,9 @@ def test_a_large_model_is_checked_without_taking_memory() -> None:
 
 def test_every_key_has_a_flag_and_a_description() -> None:
     flags = {option.name: option for option in cli.commands["start"].params if isinstance(option, click.Option)}
-    for kind in (RunConfig, BrokerConfig, ImageConfig, BudgetConfig):
+    for kind in (RunConfig, BrokerConfig, ImageConfig, BudgetConfig, UpdatesConfig):
         for key in kind.__struct_fields__:
-            if key not in ("images", "budget"):  # tables: their keys are flags
+            if key not in ("images", "budget", "updates"):  # tables: their keys are flags
                 assert len(flags[key].help or "") > 15, key
     shown = CliRunner().invoke(cli, ["start", "--help"], terminal_width=200).output
     for flag in (
@@ -390,6 +406,7 @@ def test_every_flag_arrives() -> None:
         *("--accelerator", "cpu", "--federation", "lab-1", "--model", "vit_small_images", "--pretrained", "false"),
         *("--crop-padding", "4", "--flip", "--brightness", "0.25"),
         *("--memory-budget", "512MB", "--flops-budget", "2e12", "--round-deadline", "10m", "--upload-budget", "5e6"),
+        *("--up", "int8", "--up-group", "model=fp16", "--down", "fp16", "--down-whole", "int8"),
         *("--broker", "embedded", "--listen", "::1", "--port", "0", "--password", "p", "--ca-file", "ca.pem"),
     )
     assert config == StartConfig(
@@ -421,6 +438,7 @@ def test_every_flag_arrives() -> None:
             federation="lab-1",
             images=ImageConfig(crop_padding=4, flip=True, brightness=0.25),
             budget=BudgetConfig(memory_budget="512MB", flops_budget="2e12", round_deadline="10m", upload_budget="5e6"),
+            updates=UpdatesConfig(up="int8", up_groups={"model": "fp16"}, down="fp16", down_whole="int8"),
         ),
         BrokerConfig(broker="embedded", listen="::1", port=0, password="p", ca_file="ca.pem"),
     )
@@ -537,3 +555,38 @@ def test_an_unknown_budget_is_named() -> None:
         make_config({"budget": {"memory": "512MB"}}, FILE)
     with pytest.raises(ConfigError, match="upload_budget = True"):
         make_config({"budget": {"upload_budget": True}}, FILE)
+
+
+# --- updates ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "updates", "reason"),
+    [
+        ("fedavg", {"up": "int4"}, "updates: up: unknown codec 'int4'; known are none, fp16, int8, top_k"),
+        ("fedavg", {"down": "top_k:share=2"}, "updates: down: top_k: share = 2.0 must be above 0 and at most 0.5"),
+        (
+            "fedavg",
+            {"down_whole": "top_k"},
+            "updates: down_whole = 'top_k': top_k is for changes of trained tensors alone",
+        ),
+        (
+            "fedper",
+            {"up_groups": {"head": "none"}},
+            "updates: up_groups: group 'head' is not sent back; of method 'fedper' these are: shared",
+        ),
+        ("fedavg", {"features": "fp16"}, "updates: features = 'fp16': method 'fedavg' sends nothing of that kind"),
+        ("eftvit", {"up": "int8"}, "updates: up = 'int8': method 'eftvit' sends nothing of that kind"),
+        ("local", {"down": "int8"}, "updates: down = 'int8': method 'local' sends nothing of that kind"),
+    ],
+)
+def test_codecs_of_what_is_not_there_are_refused(method: str, updates: dict[str, Any], reason: str) -> None:
+    assert refusal(method=method, updates=updates).endswith(reason)
+
+
+def test_a_group_may_have_a_codec_of_its_own() -> None:
+    updates = UpdatesConfig(up="int8", up_groups={"head": "top_k"})
+    assert updates.up_of("body") == "int8"
+    assert updates.up_of("head") == "top_k:share=0.05"
+    with pytest.raises(ConfigError, match="must be written GROUP=CODEC"):
+        flagged("--up-group", "head")

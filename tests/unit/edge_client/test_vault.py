@@ -41,7 +41,7 @@ def arm(calls_left):
                 raise OSError(5, f"made to fail: {name}")
             return real(*arguments, **keywords)
         setattr(os, name, call)
-    for name in ("open", "mkdir", "fsync", "replace", "unlink", "rmdir"):
+    for name in ("open", "mkdir", "fsync", "replace", "link", "unlink", "rmdir"):
         guard(name)
     return lambda: calls_left >= 0
 
@@ -54,9 +54,8 @@ for number in range(200):
         report = "committed"
         passed = arm(number)
         try:
-            Vault(folder).commit(
-                Result("run", 2, "train", 5, {"loss": 0.5}, ResourceUse()), {"w": np.full(4, 2, np.float32)}
-            )
+            vault, new = Vault(folder), {"w": np.full(4, 2, np.float32)}
+            vault.commit(Result("run", 2, "train", 5, {"loss": 0.5}, ResourceUse()), new, new, vault.owed("run"))
         except StorageFailed as error:
             report = str(error)
         except BaseException as error:
@@ -182,7 +181,9 @@ def test_two_runs_lie_side_by_side(vault: Vault) -> None:
 def test_an_accident_at_any_point_leaves_the_old_state_or_the_new(tmp_path: Path, accident: str) -> None:
     """kill -9, or an error of the disk, at each system call of a commit in turn."""
     base = Vault(tmp_path / "base")
-    base.commit(result(1), personal(1))
+    base.commit(result(1), personal(1), personal(5))
+    base.settle(RUN, 1)
+    base.commit(result(1), personal(1), personal(1), base.owed(RUN))
     before, after = (1, 1, [(RUN, 1)]), (2, 2, [(RUN, 2)])
     (tmp_path / "out").mkdir()
     done = subprocess.run(
@@ -207,6 +208,9 @@ def test_an_accident_at_any_point_leaves_the_old_state_or_the_new(tmp_path: Path
             assert report == "committed" or report.startswith("cannot write "), line
         if report == "committed":
             assert found == after, line
+        assert owed(vault) == {"w": 5}, "nothing was accepted since"
+        vault.settle(RUN, found[0])
+        assert owed(vault) == {"w": found[0]}
         # and the vault goes on from there, without anything left over
         vault.commit(result(3), personal(3))
         assert content(vault) == (3, 3, [(RUN, 3)])
@@ -299,3 +303,76 @@ def test_a_damaged_note_is_named(vault: Vault) -> None:
     (vault.folder / RUN / "TASK").write_bytes(b"\xc1")
     with pytest.raises(StorageFailed, match="TASK is damaged"):
         vault.noted(RUN)
+
+
+# --- what coding left out -----------------------------------------------------------------------------
+
+
+def owed(vault: Vault) -> dict[str, float]:
+    return {name: float(value[0]) for name, value in vault.owed(RUN).tensors.items()}
+
+
+def work(vault: Vault, number: int, left: float) -> None:
+    """A round's result, coded with what was owed before."""
+    coded = {"w": np.full(3, left, np.float32)}
+    vault.commit(result(number), personal(number), coded, vault.owed(RUN))
+
+
+def test_what_coding_left_out_is_owed_once_the_result_was_accepted(vault: Vault) -> None:
+    assert owed(vault) == {}
+    work(vault, 1, 0.5)
+    assert owed(vault) == {}, "nobody knows yet whether anything of it was taken"
+    vault.settle(RUN, 1, accepted=True)
+    assert owed(vault) == {"w": 0.5}
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_of_a_result_that_was_not_taken_everything_before_is_still_owed(vault: Vault, refused: bool) -> None:
+    """Late twice, then accepted: what was owed before is carried over, undiminished; also by another process."""
+    work(vault, 1, 0.5)
+    vault.settle(RUN, 1, accepted=True)
+    for number in (2, 3):
+        work(vault, number, 0.25)
+        if refused:
+            vault.settle(RUN, number, accepted=False)
+        assert owed(vault) == owed(Vault(vault.folder)) == {"w": 0.5}
+    work(vault, 4, 0.125)
+    vault.settle(RUN, 4, accepted=True)
+    assert owed(vault) == {"w": 0.125}
+
+
+def test_a_result_may_leave_nothing(vault: Vault) -> None:
+    work(vault, 1, 0.5)
+    vault.settle(RUN, 1, accepted=True)
+    vault.commit(result(2), personal(2), {}, vault.owed(RUN))
+    vault.settle(RUN, 2, accepted=True)
+    assert owed(vault) == {}
+
+
+def test_a_power_cut_while_a_refusal_is_noted_takes_nothing(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal is on disk before the mark of what is pending goes: in between, it is both, and stays owed."""
+    work(vault, 1, 0.5)
+    vault.settle(RUN, 1, accepted=True)
+    work(vault, 2, 0.25)
+    with monkeypatch.context() as patch:
+
+        def cut(*_: object, **__: object) -> None:
+            raise OSError(5, "power cut")
+
+        patch.setattr("pathlib.Path.unlink", cut)
+        with pytest.raises(StorageFailed):
+            vault.settle(RUN, 2, accepted=False)
+    assert owed(Vault(vault.folder)) == {"w": 0.5}
+    assert [pending.round for pending in vault.pending()] == [2], "it is sent again, and refused again"
+
+
+def test_where_files_cannot_be_linked_they_are_copied(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(1, "not permitted")
+
+    monkeypatch.setattr("os.link", no_links)
+    work(vault, 1, 0.5)
+    vault.settle(RUN, 1, accepted=True)
+    work(vault, 2, 0.25)
+    vault.settle(RUN, 2, accepted=False)
+    assert owed(vault) == {"w": 0.5}

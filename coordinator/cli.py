@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 
 from coordinator.config import TABLES, BrokerConfig, RunConfig, StartConfig, make_config, read_toml
 from coordinator.cost_commands import boards, plan, profile, report
+from coordinator.device_commands import devices
 from coordinator.flags import existing_store, key_value, literal
 from fedvit import command_line
 from fedvit.errors import ConfigError
@@ -35,7 +36,7 @@ def cli() -> None:
     """Dispatch federated rounds to a fleet of devices, and keep what comes of them."""
 
 
-for command in (boards, plan, profile, report):
+for command in (boards, devices, plan, profile, report):
     cli.add_command(command)
 
 
@@ -84,6 +85,13 @@ def _description(hint: Any) -> str:
     return ""
 
 
+_NUMBER_OR_TEXT = {
+    "cohort",
+    "pretrained",
+    *(field.name for kind in TABLES.values() for field in msgspec.structs.fields(kind) if field.default is None),
+}
+
+
 def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     """Put the flags that were set over a file's values."""
     merged = {**values}
@@ -100,7 +108,7 @@ def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]
             if isinstance(inside, dict):  # else the file is wrong, and make_config says so
                 merged[name] = {**inside, **dict(key_value(pair) for pair in value)}
             continue
-        if name in ("cohort", "pretrained"):
+        if name in _NUMBER_OR_TEXT:
             value = literal(value)
         home = next((table for table, kind in tables.items() if name in kind.__struct_fields__), None)
         if home:

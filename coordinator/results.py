@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable
 
-from coordinator.admission import check_result, check_upload
+from coordinator.admission import LABELS, check_labels, check_result, check_upload
 from coordinator.open_round import OpenRound
 from coordinator.presence import Presence
 from coordinator.store import Store
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
+from fedvit.program import Program
 from fedvit.resources import BudgetKind
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import Failed, Manifest, Result, ResultAck
@@ -22,6 +23,8 @@ UPLOADS_AT_ONCE = 4
 
 class Results:
     """The desk for one run's results; `opened` is the round that is being asked, None between rounds.
+
+    `strike(device, round, reason)` hears of results that no honest device brings.
 
     Idempotent by (run, round, kind, device). Whatever is refused is counted in the store, answered with the
     reason, and never fatal.
@@ -38,6 +41,7 @@ class Results:
         presence: Presence,
         answer: Callable[[str, ResultAck], None],
         say: Callable[[str], None],
+        strike: Callable[[str, int, str], None],
     ) -> None:
         self.opened: OpenRound | None = None
         self._run = run
@@ -48,6 +52,7 @@ class Results:
         self._presence = presence
         self._answer = answer
         self._say = say
+        self._strike = strike
 
     def on_result(self, device: str, result: Result) -> None:
         """Take a result, or refuse it; one that was taken before is only acknowledged again."""
@@ -71,6 +76,7 @@ class Results:
                 check_result(result, opened.work[device].variant.program, self._presence[device].hello)
             except BadPayload as error:
                 self._reject(device, result, str(error))
+                self._strike(device, result.round, str(error))
                 return
             if result.upload is None:
                 self._accept(device, result)
@@ -136,15 +142,22 @@ class Results:
             try:
                 if error:
                     raise error
-                what = f"result of {device} for round {result.round}"
-                check_upload(self._blobs.get(manifest.digest), opened.work[device].variant.program, what)
-            except BadPayload as bad:
+                self._check(device, result, manifest, opened.work[device].variant.program)
+            except BadPayload as bad:  # the link's, or the device's
                 self._reject(device, result, str(bad))
+                if not error:
+                    self._strike(device, result.round, str(bad))
             else:
                 self._accept(device, result)
             self.grant_uploads()
 
         return finished
+
+    def _check(self, device: str, result: Result, manifest: Manifest, program: Program) -> None:
+        what = f"result of {device} for round {result.round}"
+        tensors = check_upload(self._blobs.get(manifest.digest), program, what)
+        if LABELS in tensors and device in self._presence:
+            check_labels(tensors[LABELS], program, self._presence[device].hello, what)
 
     def _accept(self, device: str, result: Result) -> None:
         self._store.add_result(device, result)

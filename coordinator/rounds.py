@@ -20,17 +20,20 @@ from coordinator.inbox import Inbox, Interrupted
 from coordinator.open_round import OpenRound, Work
 from coordinator.planner import Plan, common_groups, initial_blobs, make_plan
 from coordinator.presence import Presence
+from coordinator.quarantine import Quarantine
 from coordinator.results import Results
+from coordinator.screening import Screen
 from coordinator.store import ResultRecord, SavedState, Store
 from coordinator.summary import round_line
 from coordinator.targets import Targets
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError, EmptyCohort, FedvitError, LinkDown, OverBudget, PeerRefused
 from fedvit.files import atomic_write
+from fedvit.methods.aggregators import make_aggregator
 from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.program import Role
 from fedvit.resources import Budget, BudgetKind, ResourceUse
-from fedvit.tensors import Tensors, pack, unpack
+from fedvit.tensors import Tensors, mapped, pack, unpack
 from fedvit.transport.base import Transport, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
@@ -91,6 +94,10 @@ class Coordinator:
             may_read=self._may_read,
             receivers=self._asked_and_here,
         )
+        protection = config.protection
+        self.quarantine = Quarantine(
+            run, store, limit=protection.strikes, rounds=protection.quarantine_rounds, began=self._put_away
+        )
         self.results = Results(
             run=run,
             store=store,
@@ -100,6 +107,7 @@ class Coordinator:
             presence=self.presence,
             answer=self._tell,
             say=self._say,
+            strike=self.quarantine.strike,
         )
         self.targets = Targets(run, store, self.presence, config.budget.limits())
         self.inbox = Inbox(
@@ -120,6 +128,7 @@ class Coordinator:
         self._saved: SavedState | None = None
         self._offered: dict[str, set[str]] = {}  # device -> digests that it may read
         self._headline = ""
+        self._round = 1
 
     # --- the course of a run --------------------------------------------------------------------------
 
@@ -242,10 +251,11 @@ class Coordinator:
     def _train(self, number: int, cohort: list[str] | None) -> None:
         """Ask a cohort to train, and move the state. Raises EmptyCohort after ATTEMPTS fruitless tries."""
         plan = self._ready()
+        self._round = number
         for attempt in range(ATTEMPTS):
             if cohort is None:
-                self.inbox.pump(lambda: bool(self.presence.online()))
-                cohort = select_cohort(self.presence.online(), self.config.cohort, self.config.seed, number)
+                self.inbox.pump(lambda: bool(self._admitted()))
+                cohort = select_cohort(self._admitted(), self.config.cohort, self.config.seed, number)
                 (self.store.open_round if attempt == 0 else self.store.reopen_round)(self.run, number, cohort)
             began = time.monotonic()
             work = self._work(number, cohort)
@@ -281,7 +291,8 @@ class Coordinator:
 
     def _evaluate(self, number: int) -> None:
         """Ask every device that is here how good its model is on its own test images."""
-        work = self._work(number, self.presence.online())
+        self._round = number
+        work = self._work(number, self._admitted())
         if work:
             self._ask(OpenRound(self.run, number, "evaluate", list(work), len(work), work))
         self.store.round_evaluated(self.run, number)
@@ -384,10 +395,16 @@ class Coordinator:
             return unpack(self.blobs.get(digest))
 
         uploads = [
-            Upload(result.device, result.samples, result.upload, partial(load, result.upload))
+            Upload(result.device, result.samples, result.upload, partial(mapped, self.blobs.path(result.upload)))
             for result in results
             if result.upload
         ]
+        protection = self.config.protection
+        screened = self.inbox.in_background(lambda: Screen.of(protection).apply(uploads))
+        for device, reason in screened.outliers:
+            self.results.refuse(device, "train", f"left out: {reason}", number)
+            self._say(f"round {number}: {device} is left out: {reason}")
+            self.quarantine.strike(device, number, reason)
         context = RoundContext(
             round=number,
             seed=self.config.seed,
@@ -396,9 +413,11 @@ class Coordinator:
             accelerator=self._accelerator,
             load=load,
             progress=self._set_headline,
+            aggregator=make_aggregator(protection.aggregator, protection.malicious_share),
         )
-        state = self._state()
-        return self.inbox.in_background(lambda: plan.rule.close(state, uploads, context))
+        state = self.quarantine.cleansed(self._state(), number)
+        moved, figures = self.inbox.in_background(lambda: plan.rule.close(state, screened.uploads, context))
+        return moved, figures | screened.figures
 
     # --- what arrives ---------------------------------------------------------------------------------
 
@@ -456,6 +475,10 @@ class Coordinator:
             self.results.refuse(device, "hello", str(error))
             self._tell(device, Refused(hello.instance, str(error), final=True))
             return
+        if banned := self._banned(device):
+            self.results.refuse(device, "hello", banned)
+            self._tell(device, Refused(hello.instance, banned, final=True))
+            return
         fresh = not self.presence.is_online(device)
         self.presence.arrived(device, hello)
         if fresh:
@@ -463,7 +486,7 @@ class Coordinator:
                 "device joined", extra={"device": device, "train": hello.train_samples, "host": hello.profile.host}
             )
             self._say(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
-        self._tell(device, Welcome(hello.instance, self.inbox.epoch, self._headline))
+        self._tell(device, Welcome(hello.instance, self.inbox.epoch, self._next_for(device)))
         opened = self.results.opened
         if opened and device in opened.waiting_for() and not opened.is_uploading(device):
             self._send_task(device)
@@ -474,6 +497,26 @@ class Coordinator:
             self._say(f"{device} left")
             self.exchange.drop_peer(device)
             self.results.device_left(device)
+
+    # --- devices that are not asked -------------------------------------------------------------------
+
+    def _admitted(self) -> list[str]:
+        return self.quarantine.admitted(self.presence.online(), self._round)
+
+    def _banned(self, device: str) -> str | None:
+        """Why a device need not wait: nothing but the operator ends its quarantine."""
+        record = self.quarantine.record_of(device, self._round)
+        return None if record is None or record.until_round else self.quarantine.why_not(device, self._round)
+
+    def _next_for(self, device: str) -> str:
+        return self.quarantine.why_not(device, self._round) or self._headline
+
+    def _put_away(self, device: str) -> None:
+        """A quarantine began: who has to wait long is sent away."""
+        self._say(f"{device}: {self.quarantine.why_not(device, self._round)}")
+        if (banned := self._banned(device)) and self.presence.is_online(device):
+            self._tell(device, Refused(self.presence[device].hello.instance, banned[:500], final=True))
+            self.presence.dismiss(device)
 
     # --- state ----------------------------------------------------------------------------------------
 

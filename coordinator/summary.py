@@ -64,6 +64,8 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     rounds: list[RoundSummary]
     devices: list[DeviceSummary]
     refusals: list[dict[str, str | int | None]]
+    strikes: dict[str, int] = {}  # by device, over the whole run
+    quarantined: dict[str, str] = {}  # devices that are in quarantine -> why
     mean_accuracy: float | None
     bytes_down: int
     bytes_up: int
@@ -104,6 +106,12 @@ def summarise(store: Store, run: str) -> RunSummary:
         rounds=rounds,
         devices=devices,
         refusals=[entry._asdict() for entry in refusals],
+        strikes=dict(sorted(Counter(entry.device for entry in store.strikes(run)).items())),
+        quarantined={
+            record.device: record.reason
+            for record in store.quarantines(run)
+            if record.holds(max((entry.round for entry in rounds), default=1))
+        },
         mean_accuracy=evaluated[-1] if evaluated else None,
         bytes_down=sum(device.bytes_down for device in devices),
         bytes_up=sum(device.bytes_up for device in devices),
@@ -199,6 +207,8 @@ def report(summary: RunSummary, width: int) -> Group:
         parts += [Text(), device_table(summary, width)]
     if any(device.budget_broken for device in summary.devices):
         parts += [Text(), budget_table(summary, width)]
+    if summary.strikes:
+        parts += [Text(), strike_table(summary, width)]
     if summary.refusals:
         parts += [Text(), refusal_table(summary, width)]
     return Group(*parts)
@@ -272,6 +282,18 @@ def budget_table(summary: RunSummary, width: int) -> Table:
         what = ", ".join(f"{kind} {count}" for kind, count in device.broke.items())
         name = Text(shortened(device.device, max(LEAST_NAME, width // 2)))
         table.add_row(name, str(device.budget_kept), str(device.budget_broken), Text(what))
+    return table
+
+
+def strike_table(summary: RunSummary, width: int) -> Table:
+    """Devices that sent what no honest one sends."""
+    table = new_table("strikes")
+    for heading in ("device", "strikes"):
+        column(table, heading, justify="left" if heading == "device" else "right")
+    table.add_column("quarantine", overflow="fold")
+    for device, count in summary.strikes.items():
+        name = Text(shortened(device, max(LEAST_NAME, width // 3)))
+        table.add_row(name, str(count), Text(summary.quarantined.get(device, "-")))
     return table
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from edge_client.guard import Exceeded, Guard, Guarded
-from edge_client.runtime import Runtime, Seeds, Stopped, Watch
+from edge_client.runtime import Runtime, Seeds, Stopped, Trained, Watch
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
@@ -429,13 +429,7 @@ class Agent:
             for group in dict.fromkeys([*program.with_role(Role.LOCAL), *program.evaluate.kept])
             for name in program.names(group)
         }
-        back = {
-            name: values[name]
-            for group in program.with_role(*(role for role in Role if role.sent_back))
-            for name in program.names(group)
-        }
-        upload: Tensors = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
-        upload |= trained.collected
+        upload = self._upload(program, values, trained)
         manifest = self.blobs.put(*packed_pieces(upload)) if upload else None
         guarded.upload_bytes = manifest.size if manifest else 0
         use = self._use(job, guarded)
@@ -445,6 +439,15 @@ class Agent:
             raise Stopped("the task was stopped")
         self.vault.commit(result, kept)
         return result
+
+    def _upload(self, program: Program, values: Tensors, trained: Trained) -> Tensors:
+        """What the result carries: deltas of the groups that are sent back, and what was collected."""
+        back = {
+            name: values[name]
+            for group in program.with_role(*(role for role in Role if role.sent_back))
+            for name in program.names(group)
+        }
+        return delta({name: trained.tensors.get(name, values[name]) for name in back}, back) | trained.collected
 
     def _labelled(self, classes: tuple[str, ...]) -> DeviceData:
         """The images under the run's class list; kept, because decoded images are cached inside."""

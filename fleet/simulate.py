@@ -5,6 +5,7 @@ For experiments and tests: nothing but the network is left out, and the same see
 
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -64,12 +65,14 @@ def simulate(
     display: Display | None = None,
     graph_cache: Path | None = None,
     resume: bool = False,
+    agent_kinds: Mapping[str, Callable[..., Agent]] | None = None,
 ) -> FleetOutcome:
     """Run one configuration with one agent per device folder, each in a thread of this process.
 
     `values` is a configuration as a file gives it, over DEFAULTS. At most `at_once` devices compute at the
     same time, with `threads` each; None: one per core. With `resume` a run of that name that is there already
-    goes on where it was; else it must not be there. Files lie as after `fleet run`.
+    goes on where it was; else it must not be there. Files lie as after `fleet run`. `agent_kinds` makes some of the
+    devices, by folder name, other agents than the usual.
 
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
     """
@@ -106,7 +109,16 @@ def simulate(
     runtime = TakingTurns(threads, at_once or max(1, usable_cores() // threads))
     profile = device_profile(threads)
     agents = [
-        _agent(folder, home / "state" / folder.name, broker, config.federation, runtime, profile) for folder in folders
+        _agent(
+            (agent_kinds or {}).get(folder.name, Agent),
+            folder,
+            home / "state" / folder.name,
+            broker,
+            config.federation,
+            runtime,
+            profile,
+        )
+        for folder in folders
     ]
     workers = [threading.Thread(target=take_part, args=(agent,), name=agent.device, daemon=True) for agent in agents]
     began = time.monotonic()
@@ -134,9 +146,15 @@ def _is_there(store: Store, run: str, config: RunConfig) -> bool:
 
 
 def _agent(
-    folder: Path, state: Path, broker: MemoryBroker, federation: str, runtime: Runtime, profile: DeviceProfile
+    kind: Callable[..., Agent],
+    folder: Path,
+    state: Path,
+    broker: MemoryBroker,
+    federation: str,
+    runtime: Runtime,
+    profile: DeviceProfile,
 ) -> Agent:
-    return Agent(
+    return kind(
         device=folder.name,
         federation=federation,
         transport=MemoryTransport(SimpleQueue(), broker, folder.name),

@@ -17,6 +17,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedvit.errors import ConfigError
+from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.vit import PatchViT
@@ -106,7 +107,7 @@ class Surgery(Protocol):
 
 
 class Upload(NamedTuple):
-    """One accepted result, as a server rule sees it; `load` reads the tensors from disk when asked."""
+    """One accepted result, as a server rule sees it; `load` maps the tensors, read-only, when asked."""
 
     device: str
     samples: int
@@ -133,6 +134,7 @@ class RoundContext(NamedTuple):
     accelerator: str  # torch device: "cpu", "cuda", ...
     load: Callable[[str], Tensors]  # tensors of a kept upload by digest
     progress: Callable[[str], None]  # one line for people, often
+    aggregator: Aggregator = Mean()  # how shared tensors' deltas become one
 
 
 class ServerRule(ABC):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from coordinator.admission import check_hello
+from coordinator.admission import LABELS, check_hello
 from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.cohort import select_cohort
 from coordinator.config import RunConfig
@@ -20,6 +20,7 @@ from coordinator.inbox import Inbox, Interrupted
 from coordinator.open_round import OpenRound, Work
 from coordinator.planner import Plan, common_groups, initial_blobs, make_plan
 from coordinator.presence import Presence
+from coordinator.privacy import aggregator_of, cohort_seed, round_figures
 from coordinator.quarantine import Quarantine
 from coordinator.results import Results
 from coordinator.screening import Screen
@@ -29,7 +30,6 @@ from coordinator.targets import Targets
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError, EmptyCohort, FedvitError, LinkDown, OverBudget, PeerRefused
 from fedvit.files import atomic_write
-from fedvit.methods.aggregators import make_aggregator
 from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.program import Role
 from fedvit.resources import Budget, BudgetKind, ResourceUse
@@ -129,6 +129,7 @@ class Coordinator:
         self._offered: dict[str, set[str]] = {}  # device -> digests that it may read
         self._headline = ""
         self._round = 1
+        self._drawn: tuple[int, int] | None = None  # devices that were here and how many were drawn, if by this process
 
     # --- the course of a run --------------------------------------------------------------------------
 
@@ -255,7 +256,9 @@ class Coordinator:
         for attempt in range(ATTEMPTS):
             if cohort is None:
                 self.inbox.pump(lambda: bool(self._admitted()))
-                cohort = select_cohort(self._admitted(), self.config.cohort, self.config.seed, number)
+                admitted = self._admitted()
+                cohort = select_cohort(admitted, self.config.cohort, cohort_seed(self.config), number)
+                self._drawn = (len(admitted), len(cohort))
                 (self.store.open_round if attempt == 0 else self.store.reopen_round)(self.run, number, cohort)
             began = time.monotonic()
             work = self._work(number, cohort)
@@ -413,11 +416,18 @@ class Coordinator:
             accelerator=self._accelerator,
             load=load,
             progress=self._set_headline,
-            aggregator=make_aggregator(protection.aggregator, protection.malicious_share),
+            aggregator=aggregator_of(self.config, number),
         )
         state = self.quarantine.cleansed(self._state(), number)
         moved, figures = self.inbox.in_background(lambda: plan.rule.close(state, screened.uploads, context))
-        return moved, figures | screened.figures
+        rows = [len(upload.load()[LABELS]) for upload in uploads if self.config.privacy.feature_noise]
+        # of a draw by an earlier process nothing is known: no amplification is claimed for it
+        population, drawn = self._drawn or (len(results), len(results))
+        private = round_figures(
+            self.store, self.run, self.config, population=population, cohort=drawn, feature_rows=rows
+        )
+        self._drawn = None
+        return moved, figures | screened.figures | private
 
     # --- what arrives ---------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from edge_client.guard import Exceeded, Guard, Guarded
+from edge_client.private import clipped, noisy_rows
 from edge_client.runtime import Runtime, Seeds, Stopped, Trained, Watch
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
@@ -429,7 +430,7 @@ class Agent:
             for group in dict.fromkeys([*program.with_role(Role.LOCAL), *program.evaluate.kept])
             for name in program.names(group)
         }
-        upload = self._upload(program, values, trained)
+        upload = self._upload(program, values, trained, seeds)
         manifest = self.blobs.put(*packed_pieces(upload)) if upload else None
         guarded.upload_bytes = manifest.size if manifest else 0
         use = self._use(job, guarded)
@@ -440,14 +441,21 @@ class Agent:
         self.vault.commit(result, kept)
         return result
 
-    def _upload(self, program: Program, values: Tensors, trained: Trained) -> Tensors:
+    def _upload(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> Tensors:
         """What the result carries: deltas of the groups that are sent back, and what was collected."""
         back = {
             name: values[name]
             for group in program.with_role(*(role for role in Role if role.sent_back))
             for name in program.names(group)
         }
-        return delta({name: trained.tensors.get(name, values[name]) for name in back}, back) | trained.collected
+        moved = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
+        if program.clip_delta is not None:
+            moved = clipped(moved, program.clip_delta)
+        collected = dict(trained.collected)
+        for phase in program.train:
+            if phase.collect:
+                collected[phase.collect.output] = noisy_rows(collected[phase.collect.output], phase.collect, seeds)
+        return moved | collected
 
     def _labelled(self, classes: tuple[str, ...]) -> DeviceData:
         """The images under the run's class list; kept, because decoded images are cached inside."""

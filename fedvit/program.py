@@ -41,6 +41,8 @@ from msgspec import Struct
 from fedvit.errors import BadPayload
 
 PROGRAM_VERSION = 1
+PRIVATE_VERSION = 2
+"""Of Programs that ask for privacy: software that knows only the first version must refuse them, not forget to."""
 
 
 class Role(enum.StrEnum):
@@ -129,6 +131,9 @@ class Collect(Struct, frozen=True):
     output: str
     shape: tuple[int, ...]  # of one sample's value, float32
     threshold: float = 1.0  # multiplies the median; > 0
+    clip: float | None = None  # each sample's value is scaled down to this norm before it is sent
+    noise: float = 0.0  # with `clip`: std of the Gaussian noise that is added then, times `clip`
+    rehearsal: bool = False  # the noise follows from the run's seed: for experiments, it protects nobody
 
 
 class Draw(Struct, frozen=True, kw_only=True):
@@ -197,6 +202,7 @@ class Program(Struct, frozen=True, kw_only=True):
     train: tuple[Train, ...]
     evaluate: Evaluate
     batch: Batch
+    clip_delta: float | None = None  # deltas are scaled down to this norm, all tensors together, before they are sent
 
     def names(self, group: str) -> list[str]:
         """The group's tensor names in their fixed order."""
@@ -241,8 +247,9 @@ def decode_program(raw: bytes) -> Program:
     try:
         head: Any = msgspec.msgpack.decode(raw)
         version = head.get("v") if isinstance(head, dict) else None
-        if version != PROGRAM_VERSION:
-            raise BadPayload(f"program version {version!r}, this software knows version {PROGRAM_VERSION}")
+        if version not in (PROGRAM_VERSION, PRIVATE_VERSION):
+            known = f"{PROGRAM_VERSION} and {PRIVATE_VERSION}"
+            raise BadPayload(f"program version {version!r}, this software knows versions {known}")
         return msgspec.convert(head, Program)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the latter two through
         raise BadPayload(f"not a program: {error}") from error

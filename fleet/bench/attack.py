@@ -21,7 +21,7 @@ from rich.console import RenderableType
 
 from coordinator.store import Store
 from edge_client.agent import Agent
-from edge_client.runtime import Trained
+from edge_client.runtime import Seeds, Trained
 from fedvit.data.layout import TRAIN
 from fedvit.errors import ConfigError, EmptyCohort, PeerRefused
 from fedvit.program import Program
@@ -45,8 +45,8 @@ class Attacker(Agent):
         except PeerRefused as refusal:
             return str(refusal)
 
-    def _upload(self, program: Program, values: Tensors, trained: Trained) -> Tensors:
-        honest = super()._upload(program, values, trained)
+    def _upload(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> Tensors:
+        honest = super()._upload(program, values, trained, seeds)
         return {
             name: self.tampered(name, value) if value.dtype.kind == "f" else value for name, value in honest.items()
         }

@@ -40,13 +40,13 @@ def test_without_limits_nothing_is_read() -> None:
 
 def test_what_is_too_long_is_left_out() -> None:
     """Norms 1, 2, 3, 60: the median is 2.5; 60 is 24 times that, 3 is 1.2 times."""
-    screened = Screen(reject_scale=5.0).apply([update(name, size) for name, size in zip("abcd", (1, 2, 3, 60), strict=True)])
+    screened = Screen(reject_scale=5.0).apply(
+        [update(name, size) for name, size in zip("abcd", (1, 2, 3, 60), strict=True)]
+    )
     assert [upload.device for upload in screened.uploads] == ["a", "b", "c"]
     [outlier] = screened.outliers
     assert outlier.device == "d"
-    assert outlier.reason == (
-        "its update has norm 60, 24 times the cohort's median; at most 5 times is taken"
-    )
+    assert outlier.reason == ("its update has norm 60, 24 times the cohort's median; at most 5 times is taken")
     assert screened.figures == {"median_norm": pytest.approx(2.5), "left_out": 1.0}
 
 

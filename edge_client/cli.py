@@ -97,6 +97,11 @@ log = logging.getLogger(__name__)
     metavar="CELSIUS",
     help="Stop a task when the processor is hotter than this, e.g. 80.",
 )
+@click.option(
+    "--vault-key",
+    type=click.Path(path_type=Path),
+    help="Encrypt personal tensors with the key in this file, which is made where it is missing.",
+)
 @click.option("--profile", is_flag=True, help="Measure the compute speed at the start, where it is not known yet.")
 @click.option("--once", is_flag=True, help="Leave when the run has ended instead of waiting for the next.")
 @click.option("--quiet", is_flag=True, help="Say only what is wrong.")
@@ -124,6 +129,7 @@ def serve(
     round_deadline: float | None,
     upload_budget: int | None,
     temperature_limit: float | None,
+    vault_key: Path | None,
     profile: bool,
     once: bool,
     quiet: bool,
@@ -134,6 +140,7 @@ def serve(
     from edge_client.guard import Guard
     from edge_client.runtime import Runtime
     from edge_client.vault import Vault
+    from edge_client.vault_key import VaultKey
     from fedvit.blobs import BlobStore
     from fedvit.data.folder import DeviceData
     from fedvit.transport.mqtt import Address, MqttTransport
@@ -147,6 +154,8 @@ def serve(
     folder = state or default_state(data)
     lock = lock_state(folder)
     name = device_id(folder, device, data)
+    vault = Vault(folder / "vault", VaultKey.load(vault_key, make=True) if vault_key else None)
+    vault.check_key()
     threads = threads or fast_cores()
     budget = Budget(
         memory_bytes=memory_budget,
@@ -166,7 +175,7 @@ def serve(
         federation=federation,
         transport=transport,
         data=images,
-        vault=Vault(folder / "vault"),
+        vault=vault,
         blobs=BlobStore(folder / "blobs"),
         runtime=Runtime(threads, provider),
         profile=device_profile(threads, folder, speed=speed, budget=budget),
@@ -375,6 +384,7 @@ def export(
         data=images,
         threads=threads,
         made_by=f"edge-client {version('fedvit')}",
+        vault_key=given["vault_key"],
     )
     bench = Bench(
         images=labelled.test if labelled else None,

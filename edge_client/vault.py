@@ -1,6 +1,7 @@
 """What must survive a power cut on a device: its personal tensors, and the result not yet acknowledged.
 
-Layout: `RUN/round-7-XXXXXXXX/{local.safetensors,result.msgpack,PENDING}`; the file `RUN/CURRENT` names the
+Layout: `RUN/round-7-XXXXXXXX/{local.safetensors,result.msgpack,PENDING}`, with a key `local.sealed` in place of
+`local.safetensors`; the file `RUN/CURRENT` names the
 newest complete round and is replaced atomically. So personal tensors and the result that belongs to them
 change together, or not at all. `RUN/TASK` says what the newest task of the run was made of.
 """
@@ -11,12 +12,15 @@ from pathlib import Path
 
 import msgspec
 
+from edge_client.vault_key import VaultKey
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
 from fedvit.files import atomic_write
-from fedvit.tensors import Tensors, mapped, packed_pieces
+from fedvit.tensors import Tensors, mapped, pack, packed_pieces, unpack
 from fedvit.wire.messages import Result, Task, TaskKind
 from fedvit.wire.topics import check_name
 
+_LOCAL = "local.safetensors"
+_SEALED = "local.sealed"
 _CURRENT = "CURRENT"
 _PENDING = "PENDING"
 _TASK = "TASK"
@@ -34,14 +38,16 @@ class TaskNote(msgspec.Struct, frozen=True):
 
 
 class Vault:
-    """One device's vault, all runs.
+    """One device's vault, all runs. With a key, personal tensors are encrypted from the next commit on.
 
     Raises StorageFailed when the disk is full, the old content then stands; and when what is here cannot be
-    read. Raises BadPayload for a run that cannot be the name of a folder: it comes from the network.
+    read. Raises ConfigError when it is encrypted and the key is missing or another one, BadPayload for a run that
+    cannot be the name of a folder: it comes from the network.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: VaultKey | None = None) -> None:
         self.folder = folder
+        self._key = key
 
     def round_of(self, run: str) -> int:
         """The newest round whose work is here; 0 before the first."""
@@ -53,11 +59,33 @@ class Vault:
         current = self._current(run)
         if current is None:
             return None
-        file = current / "local.safetensors"
+        if (current / _SEALED).is_file():
+            return self._opened(current / _SEALED)
+        file = current / _LOCAL
         try:
             return mapped(file)
         except OSError as error:
             raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
+        except BadPayload as error:
+            raise StorageFailed(f"{file} is damaged: {error}") from error
+
+    def check_key(self) -> None:
+        """Raises ConfigError now where personal tensors cannot be opened with the key that is given, or without."""
+        for current in self._newest():
+            if (current / _SEALED).is_file():
+                self._opened(current / _SEALED)
+
+    def _newest(self) -> list[Path]:
+        homes = sorted(path.parent for path in self.folder.glob(f"*/{_CURRENT}"))
+        return [folder for home in homes if (folder := self._current(home.name))]
+
+    def _opened(self, file: Path) -> Tensors:
+        """In memory: what is encrypted cannot be mapped."""
+        if self._key is None:
+            raise ConfigError(f"{file} is encrypted; name the device's key with --vault-key")
+        content = self._key.open(_read(file), _place(file.parent))
+        try:
+            return unpack(content)
         except BadPayload as error:
             raise StorageFailed(f"{file} is damaged: {error}") from error
 
@@ -66,7 +94,10 @@ class Vault:
         home = self._home(result.run)
         folder = home / f"round-{result.round}-{secrets.token_hex(4)}"
         try:
-            atomic_write(folder / "local.safetensors", *packed_pieces(local), private=True)
+            if self._key:
+                atomic_write(folder / _SEALED, self._key.seal(pack(local), _place(folder)), private=True)
+            else:
+                atomic_write(folder / _LOCAL, *packed_pieces(local), private=True)
             atomic_write(folder / "result.msgpack", msgspec.msgpack.encode(result), private=True)
             atomic_write(folder / _PENDING, b"")
             atomic_write(home / _CURRENT, folder.name.encode())
@@ -81,9 +112,7 @@ class Vault:
 
     def pending(self) -> list[Result]:
         """Results that no coordinator has acknowledged yet."""
-        homes = sorted(path.parent for path in self.folder.glob(f"*/{_CURRENT}"))
-        current = [folder for home in homes if (folder := self._current(home.name))]
-        return [_result(folder / "result.msgpack") for folder in current if (folder / _PENDING).exists()]
+        return [_result(folder / "result.msgpack") for folder in self._newest() if (folder / _PENDING).exists()]
 
     def settle(self, run: str, round_number: int) -> None:
         """The result was acknowledged, or refused for good; the personal tensors stay."""
@@ -127,9 +156,13 @@ class Vault:
             return None
         except OSError as error:
             raise StorageFailed(f"cannot read {home / _CURRENT}: {error.strerror}") from error
-        if not (folder / "local.safetensors").is_file():
+        if not any((folder / name).is_file() for name in (_LOCAL, _SEALED)):
             raise StorageFailed(f"the vault names {folder}, which is not there; move {home} away to start anew")
         return folder
+
+
+def _place(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name}"
 
 
 def _is_current(folder: Path) -> bool:

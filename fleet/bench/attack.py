@@ -100,7 +100,7 @@ ATTACKS: Mapping[str, type[Attacker]] = {
 
 PLAIN: Mapping[str, Any] = {"aggregator": "mean", "strikes": 0}
 """No protection but the check of every upload, which cannot be turned off."""
-RECOMMENDED: Mapping[str, Any] = {"aggregator": "geometric_median", "clip_norm": "median", "reject_scale": 5.0}
+RECOMMENDED: Mapping[str, Any] = {"aggregator": "multi_krum", "clip_norm": "median", "reject_scale": 5.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class AttackSettings:
 
     devices: int = 10
     malicious: int = 3
-    rounds: int = 15
+    rounds: int = 8
     partition: str = "iid"
     partition_options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -119,10 +119,10 @@ class AttackSettings:
     )
     method: str = "fedavg"
     options: Mapping[str, Any] = field(
-        default_factory=lambda: {"epochs": 3, "batch_size": 32, "lr": 3e-3, "optimizer": "adamw"}
+        default_factory=lambda: {"epochs": 5, "batch_size": 16, "lr": 5e-3, "optimizer": "adamw"}
     )
     model: Mapping[str, Any] = field(
-        default_factory=lambda: {"image_size": 8, "patch_size": 2, "width": 32, "depth": 2, "heads": 2}
+        default_factory=lambda: {"image_size": 8, "patch_size": 4, "width": 32, "depth": 2, "heads": 2}
     )
 
     def __post_init__(self) -> None:

@@ -151,3 +151,20 @@ def budget_command(names: tuple[str, ...], budgets: tuple[str, ...], as_json: bo
     with choose_display() as display:
         report = run_budget_bench(cases, [parse_bytes(text) for text in budgets], display.line)
     _print(report, budget_table, as_json)
+
+
+@bench_command.command("attack")
+@click.option("--attack", "attacks", multiple=True, metavar="NAME", help="Only this one, as in the table. Repeatable.")
+@click.option("--devices", type=click.IntRange(min=2), default=10, help="Devices, the malicious ones among them.")
+@click.option("--malicious", type=click.IntRange(min=1), default=3, help="Devices that attack.")
+@click.option("--rounds", type=click.IntRange(min=1), default=8, help="Rounds of each run.")
+@_json_flag
+def attack_command(attacks: tuple[str, ...], devices: int, malicious: int, rounds: int, as_json: bool) -> None:
+    """Show what malicious devices do to a run, with plain averaging and with the recommended protection."""
+    from fleet.bench.attack import ATTACKS, AttackSettings, attack_table, run_attacks
+
+    chosen = attacks or tuple(ATTACKS)
+    settings = AttackSettings(devices=devices, malicious=malicious, rounds=rounds, attacks=chosen)
+    with choose_display() as display:
+        report = run_attacks(settings, display.line)
+    _print(report, attack_table, as_json)

@@ -168,3 +168,17 @@ def attack_command(attacks: tuple[str, ...], devices: int, malicious: int, round
     with choose_display() as display:
         report = run_attacks(settings, display.line)
     _print(report, attack_table, as_json)
+
+
+@bench_command.command("privacy")
+@click.option(
+    "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Also draw what was rebuilt: FILE.png."
+)
+@_json_flag
+def privacy_command(picture: Path | None, as_json: bool) -> None:
+    """Rebuild images from the features that EFTViT uploads, by mask ratio and noise."""
+    from fleet.bench.privacy import PrivacySettings, privacy_table, run_privacy
+
+    with choose_display() as display:
+        report = run_privacy(PrivacySettings(), picture, display.line)
+    _print(report, privacy_table, as_json)

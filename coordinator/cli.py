@@ -19,7 +19,16 @@ import click
 import msgspec
 from msgspec import Meta, Struct
 
-from coordinator.config import TABLES, BrokerConfig, RunConfig, StartConfig, make_config, read_toml
+from coordinator.config import (
+    TABLES,
+    BrokerConfig,
+    PrivacyConfig,
+    ProtectionConfig,
+    RunConfig,
+    StartConfig,
+    make_config,
+    read_toml,
+)
 from coordinator.cost_commands import boards, plan, profile, report
 from coordinator.device_commands import devices
 from coordinator.flags import existing_store, key_value, literal
@@ -88,7 +97,12 @@ def _description(hint: Any) -> str:
 _NUMBER_OR_TEXT = {
     "cohort",
     "pretrained",
-    *(field.name for kind in TABLES.values() for field in msgspec.structs.fields(kind) if field.default is None),
+    *(
+        field.name
+        for kind in (ProtectionConfig, PrivacyConfig)
+        for field in msgspec.structs.fields(kind)
+        if field.default is None
+    ),
 }
 
 

@@ -253,6 +253,8 @@ class Coordinator:
         """Ask a cohort to train, and move the state. Raises EmptyCohort after ATTEMPTS fruitless tries."""
         plan = self._ready()
         self._round = number
+        if cohort:  # of an earlier process: who is in quarantine since need not be waited for
+            cohort = self.quarantine.admitted(cohort, number) or cohort
         for attempt in range(ATTEMPTS):
             if cohort is None:
                 self.inbox.pump(lambda: bool(self._admitted()))

@@ -5,7 +5,7 @@ All of it is relative to the cohort's median, which honest devices decide while 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -17,7 +17,7 @@ from coordinator.admission import LABELS
 from coordinator.config import ProtectionConfig
 from fedvit.methods.aggregators import norm_of
 from fedvit.methods.base import Upload
-from fedvit.tensors import Tensors
+from fedvit.tensors import Array
 
 LEAST_COHORT = 3
 """Of fewer updates none can be told to be the odd one out."""
@@ -115,7 +115,7 @@ class _Length(NamedTuple):
     features: dict[str, float]  # collected values -> root mean square
 
 
-def _lengths(tensors: Tensors) -> _Length:
+def _lengths(tensors: Mapping[str, Array]) -> _Length:
     """Where labels travel along, the other tensors are features, one row for each."""
     if LABELS not in tensors:
         return _Length(norm_of(tensors), {})
@@ -127,9 +127,26 @@ def _lengths(tensors: Tensors) -> _Length:
     )
 
 
-def _scaled(load: Callable[[], Tensors], factor: float) -> Tensors:
-    """Deltas times a factor; labels and other whole numbers stay."""
-    return {
-        name: (value * np.asarray(factor, value.dtype)) if np.issubdtype(value.dtype, np.floating) else value
-        for name, value in load().items()
-    }
+class _Scaled(Mapping[str, Array]):
+    """Deltas times a factor, one tensor at a time, so that mapped ones need not all be in memory; labels stay."""
+
+    def __init__(self, tensors: Mapping[str, Array], factor: float) -> None:
+        self._tensors = tensors
+        self._factor = factor
+
+    def __getitem__(self, name: str) -> Array:
+        value = self._tensors[name]
+        if not np.issubdtype(value.dtype, np.floating):
+            return value
+        scaled: Array = np.multiply(value, np.asarray(self._factor, value.dtype))
+        return scaled
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _scaled(load: Callable[[], Mapping[str, Array]], factor: float) -> Mapping[str, Array]:
+    return _Scaled(load(), factor)

@@ -2,12 +2,13 @@
 
 Whatever is not the mean treats devices as equals: a weight by samples would be a claim that an attacker makes.
 A delta is loaded by a function. Where that maps a file, none of these holds more in memory than the result and
-BLOCK_VALUES numbers of each device; what is mapped the system may drop again.
+BLOCK_VALUES numbers of each device; what is mapped the system may drop again. Of deltas that are computed when they
+are looked at (shortened ones), it is one tensor of each device.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvit.errors import EmptyCohort
-from fedvit.tensors import Array, Tensors
+from fedvit.tensors import Array
 
 Floats = npt.NDArray[np.float64]
 
@@ -27,7 +28,7 @@ class Delta(NamedTuple):
     """One device's update. Weights of a cohort sum to 1."""
 
     weight: float
-    load: Callable[[], Tensors]
+    load: Callable[[], Mapping[str, Array]]
 
 
 class Aggregator(ABC):
@@ -181,7 +182,7 @@ class GeometricMedian(ByDistance):
         return weights
 
 
-def squared_distances(loaded: Sequence[Tensors], names: Collection[str]) -> Floats:
+def squared_distances(loaded: Sequence[Mapping[str, Array]], names: Collection[str]) -> Floats:
     """(n, n): |x_i - x_j|^2 over all tensors together, added up block by block in float64."""
     products = np.zeros((len(loaded), len(loaded)))
     for name in _common(loaded, names):
@@ -192,7 +193,7 @@ def squared_distances(loaded: Sequence[Tensors], names: Collection[str]) -> Floa
     return squared
 
 
-def norm_of(tensors: Tensors, names: Collection[str] | None = None) -> float:
+def norm_of(tensors: Mapping[str, Array], names: Collection[str] | None = None) -> float:
     """Euclidean norm of all floating tensors together (of `names`), in float64 and block by block."""
     total = 0.0
     for name, value in tensors.items():
@@ -230,17 +231,17 @@ def _count(share: float, of: int) -> int:
     return int(share * of + 1e-9)  # 0.29 * 100 is a little less than 29
 
 
-def _loaded(deltas: Sequence[Delta]) -> list[Tensors]:
+def _loaded(deltas: Sequence[Delta]) -> list[Mapping[str, Array]]:
     if not deltas:
         raise EmptyCohort("no update is left to aggregate")
     return [delta.load() for delta in deltas]
 
 
-def _common(loaded: Sequence[Tensors], names: Collection[str]) -> list[str]:
+def _common(loaded: Sequence[Mapping[str, Array]], names: Collection[str]) -> list[str]:
     return [name for name in loaded[0] if name in names]
 
 
-def _blocks(loaded: Sequence[Tensors], name: str) -> Iterator[tuple[slice, Floats]]:
+def _blocks(loaded: Sequence[Mapping[str, Array]], name: str) -> Iterator[tuple[slice, Floats]]:
     """Parts of one tensor, (devices, numbers) each."""
     flat: list[Array] = [tensors[name].reshape(-1) for tensors in loaded]
     for first in range(0, flat[0].size, BLOCK_VALUES):

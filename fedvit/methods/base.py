@@ -24,7 +24,7 @@ from fedvit.models.vit import PatchViT
 from fedvit.precision import Precision, packed
 from fedvit.program import Evaluate, Role, Train
 from fedvit.resources import BudgetKind
-from fedvit.tensors import Tensors
+from fedvit.tensors import Array, Tensors
 
 PREDICT = "predict"
 """The graph that answers; every method has one."""
@@ -112,7 +112,7 @@ class Upload(NamedTuple):
     device: str
     samples: int
     digest: str
-    load: Callable[[], Tensors]
+    load: Callable[[], Mapping[str, Array]]
 
 
 @dataclass(frozen=True)

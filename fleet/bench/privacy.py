@@ -39,7 +39,7 @@ SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacySettings:
-    """Digits of `size` pixels, half of the first `public` ones the attacker's."""
+    """Digits of `size` pixels; `public` of them are the attacker's, others are rebuilt."""
 
     size: int = 32
     public: int = 1200
@@ -151,7 +151,8 @@ def _digits(settings: PrivacySettings) -> tuple[Floats, Indices]:
     samples = read_digits(settings.size)
     order = np.random.default_rng(settings.seed).permutation(len(samples))[: settings.public + settings.held_out]
     pixels: Pixels = samples.images[order]
-    return pixels[..., 0].astype(np.float32) / 255, samples.labels[order]
+    gray: Floats = pixels[..., 0].astype(np.float32) / np.float32(255)
+    return gray, samples.labels[order]
 
 
 def _train(vit: PatchViT, patches: Floats, labels: Indices, settings: PrivacySettings) -> None:
@@ -165,7 +166,7 @@ def _train(vit: PatchViT, patches: Floats, labels: Indices, settings: PrivacySet
         tokens = vit.embed(batch, torch.from_numpy(kept))
         loss = cross_entropy(vit.classify(vit.run_to_class(tokens, 0)), torch.from_numpy(labels[rows])).mean()
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward([loss])
         optimizer.step()
 
 
@@ -188,7 +189,8 @@ def _noisy(features: Floats, noise: float, public: slice, rng: np.random.Generat
     lengths = np.linalg.norm(flat, axis=1, keepdims=True)
     clip = float(np.median(lengths[public]))
     flat = flat * np.minimum(1, clip / lengths) + rng.normal(0, noise * clip, flat.shape)
-    return flat.astype(np.float32).reshape(features.shape)
+    noised: Floats = flat.astype(np.float32).reshape(features.shape)
+    return noised
 
 
 def _gray_patches(images: Floats, patch: int) -> Floats:
@@ -211,7 +213,8 @@ def _ridge(inputs: Floats, targets: Floats) -> Floats:
     x, y = inputs.astype(np.float64), targets.astype(np.float64)
     square = x.T @ x
     penalty = 1e-3 * np.trace(square) / len(square)
-    return np.linalg.solve(square + penalty * np.eye(len(square)), x.T @ y).astype(np.float32)
+    solved: Floats = np.linalg.solve(square + penalty * np.eye(len(square)), x.T @ y).astype(np.float32)
+    return solved
 
 
 def _probe(images: Floats, rebuilt: Floats, mean: Floats, mask: float, noise: float, delta: float) -> Probe:

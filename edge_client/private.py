@@ -32,7 +32,7 @@ def noisy_rows(values: Array, collect: Collect, seeds: Seeds) -> Array:
         return values
     flat = values.reshape(len(values), -1).astype(np.float64)
     lengths = np.sqrt(np.square(flat).sum(axis=1, keepdims=True))
-    flat *= np.minimum(1.0, collect.clip / np.maximum(lengths, np.finfo(np.float64).tiny))
+    flat *= collect.clip / np.maximum(lengths, collect.clip)
     draw = seeds.generators(7)[6] if collect.rehearsal else np.random.default_rng(secrets.randbits(256))
     flat += draw.normal(0.0, collect.noise * collect.clip, flat.shape)
     return flat.astype(np.float32).reshape(values.shape)

@@ -29,7 +29,7 @@ class PrivateMean(Aggregator):
         total: dict[str, Floats] = {}
         for delta in deltas:
             tensors = delta.load()
-            factor = min(1.0, self.clip / max(norm_of(tensors, names), np.finfo(np.float64).tiny))
+            factor = self.clip / max(norm_of(tensors, names), self.clip)
             for name in sorted(tensors.keys() & set(names)):
                 step = tensors[name].astype(np.float64) * factor
                 total[name] = total[name] + step if name in total else step

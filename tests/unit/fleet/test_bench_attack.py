@@ -57,18 +57,18 @@ def test_an_unknown_attack_is_named() -> None:
 
 
 def test_a_small_bench() -> None:
-    """One of five sends a hundred times its update: with the protection it is left out in both rounds, else in none."""
+    """One of six sends a hundred times its update: with the protection it is left out in both rounds, else in none."""
     settings = AttackSettings(
-        devices=5, malicious=1, rounds=2, attacks=("times 100",),
+        devices=6, malicious=1, rounds=2, attacks=("times 100",),
         options={"epochs": 1, "batch_size": 64, "lr": 1e-3, "optimizer": "adamw"},
         model={"image_size": 8, "patch_size": 8, "width": 4, "depth": 1, "heads": 1},
         protections={"mean": PLAIN, "recommended": {**RECOMMENDED, "strikes": 2}},
     )  # fmt: skip
     report = run_attacks(settings)
-    assert report.malicious == ["device-4"]
+    assert report.malicious == ["device-5"]
     clean, plain, protected = report.outcomes
     assert (clean.left_out, plain.left_out, protected.left_out) == (0, 0, 2)
-    assert (plain.quarantined, protected.quarantined) == ([], ["device-4"])
+    assert (plain.quarantined, protected.quarantined) == ([], ["device-5"])
     assert all(entry.honest_left_out == 0 and entry.accuracy is not None for entry in report.outcomes)
     console = Console(file=io.StringIO(), width=120)
     console.print(attack_table(report))

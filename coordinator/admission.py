@@ -8,12 +8,14 @@ import numpy as np
 from fedvit.blobs import ALGORITHM
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.program import Program, Role
-from fedvit.tensors import Tensors, check_finite, check_tensors, unpack
+from fedvit.tensors import Array, Tensors, check_finite, check_tensors, unpack
 from fedvit.updates import decode_one
 from fedvit.wire.messages import Hello, Result
 
 _OVERHEAD_BYTES = 64 * 1024
 """Room for the names and shapes in an upload's header, per hundred tensors."""
+LABELS = "labels"
+"""The tensor of an upload that names the class of every collected value."""
 _DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
 
 
@@ -78,8 +80,8 @@ def check_upload(content: bytes, program: Program, what: str) -> Tensors:
         raise BadPayload(f"{what}: it holds local tensor {leaked[0]!r}, which must not leave the device")
     check_tensors(tensors, program.expected_upload(), what)
     _check_decodes(tensors, program.shapes(), what)
-    if "labels" in tensors:
-        labels = tensors["labels"]
+    if LABELS in tensors:
+        labels = tensors[LABELS]
         for phase in program.train:
             if phase.collect and len(tensors[phase.collect.output]) != len(labels):
                 rows = len(tensors[phase.collect.output])
@@ -99,3 +101,24 @@ def _check_decodes(tensors: Tensors, shapes: dict[str, tuple[int, ...]], what: s
         except BadPayload as error:
             raise BadPayload(f"{what}: {error}") from error
         check_finite({name: value}, what)
+
+
+def check_labels(labels: Array, program: Program, hello: Hello, what: str) -> None:
+    """Refuse classes that the device did not announce, and more of one class than the median sampler takes.
+
+    At least half of a device's C classes have as many images as their median or more, so that the median is at most
+    its images / ceil(C / 2); of one class no more than `threshold` times the median is taken.
+    Raises BadPayload whose message begins with `what`.
+    """
+    counts = np.bincount(labels.astype(np.int64), minlength=len(program.classes))
+    present = [program.classes[label] for label in np.flatnonzero(counts)]
+    if strange := sorted(set(present) - set(hello.classes)):
+        raise BadPayload(f"{what}: it holds class {strange[0]!r}, which the device did not announce")
+    threshold = max((phase.collect.threshold for phase in program.train if phase.collect), default=1.0)
+    most = max(1, int(threshold * (hello.train_samples // max(1, -(-len(present) // 2)))))
+    if len(labels) and counts.max() > most:
+        name = program.classes[int(counts.argmax())]
+        raise BadPayload(
+            f"{what}: {counts.max()} values of class {name!r}; of {hello.train_samples} images in {len(present)} "
+            f"classes at most {most} of one are chosen"
+        )

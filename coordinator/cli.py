@@ -19,10 +19,20 @@ import click
 import msgspec
 from msgspec import Meta, Struct
 
-from coordinator.config import TABLES, BrokerConfig, RunConfig, StartConfig, make_config, read_toml
+from coordinator.config import (
+    TABLES,
+    BrokerConfig,
+    PrivacyConfig,
+    ProtectionConfig,
+    RunConfig,
+    StartConfig,
+    make_config,
+    read_toml,
+)
 from coordinator.cost_commands import boards, plan, profile, report
 from coordinator.deployment.commands import devices, enroll, init, revoke
 from coordinator.flags import existing_store, key_value, literal
+from coordinator.quarantine_command import quarantine
 from fedvit import command_line
 from fedvit.errors import ConfigError
 
@@ -39,7 +49,7 @@ def cli() -> None:
     """Dispatch federated rounds to a fleet of devices, and keep what comes of them."""
 
 
-for command in (boards, devices, enroll, init, plan, profile, report, revoke):
+for command in (boards, devices, enroll, init, plan, profile, quarantine, report, revoke):
     cli.add_command(command)
 
 
@@ -90,6 +100,18 @@ def _description(hint: Any) -> str:
     return ""
 
 
+_NUMBER_OR_TEXT = {
+    "cohort",
+    "pretrained",
+    *(
+        field.name
+        for kind in (ProtectionConfig, PrivacyConfig)
+        for field in msgspec.structs.fields(kind)
+        if field.default is None
+    ),
+}
+
+
 def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     """Put the flags that were set over a file's values."""
     merged = {**values}
@@ -106,7 +128,7 @@ def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]
             if isinstance(inside, dict):  # else the file is wrong, and make_config says so
                 merged[name] = {**inside, **dict(key_value(pair) for pair in value)}
             continue
-        if name in ("cohort", "pretrained", "deadline_s", "concurrency"):
+        if name in _NUMBER_OR_TEXT:
             value = literal(value)
         home = next((table for table, kind in tables.items() if name in kind.__struct_fields__), None)
         if home:

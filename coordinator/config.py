@@ -1,6 +1,7 @@
 """What an operator can say of a run: a TOML file, every key of which is also a flag."""
 
 import difflib
+import math
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,104 @@ class BrokerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = None
 
 
+class ProtectionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the server keeps devices that lie from ruining a run: the table [protection] (docs/security.md).
+
+    Raises ConfigError on construction when keys do not fit together.
+    """
+
+    aggregator: Annotated[
+        Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"],
+        Meta(description="How shared tensors' updates become one; all but mean treat devices as equals."),
+    ] = "mean"
+    malicious_share: Annotated[
+        float,
+        Meta(ge=0, lt=0.5, description="Share of a cohort that may be malicious: trimmed_mean, krum, multi_krum."),
+    ] = 0.3
+    clip_norm: Annotated[
+        float | Literal["median"] | None,
+        Meta(description="Updates are scaled down to this norm; median: to the cohort's median norm."),
+    ] = None
+    reject_scale: Annotated[
+        float | None,
+        Meta(description="Updates longer than so many medians of the cohort are left out, and features so far off."),
+    ] = None
+    max_weight: Annotated[
+        float | None, Meta(description="A device's samples count up to so many times the cohort's median.")
+    ] = None
+    strikes: Annotated[
+        int, Meta(ge=0, description="Refused or out-of-scale results that put a device into quarantine; 0: none do.")
+    ] = 3
+    quarantine_rounds: Annotated[
+        int | None, Meta(description="Rounds that a quarantine lasts; by default until the operator ends it.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.clip_norm, float) and not 0 < self.clip_norm < math.inf:
+            raise ConfigError(f"clip_norm = {self.clip_norm} must be above 0, or median")
+        for key, least in (("reject_scale", 1.0), ("max_weight", 1.0), ("quarantine_rounds", 1)):
+            value = getattr(self, key)
+            if value is not None and not least <= value < math.inf:
+                raise ConfigError(f"{key} = {value} must be at least {least:g}")
+
+    def check(self, method: str, roles: set[Role]) -> None:
+        """Raises ConfigError, naming the method, where there is nothing for the aggregator to aggregate."""
+        if self.aggregator != "mean" and Role.SHARED not in roles:
+            raise ConfigError(
+                f"aggregator = {self.aggregator!r}: method {method!r} averages no tensors; "
+                "of these keys reject_scale, max_weight and strikes protect it"
+            )
+
+
+class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Differential privacy: the table [privacy] (docs/security.md). Raises ConfigError on construction."""
+
+    noise_multiplier: Annotated[
+        float, Meta(ge=0, description="Noise in the mean of shared tensors' updates, times clip; 0: no privacy.")
+    ] = 0.0
+    clip: Annotated[float | None, Meta(description="Norm that a device's update is scaled down to.")] = None
+    delta: Annotated[float, Meta(gt=0, lt=1, description="Of (epsilon, delta); below 1 / devices.")] = 1e-5
+    accounting: Annotated[
+        Literal["every_round", "sampled"],
+        Meta(description="What epsilon assumes: any device may be in every round, or cohorts are drawn in secret."),
+    ] = "every_round"
+    feature_noise: Annotated[
+        float, Meta(ge=0, description="Noise that devices add to features, times feature_clip; 0: none.")
+    ] = 0.0
+    feature_clip: Annotated[
+        float | None, Meta(description="Norm that each image's features are scaled down to on the device.")
+    ] = None
+    rehearsal: Annotated[
+        bool, Meta(description="Noise follows from the run's seed: repeatable, and no protection at all.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        for noise, clip in (("noise_multiplier", "clip"), ("feature_noise", "feature_clip")):
+            limit = getattr(self, clip)
+            if getattr(self, noise) and limit is None:
+                raise ConfigError(f"{noise} = {getattr(self, noise)} needs {clip}")
+            if limit is not None and not 0 < limit < math.inf:
+                raise ConfigError(f"{clip} = {limit} must be above 0")
+
+    def check(self, method: str, roles: set[Role], collects: bool, protection: ProtectionConfig) -> None:
+        """Raises ConfigError where the noise would not make private what the method sends, or not as promised."""
+        if self.feature_noise and not collects:
+            raise ConfigError(f"feature_noise = {self.feature_noise}: method {method!r} uploads no features")
+        if not self.noise_multiplier:
+            return
+        what = f"noise_multiplier = {self.noise_multiplier}"
+        if Role.SHARED not in roles:
+            raise ConfigError(f"{what}: method {method!r} averages no tensors")
+        if Role.GENERATED in roles or collects:
+            other = "features" if collects else "updates of generated tensors"
+            raise ConfigError(f"{what}: method {method!r} also uploads {other}, which no noise would cover")
+        for key, allowed in (("aggregator", "mean"), ("clip_norm", None), ("reject_scale", None), ("max_weight", None)):
+            if getattr(protection, key) != allowed:
+                raise ConfigError(
+                    f"{what}: protection's {key} looks at updates before the noise, which the promise does not allow"
+                )
+
+
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run. Raises ConfigError on construction when names, or options of method or model, are wrong."""
 
@@ -220,6 +319,8 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     images: ImageConfig = field(default_factory=ImageConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     updates: UpdatesConfig = field(default_factory=UpdatesConfig)
+    protection: ProtectionConfig = field(default_factory=ProtectionConfig)
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")
@@ -250,8 +351,13 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 options=self.model_options,
                 pretrained=pretrained,
             )
-            method.groups(vit)
+            groups = method.groups(vit)
             self._check_late_results(method.server_rule(vit))
+            roles = {role for role, names in groups.values() if names}
+            self.protection.check(self.method, roles)
+            collects = any(phase.collect for phase in method.phases(vit))
+            self.privacy.check(self.method, roles, collects, self.protection)
+            self._check_privacy_of_ways()
             for pattern, options in self.variants.items():
                 try:
                     other = make_method(self.method, {**self.options, **options})
@@ -276,6 +382,27 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if getattr(updates, key) != NONE and not sends:
                 raise ConfigError(f"updates: {key} = {getattr(updates, key)!r}: {who} sends nothing of that kind")
 
+    def _check_privacy_of_ways(self) -> None:
+        """What accounting and the aggregators say holds for whole rounds of plain updates only."""
+        late = "mode = 'buffered'" if self.mode == "buffered" else f"late = {self.late!r}"
+        if self.protection.aggregator != "mean" and (self.mode == "buffered" or self.late == "discount"):
+            raise ConfigError(
+                f"aggregator = {self.protection.aggregator!r} treats updates as equals, {late} discounts late ones"
+            )
+        if not self.privacy.noise_multiplier:
+            return
+        if self.mode == "buffered" or self.late != "refuse":
+            raise ConfigError(f"{late}: noise_multiplier is accounted for in whole rounds without late results")
+        if self.privacy.accounting == "sampled" and self.selection != "uniform":
+            raise ConfigError(f"selection = {self.selection!r}: accounting = 'sampled' wants cohorts drawn at random")
+        of_groups = {f"up_groups: {group}": codec for group, codec in self.updates.up_groups.items()}
+        for key, codec in ({"up": self.updates.up} | of_groups).items():
+            if codec != NONE:
+                raise ConfigError(
+                    f"updates: {key} = {codec!r}: what coding leaves out is sent later, beyond the clip that "
+                    "noise_multiplier rests on"
+                )
+
     def _check_late_results(self, rule: "ServerRule") -> None:
         """Whether this method's server can use what was made from an older state."""
         if self.mode == "buffered" and self.evaluation == "pre_aggregation":
@@ -297,7 +424,13 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return (1 + staleness) ** -0.5 if discounted else 1.0
 
 
-TABLES: dict[str, type[Struct]] = {"images": ImageConfig, "budget": BudgetConfig, "updates": UpdatesConfig}
+TABLES: dict[str, type[Struct]] = {
+    "images": ImageConfig,
+    "budget": BudgetConfig,
+    "updates": UpdatesConfig,
+    "protection": ProtectionConfig,
+    "privacy": PrivacyConfig,
+}
 """Tables of a run's configuration, with keys of their own."""
 
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from coordinator.config import RunConfig
+from coordinator.config import PrivacyConfig, RunConfig
 from coordinator.fitting import Fitter, Target
 from export.graphs import export_graphs, unverified_graphs
 from fedvit.blobs import BlobStore
@@ -20,7 +20,19 @@ from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Method, ServerRule, ServerState
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, Train, encode_program
+from fedvit.program import (
+    PRIVATE_VERSION,
+    PROGRAM_VERSION,
+    Batch,
+    Evaluate,
+    GraphSpec,
+    Group,
+    Program,
+    Role,
+    TensorSpec,
+    Train,
+    encode_program,
+)
 from fedvit.resources import Budget
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.updates import NONE
@@ -198,16 +210,20 @@ class Plan:
             members = method.packed(self.vit, {name: self.values[name] for name in names})
             groups[group] = self._coded_group(group, role, members, keep)
             tensors |= {name: TensorSpec(value.shape, str(value.dtype), group) for name, value in members.items()}
+        privacy = self.config.privacy
+        private = privacy.noise_multiplier or privacy.feature_noise
         return Program(
+            v=PRIVATE_VERSION if private else PROGRAM_VERSION,
             method=self.config.method,
             model=self.config.model,
             classes=self.classes,
             groups=groups,
             tensors={name: tensors[name] for name in method.packed(self.vit, self.values) if name in tensors},
             graphs=graphs,
-            train=tuple(map(self._with_codec, method.phases(self.vit))),
+            train=tuple(_private(self._with_codec(phase), privacy) for phase in method.phases(self.vit)),
             evaluate=self._evaluate(method),
             batch=batch,
+            clip_delta=privacy.clip if privacy.noise_multiplier else None,
         )
 
     def _coded_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> Group:
@@ -319,6 +335,15 @@ def make_plan(
         packed={},
         lock=threading.Lock(),
     )
+
+
+def _private(phase: Train, privacy: PrivacyConfig) -> Train:
+    if not (privacy.feature_noise and phase.collect):
+        return phase
+    collect = msgspec.structs.replace(
+        phase.collect, clip=privacy.feature_clip, noise=privacy.feature_noise, rehearsal=privacy.rehearsal
+    )
+    return msgspec.structs.replace(phase, collect=collect)
 
 
 def _method_for(config: RunConfig, device: str) -> Method:

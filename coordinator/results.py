@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from coordinator.admission import check_result, check_upload
+from coordinator.admission import LABELS, check_labels, check_result, check_upload
 from coordinator.config import RunConfig
 from coordinator.deadlines import Links
 from coordinator.open_round import OpenRound
@@ -47,6 +47,7 @@ class Results:
 
     A device may bring what it was assigned. What comes for the round that is open counts in it; what comes later
     counts in the round that is open then (`counts_in`), where the run uses late results, and is refused elsewhere.
+    `strike(device, round, reason)` hears of results that no honest device brings.
     Idempotent by (run, round, kind, device). Whatever is refused is counted in the store, answered with the
     reason, and never fatal. `released(device)` hears that a device is free for its next task.
     """
@@ -65,6 +66,7 @@ class Results:
         answer: Callable[[str, ResultAck], None],
         released: Callable[[str], None],
         say: Callable[[str], None],
+        strike: Callable[[str, int, str], None],
     ) -> None:
         self.opened: OpenRound | None = None
         self.counts_in = 1  # the round whose server step takes what is accepted now
@@ -86,6 +88,7 @@ class Results:
         self._checked: dict[str, Answer] = {}  # good, not in the store yet
         self._keep_at = 0.0  # when they have waited long enough for others
         self._refused: Counter[str] = Counter()  # by device
+        self._strike = strike
 
     # --- the round --------------------------------------------------------------------------------------
 
@@ -151,12 +154,14 @@ class Results:
             # else its round will be opened again, by this process after a restart: the device keeps it till then
         elif device in self._checked or self.is_uploading(device) or not self._presence.is_online(device):
             return  # the answer will follow, at the latest when the device has said hello
+        elif why := self._too_late(result):
+            self._reject(device, result, why)
         else:
             try:
-                self._check_staleness(result)
                 check_result(result, assignment.work.variant.program, self._presence[device].hello)
             except BadPayload as error:
                 self._reject(device, result, str(error))
+                self._strike(device, result.round, str(error))
                 return
             if result.upload is None:
                 self._accept(Answer(assignment, result))
@@ -253,12 +258,18 @@ class Results:
         """The upload is here: look at it."""
         assignment, result = answer
         assert result.upload is not None  # only those get here
+        device, program = assignment.device, assignment.work.variant.program
+        if why := self._too_late(result):
+            self._reject(device, result, why)
+            return
+        what = f"result of {device} for round {result.round}"
         try:
-            self._check_staleness(result)
-            what = f"result of {assignment.device} for round {result.round}"
-            check_upload(self._blobs.get(result.upload.digest), assignment.work.variant.program, what)
+            tensors = check_upload(self._blobs.get(result.upload.digest), program, what)
+            if LABELS in tensors and device in self._presence:
+                check_labels(tensors[LABELS], program, self._presence[device].hello, what)
         except BadPayload as bad:
-            self._reject(assignment.device, result, str(bad))
+            self._reject(device, result, str(bad))
+            self._strike(device, result.round, str(bad))
         else:
             self._accept(answer)
 
@@ -295,15 +306,16 @@ class Results:
         over = record.closed_at is not None if result.kind == "train" else record.evaluated
         return f"late: round {result.round} is closed for {result.kind} results" if over else None
 
-    def _check_staleness(self, result: Result) -> None:
-        """Raises BadPayload when the result was made from a state that is too old for the round it would count in."""
+    def _too_late(self, result: Result) -> str | None:
+        """Why a result was made from a state that is too old for the round it would count in; None when it was not."""
         if result.kind == "evaluate" or result.round == self.counts_in:
-            return
+            return None
         if self.counts_in > self._config.rounds:
-            raise BadPayload(f"late: round {result.round} is closed for train results, and no other follows")
+            return f"late: round {result.round} is closed for train results, and no other follows"
         staleness, most = self.counts_in - result.round, self._config.max_staleness
         if staleness > most:
-            raise BadPayload(f"late: made for round {result.round}, {staleness} rounds ago; at most {most} are allowed")
+            return f"late: made for round {result.round}, {staleness} rounds ago; at most {most} are allowed"
+        return None
 
     def _accept(self, answer: Answer) -> None:
         if not self._checked:

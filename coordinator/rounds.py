@@ -7,14 +7,14 @@ come back.
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from coordinator.admission import check_hello
+from coordinator.admission import LABELS, check_hello
 from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.cohort import cohort_size, select_fair, select_uniform
 from coordinator.config import RunConfig
@@ -25,7 +25,10 @@ from coordinator.inbox import Inbox, Interrupted
 from coordinator.open_round import OpenRound
 from coordinator.planner import Plan, Variant, common_groups, make_plan
 from coordinator.presence import Presence
+from coordinator.privacy import aggregator_of, cohort_seed, round_figures
+from coordinator.quarantine import Quarantine
 from coordinator.results import Results
+from coordinator.screening import Screen
 from coordinator.status import Reporter
 from coordinator.store import ResultRecord, RoundRecord, SavedState, Store, TaskRecord
 from coordinator.summary import round_line
@@ -46,10 +49,10 @@ from fedvit.files import atomic_write
 from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.program import Role, decode_program
 from fedvit.resources import Budget, BudgetKind, ResourceUse
-from fedvit.tensors import Tensors, pack, unpack
+from fedvit.tensors import Array, mapped, pack
 from fedvit.transport.base import Transport, Will
 from fedvit.transport.exchange import BlobExchange
-from fedvit.updates import decode as decode_upload
+from fedvit.updates import Decoded
 from fedvit.wire.messages import (
     AnyMessage,
     Cancel,
@@ -123,6 +126,10 @@ class Coordinator:
             lane_for=self.topics.lane,
         )
         self.assignments = Assignments()
+        protection = config.protection
+        self.quarantine = Quarantine(
+            run, store, limit=protection.strikes, rounds=protection.quarantine_rounds, began=self._put_away
+        )
         self.results = Results(
             run=run,
             config=config,
@@ -135,6 +142,7 @@ class Coordinator:
             answer=self._tell,
             released=self._on_released,
             say=self._say,
+            strike=self.quarantine.strike,
         )
         self.targets = Targets(run, store, self.presence, config.budget.limits())
         self.inbox = Inbox(
@@ -157,6 +165,8 @@ class Coordinator:
         self._headline = ""
         self._reporter = Reporter(folder)
         self._time_kept_at = -math.inf
+        self._round = 1
+        self._drawn: tuple[int, int] | None = None  # devices that were here and how many were drawn, if by this process
 
     # --- the course of a run --------------------------------------------------------------------------
 
@@ -344,6 +354,7 @@ class Coordinator:
     def _train(self, number: int, record: RoundRecord | None) -> None:
         """Ask devices to train, and move the state. Raises EmptyCohort after ATTEMPTS fruitless tries."""
         plan = self._ready()
+        self._round = number
         fruitless = 0
         while fruitless < ATTEMPTS:
             began = time.monotonic()
@@ -385,12 +396,15 @@ class Coordinator:
         if record is None:
             self.results.count_in(number)
             self.inbox.pump(lambda: self._all_are_back() and bool(self._free() or self.results.counted))
-            wanted = cohort_size(self.config.cohort, len(self.presence.online()))
-            cohort = self._select(self._free(), math.ceil((1 + self.config.over_select) * wanted - 1e-9), number)
+            here = self.quarantine.admitted(self.presence.online(), number)
+            free, wanted = self._free(), cohort_size(self.config.cohort, len(here))
+            cohort = self._select(free, math.ceil((1 + self.config.over_select) * wanted - 1e-9), number)
+            self._drawn = (len(free), len(cohort))
             needed = self._quorum(min(wanted, len(cohort)))
             self.store.open_round(self.run, number, cohort, needed)
-        else:
-            cohort, needed = record.cohort, record.needed or self._quorum(len(record.cohort))
+        else:  # who is in quarantine since need not be waited for
+            cohort = self.quarantine.admitted(record.cohort, number) or record.cohort
+            needed = record.needed or self._quorum(len(record.cohort))
         work = self._work(number, cohort)
         if len(work) < len(cohort):
             cohort, needed = list(work), min(needed, self._quorum(len(work)))
@@ -460,14 +474,14 @@ class Coordinator:
         """Who can be asked for the round that counts now."""
         return [
             device
-            for device in self.presence.available()
+            for device in self._admitted()
             if device not in self.assignments and device not in self.results.counted
         ]
 
     def _select(self, devices: list[str], wanted: int, number: int) -> list[str]:
         if self.config.selection == "fair":
             return select_fair(devices, wanted, self.config.seed, number, self.store.asked(self.run, number))
-        return select_uniform(devices, wanted, self.config.seed, number)
+        return select_uniform(devices, wanted, cohort_seed(self.config), number)
 
     def _record_tasks(self, number: int, work: dict[str, Work], all_work: dict[str, Work]) -> None:
         """Before devices are told: what they are asked, and what the whole round is expected to cost."""
@@ -483,11 +497,12 @@ class Coordinator:
         In mode rounds those that are late are left at their work; in mode buffered, where somebody always is at work,
         they are asked when they have answered, and nobody trains meanwhile.
         """
+        self._round = number
         # after the broker was started again all were gone for a moment
         patience_s = min(BACK_S, self.config.rejoin_grace_s)
         self.inbox.pump(lambda: not self.presence.may_return(patience_s))
         late = self.assignments if self.config.mode == "rounds" else ()
-        work = self._work(number, [device for device in self.presence.available() if device not in late])
+        work = self._work(number, [device for device in self._admitted() if device not in late])
         if work:
             self._ask(OpenRound(self.run, number, "evaluate", list(work), len(work), work))
         self.store.round_evaluated(self.run, number)
@@ -654,8 +669,8 @@ class Coordinator:
 
         shapes = {name: value.shape for name, value in plan.values.items()}
 
-        def load(digest: str) -> Tensors:
-            return decode_upload(unpack(self.blobs.get(digest)), shapes)
+        def load(digest: str) -> Mapping[str, Array]:
+            return Decoded(mapped(self.blobs.path(digest)), shapes)
 
         uploads = [
             Upload(
@@ -668,6 +683,12 @@ class Coordinator:
             for result in results
             if result.upload
         ]
+        protection = self.config.protection
+        screened = self.inbox.in_background(lambda: Screen.of(protection).apply(uploads))
+        for device, reason in screened.outliers:
+            self.results.refuse(device, "train", f"left out: {reason}", number)
+            self._say(f"round {number}: {device} is left out: {reason}")
+            self.quarantine.strike(device, number, reason)
         context = RoundContext(
             round=number,
             seed=self.config.seed,
@@ -676,9 +697,18 @@ class Coordinator:
             accelerator=self._accelerator,
             load=load,
             progress=self._set_headline,
+            aggregator=aggregator_of(self.config, number),
         )
-        state = self._state()
-        return self.inbox.in_background(lambda: plan.rule.close(state, uploads, context))
+        state = self.quarantine.cleansed(self._state(), number)
+        moved, figures = self.inbox.in_background(lambda: plan.rule.close(state, screened.uploads, context))
+        rows = [len(upload.load()[LABELS]) for upload in uploads if self.config.privacy.feature_noise]
+        # of a draw by an earlier process nothing is known: no amplification is claimed for it
+        population, drawn = self._drawn or (len(results), len(results))
+        private = round_figures(
+            self.store, self.run, self.config, population=population, cohort=drawn, feature_rows=rows
+        )
+        self._drawn = None
+        return moved, figures | screened.figures | private
 
     # --- what arrives ---------------------------------------------------------------------------------
 
@@ -750,6 +780,10 @@ class Coordinator:
             self.results.refuse(device, "hello", str(error))
             self._tell(device, Refused(hello.instance, str(error), final=True))
             return
+        if banned := self._banned(device):
+            self.results.refuse(device, "hello", banned)
+            self._tell(device, Refused(hello.instance, banned, final=True))
+            return
         fresh = not self.presence.is_online(device)
         self.presence.arrived(device, hello)
         if fresh:
@@ -757,7 +791,7 @@ class Coordinator:
                 "device joined", extra={"device": device, "train": hello.train_samples, "host": hello.profile.host}
             )
             self._say(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
-        self._tell(device, Welcome(hello.instance, self.inbox.epoch, self._headline))
+        self._tell(device, Welcome(hello.instance, self.inbox.epoch, self._next_for(device)))
         assignment = self.assignments.of(device)
         if assignment and not self.results.is_uploading(device):
             if fresh:
@@ -770,6 +804,26 @@ class Coordinator:
             self._say(f"{device} left")
             self.exchange.drop_peer(device)
             self.results.device_left(device)
+
+    # --- devices that are not asked -------------------------------------------------------------------
+
+    def _admitted(self) -> list[str]:
+        return self.quarantine.admitted(self.presence.available(), self._round)
+
+    def _banned(self, device: str) -> str | None:
+        """Why a device need not wait: nothing but the operator ends its quarantine."""
+        record = self.quarantine.record_of(device, self._round)
+        return None if record is None or record.until_round else self.quarantine.why_not(device, self._round)
+
+    def _next_for(self, device: str) -> str:
+        return self.quarantine.why_not(device, self._round) or self._headline
+
+    def _put_away(self, device: str) -> None:
+        """A quarantine began: who has to wait long is sent away."""
+        self._say(f"{device}: {self.quarantine.why_not(device, self._round)}")
+        if (banned := self._banned(device)) and self.presence.is_online(device):
+            self._tell(device, Refused(self.presence[device].hello.instance, banned[:500], final=True))
+            self.presence.dismiss(device)
 
     # --- state ----------------------------------------------------------------------------------------
 

@@ -114,6 +114,31 @@ _refusals = Table(
     Column("broke", String),  # the budget that the device did not keep
 )
 
+_strikes = Table(
+    "strikes",
+    _tables,
+    Column("id", Integer, primary_key=True),
+    Column("run", String, nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("device", String, nullable=False),
+    Column("reason", String, nullable=False),
+    Column("at", String, nullable=False),
+    Column("spent", Boolean, nullable=False, default=False),  # led to a quarantine, or was forgiven
+)
+
+_quarantines = Table(
+    "quarantines",
+    _tables,
+    Column("id", Integer, primary_key=True),
+    Column("run", String, nullable=False),
+    Column("device", String, nullable=False),
+    Column("round", Integer, nullable=False),  # of the last strike
+    Column("until_round", Integer),  # the last one that it lasts; without one until it is released
+    Column("reason", String, nullable=False),
+    Column("at", String, nullable=False),
+    Column("released_at", String),
+)
+
 
 class SavedState(msgspec.Struct, frozen=True):
     """A `ServerState` as digests."""
@@ -181,6 +206,28 @@ class RefusalRecord(NamedTuple):
     reason: str
     at: str
     broke: BudgetKind | None = None
+
+
+class StrikeRecord(NamedTuple):
+    round: int
+    device: str
+    reason: str
+    at: str
+    spent: bool  # led to a quarantine, or was forgiven
+
+
+class QuarantineRecord(NamedTuple):
+    device: str
+    round: int  # of the last strike
+    until_round: int | None  # the last one that it lasts; None: until it is released
+    reason: str
+    at: str
+    released_at: str | None
+
+    def holds(self, round_number: int) -> bool:
+        """Whether it keeps the device out of a round."""
+        over = self.until_round is not None and round_number > self.until_round
+        return self.released_at is None and not over
 
 
 def _now() -> str:
@@ -431,6 +478,56 @@ class Store:
         with self._transaction() as connection:
             rows = connection.execute(select(_refusals).where(_refusals.c.run == run).order_by(_refusals.c.id))
             return [RefusalRecord(row.round, row.device, row.kind, row.reason, row.at, row.broke) for row in rows]
+
+    # --- faults of devices ----------------------------------------------------------------------------
+
+    def add_strike(self, run: str, round_number: int, device: str, reason: str) -> int:
+        """One a round at most. Returns how many the device has that led to no quarantine yet."""
+        mine = (_strikes.c.run == run, _strikes.c.device == device)
+        with self._transaction() as connection:
+            if not connection.execute(select(_strikes.c.id).where(*mine, _strikes.c.round == round_number)).first():
+                connection.execute(
+                    _strikes.insert().values(
+                        run=run, round=round_number, device=device, reason=reason, at=_now(), spent=False
+                    )
+                )
+            return len(connection.execute(select(_strikes.c.id).where(*mine, _strikes.c.spent.is_(False))).all())
+
+    def strikes(self, run: str) -> list[StrikeRecord]:
+        with self._transaction() as connection:
+            rows = connection.execute(select(_strikes).where(_strikes.c.run == run).order_by(_strikes.c.id))
+            return [StrikeRecord(row.round, row.device, row.reason, row.at, row.spent) for row in rows]
+
+    def add_quarantine(self, run: str, device: str, round_number: int, until_round: int | None, reason: str) -> None:
+        """From now on the device's strikes are counted anew."""
+        with self._transaction() as connection:
+            connection.execute(
+                _quarantines.insert().values(
+                    run=run, device=device, round=round_number, until_round=until_round, reason=reason, at=_now()
+                )
+            )
+            _spend_strikes(connection, run, device)
+
+    def quarantines(self, run: str) -> list[QuarantineRecord]:
+        """Also those that are over."""
+        with self._transaction() as connection:
+            rows = connection.execute(select(_quarantines).where(_quarantines.c.run == run).order_by(_quarantines.c.id))
+            return [
+                QuarantineRecord(row.device, row.round, row.until_round, row.reason, row.at, row.released_at)
+                for row in rows
+            ]
+
+    def release(self, run: str, device: str) -> bool:
+        """End a device's quarantines and forget its strikes; False when it had neither."""
+        held = (_quarantines.c.run == run, _quarantines.c.device == device, _quarantines.c.released_at.is_(None))
+        with self._transaction() as connection:
+            ended = connection.execute(update(_quarantines).where(*held).values(released_at=_now()))
+            return ended.rowcount + _spend_strikes(connection, run, device) > 0
+
+
+def _spend_strikes(connection: Connection, run: str, device: str) -> int:
+    mine = (_strikes.c.run == run, _strikes.c.device == device, _strikes.c.spent.is_(False))
+    return connection.execute(update(_strikes).where(*mine).values(spent=True)).rowcount
 
 
 def _round_record(row: Any) -> RoundRecord:

@@ -64,6 +64,10 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     rounds: list[RoundSummary]
     devices: list[DeviceSummary]
     refusals: list[dict[str, str | int | None]]
+    strikes: dict[str, int] = {}  # by device, over the whole run
+    quarantined: dict[str, str] = {}  # devices that are in quarantine -> why
+    epsilon: float | None = None  # differential privacy of devices' updates after the last round; None: none
+    feature_epsilon: float | None = None  # of all features of one device over the run
     mean_accuracy: float | None
     bytes_down: int
     bytes_up: int
@@ -104,11 +108,24 @@ def summarise(store: Store, run: str) -> RunSummary:
         rounds=rounds,
         devices=devices,
         refusals=[entry._asdict() for entry in refusals],
+        strikes=dict(sorted(Counter(entry.device for entry in store.strikes(run)).items())),
+        quarantined={
+            record.device: record.reason
+            for record in store.quarantines(run)
+            if record.holds(max((entry.round for entry in rounds), default=1))
+        },
+        epsilon=_last(rounds, "dp_epsilon"),
+        feature_epsilon=_last(rounds, "dp_device_epsilon"),
         mean_accuracy=evaluated[-1] if evaluated else None,
         bytes_down=sum(device.bytes_down for device in devices),
         bytes_up=sum(device.bytes_up for device in devices),
         max_edge_rss_bytes=max(peaks, default=None),
     )
+
+
+def _last(rounds: list[RoundSummary], figure: str) -> float | None:
+    told = [entry.figures[figure] for entry in rounds if figure in entry.figures]
+    return told[-1] if told else None
 
 
 def _round(number: int, cohort: list[str], figures: dict[str, float], results: list[ResultRecord]) -> RoundSummary:
@@ -174,6 +191,11 @@ def round_line(store: Store, run: str, number: int, rounds: int) -> str:
         parts.append(f"loss {summary.train_loss:.3f}")
     if "devices_s" in summary.figures:
         parts.append(f"devices {summary.figures['devices_s']:.1f} s, server {summary.figures['server_s']:.1f} s")
+    if "dp_epsilon" in summary.figures:
+        parts.append(f"epsilon {summary.figures['dp_epsilon']:.3g}")
+    if "dp_upload_epsilon" in summary.figures:
+        row, upload = summary.figures["dp_row_epsilon"], summary.figures["dp_upload_epsilon"]
+        parts.append(f"epsilon {row:.3g} a row, {upload:.3g} an upload")
     parts.append(f"down {megabytes(summary.bytes_down)}, up {megabytes(summary.bytes_up)}")
     return "   ".join(parts)
 
@@ -199,10 +221,16 @@ def report(summary: RunSummary, width: int) -> Group:
     ]
     if any(entry.accuracy_mean is not None for entry in summary.rounds):
         parts += [Text(), accuracy_table(summary, width), Text(f"accuracy: {summary.protocol}", style="dim")]
+    if summary.epsilon is not None:
+        parts.append(Text(f"privacy of devices' updates: epsilon {summary.epsilon:.3g} over all rounds so far"))
+    if summary.feature_epsilon is not None:
+        parts.append(Text(f"privacy of one device's features: epsilon {summary.feature_epsilon:.3g} over all rounds"))
     if summary.devices:
         parts += [Text(), device_table(summary, width)]
     if any(device.budget_broken for device in summary.devices):
         parts += [Text(), budget_table(summary, width)]
+    if summary.strikes:
+        parts += [Text(), strike_table(summary, width)]
     if summary.refusals:
         parts += [Text(), refusal_table(summary, width)]
     return Group(*parts)
@@ -276,6 +304,18 @@ def budget_table(summary: RunSummary, width: int) -> Table:
         what = ", ".join(f"{kind} {count}" for kind, count in device.broke.items())
         name = Text(shortened(device.device, max(LEAST_NAME, width // 2)))
         table.add_row(name, str(device.budget_kept), str(device.budget_broken), Text(what))
+    return table
+
+
+def strike_table(summary: RunSummary, width: int) -> Table:
+    """Devices that sent what no honest one sends."""
+    table = new_table("strikes")
+    for heading in ("device", "strikes"):
+        column(table, heading, justify="left" if heading == "device" else "right")
+    table.add_column("quarantine", overflow="fold")
+    for device, count in summary.strikes.items():
+        name = Text(shortened(device, max(LEAST_NAME, width // 3)))
+        table.add_row(name, str(count), Text(summary.quarantined.get(device, "-")))
     return table
 
 

@@ -20,8 +20,9 @@ import msgspec
 from edge_client.downlink import Route, make_blob, routes
 from edge_client.guard import Exceeded, Guard, Guarded
 from edge_client.identity import Renewal
+from edge_client.private import clipped, noisy_rows
 from edge_client.readiness import Readiness
-from edge_client.runtime import Runtime, Seeds, Stopped, Watch
+from edge_client.runtime import Runtime, Seeds, Stopped, Trained, Watch
 from edge_client.uplink import coded_upload
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore, digest_of
@@ -564,14 +565,9 @@ class Agent:
             for group in dict.fromkeys([*program.with_role(Role.LOCAL), *program.evaluate.kept])
             for name in program.names(group)
         }
-        back = {
-            name: values[name]
-            for group in program.with_role(*(role for role in Role if role.sent_back))
-            for name in program.names(group)
-        }
         owed = self.vault.owed(task.run)
-        deltas = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
-        upload, left = coded_upload(program, deltas, trained.collected, owed.tensors)
+        deltas, collected = self._brought(program, values, trained, seeds)
+        upload, left = coded_upload(program, deltas, collected, owed.tensors)
         manifest = self.blobs.put(*packed_pieces(upload)) if upload else None
         guarded.upload_bytes = manifest.size if manifest else 0
         use = self._use(job, guarded)
@@ -591,6 +587,22 @@ class Agent:
         except BadPayload:
             self._takes_recipes = False  # from now on everything is fetched whole
             raise
+
+    def _brought(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> tuple[Tensors, Tensors]:
+        """What the result is made of: deltas of the groups that are sent back, and what was collected."""
+        back = {
+            name: values[name]
+            for group in program.with_role(*(role for role in Role if role.sent_back))
+            for name in program.names(group)
+        }
+        moved = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
+        if program.clip_delta is not None:
+            moved = clipped(moved, program.clip_delta)
+        collected = dict(trained.collected)
+        for phase in program.train:
+            if phase.collect:
+                collected[phase.collect.output] = noisy_rows(collected[phase.collect.output], phase.collect, seeds)
+        return moved, collected
 
     def _labelled(self, classes: tuple[str, ...]) -> DeviceData:
         """The images under the run's class list; kept, because decoded images are cached inside."""

@@ -122,6 +122,11 @@ CLOCK_REMEDY = "set the clock: sudo timedatectl set-ntp true"
 )
 @click.option("--busy-file", type=click.Path(path_type=Path), help="Decline a task while this file exists.")
 @click.option("--quiet-hours", metavar="HH:MM-HH:MM", help="Decline a task at this time of day, e.g. 22:00-06:30.")
+@click.option(
+    "--vault-key",
+    type=click.Path(path_type=Path),
+    help="Encrypt personal tensors with the key in this file, which is made where it is missing.",
+)
 @click.option("--profile", is_flag=True, help="Measure the compute speed at the start, where it is not known yet.")
 @click.option("--once", is_flag=True, help="Leave when the run has ended instead of waiting for the next.")
 @click.option("--quiet", is_flag=True, help="Say only what is wrong.")
@@ -153,6 +158,7 @@ def serve(
     min_battery: int | None,
     busy_file: Path | None,
     quiet_hours: str | None,
+    vault_key: Path | None,
     profile: bool,
     once: bool,
     quiet: bool,
@@ -165,6 +171,7 @@ def serve(
     from edge_client.readiness import Hours, Readiness
     from edge_client.runtime import Runtime
     from edge_client.vault import Vault
+    from edge_client.vault_key import VaultKey
     from fedvit.blobs import BlobStore
     from fedvit.data.folder import DeviceData
     from fedvit.transport.mqtt import MqttTransport
@@ -183,6 +190,8 @@ def serve(
     folder = state or default_state(data)
     lock = lock_state(folder)
     name = device_id(folder, way.device, data)
+    vault = Vault(folder / "vault", VaultKey.load(vault_key, make=True) if vault_key else None)
+    vault.check_key()
     threads = threads or fast_cores()
     budget = Budget(
         memory_bytes=memory_budget,
@@ -202,7 +211,7 @@ def serve(
         federation=way.federation,
         transport=transport,
         data=images,
-        vault=Vault(folder / "vault"),
+        vault=vault,
         blobs=BlobStore(folder / "blobs"),
         runtime=Runtime(threads, provider),
         profile=device_profile(threads, folder, speed=speed, budget=budget),
@@ -501,6 +510,7 @@ def export(
         data=images,
         threads=threads,
         made_by=f"edge-client {version('fedvit')}",
+        vault_key=given["vault_key"],
     )
     bench = Bench(
         images=labelled.test if labelled else None,

@@ -13,6 +13,7 @@ import numpy as np
 
 from edge_client.runtime import Runtime, Seeds, Watch
 from edge_client.vault import TaskNote, Vault
+from edge_client.vault_key import VaultKey
 from export.bundle.card import Origin
 from export.bundle.measure import RunGraph, pictures_of
 from export.bundle.write import Trained
@@ -24,14 +25,22 @@ from fedvit.tensors import Array, Tensors, check_tensors, mapped
 
 
 def trained_here(
-    run: str, *, device: str, state: Path, data: DeviceData | None, threads: int, made_by: str
+    run: str,
+    *,
+    device: str,
+    state: Path,
+    data: DeviceData | None,
+    threads: int,
+    made_by: str,
+    vault_key: Path | None = None,
 ) -> tuple[Trained, DeviceData | None]:
     """The device's model of a run, and its images under the run's classes.
 
     Raises ConfigError when the run's tensors are not here, or images are needed and `data` is None;
     StorageFailed when the vault is damaged.
     """
-    vault, blobs = Vault(state / "vault"), BlobStore(state / "blobs")
+    key = VaultKey.load(vault_key, make=False) if vault_key else None
+    vault, blobs = Vault(state / "vault", key), BlobStore(state / "blobs")
     note = _note(vault, run)
     try:
         program = decode_program(blobs.get(note.program))

@@ -6,6 +6,8 @@ change together, or not at all. `RUN/TASK` says what the newest task of the run 
 
 Where what is sent back is coded, `left.safetensors` holds what coding left out of the round's result, and
 `owed.safetensors` what results before it left out: that is what is owed until the result is accepted.
+
+With a key, tensors are encrypted, in files `*.sealed` in place of `*.safetensors`.
 """
 
 import contextlib
@@ -17,17 +19,19 @@ from typing import NamedTuple
 
 import msgspec
 
+from edge_client.vault_key import VaultKey
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
 from fedvit.files import WRITING, atomic_write, sync_folder
-from fedvit.tensors import Tensors, mapped, packed_pieces
+from fedvit.tensors import Tensors, mapped, pack, packed_pieces, unpack
 from fedvit.wire.messages import Result, Task, TaskKind
 from fedvit.wire.topics import check_name
 
+_LOCAL, _LEFT, _OWED = "local", "left", "owed"
+_PLAIN, _SEALED = ".safetensors", ".sealed"
 _CURRENT = "CURRENT"
 _PENDING = "PENDING"
 _TASK = "TASK"
 _REFUSED = "REFUSED"
-_LEFT, _OWED = "left.safetensors", "owed.safetensors"
 
 
 class TaskNote(msgspec.Struct, frozen=True):
@@ -52,14 +56,16 @@ NOTHING_OWED = Owed(None, {})
 
 
 class Vault:
-    """One device's vault, all runs.
+    """One device's vault, all runs. With a key, personal tensors are encrypted from the next commit on.
 
     Raises StorageFailed when the disk is full, the old content then stands; and when what is here cannot be
-    read. Raises BadPayload for a run that cannot be the name of a folder: it comes from the network.
+    read. Raises ConfigError when it is encrypted and the key is missing or another one, BadPayload for a run that
+    cannot be the name of a folder: it comes from the network.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: VaultKey | None = None) -> None:
         self.folder = folder
+        self._key = key
 
     def round_of(self, run: str) -> int:
         """The newest round whose work is here; 0 before the first."""
@@ -69,7 +75,7 @@ class Vault:
     def local(self, run: str) -> Tensors | None:
         """The personal tensors as the newest finished round left them; None before the first."""
         current = self._current(run)
-        return None if current is None else _tensors(current / "local.safetensors")
+        return None if current is None else self._tensors(current, _LOCAL)
 
     def owed(self, run: str) -> Owed:
         """What coding left out of this device's results so far, and the server should still get.
@@ -80,8 +86,42 @@ class Vault:
         if current is None:
             return NOTHING_OWED
         taken = not any((current / name).exists() for name in (_PENDING, _REFUSED))
-        file = current / (_LEFT if taken else _OWED)
-        return Owed(file, _tensors(file)) if file.exists() else NOTHING_OWED
+        name = _LEFT if taken else _OWED
+        tensors = self._tensors(current, name)
+        return NOTHING_OWED if tensors is None else Owed(_there(current, name), tensors)
+
+    def check_key(self) -> None:
+        """Raises ConfigError now where personal tensors cannot be opened with the key that is given, or without."""
+        for current in self._newest():
+            if (current / f"{_LOCAL}{_SEALED}").is_file():
+                self._tensors(current, _LOCAL)
+
+    def _newest(self) -> list[Path]:
+        homes = sorted(path.parent for path in self.folder.glob(f"*/{_CURRENT}"))
+        return [folder for home in homes if (folder := self._current(home.name))]
+
+    def _tensors(self, folder: Path, name: str) -> Tensors | None:
+        """Mapped; or in memory where they are encrypted, which cannot be mapped. None where there are none."""
+        file = _there(folder, name)
+        if file is None:
+            return None
+        try:
+            if file.suffix != _SEALED:
+                return mapped(file)
+            if self._key is None:
+                raise ConfigError(f"{file} is encrypted; name the device's key with --vault-key")
+            return unpack(self._key.open(_read(file), _place(file)))
+        except OSError as error:
+            raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
+        except BadPayload as error:
+            raise StorageFailed(f"{file} is damaged: {error}") from error
+
+    def _write(self, folder: Path, name: str, tensors: Tensors) -> None:
+        if self._key:
+            file = folder / f"{name}{_SEALED}"
+            atomic_write(file, self._key.seal(pack(tensors), _place(file)), private=True)
+        else:
+            atomic_write(folder / f"{name}{_PLAIN}", *packed_pieces(tensors), private=True)
 
     def commit(self, result: Result, local: Tensors, left: Tensors | None = None, owed: Owed | None = None) -> None:
         """Keep a finished round: personal tensors and result become current in one step.
@@ -91,12 +131,15 @@ class Vault:
         home = self._home(result.run)
         folder = home / f"round-{result.round}-{secrets.token_hex(4)}"
         try:
-            atomic_write(folder / "local.safetensors", *packed_pieces(local), private=True)
+            self._write(folder, _LOCAL, local)
             atomic_write(folder / "result.msgpack", msgspec.msgpack.encode(result), private=True)
             if left:
-                atomic_write(folder / _LEFT, *packed_pieces(left), private=True)
+                self._write(folder, _LEFT, left)
             if owed and owed.file:
-                _link(owed.file, folder / _OWED)
+                if self._key or owed.file.suffix != _PLAIN:  # what is sealed belongs to its place
+                    self._write(folder, _OWED, owed.tensors)
+                else:
+                    _link(owed.file, folder / f"{_OWED}{_PLAIN}")
             atomic_write(folder / _PENDING, b"")
             atomic_write(home / _CURRENT, folder.name.encode())
         except StorageFailed:
@@ -113,9 +156,7 @@ class Vault:
 
     def pending(self) -> list[Result]:
         """Results that no coordinator has acknowledged yet."""
-        homes = sorted(path.parent for path in self.folder.glob(f"*/{_CURRENT}"))
-        current = [folder for home in homes if (folder := self._current(home.name))]
-        return [_result(folder / "result.msgpack") for folder in current if (folder / _PENDING).exists()]
+        return [_result(folder / "result.msgpack") for folder in self._newest() if (folder / _PENDING).exists()]
 
     def settle(self, run: str, round_number: int, *, accepted: bool = True) -> None:
         """The result was acknowledged, or refused for good; the personal tensors stay."""
@@ -161,9 +202,19 @@ class Vault:
             return None
         except OSError as error:
             raise StorageFailed(f"cannot read {home / _CURRENT}: {error.strerror}") from error
-        if not (folder / "local.safetensors").is_file():
+        if _there(folder, _LOCAL) is None:
             raise StorageFailed(f"the vault names {folder}, which is not there; move {home} away to start anew")
         return folder
+
+
+def _there(folder: Path, name: str) -> Path | None:
+    """The file that holds some tensors of a round, plain or sealed; None where there is none."""
+    files = (folder / f"{name}{suffix}" for suffix in (_SEALED, _PLAIN))
+    return next((file for file in files if file.is_file()), None)
+
+
+def _place(file: Path) -> str:
+    return f"{file.parent.parent.name}/{file.parent.name}/{file.stem}"
 
 
 def _is_current(folder: Path) -> bool:
@@ -171,15 +222,6 @@ def _is_current(folder: Path) -> bool:
         return (folder.parent / _CURRENT).read_text() == folder.name
     except OSError:
         return False
-
-
-def _tensors(file: Path) -> Tensors:
-    try:
-        return mapped(file)
-    except OSError as error:
-        raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
-    except BadPayload as error:
-        raise StorageFailed(f"{file} is damaged: {error}") from error
 
 
 def _link(file: Path, name: Path) -> None:

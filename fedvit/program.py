@@ -44,6 +44,8 @@ from fedvit.errors import BadPayload
 from fedvit.updates import NONE, make_codec
 
 PROGRAM_VERSION = 1
+PRIVATE_VERSION = 2
+"""Of Programs that ask for privacy: software that knows only the first version must refuse them, not forget to."""
 MAX_VALUES = 1 << 31
 """Numbers in one array that a device makes for a Program: batches, features, optimizer state. What a device can
 really hold is for its memory budget to say; this is where a Program is nonsense."""
@@ -54,6 +56,7 @@ Samples = Annotated[int, Meta(ge=1, le=65_536)]
 Times = Annotated[int, Meta(ge=0, le=1_000_000)]
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(max_length=8)]
 Rate = Annotated[float, Meta(ge=0.0, le=1e6)]
+Norm = Annotated[float, Meta(gt=0.0, le=1e12)]
 Share = Annotated[float, Meta(ge=0.0, lt=1.0)]
 Channel = Annotated[float, Meta(ge=-1e3, le=1e3)]
 Deviation = Annotated[float, Meta(gt=0.0, le=1e3)]
@@ -152,6 +155,9 @@ class Collect(Struct, frozen=True):
     shape: Shape  # of one sample's value, float32
     threshold: Rate = 1.0  # multiplies the median; > 0
     codec: str = NONE  # of the values, as they are uploaded
+    clip: Norm | None = None  # each sample's value is scaled down to this norm before it is sent
+    noise: Rate = 0.0  # with `clip`: std of the Gaussian noise that is added then, times `clip`
+    rehearsal: bool = False  # the noise follows from the run's seed: for experiments, it protects nobody
 
 
 class Draw(Struct, frozen=True, kw_only=True):
@@ -222,6 +228,7 @@ class Program(Struct, frozen=True, kw_only=True):
     train: tuple[Train, ...]
     evaluate: Evaluate
     batch: Batch
+    clip_delta: float | None = None  # deltas are scaled down to this norm, all tensors together, before they are sent
 
     def names(self, group: str) -> list[str]:
         """The group's tensor names in their fixed order."""
@@ -275,8 +282,9 @@ def decode_program(raw: bytes) -> Program:
     try:
         head: Any = msgspec.msgpack.decode(raw)
         version = head.get("v") if isinstance(head, dict) else None
-        if version != PROGRAM_VERSION:
-            raise BadPayload(f"program version {version!r}, this software knows version {PROGRAM_VERSION}")
+        if version not in (PROGRAM_VERSION, PRIVATE_VERSION):
+            known = f"{PROGRAM_VERSION} and {PRIVATE_VERSION}"
+            raise BadPayload(f"program version {version!r}, this software knows versions {known}")
         program = msgspec.convert(head, Program)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the latter two through
         raise BadPayload(f"not a program: {error}") from error

@@ -5,7 +5,7 @@ For experiments and tests: nothing but the network is left out, and the same see
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -17,6 +17,7 @@ from coordinator.config import RunConfig, make_config
 from coordinator.display import Display
 from coordinator.store import Store
 from coordinator.summary import summarise
+from edge_client.agent import Agent
 from fedvit.errors import ConfigError
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fleet.run import FleetOutcome
@@ -38,12 +39,14 @@ def simulate(
     display: Display | None = None,
     graph_cache: Path | None = None,
     resume: bool = False,
+    agent_kinds: Mapping[str, Callable[..., Agent]] | None = None,
 ) -> FleetOutcome:
     """Run one configuration with one virtual device per folder, in this process; a mapping names them.
 
     `values` is a configuration as a file gives it, over DEFAULTS. At most `at_once` devices compute at the
     same time, with `threads` each; None: one per core. With `resume` a run of that name that is there already
-    goes on where it was; else it must not be there. Files lie as after `fleet run`.
+    goes on where it was; else it must not be there. Files lie as after `fleet run`. `agent_kinds` makes some of the
+    devices, by folder name, other agents than the usual.
 
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
     """
@@ -77,6 +80,7 @@ def simulate(
         threads=threads,
         at_once=at_once or max(1, usable_cores() // threads),
         software="simulation",
+        kinds=agent_kinds or {},
     )
     stop = threading.Event()
     broken: list[Exception] = []

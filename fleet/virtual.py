@@ -52,7 +52,8 @@ class Host:
 
     `devices` gives their names and folders of images. Below `state` each keeps its vault in a folder of its name;
     the blobs of all are in the folder `blobs`, to which each device's own `blobs` is a link. `at_once` devices compute
-    at the same time, with `threads` each. Raises DataError for a folder that cannot be used.
+    at the same time, with `threads` each. `kinds` makes some devices other agents than the usual. Raises DataError for
+    a folder that cannot be used.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Host:
         threads: int,
         at_once: int,
         software: str,
+        kinds: Mapping[str, Callable[..., Agent]] | None = None,
     ) -> None:
         self._inbox: SimpleQueue[tuple[str, object]] = SimpleQueue()
         self._turns = Turns(at_once + WRITING)
@@ -76,7 +78,7 @@ class Host:
         for name in devices:
             home = state / name
             _link(home / "blobs", blobs)
-            self.agents[name] = Agent(
+            self.agents[name] = (kinds or {}).get(name, Agent)(
                 device=name,
                 federation=federation,
                 transport=transport(name, _Inbox(name, self._inbox)),

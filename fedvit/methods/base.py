@@ -17,13 +17,14 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedvit.errors import ConfigError
+from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.vit import PatchViT
 from fedvit.precision import Precision, packed
 from fedvit.program import Evaluate, Role, Train
 from fedvit.resources import BudgetKind
-from fedvit.tensors import Tensors
+from fedvit.tensors import Array, Tensors
 
 PREDICT = "predict"
 """The graph that answers; every method has one."""
@@ -106,12 +107,12 @@ class Surgery(Protocol):
 
 
 class Upload(NamedTuple):
-    """One accepted result, as a server rule sees it; `load` reads the tensors from disk when asked."""
+    """One accepted result, as a server rule sees it; `load` maps the tensors, read-only, when asked."""
 
     device: str
     samples: int
     digest: str
-    load: Callable[[], Tensors]
+    load: Callable[[], Mapping[str, Array]]
     discount: float = 1.0  # of what was made from an older state; its device's share stays what it is
 
 
@@ -132,8 +133,9 @@ class RoundContext(NamedTuple):
     lr_scale: float
     vit: PatchViT
     accelerator: str  # torch device: "cpu", "cuda", ...
-    load: Callable[[str], Tensors]  # tensors of a kept upload by digest
+    load: Callable[[str], Mapping[str, Array]]  # tensors of a kept upload by digest
     progress: Callable[[str], None]  # one line for people, often
+    aggregator: Aggregator = Mean()  # how shared tensors' deltas become one
 
 
 class ServerRule(ABC):

@@ -4,7 +4,7 @@ A codec codes named float32 tensors; coded tensors say themselves how to undo it
 Codecs are written as text, in configurations and in Programs: `int8`, `top_k:share=0.01`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -52,6 +52,24 @@ def decode(coded: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) ->
     `shapes` has those of all sparse tensors. Raises BadPayload where parts do not belong together.
     """
     return {name: decode_one(name, coded, shapes.get(name)) for name in coded if "#" not in name}
+
+
+class Decoded(Mapping[str, Array]):
+    """As `decode`, each tensor only when it is looked at: a mapped upload is never in memory as a whole."""
+
+    def __init__(self, coded: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._coded = coded
+        self._shapes = shapes
+        self._names = [name for name in coded if "#" not in name]
+
+    def __getitem__(self, name: str) -> Array:
+        return decode_one(name, self._coded, self._shapes.get(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def decode_one(name: str, coded: Mapping[str, Array], shape: tuple[int, ...] | None) -> Array:

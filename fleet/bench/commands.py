@@ -219,3 +219,34 @@ def bytes_command(names: tuple[str, ...], as_json: bool) -> None:
     with choose_display() as display:
         rows = run_bytes_bench(cases, display.line)
     _print(rows, bytes_table, as_json)
+
+
+@bench_command.command("attack")
+@click.option("--attack", "attacks", multiple=True, metavar="NAME", help="Only this one, as in the table. Repeatable.")
+@click.option("--devices", type=click.IntRange(min=2), default=10, help="Devices, the malicious ones among them.")
+@click.option("--malicious", type=click.IntRange(min=1), default=3, help="Devices that attack.")
+@click.option("--rounds", type=click.IntRange(min=1), default=8, help="Rounds of each run.")
+@_json_flag
+def attack_command(attacks: tuple[str, ...], devices: int, malicious: int, rounds: int, as_json: bool) -> None:
+    """Show what malicious devices do to a run, with plain averaging and with the recommended protection."""
+    from fleet.bench.attack import ATTACKS, AttackSettings, attack_table, run_attacks
+
+    chosen = attacks or tuple(ATTACKS)
+    settings = AttackSettings(devices=devices, malicious=malicious, rounds=rounds, attacks=chosen)
+    with choose_display() as display:
+        report = run_attacks(settings, display.line)
+    _print(report, attack_table, as_json)
+
+
+@bench_command.command("privacy")
+@click.option(
+    "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Also draw what was rebuilt: FILE.png."
+)
+@_json_flag
+def privacy_command(picture: Path | None, as_json: bool) -> None:
+    """Rebuild images from the features that EFTViT uploads, by mask ratio and noise."""
+    from fleet.bench.privacy import PrivacySettings, privacy_table, run_privacy
+
+    with choose_display() as display:
+        report = run_privacy(PrivacySettings(), picture, display.line)
+    _print(report, privacy_table, as_json)

@@ -88,7 +88,7 @@ class GeneratorUpdate(ServerRule):
             delta, weight = upload.load(), weights[upload.device]
             # adds w_i J_i^T (-delta_i) to the gradients of phi and z_i
             torch.autograd.backward(
-                list(made.values()), [torch.from_numpy(delta[name]).to(place) * -weight for name in made]
+                list(made.values()), [torch.tensor(delta[name], device=place) * -weight for name in made]
             )
         grads = {name: value.grad for name, value in parameters.items() if value.grad is not None}
         norm = float(torch.sqrt(sum((grad.square().sum() for grad in grads.values()), torch.zeros((), device=place))))

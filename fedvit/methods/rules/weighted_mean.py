@@ -1,4 +1,4 @@
-"""Move the shared tensors by the mean of the cohort's deltas."""
+"""Move the shared tensors by what the cohort's deltas come to: their mean, unless the run says otherwise."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fedvit.errors import EmptyCohort
+from fedvit.methods.aggregators import Delta
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedMean(ServerRule):
     """Each device weighs as much as it has training images, among those whose result was accepted.
+
+    That is the run's aggregator "mean"; any other (`RoundContext.aggregator`) treats devices as equals.
 
     What an upload holds beside the server's own tensors is passed over: it is another rule's.
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
@@ -34,18 +37,15 @@ class WeightedMean(ServerRule):
     ) -> tuple[ServerState, dict[str, float]]:
         """Sums are float64. A discount is not made up for by the others: a late cohort moves the server less.
 
-        Raises EmptyCohort when no upload holds a sample."""
+        Raises EmptyCohort when no upload holds a sample, or too few came for the aggregator."""
         weights = cohort_weights(uploads, context.round)
-        mean: dict[str, np.ndarray] = {}
-        for upload in uploads:
-            if not weights[upload.device]:
-                continue
-            for name, delta in upload.load().items():
-                if name not in state.tensors:
-                    continue
-                step = delta.astype(np.float64) * (weights[upload.device] * upload.discount * self.mixing)
-                mean[name] = mean[name] + step if name in mean else step
-        moved = {name: (state.tensors[name] + step).astype(state.tensors[name].dtype) for name, step in mean.items()}
+        deltas = [
+            Delta(weights[upload.device] * upload.discount, upload.load) for upload in uploads if weights[upload.device]
+        ]
+        mean = context.aggregator.combine(deltas, state.tensors.keys(), self.mixing)
+        moved = {
+            name: np.add(state.tensors[name], step).astype(state.tensors[name].dtype) for name, step in mean.items()
+        }
         norm = float(np.sqrt(sum(float(np.square(step).sum()) for step in mean.values())))
         return replace(state, tensors={**state.tensors, **moved}), {"update_norm": norm}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.admission import check_hello, check_result, check_upload, largest_upload_bytes
+from coordinator.admission import check_hello, check_labels, check_result, check_upload, largest_upload_bytes
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.program import Batch, Collect, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, Train
 from fedvit.resources import DeviceProfile, ResourceUse
@@ -331,3 +331,25 @@ def test_coded_features_are_taken(codec: str) -> None:
         parts = make_codec(codec).encode({"features": made}, samples=True)
         assert {name: str(part.dtype) for name, part in parts.items()} == {name: form[name][1] for name in form}
         check_upload(pack({**parts, "labels": np.zeros(rows, np.int64)}), program, WHAT)
+
+
+class TestLabels:
+    """The device announced ants and bees, and 20 images."""
+
+    def test_as_many_as_a_median_can_be(self) -> None:
+        """Two classes: one has its median or more, so that it is at most 20 / 1."""
+        check_labels(np.repeat([0, 1], [20, 4]), COLLECTED, hello(), WHAT)
+
+    def test_a_class_that_was_not_announced(self) -> None:
+        with pytest.raises(BadPayload, match="it holds class 'cow', which the device did not announce"):
+            check_labels(np.array([0, 2]), COLLECTED, hello(), WHAT)
+
+    def test_more_of_a_class_than_is_chosen(self) -> None:
+        """Three classes: two have the median or more, which is at most 10."""
+        everything = hello(classes=CLASSES)
+        check_labels(np.repeat([0, 1, 2], [10, 10, 1]), COLLECTED, everything, WHAT)
+        with pytest.raises(BadPayload, match=r"11 values of class 'ant'; .* at most 10 of one are chosen"):
+            check_labels(np.repeat([0, 1, 2], [11, 5, 1]), COLLECTED, everything, WHAT)
+
+    def test_none(self) -> None:
+        check_labels(np.array([], np.int64), COLLECTED, hello(), WHAT)

@@ -12,9 +12,12 @@ from click.testing import CliRunner
 
 from coordinator.cli import cli, config_flags, merge_flags
 from coordinator.config import (
+    TABLES,
     BrokerConfig,
     BudgetConfig,
     ImageConfig,
+    PrivacyConfig,
+    ProtectionConfig,
     RunConfig,
     StartConfig,
     UpdatesConfig,
@@ -77,6 +80,24 @@ flops_budget = 2e12
 round_deadline = "10m"
 upload_budget = 5_000_000
 
+[protection]
+aggregator = "median"
+malicious_share = 0.2
+clip_norm = "median"
+reject_scale = 5
+max_weight = 2.5
+strikes = 1
+quarantine_rounds = 4
+
+[privacy]
+noise_multiplier = 0.0
+clip = 0.5
+delta = 1e-4
+accounting = "sampled"
+feature_noise = 0.0
+feature_clip = 3.0
+rehearsal = true
+
 [broker]
 broker = "mqtts://pi@h:8883"
 listen = "0.0.0.0"
@@ -119,6 +140,18 @@ def flagged(*arguments: str, values: dict[str, Any] | None = None) -> StartConfi
 # --- files --------------------------------------------------------------------------------------------
 
 
+PROTECTION = ProtectionConfig(
+    aggregator="median",
+    malicious_share=0.2,
+    clip_norm="median",
+    reject_scale=5.0,
+    max_weight=2.5,
+    strikes=1,
+    quarantine_rounds=4,
+)
+PRIVACY = PrivacyConfig(clip=0.5, delta=1e-4, accounting="sampled", feature_clip=3.0, rehearsal=True)
+
+
 def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(EVERY_KEY)
@@ -155,6 +188,8 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
                 memory_budget="512MB", flops_budget=2e12, round_deadline="10m", upload_budget=5_000_000.0
             ),
             updates=UpdatesConfig(up="int8", up_groups={"model": "fp16"}, down="top_k:share=0.1", down_whole="fp16"),
+            protection=PROTECTION,
+            privacy=PRIVACY,
         ),
         BrokerConfig(broker="mqtts://pi@h:8883", listen="0.0.0.0", port=0, password="secret", ca_file="ca.pem"),
     )
@@ -162,6 +197,8 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
     assert {*RunConfig.__struct_fields__, "broker"} == said.keys()
     assert set(ImageConfig.__struct_fields__) == said["images"].keys()
     assert set(BrokerConfig.__struct_fields__) == said["broker"].keys()
+    assert set(ProtectionConfig.__struct_fields__) == said["protection"].keys()
+    assert set(PrivacyConfig.__struct_fields__) == said["privacy"].keys()
 
 
 def test_nothing_needs_to_be_said() -> None:
@@ -376,9 +413,9 @@ def test_a_large_model_is_checked_without_taking_memory() -> None:
 
 def test_every_key_has_a_flag_and_a_description() -> None:
     flags = {option.name: option for option in cli.commands["start"].params if isinstance(option, click.Option)}
-    for kind in (RunConfig, BrokerConfig, ImageConfig, BudgetConfig, UpdatesConfig):
+    for kind in (RunConfig, BrokerConfig, *TABLES.values()):
         for key in kind.__struct_fields__:
-            if key not in ("images", "budget", "updates"):  # tables: their keys are flags
+            if key not in TABLES:  # tables: their keys are flags
                 assert len(flags[key].help or "") > 15, key
     shown = CliRunner().invoke(cli, ["start", "--help"], terminal_width=200).output
     for flag in (
@@ -407,6 +444,10 @@ def test_every_flag_arrives() -> None:
         *("--crop-padding", "4", "--flip", "--brightness", "0.25"),
         *("--memory-budget", "512MB", "--flops-budget", "2e12", "--round-deadline", "10m", "--upload-budget", "5e6"),
         *("--up", "int8", "--up-group", "model=fp16", "--down", "fp16", "--down-whole", "int8"),
+        *("--aggregator", "median", "--malicious-share", "0.2", "--clip-norm", "median", "--reject-scale", "5"),
+        *("--max-weight", "2.5", "--strikes", "1", "--quarantine-rounds", "4", "--noise-multiplier", "0"),
+        *("--clip", "0.5", "--delta", "1e-4", "--accounting", "sampled", "--feature-noise", "0"),
+        *("--feature-clip", "3.0", "--rehearsal"),
         *("--broker", "embedded", "--listen", "::1", "--port", "0", "--password", "p", "--ca-file", "ca.pem"),
     )
     assert config == StartConfig(
@@ -439,6 +480,8 @@ def test_every_flag_arrives() -> None:
             images=ImageConfig(crop_padding=4, flip=True, brightness=0.25),
             budget=BudgetConfig(memory_budget="512MB", flops_budget="2e12", round_deadline="10m", upload_budget="5e6"),
             updates=UpdatesConfig(up="int8", up_groups={"model": "fp16"}, down="fp16", down_whole="int8"),
+            protection=PROTECTION,
+            privacy=PRIVACY,
         ),
         BrokerConfig(broker="embedded", listen="::1", port=0, password="p", ca_file="ca.pem"),
     )

@@ -1226,3 +1226,94 @@ def test_a_result_of_an_interrupted_run_is_kept_by_its_device(stage: Stage) -> N
     stage.start(devices=2)
     assert stage.finish() == "finished"
     assert not [ack for ack in device.got(ResultAck) if ack.run == "yesterday"]
+
+
+# --- devices that lie ---------------------------------------------------------------------------------
+
+
+def poisoned(device: Fake, task: Task) -> None:
+    """What no honest device sends."""
+    device.bring(device.answer(task, {name: value * np.nan for name, value in device.upload(task).items()}))
+
+
+def test_the_run_s_aggregator_decides(stage: Stage, first: Tensors) -> None:
+    """Updates 1, 2, 900: their median is 2."""
+    for name, value in (("a", 1.0), ("b", 2.0), ("c", 900.0)):
+        stage.fake(name, value=value)
+    stage.start(devices=3, protection={"aggregator": "median"})
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 2.0)
+
+
+def test_what_is_out_of_scale_is_left_out_and_leads_to_quarantine(stage: Stage, first: Tensors) -> None:
+    """Updates of 1 but for 900: in rounds 1 and 2 left out, then not asked any more; each round moves by 1."""
+    fakes = [stage.fake(name) for name in ("a", "b", "c")]
+    liar = stage.fake("d", value=900.0)
+    stage.start(devices=4, rounds=4, protection={"reject_scale": 5.0, "strikes": 2})
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 4.0)
+    assert liar.tasks() == [1, 2]
+    [refused] = liar.got(Refused)
+    assert refused.final
+    assert "quarantine until it is released: 2 strikes, the last: its update has norm" in refused.reason
+    assert "coordinator quarantine r --release d" in refused.reason
+    assert all(reason.startswith("train: left out: its update has norm") for reason in stage.refusals("d"))
+    assert len(stage.refusals("d")) == 2
+    assert all(device.tasks() == [1, 2, 3, 4] for device in fakes)
+
+
+def test_a_quarantine_of_some_rounds_is_waited_for(stage: Stage, first: Tensors) -> None:
+    """Refused in round 1, kept out of round 2, asked again in round 3."""
+    stage.fake("a")
+    liar = stage.fake("b", poisoned)
+    stage.start(devices=2, rounds=3, protection={"strikes": 1, "quarantine_rounds": 1})
+    stage.drive(lambda: bool(liar.answers()))
+    liar.on_task = honest
+    assert stage.finish() == "finished"
+    assert (liar.tasks(), liar.tasks("evaluate")) == ([1, 3], [3])
+    assert liar.got(Refused) == []
+    assert_moved_by(stage, first, 3.0)
+
+
+def test_a_restart_knows_who_is_in_quarantine(stage: Stage) -> None:
+    stage.fake("a")
+    liar = stage.fake("b", poisoned)
+    stage.start(devices=2, rounds=50, protection={"strikes": 1})
+    stage.drive(lambda: bool(liar.got(Refused)))
+    stage.stop()
+    stage.fakes.remove(liar)
+    back = stage.fake("b")
+    stage.start(resume=True, rounds=50)
+    stage.drive(lambda: bool(back.got(Refused)))
+    assert back.tasks() == []
+
+
+def test_failures_are_no_strikes(stage: Stage) -> None:
+    stage.fake("a")
+    unable = stage.fake("b", lambda device, task: device.fail(task, "out of memory"))
+    stage.start(devices=2, rounds=3, protection={"strikes": 1})
+    assert stage.finish() == "finished"
+    assert unable.tasks() == [1, 2, 3]
+    assert stage.store.strikes("r") == []
+
+
+def test_no_noise_is_no_privacy_and_no_other_bit(stage: Stage, first: Tensors) -> None:
+    """Weights by samples, nothing clipped: as in `test_updates_are_weighed_by_samples`, and no epsilon."""
+    stage.fake("a", samples=1, value=0.0)
+    stage.fake("b", samples=3, value=4.0)
+    stage.start(devices=2, rounds=2, privacy={"noise_multiplier": 0.0, "clip": 1e-3})
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 6.0)
+    assert all("dp_epsilon" not in entry.figures for entry in stage.store.rounds("r"))
+
+
+def test_a_private_mean(stage: Stage, first: Tensors) -> None:
+    """Two devices of equal updates: each is shortened to norm 1, and all of it moves the model by about that."""
+    for name in ("a", "b"):
+        stage.fake(name, value=100.0)
+    stage.start(devices=2, rounds=2, privacy={"noise_multiplier": 1e-3, "clip": 1.0})
+    assert stage.finish() == "finished"
+    moved = np.sqrt(sum(float(np.square(stage.model()[name] - value).sum()) for name, value in first.items()))
+    assert moved == pytest.approx(2.0, rel=0.05)
+    told = [entry.figures["dp_epsilon"] for entry in stage.store.rounds("r")]
+    assert told[1] > told[0] > 0

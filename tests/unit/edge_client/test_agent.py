@@ -935,8 +935,8 @@ def test_only_uploads_are_served(world: World, fedavg: "Setting") -> None:
 
 def test_a_program_of_another_version_is_named(world: World, fedavg: "Setting") -> None:
     world.device()
-    newer = msgspec.structs.replace(fedavg.program, v=2)
-    assert world.failure(fedavg, program=newer) == "program version 2, this software knows version 1"
+    newer = msgspec.structs.replace(fedavg.program, v=3)
+    assert world.failure(fedavg, program=newer) == "program version 3, this software knows versions 1 and 2"
     assert world.result(fedavg, round=2).round == 2
 
 

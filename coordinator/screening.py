@@ -1,0 +1,152 @@
+"""What is done with a round's accepted results before the method sees them: out-of-scale ones are left out, long ones
+are shortened, and no claim of samples counts for more than it may.
+
+All of it is relative to the cohort's median, which honest devices decide while they are more than half.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from coordinator.admission import LABELS
+from coordinator.config import ProtectionConfig
+from fedvit.methods.aggregators import norm_of
+from fedvit.methods.base import Upload
+from fedvit.tensors import Array
+
+LEAST_COHORT = 3
+"""Of fewer updates none can be told to be the odd one out."""
+
+
+class Outlier(NamedTuple):
+    """An upload that is left out, and why."""
+
+    device: str
+    reason: str
+
+
+class Screened(NamedTuple):
+    uploads: list[Upload]
+    outliers: list[Outlier]
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Screen:
+    """The limits of one run; those that are None do not hold."""
+
+    clip_norm: float | Literal["median"] | None = None  # longer deltas are scaled down to this norm
+    reject_scale: float | None = None  # > 1; longer than so many medians is left out
+    max_weight: float | None = None  # >= 1; samples count up to so many times the cohort's median
+
+    @classmethod
+    def of(cls, config: ProtectionConfig) -> "Screen":
+        return cls(clip_norm=config.clip_norm, reject_scale=config.reject_scale, max_weight=config.max_weight)
+
+    def apply(self, uploads: Sequence[Upload]) -> Screened:
+        """Reads every upload once where it has to; order and content of what is kept do not depend on who came when."""
+        if self == Screen() or not uploads:
+            return Screened(list(uploads), [], {})
+        kept, outliers = list(uploads), list[Outlier]()
+        figures: dict[str, float] = {}
+        if self.clip_norm is not None or self.reject_scale is not None:
+            lengths = {upload.device: _lengths(upload.load()) for upload in uploads}
+            outliers = self._outliers(lengths)
+            out = {outlier.device for outlier in outliers}
+            kept = [upload for upload in kept if upload.device not in out]
+            kept, figures = self._clipped(kept, {device: length.delta for device, length in lengths.items()})
+            figures |= {"left_out": float(len(outliers))}
+        return Screened(self._weighed(kept), outliers, figures)
+
+    def _outliers(self, lengths: dict[str, "_Length"]) -> list[Outlier]:
+        if self.reject_scale is None or len(lengths) < LEAST_COHORT:
+            return []
+        found: dict[str, str] = {}
+        usual = median(length.delta for length in lengths.values())
+        for device, length in lengths.items():
+            if usual and length.delta > self.reject_scale * usual:
+                found[device] = (
+                    f"its update has norm {length.delta:.4g}, {length.delta / usual:.3g} times the cohort's median; "
+                    f"at most {self.reject_scale:g} times is taken"
+                )
+        for name in sorted({name for length in lengths.values() for name in length.features}):
+            sizes = {device: length.features[name] for device, length in lengths.items() if name in length.features}
+            usual = median(sizes.values())
+            if len(sizes) < LEAST_COHORT or not usual:
+                continue
+            for device, size in sizes.items():
+                # features that are much too small are as useless, and as easily made up, as those that are too large
+                if not usual / self.reject_scale <= size <= usual * self.reject_scale:
+                    found[device] = (
+                        f"its {name!r} have root mean square {size:.4g}, the cohort's median is {usual:.4g}; "
+                        f"at most {self.reject_scale:g} times more or less is taken"
+                    )
+        return [Outlier(device, found[device]) for device in sorted(found)]
+
+    def _clipped(self, uploads: list[Upload], norms: dict[str, float]) -> tuple[list[Upload], dict[str, float]]:
+        usual = median(norms.values())
+        figures = {"median_norm": usual}
+        if self.clip_norm is None:
+            return uploads, figures
+        limit = usual if self.clip_norm == "median" else self.clip_norm
+        shortened = [
+            upload._replace(load=partial(_scaled, upload.load, limit / norms[upload.device]))
+            if norms[upload.device] > limit
+            else upload
+            for upload in uploads
+        ]
+        return shortened, figures | {"clipped": float(sum(norms[upload.device] > limit for upload in uploads))}
+
+    def _weighed(self, uploads: list[Upload]) -> list[Upload]:
+        """Samples are what a device says; announced numbers, which bound them, it says as well."""
+        if self.max_weight is None or not uploads:
+            return uploads
+        most = max(1, math.floor(self.max_weight * median(upload.samples for upload in uploads)))
+        return [upload._replace(samples=min(upload.samples, most)) for upload in uploads]
+
+
+class _Length(NamedTuple):
+    delta: float  # Euclidean norm of all deltas together
+    features: dict[str, float]  # collected values -> root mean square
+
+
+def _lengths(tensors: Mapping[str, Array]) -> _Length:
+    """Where labels travel along, the other tensors are features, one row for each."""
+    if LABELS not in tensors:
+        return _Length(norm_of(tensors), {})
+    rows = len(tensors[LABELS])
+    collected = {name for name, value in tensors.items() if name != LABELS and value.ndim and len(value) == rows}
+    return _Length(
+        norm_of({name: value for name, value in tensors.items() if name not in collected}),
+        {name: norm_of({name: tensors[name]}) / math.sqrt(tensors[name].size) for name in collected if rows},
+    )
+
+
+class _Scaled(Mapping[str, Array]):
+    """Deltas times a factor, one tensor at a time, so that mapped ones need not all be in memory; labels stay."""
+
+    def __init__(self, tensors: Mapping[str, Array], factor: float) -> None:
+        self._tensors = tensors
+        self._factor = factor
+
+    def __getitem__(self, name: str) -> Array:
+        value = self._tensors[name]
+        if not np.issubdtype(value.dtype, np.floating):
+            return value
+        scaled: Array = np.multiply(value, np.asarray(self._factor, value.dtype))
+        return scaled
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _scaled(load: Callable[[], Mapping[str, Array]], factor: float) -> Mapping[str, Array]:
+    return _Scaled(load(), factor)

@@ -1,0 +1,249 @@
+"""How the deltas of a cohort become one: the mean, and rules that a malicious minority cannot move at will.
+
+Whatever is not the mean treats devices as equals: a weight by samples would be a claim that an attacker makes.
+A delta is loaded by a function. Where that maps a file, none of these holds more in memory than the result and
+BLOCK_VALUES numbers of each device; what is mapped the system may drop again. Of deltas that are computed when they
+are looked at (shortened ones), it is one tensor of each device.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvit.errors import EmptyCohort
+from fedvit.tensors import Array
+
+Floats = npt.NDArray[np.float64]
+
+BLOCK_VALUES = 1 << 18
+"""Numbers of one device that are compared with the other devices' at a time."""
+
+
+class Delta(NamedTuple):
+    """One device's update. Weights of a cohort sum to 1."""
+
+    weight: float
+    load: Callable[[], Mapping[str, Array]]
+
+
+class Aggregator(ABC):
+    """Turns a cohort's deltas into the step that the server's tensors make."""
+
+    @abstractmethod
+    def combine(self, deltas: Sequence[Delta], names: Collection[str], scale: float = 1.0) -> dict[str, Floats]:
+        """The step times `scale`, for those `names` that the deltas hold. Raises EmptyCohort where they are too few."""
+
+
+@dataclass(frozen=True)
+class Mean(Aggregator):
+    """The weighted mean: one delta in memory at a time. A single device can move it anywhere.
+
+    Source: McMahan et al., arXiv:1602.05629.
+    """
+
+    def combine(self, deltas: Sequence[Delta], names: Collection[str], scale: float = 1.0) -> dict[str, Floats]:
+        total: dict[str, Floats] = {}
+        for delta in deltas:
+            if not delta.weight:
+                continue
+            for name, value in delta.load().items():
+                if name not in names:
+                    continue
+                step = value.astype(np.float64) * (delta.weight * scale)
+                total[name] = total[name] + step if name in total else step
+        return total
+
+
+# --- each coordinate by itself ------------------------------------------------------------------------
+
+
+class Coordinatewise(Aggregator):
+    """A rule for one number of every device, applied to all numbers."""
+
+    @abstractmethod
+    def centre(self, values: Floats) -> Floats:
+        """(devices, numbers) -> (numbers,)."""
+
+    def combine(self, deltas: Sequence[Delta], names: Collection[str], scale: float = 1.0) -> dict[str, Floats]:
+        loaded = _loaded(deltas)
+        step: dict[str, Floats] = {}
+        for name in _common(loaded, names):
+            flat = np.empty(loaded[0][name].size)
+            for part, values in _blocks(loaded, name):
+                flat[part] = self.centre(values) * scale
+            step[name] = flat.reshape(loaded[0][name].shape)
+        return step
+
+
+@dataclass(frozen=True)
+class Median(Coordinatewise):
+    """The median of every coordinate, which lies among honest values while less than half of the devices lie.
+
+    Source: Yin et al., "Byzantine-Robust Distributed Learning", arXiv:1803.01498, definition 1.
+    """
+
+    def centre(self, values: Floats) -> Floats:
+        middle: Floats = np.median(values, axis=0)
+        return middle
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Coordinatewise):
+    """The mean of every coordinate without its lowest and its highest `share` of values.
+
+    Source: Yin et al., arXiv:1803.01498, definition 2 (there: beta). As robust as the median while at most that
+    share of the devices lies, and closer to the mean where devices differ honestly.
+    """
+
+    share: float  # in [0, 0.5); cut at either end
+
+    def centre(self, values: Floats) -> Floats:
+        cut = _count(self.share, len(values))
+        kept = np.sort(values, axis=0)[cut : len(values) - cut]
+        mean: Floats = kept.mean(axis=0)
+        return mean
+
+
+# --- whole updates by their distances -----------------------------------------------------------------
+
+
+class ByDistance(Aggregator):
+    """A mean whose weights follow from how far the updates are from each other."""
+
+    @abstractmethod
+    def weights(self, squared: Floats) -> Floats:
+        """(n, n) squared distances between n updates -> (n,) weights that sum to 1. Raises EmptyCohort."""
+
+    def combine(self, deltas: Sequence[Delta], names: Collection[str], scale: float = 1.0) -> dict[str, Floats]:
+        loaded = _loaded(deltas)
+        chosen = self.weights(squared_distances(loaded, names))
+        weighted = [Delta(float(weight), delta.load) for weight, delta in zip(chosen, deltas, strict=True)]
+        return Mean().combine(weighted, names, scale)
+
+
+@dataclass(frozen=True)
+class Krum(ByDistance):
+    """The one update (`multi`: the mean of n - f) whose n - f - 2 nearest others are nearest.
+
+    Source: Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017
+    (arXiv:1703.02757). Of n updates f may be malicious, f the share of n rounded down; it needs n >= 2 f + 3.
+    """
+
+    share: float  # of devices that may be malicious, in [0, 0.5)
+    multi: bool = False
+
+    def weights(self, squared: Floats) -> Floats:
+        count = len(squared)
+        malicious = _count(self.share, count)
+        if count < 2 * malicious + 3:
+            raise EmptyCohort(
+                f"Krum against {malicious} malicious devices needs {2 * malicious + 3} results, {count} came"
+            )
+        others = np.sort(squared + np.diag(np.full(count, np.inf)), axis=1)
+        scores = others[:, : count - malicious - 2].sum(axis=1)
+        chosen = np.argsort(scores, kind="stable")[: count - malicious if self.multi else 1]
+        weights = np.zeros(count)
+        weights[chosen] = 1 / len(chosen)
+        return weights
+
+
+@dataclass(frozen=True)
+class GeometricMedian(ByDistance):
+    """The point whose distances to all updates have the smallest sum; sound while less than half of the devices lie.
+
+    Source: Pillutla et al., "Robust Aggregation for Federated Learning", arXiv:1912.13445: the smoothed Weiszfeld
+    algorithm, with equal weights. It stays among the updates' weighted means, so that it runs on their distances:
+    for weights w that sum to 1, |v - x_i|^2 = sum_j w_j D_ij - 1/2 sum_jk w_j w_k D_jk.
+    """
+
+    smoothing: float = 1e-6  # least distance, relative to the median one (paper: nu)
+    steps: int = 100
+
+    def weights(self, squared: Floats) -> Floats:
+        count = len(squared)
+        weights: Floats = np.full(count, 1 / count)
+        least = self.smoothing * math.sqrt(float(np.median(squared)) or float(squared.max()))
+        if not least:  # all are the same
+            return weights
+        for _ in range(self.steps):
+            towards = squared @ weights
+            distances = np.sqrt(np.maximum(towards - 0.5 * float(weights @ towards), 0.0))
+            pull = least / np.maximum(distances, least)
+            following = pull / pull.sum()
+            settled = float(np.abs(following - weights).max()) < 1e-9
+            weights = following
+            if settled:
+                break
+        return weights
+
+
+def squared_distances(loaded: Sequence[Mapping[str, Array]], names: Collection[str]) -> Floats:
+    """(n, n): |x_i - x_j|^2 over all tensors together, added up block by block in float64."""
+    products = np.zeros((len(loaded), len(loaded)))
+    for name in _common(loaded, names):
+        for _, values in _blocks(loaded, name):
+            products += values @ values.T
+    own = np.diag(products)
+    squared: Floats = np.maximum(own[:, None] + own[None, :] - 2 * products, 0.0)
+    return squared
+
+
+def norm_of(tensors: Mapping[str, Array], names: Collection[str] | None = None) -> float:
+    """Euclidean norm of all floating tensors together (of `names`), in float64 and block by block."""
+    total = 0.0
+    for name, value in tensors.items():
+        if (names is None or name in names) and np.issubdtype(value.dtype, np.floating):
+            for _, values in _blocks([tensors], name):
+                total += float(np.square(values).sum())
+    return math.sqrt(total)
+
+
+Name = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
+
+
+def make_aggregator(name: Name, malicious_share: float) -> Aggregator:
+    """An aggregator by name, against a share in [0, 0.5) of the cohort that may be malicious."""
+    match name:
+        case "mean":
+            return Mean()
+        case "median":
+            return Median()
+        case "trimmed_mean":
+            return TrimmedMean(malicious_share)
+        case "krum":
+            return Krum(malicious_share)
+        case "multi_krum":
+            return Krum(malicious_share, multi=True)
+        case "geometric_median":
+            return GeometricMedian()
+
+
+def _count(share: float, of: int) -> int:
+    """
+    >>> _count(0.3, 10), _count(0.3, 9)
+    (3, 2)
+    """
+    return int(share * of + 1e-9)  # 0.29 * 100 is a little less than 29
+
+
+def _loaded(deltas: Sequence[Delta]) -> list[Mapping[str, Array]]:
+    if not deltas:
+        raise EmptyCohort("no update is left to aggregate")
+    return [delta.load() for delta in deltas]
+
+
+def _common(loaded: Sequence[Mapping[str, Array]], names: Collection[str]) -> list[str]:
+    return [name for name in loaded[0] if name in names]
+
+
+def _blocks(loaded: Sequence[Mapping[str, Array]], name: str) -> Iterator[tuple[slice, Floats]]:
+    """Parts of one tensor, (devices, numbers) each."""
+    flat: list[Array] = [tensors[name].reshape(-1) for tensors in loaded]
+    for first in range(0, flat[0].size, BLOCK_VALUES):
+        part = slice(first, first + BLOCK_VALUES)
+        yield part, np.stack([values[part] for values in flat]).astype(np.float64)

@@ -103,6 +103,8 @@ def _description(hint: Any) -> str:
 _NUMBER_OR_TEXT = {
     "cohort",
     "pretrained",
+    "deadline_s",
+    "concurrency",
     *(
         field.name
         for kind in (ProtectionConfig, PrivacyConfig)

@@ -173,7 +173,7 @@ class Task(Message, frozen=True, tag="task"):
     groups: dict[str, str]  # group -> digest of this round's value; local groups never travel
     blobs: tuple[Manifest, ...]  # of every digest that the task may need
     deadline_s: Annotated[float, Meta(ge=0.0, le=1e9)]
-    lr_scale: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0  # the schedule's factor for this round
+    lr_scale: Annotated[float, Meta(ge=0.0, le=1e38)] = 1.0  # the schedule's factor for this round
     inline: tuple[bytes, ...] = ()  # small blobs of this round themselves: they need not be fetched
     recipes: tuple[Recipe, ...] = ()  # cheaper ways to blobs among `groups`
 

@@ -1,6 +1,6 @@
 """Train the server's part of a split model on the features that devices uploaded."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 from fedvit.methods.optimizers import Optimizer
 from fedvit.methods.rules.optimizer_state import restore, saved
 from fedvit.models.vit import PatchViT
-from fedvit.tensors import Tensors
+from fedvit.tensors import Array
 
 _FEATURES = "features."
 
@@ -103,7 +103,7 @@ class _Bucket(NamedTuple):
     labels: np.ndarray  # (I,)
 
 
-def _by_shape(shelves: list[Tensors]) -> list[_Bucket]:
+def _by_shape(shelves: list[Mapping[str, Array]]) -> list[_Bucket]:
     """Features by the block that they enter and their number of tokens, which differ with split and mask ratio."""
     grouped: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
     for shelf in shelves:

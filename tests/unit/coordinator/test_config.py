@@ -53,7 +53,7 @@ selection = "fair"
 deadline_s = 60
 deadline_limit_s = 3600
 rejoin_grace_s = 0
-late = "discount"
+late = "use"
 max_staleness = 3
 mode = "rounds"
 buffer = 5
@@ -174,7 +174,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             deadline_s=60.0,
             deadline_limit_s=3600.0,
             rejoin_grace_s=0.0,
-            late="discount",
+            late="use",
             max_staleness=3,
             mode="rounds",
             buffer=5,
@@ -435,7 +435,7 @@ def test_every_flag_arrives() -> None:
     config = flagged(
         *("--method", "fedavg", "-o", "epochs=3", "--option", "optimizer=adamw", "--model-option", "depth=2"),
         *("--class", "ant", "--class", "bee", "--rounds", "7", "--seed", "5", "--devices", "3", "--cohort", "2"),
-        *("--over-select", "0.25", "--selection", "fair", "--deadline-limit-s", "3600", "--late", "discount"),
+        *("--over-select", "0.25", "--selection", "fair", "--deadline-limit-s", "3600", "--late", "use"),
         *("--max-staleness", "3", "--mode", "rounds", "--buffer", "5", "--concurrency", "6"),
         *("--quorum", "0.5", "--deadline-s", "60", "--rejoin-grace-s", "0", "--evaluate-every", "2"),
         *("--variant", "jetson-*:epochs=1", "--variant", "jetson-*:lr=0.5", "--variant", "pi-1:epochs=2"),
@@ -469,7 +469,7 @@ def test_every_flag_arrives() -> None:
             deadline_s=60.0,
             deadline_limit_s=3600.0,
             rejoin_grace_s=0.0,
-            late="discount",
+            late="use",
             max_staleness=3,
             mode="rounds",
             buffer=5,

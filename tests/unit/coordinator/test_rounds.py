@@ -579,7 +579,7 @@ MISBEHAVIOUR: dict[str, tuple[Answer, str]] = {
     "digest": (other_content, "has digest blake3:"),
     "name": (claimed(upload=Manifest("nonsense", 100, 1024)), "'nonsense' is no blake3 digest"),
     "path": (claimed(upload=Manifest("blake3:../../x", 100, 1024)), "is no blake3 digest"),
-    "huge": (claimed(upload=Manifest(digest_of(b"x"), 10**12, 1024)), "an upload of 1000000000000 bytes"),
+    "huge": (claimed(upload=Manifest(digest_of(b"x"), 10**11, 126_976)), "an upload of 100000000000 bytes"),
     "bare": (claimed(upload=None), "the upload is missing"),
     "many": (claimed(samples=11), "it claims 11 samples, the device announced 10"),
     "metric": (claimed(metrics={"loss": float("nan")}), "metric 'loss' is nan"),

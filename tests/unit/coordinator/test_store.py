@@ -340,8 +340,8 @@ def test_a_late_result_counts_in_the_round_it_was_taken_for(store: Store, tmp_pa
 def test_unanswered_tasks_come_back_and_an_outcome_stands(store: Store, tmp_path: Path) -> None:
     first, second = TaskRecord(1, "a", DIGEST, {"g": DIGEST}), TaskRecord(2, "b", DIGEST, {})
     store.add_tasks("r", [second, first, TaskRecord(1, "b", DIGEST, {})])
-    store.end_task("r", 1, "b", "accepted")
-    store.end_task("r", 1, "b", "lost")
+    store.end_tasks("r", [(1, "b")], "accepted")
+    store.end_tasks("r", [(1, "b")], "lost")
     again = reopened(store, tmp_path)
     assert again.unanswered("r") == [first, second]
     assert again.asked("r", 2) == {"a": Asked(1, 1), "b": Asked(1, 1)}

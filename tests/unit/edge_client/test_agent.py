@@ -1198,8 +1198,8 @@ def test_a_device_that_is_not_ready_declines_and_works_when_it_is(
     world: World, fedavg: "Setting", tmp_path: Path
 ) -> None:
     busy = tmp_path / "busy"
-    busy.touch()
     device = world.device(readiness=Readiness(busy_file=busy))
+    busy.touch()
     world.give(fedavg)
     declined = world.server.expect(Declined)
     assert (declined.run, declined.round, declined.kind) == ("run", 1, "train")

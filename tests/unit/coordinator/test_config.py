@@ -104,6 +104,7 @@ listen = "0.0.0.0"
 port = 0
 password = "secret"
 ca_file = "ca.pem"
+deployment = "fleet"
 """
 
 
@@ -191,7 +192,14 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             protection=PROTECTION,
             privacy=PRIVACY,
         ),
-        BrokerConfig(broker="mqtts://pi@h:8883", listen="0.0.0.0", port=0, password="secret", ca_file="ca.pem"),
+        BrokerConfig(
+            broker="mqtts://pi@h:8883",
+            listen="0.0.0.0",
+            port=0,
+            password="secret",
+            ca_file="ca.pem",
+            deployment="fleet",
+        ),
     )
     said = read_toml(file)
     assert {*RunConfig.__struct_fields__, "broker"} == said.keys()

@@ -1173,15 +1173,15 @@ def test_a_coordinator_started_again_goes_on_where_it_was(
     made for a device in round 2 it makes again, to the bit.
     """
     whole = Stage(tmp_path / "whole", configure, graph_cache)
-    for name, samples in (("a", 3), ("b", 4)):
+    for name, samples in (("a", 30), ("b", 40)):
         whole.fake(name, by_round, samples=samples)
     whole.start(method=method, devices=2, rounds=3)
     assert whole.finish() == "finished"
     whole.stop()
 
     broken = Stage(tmp_path / "broken", configure, graph_cache)
-    a = broken.fake("a", by_round, samples=3)
-    b = broken.fake("b", by_round, samples=4)
+    a = broken.fake("a", by_round, samples=30)
+    b = broken.fake("b", by_round, samples=40)
     b.on_task = lambda device, task: by_round(device, task) if task.round == 1 else None
     broken.start(method=method, devices=2, rounds=3)
     broken.drive(lambda: b.tasks() == [1, 2] and broken.accepted(2) == ["a"])

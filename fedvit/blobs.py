@@ -47,6 +47,10 @@ class BlobStore:
     def has(self, digest: str) -> bool:
         return self.path(digest).is_file()
 
+    def keeps(self, digest: str) -> bool:
+        """Whether the blob is here because its owner had it; in a folder that several share, `has` says less."""
+        return self.has(digest)
+
     def put(self, *pieces: bytes | memoryview) -> Manifest:
         """Keep the pieces as one blob. Raises DiskFull when the disk is full."""
         digest = digest_of(*pieces)

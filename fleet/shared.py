@@ -135,6 +135,9 @@ class BlobView(BlobStore):
         self.held: set[str] = set()
         self._shared = shared
 
+    def keeps(self, digest: str) -> bool:
+        return digest in self.held and self.has(digest)
+
     def put(self, *pieces: bytes | memoryview) -> Manifest:
         self._shared.hold(self, digest_of(*pieces))
         return super().put(*pieces)

@@ -28,7 +28,7 @@ from coordinator.store import Store
 from coordinator.summary import RunSummary, summarise
 from edge_client.vault import Vault
 from export.verify import reference_step
-from fedvit.blobs import BlobStore
+from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.digits import read_digits
 from fedvit.data.images import draw_kept, normalise, select, unfold
 from fedvit.data.samples import Samples
@@ -52,7 +52,7 @@ from profiles.program_cost import program_cost
 from tests.conftest import TINY_MODEL, Tiny, make_tiny
 from tests.steps import Run, Session, assert_names_of_the_contract, in_parts, whole
 
-SHARED_FILES = {"__init__", "base", "calculus", "optimizers", "packed", "parts", "step"}
+SHARED_FILES = {"__init__", "aggregators", "base", "calculus", "optimizers", "packed", "parts", "private_mean", "step"}
 """Files of fedvit/methods that are no method."""
 
 DEPTH = 2
@@ -451,8 +451,8 @@ class Recorded:
     model: bytes
     vaults: dict[tuple[str, int], Tensors]
     payloads: list[bytes]
-    up: dict[str, bytes] = field(default_factory=dict)  # digest -> blob that a device sent
-    down: dict[str, bytes] = field(default_factory=dict)
+    up: dict[str, bytes] = field(default_factory=dict)  # digest -> blob that a device sent, in chunks or in its result
+    down: dict[str, bytes] = field(default_factory=dict)  # likewise, in chunks or in tasks
     tasks: list[tuple[str, Task]] = field(default_factory=list)  # with the device
     results: dict[tuple[str, int, str], Result] = field(default_factory=dict)  # by device, round and kind
 
@@ -506,8 +506,10 @@ def record(case: Case, seed: int, folders: list[Path], out: Path, cache: Path) -
         match decode(payload):
             case Task() as task:
                 run.tasks.append((topic.split("/")[3], task))
+                run.down |= {digest_of(content): content for content in task.inline}
             case Result() as result:
                 run.results[topic.split("/")[3], result.round, result.kind] = result
+                run.up |= {digest_of(result.inline): result.inline} if result.inline else {}
             case Hello() | CoordinatorState():
                 pass
     return run

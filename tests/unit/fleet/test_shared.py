@@ -38,6 +38,17 @@ class TestSharedBlobs:
         first.prune(set())
         assert second.get(digest) == b"equal"
 
+    def test_a_device_keeps_what_came_to_it_and_not_what_came_to_another(self, tmp_path: Path) -> None:
+        """What a device counts as received may not depend on who shares its folder."""
+        shared = SharedBlobs(tmp_path)
+        first, second = shared.view(), shared.view()
+        digest = first.put(CONTENT).digest
+        assert first.keeps(digest)
+        assert second.has(digest)
+        assert not second.keeps(digest)
+        second.put(CONTENT)
+        assert second.keeps(digest)
+
     def test_what_an_earlier_process_left_stays_until_all_have_spoken(self, tmp_path: Path) -> None:
         """A result that was not acknowledged is still here, and so is the backbone; the rest goes."""
         before = BlobStore(tmp_path)

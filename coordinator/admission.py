@@ -59,7 +59,7 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
 def check_room(upload: Manifest, free_bytes: int | None) -> None:
     """Refuse an upload that alone would fill the disk: one device must not stop the run of all. Raises BadPayload.
 
-    On a disk that is full already, no device is to blame: the run pauses when it fetches, and results stay where they are.
+    On a disk that is full already nobody is to blame: the run pauses when it fetches, and devices keep their results.
     """
     if free_bytes is not None and ROOM_BYTES <= free_bytes < upload.size:
         free = format_bytes(free_bytes)

@@ -8,12 +8,15 @@ import numpy as np
 from fedvit.blobs import ALGORITHM
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.program import Program, Role
+from fedvit.quantities import format_bytes
 from fedvit.tensors import Array, Tensors, check_finite, check_tensors, unpack
 from fedvit.updates import decode_one
-from fedvit.wire.messages import Hello, Result
+from fedvit.wire.messages import Hello, Manifest, Result
 
 _OVERHEAD_BYTES = 64 * 1024
 """Room for the names and shapes in an upload's header, per hundred tensors."""
+ROOM_BYTES = 16 * 1024 * 1024
+"""A disk with less than that is full: the run pauses until it takes so much."""
 LABELS = "labels"
 """The tensor of an upload that names the class of every collected value."""
 _DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
@@ -51,6 +54,18 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
     limit = largest_upload_bytes(program, hello.train_samples)
     if result.upload.size > limit:
         raise BadPayload(f"an upload of {result.upload.size} bytes, this program allows at most {limit}")
+
+
+def check_room(upload: Manifest, free_bytes: int | None) -> None:
+    """Refuse an upload that alone would fill the disk: one device must not stop the run of all. Raises BadPayload.
+
+    On a disk that is full already nobody is to blame: the run pauses when it fetches, and devices keep their results.
+    """
+    if free_bytes is not None and ROOM_BYTES <= free_bytes < upload.size:
+        free = format_bytes(free_bytes)
+        raise BadPayload(
+            f"an upload of {upload.size} bytes ({format_bytes(upload.size)}), the coordinator has {free} free"
+        )
 
 
 def largest_upload_bytes(program: Program, train_samples: int) -> int:

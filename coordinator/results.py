@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from coordinator.admission import LABELS, check_labels, check_result, check_upload
+from coordinator.admission import LABELS, check_labels, check_result, check_room, check_upload
 from coordinator.config import RunConfig
 from coordinator.deadlines import Links
 from coordinator.open_round import OpenRound
@@ -22,6 +22,7 @@ from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import Declined, Failed, Manifest, Result, ResultAck
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import WINDOW_CHUNKS
+from profiles.probes.host import free_disk_bytes
 
 log = logging.getLogger(__name__)
 
@@ -168,8 +169,18 @@ class Results:
             elif result.inline:
                 self._take_inline(assignment, result)
             else:
-                self._queue[device] = Answer(assignment, result)
-                self.grant_uploads()
+                self._await_upload(Answer(assignment, result), result.upload)
+
+    def _await_upload(self, answer: Answer, upload: Manifest) -> None:
+        """Fetch it when it is its turn, if there is room for it."""
+        device = answer.assignment.device
+        try:
+            check_room(upload, free_disk_bytes(self._blobs.folder))
+        except BadPayload as error:
+            self._reject(device, answer.result, str(error))
+            return
+        self._queue[device] = answer
+        self.grant_uploads()
 
     def _take_inline(self, assignment: Assignment, result: Result) -> None:
         """The upload came with the result."""

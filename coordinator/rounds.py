@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.admission import LABELS, check_hello
+from coordinator.admission import LABELS, ROOM_BYTES, check_hello
 from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.cohort import cohort_size, select_fair, select_uniform
 from coordinator.config import RunConfig
@@ -80,8 +80,7 @@ from fedvit.wire.topics import Topics
 log = logging.getLogger(__name__)
 
 ROOM_EVERY_S = 2.0
-ROOM_BYTES = 16 * 1024 * 1024
-"""How often a paused run tries the disk, and how much it must take."""
+"""How often a paused run tries whether the disk takes ROOM_BYTES."""
 PARTIAL_KEPT_S = 24 * 3600.0
 """How long half an upload is kept for a device that may go on with it."""
 KEEP_TIME_EVERY_S = 0.1

@@ -46,9 +46,10 @@ CLOCK_REMEDY = "set the clock: sudo timedatectl set-ntp true"
 @click.group(invoke_without_command=True, context_settings={"show_default": True})
 @click.option(
     "--broker",
+    envvar="FEDVIT_BROKER",
     metavar="HOST[:PORT]",
-    help="MQTT broker; also mqtt://USER:PASSWORD@HOST:PORT and mqtts://... By default where this device has joined, "
-    "else localhost.",
+    help="MQTT broker; also mqtt://USER:PASSWORD@HOST:PORT and mqtts://... Or set FEDVIT_BROKER, which nobody else on "
+    "this machine can read. By default where this device has joined, else localhost.",
 )
 @click.option(
     "--data",
@@ -272,7 +273,7 @@ def as_for_training(*names: str) -> Callable[[click.Command], click.Command]:
         for option in cli.params:
             if option.name in names:
                 again = copy.copy(option)
-                again.default = None
+                again.default = again.envvar = None  # the program's own option has read it
                 command.params.append(again)
         return command
 

@@ -8,7 +8,7 @@ import math
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -23,16 +23,24 @@ def read_pickle(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            content = _Unpickler(file, encoding="latin1").load()
+            return unpickled(file)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
+
+
+def unpickled(file: BinaryIO) -> dict[str, Any]:
+    """As `read_pickle`, from what is open already. Raises OSError, and DataError, which does not name the file."""
+    try:
+        content = _Unpickler(file, encoding="latin1").load()
+    except (OSError, DataError):
+        raise
     except Exception as error:
         # broad, because the unpickler raises nearly anything on damaged files (EOFError, KeyError, ...)
-        raise DataError(f"{path}: no readable pickle: {type(error).__name__}: {error}") from error
+        raise DataError(f"no readable pickle: {type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path}: holds a {type(content).__name__}, expected a dictionary")
+        raise DataError(f"holds a {type(content).__name__}, expected a dictionary")
     return {str(key): value.array if isinstance(value, _Array) else value for key, value in content.items()}
 
 

@@ -27,6 +27,8 @@ Name = Annotated[str, Meta(max_length=64)]
 ClassName = Annotated[str, Meta(max_length=255)]
 Reason = Annotated[str, Meta(max_length=1000)]
 """Texts that a device sends are bounded one by one: an answer that quotes them must still be one message."""
+MAX_CHUNK_BYTES = 1 << 20
+"""No broker of ours lets through larger messages; and what is kept of a transfer counts with 32 bits."""
 MAX_BLOB_CHUNKS = 1 << 20
 """130 GB. A receiver keeps a byte for each chunk, so that a claim alone costs no more than 1 MB."""
 
@@ -40,7 +42,7 @@ class Manifest(Struct, frozen=True, array_like=True):
 
     digest: str
     size: Annotated[int, Meta(ge=1)]
-    chunk: Annotated[int, Meta(ge=1024)]  # payload bytes per chunk; the last chunk may be shorter
+    chunk: Annotated[int, Meta(ge=1024, le=MAX_CHUNK_BYTES)]  # payload bytes per chunk; the last chunk may be shorter
 
     def __post_init__(self) -> None:
         """Raises ValueError for a claim that nobody could keep."""

@@ -1,15 +1,22 @@
 """Valid messages of every type, about a run that is really going on: what the damage begins with."""
 
+import msgspec
+
 from fedvit.resources import Budget, DeviceProfile, ProductRate, ResourceUse, Speed
 from fedvit.wire.messages import (
     AnyMessage,
+    Apart,
+    Cancel,
     CoordinatorState,
+    Declined,
     DeviceState,
     Done,
+    Extended,
     Failed,
     Hello,
     Manifest,
     Progress,
+    Recipe,
     Refused,
     Result,
     ResultAck,
@@ -57,10 +64,13 @@ def from_device(instance: str, classes: tuple[str, ...], task: Task, upload: Man
         DeviceState(instance, online=False),
         Progress(run, number, "train", 12, 40, 0.5),
         Result(run, number, "train", 120, {"loss": 0.25}, USE, upload),
+        Result(run, number, "train", 120, {"loss": 0.25}, USE, upload, b"not what was announced"),
         Result(run, number, "evaluate", 30, {"correct": 12.0}, USE),
         Failed(run, number, "train", "no memory", "memory", USE),
+        Declined(run, number, "train", "hot: 71.5 C", 0.05),
         Want(task.program, ((0, 1),), 1),
         Want(task.blobs[0].digest, ((0, 1),), 1, stalled=True),
+        Want(task.blobs[-1].digest, ((0, 1),), 1, apart=True),
         Done(upload.digest),
         Done(task.program),
     ]
@@ -74,9 +84,18 @@ def from_coordinator(instance: str, task: Task, kept: str) -> list[AnyMessage]:
         Refused("another instance", "unknown class", final=False),
         task,
         task,  # it has the most fields
-        task,
+        _coded(task, kept),
+        Extended(task.run, task.round, task.kind, 60.0),
+        Cancel(task.run, task.round, task.kind, "the round is over"),
         ResultAck(task.run, task.round, task.kind, accepted=True),
         RunEnded(task.run, "finished"),
         Want(kept, ((0, 1),), 1),
         Done(kept),
+        Apart(task.blobs[0].digest),
     ]
+
+
+def _coded(task: Task, base: str) -> Task:
+    """With a recipe for one of its groups, from something that the device has, and bytes that nobody described."""
+    [target, *_] = task.groups.values()
+    return msgspec.structs.replace(task, inline=(b"small",), recipes=(Recipe(target, base, task.blobs[-1], "fp16"),))

@@ -90,6 +90,22 @@ def test_the_programs_know_every_option(where: str) -> None:
     parse(LINES[where])
 
 
+@pytest.mark.parametrize("where", LINES)
+def test_no_command_line_holds_a_password(where: str) -> None:
+    """Every user of a machine can read command lines; environments only their own user."""
+    assert not [word for word in LINES[where] if "@" in word or "password" in word.lower()]
+
+
+def test_services_and_containers_get_their_broker_by_environment() -> None:
+    unit = (DEPLOY / "systemd" / "fedvit-edge.service").read_text()
+    assert "EnvironmentFile=/etc/fedvit/edge.env" in unit.splitlines()
+    [broker] = [option for option in edge_client.cli.cli.params if option.name == "broker"]
+    assert isinstance(broker, click.Option)
+    assert broker.envvar in ENVIRONMENT
+    devices = [service for name, service in COMPOSE["services"].items() if name != "coordinator"]
+    assert all(broker.envvar in device["environment"] for device in devices)
+
+
 def test_an_option_that_is_not_there_is_noticed() -> None:
     with pytest.raises(click.UsageError):
         parse(["coordinator", "start", "--no-such-option"])

@@ -52,6 +52,7 @@ def topics_of(device: str, token: str = "0123456789abcdef") -> dict[str, str]:
         "broadcast": HOME.broadcast(DIGEST),
         "to_device": HOME.to_device(device),
         "from_device": HOME.from_device(device),
+        "lane": HOME.lane(device, DIGEST),
         "upload": HOME.upload(device, DIGEST),
         "device_state": HOME.device_state(device),
         "echo": HOME.echo(device),
@@ -59,12 +60,11 @@ def topics_of(device: str, token: str = "0123456789abcdef") -> dict[str, str]:
         "renewed": HOME.renewed(device),
         "enrolment": HOME.enrolment(token),
         "enrolled": HOME.enrolled(token),
-        "download": f"{HOME.to_device(device).removesuffix('ctl')}b/0123456789abcdef",
     }
 
 
 MAY_SAY = {"from_device", "upload", "device_state", "echo", "renewal"}
-MAY_HEAR = {"coordinator_state", "broadcast", "to_device", "echo", "renewed", "download"}
+MAY_HEAR = {"coordinator_state", "broadcast", "to_device", "echo", "renewed", "lane"}
 
 
 def test_no_kind_of_topic_is_forgotten() -> None:
@@ -171,9 +171,9 @@ def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
         for topic in names.values():
             pi_1.publish(topic, b"up")
             coordinator.publish(topic, b"down")
-        coordinator.publish(names["download"], b"last")
-        wait_for(lambda: (names["download"], b"last") in pi_1.seen, "the last")
-        wait_for(lambda: (names["download"], b"last") in coordinator.seen, "the last")
+        coordinator.publish(names["lane"], b"last")
+        wait_for(lambda: (names["lane"], b"last") in pi_1.seen, "the last")
+        wait_for(lambda: (names["lane"], b"last") in coordinator.seen, "the last")
     heard = {topic for topic, payload in pi_1.seen if payload == b"down"}
     said = {topic for topic, payload in coordinator.seen if payload == b"up"}
     assert heard == {names[name] for name in MAY_HEAR}

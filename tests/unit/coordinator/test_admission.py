@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.admission import check_hello, check_labels, check_result, check_upload, largest_upload_bytes
+from coordinator.admission import (
+    ROOM_BYTES,
+    check_hello,
+    check_labels,
+    check_result,
+    check_room,
+    check_upload,
+    largest_upload_bytes,
+)
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.program import Batch, Collect, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, Train
 from fedvit.resources import DeviceProfile, ResourceUse
@@ -353,3 +361,12 @@ class TestLabels:
 
     def test_none(self) -> None:
         check_labels(np.array([], np.int64), COLLECTED, hello(), WHAT)
+
+
+def test_an_upload_that_alone_would_fill_the_disk_is_refused() -> None:
+    """On a disk that is full without it nobody is to blame: that pauses the run instead."""
+    upload = Manifest(DIGEST, 20_000_000_000, 126_976)
+    with pytest.raises(BadPayload, match=r"of 20000000000 bytes \(20 GB\), the coordinator has 19 GB free"):
+        check_room(upload, 19_000_000_000)
+    for free_bytes in (None, 20_000_000_000, ROOM_BYTES - 1):
+        check_room(upload, free_bytes)

@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from coordinator import admission as admission_module
+from coordinator import results as results_module
 from coordinator.display import Display
 from coordinator.inbox import Interrupted
 from coordinator.planner import PROTOCOLS
@@ -429,6 +431,20 @@ def test_an_upload_inside_a_result_must_be_the_one_it_names(stage: Stage) -> Non
     [refusal] = stage.refusals("a")
     assert "the upload of 14 bytes has digest" in refusal
     assert b.answers() == [(1, True)]
+
+
+def test_an_upload_for_which_there_is_no_room_is_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device says so much that the disk would be full: it is told so, nothing is fetched, and the round goes on."""
+    large = stage.fake("a", claimed(upload=Manifest(digest_of(b"x"), 20_000, 1024)))
+    stage.fake("b")
+    monkeypatch.setattr(results_module, "free_disk_bytes", lambda folder: 10_000)
+    monkeypatch.setattr(admission_module, "ROOM_BYTES", 0)
+    stage.start(devices=2)
+    assert stage.finish() == "finished"
+    assert "an upload of 20000 bytes (20 kB), the coordinator has 10 kB free" in stage.refusals("a")[0]
+    assert any("the coordinator has" in reason for reason in large.reasons())
+    assert not large.got(Want)
+    assert stage.accepted(1) == ["b"]
 
 
 def test_old_blobs_are_deleted(stage: Stage) -> None:

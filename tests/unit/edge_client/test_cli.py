@@ -331,6 +331,20 @@ def test_a_device_that_is_not_well(run: Run, digits: Path) -> None:
     assert "error    broker       127.0.0.1:1: connection refused" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "arguments", [("doctor",), ("--broker", "127.0.0.1:1", "doctor"), ("doctor", "--broker", NOBODY)]
+)
+def test_a_broker_from_the_environment_is_one_that_flags_win_over(
+    run: Run, digits: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    """Its URL holds a password, which a command line would show to everybody on the machine."""
+    monkeypatch.setenv("FEDVIT_BROKER", "mqtt://fedvit:secret@127.0.0.1:2")
+    done = run(*arguments, "--data", digits) if arguments[0] == "doctor" else run("--data", digits, *arguments)
+    port = 2 if arguments == ("doctor",) else 1
+    assert f"error    broker       127.0.0.1:{port}: connection refused" in done.stdout
+    assert "secret" not in done.stdout + done.stderr
+
+
 def test_a_typing_error_is_named(run: Run, digits: Path) -> None:
     done = run("--data", digits, "--threads", "many")
     assert done.returncode == ConfigError.exit_code

@@ -434,12 +434,14 @@ class Agent:
         manifests = {manifest.digest: manifest for manifest in task.blobs}
         log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
         try:
-            job.fetched_bytes += self._keep_inline(task, manifests)
+            inline, new_bytes = self._keep_inline(task, manifests)
+            job.fetched_bytes += new_bytes
             recipes = task.recipes if self._takes_recipes else ()
             job.routes = routes(dict.fromkeys(task.groups.values()), recipes, manifests, self.blobs.has)
             bases = {route.base for route in job.routes if route.base}
             patches = [recipe.patch.digest for route in job.routes for recipe in route.recipes]
-            self.blobs.prune(keep={*manifests, *self._pinned(), *bases, *patches})
+            # what came inside stays though it is not needed: it comes again with the next task, and counts once
+            self.blobs.prune(keep={*manifests, *self._pinned(), *bases, *patches, *inline})
             manifests |= {recipe.patch.digest: recipe.patch for recipe in recipes}
             made = {route.target.digest for route in job.routes}
             whole = [digest for digest in task.groups.values() if digest not in made]
@@ -447,21 +449,22 @@ class Agent:
         except (FedvitError, OSError) as error:
             self._fail(job, error)
 
-    def _keep_inline(self, task: Task, manifests: dict[str, Manifest]) -> int:
-        """Blobs that came inside the message need not be fetched; the answer is how many bytes of them are new.
+    def _keep_inline(self, task: Task, manifests: dict[str, Manifest]) -> tuple[set[str], int]:
+        """Blobs that came inside the message need not be fetched: their digests, and how many bytes of them are new.
 
         Raises BadPayload for one that the task does not describe.
         """
         described = manifests.keys() | {recipe.patch.digest for recipe in task.recipes}
-        new_bytes = 0
+        inline, new_bytes = set[str](), 0
         for content in task.inline:
             digest = digest_of(content)
             if digest not in described:
                 raise BadPayload(f"the task brings {len(content)} bytes that it does not describe")
+            inline.add(digest)
             if not self.blobs.keeps(digest):  # bytes count though a neighbour in the same folder has them
                 self.blobs.put(content)
                 new_bytes += len(content)
-        return new_bytes
+        return inline, new_bytes
 
     def _fetch(self, job: _Job, digests: list[str], manifests: dict[str, Manifest]) -> None:
         """Get blobs, then what the Program names in turn, then start the work."""

@@ -7,6 +7,7 @@ holds no weights, and serves any number of devices.
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -60,6 +61,10 @@ class Trace:
         return content.hexdigest()
 
 
+_one_at_a_time = threading.Lock()
+"""torch's tracer keeps its state in globals: two threads that trace ruin each other's graphs."""
+
+
 def trace(
     step: Step, inputs: Mapping[str, Tensor], *, any_length: int | None = None, integer_products: bool = False
 ) -> Trace:
@@ -78,7 +83,8 @@ def trace(
         return list(results.values())
 
     examples = [value.clone() for value in inputs.values()]  # one tensor under two names would be taken for one input
-    module = make_fx(flat, decomposition_table=_decompositions(), tracing_mode="fake")(*examples)
+    with _one_at_a_time:
+        module = make_fx(flat, decomposition_table=_decompositions(), tracing_mode="fake")(*examples)
     return Trace(module, inputs, tuple(outputs), any_length, integer_products)
 
 

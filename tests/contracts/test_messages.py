@@ -22,6 +22,7 @@ from fedvit.errors import BadPayload, PeerRefused
 from fedvit.resources import Budget, DeviceProfile, ProductRate, ResourceUse, Speed
 from fedvit.wire import messages
 from fedvit.wire.messages import (
+    MAX_CHUNK_BYTES,
     MAX_MESSAGE_BYTES,
     WIRE_VERSION,
     AnyMessage,
@@ -307,7 +308,7 @@ def values_of(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
                 node_s=POSITIVE,
             )
         case msgspec.inspect.StructType(cls=cls) if cls is Manifest:  # it refuses more chunks than anybody could count
-            return st.builds(Manifest, st.text(max_size=30), st.integers(1, 2**30), st.integers(1024, 2**64 - 1))
+            return st.builds(Manifest, st.text(max_size=30), st.integers(1, 2**30), st.integers(1024, MAX_CHUNK_BYTES))
         case msgspec.inspect.StructType(cls=cls, fields=fields):
             return st.builds(cls, **{field.name: values_of(field.type) for field in fields})
     raise AssertionError(f"no values are known for {kind}: add them here")

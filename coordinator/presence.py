@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from fedvit.wire.messages import DeviceState, Hello
 
+LONGEST_REST_S = 86400.0
+"""A device that declines is asked again after a day, whatever it said."""
+
 
 @dataclass
 class Device:
@@ -20,9 +23,6 @@ class Device:
 
     def rests(self) -> bool:
         return time.monotonic() < self.rests_until
-
-
-LONGEST_REST_S = 86400.0
 
 
 class Presence:

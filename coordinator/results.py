@@ -275,7 +275,7 @@ class Results:
             return
         what = f"result of {device} for round {result.round}"
         try:
-            tensors = check_upload(self._blobs.get(result.upload.digest), program, what)
+            tensors = check_upload(self._blobs.path(result.upload.digest), program, what)
             if LABELS in tensors and device in self._presence:
                 check_labels(tensors[LABELS], program, self._presence[device].hello, what)
         except BadPayload as bad:

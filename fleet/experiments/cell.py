@@ -219,6 +219,8 @@ def cell_result(cell: Cell, summary: RunSummary, results: list[ResultRecord], *,
         peak_rss_bytes=peak_rss_bytes(),
         refusals=len(summary.refusals),
         rounds=rounds,
+        epsilon=summary.epsilon,
+        feature_epsilon=summary.feature_epsilon,
     )
 
 

@@ -128,7 +128,7 @@ class TestGrid:
             (
                 "lr = 0.05",
                 "privacy = { noise_multiplier = 1.0 }",
-                r"\[methods\.fedavg\]: .*noise_multiplier = 1.0 needs clip",
+                r"\[privacy\]: noise_multiplier = 1.0 needs clip",
             ),
             (
                 "lr = 0.05",

@@ -37,6 +37,7 @@ from edge_client.cli import cli as edge_cli
 from edge_client.doctor import check_broker
 from edge_client.identity import Identity, Membership, Renewal
 from edge_client.join import join
+from edge_client.keys import check_identity
 from edge_client.patient import Patient
 from fedvit.errors import BadPayload, ConfigError, LinkDown, PeerRefused
 from fedvit.files import atomic_write

@@ -23,6 +23,7 @@ from coordinator.results import Results
 from coordinator.store import RoundRecord, Store, TaskRecord
 from coordinator.targets import Targets
 from coordinator.work import Assignments, Work
+from fedvit.blobs import BlobStore
 from fedvit.errors import OverBudget
 from fedvit.methods.base import ServerState
 from fedvit.program import Role
@@ -106,7 +107,7 @@ class Asking:
         plan, saved = course.plan, course.newest()
         too_small: dict[str, OverBudget] = {}
 
-        def make() -> dict[str, Work]:
+        def make(blobs: BlobStore) -> dict[str, Work]:
             work: dict[str, Work] = {}
             state: ServerState | None = None
             for device in cohort:
@@ -123,13 +124,17 @@ class Asking:
                     state = state or course.state()
                     made = plan.rule.generate(state, device, self.config.seed)
                     members = {name: made[name] for name in variant.program.names(group)}
-                    sent.append(snapshot(members, updates, course.blobs))
+                    sent.append(snapshot(members, updates, blobs))
                     groups[group] = sent[-1].digest
-                recipes = [recipe for reference in sent for recipe in reference.recipes(course.blobs)]
+                recipes = [recipe for reference in sent for recipe in reference.recipes(blobs)]
                 work[device] = Work(variant, groups, expected, tuple(recipes))
             return work
 
-        work = self.inbox.in_background(make)
+        def make_all() -> dict[str, Work]:
+            with course.blobs.gathering() as gathering:
+                return make(gathering)
+
+        work = self.inbox.in_background(make_all)
         for device, error in too_small.items():
             self.results.refuse(device, "plan", str(error), number)
             self._reception.send_away(device, str(error))

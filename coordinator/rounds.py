@@ -222,6 +222,7 @@ class Coordinator:
             if self.inbox.connected:
                 self.transport.publish(self.topics.coordinator_state, farewell, qos=1, retain=True)
             self.transport.close()
+            self.inbox.close()
 
     def _course(self) -> None:
         """Everything that is not done yet, going by the store: after a pause it begins as after a restart."""

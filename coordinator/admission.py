@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from fedvit.blobs import ALGORITHM
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.program import Program, Role
 from fedvit.quantities import format_bytes
-from fedvit.tensors import Array, Tensors, check_finite, check_tensors, unpack
+from fedvit.tensors import Array, Tensors, check_finite, check_tensors, let_go, mapped, unpack
 from fedvit.updates import decode_one
 from fedvit.wire.messages import Hello, Manifest, Result
 
@@ -73,21 +74,27 @@ def largest_upload_bytes(program: Program, train_samples: int) -> int:
     expected = program.expected_upload()
     # a sample is collected at most once per epoch
     most_rows = train_samples * max(phase.epochs for phase in program.train)
-    size = _OVERHEAD_BYTES * (1 + len(expected) // 100)
+    size = _largest_header_bytes(program)
     for shape, dtype in expected.values():
         lengths = [most_rows if length is None else length for length in shape]
         size += math.prod(lengths) * np.dtype(dtype).itemsize
     return size
 
 
-def check_upload(content: bytes, program: Program, what: str) -> Tensors:
+def _largest_header_bytes(program: Program) -> int:
+    """What the names and shapes of an honest upload can measure at most."""
+    return _OVERHEAD_BYTES * (1 + len(program.expected_upload()) // 100)
+
+
+def check_upload(upload: Path | bytes, program: Program, what: str) -> Tensors:
     """The tensors of an upload, as they travel: names, shapes, dtypes as the program says, finite, also when they are
     decoded, labels in range.
 
-    Raises BadPayload whose message begins with `what`.
+    Those of a file are mapped: it may be larger than the memory. A header is read only where it is no longer than
+    an honest one. Raises BadPayload whose message begins with `what`.
     """
     try:
-        tensors = unpack(content)
+        tensors = _opened(upload, _largest_header_bytes(program))
     except BadPayload as error:
         raise BadPayload(f"{what}: {error}") from error
     local = {name for group in program.with_role(Role.LOCAL) for name in program.names(group)}
@@ -104,7 +111,29 @@ def check_upload(content: bytes, program: Program, what: str) -> Tensors:
         if len(labels) and not (labels.min() >= 0 and labels.max() < len(program.classes)):
             low, high = int(labels.min()), int(labels.max())
             raise BadPayload(f"{what}: labels {low} to {high}, the run has {len(program.classes)} classes")
+    let_go(tensors.values())  # those that count are read again when all are there
     return tensors
+
+
+def _opened(upload: Path | bytes, largest_header_bytes: int) -> Tensors:
+    """A header becomes objects many times its size: how long it says it is comes first."""
+    if isinstance(upload, bytes):
+        _check_header(upload[:8], len(upload), largest_header_bytes)
+        return unpack(upload)
+    try:
+        with upload.open("rb") as opened:
+            _check_header(opened.read(8), upload.stat().st_size, largest_header_bytes)
+        return mapped(upload)
+    except FileNotFoundError:
+        raise BadPayload(f"upload {upload.name} is not there") from None
+
+
+def _check_header(first: bytes, size: int, largest_header_bytes: int) -> None:
+    header_bytes = int.from_bytes(first, "little")
+    if largest_header_bytes < header_bytes <= size:
+        raise BadPayload(
+            f"names and shapes of {header_bytes} bytes, this program's take at most {largest_header_bytes}"
+        )
 
 
 def _check_decodes(tensors: Tensors, shapes: dict[str, tuple[int, ...]], what: str) -> None:

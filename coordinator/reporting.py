@@ -4,11 +4,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
+from typing import Any
+
+import msgspec
 
 from coordinator.store import RefusalRecord, ResultRecord, RoundRecord, Store
 from coordinator.summary import DeviceSummary, RoundSummary, summarise
 from profiles.prediction import Expected
-from profiles.report.document import DeviceRound, Refusal, RunDevice, RunDocument, RunRound
+from profiles.report.document import DeviceRound, Refusal, RunDevice, RunDocument, RunPrivacy, RunRound
 
 LOST = "no result: "
 """Begins the reason of a refusal that says that nothing came."""
@@ -45,6 +48,7 @@ def run_document(store: Store, run: str) -> RunDocument:
         devices=devices,
         refusals=_counted(entry for entry in refusals if not entry.reason.startswith(LOST)),
         dropouts=_counted(entry for entry in refusals if entry.reason.startswith(LOST)),
+        privacy=_privacy(record.config.get("privacy", {})),
         warnings=_warnings(devices, expected),
     )
 
@@ -63,7 +67,17 @@ def _round(entry: RoundSummary) -> RunRound:
         bytes_up=entry.bytes_up,
         devices_s=entry.figures.get("devices_s"),
         server_s=entry.figures.get("server_s"),
+        epsilon=entry.figures.get("dp_epsilon"),
+        row_epsilon=entry.figures.get("dp_row_epsilon"),
+        upload_epsilon=entry.figures.get("dp_upload_epsilon"),
+        device_epsilon=entry.figures.get("dp_device_epsilon"),
     )
+
+
+def _privacy(table: Mapping[str, Any]) -> RunPrivacy | None:
+    """The noise that a run asked for, from the table [privacy] of its configuration."""
+    asked = msgspec.convert(table, RunPrivacy)
+    return asked if asked.noise_multiplier or asked.feature_noise else None
 
 
 def _device(

@@ -275,8 +275,8 @@ class Results:
             return
         what = f"result of {device} for round {result.round}"
         try:
-            content = self._blobs.get(result.upload.digest) if content is None else content
-            tensors = check_upload(content, program, what)
+            upload = self._blobs.path(result.upload.digest) if content is None else content
+            tensors = check_upload(upload, program, what)
             if LABELS in tensors and device in self._presence:
                 check_labels(tensors[LABELS], program, self._presence[device].hello, what)
         except BadPayload as bad:

@@ -225,6 +225,8 @@ def report(summary: RunSummary, width: int) -> Group:
         parts.append(Text(f"privacy of devices' updates: epsilon {summary.epsilon:.3g} over all rounds so far"))
     if summary.feature_epsilon is not None:
         parts.append(Text(f"privacy of one device's features: epsilon {summary.feature_epsilon:.3g} over all rounds"))
+    if summary.epsilon is not None or summary.feature_epsilon is not None:
+        parts += [Text(), privacy_table(summary)]
     if summary.devices:
         parts += [Text(), device_table(summary, width)]
     if any(device.budget_broken for device in summary.devices):
@@ -263,6 +265,26 @@ def _accuracy_table(summary: RunSummary, *, each_device: bool, curve: bool) -> T
         cells = [_share(value) for value in (*values, entry.accuracy_mean, entry.accuracy_std, entry.accuracy_weighted)]
         bar = [Text("█" * math.floor(CURVE_WIDTH * entry.accuracy_mean + 0.5), style="green")] if curve else []
         table.add_row(str(entry.round), *cells, *bar)
+    return table
+
+
+EPSILONS = {
+    "dp_epsilon": "updates,\nall rounds",
+    "dp_row_epsilon": "features,\na row",
+    "dp_upload_epsilon": "features,\nan upload",
+    "dp_device_epsilon": "features,\nall rounds",
+}
+
+
+def privacy_table(summary: RunSummary) -> Table:
+    """Epsilon after each round, of the kinds that the run has."""
+    known = [figure for figure in EPSILONS if any(figure in entry.figures for entry in summary.rounds)]
+    table = new_table("epsilon by round")
+    for heading in ("round", *(EPSILONS[figure] for figure in known)):
+        column(table, heading)
+    for entry in summary.rounds:
+        told = [entry.figures.get(figure) for figure in known]
+        table.add_row(str(entry.round), *("-" if value is None else f"{value:.3g}" for value in told))
     return table
 
 

@@ -323,7 +323,7 @@ def profile_command(context: click.Context, /, *, fresh: bool, as_json: bool, **
     click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else table(report))
 
 
-@as_for_training(*_DEVICE_OPTIONS, "test_share")
+@as_for_training(*_DEVICE_OPTIONS, "test_share", "max_temperature", "min_battery", "vault_key")
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
@@ -332,7 +332,8 @@ def doctor(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
 
     Exit code 0: all is well; 1: warnings; 2: errors.
     """
-    from edge_client.doctor import LEVELS, Finding, Patient, examine, lines, worst
+    from edge_client.doctor import examine, lines, worst
+    from edge_client.patient import LEVELS, Finding, Patient
 
     given = _given(context, own)
     way = _way(given)
@@ -346,6 +347,11 @@ def doctor(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
         test_share=given["test_share"],
         budget=Budget(memory_bytes=given["memory_budget"]),
         temperature_limit_c=given["temperature_limit"],
+        most_celsius=given["max_temperature"],
+        least_battery=given["min_battery"],
+        vault_key=given["vault_key"],
+        identity=way.identity,
+        identity_folder=identity_folder(given["state"]),
     )
     findings: list[Finding] = []
     for finding in examine(patient):

@@ -9,30 +9,20 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 
-from msgspec import Struct
-
+from edge_client.keys import check_identity, check_vault_key
+from edge_client.patient import DAY_S, LEVELS, Finding, Level, Patient
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown
 from fedvit.quantities import format_bytes
-from fedvit.resources import Budget
 from fedvit.transport.mqtt import Address, in_words, tls_context
-from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
+from profiles.probes.battery import battery
 from profiles.probes.broker import ECHO_BYTES, Echo
 from profiles.probes.host import free_disk_bytes, host, installed_engine
-from profiles.probes.kernel import ROOT
 from profiles.probes.thermal import Brakes, Thermometer
-
-Level = Literal["ok", "warning", "error"]
-LEVELS: tuple[Level, ...] = ("ok", "warning", "error")
-"""In this order they are the program's exit codes: 0, 1, 2."""
 
 LEAST_MEMORY_BYTES, LITTLE_MEMORY_BYTES = 100_000_000, 300_000_000
 """The program takes 50 MB while it waits and 100 MB with the smallest models; a ViT-Tiny trains in about 250."""
@@ -40,7 +30,6 @@ LEAST_DISK_BYTES, LITTLE_DISK_BYTES = 100_000_000, 1_000_000_000
 """The weights of a ViT-B are 343 MB, and an older round's may lie beside them."""
 HOT_C = 80.0
 """From here on a Raspberry Pi slows down; most others a little later."""
-DAY_S = 86400.0
 YEARS_AHEAD = 20
 ENGINE_S = 60.0
 CONNECT_S = 5.0
@@ -54,33 +43,6 @@ give_back()  # runs a graph
 import onnxruntime
 print(onnxruntime.__version__)
 """
-
-
-class Finding(Struct, frozen=True, kw_only=True):
-    """What a check found, and what whoever runs the device can do about it."""
-
-    check: str
-    level: Level
-    what: str
-    remedy: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patient:
-    """A device as it would be started."""
-
-    address: Address
-    topics: Topics
-    device: str
-    state: Path | None
-    data: Path | None
-    test_share: float
-    budget: Budget = field(default_factory=Budget)
-    temperature_limit_c: float | None = None
-    root: Path = ROOT
-    interpreter: str = sys.executable
-    now_s: float = field(default_factory=time.time)
-    software_s: float = field(default_factory=lambda: Path(__file__).stat().st_mtime)  # when this was installed
 
 
 def examine(patient: Patient) -> Iterator[Finding]:
@@ -185,10 +147,16 @@ def check_heat(patient: Patient) -> Iterator[Finding]:
     if celsius is None:
         level: Level = "ok" if limit is None else "warning"
         remedy = None if limit is None else "--temperature-limit cannot be kept without a sensor"
+        if patient.most_celsius is not None:
+            flag = "--temperature-limit and --max-temperature" if limit is not None else "--max-temperature"
+            level, remedy = "warning", f"{flag} cannot be kept without a sensor"
         yield Finding(check="temperature", level=level, what="not measured", remedy=remedy)
     elif limit is not None and celsius > limit:
         what = f"{celsius:.1f} C, the limit is {limit:g} C: tasks would be stopped at once"
         yield Finding(check="temperature", level="error", what=what, remedy=cool)
+    elif patient.most_celsius is not None and celsius > patient.most_celsius:
+        what = f"{celsius:.1f} C, tasks are declined above {patient.most_celsius:g} C"
+        yield Finding(check="temperature", level="warning", what=what, remedy=cool)
     else:
         hot = celsius >= HOT_C
         yield Finding(
@@ -206,6 +174,21 @@ def check_heat(patient: Patient) -> Iterator[Finding]:
     remedy = "use the power supply made for this board, and a short cable" if "under-voltage" in seen else cool
     what = f"the processor is slowed down, {when}: {', '.join(sorted(slowing.now) or seen)}"
     yield Finding(check="throttling", level="warning", what=what, remedy=remedy)
+
+
+def check_battery(patient: Patient) -> Iterator[Finding]:
+    state, least = battery(patient.root), patient.least_battery
+    if state is None:
+        level: Level = "ok" if least is None else "warning"
+        remedy = None if least is None else "--min-battery cannot be kept where no battery tells how full it is"
+        yield Finding(check="battery", level=level, what="none was found", remedy=remedy)
+        return
+    what = f"{state.percent} %, {'charging, full or plugged in' if state.charging else 'no charger is connected'}"
+    if least is not None and not state.charging and state.percent < least:
+        what += f"; tasks are declined below {least} %"
+        yield Finding(check="battery", level="warning", what=what, remedy="connect the charger")
+    else:
+        yield Finding(check="battery", level="ok", what=what)
 
 
 def check_state(patient: Patient) -> Iterator[Finding]:
@@ -317,7 +300,10 @@ CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
     check_disk,
     check_clock,
     check_heat,
+    check_battery,
     check_state,
+    check_vault_key,
+    check_identity,
     check_data,
     check_broker,
 )

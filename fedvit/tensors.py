@@ -27,6 +27,9 @@ _DTYPES = {
     "F16": np.float16, "F32": np.float32, "F64": np.float64,
 }  # fmt: skip
 
+_BLOCK = 1 << 20
+"""Numbers that are looked at together."""
+
 
 def pack(tensors: Mapping[str, Array]) -> bytes:
     """Serialise named tensors; the same names and numbers always give the same bytes."""
@@ -164,9 +167,15 @@ def check_tensors(
 def check_finite(tensors: Mapping[str, Array], what: str) -> None:
     """Raises BadPayload, naming the tensor, when a floating one holds a NaN or an infinity."""
     for name, array in tensors.items():
-        if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
-            bad = int(array.size - np.isfinite(array).sum())
+        if np.issubdtype(array.dtype, np.floating) and (bad := _not_finite(array)):
             raise BadPayload(f"{what}: {name!r} holds {bad} values that are NaN or infinite")
+
+
+def _not_finite(array: Array) -> int:
+    """Counted a block at a time: the tensor may be mapped, and larger than the memory."""
+    flat = array.reshape(-1)
+    blocks = (flat[first : first + _BLOCK] for first in range(0, flat.size, _BLOCK))
+    return sum(len(block) - int(np.count_nonzero(np.isfinite(block))) for block in blocks)
 
 
 def _dots(shape: tuple[int | None, ...]) -> str:

@@ -1,0 +1,1 @@
+import fedvit as fedvit  # what it says to the engine must be said first

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from fedvit.resources import Budget, ResourceUse
 from fleet.experiments.cell import Accuracy, CellResult, RoundFigures
 from fleet.experiments.outcome import CellOutcome, Comparison, Outcome
@@ -17,6 +19,7 @@ from profiles.report.document import (
     Refusal,
     RunDevice,
     RunDocument,
+    RunPrivacy,
     RunRound,
 )
 
@@ -135,6 +138,24 @@ def use(device: int, number: int, **broke: Any) -> ResourceUse:
         peak_rss_bytes=880_000_000 + 10**7 * number,
         received_bytes=283_000_000, sent_bytes=77_000_000, energy_j=None if device == 1 else 800 * step_s, **broke,
     )  # fmt: skip
+
+
+def private_document(**asked: Any) -> RunDocument:
+    """A run with noise of both kinds, three rounds, of which the second let nobody in."""
+    document = run_document(predicted=False, rounds=3)
+    spent = [(2.5, 1.0, 40.0, 40.0), (2.5, None, None, None), (4.0, 1.0, 50.0, 75.0)]
+    return msgspec.structs.replace(
+        document,
+        privacy=RunPrivacy(
+            **{"noise_multiplier": 1.5, "clip": 0.5, "feature_noise": 0.25, "feature_clip": 8.0, "delta": 1e-4, **asked}
+        ),
+        rounds=[
+            msgspec.structs.replace(
+                entry, epsilon=updates, row_epsilon=row, upload_epsilon=upload, device_epsilon=device
+            )
+            for entry, (updates, row, upload, device) in zip(document.rounds, spent, strict=True)
+        ],
+    )
 
 
 def run_document(predicted: bool = True, rounds: int = 12) -> RunDocument:

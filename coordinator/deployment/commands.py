@@ -115,28 +115,73 @@ def _wait_for_device(deployment: "Deployment", token: str, name: str, valid_s: f
 
 @click.command()
 @_deployment
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder of all runs: also who has strikes or is in quarantine there."
+)
+@click.option("--run", help="With --out: in this run and not in the newest.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
-def devices(folder: Path, as_json: bool) -> None:
+def devices(folder: Path, out: Path | None, run: str | None, as_json: bool) -> None:
     """List the devices of a deployment: when they joined, were seen last, and must be renewed."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from coordinator.deployment.folder import Deployment
 
+    if run and out is None:
+        raise ConfigError(f"--run {run}: --out is missing, the folder of all runs")
     registry = Deployment.open(folder).registry.read()
     listed = [_as_json(device) for _, device in sorted(registry.devices.items())]
+    if out is not None:
+        run = _add_standings(listed, out, run)
     if as_json:
         click.echo(json.dumps(listed, indent=2))
         return
     table = Table("device", "state", "joined", "last seen", "certificate until", caption="times are UTC")
+    if run:
+        table.add_column(Text(f"in run {run}"), overflow="fold")
     for entry in listed:
+        standing = [Text(_in_words(entry))] if run else []
         table.add_row(
-            entry["device"], entry["state"], *(_short(entry[key]) for key in ("joined", "last_seen", "expires"))
-        )
+            entry["device"], entry["state"], *(_short(entry[key]) for key in ("joined", "last_seen", "expires")),
+            *standing,
+        )  # fmt: skip
     console = Console()
     console.print(table if listed else "no device has joined; coordinator enroll NAME lets one in")
     for open_token in _open_tokens(registry):
         console.print(open_token)
+
+
+def _add_standings(listed: list[dict[str, Any]], out: Path, run: str | None) -> str:
+    """How each device stands with a run, by default the newest; returns its name. Raises ConfigError without one."""
+    from coordinator.flags import existing_store
+    from coordinator.quarantine_command import standings
+
+    store = existing_store(out)
+    try:
+        run = run or next((record.id for record in store.runs()), None)
+        if run is None:
+            raise ConfigError(f"there is no run in {out}")
+        known = {standing.device: standing for standing in standings(store, run)}
+    finally:
+        store.close()
+    for entry in listed:
+        standing = known.get(entry["device"])
+        entry |= {
+            "run": run,
+            "strikes": standing.strikes if standing else 0,
+            "quarantine": standing.quarantine if standing else None,
+            "until_round": standing.until_round if standing else None,
+        }
+    return run
+
+
+def _in_words(entry: dict[str, Any]) -> str:
+    if entry["quarantine"]:
+        until = "" if entry["until_round"] is None else f" until round {entry['until_round']}"
+        return f"quarantine{until}: {entry['quarantine']}"
+    strikes = entry["strikes"]
+    return f"{strikes} strike{'' if strikes == 1 else 's'}" if strikes else "-"
 
 
 def _as_json(device: "Device") -> dict[str, Any]:

@@ -41,7 +41,8 @@ LAGGARD_S = 5.0
 """A receiver that alone held up the others for so long is served apart from them."""
 SEND_BUFFER_BYTES = 8 * 1024 * 1024
 CREDIT_CHUNKS = 2 * WINDOW_CHUNKS
-"""Of all blobs together, lanes aside, so much is under way from one sender: 16 MiB in the broker at most."""
+"""Of all blobs together, lanes aside, so much is under way from one sender: 16 MiB in the broker at most. Each blob may
+have a lane's window under way even so: who asks for much and falls silent must not keep others from theirs."""
 MAX_RESTARTS = 3
 
 Finished = Callable[[Manifest, Exception | None], None]
@@ -333,7 +334,7 @@ class BlobExchange:
         if sending.window == LANE_CHUNKS:
             return LANE_CHUNKS
         others = (other for (_, lane), other in self._sending.items() if not lane and other is not sending)
-        return CREDIT_CHUNKS - sum(other.outgoing.under_way for other in others)
+        return max(LANE_CHUNKS, CREDIT_CHUNKS - sum(other.outgoing.under_way for other in others))
 
     # --- time -----------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -109,7 +109,19 @@ ATTACKS: Mapping[str, type[Attacker]] = {
 
 PLAIN: Mapping[str, Any] = {"aggregator": "mean", "strikes": 0}
 """No protection but the check of every upload, which cannot be turned off."""
-RECOMMENDED: Mapping[str, Any] = {"aggregator": "multi_krum", "clip_norm": "median", "reject_scale": 5.0}
+BOUNDED: Mapping[str, Any] = {"clip_norm": "median", "reject_scale": 5.0}
+RECOMMENDED: Mapping[str, Any] = {"aggregator": "multi_krum", **BOUNDED}
+
+PROTECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "mean": PLAIN,
+    "recommended": RECOMMENDED,
+    "bounded mean": BOUNDED,
+    **{
+        name.replace("_", " "): {"aggregator": name, **BOUNDED}
+        for name in ("median", "trimmed_mean", "krum", "geometric_median")
+    },
+}
+"""By name; all but the plain mean with the same bounds, so that only the aggregator differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +136,7 @@ class AttackSettings:
     seed: int = 0
     attacks: tuple[str, ...] = tuple(ATTACKS)
     protections: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=lambda: {"mean": PLAIN, "recommended": RECOMMENDED}
+        default_factory=lambda: protections_of(("mean", "recommended"))
     )
     method: str = "fedavg"
     options: Mapping[str, Any] = field(
@@ -165,7 +177,7 @@ class AttackReport(Struct, frozen=True, kw_only=True):
 
 
 def run_attacks(settings: AttackSettings, progress: Callable[[str], None] = lambda line: None) -> AttackReport:
-    """One clean run, then one for each attack and protection. Raises ConfigError."""
+    """The plain mean without an attack, then a run for each attack, also none, and protection. Raises ConfigError."""
     with _workshop() as home:
         size = settings.model["image_size"]
         deal(
@@ -178,9 +190,11 @@ def run_attacks(settings: AttackSettings, progress: Callable[[str], None] = lamb
         assert clean.accuracy is not None  # nobody attacked it
         progress(f"no attack: accuracy {clean.accuracy:.3f} in {clean.seconds:.0f} s")
         outcomes = [clean]
-        for attack in settings.attacks:
+        for attack in (CLEAN, *settings.attacks):
             with _flipped(folders, bad) if attack == "label flip" else contextlib.nullcontext():
                 for name, protection in settings.protections.items():
+                    if attack == CLEAN and protection == PLAIN:
+                        continue
                     outcome = _run(settings, home, folders, bad, attack, name, protection, clean.accuracy)
                     outcomes.append(outcome)
                     progress(f"{attack}, {name}: accuracy {_number(outcome.accuracy)} in {outcome.seconds:.0f} s")
@@ -277,6 +291,13 @@ def _swap_classes(train: Path) -> None:
         (train / name).rename(train / f".{name}")
     for name, other in zip(names, reversed(names), strict=True):
         (train / f".{name}").rename(train / other)
+
+
+def protections_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Raises ConfigError for an unknown name."""
+    if unknown := sorted(set(names) - set(PROTECTIONS)):
+        raise ConfigError(f"unknown protection {unknown[0]!r}, known are {', '.join(PROTECTIONS)}")
+    return {name: PROTECTIONS[name] for name in names}
 
 
 def attack_table(report: AttackReport) -> RenderableType:

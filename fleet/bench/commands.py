@@ -223,16 +223,45 @@ def bytes_command(names: tuple[str, ...], as_json: bool) -> None:
 
 @bench_command.command("attack")
 @click.option("--attack", "attacks", multiple=True, metavar="NAME", help="Only this one, as in the table. Repeatable.")
+@click.option(
+    "--protection",
+    "protections",
+    multiple=True,
+    default=("mean", "recommended"),
+    metavar="NAME",
+    help="With this: mean, recommended, bounded mean, median, trimmed mean, krum, geometric median. Repeatable.",
+)
 @click.option("--devices", type=click.IntRange(min=2), default=10, help="Devices, the malicious ones among them.")
 @click.option("--malicious", type=click.IntRange(min=1), default=3, help="Devices that attack.")
 @click.option("--rounds", type=click.IntRange(min=1), default=8, help="Rounds of each run.")
+@click.option(
+    "--alpha", type=click.FloatRange(min=0, min_open=True), help="Skewed data: Dirichlet(ALPHA) over classes."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the deal and of the runs.")
 @_json_flag
-def attack_command(attacks: tuple[str, ...], devices: int, malicious: int, rounds: int, as_json: bool) -> None:
+def attack_command(
+    attacks: tuple[str, ...],
+    protections: tuple[str, ...],
+    devices: int,
+    malicious: int,
+    rounds: int,
+    alpha: float | None,
+    seed: int,
+    as_json: bool,
+) -> None:
     """Show what malicious devices do to a run, with plain averaging and with the recommended protection."""
-    from fleet.bench.attack import ATTACKS, AttackSettings, attack_table, run_attacks
+    from fleet.bench.attack import ATTACKS, AttackSettings, attack_table, protections_of, run_attacks
 
-    chosen = attacks or tuple(ATTACKS)
-    settings = AttackSettings(devices=devices, malicious=malicious, rounds=rounds, attacks=chosen)
+    settings = AttackSettings(
+        devices=devices,
+        malicious=malicious,
+        rounds=rounds,
+        partition="iid" if alpha is None else "dirichlet",
+        partition_options={} if alpha is None else {"alpha": alpha},
+        seed=seed,
+        attacks=attacks or tuple(ATTACKS),
+        protections=protections_of(protections),
+    )
     with choose_display() as display:
         report = run_attacks(settings, display.line)
     _print(report, attack_table, as_json)

@@ -79,6 +79,8 @@ class CellResult(Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int | None  # of the process: coordinator and all devices
     refusals: int  # results that were refused or lost
     rounds: list[RoundFigures]
+    epsilon: float | None = None  # of devices' updates, over all rounds; None: no noise
+    feature_epsilon: float | None = None  # of one device's features, over all rounds
 
 
 class CellFolder:
@@ -219,6 +221,8 @@ def cell_result(cell: Cell, summary: RunSummary, results: list[ResultRecord], *,
         peak_rss_bytes=peak_rss_bytes(),
         refusals=len(summary.refusals),
         rounds=rounds,
+        epsilon=summary.epsilon,
+        feature_epsilon=summary.feature_epsilon,
     )
 
 

@@ -19,8 +19,8 @@ from fleet.simulate import DEFAULTS
 SCHEMA = 1
 """Version of what an experiment writes; another one makes every cell run again."""
 
-UPDATES = "updates"
-"""Key of a method's table for how its tensors are coded on their way; as in a run's configuration."""
+RUN_TABLES = ("updates", "privacy", "protection")
+"""Keys of a method's table that are tables of a run's configuration: codecs, noise, and what guards the aggregate."""
 
 
 class ModelTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelTable = field(default_factory=ModelTable)
     images: ImageConfig = field(default_factory=ImageConfig)
     partitions: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> partition and its options
-    methods: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> method, its options, and [updates]
+    methods: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> method, its options, RUN_TABLES
     common: dict[str, Any] = field(default_factory=dict)  # options of every method that has them
     run: dict[str, Any] = field(default_factory=dict)  # other keys of a run's configuration
 
@@ -103,7 +103,7 @@ def read_grid(file: Path) -> Grid:
         raise ConfigError(f"{file}: seeds = {list(experiment.seeds)}: a seed is listed more than once")
     methods = _methods(experiment, str(file))
     runs = {
-        name: _run(experiment, method, _updates(experiment.methods[name]), f"{file}: [methods.{name}]")
+        name: _run(experiment, method, _run_tables(experiment.methods[name]), f"{file}: [methods.{name}]")
         for name, method in methods.items()
     }
     rules = {name: _partition(name, table, str(file)) for name, table in experiment.partitions.items()}
@@ -161,7 +161,8 @@ def _methods(experiment: Experiment, where: str) -> dict[str, dict[str, Any]]:
         check_name(name, f"{where}: the method")
         at = f"{where}: [methods.{name}]"
         kind, own = _named(table, "method", at)
-        own.pop(UPDATES, None)
+        for key in RUN_TABLES:
+            own.pop(key, None)
         has = {option.name for option in fields(METHODS[kind])} if kind in METHODS else set()
         common = {option: value for option, value in experiment.common.items() if option in has}
         used |= common.keys()
@@ -174,12 +175,12 @@ def _methods(experiment: Experiment, where: str) -> dict[str, dict[str, Any]]:
     return complete
 
 
-def _updates(table: dict[str, Any]) -> dict[str, Any]:
-    """A method may be listed several times, with other codecs."""
-    return {UPDATES: table[UPDATES]} if UPDATES in table else {}
+def _run_tables(table: dict[str, Any]) -> dict[str, Any]:
+    """A method may be listed several times, with other codecs or noise."""
+    return {key: table[key] for key in RUN_TABLES if key in table}
 
 
-def _run(experiment: Experiment, method: Mapping[str, Any], updates: dict[str, Any], where: str) -> dict[str, Any]:
+def _run(experiment: Experiment, method: Mapping[str, Any], tables: dict[str, Any], where: str) -> dict[str, Any]:
     """A run's whole configuration, but for the seed."""
     own = {
         "method": method["method"],
@@ -193,9 +194,9 @@ def _run(experiment: Experiment, method: Mapping[str, Any], updates: dict[str, A
         "evaluate_every": experiment.evaluate_every,
         "images": msgspec.to_builtins(experiment.images),
     }
-    if twice := sorted(experiment.run.keys() & {*own, "seed", "broker"}):
+    if twice := sorted(experiment.run.keys() & {*own, *tables, "seed", "broker"}):
         raise ConfigError(f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
-    config = make_config({**DEFAULTS, **experiment.run, **own, **updates}, where).run
+    config = make_config({**DEFAULTS, **experiment.run, **own, **tables}, where).run
     return {key: value for key, value in msgspec.to_builtins(config).items() if key != "seed"}
 
 

@@ -1,6 +1,6 @@
 """What came of an experiment: the figures of every cell, and of every method on every partition."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -35,6 +35,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     flops: float | None  # of training, per device and round
     wall_s: float
     peak_rss_bytes: int | None  # the most of any cell
+    epsilon: float | None = None  # of devices' updates, over all rounds; the most of any cell
+    feature_epsilon: float | None = None  # of one device's features; the most of any cell
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -143,4 +145,10 @@ def _compared(method: str, partition: str, finished: dict[int, CellResult]) -> C
         flops=fmean(flops) if flops else None,
         wall_s=fmean(result.wall_s for result in results),
         peak_rss_bytes=max(peaks, default=None),
+        epsilon=_most(result.epsilon for result in results),
+        feature_epsilon=_most(result.feature_epsilon for result in results),
     )
+
+
+def _most(figures: Iterable[float | None]) -> float | None:
+    return max((figure for figure in figures if figure is not None), default=None)

@@ -35,6 +35,7 @@ def terminal_report(outcome: Outcome) -> Group:
         costs.add_row(*map(Text, row))
     parts: list[RenderableType] = [accuracy, Text(outcome.spread, style="dim")]
     parts += [Text(f"accuracy: {protocol}", style="dim") for protocol in outcome.protocols]
+    parts += [Text(line, style="dim") for line in spent(outcome)]
     parts += [Text(), costs, Text(COSTS, style="dim")]
     if missing := unfinished(outcome):
         parts += [Text(), Text(missing, style="bold")]
@@ -50,7 +51,8 @@ def markdown_report(outcome: Outcome) -> str:
             text = _accuracy(outcome, method, partition)
             cells.append(f"**{text}**" if method in outcome.best(partition) else text)
         rows.append((method, *cells))
-    notes = [outcome.spread, *(f"accuracy: {protocol}" for protocol in outcome.protocols), unfinished(outcome)]
+    notes = [outcome.spread, *(f"accuracy: {protocol}" for protocol in outcome.protocols)]
+    notes += [*spent(outcome), unfinished(outcome)]
     parts = [
         _markdown_table(("method", *outcome.partitions), rows),
         "\n".join(f"{note}  " for note in notes if note),
@@ -78,6 +80,7 @@ def html_report(outcome: Outcome) -> str:
         ],
         cost_table=Grid(COST_HEADINGS, cost_rows(outcome), names=2),
         costs=COSTS,
+        spent=spent(outcome),
         unfinished=unfinished(outcome),
         figures=[
             (partition, _curves(outcome, partition), _spread(outcome, partition))
@@ -89,6 +92,16 @@ def html_report(outcome: Outcome) -> str:
 def cost_rows(outcome: Outcome) -> list[tuple[str, ...]]:
     """One row for each method on each partition, under COST_HEADINGS."""
     return [_cost_row(entry) for entry in outcome.comparisons]
+
+
+def spent(outcome: Outcome) -> list[str]:
+    """A line on the privacy of each method that adds noise; none where there is no such method."""
+    lines = []
+    for entry in outcome.comparisons:
+        known = (("updates", entry.epsilon), ("one device's features", entry.feature_epsilon))
+        told = [f"epsilon of {what} {epsilon:.3g}" for what, epsilon in known if epsilon is not None]
+        lines += [f"{entry.method} on {entry.partition}: {', '.join(told)}, over all rounds"] if told else []
+    return lines
 
 
 def unfinished(outcome: Outcome) -> str:

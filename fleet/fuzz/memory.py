@@ -156,6 +156,10 @@ def _decoders(scene: Scene, messages: int, seed: int) -> Part:
         file.write_bytes(raw)
         mapped(file)
 
+    def read_upload(raw: bytes) -> None:
+        file.write_bytes(raw)
+        check_upload(file, program, "upload")
+
     def read_graph(raw: bytes) -> None:
         file.write_bytes(raw)
         check_self_contained(file)
@@ -165,7 +169,7 @@ def _decoders(scene: Scene, messages: int, seed: int) -> Part:
         ("chunk", chunks, mutator.chunk, decode_chunk),
         ("program", programs, mutator.document, decode_program),
         ("program's bytes", programs, mutator.damaged, decode_program),
-        ("tensors", [upload], mutator.tensors, lambda raw: check_upload(raw, program, "upload")),
+        ("tensors", [upload], mutator.tensors, read_upload),
         ("tensors in a file", [upload], mutator.tensors, read_mapped),
         ("graph", graphs, mutator.damaged, read_graph),
     ]

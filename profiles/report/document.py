@@ -189,6 +189,23 @@ class RunRound(Struct, frozen=True, kw_only=True):
     bytes_up: int
     devices_s: float | None  # from the first task to the last result
     server_s: float | None
+    # differential privacy, for the run's delta; None where there is none
+    epsilon: float | None = None  # of devices' updates, over all rounds up to this one
+    row_epsilon: float | None = None  # of one row of features in one upload
+    upload_epsilon: float | None = None  # of all rows of the round's largest upload
+    device_epsilon: float | None = None  # of all features of one device, over all rounds up to this one
+
+
+class RunPrivacy(Struct, frozen=True, kw_only=True):
+    """What noise a run asked for, as its table [privacy] says; 0: none of that kind."""
+
+    delta: float = 1e-5
+    noise_multiplier: float = 0.0
+    clip: float | None = None
+    accounting: str = "every_round"
+    feature_noise: float = 0.0
+    feature_clip: float | None = None
+    rehearsal: bool = False  # the noise follows from the seed: no protection at all
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
@@ -219,6 +236,7 @@ class RunDocument(Struct, frozen=True, kw_only=True, tag_field="kind", tag="run"
     devices: list[RunDevice]
     refusals: list[Refusal]
     dropouts: list[Refusal]  # tasks without a result
+    privacy: RunPrivacy | None = None  # None: the run asked for no noise
     warnings: list[str] = []
     convention: str = FLOP_CONVENTION
     schema: int = SCHEMA

@@ -18,12 +18,21 @@ from profiles.report.page import (
     size,
 )
 from profiles.report.profile_page import budget_words
-from profiles.report.verdict import BUDGETS, run_verdict, times
+from profiles.report.verdict import BUDGETS, privacy_words, run_verdict, times
 
 MOST_ROWS = 400
 """Of the table of all devices and rounds; the JSON has all."""
 PREDICTED = Segment(0, "c7", "predicted")
 MEASURED = Segment(0, "c0", "measured")
+EPSILONS: dict[str, dict[str, str]] = {
+    "updates": {"epsilon": "of a device, all rounds"},
+    "features": {
+        "device_epsilon": "of a device, all rounds",
+        "upload_epsilon": "of an upload",
+        "row_epsilon": "of a row",
+    },
+}
+"""By what is protected: fields of a round, and what they are the epsilon of."""
 
 
 def run_page(document: RunDocument) -> str:
@@ -36,6 +45,9 @@ def run_page(document: RunDocument) -> str:
         tiles=_tiles(document),
         accuracy=_accuracy(document),
         loss=_loss(document),
+        privacy=privacy_words(document),
+        epsilons=[drawn for kind in EPSILONS if (drawn := _epsilons(document, kind))],
+        privacy_table=_privacy_table(document),
         device_table=device_table(document),
         compared=[
             (figure, _compared(document, figure))
@@ -101,6 +113,47 @@ def _loss(document: RunDocument) -> str | None:
         _round_axis(axes)
 
     return svg(draw)
+
+
+def _epsilons(document: RunDocument, kind: str) -> str | None:
+    """What was spent by round, of updates or of features; None where there is no such noise."""
+    lines = {
+        name: [(entry.round, value) for entry in document.rounds if (value := getattr(entry, field)) is not None]
+        for field, name in EPSILONS[kind].items()
+    }
+    if not any(lines.values()):
+        return None
+
+    def draw(axes: Axes) -> None:
+        for place, (name, points) in enumerate(lines.items()):
+            if not points:
+                continue
+            rounds, values = zip(*points, strict=True)
+            axes.plot(rounds, values, color=f"C{place}", marker="." if len(rounds) < 40 else "", label=name)
+        if kind == "features":  # a row and a device are orders of magnitude apart
+            axes.set_yscale("log")
+            axes.legend(frameon=False)
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set_ylabel(f"epsilon of {kind}")
+        _round_axis(axes)
+
+    return svg(draw)
+
+
+def _privacy_table(document: RunDocument) -> Grid:
+    """Every round's epsilons, of the kinds that the run has."""
+    known = {
+        field: f"{kind}: {name}"
+        for kind, fields in EPSILONS.items()
+        for field, name in fields.items()
+        if any(getattr(entry, field) is not None for entry in document.rounds)
+    }
+    rows = [
+        (str(entry.round), *("" if (value := getattr(entry, field)) is None else f"{value:.3g}" for field in known))
+        for entry in document.rounds
+    ]
+    return Grid(("round", *known.values()), rows, names=0)
 
 
 def _round_axis(axes: Axes) -> None:

@@ -15,7 +15,14 @@ from rich.text import Text
 
 from profiles.report.document import ProfileDocument, RunDocument
 from profiles.report.page import count, duration, percent, quantity, size
-from profiles.report.verdict import BUDGETS, crosscheck_words, device_name, profile_verdict, run_verdict
+from profiles.report.verdict import (
+    BUDGETS,
+    crosscheck_words,
+    device_name,
+    privacy_words,
+    profile_verdict,
+    run_verdict,
+)
 
 STYLES = {"good": "bold green", "mild": "bold yellow", "bad": "bold red"}
 
@@ -95,6 +102,7 @@ def run_report(document: RunDocument, width: int) -> Group:
         Text(sentence, style=STYLES[tone]),
     ]
     parts += [Text(f"  {line}") for line in lines]
+    parts += [Text(line) for line in privacy_words(document)]
     if any(device.comparisons() for device in document.devices):
         parts += [Text(), _comparisons(document, width)]
     given = [

@@ -62,6 +62,37 @@ def run_verdict(document: RunDocument) -> Verdict:
     return Verdict("mild" if lines or document.status != "finished" else "good", sentence, lines)
 
 
+def privacy_words(document: RunDocument) -> list[str]:
+    """What the noise of a run promises so far, a line for each kind; none where it asked for no noise."""
+    asked = document.privacy
+    if asked is None:
+        return []
+    lines = []
+    if asked.noise_multiplier:
+        epsilon = next((entry.epsilon for entry in reversed(document.rounds) if entry.epsilon is not None), None)
+        who = "any device may have been in every round" if asked.accounting == "every_round" else "cohorts are secret"
+        spent = "no round is closed yet" if epsilon is None else f"epsilon {epsilon:.3g} over all rounds so far"
+        lines.append(
+            f"privacy of devices' updates: {spent} (delta {asked.delta:g}, noise {asked.noise_multiplier:g} x clip "
+            f"{asked.clip or 0:g}, {who})"
+        )
+    if asked.feature_noise:
+        told = next((entry for entry in reversed(document.rounds) if entry.device_epsilon is not None), None)
+        spent = "no round is closed yet"
+        if told is not None:
+            spent = (
+                f"epsilon {told.device_epsilon:.3g} over all rounds so far, {told.upload_epsilon or 0:.3g} in the "
+                f"last one, {told.row_epsilon or 0:.3g} of a single row"
+            )
+        lines.append(
+            f"privacy of one device's features: {spent} (delta {asked.delta:g}, noise {asked.feature_noise:g} x clip "
+            f"{asked.feature_clip or 0:g})"
+        )
+    if asked.rehearsal:
+        lines.append("a rehearsal: every device knows the seed that the noise follows from; it protects nobody")
+    return lines
+
+
 def device_name(device: ProfiledDevice) -> str:
     return f"{device.id} at {device.mode}" if device.mode else device.id
 

@@ -482,6 +482,23 @@ def test_a_receiver_that_fell_silent_does_not_hold_up_the_others(
     assert alive.got(content)
 
 
+def test_who_asks_and_falls_silent_does_not_use_up_what_others_may_have_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two windows are all that may be under way of all blobs; a device asks for two such, and says nothing more."""
+    monkeypatch.setattr(exchange, "SILENT_S", 1e9)
+    sender, alive = memory_peers(MemoryBroker(), tmp_path, "sender", "alive")
+    settle([sender, alive])
+    for seed in (1, 2):
+        held = sender.blobs.put(blob(WINDOW_CHUNKS * CHUNK_BYTES, seed))
+        sender.exchange.on_want("mallory", Want(held.digest, ((0, held.chunks),)))
+    drive([sender], lambda: sender.sent_chunks >= 2 * WINDOW_CHUNKS)
+    content = blob(BIG)
+    alive.fetch(sender.blobs.put(content), sender)
+    drive([sender, alive], lambda: alive.has_ended)
+    assert alive.got(content)
+
+
 def test_requests_that_piled_up_at_a_busy_sender_are_answered_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

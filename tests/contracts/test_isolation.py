@@ -233,11 +233,12 @@ def test_who_has_no_valid_certificate_does_not_connect(stage: Stage) -> None:
     assert Client(stage.pi_1, "pi-1").connected
 
 
-def test_a_broker_speaks_no_older_tls(stage: Stage) -> None:
+@pytest.mark.parametrize("listener", ["port", "enrolment_port"])
+def test_a_broker_speaks_no_older_tls(stage: Stage, listener: str) -> None:
     context = ssl.create_default_context(cafile=stage.pi_1.ca_file)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with (
-        socket.create_connection(("127.0.0.1", stage.deployment.settings.port), 10) as plain,
+        socket.create_connection(("127.0.0.1", getattr(stage.deployment.settings, listener)), 10) as plain,
         pytest.raises(ssl.SSLError),
     ):
         context.wrap_socket(plain, server_hostname="127.0.0.1")

@@ -13,7 +13,7 @@ import pytest
 from fleet.experiments.report import html_report
 from profiles.report.profile_page import profile_page
 from profiles.report.run_page import run_page
-from tests.reports import experiment_outcome, profile_document, run_document
+from tests.reports import experiment_outcome, private_document, profile_document, run_document
 
 WAIT_S = 240
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -70,6 +70,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "a profile of one": lambda: profile_page(profile_document((("rpi5-8", None),), (0.75,), (2,))),
     "run": lambda: run_page(run_document()),
     "experiment": lambda: html_report(experiment_outcome()),
+    "a run with noise": lambda: run_page(private_document()),
     "a run without predictions": lambda: run_page(run_document(predicted=False)),
 }
 

@@ -1,5 +1,9 @@
 """What may enter, and what is said to everything else."""
 
+import os
+import tempfile
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -192,9 +196,20 @@ def test_an_honest_upload_is_never_too_large() -> None:
 # --- uploads, by their content ------------------------------------------------------------------------
 
 
+def check_packed(content: bytes, program: Program, what: str) -> Tensors:
+    """As a coordinator checks an upload that has arrived."""
+    handle, name = tempfile.mkstemp()
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        return check_upload(Path(name), program, what)
+    finally:
+        os.unlink(name)  # a mapped file is read after that, too
+
+
 def test_good_uploads_come_out_as_they_went_in() -> None:
     for program, tensors in ((AVERAGED, deltas()), (COLLECTED, features([0, 2, 1])), (COLLECTED, features([]))):
-        got = check_upload(pack(tensors), program, WHAT)
+        got = check_packed(pack(tensors), program, WHAT)
         assert got.keys() == tensors.keys()
         for name, value in tensors.items():
             np.testing.assert_array_equal(got[name], value)
@@ -219,7 +234,7 @@ def test_good_uploads_come_out_as_they_went_in() -> None:
 )
 def test_deltas_that_are_not_as_the_program_says_are_refused(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(BadPayload, match=f"^{WHAT}: {named}"):
-        check_upload(pack(deltas(**changed)), AVERAGED, WHAT)
+        check_packed(pack(deltas(**changed)), AVERAGED, WHAT)
 
 
 @pytest.mark.parametrize(
@@ -243,13 +258,13 @@ def test_features_that_are_not_as_the_program_says_are_refused(
     labels: list[int], changed: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(BadPayload, match=f"^{WHAT}: .*{named}"):
-        check_upload(pack(features(labels, **changed)), COLLECTED, WHAT)
+        check_packed(pack(features(labels, **changed)), COLLECTED, WHAT)
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", pack(deltas())[:-1], bytes(8), b"\xff" * 8 + b"{}"])
 def test_what_is_no_safetensors_is_refused(content: bytes) -> None:
     with pytest.raises(BadPayload, match=f"^{WHAT}: .*not safetensors"):
-        check_upload(content, AVERAGED, WHAT)
+        check_packed(content, AVERAGED, WHAT)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "BOOL", "U8"])
@@ -258,7 +273,39 @@ def test_a_dtype_that_numpy_may_not_know_is_refused(dtype: str) -> None:
     header = msgspec.json.encode({"a": {"dtype": dtype, "shape": [2, 3], "data_offsets": [0, 6 * size]}})
     content = len(header).to_bytes(8, "little") + header + bytes(6 * size)
     with pytest.raises(BadPayload, match=f"^{WHAT}: "):
-        check_upload(content, AVERAGED, WHAT)
+        check_packed(content, AVERAGED, WHAT)
+
+
+def test_a_long_header_is_refused_before_it_is_read() -> None:
+    """64 kB are room for a hundred names; what is read of a header takes many times its size."""
+    header = b'{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}' + b" " * 65_536 + b"}"
+    content = len(header).to_bytes(8, "little") + header + bytes(24)
+    with pytest.raises(BadPayload, match=f"^{WHAT}: names and shapes of {len(header)} bytes, .* at most 65536$"):
+        check_packed(content, AVERAGED, WHAT)
+
+
+def test_an_upload_is_not_read_into_memory(tmp_path: Path) -> None:
+    """64 MB of zeros, as a file with a hole; what is looked at together is a million numbers and a byte for each."""
+    shape = (4096, 4096)
+    program = msgspec.structs.replace(AVERAGED, tensors={"a": TensorSpec(shape, "float32", "body")})
+    header = msgspec.json.encode({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 * 4096**2]}})
+    header += b" " * (-len(header) % 8)
+    file = tmp_path / "upload"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(file, 8 + len(header) + 4 * 4096**2)
+    tracemalloc.start()
+    try:
+        tensors = check_upload(file, program, WHAT)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert tensors["a"].shape == shape
+    assert peak_bytes < 4_000_000
+
+
+def test_an_upload_that_is_gone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadPayload, match=f"^{WHAT}: upload gone is not there"):
+        check_upload(tmp_path / "gone", AVERAGED, WHAT)
 
 
 @given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 255))
@@ -268,7 +315,7 @@ def test_bytes_of_any_kind_are_taken_or_refused(noise: bytes, place: int, value:
     damaged[place % len(damaged)] = value
     for content in (noise, bytes(damaged)):
         try:
-            tensors = check_upload(content, AVERAGED, WHAT)
+            tensors = check_packed(content, AVERAGED, WHAT)
         except BadPayload:
             continue
         assert {name: tensor.shape for name, tensor in tensors.items()} == {"a": (2, 3), "b": (4,)}
@@ -296,13 +343,13 @@ def coded(codec: str) -> Tensors:
 @pytest.mark.parametrize("codec", CODED)
 def test_coded_uploads_are_taken_and_their_size_is_limited_as_coded(codec: str) -> None:
     content = pack(coded(codec))
-    assert check_upload(content, CODED[codec], WHAT).keys() == coded(codec).keys()
+    assert check_packed(content, CODED[codec], WHAT).keys() == coded(codec).keys()
     most = largest_upload_bytes(CODED[codec], 20)
     assert len(content) <= most < len(content) + 70_000
     with pytest.raises(BadPayload, match=r"tensors are missing|has dtype float32|has shape"):
-        check_upload(pack({"a": np.zeros(SHAPE, np.float32), "b": np.ones(4, np.float32)}), CODED[codec], WHAT)
+        check_packed(pack({"a": np.zeros(SHAPE, np.float32), "b": np.ones(4, np.float32)}), CODED[codec], WHAT)
     with pytest.raises(BadPayload, match=r"tensors were not asked for|has dtype|has shape"):
-        check_upload(content, AVERAGED, WHAT)
+        check_packed(content, AVERAGED, WHAT)
 
 
 @pytest.mark.parametrize(
@@ -319,13 +366,13 @@ def test_what_cannot_be_decoded_to_numbers_is_refused(codec: str, part: str, val
     tensors = coded(codec)
     tensors[part].reshape(-1)[-1] = value
     with pytest.raises(BadPayload) as refused:
-        check_upload(pack(tensors), CODED[codec], WHAT)
+        check_packed(pack(tensors), CODED[codec], WHAT)
     assert str(refused.value).startswith(f"{WHAT}: {reason}")
 
 
 def test_parts_of_a_local_tensor_are_refused_by_name() -> None:
     with pytest.raises(BadPayload, match="it holds local tensor 'h#scale', which must not leave the device"):
-        check_upload(pack({**deltas(), "h#scale": np.ones(3, np.float32)}), AVERAGED, WHAT)
+        check_packed(pack({**deltas(), "h#scale": np.ones(3, np.float32)}), AVERAGED, WHAT)
 
 
 @pytest.mark.parametrize("codec", ["fp16", "int8"])
@@ -338,7 +385,7 @@ def test_coded_features_are_taken(codec: str) -> None:
         form = make_codec(codec).form("features", (None, 2, 8))
         parts = make_codec(codec).encode({"features": made}, samples=True)
         assert {name: str(part.dtype) for name, part in parts.items()} == {name: form[name][1] for name in form}
-        check_upload(pack({**parts, "labels": np.zeros(rows, np.int64)}), program, WHAT)
+        check_packed(pack({**parts, "labels": np.zeros(rows, np.int64)}), program, WHAT)
 
 
 class TestLabels:

@@ -28,13 +28,17 @@ from coordinator.config import BrokerConfig, RunConfig, StartConfig
 from coordinator.deployment.authority import DAY_S, Authority
 from coordinator.deployment.folder import COORDINATOR, Deployment, make_token, own_hosts
 from coordinator.deployment.service import Service, served
+from coordinator.quarantine import Quarantine
+from coordinator.store import Store
 from edge_client import identity as identity_module
 from edge_client import join as join_module
 from edge_client.cli import Way, way_to_broker
 from edge_client.cli import cli as edge_cli
-from edge_client.doctor import Patient, check_broker
+from edge_client.doctor import check_broker
 from edge_client.identity import Identity, Membership, Renewal
 from edge_client.join import join
+from edge_client.keys import check_identity
+from edge_client.patient import Patient
 from fedvit.errors import BadPayload, ConfigError, LinkDown, PeerRefused
 from fedvit.files import atomic_write
 from fedvit.transport.base import Connected, Received
@@ -521,6 +525,8 @@ def test_the_doctor_of_a_device_that_has_joined(stage: Stage, tmp_path: Path) ->
         ("broker", "ok"), ("tls", "ok"), ("login", "ok"), ("messages", "ok"),
     ]  # fmt: skip
     assert found[1].what.startswith("TLSv1.3")
+    [certificate] = check_identity(replace(patient, identity=identity))
+    assert (certificate.level, certificate.what[:31]) == ("ok", "the certificate of 'pi-ill' is ")
     assert run("revoke", "pi-ill", "--deployment", str(stage.deployment.folder)).exit_code == 0
     wait_for(stage.broker.alive, "the broker")
     *_, last = check_broker(patient)
@@ -560,6 +566,31 @@ def test_the_command_line_joins(stage: Stage, tmp_path: Path) -> None:
     given = ["join", token, "--state", str(tmp_path)]
     assert "joined as 'pi-typed'" in CliRunner().invoke(edge_cli, given).stdout
     assert isinstance(CliRunner().invoke(edge_cli, given).exception, ConfigError)
+
+
+def test_one_list_says_who_is_here_and_who_is_in_quarantine(tmp_path: Path) -> None:
+    """Two devices of a deployment; in the newest run one has a strike, in the run before the other was put away."""
+    deployment, runs = make_deployment(tmp_path / "deployment"), tmp_path / "runs"
+    for name in ("pi-1", "pi-2"):
+        device_address(deployment, tmp_path / "keys", name)
+    store = Store.in_folder(runs)
+    for record, device, limit in (("older", "pi-2", 1), ("newest", "pi-1", 3)):
+        store.create_run(record, {})
+        store.open_round(record, 1, ["pi-1", "pi-2"])
+        Quarantine(record, store, limit=limit, rounds=4, began=lambda _: None).strike(device, 1, "NaN")
+    store.close()
+    listed = ["devices", "--deployment", str(deployment.folder)]
+    assert all("strikes" not in entry for entry in json.loads(run(*listed, "--json").stdout))
+    here = json.loads(run(*listed, "--out", str(runs), "--json").stdout)
+    assert [(entry["device"], entry["state"], entry["run"], entry["strikes"]) for entry in here] == [
+        ("pi-1", "valid", "newest", 1), ("pi-2", "valid", "newest", 0),
+    ]  # fmt: skip
+    _, put_away = json.loads(run(*listed, "--out", str(runs), "--run", "older", "--json").stdout)
+    assert (put_away["quarantine"], put_away["until_round"]) == ("1 strikes, the last: NaN", 5)
+    shown = run(*listed, "--out", str(runs), "--run", "older").stdout
+    assert "in run older" in " ".join(shown.split())
+    assert isinstance(run(*listed, "--run", "older").exception, ConfigError)
+    assert "'nope'" in str(run(*listed, "--out", str(runs), "--run", "nope").exception)
 
 
 # --- the clock ----------------------------------------------------------------------------------------

@@ -4,15 +4,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from coordinator.config import make_config
 from coordinator.reporting import run_document
 from coordinator.store import SavedState, Store
 from fedvit.errors import ConfigError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Result
 from profiles.prediction import Expected
-from profiles.report.document import RunDevice, RunDocument
+from profiles.report.document import RunDevice, RunDocument, RunPrivacy, decode, encode
 from tests.reports import cost, prediction
 
 RUN = "20261122-eftvit"
@@ -110,3 +112,20 @@ def test_what_was_not_measured_is_told(store: Store) -> None:
 def test_an_unknown_run_is_named(store: Store) -> None:
     with pytest.raises(ConfigError, match="'nope'"):
         run_document(store, "nope")
+
+
+def test_what_was_spent_of_privacy_by_round(tmp_path: Path, store: Store) -> None:
+    """As the record has it; a run without noise has no such part."""
+    made = Store.in_folder(tmp_path / "private")
+    asked = {"noise_multiplier": 2.0, "clip": 0.5, "delta": 1e-3, "accounting": "sampled"}
+    private = make_config({"method": "fedavg", "devices": 4, "privacy": asked}, "test").run
+    made.create_run(RUN, msgspec.to_builtins(private))
+    made.open_round(RUN, 1, ["a"])
+    made.close_round(RUN, 1, SavedState({}, None, {}), {"dp_epsilon": 3.5})
+    document = run_document(made, RUN)
+    made.close()
+    assert document.privacy == RunPrivacy(noise_multiplier=2.0, clip=0.5, delta=1e-3, accounting="sampled")
+    [entry] = document.rounds
+    assert (entry.epsilon, entry.device_epsilon) == (3.5, None)
+    assert run_document(store, RUN).privacy is None
+    assert decode(encode(document)) == document

@@ -15,6 +15,7 @@ from coordinator.summary import (
     accuracy_table,
     budget_table,
     device_table,
+    privacy_table,
     refusal_table,
     report,
     round_line,
@@ -319,3 +320,14 @@ def test_names_are_shortened_in_their_middle(width: int) -> None:
         assert name.startswith(begin)
         assert name.endswith(end)
         assert 0 <= len(begin) - len(end) <= 1
+
+
+def test_what_was_spent_of_privacy_stands_by_round(store: Store) -> None:
+    summary = summarise(store, RUN)
+    assert "epsilon" not in "".join(drawn(report(summary, 80), 80))
+    first, *rest = summary.rounds
+    spent = msgspec.structs.replace(first, figures={**first.figures, "dp_epsilon": 2.5})
+    private = msgspec.structs.replace(summary, rounds=[spent, *rest], epsilon=2.5)
+    lines = drawn(report(private, 80), 80)
+    assert "privacy of devices' updates: epsilon 2.5 over all rounds so far" in lines
+    assert cells(privacy_table(private))[:2] == [["1", "2.5"], ["2", "-"]]

@@ -10,8 +10,7 @@ import pytest
 
 from edge_client.doctor import (
     CHECKS,
-    Finding,
-    Patient,
+    check_battery,
     check_broker,
     check_clock,
     check_data,
@@ -24,6 +23,7 @@ from edge_client.doctor import (
     lines,
     worst,
 )
+from edge_client.patient import Finding, Patient
 from fedvit.resources import Budget
 from fedvit.transport.mqtt import Address
 from fedvit.wire.topics import Topics
@@ -181,6 +181,43 @@ def test_a_limit_without_a_sensor(patient: Patient, tmp_path: Path) -> None:
     assert next(check_heat(replace(blind, temperature_limit_c=80.0))).level == "warning"
 
 
+def test_what_readiness_wants_and_no_sensor_tells(patient: Patient, tmp_path: Path) -> None:
+    blind = replace(patient, root=tmp_path / "nothing", most_celsius=65.0, least_battery=30)
+    temperature = next(check_heat(blind))
+    assert (temperature.level, temperature.what) == ("warning", "not measured")
+    assert temperature.remedy == "--max-temperature cannot be kept without a sensor"
+    both = next(check_heat(replace(blind, temperature_limit_c=80.0)))
+    assert both.remedy == "--temperature-limit and --max-temperature cannot be kept without a sensor"
+    [charge] = check_battery(blind)
+    assert (charge.level, charge.what) == ("warning", "none was found")
+    assert "--min-battery" in str(charge.remedy)
+    [charge] = check_battery(replace(blind, least_battery=None))
+    assert charge.level == "ok"
+
+
+def test_a_board_that_is_too_hot_to_begin(patient: Patient) -> None:
+    """55 C; it would go on with what it has begun."""
+    found, _ = check_heat(replace(patient, most_celsius=50.0))
+    assert (found.level, found.what) == ("warning", "55.0 C, tasks are declined above 50 C")
+    found, _ = check_heat(replace(patient, most_celsius=60.0))
+    assert found.level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("status", "least", "level"),
+    [("Discharging", 30, "warning"), ("Charging", 30, "ok"), ("Discharging", 20, "ok"), ("Discharging", None, "ok")],
+)
+def test_a_battery(patient: Patient, status: str, least: int | None, level: str) -> None:
+    supply = "sys/class/power_supply/BAT0"
+    write_tree(
+        patient.root, {f"{supply}/type": "Battery\n", f"{supply}/capacity": "21\n", f"{supply}/status": f"{status}\n"}
+    )
+    [found] = check_battery(replace(patient, least_battery=least))
+    assert found.level == level
+    assert found.what.startswith("21 %, ")
+    assert ("tasks are declined below 30 %" in found.what) == (level == "warning")
+
+
 # --- folders ------------------------------------------------------------------------------------------
 
 
@@ -326,9 +363,10 @@ def test_something_that_is_no_broker(patient: Patient) -> None:
 
 def test_all_checks_are_made_one_after_the_other(patient: Patient, digits: Path) -> None:
     found = [*examine(replace(patient, data=digits))]
-    assert len(CHECKS) == 8
+    assert len(CHECKS) == 11
     assert [finding.check for finding in found] == [
-        "engine", "memory", "disk", "clock", "temperature", "throttling", "state", "data", "broker",
+        "engine", "memory", "disk", "clock", "temperature", "throttling", "battery", "state", "vault key", "identity",
+        "data", "broker",
     ]  # fmt: skip
     assert worst(found) == "error"
     assert worst(found[:-1]) == "ok"

@@ -1,11 +1,14 @@
 """What the engine takes of memory, and gives back."""
 
+import ast
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import onnx
+import pytest
 from onnx import TensorProto, helper
 
 MIB = 2**20
@@ -57,3 +60,25 @@ def test_the_arenas_memory_is_given_back(tmp_path: Path) -> None:
     assert total == 27 * 2**22
     assert closed > before + 60 * MIB
     assert after < before + 30 * MIB
+
+
+@pytest.mark.parametrize("loads", ["fedvit.engine as e; e.load_engine(); e.give_back()", "export.bundle.read"])
+def test_the_engine_does_not_number_the_machine_nor_report_to_its_maker(tmp_path: Path, loads: str) -> None:
+    """Left to itself the official build keeps a number of the machine, and what it will report, in the user's cache."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "ORT_"))}
+    environment |= {"HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    code = f"import {loads}\nimport sys; assert 'onnxruntime' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_whoever_loads_the_engine_has_silenced_it_before() -> None:
+    """What stands in a package's `__init__` comes before all of its modules."""
+    root = Path(__file__).parents[3]
+    for package in ("export", "profiles", "edge_client", "coordinator", "fleet"):
+        trees = [ast.parse(file.read_text()) for file in (root / package).rglob("*.py")]
+        names = {
+            alias.name for tree in trees for node in tree.body if isinstance(node, ast.Import) for alias in node.names
+        }
+        if "onnxruntime" in names:
+            assert "import fedvit" in (root / package / "__init__.py").read_text(), package

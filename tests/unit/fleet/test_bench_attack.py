@@ -19,6 +19,7 @@ from fleet.bench.attack import (
     SignFlip,
     _flipped,
     attack_table,
+    protections_of,
     run_attacks,
 )
 
@@ -56,6 +57,13 @@ def test_an_unknown_attack_is_named() -> None:
         AttackSettings(attacks=("bribe",))
 
 
+def test_an_unknown_protection_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown protection 'prayer', known are mean, recommended, .*geometric median"
+    ):
+        protections_of(["mean", "prayer"])
+
+
 def test_a_small_bench() -> None:
     """One of six sends a hundred times its update: with the protection it is left out in both rounds, else in none."""
     settings = AttackSettings(
@@ -66,8 +74,12 @@ def test_a_small_bench() -> None:
     )  # fmt: skip
     report = run_attacks(settings)
     assert report.malicious == ["device-5"]
-    clean, plain, protected = report.outcomes
-    assert (clean.left_out, plain.left_out, protected.left_out) == (0, 0, 2)
+    clean, unharmed, plain, protected = report.outcomes
+    assert [(entry.attack, entry.protection) for entry in report.outcomes[:2]] == [
+        ("none", "mean"), ("none", "recommended"),
+    ]  # fmt: skip
+    assert [entry.left_out for entry in (clean, unharmed, plain, protected)] == [0, 0, 0, 2]
+    assert unharmed.loss_to_clean is not None
     assert (plain.quarantined, protected.quarantined) == ([], ["device-5"])
     assert all(entry.honest_left_out == 0 and entry.accuracy is not None for entry in report.outcomes)
     console = Console(file=io.StringIO(), width=120)

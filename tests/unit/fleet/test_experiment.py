@@ -14,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 from rich.console import Console
 
 from coordinator.display import Display
@@ -36,6 +37,7 @@ from fleet.experiments.outcome import Outcome, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from tests.conftest import TINY_MODEL
 from tests.forked import Forked
+from tests.reports import experiment_outcome
 
 DOCS = Path(__file__).parents[3] / "docs" / "experiments.md"
 WAIT_S = 240.0
@@ -114,9 +116,25 @@ class TestGrid:
         grid = read_grid(written(tmp_path, FILE + '\n[methods.masked]\nmethod = "eftvit"\nmask = 0.5\n'))
         assert [cell.run["options"]["mask"] for cell in grid.cells if "mask" in cell.run["options"]] == [0.75, 0.5] * 2
 
+    def test_tables_of_a_run_that_one_method_has(self, tmp_path: Path) -> None:
+        own = "lr = 0.05\nprivacy = { noise_multiplier = 1.0, clip = 0.5 }\nprotection = { strikes = 0 }\nupdates = {}"
+        fedavg, eftvit, *_ = read_grid(written(tmp_path, FILE.replace("lr = 0.05", own))).cells
+        assert (fedavg.run["privacy"]["noise_multiplier"], fedavg.run["protection"]["strikes"]) == (1.0, 0)
+        assert (eftvit.run["privacy"]["noise_multiplier"], eftvit.run["protection"]["strikes"]) == (0.0, 3)
+
     @pytest.mark.parametrize(
         ("old", "new", "said"),
         [
+            (
+                "lr = 0.05",
+                "privacy = { noise_multiplier = 1.0 }",
+                r"\[privacy\]: noise_multiplier = 1.0 needs clip",
+            ),
+            (
+                "lr = 0.05",
+                "updates = {}\n[run.updates]\nup = 'int8'",
+                r"\[methods\.fedavg\]: \[run\]: 'updates' is not set",
+            ),
             ("rounds = 2", "rouns = 2", r"tiny\.toml: unknown key 'rouns'; did you mean 'rounds'\?"),
             ("rounds = 2", "rounds = 0", r"tiny\.toml: rounds = 0: expected `int` >= 1"),
             ("rounds = 2", "", r"tiny\.toml: object missing required field `rounds`"),
@@ -439,3 +457,13 @@ def closed(home: Path) -> list[tuple[int, str]]:
 
 def test_it_is_a_command_of_fleet() -> None:
     assert "experiment" in cli.commands
+
+
+def test_what_noise_spent_stands_below_the_accuracies() -> None:
+    outcome = experiment_outcome()
+    first, *rest = outcome.comparisons
+    private = replace(outcome, comparisons=[replace(first, epsilon=4.25, feature_epsilon=900.0), *rest])
+    line = "fedavg on even: epsilon of updates 4.25, epsilon of one device's features 900, over all rounds"
+    assert line in markdown_report(private)
+    assert line.replace("'", "&#39;") in html_report(private)
+    assert "epsilon" not in markdown_report(outcome) + html_report(outcome)

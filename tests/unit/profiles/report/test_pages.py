@@ -9,7 +9,7 @@ from profiles.report.document import Comparison
 from profiles.report.page import Bar, Chart, Segment
 from profiles.report.profile_page import profile_page
 from profiles.report.run_page import MOST_ROWS, run_page
-from tests.reports import profile_document, run_document
+from tests.reports import private_document, profile_document, run_document
 
 PROFILE = profile_page(profile_document())
 RUN = run_page(run_document())
@@ -157,3 +157,29 @@ class TestChart:
     def test_nothing_at_all_has_a_scale(self) -> None:
         assert Chart((self.bar(0, None),)).percent(0) == "0.00%"
         assert Chart(()).scale > 0
+
+
+class TestPrivacy:
+    def test_what_was_spent_is_told_drawn_and_listed(self) -> None:
+        """Round 2 had no upload: of features nothing is known of it, and the last round counts."""
+        page = run_page(private_document())
+        section = page[page.index("<h2>Privacy</h2>") : page.index("<h2>Devices</h2>")]
+        assert "updates: epsilon 4 over all rounds so far (delta 0.0001, noise 1.5 x clip 0.5, any" in section
+        assert "features: epsilon 75 over all rounds so far, 50 in the last one, 1 of a single row" in section
+        assert section.count("<svg") == 2
+        rows = [re.findall(r"<td.*?>(.*?)</td>", row) for row in section.split("<tr>")[2:]]
+        assert rows == [["1", "2.5", "40", "40", "1"], ["2", "2.5", "", "", ""], ["3", "4", "75", "50", "1"]]
+
+    def test_a_rehearsal_is_told(self) -> None:
+        assert "protects nobody" in run_page(private_document(rehearsal=True))
+        assert "protects nobody" not in run_page(private_document())
+
+    def test_only_the_kinds_that_there_are(self) -> None:
+        page = run_page(private_document(feature_noise=0.0))
+        assert "privacy of one device&#39;s features" not in page
+        assert "<h2>Privacy</h2>" not in RUN
+
+    def test_before_the_first_round(self) -> None:
+        page = run_page(msgspec.structs.replace(private_document(), status="running", rounds=[]))
+        assert page.count("no round is closed yet") == 2
+        assert "Privacy by round" not in page

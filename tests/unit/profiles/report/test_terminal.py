@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from profiles.report.terminal import profile_report, run_report
-from tests.reports import profile_document, run_document
+from tests.reports import private_document, profile_document, run_document
 
 
 def drawn(report: RenderableType, width: int) -> list[str]:
@@ -55,3 +55,9 @@ def test_names_in_brackets_are_no_markup() -> None:
 
     document = replace(run_document(), warnings=["[red]hot[/red]"])
     assert drawn(run_report(document, 120), 120)[-1] == "note: [red]hot[/red]"
+
+
+def test_what_was_spent_of_privacy_is_told() -> None:
+    lines = " ".join(drawn(run_report(private_document(), 80), 80))
+    assert "privacy of devices' updates: epsilon 4 over all rounds so far" in lines
+    assert "privacy of one device's features: epsilon 75 over all rounds so far" in lines

@@ -1,0 +1,202 @@
+"""What the doctor says of keys: vaults with real keys, and identities as a deployment's authority makes them."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from coordinator.deployment.authority import Authority
+from edge_client.identity import Identity, Membership
+from edge_client.keys import SOON_DAYS, check_identity, check_vault_key
+from edge_client.patient import DAY_S, Finding, Patient
+from edge_client.vault import Vault
+from edge_client.vault_key import VaultKey
+from fedvit.transport.mqtt import Address
+from fedvit.wire.topics import Topics
+from tests.deployments import make_request
+from tests.unit.edge_client.test_vault_key import SECRET, result
+
+NOW_S = time.time()
+
+
+@pytest.fixture
+def patient(tmp_path: Path) -> Patient:
+    return Patient(
+        address=Address.parse("127.0.0.1:1"),
+        topics=Topics("home"),
+        device="pi",
+        state=tmp_path / "state",
+        data=None,
+        test_share=0.2,
+        identity_folder=tmp_path / "identity",
+        now_s=NOW_S,
+    )
+
+
+# --- of the vault -------------------------------------------------------------------------------------
+
+
+def sealed(tmp_path: Path) -> Path:
+    """The key of a vault that holds encrypted tensors."""
+    key = VaultKey.load(tmp_path / "key", make=True)
+    Vault(tmp_path / "state" / "vault", key).commit(result(1), SECRET)
+    return key.file
+
+
+def vault_key(patient: Patient, file: Path | None) -> Finding:
+    [found] = check_vault_key(replace(patient, vault_key=file))
+    assert (found.remedy is None) == (found.level == "ok")
+    return found
+
+
+def test_no_key_and_nothing_encrypted(patient: Patient) -> None:
+    found = vault_key(patient, None)
+    assert (found.level, found.what) == ("ok", "none: personal tensors are not encrypted")
+    [unknown] = check_vault_key(replace(patient, state=None))
+    assert (unknown.level, unknown.what) == ("ok", "not checked: neither --data nor --state is given")
+
+
+def test_the_right_key(patient: Patient, tmp_path: Path) -> None:
+    file = sealed(tmp_path)
+    found = vault_key(patient, file)
+    assert (found.level, found.what) == ("ok", f"{file} can be used, and opens what is encrypted here")
+
+
+def test_a_key_that_the_first_start_makes(patient: Patient, tmp_path: Path) -> None:
+    found = vault_key(patient, tmp_path / "key")
+    assert (found.level, found.what) == ("ok", f"{tmp_path / 'key'} is not there yet: the first start makes it")
+    assert not (tmp_path / "key").exists(), "who looks makes none"
+
+
+def test_what_is_encrypted_wants_its_key(patient: Patient, tmp_path: Path) -> None:
+    file = sealed(tmp_path)
+    found = vault_key(patient, None)
+    assert (found.level, found.remedy) == ("error", "edge-client --vault-key FILE, with the key of this device")
+    assert "local.sealed is encrypted; name the device's key with --vault-key" in found.what
+    file.unlink()
+    found = vault_key(patient, file)
+    assert found.level == "error"
+    assert found.what.startswith(f"{file} is not there, but ")
+    found = vault_key(patient, VaultKey.load(tmp_path / "other", make=True).file)
+    assert found.level == "error"
+    assert "do not open with key" in found.what
+
+
+def test_a_key_that_others_can_read(patient: Patient, tmp_path: Path) -> None:
+    file = sealed(tmp_path)
+    file.chmod(0o644)
+    found = vault_key(patient, file)
+    assert found.level == "error"
+    assert f"{file} can be read by others (mode 644)" in found.what
+
+
+def test_a_key_of_a_wrong_length(patient: Patient, tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(bytes(5))
+    (tmp_path / "key").chmod(0o600)
+    found = vault_key(patient, tmp_path / "key")
+    assert (found.level, "holds 5 bytes, expected 32" in found.what) == ("error", True)
+
+
+def test_a_key_beside_what_it_locks(patient: Patient, tmp_path: Path) -> None:
+    VaultKey.load(tmp_path / "state" / "key", make=True)
+    found = vault_key(patient, tmp_path / "state" / "key")
+    assert found.level == "warning"
+    assert "lies beside what it encrypts" in found.what
+
+
+# --- of the deployment --------------------------------------------------------------------------------
+
+
+def joined(patient: Patient, *, issued_s: float = NOW_S, name: str = "pi") -> Patient:
+    """As `join` leaves it, of an authority that was made in time."""
+    folder = patient.identity_folder
+    assert folder is not None
+    authority = Authority.create("test", issued_s)
+    key, request = make_request()
+    certificate = authority.device(name, request, issued_s)
+    folder.mkdir(parents=True)
+    membership = Membership(device="pi", federation="home", host="127.0.0.1", port=1)
+    files = {
+        "key.pem": key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+        "certificate.pem": certificate.public_bytes(Encoding.PEM),
+        "authority.pem": authority.pem,
+        "request.der": request,
+        "membership.json": msgspec.json.encode(membership),
+    }
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+        (folder / file).chmod(0o600)
+    return replace(patient, identity=Identity(folder))
+
+
+def identity(patient: Patient) -> Finding:
+    [found] = check_identity(patient)
+    assert (found.remedy is None) == (found.level == "ok")
+    return found
+
+
+def test_who_has_not_joined(patient: Patient, tmp_path: Path) -> None:
+    assert identity(patient).level == "ok"
+    (tmp_path / "identity").mkdir()
+    (tmp_path / "identity" / "joining-ab12.key").write_text("")
+    found = identity(patient)
+    assert found.level == "warning"
+    assert "a join was begun and not finished" in found.what
+
+
+def test_who_has_joined(patient: Patient) -> None:
+    found = identity(joined(patient))
+    until = time.strftime("%Y-%m-%d", time.gmtime(NOW_S + 90 * DAY_S))
+    assert (found.level, found.what) == ("ok", f"the certificate of 'pi' is valid until {until}")
+
+
+@pytest.mark.parametrize(
+    ("age_days", "level", "words"),
+    [
+        (90 - SOON_DAYS - 1, "ok", "is valid until"),
+        (90 - SOON_DAYS + 1, "warning", "is valid until"),
+        (91, "error", "has expired on"),
+        (-3, "warning", "but not before"),  # made two days back: a clock that is behind, or a server's that is ahead
+    ],
+)
+def test_how_long_a_certificate_holds(patient: Patient, age_days: float, level: str, words: str) -> None:
+    found = identity(joined(patient, issued_s=NOW_S - age_days * DAY_S))
+    assert (found.level, words in found.what) == (level, True)
+
+
+@pytest.mark.parametrize("file", ["key.pem", "certificate.pem", "authority.pem", "request.der"])
+def test_what_is_missing_is_named(patient: Patient, tmp_path: Path, file: str) -> None:
+    here = joined(patient)
+    (tmp_path / "identity" / file).unlink()
+    found = identity(here)
+    assert (found.level, found.what) == ("error", f"{file} missing in {tmp_path / 'identity'}")
+    assert "coordinator enroll pi --replace" in str(found.remedy)
+
+
+def test_a_key_that_everybody_can_read_is_told_beside_the_rest(patient: Patient, tmp_path: Path) -> None:
+    here = joined(patient)
+    (tmp_path / "identity" / "key.pem").chmod(0o640)
+    key, certificate = check_identity(here)
+    assert (key.level, certificate.level) == ("warning", "ok")
+    assert "can be read by others (mode 640)" in key.what
+
+
+def test_a_certificate_of_somebody_else(patient: Patient, tmp_path: Path) -> None:
+    found = identity(joined(patient, name="mallory"))
+    assert (found.level, "is for mallory, this device is 'pi'" in found.what) == ("error", True)
+    other = joined(replace(patient, identity_folder=tmp_path / "other"))
+    assert other.identity is not None
+    (tmp_path / "identity" / "certificate.pem").write_bytes(other.identity.certificate.read_bytes())
+    (tmp_path / "identity" / "membership.json").write_bytes((tmp_path / "other" / "membership.json").read_bytes())
+    found = identity(replace(patient, identity=Identity(tmp_path / "identity")))
+    assert "is for another key" in found.what
+
+
+def test_a_damaged_key(patient: Patient, tmp_path: Path) -> None:
+    here = joined(patient)
+    (tmp_path / "identity" / "key.pem").write_text("nonsense")
+    found = identity(here)
+    assert (found.level, "cannot be read" in found.what) == ("error", True)

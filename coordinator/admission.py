@@ -10,7 +10,7 @@ from fedvit.blobs import ALGORITHM
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.program import Program, Role
 from fedvit.quantities import format_bytes
-from fedvit.tensors import Array, Tensors, check_finite, check_tensors, let_go, mapped
+from fedvit.tensors import Array, Tensors, check_finite, check_tensors, let_go, mapped, unpack
 from fedvit.updates import decode_one
 from fedvit.wire.messages import Hello, Manifest, Result
 
@@ -86,15 +86,15 @@ def _largest_header_bytes(program: Program) -> int:
     return _OVERHEAD_BYTES * (1 + len(program.expected_upload()) // 100)
 
 
-def check_upload(file: Path, program: Program, what: str) -> Tensors:
+def check_upload(upload: Path | bytes, program: Program, what: str) -> Tensors:
     """The tensors of an upload, as they travel: names, shapes, dtypes as the program says, finite, also when they are
     decoded, labels in range.
 
-    They are mapped, so that an upload may be larger than the memory; its header is read only where it is no longer
-    than an honest one. Raises BadPayload whose message begins with `what`.
+    Those of a file are mapped: it may be larger than the memory. A header is read only where it is no longer than
+    an honest one. Raises BadPayload whose message begins with `what`.
     """
     try:
-        tensors = _mapped(file, _largest_header_bytes(program))
+        tensors = _opened(upload, _largest_header_bytes(program))
     except BadPayload as error:
         raise BadPayload(f"{what}: {error}") from error
     local = {name for group in program.with_role(Role.LOCAL) for name in program.names(group)}
@@ -115,19 +115,25 @@ def check_upload(file: Path, program: Program, what: str) -> Tensors:
     return tensors
 
 
-def _mapped(file: Path, largest_header_bytes: int) -> Tensors:
+def _opened(upload: Path | bytes, largest_header_bytes: int) -> Tensors:
     """A header becomes objects many times its size: how long it says it is comes first."""
+    if isinstance(upload, bytes):
+        _check_header(upload[:8], len(upload), largest_header_bytes)
+        return unpack(upload)
     try:
-        with file.open("rb") as opened:
-            header_bytes = int.from_bytes(opened.read(8), "little")
-        size = file.stat().st_size
-        if largest_header_bytes < header_bytes <= size:
-            raise BadPayload(
-                f"names and shapes of {header_bytes} bytes, this program's take at most {largest_header_bytes}"
-            )
-        return mapped(file)
+        with upload.open("rb") as opened:
+            _check_header(opened.read(8), upload.stat().st_size, largest_header_bytes)
+        return mapped(upload)
     except FileNotFoundError:
-        raise BadPayload(f"upload {file.name} is not there") from None
+        raise BadPayload(f"upload {upload.name} is not there") from None
+
+
+def _check_header(first: bytes, size: int, largest_header_bytes: int) -> None:
+    header_bytes = int.from_bytes(first, "little")
+    if largest_header_bytes < header_bytes <= size:
+        raise BadPayload(
+            f"names and shapes of {header_bytes} bytes, this program's take at most {largest_header_bytes}"
+        )
 
 
 def _check_decodes(tensors: Tensors, shapes: dict[str, tuple[int, ...]], what: str) -> None:

@@ -61,11 +61,17 @@ class Inbox:
         self._each_tick = each_tick
         self._say = say
         self._stop = threading.Event()
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._background: threading.Thread | None = None
         self._link_trouble = ""
 
     def stop(self) -> None:
         """Make `pump` raise Interrupted; safe from a signal handler."""
         self._stop.set()
+
+    def close(self) -> None:
+        """Nothing more will be done in the background; what is being done is not waited for."""
+        self._waiting.put(None)
 
     def tell(self, device: str, message: FromCoordinator) -> None:
         self._transport.publish(self._topics.to_device(device), encode(message), qos=1)
@@ -97,9 +103,17 @@ class Inbox:
             except BaseException as error:  # noqa: BLE001 - raised again below
                 future.set_exception(error)
 
-        threading.Thread(target=run, name="server-step", daemon=True).start()
+        if self._background is None:
+            self._background = threading.Thread(target=self._work, name="server-step", daemon=True)
+            self._background.start()
+        self._waiting.put(run)
         self.pump(future.done)
         return future.result()
+
+    def _work(self) -> None:
+        """One thread for all of it: each new one would bring a heap and a pool of torch's threads of its own."""
+        while work := self._waiting.get():
+            work()
 
     def _on_event(self, event: object) -> None:
         match event:

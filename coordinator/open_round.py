@@ -23,6 +23,7 @@ class OpenRound:
     cohort: list[str]
     needed: int  # results that close it at once
     work: dict[str, Work] = field(default_factory=dict)  # by device
+    drawn: tuple[int, int] | None = None  # devices that were free, and how many of them were drawn by this process
     opened_at: float = field(default_factory=time.monotonic)
     accepted: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)  # device -> why it brings nothing that counts

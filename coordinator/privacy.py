@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coordinator.config import PrivacyConfig, RunConfig
-from coordinator.store import RoundRecord, Store
+from coordinator.store import Store
 from fedvit.methods.aggregators import Aggregator, make_aggregator
 from fedvit.methods.private_mean import PrivateMean
 
@@ -92,11 +92,11 @@ def _gaussian(noise_multiplier: float, delta: float) -> float:
     return float(get_epsilon_gaussian(noise_multiplier, delta))
 
 
-def steps_before(store: Store, run: str) -> list[RoundRecord]:
-    """Every closed round that touched the run's tensors, those of runs that it started from included."""
+def figures_before(store: Store, run: str) -> list[dict[str, float]]:
+    """Of every closed round that touched the run's tensors, those of runs that it started from included."""
     earlier = store.run(run).config.get("start_from")
-    before = steps_before(store, earlier) if earlier else []
-    return before + [record for record in store.rounds(run) if record.closed_at]
+    before = figures_before(store, earlier) if earlier else []
+    return before + store.figures(run)
 
 
 def round_figures(
@@ -108,7 +108,9 @@ def round_figures(
     device's upload; a device is counted as if all its uploads were as large as each round's largest.
     """
     privacy, figures = config.privacy, dict[str, float]()
-    earlier = [record.figures for record in steps_before(store, run)]
+    if not (privacy.noise_multiplier or privacy.feature_noise):
+        return figures
+    earlier = figures_before(store, run)
     if privacy.noise_multiplier:
         figures |= {NOISE: privacy.noise_multiplier, POPULATION: float(population), COHORT: float(cohort)}
         steps = [

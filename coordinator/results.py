@@ -41,6 +41,7 @@ class Answer(NamedTuple):
 
     assignment: Assignment
     result: Result
+    content: bytes | None = None  # of the upload, where it came inside the message and is not on the disk yet
 
 
 class Results:
@@ -191,8 +192,7 @@ class Results:
             reason = f"the upload of {len(content)} bytes has digest {digest_of(content)}"
             self._reject(device, result, f"{reason}, expected {result.upload.digest}")
             return
-        self._blobs.put(content)
-        self._take(Answer(assignment, result))
+        self._take(Answer(assignment, result, content))
 
     def on_failed(self, device: str, failed: Failed) -> None:
         """A device says that it cannot do its task."""
@@ -248,7 +248,7 @@ class Results:
             self._exchange.fetch(result.upload, device, topic, self._upload_finished(announced))
 
     def _upload_finished(self, announced: Answer) -> Callable[[Manifest, Exception | None], None]:
-        assignment, result = announced
+        assignment, result = announced.assignment, announced.result
         device, began = assignment.device, time.monotonic()
 
         def finished(manifest: Manifest, error: Exception | None) -> None:
@@ -267,7 +267,7 @@ class Results:
 
     def _take(self, answer: Answer) -> None:
         """The upload is here: look at it."""
-        assignment, result = answer
+        assignment, result, content = answer
         assert result.upload is not None  # only those get here
         device, program = assignment.device, assignment.work.variant.program
         if why := self._too_late(result):
@@ -275,7 +275,8 @@ class Results:
             return
         what = f"result of {device} for round {result.round}"
         try:
-            tensors = check_upload(self._blobs.path(result.upload.digest), program, what)
+            upload = self._blobs.path(result.upload.digest) if content is None else content
+            tensors = check_upload(upload, program, what)
             if LABELS in tensors and device in self._presence:
                 check_labels(tensors[LABELS], program, self._presence[device].hello, what)
         except BadPayload as bad:
@@ -341,12 +342,16 @@ class Results:
         if not self._checked or not (now or time.monotonic() >= self._keep_at or self._is_complete()):
             return
         kept, self._checked = list(self._checked.values()), {}
+        with self._blobs.gathering() as gathering:
+            for answer in kept:
+                if answer.content is not None:
+                    gathering.put(answer.content)
         used_in = {"train": self.counts_in, "evaluate": None}
         self._store.add_results(
             [(answer.assignment.device, answer.result, used_in[answer.result.kind]) for answer in kept]
         )
         self._end([answer.assignment for answer in kept], "accepted")
-        for assignment, result in kept:
+        for assignment, result, _ in kept:
             device = assignment.device
             if result.kind == "train":
                 self.counted.add(device)

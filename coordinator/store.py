@@ -21,6 +21,7 @@ from sqlalchemy import (
     Select,
     String,
     Table,
+    bindparam,
     create_engine,
     delete,
     event,
@@ -360,6 +361,12 @@ class Store:
             row = connection.execute(select(_rounds).where(_rounds.c.run == run, _rounds.c.round == number)).first()
             return _round_record(row) if row else None
 
+    def figures(self, run: str) -> list[dict[str, float]]:
+        """What each closed round noted of itself, in their order; the rest of a record grows with the devices."""
+        query = select(_rounds.c.figures).where(_rounds.c.run == run, _rounds.c.closed_at.is_not(None))
+        with self._transaction() as connection:
+            return [row.figures or {} for row in connection.execute(query.order_by(_rounds.c.round))]
+
     def closed_rounds(self, run: str) -> list[int]:
         """Numbers of the rounds whose training is over, ascending."""
         query = select(_rounds.c.round).where(_rounds.c.run == run, _rounds.c.closed_at.is_not(None))
@@ -370,20 +377,27 @@ class Store:
 
     def add_tasks(self, run: str, tasks: Iterable[TaskRecord]) -> None:
         """Devices are asked to train, for the first time or again in the same round."""
+        rows = [{"run": run, "asked_at": _now(), **task._asdict()} for task in tasks]
+        if not rows:
+            return
+        this = [_tasks.c[key] == bindparam(f"this_{key}") for key in ("run", "round", "device")]
         with self._transaction() as connection:
-            for task in tasks:
-                this = (_tasks.c.run == run, _tasks.c.round == task.round, _tasks.c.device == task.device)
-                connection.execute(delete(_tasks).where(*this))
-                connection.execute(_tasks.insert().values(run=run, asked_at=_now(), **task._asdict()))
+            connection.execute(
+                delete(_tasks).where(*this),
+                [{f"this_{key}": row[key] for key in ("run", "round", "device")} for row in rows],
+            )
+            connection.execute(_tasks.insert(), rows)
 
     def end_tasks(self, run: str, tasks: Sequence[tuple[int, str]], outcome: str) -> None:
         """Tasks (round, device) are accepted, failed, declined, cancelled or lost; what each was first, it stays."""
         if not tasks:
             return
+        this = (_tasks.c.run == run, _tasks.c.round == bindparam("number"), _tasks.c.device == bindparam("name"))
         with self._transaction() as connection:
-            for number, device in tasks:
-                this = (_tasks.c.run == run, _tasks.c.round == number, _tasks.c.device == device)
-                connection.execute(update(_tasks).where(*this, _tasks.c.outcome.is_(None)).values(outcome=outcome))
+            connection.execute(
+                update(_tasks).where(*this, _tasks.c.outcome.is_(None)).values(outcome=outcome),
+                [{"number": number, "name": device} for number, device in tasks],
+            )
 
     def unanswered(self, run: str) -> list[TaskRecord]:
         """Tasks that devices are at work on, the newest last."""

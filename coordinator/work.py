@@ -67,10 +67,12 @@ class Assignment:
 
 
 class Assignments:
-    """At most one task a device: a board does one thing at a time."""
+    """At most one task a device: a board does one thing at a time. And which blobs a device may ask for."""
 
     def __init__(self) -> None:
         self._by_device: dict[str, Assignment] = {}
+        self._offered: dict[str, set[str]] = {}  # device -> digests of the task that it was told last
+        self._takers: dict[str, set[str]] = {}  # the same by digest
 
     def __iter__(self) -> Iterator[Assignment]:
         return iter(list(self._by_device.values()))
@@ -91,3 +93,22 @@ class Assignments:
 
     def end(self, device: str) -> None:
         self._by_device.pop(device, None)
+
+    def offer(self, device: str) -> None:
+        """The device is being told its task: it may ask for the blobs of this one, and of none before."""
+        offered = self._by_device[device].offered()
+        before = self._offered.get(device, set())
+        for digest in before - offered:
+            self._takers[digest].discard(device)
+            if not self._takers[digest]:
+                del self._takers[digest]
+        for digest in offered - before:
+            self._takers.setdefault(digest, set()).add(device)
+        self._offered[device] = offered
+
+    def may_read(self, device: str, digest: str) -> bool:
+        return digest in self._offered.get(device, ())
+
+    def takers(self, digest: str) -> list[str]:
+        """Devices at work on a task with this blob: those that may ask for it."""
+        return [device for device in self._takers.get(digest, ()) if device in self._by_device]

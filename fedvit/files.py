@@ -4,12 +4,15 @@ import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fedvit.errors import DiskFull, StorageFailed
 
 WRITING = ".writing-"
 """Begins the name of a file that is not complete yet; after a crash nobody needs it."""
+SYNCS_AT_ONCE = 16
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -23,18 +26,75 @@ def atomic_write(path: Path, *pieces: bytes | memoryview, private: bool = False)
     """
     partial = path.parent / f"{WRITING}{secrets.token_hex(8)}"
     try:
-        make_folder(path.parent)
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
-        with os.fdopen(handle, "wb") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
+        _write(partial, *pieces, private=private)
+        _sync(partial)
         os.replace(partial, path)
         sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise storage_failed(f"cannot write {path} ({sum(map(len, pieces))} bytes)", error) from error
+
+
+class FileGroup:
+    """New files that become durable at the same time: they wait for the disk once, not each for itself.
+
+    Until `commit` none of them has its name.
+    """
+
+    def __init__(self) -> None:
+        self._partials: dict[Path, Path] = {}  # by final name
+
+    def write(self, path: Path, *pieces: bytes | memoryview) -> None:
+        """As `atomic_write`, but not durable yet. Raises StorageFailed, DiskFull."""
+        partial = path.parent / f"{WRITING}{secrets.token_hex(8)}"
+        self._partials[path] = partial
+        try:
+            _write(partial, *pieces)
+        except OSError as error:
+            raise storage_failed(f"cannot write {path} ({sum(map(len, pieces))} bytes)", error) from error
+
+    def commit(self) -> None:
+        """Now all are there, also after a power cut. Raises StorageFailed, DiskFull: some may be there then."""
+        if not self._partials:
+            return
+        try:
+            # journals of file systems write down at once what several threads wait for
+            with ThreadPoolExecutor(min(SYNCS_AT_ONCE, len(self._partials))) as pool:
+                _all_done(pool.map(_sync, self._partials.values()))
+                for path, partial in self._partials.items():
+                    os.replace(partial, path)
+                _all_done(pool.map(sync_folder, {path.parent for path in self._partials}))
+        except OSError as error:
+            raise storage_failed(f"cannot write {len(self._partials)} files", error) from error
+        self._partials.clear()
+
+    def abandon(self) -> None:
+        """Nothing of what is not committed stays."""
+        for partial in self._partials.values():
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+        self._partials.clear()
+
+
+def _write(path: Path, *pieces: bytes | memoryview, private: bool = False) -> None:
+    make_folder(path.parent)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    with os.fdopen(handle, "wb") as file:
+        file.writelines(pieces)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _all_done(calls: Iterable[None]) -> None:
+    for _ in calls:
+        pass
 
 
 def storage_failed(what: str, error: OSError) -> StorageFailed:
@@ -54,8 +114,4 @@ def make_folder(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make a rename inside `folder` durable; without it a power cut may bring the old name back."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    _sync(folder)

@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -189,7 +190,13 @@ def installed_engine() -> tuple[str | None, str | None]:
 
 def resident_bytes() -> int:
     """Of this process, now."""
-    return int(psutil.Process().memory_info().rss)
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@cache
+def _process(pid: int) -> psutil.Process:
+    """To make one reads more than to ask it; by its number, because a fork is another process."""
+    return psutil.Process(pid)
 
 
 def forget_peak() -> bool:

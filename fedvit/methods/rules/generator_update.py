@@ -16,6 +16,8 @@ from fedvit.methods.rules.optimizer_state import restore, saved
 from fedvit.methods.rules.weighted_mean import cohort_weights
 from fedvit.tensors import Tensors
 
+AT_ONCE_BYTES = 64 << 20
+"""Of generated tensors: those of many devices go through the generator together."""
 SHARED, PERSONAL = "generator/", "device/"
 
 
@@ -58,7 +60,7 @@ class GeneratorUpdate(ServerRule):
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
-        """One device at a time. Raises EmptyCohort when no upload holds a sample."""
+        """So many devices at a time as AT_ONCE_BYTES hold. Raises EmptyCohort when no upload holds a sample."""
         uploads = [upload for upload in uploads if upload.samples > 0]
         if not uploads:
             raise EmptyCohort(f"round {context.round}: no accepted result holds a training image")
@@ -82,14 +84,14 @@ class GeneratorUpdate(ServerRule):
         for value in parameters.values():
             value.grad = torch.zeros_like(value)
         weights = self._weights(uploads, context.round)
-        for number, upload in enumerate(uploads):
+        number = 0
+        while number < len(uploads):
             context.progress(f"generator: device {number + 1} of {len(uploads)}")
-            made = self.generator.generate(shared, personal[upload.device])
-            delta, weight = upload.load(), weights[upload.device]
-            # adds w_i J_i^T (-delta_i) to the gradients of phi and z_i
-            torch.autograd.backward(
-                list(made.values()), [torch.tensor(delta[name], device=place) * -weight for name in made]
-            )
+            deltas = uploads[number].load()
+            at_once = max(1, AT_ONCE_BYTES // sum(delta.nbytes for delta in deltas.values()))
+            part = uploads[number : number + at_once]
+            self._pull_back(part, shared, personal, weights, place)
+            number += len(part)
         grads = {name: value.grad for name, value in parameters.items() if value.grad is not None}
         norm = float(torch.sqrt(sum((grad.square().sum() for grad in grads.values()), torch.zeros((), device=place))))
         if self.clip_norm is not None:
@@ -101,6 +103,31 @@ class GeneratorUpdate(ServerRule):
         moved = {name: value.detach().cpu().numpy() for name, value in parameters.items()}
         memory = {**state.memory, **moved, **saved(optimizer, parameters)}
         return replace(state, memory=memory), {"generator_gradient_norm": norm}
+
+    def _pull_back(
+        self,
+        uploads: Sequence[Upload],
+        shared: dict[str, Tensor],
+        personal: dict[str, dict[str, Tensor]],
+        weights: dict[str, float],
+        place: torch.device,
+    ) -> None:
+        """Adds w_i J_i^T (-delta_i) of some devices to the gradients of phi and z_i."""
+        own = [personal[upload.device] for upload in uploads]
+        stacked = {name: torch.stack([values[name] for values in own]) for name in own[0]}
+        if stacked:
+            made = torch.vmap(self.generator.generate, in_dims=(None, 0))(shared, stacked)
+        else:  # all get the same
+            made = {
+                name: value.expand(len(uploads), *value.shape)
+                for name, value in self.generator.generate(shared, {}).items()
+            }
+        downhill: dict[str, list[Tensor]] = {name: [] for name in made}
+        for upload in uploads:
+            delta = upload.load()
+            for name, values in downhill.items():
+                values.append(torch.tensor(delta[name], device=place) * -weights[upload.device])
+        torch.autograd.backward(list(made.values()), [torch.stack(downhill[name]) for name in made])
 
     def _weights(self, uploads: Sequence[Upload], round_number: int) -> dict[str, float]:
         match self.weights:

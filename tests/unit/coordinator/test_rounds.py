@@ -980,10 +980,10 @@ def test_a_device_cannot_have_what_was_made_for_another(stage: Stage) -> None:
     stage.drive(lambda: bool(stage.refusals("b")))
     assert stage.refusals("b") == [f"blob: b asks for blob {others}, which it was not offered"]
     assert stage.coordinator is not None
-    assert [stage.coordinator._may_read(name, mine) for name in ("a", "b", "c")] == [False, True, False]
+    assert [stage.coordinator.assignments.may_read(name, mine) for name in ("a", "b", "c")] == [False, True, False]
     honest(b, b.got(Task)[0])
     stage.drive(lambda: b.tasks() == [1, 2])
-    assert not stage.coordinator._may_read("b", mine)
+    assert not stage.coordinator.assignments.may_read("b", mine)
     honest(b, b.got(Task)[-1])
     assert stage.finish() == "finished"
 

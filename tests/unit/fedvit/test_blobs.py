@@ -31,6 +31,30 @@ def chunk(content: bytes, index: int) -> bytes:
     return content[index * CHUNK : (index + 1) * CHUNK]
 
 
+def test_blobs_that_are_gathered_are_here_together(store: BlobStore) -> None:
+    old = store.put(b"old").digest
+    with store.gathering() as gathering:
+        made = [gathering.put(bytes([number]), b"end") for number in range(40)]
+        assert gathering.put(b"\0end") == made[0] == gathering.manifest(made[0].digest)
+        assert gathering.has(made[0].digest)
+        assert gathering.get(old) == b"old"
+        assert not any(store.has(manifest.digest) for manifest in made)
+    assert [store.get(manifest.digest) for manifest in made] == [bytes([number]) + b"end" for number in range(40)]
+    assert [store.manifest(manifest.digest) for manifest in made] == made
+    assert len(files_in(store.folder)) == 41
+
+
+def test_blobs_of_a_gathering_that_failed_are_not_kept(store: BlobStore) -> None:
+    def half_done() -> None:
+        with store.gathering() as gathering:
+            gathering.put(b"content")
+            raise StorageFailed("no more")
+
+    with pytest.raises(StorageFailed, match="no more"):
+        half_done()
+    assert files_in(store.folder) == []
+
+
 # --- digests ------------------------------------------------------------------------------------------
 
 

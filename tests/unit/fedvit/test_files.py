@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedvit.errors import StorageFailed
-from fedvit.files import atomic_write
+from fedvit.files import FileGroup, atomic_write
 
 WAIT_S = 30.0
 
@@ -84,6 +84,29 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageFailed, match=f"^cannot write {tmp_path}/a/file"):
         atomic_write(tmp_path / "a" / "file", b"content")
     assert (tmp_path / "a").read_bytes() == b"mine"
+
+
+def test_a_group_of_files_is_there_when_it_is_committed(tmp_path: Path) -> None:
+    group = FileGroup()
+    contents = {tmp_path / f"{number % 3}" / f"file-{number}": bytes([number]) * 1000 for number in range(50)}
+    for path, content in contents.items():
+        group.write(path, content[:400], content[400:])
+    assert not any(path.exists() for path in contents)
+    group.commit()
+    assert {path: path.read_bytes() for path in tmp_path.glob("*/*")} == contents
+    group.commit()
+    group.abandon()
+    assert {path: path.read_bytes() for path in tmp_path.glob("*/*")} == contents
+
+
+def test_nothing_stays_of_a_group_that_is_abandoned(tmp_path: Path) -> None:
+    (tmp_path / "in-the-way").write_bytes(b"mine")
+    group = FileGroup()
+    group.write(tmp_path / "file", b"content")
+    with pytest.raises(StorageFailed, match=f"^cannot write {tmp_path}/in-the-way/file"):
+        group.write(tmp_path / "in-the-way" / "file", b"content")
+    group.abandon()
+    assert sorted(os.listdir(tmp_path)) == ["in-the-way"]
 
 
 def test_whoever_is_killed_leaves_the_old_or_the_new(tmp_path: Path) -> None:

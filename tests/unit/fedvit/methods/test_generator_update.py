@@ -92,6 +92,17 @@ def test_what_each_device_weighs(weights: Any, of_a: float, of_b: float) -> None
     assert numbers(state) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("at_once_bytes", [1, 16, 64 << 20])
+def test_devices_count_the_same_however_many_are_pulled_back_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, at_once_bytes: int
+) -> None:
+    """g_s = 3 * (1 + 2 + 3 + 4 + 5) / 5 = 9; g_e of the k-th = 2 k / 5."""
+    monkeypatch.setattr("fedvit.methods.rules.generator_update.AT_ONCE_BYTES", at_once_bytes)
+    state = close(product(), begun(product()), *((f"d{number}", 1, -float(number)) for number in range(1, 6)))
+    expected = {"generator/s": 2 - 0.9} | {f"device/d{number}/e": 3 - 0.04 * number for number in range(1, 6)}
+    assert numbers(state) == pytest.approx(expected)
+
+
 def test_a_device_without_an_image_has_no_say() -> None:
     rule = product(weights="equal")
     both = close(rule, begun(rule), ("a", 1, -1.0), ("b", 0, 5.0))

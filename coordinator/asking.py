@@ -1,0 +1,217 @@
+"""A question to a cohort: who can be asked, what each is given, and until when answers are awaited.
+
+The store knows all of it before a device is told: after `kill -9` the same question goes on.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+from coordinator.cohort import select_fair, select_uniform
+from coordinator.config import RunConfig
+from coordinator.course import Course
+from coordinator.dispatch import Dispatch
+from coordinator.downlink import snapshot
+from coordinator.inbox import Inbox
+from coordinator.open_round import OpenRound
+from coordinator.planner import common_groups
+from coordinator.presence import Presence
+from coordinator.privacy import cohort_seed
+from coordinator.quarantine import Quarantine
+from coordinator.reception import Reception
+from coordinator.results import Results
+from coordinator.store import RoundRecord, Store, TaskRecord
+from coordinator.targets import Targets
+from coordinator.work import Assignments, Work
+from fedvit.blobs import BlobStore
+from fedvit.errors import OverBudget
+from fedvit.methods.base import ServerState
+from fedvit.program import Role
+
+BACK_S = 5.0
+"""Longer an evaluation does not wait for devices that have just gone."""
+
+
+class Asking:
+    """What every mode of a run asks with; see `Mode`."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        config: RunConfig,
+        course: Course,
+        store: Store,
+        inbox: Inbox,
+        presence: Presence,
+        quarantine: Quarantine,
+        targets: Targets,
+        assignments: Assignments,
+        results: Results,
+        dispatch: Dispatch,
+        reception: Reception,
+    ) -> None:
+        self.run = run
+        self.config = config
+        self.course = course
+        self.store = store
+        self.inbox = inbox
+        self.presence = presence
+        self.assignments = assignments
+        self.results = results
+        self.dispatch = dispatch
+        self._quarantine = quarantine
+        self._targets = targets
+        self._reception = reception
+
+    # --- whom -------------------------------------------------------------------------------------------------
+
+    def admitted(self, devices: Iterable[str]) -> list[str]:
+        """Those that no quarantine keeps out of the round."""
+        return self._quarantine.admitted(devices, self.course.number)
+
+    def available(self) -> list[str]:
+        """Who is here, does not rest, and is admitted."""
+        return self.admitted(self.presence.available())
+
+    def free(self) -> list[str]:
+        """Who can be asked for the round that counts now."""
+        return [
+            device
+            for device in self.available()
+            if device not in self.assignments and device not in self.results.counted
+        ]
+
+    def all_are_back(self) -> bool:
+        """Whether a round can be opened: not for the first who returns after all were gone for a moment."""
+        return bool(self.presence.online()) and not self.presence.may_return(self.config.rejoin_grace_s)
+
+    def select(self, devices: list[str], wanted: int) -> list[str]:
+        """The cohort of the round, out of these."""
+        number = self.course.number
+        if self.config.selection == "fair":
+            return select_fair(devices, wanted, self.config.seed, number, self.store.asked(self.run, number))
+        return select_uniform(devices, wanted, cohort_seed(self.config), number)
+
+    def quorum(self, cohort: int) -> int:
+        return max(1, math.ceil(self.config.quorum * cohort - 1e-9))
+
+    # --- what -------------------------------------------------------------------------------------------------
+
+    def work(self, cohort: Iterable[str]) -> dict[str, Work]:
+        """Every device's Program for the round, and the digests of what the server sends it.
+
+        Whom nothing fits is told so, and left out.
+        """
+        course, number, updates = self.course, self.course.number, self.config.updates
+        plan, saved = course.plan, course.newest()
+        too_small: dict[str, OverBudget] = {}
+
+        def make(blobs: BlobStore) -> dict[str, Work]:
+            work: dict[str, Work] = {}
+            state: ServerState | None = None
+            for device in cohort:
+                try:
+                    variant, expected = plan.given(device, number, self._targets.of(device))
+                except OverBudget as error:
+                    too_small[device] = error
+                    continue
+                groups = {
+                    group: plan.sent(variant, group, saved.sent(group)) for group in common_groups(variant.program)
+                }
+                sent = [kept for group, kept in saved.references.items() if groups.get(group) == kept.digest]
+                for group in variant.program.with_role(Role.GENERATED):
+                    state = state or course.state()
+                    made = plan.rule.generate(state, device, self.config.seed)
+                    members = {name: made[name] for name in variant.program.names(group)}
+                    sent.append(snapshot(members, updates, blobs))
+                    groups[group] = sent[-1].digest
+                recipes = [recipe for reference in sent for recipe in reference.recipes(blobs)]
+                work[device] = Work(variant, groups, expected, tuple(recipes))
+            return work
+
+        def make_all() -> dict[str, Work]:
+            with course.blobs.gathering() as gathering:
+                return make(gathering)
+
+        work = self.inbox.in_background(make_all)
+        for device, error in too_small.items():
+            self.results.refuse(device, "plan", str(error), number)
+            self._reception.send_away(device, str(error))
+            course.say(f"{device} is left out: {error}")
+        return work
+
+    def record_tasks(self, work: dict[str, Work], all_work: dict[str, Work]) -> None:
+        """Before devices are told: what they are asked, and what the whole round is expected to cost."""
+        number = self.course.number
+        tasks = [TaskRecord(number, device, part.variant.digest, part.groups) for device, part in work.items()]
+        self.store.add_tasks(self.run, [task for task in tasks if task.device not in self.results.counted])
+        self.store.set_expected(
+            self.run, number, {device: part.expected for device, part in all_work.items() if part.expected}
+        )
+
+    # --- until when -------------------------------------------------------------------------------------------
+
+    def begin(self, opened: OpenRound) -> None:
+        """Results count in it from now on."""
+        self.results.open(opened)
+        self.course.doing = f"round {opened.number}/{self.config.rounds}: {opened.kind}"
+
+    def end(self, opened: OpenRound) -> None:
+        """Nothing more is awaited for it."""
+        for reason in ("deadline", "offline"):
+            if missing := sorted(device for device, why in opened.failed.items() if why == reason):
+                said = f"{opened.kind} closed without {', '.join(missing)} ({reason})"
+                self.course.say(f"round {opened.number}: {said}")
+        self.results.close()
+
+    def ask(self, opened: OpenRound) -> OpenRound:
+        """Give tasks, and wait until the round closes by quorum, deadlines or absence."""
+        self.begin(opened)
+        for device in opened.waiting_for():
+            self.dispatch.give_open(device)
+        self.inbox.pump(lambda: opened.closes() or opened.given_up(self.presence, self.config.rejoin_grace_s))
+        asked = [assignment for assignment in self.assignments if assignment.device in opened.waiting_for()]
+        enough = opened.closes()
+        for assignment in () if enough else asked:
+            opened.fail(assignment.device, "offline")
+        self.end(opened)
+        if self.dispatch.may_be_late(opened.kind):
+            return opened
+        if enough:
+            self.dispatch.dismiss(asked, f"late: round {opened.number} has the results that it needs")
+        else:
+            for assignment in asked:
+                self.dispatch.give_up(assignment, "offline")
+        return opened
+
+    def evaluate(self, leave: Iterable[str]) -> None:
+        """Ask every device that is here how good its model is on its own test images; not those in `leave`."""
+        # after the broker was started again all were gone for a moment
+        patience_s = min(BACK_S, self.config.rejoin_grace_s)
+        self.inbox.pump(lambda: not self.presence.may_return(patience_s))
+        left = set(leave)
+        work = self.work([device for device in self.available() if device not in left])
+        if work:
+            self.ask(OpenRound(self.run, self.course.number, "evaluate", list(work), len(work), work))
+
+
+class Mode(Protocol):
+    """How rounds follow each other: one file of `coordinator.modes`, one row of its table."""
+
+    def __init__(self, asking: Asking) -> None: ...
+
+    def train(self, record: RoundRecord | None) -> OpenRound:
+        """Ask for the results of the course's round, until no more of them are awaited.
+
+        `record`: an earlier process opened it already.
+        """
+        ...
+
+    def goes_on(self, assigned_in: int, open_round: int) -> bool:
+        """Whether after a restart a device is left at a task of that round; others are asked anew."""
+        ...
+
+    def busy(self) -> list[str]:
+        """Devices that are left at their training while the others are evaluated."""
+        ...

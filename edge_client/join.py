@@ -7,6 +7,7 @@ interrupted is taken up where it was, with the same token.
 """
 
 import logging
+import os
 import queue
 import secrets
 import ssl
@@ -126,6 +127,14 @@ def _keep(folder: Path, token: Token, granted: JoinGranted, membership: Membersh
     atomic_write(folder / "membership.json", msgspec.json.encode(membership), private=True)
     for left in folder.glob("joining-*"):
         left.unlink()
+    _hand_over(folder, folder.parent.stat().st_uid, folder.parent.stat().st_gid)
+
+
+def _hand_over(folder: Path, user: int, group: int) -> None:
+    """To whom the state belongs: a service has a user of its own, and who joins again for it is root."""
+    if os.geteuid() == 0:
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, user, group, follow_symlinks=False)
 
 
 # --- the question and its answer ----------------------------------------------------------------------

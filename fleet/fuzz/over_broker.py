@@ -46,6 +46,7 @@ class _Eavesdropper:
         self.topics = Topics(federation)
         self.transport = MqttTransport(SimpleQueue(), address, client_id=f"hostile-{secrets.token_hex(4)}")
         self.newest: dict[tuple[str, type], Any] = {}  # by device and type
+        self.instances: dict[str, set[str]] = {}  # under which a device said hello, damaged ones among them
         base = f"fl1/{federation}/d/+"
         for topic in (f"{base}/up/ctl", f"{base}/dn/ctl"):
             self.transport.subscribe(topic, 0)
@@ -65,7 +66,10 @@ class _Eavesdropper:
                     message = decode(event.payload)
                 except FedvitError:
                     continue
-                self.newest[self.topics.device_of(event.topic), type(message)] = message
+                device = self.topics.device_of(event.topic)
+                self.newest[device, type(message)] = message
+                if isinstance(message, Hello):
+                    self.instances.setdefault(device, set()).add(message.instance)
 
     def wait(self, holds: Callable[[object], bool], what: str) -> None:
         until = time.monotonic() + WAIT_S
@@ -142,8 +146,10 @@ def _attack(
     before = {name: psutil.Process(process.pid).memory_info().rss for name, process in watched.items()}
     say("the run has begun; damaged messages from here on")
     _bombard(part, mutator, messages, hostile, instance)
-    for name in ("mallory", "eve"):  # what is left of them goes with a deadline
-        hostile.say(topics.device_state(name), encode(DeviceState(instance, online=False)))
+    hostile.listen()
+    for name in ("mallory", "eve"):  # else each round would wait for them
+        for known in hostile.instances.get(name, set()):
+            hostile.say(topics.device_state(name), encode(DeviceState(known, online=False)))
     for name, process in watched.items():
         if process.poll() is None:
             grown = psutil.Process(process.pid).memory_info().rss - before[name]

@@ -231,6 +231,19 @@ def test_a_device_joins_and_its_key_stays_at_home(stage: Stage, tmp_path: Path) 
     assert entry["state"] == "valid"
 
 
+def test_who_joins_as_root_for_a_service_leaves_it_what_it_can_read(stage: Stage, tmp_path: Path) -> None:
+    """The state belongs to the service's user once it has run; only root can give anything to somebody else."""
+    state = tmp_path / "state"
+    state.mkdir()
+    user = 61946 if os.geteuid() == 0 else os.geteuid()
+    os.chown(state, user, -1)
+    for replaces in (False, True):
+        token = make_token(stage.deployment, "pi-served", 60.0, replaces=replaces)
+        folder = join(token, state / "identity", replace=replaces).identity.folder
+        assert {path.stat().st_uid for path in (folder, *folder.iterdir())} == {user}
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
 def test_a_token_works_once(stage: Stage, tmp_path: Path) -> None:
     token = make_token(stage.deployment, "pi-once", 60.0)
     join(token, tmp_path / "first")

@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
+# tests of real processes mostly wait: two at a time keep a core busy
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
 .PHONY: install demo test lint check wheel mosquitto chromium constraints clean
 
@@ -20,7 +22,7 @@ demo: install
 	@$(BIN)/fleet demo
 
 test: install mosquitto chromium
-	@$(BIN)/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder
+	@$(BIN)/python -m pytest -q -n $(WORKERS)
 
 lint: install
 	@$(BIN)/ruff check .

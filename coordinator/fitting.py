@@ -281,8 +281,7 @@ class Fitter:
 
     def _graphs(self, method: Method) -> tuple[Program, dict[str, GraphCost]]:
         """Program and prices; options that no graph depends on need no other graphs."""
-        usual = type(method)()
-        alike = replace(method, **{option: getattr(usual, option) for option in method.loop_options})
+        alike = method.as_traced()
         if alike not in self.priced:
             self.progress(f"pricing {_said(alike)}")
             self.priced[alike] = self.price(alike)

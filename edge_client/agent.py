@@ -13,25 +13,22 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
-from edge_client.downlink import Route, make_blob, routes
-from edge_client.guard import Exceeded, Guard, Guarded
+from edge_client.downlink import routes
+from edge_client.guard import Exceeded, Guard
 from edge_client.identity import Renewal
-from edge_client.private import clipped, noisy_rows
 from edge_client.readiness import Readiness
-from edge_client.runtime import Runtime, Seeds, Stopped, Trained, Watch
-from edge_client.uplink import coded_upload
+from edge_client.runtime import Runtime, Stopped
 from edge_client.vault import Vault
+from edge_client.workbench import Job, Workbench
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
-from fedvit.engine import give_back, load_engine
 from fedvit.errors import BadPayload, FedvitError, OverBudget, PeerRefused, StorageFailed
-from fedvit.program import Program, Role, decode_program
-from fedvit.resources import DeviceProfile, ResourceUse
-from fedvit.tensors import Tensors, check_finite, check_tensors, delta, mapped, packed_pieces
+from fedvit.program import Program, decode_program
+from fedvit.resources import DeviceProfile
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
@@ -93,7 +90,7 @@ def in_own_thread(work: Callable[[], None], name: str) -> Work:
 class _Worked(NamedTuple):
     """The worker thread finished, one way or the other."""
 
-    job: "_Job"
+    job: Job
     result: Result | None
     error: Exception | None
 
@@ -114,27 +111,6 @@ class Resend:
 
 
 @dataclass
-class _Job:
-    """A task on this device: first its blobs are fetched, then it runs."""
-
-    task: Task
-    expires_at: float  # on this process's monotonic clock; clocks of two machines are never compared
-    given_s: float  # from the receipt of the task
-    stop: threading.Event = field(default_factory=threading.Event)
-    missing: set[str] = field(default_factory=set)
-    routes: list[Route] = field(default_factory=list)  # to blobs that are made here
-    fetched_bytes: int = 0
-    working: bool = False
-
-    @property
-    def key(self) -> tuple[str, int, str]:
-        return self.task.run, self.task.round, self.task.kind
-
-    def is_meant(self, message: Extended | Cancel) -> bool:
-        return self.key == (message.run, message.round, message.kind)
-
-
-@dataclass
 class _Pending:
     """A result that is not acknowledged yet."""
 
@@ -149,6 +125,8 @@ class Agent:
     into the inbox and `on_time` a few times a second until it is `over`, and `leave`. `begin` starts a task's work,
     `exchange` makes what fetches and serves blobs.
     """
+
+    workbench: ClassVar[type[Workbench]] = Workbench
 
     def __init__(
         self,
@@ -175,10 +153,18 @@ class Agent:
         self.data = data
         self.vault = vault
         self.blobs = blobs
-        self.runtime = runtime
         self.profile = profile
         self.software = software
-        self.guard = guard or Guard(profile.budget)
+        self._bench = self.workbench(
+            device=self.device,
+            data=data,
+            vault=vault,
+            blobs=blobs,
+            runtime=runtime,
+            guard=guard or Guard(profile.budget),
+            traffic=lambda: (transport.received_bytes, transport.sent_bytes),
+            tell=self._tell_progress,
+        )
         self.readiness = readiness or Readiness()
         self.renewal = renewal  # of the certificate that this device shows; None: it shows none
         self.exchange = exchange(
@@ -191,15 +177,12 @@ class Agent:
         self._hello: Resend | None = None  # set while a hello waits for its answer
         self._refused_since: float | None = None
         self._other_version: tuple[PeerRefused, float] | None = None  # heard since the last welcome, and when
-        self._job: _Job | None = None
+        self._job: Job | None = None
         self._begin = begin
         self._worker: Work | None = None
         self._pending: dict[tuple[str, int, str], _Pending] = {}
         self._ended: RunEnded | None = None
-        self._told_bytes = (0, 0)  # received, sent: already in some result
         self._programs: dict[str, Program] = {}
-        self._takes_recipes = True  # until one gave another blob than it says
-        self._by_classes: dict[tuple[str, ...], DeviceData] = {}
 
     # --- the loop -------------------------------------------------------------------------------------
 
@@ -430,13 +413,13 @@ class Agent:
             log.info("task declined", extra={"round": task.round, "kind": task.kind, "reason": not_now.reason})
             self._send(Declined(task.run, task.round, task.kind, not_now.reason, not_now.again_s))
             return
-        job = self._job = _Job(task, time.monotonic() + task.deadline_s, task.deadline_s)
+        job = self._job = Job(task, time.monotonic() + task.deadline_s, task.deadline_s)
         manifests = {manifest.digest: manifest for manifest in task.blobs}
         log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
         try:
             inline, new_bytes = self._keep_inline(task, manifests)
             job.fetched_bytes += new_bytes
-            recipes = task.recipes if self._takes_recipes else ()
+            recipes = task.recipes if self._bench.takes_recipes else ()
             job.routes = routes(dict.fromkeys(task.groups.values()), recipes, manifests, self.blobs.has)
             bases = {route.base for route in job.routes if route.base}
             patches = [recipe.patch.digest for route in job.routes for recipe in route.recipes]
@@ -466,7 +449,7 @@ class Agent:
                 new_bytes += len(content)
         return inline, new_bytes
 
-    def _fetch(self, job: _Job, digests: list[str], manifests: dict[str, Manifest]) -> None:
+    def _fetch(self, job: Job, digests: list[str], manifests: dict[str, Manifest]) -> None:
         """Get blobs, then what the Program names in turn, then start the work."""
         unknown = [digest for digest in digests if digest not in manifests]
         if unknown:
@@ -490,7 +473,7 @@ class Agent:
                 lane = self.topics.lane(self.device, digest)
                 self.exchange.fetch(manifests[digest], COORDINATOR, self.topics.broadcast(digest), finished, lane)
 
-    def _fetched(self, job: _Job, manifests: dict[str, Manifest]) -> None:
+    def _fetched(self, job: Job, manifests: dict[str, Manifest]) -> None:
         if job.working:
             return
         try:
@@ -513,7 +496,7 @@ class Agent:
             try:
                 if job.stop.is_set():
                     raise Stopped("the task was stopped before it began")
-                self._inbox.put(_Worked(job, self._work(job, program), None))
+                self._inbox.put(_Worked(job, self._bench.do(job, program), None))
             except Exception as error:  # noqa: BLE001 - reported to the coordinator
                 self._inbox.put(_Worked(job, None, error))
 
@@ -523,144 +506,6 @@ class Agent:
         if digest not in self._programs:
             self._programs = {digest: decode_program(self.blobs.get(digest))}
         return self._programs[digest]
-
-    def _work(self, job: _Job, program: Program) -> Result:
-        """In the worker thread: everything that takes time. Raises Exceeded when a budget would not be kept."""
-        load_engine()
-        with self.guard.watching(job.task.kind) as guarded:
-            try:
-                result = self._done(job, program, guarded)
-                if self.guard.owns_process:
-                    # a device that waits holds little, and the next task finds no holes between pieces of this one's
-                    give_back()
-                return result
-            except Stopped:
-                if job.stop.is_set() or not guarded.broke:
-                    raise
-            # here, because an exception on its way would hold what the task held
-            broke, reason, use = guarded.broke[-1], guarded.reason(), self._use(job, guarded)
-        if "memory" in use.broke:
-            self.runtime.release()
-            self.data.forget()
-        raise Exceeded(reason, broke, use)
-
-    def _done(self, job: _Job, program: Program, guarded: Guarded) -> Result:
-        task = job.task
-        self._make_blobs(job)
-        self.vault.note(task)
-        data = self._labelled(program.classes)
-        self.runtime.keep_only({graph.digest for graph in program.graphs.values()})
-        for name in program.graphs_for(task.kind):
-            digest = program.graphs[name].digest
-            self.runtime.open(digest, self.blobs.path(digest))
-        values = self._values(task, program)
-        watch = Watch(self._progress(job), lambda: job.stop.is_set() or guarded.over(), guarded.tally)
-        seeds = Seeds(task.seed, task.round, self.device)
-        if task.kind == "evaluate":
-            evaluated = self.runtime.evaluate(program, values, data, seeds, watch)
-            use = self._use(job, guarded, evaluated.flops)
-            correct = float(evaluated.correct)
-            return Result(task.run, task.round, task.kind, evaluated.samples, {"correct": correct}, use)
-        trained = self.runtime.train(program, values, data.train, seeds, task.lr_scale, watch)
-        check_finite(trained.tensors, f"training diverged in round {task.round}, nothing of it is kept")
-        kept = {
-            name: trained.tensors.get(name, values[name])
-            for group in dict.fromkeys([*program.with_role(Role.LOCAL), *program.evaluate.kept])
-            for name in program.names(group)
-        }
-        owed = self.vault.owed(task.run)
-        deltas, collected = self._brought(program, values, trained, seeds)
-        upload, left = coded_upload(program, deltas, collected, owed.tensors)
-        manifest = self.blobs.put(*packed_pieces(upload)) if upload else None
-        guarded.upload_bytes = manifest.size if manifest else 0
-        use = self._use(job, guarded)
-        metrics = {"loss": trained.loss}
-        result = Result(task.run, task.round, task.kind, trained.samples, metrics, use, manifest)
-        if job.stop.is_set() or "upload" in use.broke:  # what must not be sent is not kept either
-            raise Stopped("the task was stopped")
-        self.vault.commit(result, kept, left, owed)
-        return result
-
-    def _make_blobs(self, job: _Job) -> None:
-        """What was not fetched whole. Raises BadPayload when a recipe does not give what it says."""
-        try:
-            for route in job.routes:
-                if not self.blobs.has(route.target.digest):
-                    make_blob(route, self.blobs)
-        except BadPayload:
-            self._takes_recipes = False  # from now on everything is fetched whole
-            raise
-
-    def _brought(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> tuple[Tensors, Tensors]:
-        """What the result is made of: deltas of the groups that are sent back, and what was collected."""
-        back = {
-            name: values[name]
-            for group in program.with_role(*(role for role in Role if role.sent_back))
-            for name in program.names(group)
-        }
-        moved = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
-        if program.clip_delta is not None:
-            moved = clipped(moved, program.clip_delta)
-        collected = dict(trained.collected)
-        for phase in program.train:
-            if phase.collect:
-                collected[phase.collect.output] = noisy_rows(collected[phase.collect.output], phase.collect, seeds)
-        return moved, collected
-
-    def _labelled(self, classes: tuple[str, ...]) -> DeviceData:
-        """The images under the run's class list; kept, because decoded images are cached inside."""
-        if classes not in self._by_classes:
-            self._by_classes = {classes: self.data.relabelled(classes)}
-        return self._by_classes[classes]
-
-    def _values(self, task: Task, program: Program) -> Tensors:
-        """Every tensor at the start of the round, checked against the Program."""
-        values: Tensors = {}
-        stored = self.vault.local(task.run)
-        kept = program.evaluate.kept if task.kind == "evaluate" else ()
-        if program.evaluate.kept_of_this_round and self.vault.round_of(task.run) != task.round:
-            kept = ()
-        for group, spec in program.groups.items():
-            what = f"group {group!r} of round {task.round}"
-            mine = stored if stored and (spec.role is Role.LOCAL or group in kept) else {}
-            tensors = {name: mine[name] for name in program.names(group) if name in mine}
-            if not tensors:  # also when the group was not this device's own in the rounds before
-                digest = task.groups.get(group) if spec.role.from_server_each_round else spec.initial
-                if digest is None:
-                    source = (
-                        "the task does not bring it" if spec.role.from_server_each_round else "it has no initial value"
-                    )
-                    raise BadPayload(f"{what}: {source}")
-                tensors = mapped(self.blobs.path(digest))
-            check_tensors(tensors, program.expected([group]), what)
-            values |= tensors
-        return values
-
-    def _progress(self, job: _Job) -> Callable[[int, int, float | None], None]:
-        last = 0.0
-
-        def step(done: int, total: int, loss: float | None) -> None:
-            nonlocal last
-            now = time.monotonic()
-            if now - last >= PROGRESS_EVERY_S or done == total:
-                last = now
-                task = job.task
-                message = Progress(task.run, task.round, task.kind, done, total, loss)
-                self.transport.publish(self.topics.from_device(self.device), encode(message), qos=0)
-
-        return step
-
-    def _use(self, job: _Job, guarded: Guarded, flops: int | None = None) -> ResourceUse:
-        told = self._told_bytes
-        self._told_bytes = (self.transport.received_bytes, self.transport.sent_bytes)
-        received_bytes, sent_bytes = self._told_bytes[0] - told[0], self._told_bytes[1] - told[1]
-        return msgspec.structs.replace(
-            guarded.use(flops),
-            received_bytes=received_bytes,
-            sent_bytes=sent_bytes,
-            fetched_bytes=job.fetched_bytes,
-            upload_bytes=guarded.upload_bytes,
-        )
 
     def _on_worked(self, worked: _Worked) -> None:
         job = worked.job
@@ -677,7 +522,7 @@ class Agent:
         elif worked.error and not isinstance(worked.error, Stopped):
             self._fail(job, worked.error)
 
-    def _fail(self, job: _Job, error: Exception) -> None:
+    def _fail(self, job: Job, error: Exception) -> None:
         """Tell the coordinator why this task cannot be done; the device stays for the next one."""
         if job is not self._job:
             return
@@ -699,6 +544,10 @@ class Agent:
     def _send(self, message: FromDevice) -> None:
         """QoS 1; what is lost while the link is down is said again after the next welcome."""
         self.transport.publish(self.topics.from_device(self.device), encode(message), qos=1)
+
+    def _tell_progress(self, progress: Progress) -> None:
+        """From the thread that works."""
+        self.transport.publish(self.topics.from_device(self.device), encode(progress), qos=0)
 
     def _send_result(self, result: Result) -> None:
         """With its upload inside, if that is small."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from export.origin import origin_of
 from export.trace import Trace, to_onnx, trace
 from export.verify import reference_predict, reference_step, reference_update, verify
 from fedvit.files import atomic_write
@@ -61,11 +62,18 @@ def export_graphs(
     folder = cache or default_cache()
     graphs: dict[str, Exported] = {}
     for name, serves in steps_of(method, vit).items():
+        origin = origin_of(method, vit, batch, name)
+        seen = folder / origin[:2] / f"{origin}.seen" if origin else None
+        if seen and seen.is_file() and (known := _kept(folder, seen.read_text())):
+            graphs[name] = known
+            continue
         progress(f"tracing graph {name!r}")
         inputs = example_inputs(method, vit, batch, serves)
         _, reference = _step_and_reference(method, vit, serves)
         traced = _traced(method, vit, serves, inputs)
         graphs[name] = _cached(traced, reference, name, folder, progress)
+        if seen:
+            atomic_write(seen, traced.key.encode())
     return graphs
 
 
@@ -94,15 +102,26 @@ def _step_and_reference(method: Method, vit: PatchViT, serves: Serves) -> tuple[
 
 def _cached(traced: Trace, reference: Step, name: str, folder: Path, progress: Callable[[str], None]) -> Exported:
     """The verified graph of a trace, from disk where an equal one was made before."""
-    file = folder / traced.key[:2] / f"{traced.key}.onnx"
-    facts = file.with_suffix(".json")
-    if file.is_file() and facts.is_file():  # facts are written last, so both are whole
-        return Exported(file.read_bytes(), json.loads(facts.read_text())["max_difference"], cached=True)
+    if known := _kept(folder, traced.key):
+        return known
     progress(f"exporting graph {name!r} (once for this method, model and batch)")
     content = to_onnx(traced)
     difference = verify(content, reference, traced.inputs, f"graph {name!r}")
     progress(f"graph {name!r} agrees with torch within {difference:.1e}")
+    file = _file(folder, traced.key)
     atomic_write(file, content)
-    atomic_write(facts, json.dumps({"graph": name, "max_difference": difference}).encode())
+    atomic_write(file.with_suffix(".json"), json.dumps({"graph": name, "max_difference": difference}).encode())
     log.info("graph exported", extra={"graph": name, "bytes": len(content), "max_difference": difference})
     return Exported(content, difference, cached=False)
+
+
+def _kept(folder: Path, key: str) -> Exported | None:
+    file = _file(folder, key)
+    facts = file.with_suffix(".json")
+    if not (file.is_file() and facts.is_file()):  # facts are written last: with them both are whole
+        return None
+    return Exported(file.read_bytes(), json.loads(facts.read_text())["max_difference"], cached=True)
+
+
+def _file(folder: Path, key: str) -> Path:
+    return folder / key[:2] / f"{key}.onnx"

@@ -43,7 +43,9 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
 
     Raises ExportMismatch, naming the output, when it exceeds TOLERANCE, or with int8 weights INTEGER_TOLERANCE.
     """
-    session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     fed = {name.name: inputs[name.name].numpy() for name in session.get_inputs()}
     results = dict(zip(names, session.run(names, fed), strict=True))

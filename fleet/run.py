@@ -41,6 +41,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _answers(port: int) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def run_fleet(
     folders: list[Path], values: dict[str, Any], *, out: Path, run: str, threads: int, quiet: bool = False
 ) -> FleetOutcome:
@@ -123,6 +129,9 @@ def _conduct(
         def begin(name: str) -> None:
             fleet.start(name, commands[name], log=home / "devices" / f"{name}.log")
 
+        # the coordinator loads torch first; who came earlier would find no broker, and take its time to try again
+        while own and coordinator.poll() is None and not _answers(port):
+            time.sleep(0.1)
         for name in commands:
             begin(name)
         while coordinator.poll() is None:

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from scipy.optimize import nnls
 
 from fedvit.resources import Budget, BudgetKind, ProductKind, ProductRate, Speed
 from profiles.prediction import Prediction, ProductWork, ProgramCost, Work
@@ -137,6 +136,8 @@ def _terms(product: ProductRate | ProductWork) -> Any:
 
 def _fitted(measured: Sequence[ProductRate]) -> Any:
     """Factors that no product can be below zero with; relative errors count."""
+    from scipy.optimize import nnls  # half a second that a coordinator's start need not wait
+
     terms = np.stack([_terms(rate) for rate in measured])
     taken = np.array([terms_of[0] / rate.flops_per_s for terms_of, rate in zip(terms, measured, strict=True)])
     factors, _ = nnls(terms / taken[:, None], np.ones(len(measured)))

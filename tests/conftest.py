@@ -1,11 +1,14 @@
 """What the tests of several rooms share: a model as small as they come, and its graphs, exported once."""
 
+import contextlib
 import os
+import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -20,6 +23,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a shell that runs the tests in its background lets them ignore Ctrl-C, and with them every program that they start
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# what tests write is synced thousands of times, for which a disk takes milliseconds each; TMPDIR names another folder
+MEMORY, ROOM_BYTES = Path("/dev/shm"), 8 << 30
+if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= ROOM_BYTES:
+    os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+# every process that a test starts would compile torch and timm again, which takes longer than to run them
+if sys.dont_write_bytecode:
+    compiled = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedvit" / "bytecode"
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(compiled)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(compiled)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # no test reaches the network, and none finds what an earlier process downloaded
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "fedvit-no-such-cache")
@@ -29,7 +42,13 @@ TESTS = Path(__file__).parent
 LONGEST = (
     "e2e/test_faults.py",
     "e2e/test_run.py",
+    "e2e/test_chaos.py",
+    "e2e/test_virtual.py",
+    "e2e/test_stragglers.py",
+    "e2e/test_budgets.py",
+    "e2e/test_deployment.py",
     "unit/fleet/test_experiment.py",
+    "unit/coordinator/test_fitting.py",
     "unit/coordinator/test_rounds.py",
     "unit/export/test_lower.py",
     "contracts/test_blob_exchange.py",
@@ -40,19 +59,19 @@ LONGEST = (
 """Files that come first, so that at the end no process waits for another that has just begun with one of them."""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file share fixtures that take seconds: where several processes test, a file goes to one of them.
-
-    Tests of processes mostly wait: each goes to whoever is free. `make test` keeps the order that is made here.
-    """
-    rank = {TESTS / name: number for number, name in enumerate(LONGEST)}
-    for item in items:
-        alone = item.path in (TESTS / "e2e/test_faults.py", TESTS / "e2e/test_run.py")
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid if alone else str(item.path)))
     if "PYTEST_XDIST_WORKER" in os.environ:
+        rank = {TESTS / name: number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Our own groups: those of xdist 3.8 by marks are lost with pytest 9.2, without a word."""
+    from tests.scheduling import Groups
+
+    config.option.loadscopereorder = False  # the order of collection is kept
+    return Groups(config, log)
 
 
 TINY_MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2, "mlp_ratio": 4.0}
@@ -91,13 +110,28 @@ def make_tiny(method: "Method", cache: Path, **model: int) -> Tiny:
 
 
 @pytest.fixture(scope="session")
-def graph_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Graphs of this session: an export takes seconds, so tests with equal graphs share them here, in whatever
-    process they run."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session, the same in whatever process a test runs; see `tests.once`."""
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    return folder / "graphs"
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def graph_cache(shared: Path) -> Path:
+    """Graphs of this session: an export takes seconds, so tests with equal graphs share them."""
+    folder = shared / "graphs"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(shared: Path, graph_cache: Path) -> Path:
+    """XDG_CACHE_HOME of programs under test: their graphs are those of this session, too."""
+    folder = shared / "cache"
+    (folder / "fedvit").mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / "fedvit" / "graphs").symlink_to(graph_cache)
+    return folder
 
 
 @pytest.fixture(scope="session")

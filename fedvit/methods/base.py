@@ -8,7 +8,7 @@ returns, never in the method.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
@@ -233,6 +233,11 @@ class Method(ABC):
         Groups that come from the server hold the same tensors in every round.
         """
         return self
+
+    def as_traced(self) -> "Method":
+        """The method with the usual values of `loop_options`: those for which it is the same have the same graphs."""
+        usual = type(self)()
+        return replace(self, **{option: getattr(usual, option) for option in self.loop_options})
 
     # --- tensors --------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from rich.console import RenderableType
 from coordinator.store import Store
 from edge_client.agent import Agent
 from edge_client.runtime import Seeds, Trained
+from edge_client.workbench import Workbench
 from fedvit.data.layout import TRAIN
 from fedvit.errors import ConfigError, EmptyCohort, PeerRefused
 from fedvit.program import Program
@@ -36,7 +37,7 @@ CLEAN = "none"
 
 
 class Attacker(Agent):
-    """A device that answers every task, and sends something else than what it trained."""
+    """A device that answers every task; what it sends, its workbench says."""
 
     found_out = False
 
@@ -51,8 +52,12 @@ class Attacker(Agent):
         except PeerRefused:
             self.found_out = True
 
-    def _brought(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> tuple[Tensors, Tensors]:
-        deltas, collected = super()._brought(program, values, trained, seeds)
+
+class Tampering(Workbench):
+    """Sends something else than what it trained."""
+
+    def brought(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> tuple[Tensors, Tensors]:
+        deltas, collected = super().brought(program, values, trained, seeds)
         return self._tampered(deltas), self._tampered(collected)
 
     def _tampered(self, honest: Tensors) -> Tensors:
@@ -65,7 +70,7 @@ class Attacker(Agent):
         return value
 
 
-class SignFlip(Attacker):
+class SignFlip(Tampering):
     """Away from where training leads, no longer than an honest update."""
 
     factor: ClassVar[float] = -1.0
@@ -84,7 +89,7 @@ class Boosted(SignFlip):
     factor = 100.0
 
 
-class Noise(Attacker):
+class Noise(Tampering):
     """Gaussian noise, ten times as long as what it trained."""
 
     def tampered(self, name: str, value: Array) -> Array:
@@ -93,19 +98,25 @@ class Noise(Attacker):
         return draw.normal(0.0, size, value.shape).astype(value.dtype)
 
 
-class NotANumber(Attacker):
+class NotANumber(Tampering):
     def tampered(self, name: str, value: Array) -> Array:
         return np.full_like(value, np.nan)
 
 
-ATTACKS: Mapping[str, type[Attacker]] = {
+ATTACKS: Mapping[str, type[Tampering]] = {
     "sign flip": SignFlip,
     "times -10": Backwards,
     "times 100": Boosted,
-    "label flip": Attacker,  # honest work on images whose labels are wrong
+    "label flip": Tampering,  # honest work on images whose labels are wrong
     "noise": Noise,
     "NaN": NotANumber,
 }
+
+
+def attacker(bench: type[Tampering]) -> type[Attacker]:
+    """A device that sends what comes from this workbench."""
+    return type(f"{bench.__name__}Attacker", (Attacker,), {"workbench": bench})
+
 
 PLAIN: Mapping[str, Any] = {"aggregator": "mean", "strikes": 0}
 """No protection but the check of every upload, which cannot be turned off."""
@@ -226,7 +237,7 @@ def _run(
     try:
         simulate(
             folders, _values(settings, values), out=out, run=run, at_once=1, graph_cache=home / "graphs",
-            agent_kinds=dict.fromkeys(bad, ATTACKS[attack]) if attack != CLEAN else None,
+            agent_kinds=dict.fromkeys(bad, attacker(ATTACKS[attack])) if attack != CLEAN else None,
         )  # fmt: skip
     except EmptyCohort as error:  # a protection may refuse to go on
         reason = str(error)

@@ -12,33 +12,32 @@ from fedvit.data.partition import partition
 from fleet.partition import write_device_folders
 from fleet.simulate import simulate
 from tests.e2e.stage import CONFIG, DEVICES, Stage
+from tests.once import made_once
 
 
 @pytest.fixture(scope="session")
-def cache(graph_cache: Path) -> Path:
-    """Programs under test keep their graphs here, so that they are exported once for all tests."""
-    return graph_cache.parent / "cache"
-
-
-@pytest.fixture(scope="session")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def parts(shared: Path) -> Path:
     """Three devices with 150 digits in all."""
+    return made_once(shared / "e2e" / "data", deal_digits) / "parts"
+
+
+def deal_digits(folder: Path) -> None:
     digits = read_digits(size=32)
     few = np.arange(150)
     samples = replace(digits, images=digits.images[few], labels=digits.labels[few])
     shares = partition("dirichlet", samples.labels, len(DEVICES), seed=3, alpha=1.0)
-    folder = tmp_path_factory.mktemp("data") / "parts"
-    write_device_folders(samples, shares, folder, test_share=0.2, seed=3)
-    return folder
+    write_device_folders(samples, shares, folder / "parts", test_share=0.2, seed=3)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, parts: Path, cache: Path) -> bytes:
+def undisturbed(shared: Path, parts: Path, graph_cache: Path) -> bytes:
     """The final tensors of a run to which nothing happened, in memory."""
-    out = tmp_path_factory.mktemp("undisturbed")
     folders = [parts / name for name in DEVICES]
-    outcome = simulate(folders, CONFIG, out=out, run="calm", graph_cache=cache / "fedvit" / "graphs")
-    return (outcome.folder / "model.safetensors").read_bytes()
+    out = made_once(
+        shared / "e2e" / "undisturbed",
+        lambda out: simulate(folders, CONFIG, out=out, run="calm", graph_cache=graph_cache),
+    )
+    return (out / "calm" / "model.safetensors").read_bytes()
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, parts: Path, cache: Path) -> Callable[[str], Trained]:
+def trained(tmp_path_factory: pytest.TempPathFactory, parts: Path, graph_cache: Path) -> Callable[[str], Trained]:
     """Two rounds of a method on two devices; not to be changed."""
     made: dict[str, Trained] = {}
 
@@ -83,7 +83,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, parts: Path, cache: Path) 
             options = {"batch_size": 8, "epochs": 1, "lr": 0.01, **METHODS[method]}
             values = {**CONFIG, "method": method, "rounds": 2, "options": options, "variants": {}}
             folders = [parts / name for name in DEVICES]
-            simulate(folders, values, out=runs, run=method, graph_cache=cache / "fedvit" / "graphs")
+            simulate(folders, values, out=runs, run=method, graph_cache=graph_cache)
             for name in DEVICES:
                 (runs / method / "state" / name / "device-id").write_text(name)
             made[method] = Trained(method, runs, parts)

@@ -13,6 +13,7 @@ from fleet.chaos.ordeal import ORDEAL, calm_run, run_ordeal
 from fleet.chaos.schedule import KINDS, Fault, draw_schedule
 from tests.e2e.stage import DEVICES, ROUNDS, Stage, wait_for
 from tests.forked import Forked
+from tests.once import made_once
 
 VALUES = {**ORDEAL, "rounds": 2}
 SEED = 11
@@ -27,10 +28,14 @@ def schedule() -> list[Fault]:
     return faults[: sum(len(kind.targets) for kind in KINDS.values())]
 
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, parts: Path, cache: Path) -> bytes:
+@pytest.fixture(scope="session")
+def calm(shared: Path, parts: Path, graph_cache: Path) -> bytes:
     folders = [parts / name for name in DEVICES]
-    return calm_run(folders, VALUES, tmp_path_factory.mktemp("calm"), cache / "fedvit" / "graphs")
+
+    def run(out: Path) -> None:
+        (out / "model").write_bytes(calm_run(folders, VALUES, out, graph_cache))
+
+    return (made_once(shared / "e2e" / "calm", run) / "model").read_bytes()
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def hosts(folder: Path) -> dict[str, int]:
     return found
 
 
-def test_a_killed_host_comes_back_and_changes_no_bit(stage: Stage, cache: Path) -> None:
+def test_a_killed_host_comes_back_and_changes_no_bit(stage: Stage, graph_cache: Path) -> None:
     """40 devices in two processes, one of which is killed in a round: the tensors are those of the run in memory."""
     config = stage.folder / "run.toml"
     config.write_text(toml(VALUES))
@@ -75,7 +75,7 @@ def test_a_killed_host_comes_back_and_changes_no_bit(stage: Stage, cache: Path) 
     assert len(shown["rounds"][-1]["accuracy"]) == DEVICES
 
     devices = virtual_devices(stage.parts, DEVICES)
-    calm = simulate(devices, VALUES, out=stage.folder / "calm", run="calm", graph_cache=cache / "fedvit" / "graphs")
+    calm = simulate(devices, VALUES, out=stage.folder / "calm", run="calm", graph_cache=graph_cache)
     assert stage.model() == (calm.folder / "model.safetensors").read_bytes()
     generated = sorted((calm.folder / "generated").iterdir())
     assert len(generated) == DEVICES

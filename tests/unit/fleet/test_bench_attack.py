@@ -12,11 +12,11 @@ from fleet.bench.attack import (
     ATTACKS,
     PLAIN,
     RECOMMENDED,
-    Attacker,
     AttackSettings,
     Backwards,
     NotANumber,
     SignFlip,
+    Tampering,
     _flipped,
     attack_table,
     protections_of,
@@ -26,7 +26,7 @@ from fleet.bench.attack import (
 VALUE = np.float32([[1, -2], [3, 4]])
 
 
-def sent(kind: type[Attacker]) -> np.ndarray:
+def sent(kind: type[Tampering]) -> np.ndarray:
     return kind.tampered(kind.__new__(kind), "w", VALUE)
 
 

@@ -59,9 +59,9 @@ def nobody_is_left() -> Callable[[], bool]:
 
 class TestCap:
     def test_a_round_under_a_limit_that_suffices(
-        self, graph_cache: Path, monkeypatch: pytest.MonkeyPatch, nobody_is_left: Callable[[], bool]
+        self, cache: Path, monkeypatch: pytest.MonkeyPatch, nobody_is_left: Callable[[], bool]
     ) -> None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(graph_cache.parent / "cache"))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         said: list[str] = []
         report = run_cap(TINY_CAP, said.append)
         figures = json.loads(msgspec.json.encode(report))

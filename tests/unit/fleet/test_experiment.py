@@ -409,18 +409,13 @@ class TestOutcome:
         assert "8 of 8 cells are not finished; failed: fedavg/skewed/seed-0: disk full" in markdown_report(outcome)
 
 
-def test_interrupted_and_gone_on_with(
-    tmp_path: Path, graph_cache: Path, run_here: Callable[[Path, Path], Conducted]
-) -> None:
+def test_interrupted_and_gone_on_with(tmp_path: Path, cache: Path, run_here: Callable[[Path, Path], Conducted]) -> None:
     """Ctrl-C after the second of 12 rounds: no process is left, and the rest goes on from there."""
-    cache = tmp_path / "cache/fedvit"
-    cache.mkdir(parents=True)
-    (cache / "graphs").symlink_to(graph_cache)
     only = FILE.replace('[partitions.even]\npartition = "iid"\n', "").partition("[methods.eftvit]")[0]
     text = only.replace("mask = 0.75", "").replace("rounds = 2\nevaluate_every = 2", "rounds = 12\nevaluate_every = 12")
     file, out = written(tmp_path, text), tmp_path / "out"
     home = out / "cells/fedavg/skewed/seed-0"
-    environment: dict[str, Any] = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment: dict[str, Any] = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     process = Forked("fleet.cli", ["experiment", str(file), "--out", str(out)], tmp_path / "log", environment)
     try:
         until = time.monotonic() + WAIT_S

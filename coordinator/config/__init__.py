@@ -1,0 +1,27 @@
+"""What an operator can say of a run: a TOML file, every key of which is also a flag.
+
+A table is a file here, and a row of `run.TABLES`.
+"""
+
+from coordinator.config.broker import BrokerConfig
+from coordinator.config.budget import BudgetConfig
+from coordinator.config.images import ImageConfig
+from coordinator.config.privacy import PrivacyConfig
+from coordinator.config.protection import ProtectionConfig
+from coordinator.config.reading import StartConfig, make_config, read_toml
+from coordinator.config.run import TABLES, RunConfig
+from coordinator.config.updates import UpdatesConfig
+
+__all__ = [
+    "TABLES",
+    "BrokerConfig",
+    "BudgetConfig",
+    "ImageConfig",
+    "PrivacyConfig",
+    "ProtectionConfig",
+    "RunConfig",
+    "StartConfig",
+    "UpdatesConfig",
+    "make_config",
+    "read_toml",
+]

@@ -1,0 +1,58 @@
+"""The table [protection]."""
+
+import math
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from fedvit.errors import ConfigError
+from fedvit.program import Role
+
+
+class ProtectionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the server keeps devices that lie from ruining a run: the table [protection] (docs/security.md).
+
+    Raises ConfigError on construction when keys do not fit together.
+    """
+
+    aggregator: Annotated[
+        Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"],
+        Meta(description="How shared tensors' updates become one; all but mean treat devices as equals."),
+    ] = "mean"
+    malicious_share: Annotated[
+        float,
+        Meta(ge=0, lt=0.5, description="Share of a cohort that may be malicious: trimmed_mean, krum, multi_krum."),
+    ] = 0.3
+    clip_norm: Annotated[
+        float | Literal["median"] | None,
+        Meta(description="Updates are scaled down to this norm; median: to the cohort's median norm."),
+    ] = None
+    reject_scale: Annotated[
+        float | None,
+        Meta(description="Updates longer than so many medians of the cohort are left out, and features so far off."),
+    ] = None
+    max_weight: Annotated[
+        float | None, Meta(description="A device's samples count up to so many times the cohort's median.")
+    ] = None
+    strikes: Annotated[
+        int, Meta(ge=0, description="Refused or out-of-scale results that put a device into quarantine; 0: none do.")
+    ] = 3
+    quarantine_rounds: Annotated[
+        int | None, Meta(description="Rounds that a quarantine lasts; by default until the operator ends it.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.clip_norm, float) and not 0 < self.clip_norm < math.inf:
+            raise ConfigError(f"clip_norm = {self.clip_norm} must be above 0, or median")
+        for key, least in (("reject_scale", 1.0), ("max_weight", 1.0), ("quarantine_rounds", 1)):
+            value = getattr(self, key)
+            if value is not None and not least <= value < math.inf:
+                raise ConfigError(f"{key} = {value} must be at least {least:g}")
+
+    def check(self, method: str, roles: set[Role]) -> None:
+        """Raises ConfigError, naming the method, where there is nothing for the aggregator to aggregate."""
+        if self.aggregator != "mean" and Role.SHARED not in roles:
+            raise ConfigError(
+                f"aggregator = {self.aggregator!r}: method {method!r} averages no tensors; "
+                "of these keys reject_scale, max_weight and strikes protect it"
+            )

@@ -1,0 +1,212 @@
+"""One run: its own keys, and its tables."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from coordinator.config.budget import BudgetConfig
+from coordinator.config.images import ImageConfig
+from coordinator.config.privacy import PrivacyConfig
+from coordinator.config.protection import ProtectionConfig
+from coordinator.config.updates import UpdatesConfig
+from fedvit.errors import ConfigError
+from fedvit.updates import NONE
+from fedvit.wire.topics import check_name
+
+if TYPE_CHECKING:
+    from fedvit.methods.base import ServerRule
+
+
+class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run. Raises ConfigError on construction when names, or options of method or model, are wrong."""
+
+    method: Annotated[str, Meta(description="Federated method.")] = "eftvit"
+    options: Annotated[dict[str, Any], Meta(description="Hyperparameter of the method.")] = field(default_factory=dict)
+    variants: Annotated[
+        dict[str, dict[str, Any]],
+        Meta(description="Other hyperparameters for some devices: a pattern of device names, then options."),
+    ] = field(default_factory=dict)
+    model: Annotated[str, Meta(description="Name of a timm Vision Transformer, or vit_small_images.")] = (
+        "vit_small_images"
+    )
+    model_options: Annotated[dict[str, Any], Meta(description="Option of the model, e.g. image_size or depth.")] = (
+        field(default_factory=dict)
+    )
+    pretrained: Annotated[bool | str, Meta(description="true for timm's weights, or the path of a checkpoint.")] = False
+    start_from: Annotated[
+        str | None, Meta(description="Begin with what an earlier run of the same folder ended with: its name.")
+    ] = None
+    classes: Annotated[
+        tuple[str, ...], Meta(description="Class of the run; without any: all that the first devices have.")
+    ] = ()
+    rounds: Annotated[int, Meta(ge=1, description="Rounds to train.")] = 10
+    seed: Annotated[int, Meta(ge=0, le=2**31 - 1, description="Every random draw of the run follows from it.")] = 0
+    devices: Annotated[int, Meta(ge=1, description="Devices to wait for before the first round.")] = 1
+    cohort: (
+        Annotated[float, Meta(gt=0, le=1, description="Devices asked per round: a share (0.1, 1.0) or a number (8).")]
+        | Annotated[int, Meta(ge=1)]
+    ) = 1.0
+    quorum: Annotated[
+        float, Meta(gt=0, le=1, description="Share of the cohort whose results close a round at once.")
+    ] = 1.0
+    over_select: Annotated[
+        float, Meta(ge=0, le=4, description="Share of the cohort that is asked beside it; the first answers count.")
+    ] = 0.0
+    selection: Annotated[
+        Literal["uniform", "fair"],
+        Meta(description="Who is asked: anybody at random, or who was not asked for the longest time."),
+    ] = "uniform"
+    deadline_s: (
+        Annotated[
+            float,
+            Meta(gt=0, description="Seconds that a device is waited for; auto: as predicted, and while it is alive."),
+        ]
+        | Literal["auto"]
+    ) = "auto"
+    deadline_limit_s: Annotated[
+        float, Meta(gt=0, description="Seconds after which a task is over, however much its device is alive.")
+    ] = 21600.0
+    late: Annotated[
+        Literal["refuse", "use", "discount"],
+        Meta(
+            description="Results that come after their round: refused, used in the round that is open then, or used "
+            "by 1/sqrt(1 + rounds late)."
+        ),
+    ] = "refuse"
+    max_staleness: Annotated[
+        int, Meta(ge=0, description="Rounds by which a result may be late, where late results are used.")
+    ] = 10
+    mode: Annotated[
+        Literal["rounds", "buffered"],
+        Meta(description="buffered: devices get new tasks as they answer; each `buffer` results make a round."),
+    ] = "rounds"
+    buffer: Annotated[int, Meta(ge=1, description="Results that make a round in mode buffered.")] = 4
+    concurrency: (
+        Annotated[int, Meta(ge=1, description="Devices at work at a time in mode buffered; by default all.")] | None
+    ) = None
+    rejoin_grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds to wait for devices that went offline: once all others answered, and before a round.",
+        ),
+    ] = 30.0
+    evaluate_every: Annotated[
+        int, Meta(ge=1, description="Rounds between evaluations on all devices; the last round always has one.")
+    ] = 1
+    evaluation: Annotated[
+        Literal["newest", "pre_aggregation"],
+        Meta(
+            description="What devices test: the newest tensors of the server, or, on a device that trained in this "
+            "round, its own before they were averaged."
+        ),
+    ] = "newest"
+    accelerator: Annotated[
+        str, Meta(description="Torch device of the server's training; auto takes CUDA where there is one.")
+    ] = "auto"
+    federation: Annotated[str, Meta(description="Name under which devices and coordinator meet at the broker.")] = (
+        "home"
+    )
+    images: ImageConfig = field(default_factory=ImageConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    updates: UpdatesConfig = field(default_factory=UpdatesConfig)
+    protection: ProtectionConfig = field(default_factory=ProtectionConfig)
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+
+    def __post_init__(self) -> None:
+        check_name(self.federation, "federation")
+        if len(set(self.classes)) != len(self.classes):
+            twice = sorted({name for name in self.classes if self.classes.count(name) > 1})
+            raise ConfigError(f"classes: {twice[0]!r} is listed more than once")
+        if len(self.classes) == 1:
+            raise ConfigError(f"classes: a run needs at least two, there is only {self.classes[0]!r}")
+        if isinstance(self.pretrained, str) and not Path(self.pretrained).is_file():
+            raise ConfigError(f"pretrained = {self.pretrained!r}: there is no such file")
+        self._check_method_and_model()
+
+    def _check_method_and_model(self) -> None:
+        """Now, not when the devices have come: on torch's device "meta" a model is made in no time and memory."""
+        import torch  # seconds that `coordinator show` need not wait
+
+        from fedvit.methods import build_model, make_method
+        from fedvit.models import SMALL
+
+        method = make_method(self.method, self.options)
+        pretrained = self.model == SMALL and self.pretrained  # it has none, and says so
+        with torch.device("meta"):
+            vit = build_model(
+                method,
+                self.model,
+                max(2, len(self.classes)),
+                seed=0,
+                options=self.model_options,
+                pretrained=pretrained,
+            )
+            groups = method.groups(vit)
+            self._check_late_results(method.server_rule(vit))
+            roles = {role for role, names in groups.values() if names}
+            self.protection.check(self.method, roles)
+            collects = any(phase.collect for phase in method.phases(vit))
+            self.privacy.check(self.method, roles, collects, self.protection)
+            self._check_privacy_of_ways()
+            for pattern, options in self.variants.items():
+                try:
+                    other = make_method(self.method, {**self.options, **options})
+                    other.groups(vit)
+                    if other.surgery() != method.surgery():
+                        raise ConfigError(f"{options} adds other tensors to the model than the run does")
+                except ConfigError as error:
+                    raise ConfigError(f"variants: {pattern!r}: {error}") from None
+            self.updates.check(self.method, method.groups(vit), collects)
+
+    def _check_privacy_of_ways(self) -> None:
+        """What accounting and the aggregators say holds for whole rounds of plain updates only."""
+        late = "mode = 'buffered'" if self.mode == "buffered" else f"late = {self.late!r}"
+        if self.protection.aggregator != "mean" and (self.mode == "buffered" or self.late == "discount"):
+            raise ConfigError(
+                f"aggregator = {self.protection.aggregator!r} treats updates as equals, {late} discounts late ones"
+            )
+        if not self.privacy.noise_multiplier:
+            return
+        if self.mode == "buffered" or self.late != "refuse":
+            raise ConfigError(f"{late}: noise_multiplier is accounted for in whole rounds without late results")
+        if self.privacy.accounting == "sampled" and self.selection != "uniform":
+            raise ConfigError(f"selection = {self.selection!r}: accounting = 'sampled' wants cohorts drawn at random")
+        of_groups = {f"up_groups: {group}": codec for group, codec in self.updates.up_groups.items()}
+        for key, codec in ({"up": self.updates.up} | of_groups).items():
+            if codec != NONE:
+                raise ConfigError(
+                    f"updates: {key} = {codec!r}: what coding leaves out is sent later, beyond the clip that "
+                    "noise_multiplier rests on"
+                )
+
+    def _check_late_results(self, rule: "ServerRule") -> None:
+        """Whether this method's server can use what was made from an older state."""
+        if self.mode == "buffered" and self.evaluation == "pre_aggregation":
+            raise ConfigError("evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'")
+        setting = "mode = 'buffered'" if self.mode == "buffered" else f"late = {self.late!r}"
+        if self.mode == "rounds" and self.late == "refuse":
+            return
+        if why := rule.why_never_late:
+            raise ConfigError(f"{setting} cannot be used with method {self.method!r}: {why}")
+        if self.late == "discount" and not rule.discounts:
+            raise ConfigError(f"{setting} cannot be used with method {self.method!r}: its uploads have no weight")
+
+    def uses_late_results(self) -> bool:
+        return self.mode == "buffered" or self.late != "refuse"
+
+    def discount(self, staleness: int) -> float:
+        """Weight of a result that was made from a state so many rounds old (FedBuff, arXiv:2106.06639, section 5)."""
+        discounted = self.mode == "buffered" or self.late == "discount"
+        return (1 + staleness) ** -0.5 if discounted else 1.0
+
+
+TABLES: dict[str, type[Struct]] = {
+    "images": ImageConfig,
+    "budget": BudgetConfig,
+    "updates": UpdatesConfig,
+    "protection": ProtectionConfig,
+    "privacy": PrivacyConfig,
+}
+"""Tables of a run's configuration, with keys of their own."""

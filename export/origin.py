@@ -1,0 +1,137 @@
+"""What a graph follows from, as a key: who has seen it need not trace to know which graph it is.
+
+Everything is in it that tracing could look at: this project's sources, versions of libraries, the method's options and
+every attribute of the model's modules; of tensors that a method is given as inputs the shapes. What is not understood
+makes no key: the graph is then traced, as it would be without.
+"""
+
+import enum
+import functools
+import hashlib
+import inspect
+import json
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import export
+import fedvit
+from fedvit.methods.base import Method
+from fedvit.models.vit import PatchViT
+from fedvit.program import Batch
+
+LIBRARIES = ("torch", "timm", "onnx", "onnxruntime", "numpy", "msgspec")
+OURS = (fedvit, export)
+
+
+class _Unknown(Exception):
+    """Of this value nobody knows whether a graph depends on it."""
+
+
+def origin_of(method: Method, vit: PatchViT, batch: Batch, graph: str) -> str | None:
+    """The key of one of the method's graphs; None where it has no key."""
+    try:
+        described = [_described(value) for value in (method.as_traced(), vit, batch, graph)]
+    except _Unknown:
+        return None
+    content = hashlib.blake2b(_surroundings(), digest_size=20)
+    content.update(json.dumps(described, sort_keys=True).encode())
+    return content.hexdigest()
+
+
+@functools.cache
+def _surroundings() -> bytes:
+    content = hashlib.blake2b(digest_size=20)
+    for room in OURS:
+        for source in sorted(Path(room.__path__[0]).rglob("*.py")):
+            content.update(source.name.encode() + source.read_bytes())
+    content.update(json.dumps({name: version(name) for name in LIBRARIES}).encode())
+    return content.digest()
+
+
+def _described(value: object) -> Any:
+    """As JSON. Raises _Unknown."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case torch.dtype() | torch.device():
+            return str(value)
+        case nn.Module():
+            return _module(value)
+        case Tensor():
+            return [list(value.shape), str(value.dtype), _bytes(value)]
+        case np.ndarray() | np.generic():
+            return [list(value.shape), str(value.dtype), value.tobytes().hex()]
+        case enum.Enum():
+            return [_code(type(value)), value.name]
+        case functools.partial():
+            return [_code(value.func), _described(value.args), _described(value.keywords)]
+        case type() | types.FunctionType() | types.BuiltinFunctionType():
+            return _code(value)
+        case tuple() | list():
+            return [_code(type(value)), *map(_described, value)]
+        case set() | frozenset():
+            return [_code(type(value)), *sorted(json.dumps(_described(one)) for one in value)]
+        case Mapping():
+            return [_code(type(value)), *([_described(key), _described(one)] for key, one in value.items())]
+        case msgspec.Struct():
+            return [_code(type(value)), {name: _described(getattr(value, name)) for name in value.__struct_fields__}]
+    if is_dataclass(value):
+        return [_code(type(value)), {one.name: _described(getattr(value, one.name)) for one in fields(value)}]
+    raise _Unknown
+
+
+def _module(module: nn.Module) -> Any:
+    """Its attributes, its parts likewise; parameters are inputs of a graph, buffers are constants in it."""
+    attributes = dict(vars(module))
+    parameters = attributes.pop("_parameters")
+    return [
+        _code(type(module)),
+        {name: [list(one.shape), str(one.dtype)] if one is not None else None for name, one in parameters.items()},
+        {name: _described(one) for name, one in attributes.items()},
+    ]
+
+
+def _bytes(value: Tensor) -> str:
+    if value.device.type != "cpu":
+        raise _Unknown
+    return hashlib.blake2b(value.detach().contiguous().numpy().tobytes(), digest_size=20).hexdigest()
+
+
+def _code(of: Any) -> Any:
+    """A class or a function by name; with its source where it is neither this project's nor a library's."""
+    module, name = getattr(of, "__module__", None), getattr(of, "__qualname__", None)
+    if module is None or name is None or "<" in name:  # what a function made depends on what that was given
+        raise _Unknown
+    bases = [base for base in of.__mro__[1:-1] if not _known(base.__module__)] if isinstance(of, type) else []
+    source = None if _known(module) else _source(module)
+    return [module, name, source, *(_code(base) for base in bases)]
+
+
+def _known(module: str) -> bool:
+    return module.partition(".")[0] in {
+        "builtins",
+        "collections",
+        "functools",
+        "typing",
+        "fedvit",
+        "export",
+        *LIBRARIES,
+    }
+
+
+@functools.cache
+def _source(module: str) -> str:
+    try:
+        return hashlib.blake2b(inspect.getsource(sys.modules[module]).encode(), digest_size=20).hexdigest()
+    except (KeyError, OSError, TypeError):
+        raise _Unknown from None

@@ -1,0 +1,35 @@
+"""Which tests go to one process where several test: those that share what takes seconds to make.
+
+By text, as the process that hands them out knows no more of a test than its id. Groups are handed out in the order in
+which their first tests were collected.
+"""
+
+import re
+
+from xdist.scheduler.loadscope import LoadScopeScheduling
+
+ALONE = re.compile(r"tests/e2e/test_(?!bundles|pages)")
+"""Tests of processes, which mostly wait: each goes to whoever is free."""
+CASE = re.compile(r"(tests/contracts/test_methods\.py::)\w+\[(.+?)(-coded|-full batch|-\d of 8)?\]")
+"""Tests of one method share its graphs and runs."""
+
+
+def group_of(test: str) -> str:
+    """
+    >>> group_of("tests/contracts/test_methods.py::test_the_graph_trains_what_torch_trains[fedtp-head-rod-1 of 8]")
+    'tests/contracts/test_methods.py::fedtp-head-rod'
+    >>> group_of("tests/contracts/test_fuzz.py::test_a"), group_of("tests/e2e/test_run.py::test_b[c]")
+    ('tests/contracts/test_fuzz.py', 'tests/e2e/test_run.py::test_b[c]')
+    """
+    if ALONE.match(test):
+        return test
+    if case := CASE.fullmatch(test):
+        return case[1] + case[2]
+    return test.partition("::")[0]
+
+
+class Groups(LoadScopeScheduling):
+    """A group goes to one process as a whole."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)

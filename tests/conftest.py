@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # what tests write is synced thousands of times, for which a disk takes milliseconds each; TMPDIR names another folder
-MEMORY, ROOM_BYTES = Path("/dev/shm"), 8 << 30
+MEMORY, ROOM_BYTES = Path("/dev/shm"), 2 << 30
 if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= ROOM_BYTES:
     os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 # every process that a test starts would compile torch and timm again, which takes longer than to run them

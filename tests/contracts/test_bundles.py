@@ -2,12 +2,11 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 
 from export.bundle.assemble import LOGITS, PROBABILITIES, Precision, assemble, open_predict_graph
-from export.bundle.measure import TOLERANCES, RunGraph, are_probabilities
+from export.bundle.measure import TOLERANCES, RunGraph, are_probabilities, open_session
 from export.bundle.model import read_model
 from export.trace import to_onnx, trace
 from fedvit.methods import build_model
@@ -51,7 +50,7 @@ def test_a_bundle_answers_what_the_graph_answers(case: Case, checked: set[str]) 
         onnx.checker.check_model(file, full_check=True)
         read = {name for node in file.graph.node for name in node.input}
         assert {tensor.name for tensor in file.graph.initializer} <= read
-        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        session = open_session(content, 1)
         for some in (images[:1], images[:3], images):
             logits, probabilities = session.run([LOGITS, PROBABILITIES], {"image": some})
             got, wanted = probabilities if voted else logits, want[: len(some)]

@@ -51,4 +51,5 @@ def test_a_stopped_device_is_late_and_a_busy_one_declines(stage: Stage) -> None:
     assert ("device-1", 1, 3) in counted
     assert [row for row in counted if row[0] == "device-2"] == [("device-2", 1, 1)]
     declined = [entry for entry in stage.show()["refusals"] if entry["kind"] == "declined"]
-    assert [(entry["device"], entry["round"]) for entry in declined] == [("device-2", 2)]
+    assert {entry["device"] for entry in declined} == {"device-2"}
+    assert declined[0]["round"] == 2  # and again in a round that begins more than a minute later

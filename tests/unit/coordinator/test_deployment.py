@@ -298,8 +298,14 @@ def test_a_new_device_takes_the_place_of_an_old_one(stage: Stage, tmp_path: Path
         assert Client(first.address(), "until then").connected
         second = join(token, tmp_path / "second")
         wait_for(lambda: not old.connected, "the end of the old card's connection")
+
+    def comes_in() -> bool:
+        with Client(second.identity.address(), "new card") as new:
+            return new.connected
+
+    wait_for(comes_in, "the new card to come in, as soon as the broker has begun anew")
     assert not Client(first.address(), "old card").connected
-    assert Client(second.identity.address(), "new card").connected
+    join(make_token(stage.deployment, "pi-next", 60.0), tmp_path / "next")  # the desk comes back to the broker, too
 
 
 @pytest.mark.parametrize(

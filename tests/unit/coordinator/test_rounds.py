@@ -70,7 +70,7 @@ from fedvit.wire.topics import Topics
 if TYPE_CHECKING:
     from tests.unit.coordinator.conftest import Configure
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 """Bound of every wait; only a failing test waits so long."""
 CLASSES = ("0", "1", "2")
 SMALLEST = {"image_size": 8, "patch_size": 8, "width": 4, "depth": 1, "heads": 1}

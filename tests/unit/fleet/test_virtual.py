@@ -15,8 +15,8 @@ from fleet.partition import deal
 from fleet.virtual import Host, share
 from tests.conftest import TINY_MODEL
 
-DEVICES = 5
-ROUNDS = 5
+DEVICES = 4
+ROUNDS = 4
 ROOMS = ("coordinator", "edge_client", "fedvit", "fleet")
 CONTAINERS = (dict, list, set, deque)
 

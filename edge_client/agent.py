@@ -268,7 +268,7 @@ class Agent:
         if self._hello and self._hello.due():
             self._say_hello(self._hello)
         if self._hello is None:
-            for pending in self._pending.values():
+            for pending in list(self._pending.values()):
                 if pending.resend.due():
                     self._send_result(pending.result)
 
@@ -347,7 +347,7 @@ class Agent:
         self._hello = None
         self._refused_since = None
         self._other_version = None
-        for pending in self._pending.values():
+        for pending in list(self._pending.values()):
             self._send_result(pending.result)
 
     def _on_refused(self, refused: Refused) -> None:
@@ -378,14 +378,17 @@ class Agent:
         if pending is None:
             return
         if ack.kind == "train":
-            try:
-                self.vault.settle(ack.run, ack.round, accepted=ack.accepted)
-            except StorageFailed as error:  # the device goes on; started again it sends the result once more
-                log.error("result not settled", extra={"run": ack.run, "round": ack.round, "reason": str(error)})
+            self._settle(ack.run, ack.round, accepted=ack.accepted)
         if not ack.accepted:
             log.warning(
                 "result refused", extra={"run": ack.run, "round": ack.round, "kind": ack.kind, "reason": ack.reason}
             )
+
+    def _settle(self, run: str, number: int, *, accepted: bool) -> None:
+        try:
+            self.vault.settle(run, number, accepted=accepted)
+        except StorageFailed as error:  # the device goes on; started again it sends the result once more
+            log.error("result not settled", extra={"run": run, "round": number, "reason": str(error)})
 
     def _on_run_ended(self, ended: RunEnded) -> None:
         log.info("run ended", extra={"run": ended.run, "status": ended.status})
@@ -552,9 +555,20 @@ class Agent:
     def _send_result(self, result: Result) -> None:
         """With its upload inside, if that is small."""
         upload = result.upload
+        if upload and not self.blobs.has(upload.digest):
+            self._forget(result, f"its upload {upload.digest} is not in {self.blobs.folder} any more")
+            return
         if upload and upload.size <= inline_room(result):
             result = msgspec.structs.replace(result, inline=self.blobs.get(upload.digest))
         self._send(result)
+
+    def _forget(self, result: Result, reason: str) -> None:
+        """A result that cannot be sent: a newer task tidied up before it was known, or its file was deleted."""
+        log.error("result lost", extra={"run": result.run, "round": result.round, "reason": reason})
+        self._pending.pop((result.run, result.round, result.kind), None)
+        if result.kind == "train":
+            self._settle(result.run, result.round, accepted=False)
+        self._send(Failed(result.run, result.round, result.kind, reason[:500]))
 
     def _tell_blob(self, peer: str, message: Want | Done | Apart) -> None:
         assert not isinstance(message, Apart)  # only the coordinator serves several at once

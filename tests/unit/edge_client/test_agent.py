@@ -867,6 +867,20 @@ def test_a_result_survives_other_tasks(world: World, fedavg: "Setting") -> None:
     assert set(world.server.fetch(result.upload)) == set(fedavg.program.tensors)
 
 
+def test_a_result_whose_upload_is_gone_is_lost_and_the_device_is_not(world: World, fedavg: "Setting") -> None:
+    """Found by fuzzing: a newer task had tidied up. Such a device ended, and ended again at each start."""
+    first = world.device()
+    result = world.result(fedavg)
+    first.stop()
+    first.blobs.path(result.upload.digest).unlink()  # type: ignore[union-attr]
+    again = world.device()
+    lost = world.server.expect(Failed)
+    assert (lost.run, lost.round, lost.kind) == (result.run, result.round, "train")
+    assert "is not in" in lost.reason
+    world.server.wait(lambda: again.vault.pending() == [])
+    assert world.result(fedavg, run="other", kind="evaluate").run == "other"
+
+
 def test_a_result_survives_the_link(world: World, fedavg: "Setting") -> None:
     world.device()
     result = world.result(fedavg)

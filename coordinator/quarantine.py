@@ -38,7 +38,8 @@ class Quarantine:
         if count < self._limit or self.record_of(device, round_number):
             return
         until = None if self._rounds is None else round_number + self._rounds
-        self._store.add_quarantine(self._run, device, round_number, until, f"{count} strikes, the last: {reason}")
+        strikes = f"{count} strike{'s' if count > 1 else ''}, the last: {reason}"
+        self._store.add_quarantine(self._run, device, round_number, until, strikes)
         self._began(device)
 
     def record_of(self, device: str, round_number: int) -> QuarantineRecord | None:

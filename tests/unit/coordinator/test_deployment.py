@@ -605,7 +605,7 @@ def test_one_list_says_who_is_here_and_who_is_in_quarantine(tmp_path: Path) -> N
         ("pi-1", "valid", "newest", 1), ("pi-2", "valid", "newest", 0),
     ]  # fmt: skip
     _, put_away = json.loads(run(*listed, "--out", str(runs), "--run", "older", "--json").stdout)
-    assert (put_away["quarantine"], put_away["until_round"]) == ("1 strikes, the last: NaN", 5)
+    assert (put_away["quarantine"], put_away["until_round"]) == ("1 strike, the last: NaN", 5)
     shown = run(*listed, "--out", str(runs), "--run", "older").stdout
     assert "in run older" in " ".join(shown.split())
     assert isinstance(run(*listed, "--run", "older").exception, ConfigError)

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from coordinator.cohort import select_fair, select_uniform
-from coordinator.config import RunConfig
 from coordinator.course import Course
 from coordinator.dispatch import Dispatch
 from coordinator.downlink import snapshot
@@ -20,7 +19,7 @@ from coordinator.privacy import cohort_seed
 from coordinator.quarantine import Quarantine
 from coordinator.reception import Reception
 from coordinator.results import Results
-from coordinator.store import RoundRecord, Store, TaskRecord
+from coordinator.store import RoundRecord, TaskRecord
 from coordinator.targets import Targets
 from coordinator.work import Assignments, Work
 from fedvit.blobs import BlobStore
@@ -38,10 +37,7 @@ class Asking:
     def __init__(
         self,
         *,
-        run: str,
-        config: RunConfig,
         course: Course,
-        store: Store,
         inbox: Inbox,
         presence: Presence,
         quarantine: Quarantine,
@@ -51,10 +47,8 @@ class Asking:
         dispatch: Dispatch,
         reception: Reception,
     ) -> None:
-        self.run = run
-        self.config = config
+        self.run, self.config, self.store = course.run, course.config, course.store
         self.course = course
-        self.store = store
         self.inbox = inbox
         self.presence = presence
         self.assignments = assignments

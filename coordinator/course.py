@@ -1,11 +1,12 @@
-"""How far a run has got: what its rooms share, and only the run itself moves on."""
+"""A run as its rooms share it: what it is, and how far it has got, which only the run itself moves on."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.checkpoint import load_state
+from coordinator.config import RunConfig
 from coordinator.planner import Plan
-from coordinator.store import SavedState
+from coordinator.store import SavedState, Store
 from fedvit.blobs import BlobStore
 from fedvit.errors import LinkDown
 from fedvit.methods.base import ServerState
@@ -15,7 +16,9 @@ from fedvit.methods.base import ServerState
 class Course:
     """`say(line)` is for the operator to read later, `doing` for who looks now."""
 
-    rounds: int
+    run: str
+    config: RunConfig
+    store: Store
     blobs: BlobStore
     say: Callable[[str], None]
     classes: tuple[str, ...]  # empty while the first devices are gathered, whose they will be

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from coordinator.config import RunConfig
 from coordinator.course import Course
 from coordinator.deadlines import Deadline
 from coordinator.presence import Presence
 from coordinator.results import Results
-from coordinator.store import Store
 from coordinator.work import Assignment, Assignments, Work, predicted_s
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import Cancel, Extended, FromCoordinator, Progress, Task, TaskKind, inline_room
@@ -25,10 +23,7 @@ class Dispatch:
     def __init__(
         self,
         *,
-        run: str,
-        config: RunConfig,
         course: Course,
-        store: Store,
         presence: Presence,
         assignments: Assignments,
         results: Results,
@@ -36,11 +31,7 @@ class Dispatch:
         tell: Callable[[str, FromCoordinator], None],
         epoch: Callable[[], int],
     ) -> None:
-        self._run = run
-        self._config = config
-        self._course = course
-        self._blobs = course.blobs
-        self._store = store
+        self._run, self._config, self._store, self._blobs = course.run, course.config, course.store, course.blobs
         self._presence = presence
         self._assignments = assignments
         self._results = results

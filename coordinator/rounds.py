@@ -92,7 +92,7 @@ class Coordinator:
         self.topics = Topics(config.federation)
         self.presence = Presence()
         self.assignments = Assignments()
-        self.course = Course(config.rounds, self.blobs, self._say, config.classes)
+        self.course = Course(run, config, store, self.blobs, self._say, config.classes)
         self.inbox = Inbox(
             transport,
             self.topics,
@@ -135,10 +135,7 @@ class Coordinator:
             strike=self.quarantine.strike,
         )
         self.dispatch = Dispatch(
-            run=run,
-            config=config,
             course=self.course,
-            store=store,
             presence=self.presence,
             assignments=self.assignments,
             results=self.results,
@@ -158,10 +155,7 @@ class Coordinator:
         )
         self.targets = Targets(run, store, self.presence, config.budget.limits())
         self.asking = Asking(
-            run=run,
-            config=config,
             course=self.course,
-            store=store,
             inbox=self.inbox,
             presence=self.presence,
             quarantine=self.quarantine,
@@ -173,10 +167,7 @@ class Coordinator:
         )
         self.mode = MODES[config.mode](self.asking)
         self.server_step = ServerStep(
-            run=run,
-            config=config,
             course=self.course,
-            store=store,
             inbox=self.inbox,
             quarantine=self.quarantine,
             accelerator=accelerator,

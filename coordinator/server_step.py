@@ -4,14 +4,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from coordinator.admission import LABELS
-from coordinator.config import RunConfig
 from coordinator.course import Course
 from coordinator.inbox import Inbox
 from coordinator.open_round import OpenRound
 from coordinator.privacy import aggregator_of, round_figures
 from coordinator.quarantine import Quarantine
 from coordinator.screening import Screen
-from coordinator.store import ResultRecord, Store
+from coordinator.store import ResultRecord
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.tensors import Array, mapped
@@ -24,19 +23,14 @@ class ServerStep:
     def __init__(
         self,
         *,
-        run: str,
-        config: RunConfig,
         course: Course,
-        store: Store,
         inbox: Inbox,
         quarantine: Quarantine,
         accelerator: str,
         left_out: Callable[[str, str], None],
     ) -> None:
-        self._run = run
-        self._config = config
+        self._run, self._config, self._store = course.run, course.config, course.store
         self._course = course
-        self._store = store
         self._inbox = inbox
         self._quarantine = quarantine
         self._accelerator = accelerator

@@ -117,6 +117,12 @@ class Link:
         self._open = True
         self._speaks.set()
 
+    def close(self) -> None:
+        """Nobody can connect any more."""
+        self.cut()
+        if self._server is not None:
+            self._server.close()
+
     async def _accept(self, device: asyncio.StreamReader, to_device: asyncio.StreamWriter) -> None:
         self._writers.add(to_device)
         try:
@@ -192,10 +198,19 @@ class Links:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for link in self._links.values():
-            self._do(link.cut)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(START_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        """Whoever waits for what a silent link holds back need not wait any longer."""
+        for link in self._links.values():
+            link.close()
+        carrying = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in carrying:
+            task.cancel()
+        await asyncio.gather(*carrying, return_exceptions=True)
 
     def port(self, name: str) -> int:
         """Where the device of this name is to connect; its link is made when first asked for."""

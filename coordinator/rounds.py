@@ -427,12 +427,12 @@ class Coordinator:
             case Progress():
                 self.dispatch.progressed(device, message)
             case Want():
-                if not message.stalled:  # something arrived there
-                    self.dispatch.moved(device)
                 try:
                     self.exchange.on_want(device, message)
                 except BadPayload as error:
                     self.results.refuse(device, "blob", str(error))
+                else:
+                    self.dispatch.wanted(device, message)
             case Done():
                 self.exchange.on_done(device, message)
             case _:

@@ -61,7 +61,8 @@ class _Receiving:
         self.listening = False
         self.resumed = any(partial.have)  # what the sender sent to an earlier process is lost
         self.heard_at = time.monotonic()
-        self.moved_at: float | None = None  # when the newest chunk came
+        self.moved_at = 0.0  # when the newest chunk came that was not here yet
+        self.moved_bytes = 0  # of such chunks, since somebody asked
         self.stall_s = STALL_S
         self.restarts = 0
 
@@ -190,7 +191,10 @@ class BlobExchange:
             except BadPayload as error:
                 log.warning("chunk dropped", extra={"reason": str(error)})
                 return
-            receiving.heard_at = receiving.moved_at = time.monotonic()
+            receiving.heard_at = time.monotonic()
+            if fresh:
+                receiving.moved_at = receiving.heard_at
+                receiving.moved_bytes += len(chunk.payload)
             if not in_sequence:  # else a silence before it lost nothing: the link only needs more patience
                 receiving.stall_s = STALL_S
             try:
@@ -253,11 +257,18 @@ class BlobExchange:
                     del self._receiving[digest]
             self._ended = [receiving for receiving in self._ended if sender not in (None, receiving.sender)]
 
-    def moved_at(self, sender: str) -> float | None:
-        """When the newest chunk of what is being received from a sender came, on the monotonic clock; None before."""
+    def take_moved(self, sender: str) -> tuple[float, int]:
+        """Bytes of what is being received from a sender that came since this was asked last, and were not here before.
+
+        Also when the newest of them came, on the monotonic clock; 0.0 where there are none.
+        """
+        newest, size = 0.0, 0
         with self._lock:
-            times = [receiving.moved_at for receiving in self._receiving.values() if receiving.sender == sender]
-        return max((moved_at for moved_at in times if moved_at is not None), default=None)
+            for receiving in self._receiving.values():
+                if receiving.sender == sender and receiving.moved_bytes:
+                    newest, size = max(newest, receiving.moved_at), size + receiving.moved_bytes
+                    receiving.moved_bytes = 0
+        return newest, size
 
     def on_apart(self, sender: str, apart: Apart) -> None:
         """The sender asks this receiver to leave the others: the rest comes on its lane."""

@@ -43,6 +43,7 @@ model_options = { image_size = 16, patch_size = 8, width = 32, depth = 2, heads 
 pretrained = false
 start_from = "monday"
 classes = ["ant", "bee"]
+max_classes = 50
 rounds = 7
 seed = 5
 devices = 3
@@ -165,6 +166,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             model_options={"image_size": 16, "patch_size": 8, "width": 32, "depth": 2, "heads": 2},
             start_from="monday",
             classes=("ant", "bee"),
+            max_classes=50,
             rounds=7,
             seed=5,
             devices=3,
@@ -467,6 +469,7 @@ def test_every_flag_arrives() -> None:
             evaluation="pre_aggregation",
             model_options={"depth": 2},
             classes=("ant", "bee"),
+            max_classes=50,
             rounds=7,
             seed=5,
             devices=3,

@@ -444,7 +444,22 @@ def test_every_key_has_a_flag_and_a_description() -> None:
 def test_every_flag_arrives() -> None:
     config = flagged(
         *("--method", "fedavg", "-o", "epochs=3", "--option", "optimizer=adamw", "--model-option", "depth=2"),
-        *("--class", "ant", "--class", "bee", "--rounds", "7", "--seed", "5", "--devices", "3", "--cohort", "2"),
+        *(
+            "--class",
+            "ant",
+            "--class",
+            "bee",
+            "--max-classes",
+            "50",
+            "--rounds",
+            "7",
+            "--seed",
+            "5",
+            "--devices",
+            "3",
+            "--cohort",
+            "2",
+        ),
         *("--over-select", "0.25", "--selection", "fair", "--deadline-limit-s", "3600", "--late", "use"),
         *("--max-staleness", "3", "--mode", "rounds", "--buffer", "5", "--concurrency", "6"),
         *("--quorum", "0.5", "--deadline-s", "60", "--rejoin-grace-s", "0", "--evaluate-every", "2"),

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +25,38 @@ _DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
 
 
 def check_hello(hello: Hello, classes: tuple[str, ...]) -> None:
-    """Raises PeerRefused when the device has a class folder that the run does not know, or nothing to train on."""
+    """Raises PeerRefused when the device has class folders that the run does not know, or nothing to train on."""
     if hello.train_samples < 1:
         raise PeerRefused("it has no training images")
     unknown = sorted(set(hello.classes) - set(classes))
     if classes and unknown:
-        known = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
-        raise PeerRefused(f"its class folder {unknown[0]!r} is not among this run's {len(classes)} classes: {known}")
+        which = f"class folder {unknown[0]!r} is" if len(unknown) == 1 else f"class folders {listed(unknown)} are"
+        raise PeerRefused(f"its {which} not among this run's {len(classes)} classes: {', '.join(_few(classes))}")
+
+
+def check_new_classes(hello: Hello, brought: Collection[str], most: int) -> None:
+    """Raises PeerRefused when the run cannot have a device's classes beside those that others brought before it.
+
+    Nobody chose them: they end up in the model's size, in the record, and on terminals.
+    """
+    if odd := [name for name in hello.classes if not name or not name.isprintable()]:
+        raise PeerRefused(f"its class folder {odd[0]!r} is no name of a class: it must be printable")
+    together = len({*brought, *hello.classes})
+    if together > most:
+        others = f"with those of other devices {together}, " if brought else ""
+        raise PeerRefused(
+            f"it has {len(hello.classes)} class folders, {others}and devices may bring {most} to this run; "
+            "its operator can list `classes`, or raise `max_classes`"
+        )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first ten, quoted."""
+    return ", ".join(_few([repr(name) for name in names[:10]] + list(names[10:])))
+
+
+def _few(names: Sequence[str]) -> list[str]:
+    return [*names[:10], *(["..."] if len(names) > 10 else [])]
 
 
 def check_result(result: Result, program: Program, hello: Hello) -> None:

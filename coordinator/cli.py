@@ -35,6 +35,7 @@ from coordinator.flags import existing_store, key_value, literal
 from coordinator.quarantine_command import quarantine
 from fedvit import command_line
 from fedvit.errors import ConfigError
+from fedvit.files import make_private, private_files
 
 if typing.TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -187,6 +188,7 @@ def _with_variants(tables: dict[str, Any], flags: tuple[str, ...]) -> dict[str, 
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @config_flags
+@private_files()
 def start(file: Path | None, out: Path, resume: str | None, name: str | None, quiet: bool, **flags: Any) -> None:
     """Start a broker if none is given, wait for devices, and train."""
     from coordinator.store import Store
@@ -197,6 +199,7 @@ def start(file: Path | None, out: Path, resume: str | None, name: str | None, qu
         values = _with_federation(values)
     config = make_config(values, where)
     store = Store.in_folder(out)
+    make_private([*out.glob("fedvit.db*"), *(out / record.id for record in store.runs())])
     try:
         if resume is None:
             run = _new_run(store, config.run, name)

@@ -3,6 +3,7 @@
 All times are seconds of this process's monotonic clock; a device is told how long it has from receipt.
 """
 
+import math
 from dataclasses import dataclass
 
 FLOOR_S = 30.0
@@ -13,6 +14,12 @@ SLACK = 3.0
 """By how much a device may take longer than predicted, or be silent longer than it was before."""
 SLOW_LINK_BYTES_PER_S = 125_000.0
 """1 Mb/s: where nothing was fetched from a device yet."""
+SLOWEST_LINK_BYTES_PER_S = 4_000.0
+"""32 kb/s, a chunk in half a minute: what moves more slowly holds the others up and does not count as moving."""
+ALIVE = 10.0
+"""However alive a device is, its task is over after so many times what was predicted, and FIRST_S at the earliest."""
+UPLOAD_S = 120.0
+"""An upload whose turn it is may be silent for so long before its bytes come; it takes the place of others."""
 
 
 @dataclass
@@ -24,6 +31,8 @@ class Deadline:
     began: float
     predicted_s: float | None = None
     moves: bool = True
+    alive_until: float = math.inf  # signs of life move `at` no further; bytes that move and our own delays do
+    upload_until: float = math.inf  # while its upload is being fetched: it must have moved on by then
     told: float = 0.0  # until when the device was told to go on
     _sign_at: float | None = None
     _longest_gap_s: float = 0.0
@@ -38,15 +47,39 @@ class Deadline:
     @classmethod
     def expected(cls, now: float, limit_s: float, predicted_s: float | None) -> "Deadline":
         """As predicted, with slack; at most `limit_s`, however much the device is alive."""
-        patience_s = FIRST_S if predicted_s is None else max(FLOOR_S, SLACK * predicted_s)
-        return cls(now + min(limit_s, patience_s), now + limit_s, now, predicted_s)
+        deadline = cls(now, now + limit_s, now, predicted_s)
+        deadline.at = now + min(limit_s, deadline._patience_s())
+        if predicted_s is not None:
+            deadline.alive_until = now + max(FIRST_S, ALIVE * predicted_s)
+        return deadline
 
     def sign(self, now: float) -> None:
         """Something of the device's work moved: a step, or bytes."""
         if self._sign_at is not None:
             self._longest_gap_s = max(self._longest_gap_s, now - self._sign_at)
         self._sign_at = now
-        self._extend(now + max(FLOOR_S, SLACK * self._longest_gap_s))
+        # bounded, since each silence would else allow one that is three times as long
+        self._extend(now + max(FLOOR_S, min(FIRST_S, SLACK * self._longest_gap_s)))
+
+    def moved(self, now: float, size: int) -> None:
+        """Bytes arrived that were not there before: each gives the device the time that the slowest link needs."""
+        self.alive_until += size / SLOWEST_LINK_BYTES_PER_S
+        self.upload_until += size / SLOWEST_LINK_BYTES_PER_S
+        self.sign(now)
+
+    def waits(self, now: float) -> None:
+        """It is this side that keeps the device waiting, which is no fault of the device."""
+        self.interrupted()
+        self.alive_until = max(self.alive_until, now + FIRST_S)
+        self.sign(now)
+
+    def fetching(self, now: float) -> None:
+        """From now on it is the device's turn to upload, over a link that is there."""
+        self.upload_until = now + UPLOAD_S
+
+    def interrupted(self) -> None:
+        """Nothing is fetched from the device any more, or nothing can come."""
+        self.upload_until = math.inf
 
     def progressed(self, now: float, done: int, total: int) -> None:
         """The device says how far it is; only steps that were not said before are a sign of life."""
@@ -59,24 +92,27 @@ class Deadline:
             first_at, first_done = self._first
             left_s = (now - first_at) / (done - first_done) * (total - done)
             # from here on this is the prediction, also where it is shorter than the first patience
-            self.at = min(self.latest, now + max(FLOOR_S, SLACK * left_s))
+            self.at = min(self.latest, now + max(FLOOR_S, min(FIRST_S, SLACK * left_s)))
         self.sign(now)
 
     def restart(self, now: float) -> None:
         """The device begins anew, in another process or over another link."""
         self._sign_at = self._first = None
         self._done = 0
-        patience_s = FIRST_S if self.predicted_s is None else max(FLOOR_S, SLACK * self.predicted_s)
-        self._extend(now + patience_s)
+        self._extend(now + self._patience_s())
 
     def extension(self, now: float) -> float | None:
         """Seconds that the device should be told it has, once less than half of them are in what it was told."""
         left_s = self.at - now
         return left_s if left_s > 0 and self.told - now < left_s / 2 else None
 
+    def _patience_s(self) -> float:
+        """Before the first sign of life."""
+        return FIRST_S if self.predicted_s is None else max(FLOOR_S, SLACK * self.predicted_s)
+
     def _extend(self, until: float) -> None:
         if self.moves:
-            self.at = min(self.latest, max(self.at, until))
+            self.at = max(self.at, min(self.latest, self.alive_until, until))
 
 
 class Links:

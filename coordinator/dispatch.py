@@ -1,5 +1,6 @@
 """Tasks on their way: each device gets one at a time, has so long for it, and may be told to leave it."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -10,9 +11,11 @@ from coordinator.course import Course
 from coordinator.deadlines import Deadline
 from coordinator.presence import Presence
 from coordinator.results import Results
-from coordinator.work import Assignment, Assignments, Work, predicted_s
+from coordinator.work import Assignment, Assignments, Work, most_steps, predicted_s
 from fedvit.transport.exchange import BlobExchange
-from fedvit.wire.messages import Cancel, Extended, FromCoordinator, Progress, Task, TaskKind, inline_room
+from fedvit.wire.messages import Cancel, Extended, FromCoordinator, Progress, Task, TaskKind, Want, inline_room
+
+log = logging.getLogger(__name__)
 
 KEEP_TIME_EVERY_S = 0.1
 
@@ -73,16 +76,20 @@ class Dispatch:
 
     # --- time -----------------------------------------------------------------------------------------------
 
-    def moved(self, device: str) -> None:
-        """A sign of life: bytes arrived at the device."""
-        if assignment := self._assignments.of(device):
-            assignment.deadline.sign(time.monotonic())
+    def wanted(self, device: str, want: Want) -> None:
+        """The device says what it lacks of a blob that it may have: bytes that arrived there are a sign of life."""
+        assignment = self._assignments.of(device)
+        if assignment and (size := assignment.fetched(want)) is not None:
+            assignment.deadline.moved(time.monotonic(), size)
 
     def progressed(self, device: str, progress: Progress) -> None:
         """The device says how far it is with its task."""
         if progress.run == self._run and (assignment := self._assignments.meant(device, progress)):
             assignment.progress = progress
-            assignment.deadline.progressed(time.monotonic(), progress.done_steps, progress.total_steps)
+            if device in self._presence:
+                most = most_steps(assignment.work.variant.program, assignment.kind, self._presence[device].hello)
+                total = min(progress.total_steps, most)  # else a device could make steps for ever
+                assignment.deadline.progressed(time.monotonic(), progress.done_steps, total)
 
     def keep_time(self) -> None:
         """Whose deadline has passed is given up; who is on its way is told that it has longer."""
@@ -92,20 +99,33 @@ class Dispatch:
         self._time_kept_at = now
         for assignment in self._assignments:
             device, deadline = assignment.device, assignment.deadline
-            if self._results.waits_for_its_turn(device):
-                deadline.sign(now)
-            elif (moved_at := self._exchange.moved_at(device)) is not None:
-                deadline.sign(moved_at)
+            self._watch_upload(assignment, now)
             late = self.may_be_late(assignment.kind)
             opened = self._results.opened
             asked = (opened.number, opened.kind) if opened else None
             if opened and now >= deadline.at and asked == (assignment.round, assignment.kind):
                 opened.fail(device, "deadline")
-            if now >= (deadline.latest if late else deadline.at):
+            if now >= (deadline.latest if late else deadline.at) or now >= deadline.upload_until:
+                if now >= deadline.upload_until:
+                    log.warning("upload too slow", extra={"device": device, "round": assignment.round})
                 self.give_up(assignment, "deadline")
             elif not late and self._presence.is_online(device) and (more_s := deadline.extension(now)):
                 deadline.told = deadline.at
                 self._tell(device, Extended(self._run, assignment.round, assignment.kind, more_s))
+
+    def _watch_upload(self, assignment: Assignment, now: float) -> None:
+        """An upload moves the deadline on while its bytes come; and it takes the place of others, so they must come."""
+        device, deadline = assignment.device, assignment.deadline
+        if self._results.waits_for_its_turn(device):
+            deadline.waits(now)
+            return
+        if not (self._results.is_uploading(device) and self._presence.is_online(device)):
+            deadline.interrupted()
+        elif deadline.upload_until == math.inf:
+            deadline.fetching(now)
+        moved_at, size = self._exchange.take_moved(device)
+        if size:
+            deadline.moved(moved_at, size)
 
     # --- taking tasks away ----------------------------------------------------------------------------------
 

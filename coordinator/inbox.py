@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.transport.base import Connected, Disconnected, Received, Transport
-from fedvit.wire.messages import AnyMessage, CoordinatorState, FromCoordinator, Refused, decode, encode
+from fedvit.wire.messages import AnyMessage, CoordinatorState, FromCoordinator, Refused, decode, encode, unread_hello
 from fedvit.wire.topics import Topics, is_name
 
 log = logging.getLogger(__name__)
@@ -150,5 +150,7 @@ class Inbox:
             self.tell(device, Refused("", f"{error}; install the same version on both sides", final=True))
         except BadPayload as error:
             self._refuse(device, "message", str(error))
+            if instance := unread_hello(payload):
+                self.tell(device, Refused(instance, f"its hello: {error}", final=True))
         else:
             self._on_message(device, message)

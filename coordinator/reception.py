@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from coordinator.admission import check_hello
+from coordinator.admission import check_hello, check_new_classes
 from coordinator.course import Course
 from coordinator.dispatch import Dispatch
 from coordinator.presence import Presence
@@ -48,6 +48,10 @@ class Reception:
             return
         try:
             check_hello(hello, self._course.classes)
+            if not self._course.classes:
+                others = [self._presence[name].hello.classes for name in self._presence.online() if name != device]
+                brought = {name for classes in others for name in classes}
+                check_new_classes(hello, brought, self._course.config.max_classes)
         except PeerRefused as error:
             self._refuse(device, hello, str(error), final=True)
             return

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from coordinator.admission import ROOM_BYTES
+from coordinator.admission import ROOM_BYTES, listed
 from coordinator.asking import Asking
 from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.config import RunConfig
@@ -261,8 +261,14 @@ class Coordinator:
         self._say(f"waiting for {wanted} device{'s' if wanted > 1 else ''}")
         self.inbox.pump(enough)
         if not self.course.classes:
-            here = [self.presence[name].hello.classes for name in self.presence.online()]
-            self.course.classes = tuple(sorted({name for classes in here for name in classes}))
+            brought = {name: self.presence[name].hello.classes for name in self.presence.online()}
+            self.course.classes = tuple(sorted({name for classes in brought.values() for name in classes}))
+            self._say(
+                f"the run has the {len(self.course.classes)} classes {listed(self.course.classes)}, "
+                f"as brought by {listed(list(brought))}; `classes` in the configuration decides them beforehand"
+            )
+            for device, classes in brought.items():
+                log.info("classes taken", extra={"device": device, "classes": len(classes)})
         if len(self.course.classes) < 2:
             raise ConfigError(f"a run needs at least two classes, the devices have {list(self.course.classes)}")
         self.store.update_run(self.run, classes=list(self.course.classes), status="running")
@@ -427,12 +433,12 @@ class Coordinator:
             case Progress():
                 self.dispatch.progressed(device, message)
             case Want():
-                if not message.stalled:  # something arrived there
-                    self.dispatch.moved(device)
                 try:
                     self.exchange.on_want(device, message)
                 except BadPayload as error:
                     self.results.refuse(device, "blob", str(error))
+                else:
+                    self.dispatch.wanted(device, message)
             case Done():
                 self.exchange.on_done(device, message)
             case _:

@@ -1,13 +1,15 @@
 """Who is at work on what: every task that a device was given and has not answered."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from coordinator.deadlines import Deadline, Links
 from coordinator.planner import Variant, initial_blobs
 from fedvit.blobs import BlobStore
-from fedvit.wire.messages import Declined, Failed, Progress, Recipe, Result, TaskKind
+from fedvit.program import Program
+from fedvit.wire.messages import Declined, Failed, Hello, Progress, Recipe, Result, TaskKind, Want
+from fedvit.wire.transfer import CHUNK_BYTES
 from profiles.prediction import Expected
 
 
@@ -36,6 +38,14 @@ def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: Bl
     return computing_s + links.seconds(device, moved + (work.expected.bytes_up if kind == "train" else 0))
 
 
+def most_steps(program: Program, kind: TaskKind, hello: Hello) -> int:
+    """Steps that a device with these images can report at most."""
+    if kind == "train":
+        return sum(program.steps_of(phase, hello.train_samples) for phase in program.train)
+    # batches of test images, and before them those of images that a graph is run over to gather
+    return -(-(hello.test_samples + hello.train_samples) // program.batch.answer_size)
+
+
 @dataclass
 class Assignment:
     """A device's task, until it is answered, failed, declined, cancelled or given up."""
@@ -46,9 +56,23 @@ class Assignment:
     work: Work
     deadline: Deadline
     progress: Progress | None = None
+    missing: dict[str, int] = field(
+        default_factory=dict
+    )  # of blobs that it fetches: the fewest chunks it lacked so far
 
     def is_meant(self, message: Result | Failed | Declined | Progress) -> bool:
         return (message.round, message.kind) == (self.round, self.kind)
+
+    def fetched(self, want: Want) -> int | None:
+        """Bytes of a blob that the device has since it asked before; None where nothing is new.
+
+        The first question is news, too. What it had once and says to lack again is not counted twice.
+        """
+        missing, before = sum(count for _, count in want.missing), self.missing.get(want.digest)
+        self.missing[want.digest] = missing if before is None else min(missing, before)
+        if before is None:
+            return 0
+        return (before - missing) * CHUNK_BYTES if missing < before else None
 
     def digests(self) -> list[str]:
         """What the task names."""

@@ -26,7 +26,7 @@ from edge_client.vault import Vault
 from edge_client.workbench import Job, Workbench
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
-from fedvit.errors import BadPayload, FedvitError, OverBudget, PeerRefused, StorageFailed
+from fedvit.errors import BadPayload, DataError, FedvitError, OverBudget, PeerRefused, StorageFailed
 from fedvit.program import Program, decode_program
 from fedvit.resources import DeviceProfile
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
@@ -183,6 +183,12 @@ class Agent:
         self._pending: dict[tuple[str, int, str], _Pending] = {}
         self._ended: RunEnded | None = None
         self._programs: dict[str, Program] = {}
+        try:
+            encode(self._announced())
+        except BadPayload as error:
+            raise DataError(
+                f"{len(data.classes)} class folders: their names do not fit into a hello: {error}"
+            ) from error
 
     # --- the loop -------------------------------------------------------------------------------------
 
@@ -337,8 +343,11 @@ class Agent:
 
     def _say_hello(self, resend: Resend | None = None) -> None:
         self._hello = resend or Resend()
+        self._send(self._announced())
+
+    def _announced(self) -> Hello:
         data = self.data
-        self._send(Hello(self.instance, self.software, self.profile, data.classes, len(data.train), len(data.test)))
+        return Hello(self.instance, self.software, self.profile, data.classes, len(data.train), len(data.test))
 
     def _on_welcome(self, welcome: Welcome) -> None:
         if self._epoch != welcome.epoch:

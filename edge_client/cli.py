@@ -26,7 +26,7 @@ import msgspec
 from fedvit import command_line
 from fedvit.command_line import amount
 from fedvit.errors import ConfigError, DataError
-from fedvit.files import atomic_write
+from fedvit.files import atomic_write, make_private, private_files
 from fedvit.logs import configure_logging
 from fedvit.quantities import parse_bytes, parse_celsius, parse_flops, parse_seconds
 from fedvit.resources import Budget, Speed, image_cache_bytes
@@ -139,6 +139,7 @@ def cli(context: click.Context, /, **options: Any) -> None:
         serve(**options)
 
 
+@private_files()
 def serve(
     *,
     broker: str | None,
@@ -190,6 +191,7 @@ def serve(
     images = DeviceData.open(data, test_share=test_share, cache_bytes=image_cache_bytes(memory_budget))
     folder = state or default_state(data)
     lock = lock_state(folder)
+    make_private(folder / kept for kept in ("blobs", "vault"))
     name = device_id(folder, way.device, data)
     vault = Vault(folder / "vault", VaultKey.load(vault_key, make=True) if vault_key else None)
     vault.check_key()
@@ -621,7 +623,7 @@ def device_id(folder: Path, wanted: str | None, data: Path) -> str:
     if wanted is None and file.is_file():
         return check_name(file.read_text().strip(), f"device id in {file}")
     if wanted is None:
-        stem = re.sub("[^A-Za-z0-9_-]", "-", data.resolve().name)
+        stem = re.sub("[^A-Za-z0-9_-]", "-", data.resolve().name).lstrip("-")
         wanted = f"{stem[:48] or 'device'}-{secrets.token_hex(2)}"
     check_name(wanted, "--id")
     if not (file.is_file() and file.read_bytes() == wanted.encode()):  # a device with a full disk can start again

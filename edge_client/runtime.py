@@ -130,8 +130,7 @@ class Runtime:
         order_rng, picture_rng, mask_rng, sample_rng, number_rng = generators
         values: Tensors = dict(start)
         result, tally = Trained({}, {}, 0, float("nan"), 0, None, 0), Tally()
-        batches = -(-len(images) // program.batch.batch_size)
-        total = sum(_planned_steps(phase, batches) for phase in phases)
+        total = sum(program.steps_of(phase, len(images)) for phase in phases)
         lost: set[int] = set()  # rows that could not be decoded
         for phase in phases:
             times: list[float] = []
@@ -360,11 +359,6 @@ def _full_images(images: Split, chosen: Indices, batch: Batch) -> Iterator[tuple
 def _chosen(count: int, capacity: int, rng: np.random.Generator) -> Indices:
     """All rows, or a random choice of as many as fit, ascending."""
     return np.arange(count) if count <= capacity else np.sort(rng.choice(count, capacity, replace=False))
-
-
-def _planned_steps(phase: Train, batches: int) -> int:
-    steps = phase.epochs * batches
-    return phase.repeats * (steps if phase.steps is None else min(phase.steps, steps))
 
 
 def _facts(program: Program, phase: Train, images: Split, rng: np.random.Generator) -> dict[str, Any]:

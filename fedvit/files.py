@@ -2,18 +2,54 @@
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fedvit.errors import DiskFull, StorageFailed
 
+log = logging.getLogger(__name__)
+
 WRITING = ".writing-"
 """Begins the name of a file that is not complete yet; after a crash nobody needs it."""
 SYNCS_AT_ONCE = 16
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OTHERS = 0o077
+"""Rights of a file's group and of everybody else."""
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Within it this process, and those that it starts, make files and folders that their owner alone can read.
+
+    For programs that keep what follows from images: features, tensors, logs. It is the process's umask, so that files
+    which libraries make (databases, their journals) are private, too. What a person asks for as output is written
+    outside of it.
+    """
+    before = os.umask(_OTHERS)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def make_private(paths: Iterable[Path]) -> None:
+    """Take the rights of others from files and folders that an earlier version left open; what is missing is no fault.
+
+    What another user owns stays as it is, with a warning. Below a private folder nothing can be reached.
+    """
+    for path in paths:
+        try:
+            mode = path.stat().st_mode & 0o7777
+            if mode & _OTHERS:
+                path.chmod(mode & ~_OTHERS)
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            log.warning("others can read this folder or file, and its owner is another user", extra={"path": str(path)})
 
 
 def atomic_write(path: Path, *pieces: bytes | memoryview, private: bool = False) -> None:

@@ -238,6 +238,11 @@ class Program(Struct, frozen=True, kw_only=True):
         """Names of the groups that have one of `roles`."""
         return [name for name, group in self.groups.items() if group.role in roles]
 
+    def steps_of(self, phase: Train, images: int) -> int:
+        """Steps of a phase on a device with so many training images, if all of them can be read."""
+        steps = phase.epochs * -(-images // self.batch.batch_size)
+        return phase.repeats * (steps if phase.steps is None else min(phase.steps, steps))
+
     def graphs_for(self, kind: Literal["train", "evaluate"]) -> list[str]:
         """Names of the graphs that a task of this kind runs."""
         evaluate = self.evaluate

@@ -13,6 +13,7 @@ import click
 
 from edge_client.cli import lock_state
 from fedvit import command_line
+from fedvit.files import make_private, private_files
 from fedvit.logs import configure_logging
 from fedvit.wire.topics import check_name
 from fleet.devices import virtual_devices
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 )
 @click.option("--once", is_flag=True, help="Leave when the run has ended instead of waiting for the next.")
 @click.option("--quiet", is_flag=True, help="Say only what is wrong.")
+@private_files()
 def host_command(
     broker: str,
     ca_file: Path | None,
@@ -68,6 +70,7 @@ def host_command(
     address = Address.parse(broker, ca_file=ca_file)
     mine = share(virtual_devices(parts, devices), number, hosts)
     lock = lock_state(state / f"host-{number}")
+    make_private([state / f"host-{number}", *(state / name for name in mine)])
     _allow_sockets(len(mine))
     loop = MqttLoop()
     host = Host(

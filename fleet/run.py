@@ -15,6 +15,8 @@ from coordinator.config import StartConfig, make_config, read_toml
 from coordinator.store import Store
 from coordinator.summary import RunSummary, summarise
 from fedvit.errors import ConfigError, FedvitError, LinkDown
+from fedvit.files import private_files
+from fedvit.wire.topics import check_name
 from fleet.devices import device_folders, virtual_devices
 from fleet.processes import Fleet, program
 from profiles.probes.host import usable_cores
@@ -103,6 +105,7 @@ def run_virtual(
     return _conduct(config, edges, out=out, run=run, quiet=quiet, comes_back=True)
 
 
+@private_files()
 def _conduct(
     config: StartConfig,
     edges: Callable[[str], dict[str, list[str]]],
@@ -115,7 +118,7 @@ def _conduct(
     """Start a coordinator and the processes that `edges` names for a broker's address; wait for the run's end."""
     own = config.broker.broker in ("auto", "mosquitto", "embedded")
     port = config.broker.port or free_port()
-    home = out / run
+    home = out / check_name(run, "run")
     home.mkdir(parents=True, exist_ok=True)
     file = home / "run.toml"
     file.write_bytes(msgspec.toml.encode(_as_toml(config, port)))

@@ -19,6 +19,7 @@ from coordinator.store import Store
 from coordinator.summary import summarise
 from edge_client.agent import Agent
 from fedvit.errors import ConfigError
+from fedvit.files import private_files
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fleet.run import FleetOutcome
 from fleet.virtual import Host
@@ -28,6 +29,7 @@ DEFAULTS: dict[str, Any] = {"accelerator": "cpu", "deadline_s": 7 * 86400.0}
 """Where a simulation differs from a run on devices, unless it is told otherwise: a slow machine loses nobody."""
 
 
+@private_files()
 def simulate(
     folders: Sequence[Path] | Mapping[str, Path],
     values: dict[str, Any],

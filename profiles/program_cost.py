@@ -33,7 +33,7 @@ def program_cost(
     `graphs` has the cost of each of the Program's graphs, `options` are the method's; `cache_bytes` is what decoded
     images may take.
     """
-    steps = sum(_steps(program, phase, images) for phase in program.train)
+    steps = sum(program.steps_of(phase, images) for phase in program.train)
     runs = {phase.graph: _runs(program, phase) for phase in program.train}
     shares = _flop_shares(graphs, runs)
     trained = _held(program, lambda role: role.trained_on_device)
@@ -77,15 +77,9 @@ def program_cost(
 # --- work ---------------------------------------------------------------------------------------------
 
 
-def _steps(program: Program, phase: Train, images: int) -> int:
-    """Optimizer steps of a phase."""
-    steps = phase.epochs * -(-images // program.batch.batch_size)
-    return phase.repeats * (steps if phase.steps is None else min(phase.steps, steps))
-
-
 def _runs_of_round(program: Program, phase: Train, images: int) -> int:
     """Runs of the phase's graph in a round: of a short last batch only those that have samples."""
-    batch, steps = program.batch, _steps(program, phase, images)
+    batch, steps = program.batch, program.steps_of(phase, images)
     if not phase.update:
         return steps
     batches = -(-images // batch.batch_size)
@@ -102,7 +96,7 @@ def _runs(program: Program, phase: Train) -> int:
 
 def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -> Work:
     """Of one optimizer step, averaged over those of all phases."""
-    steps = {phase: _steps(program, phase, images) for phase in program.train}
+    steps = {phase: program.steps_of(phase, images) for phase in program.train}
     total = max(1, sum(steps.values()))
     parts = [(graphs[phase.graph], _runs_of_round(program, phase, images) / total) for phase in steps]
     work = _work(*parts)

@@ -51,6 +51,7 @@ def _run(module: str, arguments: list[str], log: Path, environment: dict[str, st
     """In the forked process."""
     os.environ.clear()
     os.environ.update(environment)
+    os.umask(0o022)  # as most systems have it, so that what must be private is so by the program's own doing
     with open(log, "ab") as output, open(os.devnull, "rb") as nothing:
         for source, number in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(source.fileno(), number)

@@ -40,6 +40,9 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     classes: Annotated[
         tuple[str, ...], Meta(description="Class of the run; without any: all that the first devices have.")
     ] = ()
+    max_classes: Annotated[
+        int, Meta(ge=2, le=100_000, description="Classes that the first devices may bring, where none are listed.")
+    ] = 1000
     rounds: Annotated[int, Meta(ge=1, description="Rounds to train.")] = 10
     seed: Annotated[int, Meta(ge=0, le=2**31 - 1, description="Every random draw of the run follows from it.")] = 0
     devices: Annotated[int, Meta(ge=1, description="Devices to wait for before the first round.")] = 1

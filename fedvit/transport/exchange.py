@@ -61,7 +61,8 @@ class _Receiving:
         self.listening = False
         self.resumed = any(partial.have)  # what the sender sent to an earlier process is lost
         self.heard_at = time.monotonic()
-        self.moved_at: float | None = None  # when the newest chunk came
+        self.moved_at = 0.0  # when the newest chunk came that was not here yet
+        self.moved_bytes = 0  # of such chunks, since somebody asked
         self.stall_s = STALL_S
         self.restarts = 0
 
@@ -133,7 +134,8 @@ class BlobExchange:
         self._receivers = receivers
         self._lane_for = lane_for
         self._lock = threading.RLock()  # chunks come in the transport's thread
-        self._receiving: dict[str, _Receiving] = {}
+        # (digest, topic): several may send the same blob, and none of them is to wait for another
+        self._receiving: dict[tuple[str, str], _Receiving] = {}
         self._ended: list[_Receiving] = []
         self._sending: dict[tuple[str, str], _Sending] = {}  # (digest, the one receiver of a lane or "")
 
@@ -150,7 +152,8 @@ class BlobExchange:
             finished(manifest, None)
             return
         with self._lock:
-            if running := self._receiving.get(manifest.digest):
+            digest = manifest.digest
+            if running := self._receiving.get((digest, topic)) or self._receiving.get((digest, lane)):
                 running.finished.append(finished)
                 return
             try:
@@ -160,10 +163,10 @@ class BlobExchange:
             else:
                 receiving = _Receiving(manifest, partial, sender, topic, finished)
                 receiving.lane = lane
-                self._receiving[manifest.digest] = receiving
+                self._receiving[digest, topic] = receiving
                 if receiving.incoming.complete:  # all but the end of an earlier attempt
                     self._complete(receiving)
-                if self._receiving.get(manifest.digest) is receiving:
+                if self._receiving.get((digest, topic)) is receiving:
                     self._transport.listen(topic, self)
                 return
         finished(manifest, failed)
@@ -182,15 +185,18 @@ class BlobExchange:
         with self._lock:
             try:
                 chunk = decode_chunk(message)
-                receiving = self._receiving.get(chunk.digest)
-                if receiving is None or topic != receiving.topic:
+                receiving = self._receiving.get((chunk.digest, topic))
+                if receiving is None:
                     return
                 in_sequence = chunk.seq == receiving.incoming.last_seq + 1
                 fresh = receiving.incoming.accept(chunk)
             except BadPayload as error:
                 log.warning("chunk dropped", extra={"reason": str(error)})
                 return
-            receiving.heard_at = receiving.moved_at = time.monotonic()
+            receiving.heard_at = time.monotonic()
+            if fresh:
+                receiving.moved_at = receiving.heard_at
+                receiving.moved_bytes += len(chunk.payload)
             if not in_sequence:  # else a silence before it lost nothing: the link only needs more patience
                 receiving.stall_s = STALL_S
             try:
@@ -230,7 +236,7 @@ class BlobExchange:
         if error is not None:
             receiving.partial.abandon()
         receiving.error = error
-        del self._receiving[manifest.digest]
+        del self._receiving[manifest.digest, receiving.topic]
         self._transport.stop_listening(receiving.topic)
         self._tell(receiving.sender, Done(manifest.digest))
         self._ended.append(receiving)
@@ -246,27 +252,39 @@ class BlobExchange:
     def cancel(self, sender: str | None = None) -> None:
         """Stop receiving from one sender, or from all; nobody is told. What came is kept for the next attempt."""
         with self._lock:
-            for digest, receiving in list(self._receiving.items()):
+            for key, receiving in list(self._receiving.items()):
                 if sender in (None, receiving.sender):
                     receiving.partial.leave()
                     self._transport.stop_listening(receiving.topic)
-                    del self._receiving[digest]
+                    del self._receiving[key]
             self._ended = [receiving for receiving in self._ended if sender not in (None, receiving.sender)]
 
-    def moved_at(self, sender: str) -> float | None:
-        """When the newest chunk of what is being received from a sender came, on the monotonic clock; None before."""
+    def take_moved(self, sender: str) -> tuple[float, int]:
+        """Bytes of what is being received from a sender that came since this was asked last, and were not here before.
+
+        Also when the newest of them came, on the monotonic clock; 0.0 where there are none.
+        """
+        newest, size = 0.0, 0
         with self._lock:
-            times = [receiving.moved_at for receiving in self._receiving.values() if receiving.sender == sender]
-        return max((moved_at for moved_at in times if moved_at is not None), default=None)
+            for receiving in self._receiving.values():
+                if receiving.sender == sender and receiving.moved_bytes:
+                    newest, size = max(newest, receiving.moved_at), size + receiving.moved_bytes
+                    receiving.moved_bytes = 0
+        return newest, size
 
     def on_apart(self, sender: str, apart: Apart) -> None:
         """The sender asks this receiver to leave the others: the rest comes on its lane."""
         with self._lock:
-            receiving = self._receiving.get(apart.digest)
-            if receiving is None or receiving.apart or not receiving.lane or receiving.sender != sender:
+            receiving = next(
+                (one for (digest, _), one in self._receiving.items() if (digest, one.sender) == (apart.digest, sender)),
+                None,
+            )
+            if receiving is None or receiving.apart or not receiving.lane:
                 return
             self._transport.stop_listening(receiving.topic)
+            del self._receiving[apart.digest, receiving.topic]
             receiving.apart, receiving.topic, receiving.listening = True, receiving.lane, False
+            self._receiving[apart.digest, receiving.topic] = receiving
             receiving.incoming.moved()
             self._transport.listen(receiving.lane, self)
 

@@ -23,7 +23,8 @@ _INLINE_HEADS_BYTES = 1024
 TaskKind = Literal["train", "evaluate"]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """What is kept as it came: a number that does not fit into a database must not get that far."""
-Name = Annotated[str, Meta(max_length=64)]
+_LONGEST_NAME = 64
+Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
 ClassName = Annotated[str, Meta(max_length=255)]
 Reason = Annotated[str, Meta(max_length=1000)]
 """Texts that a device sends are bounded one by one: an answer that quotes them must still be one message."""
@@ -257,6 +258,19 @@ def encode(message: AnyMessage) -> bytes:
         kind = type(message).__name__
         raise BadPayload(f"a {kind} message of {len(raw)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes")
     return raw
+
+
+def unread_hello(raw: bytes) -> str | None:
+    """The instance that said a hello which `decode` cannot read, so that it can be told why; None for all else."""
+    if len(raw) > MAX_MESSAGE_BYTES:
+        return None
+    try:
+        match msgspec.msgpack.decode(raw[1:]):
+            case ["hello", str(instance), *_] if len(instance) <= _LONGEST_NAME:
+                return instance
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    return None
 
 
 def inline_room(message: AnyMessage) -> int:

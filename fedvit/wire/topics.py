@@ -22,21 +22,22 @@ from typing import NamedTuple
 from fedvit.errors import ConfigError
 
 ROOT = "fl1"
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
 
 def check_name(name: str, what: str) -> str:
-    """Refuse a name that cannot be one level of a topic. Raises ConfigError naming it."""
+    """Refuse a name that cannot be one level of a topic, or a file. Raises ConfigError naming it."""
     if not is_name(name):
-        raise ConfigError(f"{what} {name!r} must be 1 to 64 letters, digits, '-' or '_'")
+        shown = name if len(name) <= 80 else f"{name[:80]}..."
+        raise ConfigError(f"{what} {shown!r} must be 1 to 64 letters, digits, '-' or '_', and not begin with '-'")
     return name
 
 
 def is_name(name: str) -> bool:
-    """Whether a name can be one level of a topic.
+    """Whether a name can be one level of a topic, and a file that no command takes for an option.
 
-    >>> is_name("pi-4"), is_name("../pi"), is_name("")
-    (True, False, False)
+    >>> is_name("pi-4"), is_name("../pi"), is_name("-rf"), is_name("")
+    (True, False, False, False)
     """
     return _NAME.fullmatch(name) is not None
 

@@ -131,7 +131,8 @@ class Peer:
         """Of a blob on its way; all, when it has come."""
         if self.blobs.has(manifest.digest):
             return manifest.chunks
-        return sum(self.exchange._receiving[manifest.digest].partial.have)
+        [receiving] = [one for (digest, _), one in self.exchange._receiving.items() if digest == manifest.digest]
+        return sum(receiving.partial.have)
 
     def partial_files(self) -> list[Path]:
         return list(self.blobs.folder.rglob("*.part"))
@@ -257,6 +258,19 @@ def test_two_requests_for_one_blob_end_with_one_transfer(peer: Peers) -> None:
     drive(peers, lambda: len(receiver.finished) == 2)
     assert receiver.finished == [(manifest, None)] * 2
     assert sender.sent_chunks < 1.1 * manifest.chunks
+
+
+def test_a_sender_that_sends_nothing_keeps_no_other_senders_blob_away(peer: Peers) -> None:
+    """It offered the same bytes first. When it goes, and when it stays, the other's blob comes."""
+    mute, sender, receiver = peers = [peer("mute"), peer("sender"), peer("receiver")]
+    settle(peers)
+    manifest = sender.blobs.put(blob(3_000_000))
+    receiver.fetch(manifest, mute)
+    receiver.fetch(manifest, sender)
+    drive([sender, receiver], lambda: receiver.has_ended)
+    assert receiver.finished == [(manifest, None)]
+    receiver.exchange.cancel("mute")
+    assert not receiver.partial_files()
 
 
 def test_a_wrong_digest_ends_in_an_error_after_some_attempts(peer: Peers) -> None:

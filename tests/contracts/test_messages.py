@@ -50,6 +50,7 @@ from fedvit.wire.messages import (
     Welcome,
     decode,
     encode,
+    unread_hello,
 )
 
 GOLDEN = Path(__file__).parent / "golden" / f"v{WIRE_VERSION}"
@@ -412,12 +413,31 @@ def test_another_version_is_refused_by_name(version: int) -> None:
 def test_what_is_no_message_is_refused(raw: bytes) -> None:
     with pytest.raises(BadPayload):
         decode(raw)
+    assert unread_hello(raw) is None
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_refused(tail: bytes) -> None:
     with contextlib.suppress(BadPayload):
         assert isinstance(decode(bytes([WIRE_VERSION]) + tail), TYPES)
+    assert unread_hello(bytes([WIRE_VERSION]) + tail) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "instance"),
+    [
+        (["hello", "instance", 7], "instance"),
+        (["hello", "instance"], "instance"),
+        (["hello", "x" * 65, 7], None),
+        (["hello", 7], None),
+        (["hello"], None),
+        (["done", "instance"], None),
+        ("hello", None),
+    ],
+)
+def test_a_hello_that_cannot_be_read_still_says_from_which_process_it_is(content: Any, instance: str | None) -> None:
+    assert unread_hello(written(content)) == instance
+    assert unread_hello(written(content) + bytes(MAX_MESSAGE_BYTES)) is None
 
 
 @given(st.sampled_from(sorted(EXAMPLES)), st.data())

@@ -40,6 +40,8 @@ CONFIG: dict[str, Any] = {
     "rejoin_grace_s": 60.0,
 }
 WAIT_S = 240.0
+USUAL_UMASK = 0o022
+"""What programs start with: without a word of ours others can read their files."""
 
 
 def program(module: str) -> list[str]:
@@ -133,7 +135,9 @@ class Stage:
 
     def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         with open(self.log_path(name), "ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment)
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment, umask=USUAL_UMASK
+            )
         self._processes.append(process)
         return process
 

@@ -13,7 +13,7 @@ from fedvit.blobs import BlobStore
 from fedvit.program import Role, decode_program
 from fedvit.wire.messages import Progress, Welcome
 from profiles.probes.host import parse_vm_hwm
-from tests.e2e.stage import DEVICES, ROUNDS, WAIT_S, Stage, program, wait_for
+from tests.e2e.stage import DEVICES, ROUNDS, USUAL_UMASK, WAIT_S, Stage, program, wait_for
 from tests.forked import Forked
 
 DEEP_LEARNING = ("torch", "libc10", "onnx/", "timm")
@@ -49,10 +49,15 @@ def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: byt
     assert shown["bytes_up"] > 0
     assert not shown["refusals"]
 
+    kept = [path for root in (stage.out, stage.folder / "state") for path in (root, *root.rglob("*"))]
+    assert len(kept) > 50
+    assert [str(path) for path in kept if path.stat().st_mode & 0o077] == [], "features are images: nobody else reads"
+
     bundle = stage.folder / "bundle"
     given = ["--data", stage.parts / "device-0", "--state", stage.folder / "state" / "device-0", "--out", bundle]
     command = [*program("edge_client.cli"), "export", "run", *map(str, given), "--precision", "fp32"]
-    subprocess.run(command, check=True, capture_output=True, env=stage.environment)
+    subprocess.run(command, check=True, capture_output=True, env=stage.environment, umask=USUAL_UMASK)
+    assert (bundle / "card.json").stat().st_mode & 0o777 == 0o644, "what was asked for is as its owner likes it"
     accuracy = json.loads((bundle / "card.json").read_text())["files"]["fp32"]["accuracy"]
     assert accuracy["correct"] / accuracy["images"] == shown["rounds"][-1]["accuracy"]["device-0"]
 

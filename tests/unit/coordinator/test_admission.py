@@ -16,6 +16,7 @@ from coordinator.admission import (
     ROOM_BYTES,
     check_hello,
     check_labels,
+    check_new_classes,
     check_result,
     check_room,
     check_upload,
@@ -104,7 +105,27 @@ def test_a_device_without_test_images_may_join() -> None:
 def test_an_unknown_class_folder_is_named() -> None:
     with pytest.raises(PeerRefused) as refused:
         check_hello(hello(classes=("ant", "wasp", "zebra")), CLASSES)
-    assert str(refused.value) == "its class folder 'wasp' is not among this run's 3 classes: ant, bee, cow"
+    assert str(refused.value) == "its class folders 'wasp', 'zebra' are not among this run's 3 classes: ant, bee, cow"
+    with pytest.raises(
+        PeerRefused, match=r"^its class folder 'wasp' is not among this run's 3 classes: ant, bee, cow$"
+    ):
+        check_hello(hello(classes=("ant", "wasp")), CLASSES)
+
+
+@pytest.mark.parametrize("name", ["", "a\x1b[2J", "a\nb", "\0", "a\u202eb"])
+def test_a_class_whose_name_cannot_be_printed_is_nobodys_to_bring(name: str) -> None:
+    with pytest.raises(PeerRefused) as refused:
+        check_new_classes(hello(classes=("ant", name)), [], 10)
+    assert repr(name) in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+def test_classes_that_are_brought_are_bounded() -> None:
+    check_new_classes(hello(classes=("ant", "bee")), ["bee", "cow"], 3)
+    with pytest.raises(
+        PeerRefused, match=r"^it has 2 class folders, with those of other devices 3, and devices may bri"
+    ):
+        check_new_classes(hello(classes=("ant", "bee")), ["bee", "cow"], 2)
 
 
 def test_of_many_classes_ten_are_listed() -> None:

@@ -175,11 +175,29 @@ def test_a_run_is_served_once(out: Path, how: tuple[str, ...]) -> None:
         assert refused("start", *how, "--out", out) == "run 'half' is being served by another coordinator"
 
 
+def test_a_start_takes_from_others_what_an_earlier_version_left_open(out: Path) -> None:
+    """Folders of all runs and the record. The folder around them may be one that the operator shares."""
+    for name in (".", "done", "half"):
+        (out / name).mkdir(exist_ok=True)
+        (out / name).chmod(0o755)
+    (out / "fedvit.db").chmod(0o644)
+    assert "exists already" in refused("start", "--run", "half", "--out", out)
+    modes = {name: (out / name).stat().st_mode & 0o777 for name in (".", "done", "half", "fedvit.db")}
+    assert modes == {".": 0o755, "done": 0o700, "half": 0o700, "fedvit.db": 0o600}
+
+
 def test_a_new_run_needs_a_new_name(out: Path) -> None:
     assert "run 'half' exists already; go on with it by --resume half" in refused(
         "start", "--run", "half", "--out", out
     )
     assert "--run 'a b' must be" in refused("start", "--run", "a b", "--out", out)
+
+
+@pytest.mark.parametrize("name", ["-x", "..", "a/b", "a ", "x" * 65])
+def test_a_name_that_no_folder_should_have_makes_no_run(out: Path, name: str) -> None:
+    before = {path for path in out.rglob("*") if "fedvit.db" not in path.name}
+    assert refused("start", "--out", out, "--run", name).startswith(f"--run {name!r} must be 1 to 64 letters, digits")
+    assert {path for path in out.rglob("*") if "fedvit.db" not in path.name} == before
 
 
 def test_an_accelerator_that_is_not_there_is_named_and_no_run_is_made(out: Path) -> None:

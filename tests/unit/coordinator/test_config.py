@@ -43,6 +43,7 @@ model_options = { image_size = 16, patch_size = 8, width = 32, depth = 2, heads 
 pretrained = false
 start_from = "monday"
 classes = ["ant", "bee"]
+max_classes = 50
 rounds = 7
 seed = 5
 devices = 3
@@ -165,6 +166,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             model_options={"image_size": 16, "patch_size": 8, "width": 32, "depth": 2, "heads": 2},
             start_from="monday",
             classes=("ant", "bee"),
+            max_classes=50,
             rounds=7,
             seed=5,
             devices=3,
@@ -442,7 +444,22 @@ def test_every_key_has_a_flag_and_a_description() -> None:
 def test_every_flag_arrives() -> None:
     config = flagged(
         *("--method", "fedavg", "-o", "epochs=3", "--option", "optimizer=adamw", "--model-option", "depth=2"),
-        *("--class", "ant", "--class", "bee", "--rounds", "7", "--seed", "5", "--devices", "3", "--cohort", "2"),
+        *(
+            "--class",
+            "ant",
+            "--class",
+            "bee",
+            "--max-classes",
+            "50",
+            "--rounds",
+            "7",
+            "--seed",
+            "5",
+            "--devices",
+            "3",
+            "--cohort",
+            "2",
+        ),
         *("--over-select", "0.25", "--selection", "fair", "--deadline-limit-s", "3600", "--late", "use"),
         *("--max-staleness", "3", "--mode", "rounds", "--buffer", "5", "--concurrency", "6"),
         *("--quorum", "0.5", "--deadline-s", "60", "--rejoin-grace-s", "0", "--evaluate-every", "2"),
@@ -467,6 +484,7 @@ def test_every_flag_arrives() -> None:
             evaluation="pre_aggregation",
             model_options={"depth": 2},
             classes=("ant", "bee"),
+            max_classes=50,
             rounds=7,
             seed=5,
             devices=3,

@@ -1,6 +1,18 @@
 """Until when a device is waited for; time is what the test says."""
 
-from coordinator.deadlines import FIRST_S, FLOOR_S, SLACK, SLOW_LINK_BYTES_PER_S, Deadline, Links
+import itertools
+
+from coordinator.deadlines import (
+    ALIVE,
+    FIRST_S,
+    FLOOR_S,
+    SLACK,
+    SLOW_LINK_BYTES_PER_S,
+    SLOWEST_LINK_BYTES_PER_S,
+    UPLOAD_S,
+    Deadline,
+    Links,
+)
 
 LIMIT_S = 10_000.0
 
@@ -79,6 +91,55 @@ def test_a_device_is_told_when_half_of_its_time_is_news() -> None:
     deadline.told = deadline.at
     assert deadline.extension(56.0) is None
     assert deadline.extension(deadline.at) is None
+
+
+def test_silences_that_grow_are_not_allowed_to_grow_for_ever() -> None:
+    """A device that is silent for as long as it may, again and again: a sign buys ten minutes at most."""
+    deadline = Deadline.expected(0.0, 10**9, None)
+    for _ in range(50):
+        now = deadline.at
+        deadline.sign(now)
+        assert now + FLOOR_S <= deadline.at <= now + FIRST_S
+    slow = Deadline.expected(0.0, 10**9, None)
+    slow.progressed(1.0, 1, 1000)
+    slow.progressed(590.0, 2, 1000)
+    assert slow.at == 590.0 + FIRST_S, "two steps that far apart are no promise of a week"
+
+
+def test_steps_move_a_deadline_to_so_many_times_the_prediction() -> None:
+    deadline, now = Deadline.expected(0.0, 10**9, 100.0), 0.0
+    for step in itertools.count(1):
+        deadline.progressed(now := now + 20.0, step, 10**6)
+        if now >= deadline.at:
+            break
+    assert deadline.at == ALIVE * 100.0
+    quick = Deadline.expected(0.0, 10**9, 1.0)
+    for now in range(10, 2000, 10):
+        quick.progressed(float(now), now, 10**6)
+    assert quick.at == FIRST_S, "what should take a second has ten minutes, if it moves"
+
+
+def test_bytes_and_our_own_delay_move_a_deadline_beyond_that() -> None:
+    """A link of four times the slowest is never too slow, however wrong the prediction was."""
+    deadline = Deadline.expected(0.0, 10**9, 1.0)
+    for now in range(10, 20_000, 10):
+        deadline.moved(float(now), int(40 * SLOWEST_LINK_BYTES_PER_S))
+        assert deadline.at >= now + FLOOR_S
+    waiting = Deadline.expected(0.0, 10**9, 1.0)
+    for now in range(1, 20_000):
+        waiting.waits(float(now))
+        assert waiting.at >= now + FLOOR_S
+
+
+def test_an_upload_must_move_whatever_the_deadline_is() -> None:
+    for deadline in (Deadline.fixed(0.0, 10**6), Deadline.expected(0.0, 10**6, 10**5)):
+        assert deadline.upload_until > 10**9, "nothing is fetched"
+        deadline.fetching(50.0)
+        assert deadline.upload_until == 50.0 + UPLOAD_S
+        deadline.moved(60.0, int(SLOWEST_LINK_BYTES_PER_S) * 7)
+        assert deadline.upload_until == 50.0 + UPLOAD_S + 7.0
+        deadline.waits(70.0)
+        assert deadline.upload_until > 10**9, "it is its turn no longer"
 
 
 def test_a_links_speed_is_half_its_newest() -> None:

@@ -163,10 +163,17 @@ def test_no_deployment(tmp_path: Path) -> None:
         assert "coordinator init" in str(failed.exception)
 
 
-@pytest.mark.parametrize("name", ["pi.1", "", "a/b", "+", COORDINATOR, "x" * 65])
+@pytest.mark.parametrize("name", ["pi.1", "", "a/b", "+", COORDINATOR, "x" * 65, "-rf", ".."])
 def test_names_that_cannot_be_topics_are_refused(stage: Stage, name: str) -> None:
     with pytest.raises(ConfigError):
         make_token(stage.deployment, name, 60.0)
+
+
+def test_no_device_is_enrolled_whose_name_is_an_option_of_a_command(stage: Stage) -> None:
+    failed = run("enroll", "--no-wait", "--deployment", str(stage.deployment.folder), "--", "-rf")
+    assert isinstance(failed.exception, ConfigError)
+    assert str(failed.exception).startswith("device name '-rf' must be 1 to 64 letters, digits, '-' or '_'")
+    assert not stage.deployment.registry.read().tokens
 
 
 # --- certificates -------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 # ruff: noqa: F811 - fixtures come from test_rounds
 """How rounds end: over-selection, stragglers and their late results, mode buffered, declines. As in test_rounds."""
 
+import math
 import shutil
 import time
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from coordinator import deadlines
+from coordinator import deadlines, results
 from coordinator.status import read_status
+from fedvit.blobs import digest_of
 from fedvit.errors import EmptyCohort
+from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
-from fedvit.wire.messages import Cancel, Declined, Extended, Progress, Task
+from fedvit.wire.messages import Cancel, Declined, Done, Extended, Manifest, Progress, Result, Task, Want
+from fedvit.wire.transfer import Chunk
 from tests.unit.coordinator.test_rounds import (
     Answer,
     Fake,
@@ -84,7 +88,7 @@ def test_a_silent_device_is_given_up_and_one_that_moves_is_waited_for(
     """
     monkeypatch.setattr(deadlines, "FIRST_S", 0.5)
     monkeypatch.setattr(deadlines, "FLOOR_S", 0.5)
-    hung, busy = stage.fake("hung", silent, value=1000.0), stage.fake("busy", silent)
+    hung, busy = stage.fake("hung", silent, value=1000.0), stage.fake("busy", silent, samples=10_000)
     stage.start(devices=2, deadline_s="auto", evaluate_every=9)
     stage.drive(lambda: hung.tasks() == busy.tasks() == [1])
     began, steps = time.monotonic(), 0
@@ -124,6 +128,149 @@ def test_however_alive_a_device_is_there_is_a_limit(
     assert stage.finish() == "finished"
     assert stage.refusals("busy") == ["train: no result: deadline"]
     assert_moved_by(stage, first, 1.0)
+
+
+# --- devices that hold a round open -------------------------------------------------------------------
+
+CHUNKS = 50
+
+
+def hold(stage: Stage, on_task: Answer = silent) -> tuple[Fake, deadlines.Deadline]:
+    """A device of which nothing is predicted is all that round 1 still waits for, and until when."""
+    stage.fake("a")
+    holder = stage.fake("holder", on_task)
+    holder.serves = False
+    stage.start(devices=2, evaluate_every=9, deadline_s="auto")
+    stage.drive(lambda: stage.accepted(1) == ["a"] and holder.tasks() == [1])
+    return holder, deadline_of(stage, holder)
+
+
+def deadline_of(stage: Stage, device: Fake) -> deadlines.Deadline:
+    assert stage.coordinator is not None
+    assignment = stage.coordinator.assignments.of(device.name)
+    assert assignment is not None
+    return assignment.deadline
+
+
+def is_given_up(stage: Stage, holder: Fake, first: Tensors) -> None:
+    assert stage.finish() == "finished"
+    assert "train: no result: deadline" in stage.refusals("holder")
+    assert holder.got(Cancel)[0].reason == "late: round 1 does not wait for it any more"
+    assert_moved_by(stage, first, 1.0)
+
+
+def announced(device: Fake, task: Task) -> Result:
+    """A result with an upload of many small chunks, which the device does not have."""
+    upload = Manifest(digest_of(device.name.encode()), CHUNKS * 1024, 1024)
+    return Result(task.run, task.round, "train", device.hello.train_samples, {}, ResourceUse(), upload)
+
+
+def send_chunk(device: Fake, index: int, seq: int) -> None:
+    digest = digest_of(device.name.encode())
+    chunk = Chunk(digest, index, CHUNKS, CHUNKS * 1024, seq, bytes(1024))
+    device.transport.publish(device.topics.upload(device.name, digest), chunk.encode())
+
+
+@pytest.mark.parametrize("late", ["refuse", "use"])
+def test_an_upload_that_never_comes_takes_nobodys_place(
+    stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """One upload at a time, and the first device announces one and sends nothing. Its deadline is far away."""
+    monkeypatch.setattr(results, "CHUNKS_AT_ONCE", 1)
+    a, mute = stage.fake("a", silent), stage.fake("mute", lambda device, task: device.say(announced(device, task)))
+    mute.serves = False
+    stage.start(devices=2, evaluate_every=9, late=late, deadline_s=3600.0, max_staleness=0)
+    stage.drive(lambda: bool(mute.got(Want)) and bool(a.tasks()))
+    answers(a)
+    deadline = deadline_of(stage, mute)
+    stage.drive(lambda: deadline.upload_until < math.inf)
+    assert deadline.upload_until <= time.monotonic() + deadlines.UPLOAD_S
+    assert a.got(Want) == [], "it is not its turn"
+    deadline.upload_until = time.monotonic()
+    stage.drive(lambda: a.answers() == [(1, True)])
+    assert stage.finish() == "finished"
+    assert stage.refusals("mute")[0] == "train: no result: deadline"
+    assert "does not wait for it any more" in mute.reasons()[0]
+    assert_moved_by(stage, first, 1.0)
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["new chunks", "the same chunk"])
+def test_an_upload_that_trickles_is_given_up(
+    stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch, fresh: bool
+) -> None:
+    """Chunks keep coming, but more slowly than over the slowest link: none buys as much time as it takes."""
+    holder, deadline = hold(stage, lambda device, task: device.say(announced(device, task)))
+    stage.drive(lambda: deadline.upload_until < math.inf and bool(holder.got(Want)))
+    if fresh:
+        monkeypatch.setattr(deadlines, "SLOWEST_LINK_BYTES_PER_S", 1e9)
+    deadline.upload_until = time.monotonic() + 1.0
+    began, sent = time.monotonic(), 0
+
+    def trickles() -> bool:
+        nonlocal sent
+        if time.monotonic() - began > 0.1 * sent and sent < CHUNKS - 1:
+            send_chunk(holder, sent if fresh else 0, sent + 1)
+            sent += 1
+        return bool(holder.got(Cancel))
+
+    stage.drive(trickles)
+    is_given_up(stage, holder, first)
+
+
+def test_an_upload_over_a_slow_link_is_waited_for(stage: Stage) -> None:
+    """Each chunk buys what the slowest link needs for it, and there is no limit to them but the upload's size."""
+    holder, deadline = hold(stage, lambda device, task: device.say(announced(device, task)))
+    stage.drive(lambda: deadline.upload_until < math.inf and bool(holder.got(Want)))
+    before = deadline.upload_until
+    for index in range(CHUNKS - 1):
+        send_chunk(holder, index, index + 1)
+    bought_s = (CHUNKS - 1) * 1024 / deadlines.SLOWEST_LINK_BYTES_PER_S
+    stage.drive(lambda: deadline.upload_until >= before + bought_s - 1e-6)
+    assert holder.got(Cancel) == []
+
+
+def test_steps_that_a_device_cannot_have_hold_no_round(
+    stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten images are a few steps; after those a device that says ever more of them is not waited for."""
+    holder, deadline = hold(stage)
+    steps = 0
+
+    def works() -> bool:
+        nonlocal steps
+        steps += 1
+        holder.say(Progress("r", 1, "train", steps, 2**31 - 1, 0.5))
+        return bool(holder.got(Cancel))
+
+    with monkeypatch.context() as patched:
+        for patience in ("FIRST_S", "FLOOR_S"):
+            patched.setattr(deadlines, patience, 0.5)
+        deadline.at = time.monotonic() + 0.5
+        stage.drive(works)
+    is_given_up(stage, holder, first)
+
+
+def test_asking_for_the_same_bytes_again_holds_no_round(
+    stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that fetches what it was offered, and what it was not, for ever."""
+    holder, deadline = hold(stage)
+    offered = newest(holder).blobs
+
+    def asks() -> bool:
+        for manifest in offered:
+            holder.say(Want(manifest.digest, ((0, manifest.chunks),)))
+            holder.say(Want(manifest.digest, ((1, manifest.chunks),)))  # beyond its end
+            holder.say(Done(manifest.digest))
+        holder.say(Want(digest_of(b"of another device"), ((0, 1),)))
+        return bool(holder.got(Cancel))
+
+    with monkeypatch.context() as patched:
+        for patience in ("FIRST_S", "FLOOR_S"):
+            patched.setattr(deadlines, patience, 0.5)
+        deadline.at = time.monotonic() + 0.5
+        stage.drive(asks)
+    is_given_up(stage, holder, first)
 
 
 def test_what_is_waited_for_is_in_a_file(stage: Stage) -> None:

@@ -239,6 +239,16 @@ class Fake:
         return [ack.reason for ack in self.got(ResultAck) if not ack.accepted]
 
 
+class Said(Display):
+    """What the operator reads."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+
 class Stage:
     """A broker, a folder of runs, one coordinator at a time in a thread, and any number of devices."""
 
@@ -247,6 +257,7 @@ class Stage:
         self.out = folder / "runs"
         self.broker = MemoryBroker()
         self.fakes: list[Fake] = []
+        self.said = Said()
         self.coordinator: Coordinator | None = None
         self.store: Store
         self.outcome: str | BaseException | None = None
@@ -276,7 +287,7 @@ class Stage:
             transport=MemoryTransport(SimpleQueue(), self.broker, f"coordinator-{secrets.token_hex(4)}"),
             store=self.store,
             folder=self.out / "r",
-            display=Display(),
+            display=self.said,
             accelerator="cpu",
             graph_cache=self._graph_cache,
         )
@@ -502,8 +513,67 @@ def test_classes_are_those_of_the_first_devices(stage: Stage) -> None:
     [refused] = late.got(Refused)
     assert (refused.instance, refused.final) == (late.instance, True)
     assert refused.reason == "its class folder '7' is not among this run's 3 classes: 0, 1, 2"
+    [said] = [line for line in stage.said.lines if line.startswith("the run has")]
+    assert said.startswith("the run has the 3 classes '0', '1', '2', as brought by 'a', 'b'; `classes` in the")
     assert stage.refusals("late") == [f"hello: {refused.reason}"]
     assert late.got(Task) == []
+
+
+def test_a_first_device_cannot_bring_thousands_of_classes(stage: Stage, first: Tensors) -> None:
+    """It is told what the bound is and who can raise it, and the run is that of the next device."""
+    flood = stage.fake("flood", classes=tuple(map(str, range(8000))))
+    stage.start(classes=(), max_classes=3)
+    stage.drive(lambda: bool(flood.got(Refused)))
+    [refused] = flood.got(Refused)
+    assert refused.final
+    assert refused.reason == (
+        "it has 8000 class folders, and devices may bring 3 to this run; its operator can list `classes`, "
+        "or raise `max_classes`"
+    )
+    stage.fake("a")
+    assert stage.finish() == "finished"
+    assert stage.store.run("r").classes == CLASSES
+    assert stage.refusals("flood") == [f"hello: {refused.reason}"]
+    assert_moved_by(stage, first, 1.0)
+
+
+def test_classes_that_devices_bring_together_are_bounded_too(stage: Stage) -> None:
+    stage.fake("a", silent, classes=("0", "1"))
+    stage.start(classes=(), max_classes=3, devices=2)
+    stage.drive(lambda: bool(stage.fakes[0].got(Welcome)))
+    second = stage.fake("b", silent, classes=("2", "3"))
+    stage.drive(lambda: bool(second.got(Refused)))
+    assert second.got(Refused)[0].reason.startswith(
+        "it has 2 class folders, with those of other devices 4, and devices may bring 3"
+    )
+    third = stage.fake("c", silent, classes=("1", "2"))
+    stage.drive(lambda: bool(third.tasks()))
+    assert stage.store.run("r").classes == CLASSES
+
+
+def test_the_operators_classes_are_the_runs_whoever_comes_first(stage: Stage, first: Tensors) -> None:
+    """A first device with others is refused, and the bound on what devices bring does not hold for the list."""
+    odd = stage.fake("odd", classes=("x", "y"))
+    stage.start(classes=CLASSES, max_classes=2)
+    stage.drive(lambda: bool(odd.got(Refused)))
+    assert odd.got(Refused)[0].reason == "its class folders 'x', 'y' are not among this run's 3 classes: 0, 1, 2"
+    stage.fake("a")
+    assert stage.finish() == "finished"
+    assert stage.store.run("r").classes == CLASSES
+    assert not [line for line in stage.said.lines if line.startswith("the run has")], "nobody else decided anything"
+    assert_moved_by(stage, first, 1.0)
+
+
+def test_a_hello_that_cannot_be_read_is_answered(stage: Stage) -> None:
+    """Names of classes are at most 255 letters long; the device is told, and does not wait for a welcome in vain."""
+    device = stage.fake("a")
+    device.hello = msgspec.structs.replace(device.hello, classes=("x" * 256, "y"))
+    stage.start(classes=())
+    stage.drive(lambda: bool(device.got(Refused)))
+    [refused] = device.got(Refused)
+    assert (refused.instance, refused.final) == (device.instance, True)
+    assert "length <= 255" in refused.reason
+    assert stage.refusals("a")[0].startswith("message: a message of ")
 
 
 def test_a_run_needs_two_classes(stage: Stage) -> None:

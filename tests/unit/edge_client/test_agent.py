@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +21,7 @@ from edge_client.runtime import Runtime, Seeds, Watch
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
-from fedvit.errors import PeerRefused
+from fedvit.errors import DataError, PeerRefused
 from fedvit.program import Group, Program, Role, encode_program
 from fedvit.resources import Budget, DeviceProfile, ResourceUse
 from fedvit.tensors import Tensors, delta, pack, unpack
@@ -392,6 +393,28 @@ def test_a_device_announces_itself(world: World) -> None:
     hello = world.server.expect(Hello)
     assert hello == Hello(hello.instance, "9.9", PROFILE, ("0", "1", "2"), 20, 12)
     assert len(hello.instance) == 16
+
+
+def test_class_folders_that_fit_into_no_hello_are_said_before_anything_is_connected(
+    digits: Path, tmp_path: Path
+) -> None:
+    data = DeviceData.open(digits)
+    crowded = replace(data, classes=tuple(f"class-{number:05}" for number in range(8000)))
+    broker = MemoryBroker()
+    with pytest.raises(
+        DataError, match=r"^8000 class folders: their names do not fit into a hello: .* exceeds the limit"
+    ):
+        Agent(
+            device="pi",
+            federation="home",
+            transport=MemoryTransport(SimpleQueue(), broker, "pi"),
+            data=crowded,
+            vault=Vault(tmp_path / "vault"),
+            blobs=BlobStore(tmp_path / "blobs"),
+            runtime=Runtime(1),
+            profile=PROFILE,
+            software="9.9",
+        )
 
 
 def test_every_epoch_of_the_coordinator_gets_one_hello(world: World) -> None:

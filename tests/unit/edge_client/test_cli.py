@@ -143,7 +143,7 @@ def test_an_empty_folder(run: Run, tmp_path: Path) -> None:
     assert_refused(run("--data", tmp_path / "empty"), DataError.exit_code, tmp_path / "empty", "no class folders")
 
 
-@pytest.mark.parametrize("name", ["two words", "", "süd/1"])
+@pytest.mark.parametrize("name", ["two words", "", "süd/1", "-rf", ".."])
 def test_an_id_that_cannot_be_one(run: Run, digits: Path, name: str) -> None:
     assert_refused(run("--data", digits, "--id", name), ConfigError.exit_code, repr(name), "--id")
 
@@ -165,9 +165,14 @@ def test_a_state_folder_that_is_a_file(run: Run, digits: Path, tmp_path: Path) -
 def test_a_state_folder_in_use_names_who_uses_it(
     run: Run, serve: Callable[..., Serving], digits: Path, tmp_path: Path
 ) -> None:
-    """And it is free again when that process is gone, even by kill -9."""
+    """And it is free again when that process is gone, even by kill -9. Whoever uses it closes it to others."""
     arguments = ("--data", digits, "--state", tmp_path / "device")
+    for kept in ("blobs", "vault"):
+        (tmp_path / "device" / kept).mkdir(parents=True)
+        (tmp_path / "device" / kept).chmod(0o755)
     first = serve(*arguments)
+    modes = {kept: (tmp_path / "device" / kept).stat().st_mode & 0o777 for kept in ("blobs", "vault")}
+    assert modes == {"blobs": 0o700, "vault": 0o700}, "an earlier version left them open"
     refused = run(*arguments)
     assert_refused(refused, ConfigError.exit_code, tmp_path / "device", f"process {first.process.pid}", "--state")
     first.end(signal.SIGKILL)
@@ -191,6 +196,8 @@ def test_a_devices_name_is_kept_from_start_to_start(serve: Callable[..., Serving
 def test_a_data_folder_may_have_any_name(serve: Callable[..., Serving], digits: Path, tmp_path: Path) -> None:
     shutil.copytree(digits, tmp_path / "Löwe 7")
     assert serve("--data", tmp_path / "Löwe 7").device.startswith("L-we-7-")
+    shutil.copytree(digits, tmp_path / ".-hidden")
+    assert serve("--data", tmp_path / ".-hidden").device.startswith("hidden-")
 
 
 def test_help_and_version_answer(run: Run) -> None:

@@ -260,7 +260,7 @@ def test_a_vault_that_cannot_be_read_is_named(vault: Vault) -> None:
         vault.commit(result(1), personal(1))
 
 
-@pytest.mark.parametrize("run", ["..", "../../elsewhere", "/elsewhere", "a/b", ""])
+@pytest.mark.parametrize("run", ["..", "../../elsewhere", "/elsewhere", "a/b", "", "-rf"])
 def test_a_run_whose_name_leads_elsewhere_is_refused(vault: Vault, run: str) -> None:
     """The name comes from the network."""
     with pytest.raises(BadPayload, match="run"):

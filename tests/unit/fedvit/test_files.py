@@ -1,14 +1,16 @@
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fedvit.errors import StorageFailed
-from fedvit.files import FileGroup, atomic_write
+from fedvit.files import FileGroup, atomic_write, make_private, private_files
 
 WAIT_S = 30.0
 
@@ -137,3 +139,45 @@ while True:
             writer.wait()
         content = path.read_bytes()
         assert (len(content), len(set(content))) == (200_000, 1)
+
+
+# --- files that nobody else reads ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mode & 0o777 for path in folder.rglob("*")}
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_private_files_are_the_owners_alone_whoever_makes_them(tmp_path: Path) -> None:
+    """Ours, a library's, and those of a process that was started; afterwards files are as usual again."""
+    with private_files():
+        atomic_write(tmp_path / "blobs" / "one", b"features")
+        sqlite3.connect(tmp_path / "db").execute("create table t (a)").connection.close()
+        subprocess.run(["touch", str(tmp_path / "log")], check=True)
+    atomic_write(tmp_path / "report", b"for all")
+    assert modes(tmp_path) == {"blobs": 0o700, "one": 0o600, "db": 0o600, "log": 0o600, "report": 0o644}
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_private_files_end_with_an_error_too(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), private_files():
+        raise ZeroDivisionError
+    atomic_write(tmp_path / "report", b"for all")
+    assert modes(tmp_path) == {"report": 0o644}
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_make_private_takes_the_rights_of_others_and_leaves_the_owners(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "db").touch()
+    (tmp_path / "read-only").touch(0o444)
+    make_private([tmp_path / "run", tmp_path / "db", tmp_path / "read-only", tmp_path / "missing"])
+    assert modes(tmp_path) == {"run": 0o700, "db": 0o600, "read-only": 0o400}

@@ -6,7 +6,7 @@ from fedvit.errors import ConfigError
 from fedvit.wire.topics import Topics, blob_level, check_name, covers
 
 DIGEST = "blake3:" + "0123456789abcdef" * 4
-NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
+NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", fullmatch=True)
 
 
 def all_topics(topics: Topics, device: str) -> dict[str, str]:
@@ -82,16 +82,26 @@ def test_a_blob_is_known_by_16_digits_of_its_digest() -> None:
     assert blob_level(DIGEST) == "0123456789abcdef"
 
 
-@pytest.mark.parametrize("name", ["a", "pi-4", "Kitchen_2", "x" * 64])
+@pytest.mark.parametrize("name", ["a", "0", "pi-4", "Kitchen_2", "_", "a-", "x" * 64])
 def test_good_names(name: str) -> None:
     assert check_name(name, "device id") == name
 
 
-@pytest.mark.parametrize("name", ["", "x" * 65, "a/b", "+", "#", "a b", "ä", "a\n", "a.b", "$SYS", "\0", "１"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "x" * 65, "x" * 100_000, "a/b", "+", "#", "a b", "a ", " a", "ä", "a.b", "$SYS", "１"),
+        *("a\n", "\na", "a\r", "a\t", "\0", "a\0", "\x1b[2J", "a\x7f", "a\u200b", "a\u202e"),
+        *("-", "--", "-rf", "--run", "-x", ".", "..", "../a"),
+    ],
+)
 def test_bad_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_name(name, "device id")
-    assert str(refused.value) == f"device id {name!r} must be 1 to 64 letters, digits, '-' or '_'"
+    shown = name if len(name) < 100 else "x" * 80 + "..."
+    assert (
+        str(refused.value) == f"device id {shown!r} must be 1 to 64 letters, digits, '-' or '_', and not begin with '-'"
+    )
 
 
 @pytest.mark.parametrize(

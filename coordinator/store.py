@@ -437,6 +437,12 @@ class Store:
             if fresh:
                 connection.execute(_results.insert(), fresh)
 
+    def drop_result(self, run: str, number: int, kind: TaskKind, device: str) -> None:
+        """What a device brought cannot be used any more: it may bring it again."""
+        key = (_results.c.run == run, _results.c.round == number, _results.c.device == device, _results.c.kind == kind)
+        with self._transaction() as connection:
+            connection.execute(delete(_results).where(*key))
+
     def has_result(self, run: str, number: int, kind: TaskKind, device: str) -> bool:
         """Whether a device's result was accepted."""
         with self._transaction() as connection:

@@ -143,7 +143,7 @@ class BlobStore:
 
         Nothing of them is, when it raises. Raises DiskFull when the disk is full.
         """
-        gathering = Gathering(self.folder)
+        gathering = Gathering(self)
         try:
             yield gathering
             gathering.commit()
@@ -154,16 +154,21 @@ class BlobStore:
 class Gathering(BlobStore):
     """A store, and the blobs that are just being put into it; for one thread."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, store: BlobStore) -> None:
+        super().__init__(store.folder)
+        self._store = store
         self._files = FileGroup()
         self._fresh: dict[str, Manifest] = {}
 
     def has(self, digest: str) -> bool:
-        return digest in self._fresh or super().has(digest)
+        return digest in self._fresh or self._store.has(digest)
 
     def manifest(self, digest: str) -> Manifest:
-        return self._fresh.get(digest) or super().manifest(digest)
+        return self._fresh.get(digest) or self._store.manifest(digest)
+
+    def get(self, digest: str) -> bytes:
+        """Only of what is committed."""
+        return self._store.get(digest)
 
     def put(self, *pieces: bytes | memoryview) -> Manifest:
         digest = digest_of(*pieces)

@@ -32,9 +32,9 @@ def newest_state(course: Course, step: ServerStep, copies: Callable[[], str]) ->
     while whole and _damaged(closed[whole - 1][1], blobs):
         whole -= 1
     saved = closed[whole - 1][1] if whole else save_state(plan.state, plan.groups, blobs, updates)
+    damaged = _damaged(closed[-1][1], blobs) if closed else []
     for record, recorded in closed[whole:]:
-        again = _Again(course, step, record, recorded, copies)
-        saved = again.closed(saved)
+        saved = _Again(course, step, record, recorded, damaged, copies).closed(saved)
     return msgspec.structs.replace(
         saved, references={group: _usable(reference, blobs) for group, reference in saved.references.items()}
     )
@@ -61,35 +61,40 @@ class _Again:
     """One closed round that is reckoned again."""
 
     def __init__(
-        self, course: Course, step: ServerStep, record: RoundRecord, recorded: SavedState, copies: Callable[[], str]
+        self,
+        course: Course,
+        step: ServerStep,
+        record: RoundRecord,
+        recorded: SavedState,
+        damaged: list[str],  # blobs of the newest state, for which all of this is done
+        copies: Callable[[], str],
     ) -> None:
         self._course = course
         self._step = step
         self._number = record.round
         self._recorded = recorded
+        self._damaged = damaged
         self._copies = copies
 
     def closed(self, before: SavedState) -> SavedState:
         course, plan, number = self._course, self._course.plan, self._number
-        damaged = _damaged(self._recorded, course.blobs)
         course.doing = f"round {number}: its state is damaged on this disk, and is made anew"
         results = [result for result in course.store.results_from(course.run, number) if result.used_in == number]
         for result in results:
             if result.upload and not course.blobs.is_sound(result.upload):
-                self._give_up(damaged, f"the upload of {result.device} for round {result.round} is not whole either")
+                self._give_up(f"the upload of {result.device} for round {result.round} is not whole either")
         try:
             state = self._step.again(number, results, load_state(before, course.blobs, plan.values))
         except EmptyCohort as error:
-            self._give_up(damaged, str(error))
+            self._give_up(str(error))
         saved = save_state(state, plan.groups, course.blobs, course.config.updates, before)
         if essential(saved) != essential(self._recorded):
-            self._give_up(damaged, f"round {number}, reckoned again, gives other numbers")
+            self._give_up(f"round {number}, reckoned again, gives other numbers")
         course.say(f"round {number}: its state was made anew, with the same numbers")
-        log.warning("state made anew", extra={"round": number, "digests": damaged})
+        log.warning("state made anew", extra={"round": number, "digests": self._damaged})
         return self._recorded
 
-    def _give_up(self, damaged: list[str], why: str) -> NoReturn:
-        course = self._course
-        digest = damaged[0] if damaged else next(iter(essential(self._recorded)))
+    def _give_up(self, why: str) -> NoReturn:
+        course, digest = self._course, self._damaged[0]
         held = what_it_held(digest, course.run, course.store, course.blobs)
         raise beyond_repair(course.run, course.blobs.path(digest), held, why, self._copies)

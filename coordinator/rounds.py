@@ -14,6 +14,7 @@ from pathlib import Path
 
 from coordinator.admission import ROOM_BYTES
 from coordinator.asking import Asking
+from coordinator.backups import Backups
 from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.config import RunConfig
 from coordinator.course import Course
@@ -26,7 +27,7 @@ from coordinator.planner import Plan, Variant, make_plan
 from coordinator.presence import Presence
 from coordinator.quarantine import Quarantine
 from coordinator.reception import Reception
-from coordinator.restore import newest_state
+from coordinator.restore import essential, newest_state
 from coordinator.results import Results
 from coordinator.server_step import DAMAGED_HERE, ServerStep
 from coordinator.status import Reporter
@@ -126,6 +127,7 @@ class Coordinator:
             rounds=protection.quarantine_rounds,
             began=lambda device: self.reception.put_away(device),
         )
+        self.backups = Backups(store, run, folder, config.backup_every)
         self.results = Results(
             run=run,
             config=config,
@@ -139,6 +141,7 @@ class Coordinator:
             released=lambda device: self.dispatch.give_open(device),
             say=self._say,
             strike=self.quarantine.strike,
+            note=self.backups.note,
         )
         self.dispatch = Dispatch(
             course=self.course,
@@ -207,6 +210,7 @@ class Coordinator:
         try:
             self._say("connecting to the broker")
             self.inbox.pump(lambda: self.inbox.connected)
+            self._with_room(partial(self.backups.put_back, self._say))
             self._with_room(self._gather)
             self._with_room(self._course)
         except Interrupted:
@@ -267,7 +271,9 @@ class Coordinator:
             log.error("damaged file", extra={"path": str(path), "held": held})
 
     def _copies(self) -> str:
-        return ""
+        """Older records of the run, for the operator."""
+        files = [str(self.backups.file(number)) for number in self.backups.rounds()]
+        return f", or put back an older record ({', '.join(files)}; docs/survival.md says how)" if files else ""
 
     def _wait_for_room(self, error: DiskFull) -> None:
         """Nothing is lost: devices keep their results, and answer to hellos is given meanwhile."""
@@ -410,6 +416,8 @@ class Coordinator:
             opened = self.mode.train(record)
             record = None
             results = [result for result in self.store.results_from(self.run, number) if result.used_in == number]
+            if gone := opened.accepted - {result.device for result in results}:
+                raise self.store.damaged(f"the result of {min(gone)} for round {number} is not in it any more")
             if lost := self.inbox.in_background(partial(self._damaged_of, results)):
                 damaged += 1
                 self._ask_again_for(lost, give_up=damaged > DAMAGES)
@@ -432,6 +440,7 @@ class Coordinator:
             }  # fmt: skip
             course.saved = save_state(state, plan.groups, self.blobs, self.config.updates, course.saved)
             self.store.close_round(self.run, number, course.saved, figures)
+            self.inbox.in_background(partial(self.backups.after_round, number))
             if number == self.config.rounds:
                 self.dispatch.dismiss(self.assignments, "the last round is closed")
             freed = self.blobs.prune(needed_blobs(plan, course.saved) | self._still_needed(number), PARTIAL_KEPT_S)
@@ -460,8 +469,13 @@ class Coordinator:
             self._say(f"round {self.course.number}: {result.device}: {reason}")
 
     def _still_needed(self, number: int) -> set[str]:
-        """Blobs of devices that are at work, and results that wait for the next server step."""
-        later = {result.upload for result in self.store.results_from(self.run, number + 1) if result.upload}
+        """Blobs of devices that are at work, results that wait for the next server step, and all that it takes to go on
+        from the oldest copy of the record: a damaged state is made anew from it, too."""
+        since, copies = self.backups.since(number), self.backups.rounds()
+        later = {result.upload for result in self.store.results_from(self.run, since + 1) if result.upload}
+        for record in self.store.rounds(self.run) if since < number else ():
+            if record.state and record.round in copies:
+                later |= essential(record.state) | set(record.state.uploads.values())
         return later.union(*(assignment.work.offered() for assignment in self.assignments))
 
     # --- what arrives ---------------------------------------------------------------------------------

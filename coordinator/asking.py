@@ -122,6 +122,10 @@ class Asking:
                     groups[group] = sent[-1].digest
                 recipes = [recipe for reference in sent for recipe in reference.recipes(blobs)]
                 work[device] = Work(variant, groups, expected, tuple(recipes))
+            for digest in {digest for part in work.values() for digest in part.offered()}:
+                blobs.manifest(
+                    digest
+                )  # here, since it reads what it has not read yet, and devices are served meanwhile
             return work
 
         def make_all() -> dict[str, Work]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from coordinator.checkpoint import load_state
 from coordinator.config import RunConfig
+from coordinator.integrity import SoundBlobs
 from coordinator.planner import Plan
 from coordinator.store import SavedState, Store
-from fedvit.blobs import BlobStore
 from fedvit.errors import LinkDown
 from fedvit.methods.base import ServerState
 
@@ -19,7 +19,7 @@ class Course:
     run: str
     config: RunConfig
     store: Store
-    blobs: BlobStore
+    blobs: SoundBlobs
     say: Callable[[str], None]
     classes: tuple[str, ...]  # empty while the first devices are gathered, whose they will be
     number: int = 1  # the round that is asked, or was asked last

@@ -161,7 +161,7 @@ class Dispatch:
             seed=self._config.seed,
             program=work.variant.digest,
             groups=work.groups,
-            blobs=tuple(self._blobs.manifest(digest) for digest in assignment.digests()),
+            blobs=tuple(self._blobs.manifest(digest) for digest in work.named()),
             deadline_s=max(1.0, deadline.told - time.monotonic()),
             lr_scale=work.variant.method.lr_scale(assignment.round, self._config.rounds),
             recipes=work.recipes,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.admission import LABELS, check_labels, check_result, check_room, check_upload
+from coordinator.backups import Accepted
 from coordinator.config import RunConfig
 from coordinator.deadlines import Links
 from coordinator.open_round import OpenRound
@@ -49,7 +50,8 @@ class Results:
 
     A device may bring what it was assigned. What comes for the round that is open counts in it; what comes later
     counts in the round that is open then (`counts_in`), where the run uses late results, and is refused elsewhere.
-    `strike(device, round, reason)` hears of results that no honest device brings.
+    `strike(device, round, reason)` hears of results that no honest device brings; `note(accepted)` keeps what was
+    accepted apart from the store, before it is in there.
     Idempotent by (run, round, kind, device). Whatever is refused is counted in the store, answered with the
     reason, and never fatal. `released(device)` hears that a device is free for its next task.
     """
@@ -69,6 +71,7 @@ class Results:
         released: Callable[[str], None],
         say: Callable[[str], None],
         strike: Callable[[str, int, str], None],
+        note: Callable[[Accepted], None],
     ) -> None:
         self.opened: OpenRound | None = None
         self.counts_in = 1  # the round whose server step takes what is accepted now
@@ -91,6 +94,7 @@ class Results:
         self._keep_at = 0.0  # when they have waited long enough for others
         self._refused: Counter[str] = Counter()  # by device
         self._strike = strike
+        self._note = note
 
     # --- the round --------------------------------------------------------------------------------------
 
@@ -347,9 +351,14 @@ class Results:
                 if answer.content is not None:
                     gathering.put(answer.content)
         used_in = {"train": self.counts_in, "evaluate": None}
-        self._store.add_results(
-            [(answer.assignment.device, answer.result, used_in[answer.result.kind]) for answer in kept]
-        )
+        accepted = [(answer.assignment.device, answer.result, used_in[answer.result.kind]) for answer in kept]
+        number, cohort, needed = self.counts_in, None, None
+        if self.opened:
+            number = self.opened.number
+            if self.opened.kind == "train":
+                cohort, needed = self.opened.cohort, self.opened.needed
+        self._note(Accepted(number, cohort, needed, accepted))
+        self._store.add_results(accepted)
         self._end([answer.assignment for answer in kept], "accepted")
         for assignment, result, _ in kept:
             device = assignment.device

@@ -6,32 +6,36 @@ come back.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from coordinator.admission import ROOM_BYTES, listed
 from coordinator.asking import Asking
+from coordinator.backups import Backups
 from coordinator.checkpoint import load_state, needed_blobs, save_state
 from coordinator.config import RunConfig
 from coordinator.course import Course
 from coordinator.dispatch import Dispatch
 from coordinator.display import Display, View
 from coordinator.inbox import Inbox, Interrupted
+from coordinator.integrity import DamagedBlob, SoundBlobs, beyond_repair, what_it_held
 from coordinator.modes import MODES
 from coordinator.planner import Plan, Variant, make_plan
 from coordinator.presence import Presence
 from coordinator.quarantine import Quarantine
 from coordinator.reception import Reception
+from coordinator.restore import essential, newest_state
 from coordinator.results import Results
-from coordinator.server_step import ServerStep
+from coordinator.server_step import DAMAGED_HERE, ServerStep
 from coordinator.status import Reporter
-from coordinator.store import RoundRecord, Store
+from coordinator.store import ResultRecord, RoundRecord, Store
 from coordinator.summary import round_line
 from coordinator.targets import Targets
 from coordinator.work import Assignments, Work
-from fedvit.blobs import BlobStore
-from fedvit.errors import BadPayload, ConfigError, DiskFull, EmptyCohort, FedvitError
+from fedvit.errors import BadPayload, ConfigError, Damaged, DiskFull, EmptyCohort, FedvitError, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.methods.base import ServerState
 from fedvit.program import decode_program
@@ -64,6 +68,9 @@ PARTIAL_KEPT_S = 24 * 3600.0
 """How long half an upload is kept for a device that may go on with it."""
 ATTEMPTS = 3
 """Times that a round which brought no usable result is tried before the run gives up."""
+DAMAGES = 3
+"""Times that the same file is made anew, and that a round is asked again for damaged results: then the disk is at fault
+and the run gives up."""
 
 
 class Coordinator:
@@ -87,7 +94,7 @@ class Coordinator:
         self.transport = transport
         self.store = store
         self.folder = folder
-        self.blobs = BlobStore(folder / "blobs")
+        self.blobs = SoundBlobs(folder / "blobs")
         self.display = display
         self.topics = Topics(config.federation)
         self.presence = Presence()
@@ -120,6 +127,7 @@ class Coordinator:
             rounds=protection.quarantine_rounds,
             began=lambda device: self.reception.put_away(device),
         )
+        self.backups = Backups(store, run, folder, config.backup_every)
         self.results = Results(
             run=run,
             config=config,
@@ -133,6 +141,7 @@ class Coordinator:
             released=lambda device: self.dispatch.give_open(device),
             say=self._say,
             strike=self.quarantine.strike,
+            note=self.backups.note,
         )
         self.dispatch = Dispatch(
             course=self.course,
@@ -176,6 +185,9 @@ class Coordinator:
         self._graph_cache = graph_cache
         self._watch = watch
         self._reporter = Reporter(folder)
+        self._made_good: Counter[str] = Counter()  # digests of blobs that were damaged, and how often
+        self._excused: set[tuple[str, str]] = set()  # (device, digest): it got a damaged blob from here
+        self._restoring = False
 
     # --- the course of a run --------------------------------------------------------------------------
 
@@ -198,14 +210,15 @@ class Coordinator:
         try:
             self._say("connecting to the broker")
             self.inbox.pump(lambda: self.inbox.connected)
+            self._with_room(partial(self.backups.put_back, self._say))
             self._with_room(self._gather)
             self._with_room(self._course)
         except Interrupted:
-            with suppress(DiskFull):  # a run that is not finished can be resumed, whatever its status is
+            with suppress(StorageFailed):  # a run that is not finished can be resumed, whatever its status is
                 self.store.update_run(self.run, status="interrupted")
             raise
         except (FedvitError, OSError) as error:
-            with suppress(DiskFull):
+            with suppress(StorageFailed):
                 self.store.update_run(self.run, status="failed", reason=str(error))
             self._tell_all(RunEnded(self.run, f"failed: {error}"[:400]))
             raise
@@ -230,10 +243,42 @@ class Coordinator:
                 return
             except DiskFull as error:
                 self._wait_for_room(error)
+            except DamagedBlob as error:
+                self._begin_restoring(error)
+
+    def _begin_restoring(self, error: DamagedBlob) -> None:
+        """A file of this run is damaged: nobody is served with it any more, and what is done next makes it anew.
+
+        Devices stay at their tasks, as in a pause. Raises Damaged where that did not help.
+        """
+        self._made_good[error.digest] += 1
+        if self._made_good[error.digest] > DAMAGES:
+            held = what_it_held(error.digest, self.run, self.store, self.blobs)
+            raise beyond_repair(self.run, error.path, held, f"it was damaged {DAMAGES} times", self._copies)
+        self._restoring = True
+        self.results.pause()
+        self._tell_of_damage()
+        self.exchange.stop_sending(error.digest)
+
+    def _tell_of_damage(self) -> None:
+        """Name every file that was found to be damaged; whoever is being served with it asks again."""
+        for digest in self.blobs.found():
+            self._made_good.setdefault(digest, 0)
+            self.exchange.stop_sending(digest)
+            held = what_it_held(digest, self.run, self.store, self.blobs)
+            path = self.blobs.path(digest)
+            self._say(f"run {self.run}: {path} {DAMAGED_HERE}: it held {held}")
+            log.error("damaged file", extra={"path": str(path), "held": held})
+
+    def _copies(self) -> str:
+        """Older records of the run, for the operator."""
+        files = [str(self.backups.file(number)) for number in self.backups.rounds()]
+        return f", or put back an older record ({', '.join(files)}; docs/survival.md says how)" if files else ""
 
     def _wait_for_room(self, error: DiskFull) -> None:
         """Nothing is lost: devices keep their results, and answer to hellos is given meanwhile."""
         self.results.pause()
+        self._restoring = True  # all of it is looked at before the run goes on
         self.course.doing = f"paused, waiting for room on the disk: {error}"
         self._say(f"paused: {error}; goes on by itself when there is room again")
         log.error("paused", extra={"reason": str(error)})
@@ -298,10 +343,8 @@ class Coordinator:
             )
         self.course.made = plan
         self.store.update_run(self.run, program=made, protocol=plan.protocol)
-        closed = [record.state for record in self.store.rounds(self.run) if record.state]
-        self.course.saved = (
-            closed[-1] if closed else save_state(plan.state, plan.groups, self.blobs, self.config.updates)
-        )
+        self.course.saved = newest_state(self.course, self.server_step, self._copies)
+        self._restoring = False
         groups = {group: (role.value, len(names)) for group, (role, names) in plan.method.groups(plan.vit).items()}
         log.info("program ready", extra={"program": made, "groups": groups})
 
@@ -314,7 +357,15 @@ class Coordinator:
         if not states:
             self.store.run(earlier)  # raises when there is none of that name
             raise ConfigError(f"start_from = {earlier!r}: that run closed no round")
-        return load_state(states[-1], BlobStore(self.folder.parent / earlier / "blobs"))
+        blobs = SoundBlobs(self.folder.parent / earlier / "blobs")
+        try:
+            return load_state(states[-1], blobs)
+        except DamagedBlob as error:
+            held = what_it_held(error.digest, earlier, self.store, blobs)
+            raise Damaged(
+                f"start_from = {earlier!r}: {error.path} is damaged: it held {held}. "
+                "Put the file back from a copy of that run's folder"
+            ) from error
 
     def _take_up(self) -> None:
         """Tasks of an earlier process whose results still count: their devices are at work, or are asked again.
@@ -327,7 +378,8 @@ class Coordinator:
         if not self.config.uses_late_results():
             return
         for task in self.store.unanswered(self.run):
-            if not self.mode.goes_on(task.round, open_round) or not self.blobs.has(task.program):
+            named = (task.program, *task.groups.values())
+            if not self.mode.goes_on(task.round, open_round) or not all(map(self.blobs.has, named)):
                 continue
             program = decode_program(self.blobs.get(task.program))
             variant = Variant(task.program, program, self.course.plan.method_for(task.device, task.round))
@@ -364,12 +416,19 @@ class Coordinator:
     def _train(self, number: int, record: RoundRecord | None) -> None:
         """Ask devices to train, and move the state. Raises EmptyCohort after ATTEMPTS fruitless tries."""
         course, plan = self.course, self.course.plan
-        fruitless = 0
+        fruitless, damaged = 0, 0
         while fruitless < ATTEMPTS:
             began = time.monotonic()
             opened = self.mode.train(record)
             record = None
             results = [result for result in self.store.results_from(self.run, number) if result.used_in == number]
+            if gone := opened.accepted - {result.device for result in results}:
+                raise self.store.damaged(f"the result of {min(gone)} for round {number} is not in it any more")
+            if lost := self.inbox.in_background(partial(self._damaged_of, results)):
+                damaged += 1
+                self._ask_again_for(lost, give_up=damaged > DAMAGES)
+                record = self.store.round(self.run, number)
+                continue
             trained_s = time.monotonic() - began
             try:
                 state, figures = self.server_step.take(opened, results)
@@ -387,6 +446,7 @@ class Coordinator:
             }  # fmt: skip
             course.saved = save_state(state, plan.groups, self.blobs, self.config.updates, course.saved)
             self.store.close_round(self.run, number, course.saved, figures)
+            self.inbox.in_background(partial(self.backups.after_round, number))
             if number == self.config.rounds:
                 self.dispatch.dismiss(self.assignments, "the last round is closed")
             freed = self.blobs.prune(needed_blobs(plan, course.saved) | self._still_needed(number), PARTIAL_KEPT_S)
@@ -394,14 +454,40 @@ class Coordinator:
             return
         raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `coordinator show {self.run}`")
 
+    def _damaged_of(self, results: list[ResultRecord]) -> list[ResultRecord]:
+        return [result for result in results if result.upload and not self.blobs.is_sound(result.upload)]
+
+    def _ask_again_for(self, lost: list[ResultRecord], *, give_up: bool) -> None:
+        """Results whose uploads were damaged since they came: they count no more, and their devices are asked again.
+
+        No device is to blame. Raises Damaged when it was of no use before.
+        """
+        self._tell_of_damage()
+        for result in lost:
+            path = self.blobs.path(result.upload or "")
+            if give_up:
+                held = f"the upload of {result.device} for round {result.round}"
+                why = f"devices were asked again {DAMAGES} times, and what they brought was damaged each time"
+                raise beyond_repair(self.run, path, held, why, self._copies)
+            self.store.drop_result(self.run, result.round, result.kind, result.device)
+            reason = f"its upload {DAMAGED_HERE}: {path}; it is asked again"
+            self.results.refuse(result.device, result.kind, reason, result.round)
+            self._say(f"round {self.course.number}: {result.device}: {reason}")
+
     def _still_needed(self, number: int) -> set[str]:
-        """Blobs of devices that are at work, and results that wait for the next server step."""
-        later = {result.upload for result in self.store.results_from(self.run, number + 1) if result.upload}
-        return later.union(*(assignment.offered() for assignment in self.assignments))
+        """Blobs of devices that are at work, results that wait for the next server step, and all that it takes to go on
+        from the oldest copy of the record: a damaged state is made anew from it, too."""
+        since, copies = self.backups.since(number), self.backups.rounds()
+        later = {result.upload for result in self.store.results_from(self.run, since + 1) if result.upload}
+        for record in self.store.rounds(self.run) if since < number else ():
+            if record.state and record.round in copies:
+                later |= essential(record.state) | set(record.state.uploads.values())
+        return later.union(*(assignment.work.offered() for assignment in self.assignments))
 
     # --- what arrives ---------------------------------------------------------------------------------
 
     def _tick(self) -> None:
+        self._tell_of_damage()
         self.exchange.tick()
         self.results.keep()
         self.dispatch.keep_time()
@@ -425,6 +511,8 @@ class Coordinator:
             case Result():
                 self._learn(device, message, message.use.broke, message.use)
                 self.results.on_result(device, message)
+            case Failed() if self._is_excused(device, message):
+                self.dispatch.give_again(device, anew=False)
             case Failed():
                 self._learn(device, message, (message.broke,) if message.broke else (), message.use)
                 self.results.on_failed(device, message)
@@ -433,6 +521,8 @@ class Coordinator:
             case Progress():
                 self.dispatch.progressed(device, message)
             case Want():
+                if not self._can_serve(device, message.digest):
+                    return
                 try:
                     self.exchange.on_want(device, message)
                 except BadPayload as error:
@@ -443,6 +533,24 @@ class Coordinator:
                 self.exchange.on_done(device, message)
             case _:
                 self.results.refuse(device, "message", f"a {type(message).__name__} is not for the coordinator")
+
+    def _can_serve(self, device: str, digest: str) -> bool:
+        """Whether a blob is as it was written. Raises DamagedBlob when it is not, once: then it is being restored."""
+        if not self.assignments.may_read(device, digest) or self.blobs.is_sound(digest):
+            return True
+        if not self._restoring:
+            self.blobs.check(digest)
+        return False  # the device asks again
+
+    def _is_excused(self, device: str, message: Failed) -> bool:
+        """Whether a task failed since a blob that it names was damaged here. Raises DamagedBlob when it still is."""
+        named = [digest for digest in self.assignments.offered(device) if digest in message.reason]
+        for digest in named:
+            if not self._restoring:
+                self.blobs.check(digest, anew=True)
+        ours = {(device, digest) for digest in named if digest in self._made_good} - self._excused
+        self._excused |= ours
+        return bool(ours)
 
     def _learn(
         self, device: str, message: Result | Failed, broke: tuple[BudgetKind, ...], use: ResourceUse | None

@@ -112,11 +112,15 @@ class Reporter:
 def read_status(folder: Path) -> Status:
     """Raises ConfigError when there is none."""
     try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=Status)
+        status = msgspec.json.decode((folder / FILE).read_bytes(), type=Status)
+        dates = [status.at, *(one.until for one in status.resting)]
+        for said in dates + [date for one in status.waiting_for for date in (one.since, one.until)]:
+            datetime.fromisoformat(said)
     except OSError:
         raise ConfigError(f"no coordinator has served the run in {folder} yet") from None
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{folder / FILE} cannot be read: {error}") from error
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ConfigError(f"{folder / FILE} cannot be read: {error}; nothing else depends on it") from error
+    return status
 
 
 def lines(run: str, recorded: str, status: Status) -> list[str]:

@@ -4,17 +4,21 @@ SQLite by default (write-ahead log, synced at commit); any SQLAlchemy URL works.
 are their digests.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 from sqlalchemy import (
     JSON,
     Boolean,
     Column,
+    ColumnElement,
     ForeignKeyConstraint,
     Integer,
     MetaData,
@@ -37,10 +41,17 @@ from sqlalchemy.schema import CreateColumn
 
 from coordinator.cohort import Asked
 from coordinator.downlink import Reference
-from fedvit.errors import ConfigError, DiskFull, StorageFailed
+from fedvit.blobs import digest_of
+from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.wire.messages import Result, TaskKind
 from profiles.prediction import Expected
+
+SEAL = "seal"
+"""Column of every table that tensors depend on: a digest of the row's other columns, since SQLite has none itself."""
+
+COPIES = "backups"
+"""In a run's folder: copies of the database."""
 
 _tables = MetaData()
 
@@ -56,6 +67,7 @@ _runs = Table(
     Column("protocol", String),  # how accuracy is measured
     Column("reason", String),  # why it failed
     Column("corrections", JSON),  # by device and budget: factors by which predictions were too low
+    Column(SEAL, String),
 )
 
 _rounds = Table(
@@ -71,6 +83,7 @@ _rounds = Table(
     Column("figures", JSON),
     Column("expected", JSON),  # by device: what its part was expected to cost
     Column("needed", Integer),  # results that close it at once
+    Column(SEAL, String),
     ForeignKeyConstraint(["run"], ["runs.id"]),
 )
 
@@ -87,6 +100,7 @@ _results = Table(
     Column("upload", String),  # digest
     Column("received_at", String, nullable=False),
     Column("used_in", Integer),  # the round whose server step takes it; empty: its own
+    Column(SEAL, String),
 )
 
 _tasks = Table(
@@ -125,6 +139,7 @@ _strikes = Table(
     Column("reason", String, nullable=False),
     Column("at", String, nullable=False),
     Column("spent", Boolean, nullable=False, default=False),  # led to a quarantine, or was forgiven
+    Column(SEAL, String),
 )
 
 _quarantines = Table(
@@ -138,6 +153,7 @@ _quarantines = Table(
     Column("reason", String, nullable=False),
     Column("at", String, nullable=False),
     Column("released_at", String),
+    Column(SEAL, String),
 )
 
 
@@ -239,16 +255,48 @@ _FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
 """What SQLite says when a write finds no room; the second where a limit on sizes of files is in the way."""
 
 
+_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_IOERR_CORRUPTFS")
+"""How the names of errors begin that SQLite has for a file that it did not write so."""
+
+
 class Store:
-    """Raises StorageFailed when the database cannot be read or written, DiskFull for want of room."""
+    """Raises StorageFailed when the database cannot be read or written, DiskFull for want of room, Damaged, with what
+    to do, when it does not hold what was written to it."""
 
     def __init__(self, url: str) -> None:
         self._engine: Engine = create_engine(url)
-        if self._engine.dialect.name == "sqlite":
+        self._file = Path(self._engine.url.database or "") if self._engine.dialect.name == "sqlite" else None
+        if self._file:
             event.listen(self._engine, "connect", _prepare_sqlite)
+            self._check_file(self._file)
         with self._transaction() as connection:
             _tables.create_all(connection)
-            _add_columns(connection)
+            self._add_columns(connection)
+
+    def _add_columns(self, connection: Connection) -> None:
+        """What tables of an earlier version lack; every column that came later may be empty."""
+        for table in _tables.sorted_tables:
+            there = {column["name"] for column in inspect(connection).get_columns(table.name)}
+            for column in table.columns:
+                if column.name in there:
+                    continue
+                if not column.nullable:
+                    raise self.damaged(f"table {table.name!r} has no column {column.name!r}")
+                described = CreateColumn(column).compile(dialect=connection.dialect)
+                connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {described}"))
+
+    def _check_file(self, file: Path) -> None:
+        """As a whole, before anything in it is relied upon."""
+        if not file.is_file():
+            return
+        if not file.stat().st_size:
+            if newest_copy(file):  # else a process was killed before it had written anything
+                raise self.damaged("it is empty")
+            return
+        with self._transaction() as connection:
+            found = connection.execute(text("PRAGMA integrity_check(1)")).scalar()
+            if found != "ok":
+                raise self.damaged(str(found))
 
     @classmethod
     def in_folder(cls, folder: Path) -> "Store":
@@ -266,10 +314,41 @@ class Store:
         try:
             with self._engine.begin() as connection:
                 yield connection
-        except SQLAlchemyError as error:
+        except (SQLAlchemyError, sqlite3.Error) as error:
             cause = getattr(error, "orig", None) or error
-            kind = DiskFull if getattr(cause, "sqlite_errorname", None) in _FULL else StorageFailed
+            name = getattr(cause, "sqlite_errorname", None) or ""
+            if self._file and (name.startswith(_DAMAGED) or str(cause).startswith("Could not decode to UTF-8")):
+                raise self.damaged(str(cause)) from error
+            kind = DiskFull if name in _FULL else StorageFailed
             raise kind(f"database {self._engine.url}: {cause}") from error
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise self.damaged(f"a value cannot be read ({error})") from error
+
+    def damaged(self, what: str) -> Damaged:
+        """The error that says so, and what to do."""
+        return Damaged(remedy(self._file, what) if self._file else f"database {self._engine.url} is damaged: {what}")
+
+    def _sound(self, table: Table, rows: Iterable[Any]) -> Iterator[Any]:
+        """The rows as they come. Raises Damaged at one that does not hold what was written to it."""
+        for row in rows:
+            if row.seal is not None and row.seal != _seal_of(table, row._asdict()):  # older versions wrote none
+                raise self.damaged(f"the seal of a row of table {table.name!r} is broken")
+            yield row
+
+    def back_up(self, file: Path) -> bool:
+        """Write a verified copy of the database to `file`, which is new; False where there is no file to copy.
+
+        It is not synced.
+        """
+        if self._file is None:
+            return False
+        with self._transaction() as connection:
+            raw: Any = connection.connection.driver_connection
+            with closing(sqlite3.connect(file)) as copy:
+                raw.backup(copy)
+        if not is_whole(file):
+            raise self.damaged("what can be read of it is not whole")
+        return True
 
     # --- runs -----------------------------------------------------------------------------------------
 
@@ -278,11 +357,13 @@ class Store:
             connection.execute(
                 _runs.insert().values(id=run, created_at=_now(), status="waiting", config=config, classes=[])
             )
+            _seal(connection, _runs, _runs.c.id == run)
 
     def update_run(self, run: str, **values: Any) -> None:
         """Set status, classes, program, protocol, reason or corrections."""
         with self._transaction() as connection:
             connection.execute(update(_runs).where(_runs.c.id == run).values(**values))
+            _seal(connection, _runs, _runs.c.id == run)
 
     def runs(self) -> list[RunRecord]:
         """Newest first."""
@@ -300,7 +381,7 @@ class Store:
                     reason=row.reason,
                     corrections=row.corrections or {},
                 )
-                for row in rows
+                for row in self._sound(_runs, rows)
             ]
 
     def run(self, run: str) -> RunRecord:
@@ -320,46 +401,40 @@ class Store:
         with self._transaction() as connection:
             if connection.execute(select(_rounds.c.round).where(*this)).first():
                 connection.execute(update(_rounds).where(*this).values(cohort=cohort, needed=needed))
-                return
-            connection.execute(
-                _rounds.insert().values(
-                    run=run, round=number, cohort=cohort, opened_at=_now(), evaluated=False, needed=needed
+            else:
+                connection.execute(
+                    _rounds.insert().values(
+                        run=run, round=number, cohort=cohort, opened_at=_now(), evaluated=False, needed=needed
+                    )
                 )
-            )
+            _seal(connection, _rounds, *this)
 
     def set_expected(self, run: str, number: int, expected: dict[str, Expected]) -> None:
         """What each device's training in a round is expected to cost."""
-        with self._transaction() as connection:
-            connection.execute(
-                update(_rounds)
-                .where(_rounds.c.run == run, _rounds.c.round == number)
-                .values(expected=msgspec.to_builtins(expected))
-            )
+        self._update_round(run, number, expected=msgspec.to_builtins(expected))
 
     def close_round(self, run: str, number: int, state: SavedState, figures: dict[str, float]) -> None:
-        with self._transaction() as connection:
-            connection.execute(
-                update(_rounds)
-                .where(_rounds.c.run == run, _rounds.c.round == number)
-                .values(closed_at=_now(), state=msgspec.to_builtins(state), figures=figures)
-            )
+        self._update_round(run, number, closed_at=_now(), state=msgspec.to_builtins(state), figures=figures)
 
     def round_evaluated(self, run: str, number: int) -> None:
+        self._update_round(run, number, evaluated=True)
+
+    def _update_round(self, run: str, number: int, **values: Any) -> None:
+        this = (_rounds.c.run == run, _rounds.c.round == number)
         with self._transaction() as connection:
-            connection.execute(
-                update(_rounds).where(_rounds.c.run == run, _rounds.c.round == number).values(evaluated=True)
-            )
+            connection.execute(update(_rounds).where(*this).values(**values))
+            _seal(connection, _rounds, *this)
 
     def rounds(self, run: str) -> list[RoundRecord]:
         with self._transaction() as connection:
             rows = connection.execute(select(_rounds).where(_rounds.c.run == run).order_by(_rounds.c.round))
-            return [_round_record(row) for row in rows]
+            return [_round_record(row) for row in self._sound(_rounds, rows)]
 
     def round(self, run: str, number: int) -> RoundRecord | None:
         """One round; None when it was never opened."""
         with self._transaction() as connection:
-            row = connection.execute(select(_rounds).where(_rounds.c.run == run, _rounds.c.round == number)).first()
-            return _round_record(row) if row else None
+            rows = connection.execute(select(_rounds).where(_rounds.c.run == run, _rounds.c.round == number))
+            return next(map(_round_record, self._sound(_rounds, rows)), None)
 
     def figures(self, run: str) -> list[dict[str, float]]:
         """What each closed round noted of itself, in their order; the rest of a record grows with the devices."""
@@ -435,7 +510,13 @@ class Store:
                 if (result.run, result.round, result.kind, device) not in there
             ]  # fmt: skip
             if fresh:
-                connection.execute(_results.insert(), fresh)
+                connection.execute(_results.insert(), [row | {SEAL: _seal_of(_results, row)} for row in fresh])
+
+    def drop_result(self, run: str, number: int, kind: TaskKind, device: str) -> None:
+        """What a device brought cannot be used any more: it may bring it again."""
+        key = (_results.c.run == run, _results.c.round == number, _results.c.device == device, _results.c.kind == kind)
+        with self._transaction() as connection:
+            connection.execute(delete(_results).where(*key))
 
     def has_result(self, run: str, number: int, kind: TaskKind, device: str) -> bool:
         """Whether a device's result was accepted."""
@@ -468,7 +549,7 @@ class Store:
                     row.run, row.round, row.device, row.kind, row.samples, row.metrics,
                     msgspec.convert(row.use, ResourceUse), row.upload, row.used_in or row.round,
                 )
-                for row in rows
+                for row in self._sound(_results, rows)
             ]  # fmt: skip
 
     def add_refusal(
@@ -505,12 +586,16 @@ class Store:
                         run=run, round=round_number, device=device, reason=reason, at=_now(), spent=False
                     )
                 )
+                _seal(connection, _strikes, *mine)
             return len(connection.execute(select(_strikes.c.id).where(*mine, _strikes.c.spent.is_(False))).all())
 
     def strikes(self, run: str) -> list[StrikeRecord]:
         with self._transaction() as connection:
             rows = connection.execute(select(_strikes).where(_strikes.c.run == run).order_by(_strikes.c.id))
-            return [StrikeRecord(row.round, row.device, row.reason, row.at, row.spent) for row in rows]
+            return [
+                StrikeRecord(row.round, row.device, row.reason, row.at, row.spent)
+                for row in self._sound(_strikes, rows)
+            ]
 
     def add_quarantine(self, run: str, device: str, round_number: int, until_round: int | None, reason: str) -> None:
         """From now on the device's strikes are counted anew."""
@@ -520,6 +605,7 @@ class Store:
                     run=run, device=device, round=round_number, until_round=until_round, reason=reason, at=_now()
                 )
             )
+            _seal(connection, _quarantines, _quarantines.c.run == run, _quarantines.c.device == device)
             _spend_strikes(connection, run, device)
 
     def quarantines(self, run: str) -> list[QuarantineRecord]:
@@ -528,7 +614,7 @@ class Store:
             rows = connection.execute(select(_quarantines).where(_quarantines.c.run == run).order_by(_quarantines.c.id))
             return [
                 QuarantineRecord(row.device, row.round, row.until_round, row.reason, row.at, row.released_at)
-                for row in rows
+                for row in self._sound(_quarantines, rows)
             ]
 
     def release(self, run: str, device: str) -> bool:
@@ -536,12 +622,70 @@ class Store:
         held = (_quarantines.c.run == run, _quarantines.c.device == device, _quarantines.c.released_at.is_(None))
         with self._transaction() as connection:
             ended = connection.execute(update(_quarantines).where(*held).values(released_at=_now()))
+            _seal(connection, _quarantines, *held[:2])
             return ended.rowcount + _spend_strikes(connection, run, device) > 0
+
+
+# --- damage and copies ----------------------------------------------------------------------------------
+
+
+def is_whole(file: Path) -> bool:
+    """Whether a copy of the database, which nobody writes to, holds what was written to it."""
+    address = f"file:{quote(str(file))}?mode=ro&immutable=1"
+    engine = create_engine("sqlite://", creator=lambda: sqlite3.connect(address, uri=True))
+    try:
+        with engine.connect() as connection:
+            if connection.execute(text("PRAGMA integrity_check(1)")).scalar() != "ok":
+                return False
+            sealed = [table for table in _tables.sorted_tables if SEAL in table.columns]
+            rows = ((table, row) for table in sealed for row in connection.execute(select(table)))
+            return all(row.seal in (None, _seal_of(table, row._asdict())) for table, row in rows)
+    except (SQLAlchemyError, ValueError):
+        return False
+    finally:
+        engine.dispose()
+
+
+def newest_copy(database: Path) -> Path | None:
+    """The newest copy of a damaged database that is whole; see `coordinator.backups`."""
+    made = {file: file.stat().st_mtime_ns for file in database.parent.glob(f"*/{COPIES}/round-*.db")}
+    return next((file for file in sorted(made, key=lambda file: made[file], reverse=True) if is_whole(file)), None)
+
+
+def remedy(database: Path, why: str) -> str:
+    """What is to be done about a damaged database: which copy of it is good, and how it is put back."""
+    damaged = f"{database} is damaged: {why}"
+    copy = newest_copy(database)
+    if copy is None:
+        return (
+            f"{damaged}. There is no good copy of it in {database.parent}/RUN/{COPIES}: put back one of your own, or "
+            f"move it away and begin anew (tensors of finished runs are in {database.parent}/RUN/model.safetensors)"
+        )
+    run, number = copy.parent.parent.name, copy.stem.partition("-")[2]
+    return (
+        f"{damaged}. The newest good copy is {copy}, made after round {number} of run {run}. While no coordinator "
+        f"serves this folder, put it back: mv {database} {database}.damaged; rm -f {database}-wal {database}-shm; "
+        f"cp {copy} {database}; then: coordinator start --resume {run} --out {database.parent}"
+    )
 
 
 def _spend_strikes(connection: Connection, run: str, device: str) -> int:
     mine = (_strikes.c.run == run, _strikes.c.device == device, _strikes.c.spent.is_(False))
-    return connection.execute(update(_strikes).where(*mine).values(spent=True)).rowcount
+    spent = connection.execute(update(_strikes).where(*mine).values(spent=True)).rowcount
+    _seal(connection, _strikes, *mine[:2])
+    return spent
+
+
+def _seal(connection: Connection, table: Table, *where: ColumnElement[bool]) -> None:
+    """After rows were written."""
+    for row in connection.execute(select(table).where(*where)).all():
+        this = [column == row._mapping[column.name] for column in table.primary_key]
+        connection.execute(update(table).where(*this).values(seal=_seal_of(table, row._asdict())))
+
+
+def _seal_of(table: Table, row: Mapping[str, Any]) -> str:
+    values = [row.get(column.name) for column in table.columns if column.name != SEAL]
+    return digest_of(json.dumps(values, sort_keys=True).encode())
 
 
 def _round_record(row: Any) -> RoundRecord:
@@ -561,16 +705,6 @@ def _there(connection: Connection, results: Sequence[Result], devices: Sequence[
         _results.c.device.in_(devices),
     )
     return {tuple(row) for row in connection.execute(query)}
-
-
-def _add_columns(connection: Connection) -> None:
-    """What tables of an earlier version lack; every column that came later may be empty."""
-    for table in _tables.sorted_tables:
-        there = {column["name"] for column in inspect(connection).get_columns(table.name)}
-        for column in table.columns:
-            if column.name not in there:
-                described = CreateColumn(column).compile(dialect=connection.dialect)
-                connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {described}"))
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

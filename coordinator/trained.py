@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from coordinator.config import make_config
+from coordinator.integrity import SoundBlobs
 from coordinator.store import RunRecord, Store
 from coordinator.summary import RunSummary, summarise
 from export.bundle.card import Origin, Reported
 from export.bundle.write import Trained
-from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
 from fedvit.precision import as_specified
 from fedvit.program import Program, Role, decode_program
@@ -32,7 +32,7 @@ def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: 
     saved = rounds[-1].state
     assert saved is not None  # those without were left out
     folder = runs / run
-    blobs = BlobStore(folder / "blobs")
+    blobs = SoundBlobs(folder / "blobs")
     try:
         program = decode_program(blobs.get(record.program))
         graph = blobs.get(program.graphs[program.evaluate.graph].digest)

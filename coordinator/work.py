@@ -21,6 +21,14 @@ class Work(NamedTuple):
     expected: Expected | None  # None: nothing is known of the device
     recipes: tuple[Recipe, ...] = ()  # how it may make blobs of `groups`
 
+    def named(self) -> list[str]:
+        """Digests of what a task names."""
+        return [self.variant.digest, *initial_blobs(self.variant.program), *self.groups.values()]
+
+    def offered(self) -> set[str]:
+        """Digests of what a device may ask for."""
+        return {*self.named(), *(recipe.patch.digest for recipe in self.recipes)}
+
 
 def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: BlobStore) -> float | None:
     """Time that a task should take with its transfers; None where the device's speed is not known.
@@ -33,8 +41,7 @@ def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: Bl
     computing_s = prediction.train_s if kind == "train" else prediction.evaluate_s
     if computing_s is None:
         return None
-    digests = {work.variant.digest, *initial_blobs(work.variant.program), *work.groups.values()}
-    moved = sum(blobs.manifest(digest).size for digest in digests)
+    moved = sum(blobs.manifest(digest).size for digest in set(work.named()))
     return computing_s + links.seconds(device, moved + (work.expected.bytes_up if kind == "train" else 0))
 
 
@@ -74,15 +81,6 @@ class Assignment:
             return 0
         return (before - missing) * CHUNK_BYTES if missing < before else None
 
-    def digests(self) -> list[str]:
-        """What the task names."""
-        variant = self.work.variant
-        return [variant.digest, *initial_blobs(variant.program), *self.work.groups.values()]
-
-    def offered(self) -> set[str]:
-        """What the device may ask for."""
-        return {*self.digests(), *(recipe.patch.digest for recipe in self.work.recipes)}
-
     def once(self) -> list[str]:
         """What is of this round alone, in the form that takes fewest bytes of a device that had the round before."""
         made = {recipe.target for recipe in self.work.recipes}
@@ -120,7 +118,7 @@ class Assignments:
 
     def offer(self, device: str) -> None:
         """The device is being told its task: it may ask for the blobs of this one, and of none before."""
-        offered = self._by_device[device].offered()
+        offered = self._by_device[device].work.offered()
         before = self._offered.get(device, set())
         for digest in before - offered:
             self._takers[digest].discard(device)
@@ -132,6 +130,10 @@ class Assignments:
 
     def may_read(self, device: str, digest: str) -> bool:
         return digest in self._offered.get(device, ())
+
+    def offered(self, device: str) -> set[str]:
+        """Digests of the task that the device was told last."""
+        return self._offered.get(device, set())
 
     def takers(self, digest: str) -> list[str]:
         """Devices at work on a task with this blob: those that may ask for it."""

@@ -11,6 +11,7 @@
     +-- ExportMismatch   do not ship: a graph does not compute what torch computes
     +-- StorageFailed    the machine's owner: a disk is full or not writable
     |   +-- DiskFull     the same, and the same call will succeed when there is room again
+    |   +-- Damaged      a file no longer holds what was written to it
     +-- DeviceTrouble    the machine's owner: hardware or engine do not work as they must
 
 A message says what was expected, what came, and which round and device. Programs end with the leaf's
@@ -80,6 +81,10 @@ class StorageFailed(FedvitError):
 
 class DiskFull(StorageFailed):
     """There was no room for a file: what stood there before still does."""
+
+
+class Damaged(StorageFailed):
+    """A file does not hold what was written to it: the message names it, what it held, and what to do."""
 
 
 class DeviceTrouble(FedvitError):

@@ -63,7 +63,7 @@ def atomic_write(path: Path, *pieces: bytes | memoryview, private: bool = False)
     partial = path.parent / f"{WRITING}{secrets.token_hex(8)}"
     try:
         _write(partial, *pieces, private=private)
-        _sync(partial)
+        sync_file(partial)
         os.replace(partial, path)
         sync_folder(path.parent)
     except OSError as error:
@@ -97,7 +97,7 @@ class FileGroup:
         try:
             # journals of file systems write down at once what several threads wait for
             with ThreadPoolExecutor(min(SYNCS_AT_ONCE, len(self._partials))) as pool:
-                _all_done(pool.map(_sync, self._partials.values()))
+                _all_done(pool.map(sync_file, self._partials.values()))
                 for path, partial in self._partials.items():
                     os.replace(partial, path)
                 _all_done(pool.map(sync_folder, {path.parent for path in self._partials}))
@@ -120,7 +120,8 @@ def _write(path: Path, *pieces: bytes | memoryview, private: bool = False) -> No
         file.writelines(pieces)
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """What was written to it is on the disk after this. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -150,4 +151,4 @@ def make_folder(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make a rename inside `folder` durable; without it a power cut may bring the old name back."""
-    _sync(folder)
+    sync_file(folder)

@@ -105,6 +105,9 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "round, its own before they were averaged."
         ),
     ] = "newest"
+    backup_every: Annotated[
+        int, Meta(ge=0, description="Rounds between copies of the record, of which the last two are kept; 0: none.")
+    ] = 1
     accelerator: Annotated[
         str, Meta(description="Torch device of the server's training; auto takes CUDA where there is one.")
     ] = "auto"

@@ -320,6 +320,12 @@ class BlobExchange:
                     sending.drop(peer)
                     self._forget_if_idle(key, sending)
 
+    def stop_sending(self, digest: str) -> None:
+        """The blob's file is replaced: receivers ask again, and are served with the new one."""
+        with self._lock:
+            for key in [key for key in self._sending if key[0] == digest]:
+                del self._sending[key]
+
     def drop_peer(self, peer: str) -> None:
         """A receiver or sender is gone."""
         with self._lock:

@@ -54,6 +54,7 @@ selection = "fair"
 deadline_s = 60
 deadline_limit_s = 3600
 rejoin_grace_s = 0
+backup_every = 2
 late = "use"
 max_staleness = 3
 mode = "rounds"
@@ -177,6 +178,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             deadline_s=60.0,
             deadline_limit_s=3600.0,
             rejoin_grace_s=0.0,
+            backup_every=2,
             late="use",
             max_staleness=3,
             mode="rounds",

@@ -197,7 +197,9 @@ class Fake:
                 event = self.transport.inbox.get_nowait()
             except Empty:
                 break
-            if isinstance(event, Received):
+            if isinstance(event, Received) and "/all/b/" in event.topic:
+                self.exchange.heard(event.topic, event.payload)
+            elif isinstance(event, Received):
                 self._on_received(event.payload)
         self.exchange.tick()
 
@@ -240,13 +242,14 @@ class Fake:
 
 
 class Said(Display):
-    """What the operator reads."""
+    """Keeps what the operator would read."""
 
-    def __init__(self) -> None:
-        self.lines: list[str] = []
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
 
     def line(self, text: str) -> None:
-        self.lines.append(text)
+        self._lines.append(text)
 
 
 class Stage:
@@ -257,10 +260,10 @@ class Stage:
         self.out = folder / "runs"
         self.broker = MemoryBroker()
         self.fakes: list[Fake] = []
-        self.said = Said()
         self.coordinator: Coordinator | None = None
         self.store: Store
         self.outcome: str | BaseException | None = None
+        self.lines: list[str] = []  # that coordinators said
         self._configure = configure
         self._graph_cache = graph_cache
         self._thread: threading.Thread | None = None
@@ -271,23 +274,23 @@ class Stage:
         self.fakes.append(device)
         return device
 
-    def start(self, *, method: str = "fedavg", resume: bool = False, **values: Any) -> None:
-        """Begin the run `r`, or go on with it in a new coordinator."""
+    def start(self, *, method: str = "fedavg", resume: bool = False, run: str = "r", **values: Any) -> None:
+        """Begin the run `r`, or go on with it in a new coordinator; another name has to be in the store already."""
         settings: dict[str, Any] = {"classes": CLASSES, "deadline_s": 600.0, "rejoin_grace_s": 600.0, "rounds": 1}
         if method != "eftvit":
             settings["model_options"] = SMALLEST
         config = self._configure(method, **{**settings, **values})
         self.store = Store.in_folder(self.out)
-        if not resume:
-            self.store.create_run("r", msgspec.to_builtins(config))
+        if not resume and run == "r":
+            self.store.create_run(run, msgspec.to_builtins(config))
         self.outcome = None
         self.coordinator = Coordinator(
-            run="r",
+            run=run,
             config=config,
             transport=MemoryTransport(SimpleQueue(), self.broker, f"coordinator-{secrets.token_hex(4)}"),
             store=self.store,
-            folder=self.out / "r",
-            display=self.said,
+            folder=self.out / run,
+            display=Said(self.lines),
             accelerator="cpu",
             graph_cache=self._graph_cache,
         )
@@ -461,13 +464,28 @@ def test_an_upload_for_which_there_is_no_room_is_refused(stage: Stage, monkeypat
 def test_old_blobs_are_deleted(stage: Stage) -> None:
     """After three rounds: the program, three graphs, and the newest tensors; nothing of the rounds before."""
     device = stage.fake("a")
-    stage.start(rounds=3)
+    stage.start(rounds=3, backup_every=0)
     stage.finish()
     last = device.got(Task)[-1]
     kept = {path.name for path in (stage.out / "r" / "blobs").glob("*/*")}
     wanted = {last.program, last.groups["model"], *(manifest.digest for manifest in last.blobs)}
     assert kept == {digest.partition(":")[2] for digest in wanted}
     assert len(kept) == 5
+
+
+def test_a_round_more_is_kept_than_its_copy_of_the_record_needs(stage: Stage) -> None:
+    """The tensors of the round before, and the upload that moved them."""
+    stage.fake("a")
+    stage.start(rounds=3)
+    stage.finish()
+    kept = {path.name for path in (stage.out / "r" / "blobs").glob("*/*")}
+    _, second, third = stage.store.rounds("r")
+    assert second.state
+    assert third.state
+    [upload] = [result.upload for result in stage.store.results("r", 3, "train")]
+    needed = {second.state.groups["model"], third.state.groups["model"], upload}
+    assert kept >= {str(digest).partition(":")[2] for digest in needed}
+    assert len(kept) == 5 + 2
 
 
 def test_only_the_cohort_is_asked_and_everybody_is_evaluated(stage: Stage, first: Tensors) -> None:
@@ -513,7 +531,7 @@ def test_classes_are_those_of_the_first_devices(stage: Stage) -> None:
     [refused] = late.got(Refused)
     assert (refused.instance, refused.final) == (late.instance, True)
     assert refused.reason == "its class folder '7' is not among this run's 3 classes: 0, 1, 2"
-    [said] = [line for line in stage.said.lines if line.startswith("the run has")]
+    [said] = [line for line in stage.lines if line.startswith("the run has")]
     assert said.startswith("the run has the 3 classes '0', '1', '2', as brought by 'a', 'b'; `classes` in the")
     assert stage.refusals("late") == [f"hello: {refused.reason}"]
     assert late.got(Task) == []
@@ -560,7 +578,7 @@ def test_the_operators_classes_are_the_runs_whoever_comes_first(stage: Stage, fi
     stage.fake("a")
     assert stage.finish() == "finished"
     assert stage.store.run("r").classes == CLASSES
-    assert not [line for line in stage.said.lines if line.startswith("the run has")], "nobody else decided anything"
+    assert not [line for line in stage.lines if line.startswith("the run has")], "nobody else decided anything"
     assert_moved_by(stage, first, 1.0)
 
 
@@ -1081,7 +1099,7 @@ def test_a_device_that_trained_in_no_round_gets_its_own_too(stage: Stage) -> Non
 def test_what_was_made_for_one_round_is_deleted_after_it(stage: Stage) -> None:
     """Left are the program, three graphs, the model, the generator, and what was made for the last evaluation."""
     device = stage.fake("a")
-    stage.start(method="generated", rounds=3)
+    stage.start(method="generated", rounds=3, backup_every=0)
     assert stage.finish() == "finished"
     last = device.got(Task)[-1]
     kept = {path.name for path in (stage.out / "r" / "blobs").glob("*/*")}

@@ -5,6 +5,7 @@ name is ever incomplete or altered: bytes are verified, synced and renamed into 
 """
 
 import contextlib
+import errno
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,12 +13,15 @@ from pathlib import Path
 import blake3
 
 from fedvit.errors import BadPayload
-from fedvit.files import FileGroup, atomic_write
+from fedvit.files import FileGroup, atomic_write, storage_failed
 from fedvit.partials import MAP, PART, PartialBlob, in_use
 from fedvit.wire.messages import Manifest
 from fedvit.wire.transfer import CHUNK_BYTES
 
 ALGORITHM = "blake3"
+_PIECE_BYTES = 1 << 20
+_MEDIUM = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
+"""What the system says when a medium or a file system no longer gives what was written to it."""
 
 
 def digest_of(*pieces: bytes | memoryview) -> str:
@@ -28,7 +32,28 @@ def digest_of(*pieces: bytes | memoryview) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    return f"{ALGORITHM}:{blake3.blake3().update_mmap(path).hexdigest()}"
+    """Read, and not mapped: where a medium fails, a read raises OSError, and a page that is mapped ends the process."""
+    hasher = blake3.blake3()
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            hasher.update(piece)
+    return f"{ALGORITHM}:{hasher.hexdigest()}"
+
+
+def is_whole(path: Path, digest: str) -> bool:
+    """Whether a file is there and has this digest; also False where the medium cannot give its bytes any more.
+
+    All of it is read. Raises StorageFailed when that is not possible for another reason (no permission, too many open
+    files), which says nothing of the file.
+    """
+    try:
+        return digest_of_file(path) == digest
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno in _MEDIUM:
+            return False
+        raise storage_failed(f"cannot read {path}", error) from error
 
 
 class BlobStore:
@@ -71,6 +96,13 @@ class BlobStore:
             return self.path(digest).read_bytes()
         except FileNotFoundError:
             raise BadPayload(f"blob {digest} is not in {self.folder}") from None
+
+    def verify(self, digest: str) -> bool:
+        """Whether the blob is here and whole: all of it is read. Changes nothing; who calls it decides what follows.
+
+        Raises BadPayload for anything that is no digest of ours, StorageFailed as `is_whole`.
+        """
+        return is_whole(self.path(digest), digest)
 
     def small(self, digests: Iterable[str], limit_bytes: int) -> tuple[bytes, ...]:
         """The smallest of some blobs, as many as together have no more than `limit_bytes`; at most 100 of them."""

@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fedvit import blobs as blobs_module
 from fedvit import partials
 from fedvit.blobs import BlobStore, digest_of, digest_of_file
 from fedvit.errors import BadPayload, StorageFailed
@@ -66,6 +68,44 @@ def test_digests_are_blake3() -> None:
 def test_a_file_has_the_digest_of_its_content(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(CONTENT)
     assert digest_of_file(tmp_path / "file") == digest_of(CONTENT)
+
+
+@pytest.mark.parametrize("place", [0, 1700, 3075])
+def test_a_blob_can_be_verified(store: BlobStore, place: int) -> None:
+    """One flipped bit anywhere is found, although size and modification time are those of before."""
+    digest = store.put(CONTENT).digest
+    assert store.verify(digest)
+    before = store.path(digest).stat()
+    with open(store.path(digest), "r+b") as file:
+        file.seek(place)
+        file.write(bytes([CONTENT[place] ^ 0x10]))
+    os.utime(store.path(digest), ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert not store.verify(digest)
+    assert store.has(digest), "who calls it decides what becomes of it"
+
+
+def test_a_blob_that_is_not_here_is_not_whole(store: BlobStore) -> None:
+    assert not store.verify(digest_of(b"elsewhere"))
+    with pytest.raises(BadPayload):
+        store.verify("nonsense")
+
+
+@pytest.mark.parametrize(("number", "damaged"), [(errno.EIO, True), (errno.EMFILE, False), (errno.EACCES, False)])
+def test_only_a_medium_that_fails_is_damage(
+    store: BlobStore, monkeypatch: pytest.MonkeyPatch, number: int, damaged: bool
+) -> None:
+    """Too many open files say nothing of the blob."""
+    digest = store.put(CONTENT).digest
+
+    def failing(path: Path) -> str:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(blobs_module, "digest_of_file", failing)
+    if damaged:
+        assert not store.verify(digest)
+    else:
+        with pytest.raises(StorageFailed, match="cannot read"):
+            store.verify(digest)
 
 
 @pytest.mark.parametrize(

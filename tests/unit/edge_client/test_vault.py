@@ -153,11 +153,11 @@ def test_settling_another_round_or_run_changes_nothing(vault: Vault) -> None:
     assert content(vault) == (2, 1, [(RUN, 2)])
 
 
-def test_a_commit_replaces_the_round_before_and_leaves_nothing_of_it(vault: Vault) -> None:
-    vault.commit(result(1), personal(1))
-    vault.commit(result(2), personal(2))
-    assert content(vault) == (2, 2, [(RUN, 2)])
-    assert len(folders(vault)) == 1
+def test_a_commit_replaces_the_round_before_and_keeps_it_beside_the_new_one(vault: Vault) -> None:
+    for number in (1, 2, 3):
+        vault.commit(result(number), personal(number))
+        assert content(vault) == (number, number, [(RUN, number)])
+    assert sorted(folder.name[:8] for folder in folders(vault)) == ["round-2-", "round-3-"]
 
 
 def test_a_round_may_be_done_again(vault: Vault) -> None:
@@ -214,7 +214,8 @@ def test_an_accident_at_any_point_leaves_the_old_state_or_the_new(tmp_path: Path
         # and the vault goes on from there, without anything left over
         vault.commit(result(3), personal(3))
         assert content(vault) == (3, 3, [(RUN, 3)])
-        assert len(folders(vault)) == 1
+        assert sorted(folder.name[:8] for folder in folders(vault)) == [f"round-{found[0]}-", "round-3-"]
+        assert vault.mend(RUN) == []
     if accident == "kill":
         assert seen == sorted(seen), "once the new state is there, it stays"
     assert seen.count(before) >= 12, "four files, each of them opened, synced and renamed"

@@ -275,12 +275,12 @@ class Vault:
         except OSError as error:
             raise storage_failed(f"{listed} damaged, and cannot be set aside in {home}", error) from error
         if to and damaged == [home / _CURRENT]:
-            what = f"{home / _CURRENT} was damaged; run {run!r} goes on from {to.name}, the newest round that is whole"
+            what = f"{listed} names no round that is here: run {run!r} goes on from {to.name}, the newest that is whole"
         elif to:
             what = f"{listed} damaged: run {run!r} goes back to what round {_round(to)} left"
         else:
             what = (
-                f"{listed} damaged: personal tensors of run {run!r} are lost, and begin anew with the server's first "
+                f"{listed} damaged or missing: personal tensors of run {run!r} are lost, and begin anew with the server's first "
                 f"values; to have them back, stop this device and put {home} back from a backup"
             )
         return Mended(what, (run, _round(pending[0])) if pending else None)

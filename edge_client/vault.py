@@ -280,8 +280,8 @@ class Vault:
             what = f"{listed} damaged: run {run!r} goes back to what round {_round(to)} left"
         else:
             what = (
-                f"{listed} damaged or missing: personal tensors of run {run!r} are lost, and begin anew with the server's first "
-                f"values; to have them back, stop this device and put {home} back from a backup"
+                f"{listed} damaged or missing: personal tensors of run {run!r} are lost, and begin anew with the "
+                f"server's first values; to have them back, stop this device and put {home} back from a backup"
             )
         return Mended(what, (run, _round(pending[0])) if pending else None)
 

@@ -110,7 +110,7 @@ def passed(integrity: Integrity, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(integrity_module, "SCRUB_EVERY_S", 0.0)
     for pieces in range(1000):
         integrity.scrub()
-        if integrity._pass is None:  # noqa: SLF001 - the end of a pass shows nowhere else
+        if integrity._pass is None:
             return pieces
     raise AssertionError("no end")
 
@@ -134,7 +134,7 @@ def test_a_scrub_finds_what_looks_the_same(blobs: BlobStore, tmp_path: Path, mon
     integrity.scrub()
     assert blobs.has(digests[1]), "a pass ended a moment ago"
     monkeypatch.setattr(integrity_module, "SCRUB_AGAIN_S", 0.0)
-    integrity._due = 0.0  # noqa: SLF001 - a day later
+    integrity._due = 0.0
     passed(integrity, monkeypatch)
     assert [blobs.has(digest) for digest in digests] == [True, False, True]
     assert other.exists(), "what is not a blob is the vault's own business"

@@ -367,6 +367,9 @@ class Results:
             if self.opened and device in self.opened.cohort and self.opened.kind == result.kind:
                 self.opened.accept(device)
             self._acknowledge(device, result)
+            for what in result.damaged:
+                self.refuse(device, "damage", what, result.round)
+                self._say(f"{device}: {what}")
             log.info(
                 "result accepted",
                 extra={

@@ -20,6 +20,7 @@ import msgspec
 from edge_client.downlink import routes
 from edge_client.guard import Exceeded, Guard
 from edge_client.identity import Renewal
+from edge_client.integrity import Damaged, Integrity
 from edge_client.readiness import Readiness
 from edge_client.runtime import Runtime, Stopped
 from edge_client.vault import Vault
@@ -69,6 +70,9 @@ SAME_ID_PATIENCE_S = 75.0
 
 OTHER_VERSION_PATIENCE_S = 20.0
 """How long a device that heard another wire version waits for a welcome in its own: one stray message ends nobody."""
+
+FETCHED_ANEW = 2
+"""So often a task fetches a blob again that this device's disk does not keep as it was written."""
 
 COORDINATOR = "coordinator"
 
@@ -145,6 +149,7 @@ class Agent:
         begin: Callable[[Callable[[], None], str], Work] = in_own_thread,
         exchange: Callable[..., BlobExchange] = BlobExchange,
         readiness: Readiness | None = None,
+        integrity: Integrity | None = None,
     ) -> None:
         self.device = check_name(device, "device id")
         self.topics = Topics(check_name(federation, "federation"))
@@ -155,11 +160,13 @@ class Agent:
         self.blobs = blobs
         self.profile = profile
         self.software = software
+        self._integrity = integrity or Integrity(blobs, vault.files)
         self._bench = self.workbench(
             device=self.device,
             data=data,
             vault=vault,
             blobs=blobs,
+            integrity=self._integrity,
             runtime=runtime,
             guard=guard or Guard(profile.budget),
             traffic=lambda: (transport.received_bytes, transport.sent_bytes),
@@ -181,6 +188,7 @@ class Agent:
         self._begin = begin
         self._worker: Work | None = None
         self._pending: dict[tuple[str, int, str], _Pending] = {}
+        self._lost: list[Failed] = []  # results that are damaged here, which the coordinator does not know yet
         self._ended: RunEnded | None = None
         self._programs: dict[str, Program] = {}
         try:
@@ -208,6 +216,11 @@ class Agent:
 
     def open(self) -> None:
         """Begin to connect; what an earlier process left unacknowledged is sent again. Raises StorageFailed."""
+        for mended in self.vault.mend_all():
+            self._integrity.report(mended.what)
+            if mended.lost:
+                run, number = mended.lost
+                self._lost.append(Failed(run, number, "train", mended.what[:500]))
         for result in self.vault.pending():
             self._pending[result.run, result.round, result.kind] = _Pending(result)
         will = encode(DeviceState(self.instance, online=False))
@@ -266,6 +279,8 @@ class Agent:
             self._fail(self._job, OverBudget(f"not done within the deadline of {self._job.given_s:.0f} s"))
         if self._other_version and time.monotonic() - self._other_version[1] > OTHER_VERSION_PATIENCE_S:
             raise self._other_version[0]
+        if self._job is None:
+            self._integrity.scrub()
         if not self._connected:
             return
         self.exchange.tick()
@@ -356,6 +371,8 @@ class Agent:
         self._hello = None
         self._refused_since = None
         self._other_version = None
+        while self._lost:
+            self._send(self._lost.pop())
         for pending in list(self._pending.values()):
             self._send_result(pending.result)
 
@@ -392,6 +409,9 @@ class Agent:
             log.warning(
                 "result refused", extra={"run": ack.run, "round": ack.round, "kind": ack.kind, "reason": ack.reason}
             )
+            if pending.result.upload:
+                with contextlib.suppress(Damaged, StorageFailed):  # it may be why, and is then told
+                    self._integrity.check([pending.result.upload.digest], afresh=True)
 
     def _settle(self, run: str, number: int, *, accepted: bool) -> None:
         try:
@@ -426,8 +446,13 @@ class Agent:
             self._send(Declined(task.run, task.round, task.kind, not_now.reason, not_now.again_s))
             return
         job = self._job = Job(task, time.monotonic() + task.deadline_s, task.deadline_s)
-        manifests = {manifest.digest: manifest for manifest in task.blobs}
         log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
+        self._gather(job)
+
+    def _gather(self, job: Job) -> None:
+        """Get what the task needs and is not here."""
+        task = job.task
+        manifests = {manifest.digest: manifest for manifest in task.blobs}
         try:
             inline, new_bytes = self._keep_inline(task, manifests)
             job.fetched_bytes += new_bytes
@@ -443,6 +468,17 @@ class Agent:
             self._fetch(job, [task.program, *patches, *whole], manifests)
         except (FedvitError, OSError) as error:
             self._fail(job, error)
+
+    def _gather_anew(self, job: Job, damaged: Damaged) -> None:
+        """Blobs were damaged here: fetch them again, unless this disk keeps nothing as it is written."""
+        job.working = False
+        job.fetched_anew.update(damaged.digests)
+        again = [digest for digest in damaged.digests if job.fetched_anew[digest] > FETCHED_ANEW]
+        if again:
+            reason = f"blob {again[0]} was fetched {FETCHED_ANEW} times more and is damaged again: replace the disk"
+            self._fail(job, StorageFailed(f"{reason} that holds {self.blobs.folder}"))
+        else:
+            self._gather(job)
 
     def _keep_inline(self, task: Task, manifests: dict[str, Manifest]) -> tuple[set[str], int]:
         """Blobs that came inside the message need not be fetched: their digests, and how many bytes of them are new.
@@ -493,6 +529,9 @@ class Agent:
             wanted = [graph.digest for graph in program.graphs.values()]
             wanted += [group.initial for group in program.groups.values() if group.initial]
             missing = [digest for digest in wanted if not self.blobs.has(digest)]
+        except Damaged as error:
+            self._gather_anew(job, error)
+            return
         except FedvitError as error:
             self._fail(job, error)
             return
@@ -516,13 +555,13 @@ class Agent:
 
     def _program(self, digest: str) -> Program:
         if digest not in self._programs:
-            self._programs = {digest: decode_program(self.blobs.get(digest))}
+            self._programs = {digest: decode_program(self._integrity.read(digest))}
         return self._programs[digest]
 
     def _on_worked(self, worked: _Worked) -> None:
         job = worked.job
         if worked.result:
-            result = worked.result
+            result = msgspec.structs.replace(worked.result, damaged=self._integrity.reports())
             self._pending[job.key] = _Pending(result)
             self._send_result(result)
             log.info(
@@ -531,6 +570,9 @@ class Agent:
             )
             if job is self._job:
                 self._job = None
+        elif isinstance(worked.error, Damaged):
+            if job is self._job:
+                self._gather_anew(job, worked.error)
         elif worked.error and not isinstance(worked.error, Stopped):
             self._fail(job, worked.error)
 
@@ -562,13 +604,23 @@ class Agent:
         self.transport.publish(self.topics.from_device(self.device), encode(progress), qos=0)
 
     def _send_result(self, result: Result) -> None:
-        """With its upload inside, if that is small."""
+        """With its upload inside, if that is small. An upload that is not what it was is not sent."""
         upload = result.upload
-        if upload and not self.blobs.has(upload.digest):
-            self._forget(result, f"its upload {upload.digest} is not in {self.blobs.folder} any more")
+        try:
+            if upload:
+                self._integrity.check([upload.digest])
+            if upload and not self.blobs.has(upload.digest):
+                self._forget(result, f"its upload {upload.digest} is not in {self.blobs.folder} any more")
+                return
+            if upload and upload.size <= inline_room(result):
+                result = msgspec.structs.replace(result, inline=self._integrity.read(upload.digest))
+        except Damaged:
+            assert upload is not None  # only that was looked at
+            self._forget(result, f"its upload {upload.digest} was damaged in {self.blobs.folder}")
             return
-        if upload and upload.size <= inline_room(result):
-            result = msgspec.structs.replace(result, inline=self.blobs.get(upload.digest))
+        except StorageFailed as error:
+            log.warning("result not sent yet", extra={"round": result.round, "reason": str(error)})
+            return
         self._send(result)
 
     def _forget(self, result: Result, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import msgspec
 
 from edge_client.downlink import Route, make_blob
 from edge_client.guard import Exceeded, Guard, Guarded
+from edge_client.integrity import Integrity
 from edge_client.private import clipped, noisy_rows
 from edge_client.runtime import Runtime, Seeds, Stopped, Trained, Watch
 from edge_client.uplink import coded_upload
@@ -36,6 +38,7 @@ class Job:
     missing: set[str] = field(default_factory=set)
     routes: list[Route] = field(default_factory=list)  # to blobs that are made here
     fetched_bytes: int = 0
+    fetched_anew: Counter[str] = field(default_factory=Counter)  # blobs that were damaged here -> how often
     working: bool = False
 
     @property
@@ -59,6 +62,7 @@ class Workbench:
         data: DeviceData,
         vault: Vault,
         blobs: BlobStore,
+        integrity: Integrity,
         runtime: Runtime,
         guard: Guard,
         traffic: Callable[[], tuple[int, int]],
@@ -69,6 +73,7 @@ class Workbench:
         self._data = data
         self._vault = vault
         self._blobs = blobs
+        self._integrity = integrity
         self._runtime = runtime
         self._guard = guard
         self._traffic = traffic
@@ -77,7 +82,12 @@ class Workbench:
         self._by_classes: dict[tuple[str, ...], DeviceData] = {}
 
     def do(self, job: Job, program: Program) -> Result:
-        """All that takes time. Raises Exceeded when a budget would not be kept, Stopped when the job was stopped."""
+        """All that takes time.
+
+        Raises Exceeded when a budget would not be kept, Stopped when the job was stopped, Damaged when blobs were, and
+        must be fetched anew.
+        """
+        self._check(job, program)
         load_engine()
         with self._guard.watching(job.task.kind) as guarded:
             try:
@@ -124,6 +134,8 @@ class Workbench:
         deltas, collected = self.brought(program, values, trained, seeds)
         upload, left = coded_upload(program, deltas, collected, owed.tensors)
         manifest = self._blobs.put(*packed_pieces(upload)) if upload else None
+        if manifest:
+            self._integrity.check([manifest.digest])  # here, and not in the loop that sends it
         guarded.upload_bytes = manifest.size if manifest else 0
         use = self._use(job, guarded)
         metrics = {"loss": trained.loss}
@@ -133,6 +145,16 @@ class Workbench:
         self._vault.commit(result, kept, left, owed)
         return result
 
+    def _check(self, job: Job, program: Program) -> None:
+        """What the task reads is as it was written: blobs by their digests, the vault by its sums. No part of the work
+        that is measured, as fetching is none."""
+        for mended in self._vault.mend(job.task.run):
+            self._integrity.report(mended.what)
+        making = [route for route in job.routes if not self._blobs.has(route.target.digest)]
+        initial = [group.initial for group in program.groups.values() if group.initial]
+        graphs = [graph.digest for graph in program.graphs.values()]
+        self._integrity.check([*graphs, *job.task.groups.values(), *initial, *_needed(making)])
+
     def _make_blobs(self, job: Job) -> None:
         """What was not fetched whole. Raises BadPayload when a recipe does not give what it says."""
         try:
@@ -140,6 +162,7 @@ class Workbench:
                 if not self._blobs.has(route.target.digest):
                     make_blob(route, self._blobs)
         except BadPayload:
+            self._integrity.check(_needed(job.routes), afresh=True)  # it may have become damaged since it was read
             self.takes_recipes = False  # from now on everything is fetched whole
             raise
 
@@ -212,3 +235,9 @@ class Workbench:
             fetched_bytes=job.fetched_bytes,
             upload_bytes=guarded.upload_bytes,
         )
+
+
+def _needed(routes: list[Route]) -> list[str]:
+    """Blobs from which others are made."""
+    bases = [route.base for route in routes if route.base]
+    return bases + [recipe.patch.digest for route in routes for recipe in route.recipes]

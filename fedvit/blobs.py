@@ -40,6 +40,11 @@ def digest_of_file(path: Path) -> str:
     return f"{ALGORITHM}:{hasher.hexdigest()}"
 
 
+def medium_failed(error: OSError) -> bool:
+    """Whether an error says something of the file, and not of this process: its bytes cannot be had any more."""
+    return error.errno in _MEDIUM
+
+
 def is_whole(path: Path, digest: str) -> bool:
     """Whether a file is there and has this digest; also False where the medium cannot give its bytes any more.
 
@@ -51,7 +56,7 @@ def is_whole(path: Path, digest: str) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        if error.errno in _MEDIUM:
+        if medium_failed(error):
             return False
         raise storage_failed(f"cannot read {path}", error) from error
 

@@ -22,6 +22,7 @@ from fedvit.wire.messages import Manifest
 
 SYNC_BYTES = 4 * 1024 * 1024
 """A power cut costs no more than what came since so much was synced."""
+_READ_BYTES = 1 << 20
 PART, MAP = ".part", ".map"
 _HEADER = struct.Struct(">4sIQ36s")  # magic, chunk, size, boot; then one byte a chunk: here, and again: on disk
 _MAGIC = b"fvm1"
@@ -174,14 +175,15 @@ class PartialBlob:
     # --- digest ---------------------------------------------------------------------------------------
 
     def _digest(self) -> str:
-        """Of all that is in the file; chunks that came in order were hashed while they were at hand."""
-        rest = self._hashed * self._manifest.chunk
+        """Of all that is in the file; chunks that came in order were hashed while they were at hand.
+
+        The rest is read, and not mapped: where a medium fails, a page that is mapped ends the process.
+        """
         hasher = self._hasher.copy()
-        if rest < os.fstat(self._file).st_size:
-            with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as content:
-                view = memoryview(content)[rest:]
-                hasher.update(view)
-                view.release()
+        at = self._hashed * self._manifest.chunk
+        while piece := os.pread(self._file, _READ_BYTES, at):
+            hasher.update(piece)
+            at += len(piece)
         return f"blake3:{hasher.hexdigest()}"
 
     def _hash_again(self) -> None:

@@ -11,12 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from edge_client.agent import TICK_S, Agent
+from edge_client.integrity import Integrity
 from edge_client.vault import Vault
+from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData, Files, Split
 from fedvit.resources import IMAGE_CACHE_BYTES
 from fedvit.transport.base import Transport
@@ -72,6 +75,8 @@ class Host:
         self._inbox: SimpleQueue[tuple[str, object]] = SimpleQueue()
         self._turns = Turns(at_once + WRITING)
         runtime, shared, fetches = SharedRuntime(threads, at_once), SharedBlobs(blobs), Fetches()
+        vaults = {name: Vault(state / name / "vault") for name in devices}
+        integrity = Integrity(BlobStore(blobs), lambda: chain.from_iterable(one.files() for one in vaults.values()))
         images = _images(devices)
         profile = device_profile(threads)
         self.agents: dict[str, Agent] = {}
@@ -83,13 +88,14 @@ class Host:
                 federation=federation,
                 transport=transport(name, _Inbox(name, self._inbox)),
                 data=images[name],
-                vault=Vault(home / "vault"),
+                vault=vaults[name],
                 blobs=shared.view(),
                 runtime=runtime,
                 profile=profile,
                 software=software,
                 begin=self._turns.begin,
                 exchange=fetches.exchange,
+                integrity=integrity,
             )
 
     def serve(self, stop: threading.Event, *, once: bool = False) -> None:

@@ -121,6 +121,7 @@ class Result(Message, frozen=True, tag="result"):
     use: ResourceUse
     upload: Manifest | None = None  # what the roles send back; fetched by the coordinator
     inline: bytes = b""  # the upload itself, when it is small: then nothing is fetched
+    damaged: Annotated[tuple[Reason, ...], Meta(max_length=8)] = ()  # found on the device's disk since its last result
 
 
 class Failed(Message, frozen=True, tag="failed"):

@@ -1099,14 +1099,16 @@ def test_a_vault_that_cannot_be_written_is_named_and_the_device_stays(world: Wor
     assert world.result(fedavg, round=2).round == 2
 
 
-def test_a_vault_whose_round_is_gone_is_named_and_the_device_stays(world: World, fedavg: "Setting") -> None:
+def test_a_vault_whose_round_is_gone_is_named_and_the_run_begins_anew(world: World, fedavg: "Setting") -> None:
     device = world.device()
     result = world.result(fedavg)
     [folder] = (device.vault.folder / "run").glob("round-*")
     folder.rename(device.vault.folder / "elsewhere")
     world.server.acknowledge(result)
-    assert folder.name in world.failure(fedavg, round=2)
-    assert world.result(fedavg, round=3, run="other").round == 3
+    [told] = world.result(fedavg, round=2).damaged
+    assert str(folder.parent) in told
+    assert "personal tensors of run 'run' are lost, and begin anew" in told
+    assert world.result(fedavg, round=3, run="other").damaged == ()
 
 
 def test_a_run_whose_name_leads_elsewhere_is_refused(world: World, fedavg: "Setting", tmp_path: Path) -> None:

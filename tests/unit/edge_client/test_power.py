@@ -11,6 +11,7 @@ from fedvit.blobs import BlobStore, digest_of
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
 from fedvit.wire.messages import Manifest, Result, Task
+from tests.damage import flip
 from tests.power import Tree, after_power_cut, recorded, tree, write_tree
 
 RUN = "run"
@@ -59,7 +60,7 @@ def test_a_power_cut_at_any_moment_of_a_commit(
         keep(state, rounds_before + 1)
     kinds = {op.kind for op in ops}
     assert {"create", "mkdir", "sync", "syncdir", "rename"} <= kinds
-    assert sum(op.kind == "sync" for op in ops) >= 5  # blob, local, result, PENDING, CURRENT
+    assert sum(op.kind == "sync" for op in ops) >= 6  # blob, local, result, PENDING, SUMS, CURRENT
     found = set()
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # what is looked at need not last
     for number, (done, left) in enumerate(after_power_cut(before, ops)):
@@ -72,9 +73,43 @@ def test_a_power_cut_at_any_moment_of_a_commit(
             assert seen == new, sorted(left)
         if seen == new:
             assert BlobStore(folder / "blobs").get(digest_of(UPLOAD)) == UPLOAD
+        if seen[0]:
+            assert Vault(folder / "vault").mend(RUN) == [], "what a cut leaves is not taken for damage"
         keep(folder, 7)  # and it goes on from there
         assert content(folder) == (7, 7.0, [7])
     assert found == {str(old), str(new)}
+
+
+@pytest.mark.parametrize("damaged", ["local.safetensors", "result.msgpack", "SUMS", "CURRENT", "both"])
+def test_a_power_cut_while_damage_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str) -> None:
+    """Mended again, it is what it would have become without the cut; what is damaged is never read."""
+    state = tmp_path.resolve() / "state"
+    state.mkdir()
+    keep(state, 1)
+    Vault(state / "vault").settle(RUN, 1)
+    keep(state, 2)
+    home = state / "vault" / RUN
+    [first], [second] = home.glob("round-1-*"), home.glob("round-2-*")
+    after = {"result.msgpack": (2, 2.0, []), "CURRENT": (2, 2.0, [2]), "both": (0, None, [])}
+    if damaged == "CURRENT":
+        flip(home / damaged)
+    elif damaged == "both":
+        flip(first / "local.safetensors", 0.99)
+        flip(second / "local.safetensors", 0.99)
+    else:
+        flip(second / damaged, 0.99)
+    before = tree(state)
+    with recorded(state) as ops:
+        Vault(state / "vault").mend(RUN)
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    for number, (_, left) in enumerate(after_power_cut(before, ops)):
+        folder = tmp_path / f"cut-{number}"
+        write_tree(left, folder)
+        Vault(folder / "vault").mend(RUN)
+        assert content(folder) == after.get(damaged, (1, 1.0, []))
+        assert Vault(folder / "vault").mend(RUN) == []
+        keep(folder, 7)
+        assert content(folder) == (7, 7.0, [7])
 
 
 def test_a_power_cut_while_a_task_is_noted(tmp_path: Path) -> None:

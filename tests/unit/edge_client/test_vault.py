@@ -1,19 +1,25 @@
 """The vault holds the whole old state or the whole new one, whatever happens."""
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from edge_client.vault import Vault
+from edge_client.vault import TaskNote, Vault
+from fedvit import blobs as blobs_module
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.resources import ResourceUse
-from fedvit.tensors import Tensors
+from fedvit.tensors import Tensors, pack
 from fedvit.wire.messages import Manifest, Result, Task
+from tests.damage import flip
 
 RUN = "run"
 
@@ -153,11 +159,11 @@ def test_settling_another_round_or_run_changes_nothing(vault: Vault) -> None:
     assert content(vault) == (2, 1, [(RUN, 2)])
 
 
-def test_a_commit_replaces_the_round_before_and_leaves_nothing_of_it(vault: Vault) -> None:
-    vault.commit(result(1), personal(1))
-    vault.commit(result(2), personal(2))
-    assert content(vault) == (2, 2, [(RUN, 2)])
-    assert len(folders(vault)) == 1
+def test_a_commit_replaces_the_round_before_and_keeps_it_beside_the_new_one(vault: Vault) -> None:
+    for number in (1, 2, 3):
+        vault.commit(result(number), personal(number))
+        assert content(vault) == (number, number, [(RUN, number)])
+    assert sorted(folder.name[:8] for folder in folders(vault)) == ["round-2-", "round-3-"]
 
 
 def test_a_round_may_be_done_again(vault: Vault) -> None:
@@ -214,7 +220,8 @@ def test_an_accident_at_any_point_leaves_the_old_state_or_the_new(tmp_path: Path
         # and the vault goes on from there, without anything left over
         vault.commit(result(3), personal(3))
         assert content(vault) == (3, 3, [(RUN, 3)])
-        assert len(folders(vault)) == 1
+        assert sorted(folder.name[:8] for folder in folders(vault)) == [f"round-{found[0]}-", "round-3-"]
+        assert vault.mend(RUN) == []
     if accident == "kill":
         assert seen == sorted(seen), "once the new state is there, it stays"
     assert seen.count(before) >= 12, "four files, each of them opened, synced and renamed"
@@ -376,3 +383,239 @@ def test_where_files_cannot_be_linked_they_are_copied(vault: Vault, monkeypatch:
     work(vault, 2, 0.25)
     vault.settle(RUN, 2, accepted=False)
     assert owed(vault) == {"w": 0.5}
+
+
+# --- damage -------------------------------------------------------------------------------------------
+
+
+def newest(vault: Vault, number: int) -> Path:
+    [folder] = (vault.folder / RUN).glob(f"round-{number}-*")
+    return folder
+
+
+@pytest.fixture
+def two_rounds(vault: Vault) -> Vault:
+    """Round 1 was accepted, round 2 is not acknowledged yet."""
+    work(vault, 1, 0.5)
+    vault.settle(RUN, 1, accepted=True)
+    work(vault, 2, 0.25)
+    return vault
+
+
+def copies(vault: Vault, file: Path) -> Iterator[tuple[Vault, int]]:
+    """The vault with one bit of a file flipped, at 60 places of it; as another process finds it."""
+    size = file.stat().st_size
+    for place in range(0, size, -(-size // 60)):
+        copy = vault.folder.with_name(f"{file.name}-{place}")
+        shutil.copytree(vault.folder, copy)
+        flipped = copy / file.relative_to(vault.folder)
+        raw = bytearray(flipped.read_bytes())
+        raw[place] ^= 1 << place % 8
+        flipped.write_bytes(raw)
+        yield Vault(copy), place
+
+
+def test_what_is_whole_needs_no_mending(two_rounds: Vault) -> None:
+    before = sorted(two_rounds.folder.rglob("*"))
+    for vault in (two_rounds, Vault(two_rounds.folder)):
+        assert vault.mend(RUN) == vault.mend_all() == vault.mend("unknown") == []
+    assert sorted(two_rounds.folder.rglob("*")) == before
+    assert dict(two_rounds.files()).keys() == {
+        file for file in two_rounds.folder.rglob("*") if file.suffix in (".safetensors", ".msgpack")
+    }
+
+
+def test_damaged_personal_tensors_are_those_of_the_round_before(two_rounds: Vault) -> None:
+    file = newest(two_rounds, 2) / "local.safetensors"
+    flip(file, 0.99)
+    vault = Vault(two_rounds.folder)
+    with pytest.raises(StorageFailed, match=r"local\.safetensors is damaged"):
+        vault.local(RUN)
+    [mended] = vault.mend(RUN)
+    assert str(file) in mended.what
+    assert "goes back to what round 1 left" in mended.what
+    assert mended.lost == (RUN, 2)
+    assert content(vault) == content(Vault(vault.folder)) == (1, 1, [])
+    assert owed(vault) == {"w": 0.5}
+    assert vault.mend(RUN) == []
+    [aside] = (vault.folder / RUN).glob("damaged-*")
+    assert (aside / "local.safetensors").is_file(), "personal tensors are not thrown away"
+    work(vault, 3, 0.125)
+    assert content(Vault(vault.folder)) == (3, 3, [(RUN, 3)])
+    flip(newest(vault, 3) / "local.safetensors", 0.99)
+    Vault(vault.folder).mend(RUN)
+    assert [path.name[:15] for path in (vault.folder / RUN).glob("damaged-*")] == ["damaged-round-3"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "delete"])
+def test_personal_tensors_that_are_damaged_twice_begin_anew_and_are_kept_aside(two_rounds: Vault, damage: str) -> None:
+    files = [newest(two_rounds, number) / "local.safetensors" for number in (1, 2)]
+    for file in files:
+        flip(file, 0.99) if damage == "flip" else file.unlink()
+    vault = Vault(two_rounds.folder)
+    [mended] = vault.mend(RUN)
+    assert all(str(file) in mended.what for file in files)
+    assert "are lost, and begin anew" in mended.what
+    assert "from a backup" in mended.what
+    assert content(vault) == content(Vault(vault.folder)) == (0, None, [])
+    assert vault.mend(RUN) == []
+    assert len([*(vault.folder / RUN).glob("damaged-*")]) == 2
+    work(vault, 3, 0.125)
+    assert content(Vault(vault.folder)) == (3, 3, [(RUN, 3)])
+
+
+def test_a_bit_of_the_sums_leads_back_to_the_round_before(two_rounds: Vault) -> None:
+    for vault, place in copies(two_rounds, newest(two_rounds, 2) / "SUMS"):
+        [mended] = vault.mend(RUN)
+        assert "SUMS damaged" in mended.what, place
+        assert content(vault) == (1, 1, []), place
+
+
+def test_a_bit_of_the_name_of_the_newest_round_changes_nothing(two_rounds: Vault) -> None:
+    for vault, place in copies(two_rounds, two_rounds.folder / RUN / "CURRENT"):
+        [mended] = vault.mend_all()
+        assert "CURRENT names no round that is here" in mended.what, place
+        assert content(vault) == (2, 2, [(RUN, 2)]), place
+        assert vault.mend(RUN) == []
+
+
+def test_the_name_of_the_newest_round_may_be_gone(two_rounds: Vault) -> None:
+    (two_rounds.folder / RUN / "CURRENT").unlink()
+    assert content(two_rounds) == (0, None, [])
+    [mended] = two_rounds.mend(RUN)
+    assert "CURRENT" in mended.what
+    assert content(two_rounds) == (2, 2, [(RUN, 2)])
+
+
+def test_a_bit_of_a_result_loses_it_and_nothing_else(two_rounds: Vault) -> None:
+    file = newest(two_rounds, 2) / "result.msgpack"
+    for vault, place in copies(two_rounds, file):
+        with pytest.raises(StorageFailed, match=r"result\.msgpack is damaged"):
+            vault.pending()
+        [mended] = vault.mend_all()
+        assert mended.lost == (RUN, 2), place
+        assert "result of round 2" in mended.what
+        assert content(vault) == (2, 2, []), place
+        assert owed(vault) == {"w": 0.5}, "as if it had been refused"
+        assert vault.mend(RUN) == []
+
+
+def test_a_result_that_was_acknowledged_may_be_damaged(two_rounds: Vault) -> None:
+    two_rounds.settle(RUN, 2)
+    flip(newest(two_rounds, 2) / "result.msgpack")
+    assert Vault(two_rounds.folder).mend(RUN) == []
+
+
+@pytest.mark.parametrize("name", ["left", "owed"])
+@pytest.mark.parametrize("damage", ["flip", "delete"])
+def test_damaged_feedback_is_not_sent_and_nothing_else_is_lost(two_rounds: Vault, name: str, damage: str) -> None:
+    file = newest(two_rounds, 2) / f"{name}.safetensors"
+    flip(file, 0.99) if damage == "flip" else file.unlink()
+    vault = Vault(two_rounds.folder)
+    [mended] = vault.mend(RUN)
+    assert str(file) in mended.what
+    assert content(vault) == (2, 2, [(RUN, 2)])
+    vault.settle(RUN, 2, accepted=name == "left")
+    assert owed(vault) == {}
+    assert Vault(vault.folder).mend(RUN) == []
+
+
+def test_a_bit_of_a_note_is_found(two_rounds: Vault) -> None:
+    two_rounds.note(task(2))
+    for vault, place in copies(two_rounds, two_rounds.folder / RUN / "TASK"):
+        with pytest.raises(StorageFailed, match="TASK is damaged"):
+            vault.noted(RUN)
+        assert vault.mend(RUN) == [], place
+        vault.note(task(3))
+        assert vault.noted(RUN) is not None
+
+
+def test_what_is_settled_late_is_settled_in_the_round_before_too(vault: Vault) -> None:
+    """Its acknowledgement came when a newer round was kept already; damage then leads back to it."""
+    work(vault, 1, 0.5)
+    work(vault, 2, 0.25)
+    vault.settle(RUN, 1, accepted=True)
+    flip(newest(vault, 2) / "local.safetensors", 0.99)
+    again = Vault(vault.folder)
+    again.mend(RUN)
+    assert content(again) == (1, 1, [])
+    assert owed(again) == {"w": 0.5}
+
+
+def test_want_of_something_else_is_no_damage(two_rounds: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many open files: nothing is gone back to, and nothing is moved."""
+    before = sorted(two_rounds.folder.rglob("*"))
+    flip(newest(two_rounds, 2) / "local.safetensors")
+
+    def too_many(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    for where in ("os.listdir", "pathlib.Path.read_bytes", "pathlib.Path.read_text", "fedvit.blobs.digest_of_file"):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, too_many)
+            with pytest.raises(StorageFailed, match="too many"):
+                Vault(two_rounds.folder).mend(RUN)
+    assert sorted(two_rounds.folder.rglob("*")) == before
+
+
+def test_a_medium_that_fails_is_damage(two_rounds: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that ends with an error of input or output: the round before is whole."""
+    local, real = newest(two_rounds, 2) / "local.safetensors", blobs_module.digest_of_file
+
+    def failing(path: Path) -> str:
+        if path == local:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path)
+
+    monkeypatch.setattr(blobs_module, "digest_of_file", failing)
+    vault = Vault(two_rounds.folder)
+    assert "goes back to what round 1 left" in vault.mend(RUN)[0].what
+    assert content(vault) == (1, 1, [])
+
+
+# --- vaults that an earlier version wrote -------------------------------------------------------------
+
+
+@pytest.fixture
+def old(vault: Vault) -> Vault:
+    """As version 0.9 left it: no sums, one round, notes without a digest."""
+    folder = vault.folder / RUN / "round-7-0123abcd"
+    folder.mkdir(parents=True)
+    (folder / "local.safetensors").write_bytes(pack(personal(7)))
+    (folder / "left.safetensors").write_bytes(pack(personal(0.5)))
+    (folder / "owed.safetensors").write_bytes(pack(personal(0.25)))
+    (folder / "result.msgpack").write_bytes(msgspec.msgpack.encode(result(7)))
+    (folder / "PENDING").touch()
+    (folder.parent / "CURRENT").write_text(folder.name)
+    note = TaskNote(RUN, 8, "train", 5, "blake3:" + "ef" * 32, {"model": "blake3:" + "cd" * 32})
+    (folder.parent / "TASK").write_bytes(msgspec.msgpack.encode(note))
+    return vault
+
+
+def test_an_old_vault_is_read_and_gone_on_from(old: Vault) -> None:
+    assert old.mend(RUN) == old.mend_all() == []
+    assert content(old) == (7, 7, [(RUN, 7)])
+    assert owed(old) == {"w": 0.25}
+    noted = old.noted(RUN)
+    assert noted is not None
+    assert noted.round == 8
+    work(old, 8, 0.125)
+    assert content(old) == (8, 8, [(RUN, 8)])
+    assert owed(old) == {"w": 0.25}
+    flip(newest(old, 8) / "local.safetensors", 0.99)
+    again = Vault(old.folder)
+    assert "goes back to what round 7 left" in again.mend(RUN)[0].what
+    assert content(again) == (7, 7, [(RUN, 7)])
+
+
+@pytest.mark.parametrize("file", ["local.safetensors", "result.msgpack", "left.safetensors", "owed.safetensors"])
+def test_what_can_be_told_of_an_old_file_is(old: Vault, file: str) -> None:
+    """That it was cut, or that its head is none; a flipped number shows only where there are sums."""
+    path = newest(old, 7) / file
+    path.write_bytes(path.read_bytes()[:-1])
+    [mended] = old.mend(RUN)
+    assert str(path) in mended.what
+    assert content(old) == (
+        (0, None, []) if file.startswith("local") else (7, 7, [(RUN, 7)][file == "result.msgpack" :])
+    )
+    old.owed(RUN)

@@ -1,0 +1,193 @@
+"""Whether the files of a device are still what was written: memory cards flip bits, and tell nobody.
+
+A file counts as whole while its size, modification time and inode are those with which this process read all of it.
+A flipped bit changes none of them: so each start reads everything anew before it is used, and `scrub` reads it again
+in idle time. See docs/decisions/0020-damaged-files-are-fetched-anew.md.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import blake3
+
+from fedvit.blobs import ALGORITHM, BlobStore, digest_of, is_whole, medium_failed
+from fedvit.errors import BadPayload, FedvitError
+
+log = logging.getLogger(__name__)
+
+SCRUB_PIECE_BYTES = 1 << 20
+SCRUB_EVERY_S = 0.1
+"""A piece is read so often at most: 10 MB/s, a quarter of what a slow memory card can do."""
+SCRUB_AGAIN_S = 24 * 3600.0
+"""From the end of one pass over all files to the beginning of the next."""
+KEPT_REPORTS = 8
+"""So many findings wait for the next result at most; the log has all of them."""
+
+
+class Damaged(FedvitError):
+    """Blobs were not what their digests say; they are deleted, and can be fetched anew."""
+
+    def __init__(self, digests: list[str]) -> None:
+        super().__init__(f"{len(digests)} damaged blobs on this device's disk, the first is {digests[0]}")
+        self.digests = digests
+
+
+class _Stamp(NamedTuple):
+    digest: str
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+class Verified:
+    """Which files this process found whole."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[Path, _Stamp] = {}
+
+    def is_whole(self, path: Path, digest: str) -> bool:
+        """As `fedvit.blobs.is_whole`; the file is not read again if it was found whole and looks the same."""
+        stamp = _stamp(path, digest)
+        if stamp is not None and self._stamps.get(path) == stamp:
+            return True
+        self.forget(path)
+        whole = is_whole(path, digest)
+        if whole and stamp is not None:
+            self._stamps[path] = stamp
+        return whole
+
+    def forget(self, path: Path) -> None:
+        """It is read again before it counts as whole."""
+        self._stamps.pop(path, None)
+
+    def keep_only(self, paths: Iterable[Path]) -> None:
+        for path in self._stamps.keys() - set(paths):
+            self.forget(path)
+
+
+def _stamp(path: Path, digest: str) -> _Stamp | None:
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return _Stamp(digest, state.st_size, state.st_mtime_ns, state.st_ino)
+
+
+class Integrity:
+    """A folder of blobs that is looked after. `others()` names further files to scrub, with their digests.
+
+    Several devices of one process may share one. What is found is logged, and waits for the next result.
+    """
+
+    def __init__(self, blobs: BlobStore, others: Callable[[], Iterable[tuple[Path, str]]] = tuple) -> None:
+        self.verified = Verified()
+        self._blobs = blobs
+        self._others = others
+        self._found: list[str] = []
+        self._lock = threading.Lock()  # tasks report from their threads
+        self._pass: Iterator[None] | None = None
+        self._due = 0.0  # on the monotonic clock
+
+    def check(self, digests: Iterable[str], *, afresh: bool = False) -> None:
+        """Make sure that those of some blobs that are here are whole; `afresh`: whatever was found before.
+
+        Raises Damaged when some are not; they are deleted then.
+        """
+        damaged = []
+        for digest in dict.fromkeys(digests):
+            path = self._blobs.path(digest)
+            if afresh:
+                self.verified.forget(path)
+            if self._blobs.has(digest) and not self.verified.is_whole(path, digest):
+                self._discard(digest)
+                damaged.append(digest)
+        if damaged:
+            raise Damaged(damaged)
+
+    def read(self, digest: str) -> bytes:
+        """A small blob's bytes, as its digest says. Raises Damaged, and BadPayload when it is not here."""
+        with contextlib.suppress(OSError):
+            content = self._blobs.get(digest)
+            if digest_of(content) == digest:
+                return content
+        self.check([digest], afresh=True)  # deletes it, or says why it cannot be read
+        raise BadPayload(f"blob {digest} changed while it was read")
+
+    def report(self, what: str) -> None:
+        """Log something that was found damaged, and tell it with the next result."""
+        log.error("damaged", extra={"what": what})
+        with self._lock:
+            if len(self._found) < KEPT_REPORTS:
+                self._found.append(what[:500])
+
+    def reports(self) -> tuple[str, ...]:
+        """What was found since the last call."""
+        with self._lock:
+            found, self._found = tuple(self._found), []
+        return found
+
+    def _discard(self, digest: str) -> None:
+        path = self._blobs.path(digest)
+        self.verified.forget(path)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        self.report(f"{path} was damaged and is deleted: it is fetched anew when it is needed")
+
+    # --- in idle time ---------------------------------------------------------------------------------
+
+    def scrub(self) -> None:
+        """Read a piece of what lies here, if it is time for one; to be called often while the device has no task."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + SCRUB_EVERY_S
+        if self._pass is None:
+            self._pass = self._scrubbing()
+        if next(self._pass, self) is self:
+            self._pass = None
+            self._due = now + SCRUB_AGAIN_S
+
+    def _scrubbing(self) -> Iterator[None]:
+        """One pass; every step reads a piece at most."""
+        blobs = {path: f"{ALGORITHM}:{path.name}" for path in self._blobs.folder.glob("*/*") if _is_blob(path)}
+        others = dict(self._others())
+        self.verified.keep_only(blobs.keys() | others.keys())
+        for path, digest in [*blobs.items(), *others.items()]:
+            found = digest
+            for found in _read_slowly(path, digest):  # noqa: B007 - the last one counts
+                yield
+            if found == digest:
+                continue
+            self.verified.forget(path)
+            if path in others:
+                log.error("damaged", extra={"what": f"{path} is damaged; the next task of its run sees to it"})
+            elif path.is_file():
+                self._discard(digest)
+
+
+def _is_blob(path: Path) -> bool:
+    """And no file that is being received or written."""
+    return len(path.name) == 64
+
+
+def _read_slowly(path: Path, expected: str) -> Iterator[str]:
+    """`expected` after each piece of a file, and at its end the digest that it has; nothing where it is gone."""
+    hasher = blake3.blake3()
+    try:
+        with open(path, "rb", buffering=0) as file:
+            # what is in memory says nothing of the medium
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while piece := file.read(SCRUB_PIECE_BYTES):
+                hasher.update(piece)
+                yield expected
+    except OSError as error:
+        if medium_failed(error):
+            yield f"none: {error.strerror}"
+        return
+    yield f"{ALGORITHM}:{hasher.hexdigest()}"

@@ -1,0 +1,68 @@
+"""Digests of what must not change unnoticed in the vault: of a round's files, and of the small files themselves."""
+
+from pathlib import Path
+
+import msgspec
+
+from fedvit.blobs import digest_of, medium_failed
+from fedvit.errors import BadPayload, StorageFailed
+from fedvit.files import atomic_write, storage_failed
+
+SUMS = "SUMS"
+_MAGIC = b"fedvit checked 1\n"
+_DIGEST_BYTES = len(digest_of(b""))
+
+
+class Sums(msgspec.Struct, frozen=True):
+    """What the files of one round in the vault must hold, and how many rounds were kept before it."""
+
+    generation: int
+    files: dict[str, str]  # name -> digest
+
+
+def read_sums(folder: Path) -> Sums | None:
+    """None where an earlier version of the software wrote the round.
+
+    Raises BadPayload when the file is damaged, StorageFailed when it cannot be read for another reason.
+    """
+    try:
+        raw = (folder / SUMS).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if medium_failed(error):
+            raise BadPayload(f"{folder / SUMS} is damaged: {error.strerror}") from error
+        raise storage_failed(f"cannot read {folder / SUMS}", error) from error
+    try:
+        return msgspec.msgpack.decode(opened(raw), type=Sums)
+    except (BadPayload, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadPayload(f"{folder / SUMS} is damaged: {error}") from error
+
+
+def write_sums(folder: Path, sums: Sums) -> None:
+    """Raises StorageFailed, DiskFull."""
+    atomic_write(folder / SUMS, closed(msgspec.msgpack.encode(sums)), private=True)
+
+
+def closed(content: bytes) -> bytes:
+    """A small file's content behind its digest."""
+    return _MAGIC + digest_of(content).encode() + content
+
+
+def opened(raw: bytes) -> bytes:
+    """Undo `closed`; what an earlier version wrote has no digest, and comes back as it is. Raises BadPayload."""
+    if not raw.startswith(_MAGIC):
+        return raw
+    body = raw[len(_MAGIC) :]
+    digest, content = body[:_DIGEST_BYTES], body[_DIGEST_BYTES:]
+    if digest != digest_of(content).encode():
+        raise BadPayload(f"{len(content)} bytes do not have the digest that stands before them")
+    return content
+
+
+def read_file(file: Path) -> bytes:
+    """Raises StorageFailed."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise StorageFailed(f"cannot read {file}: {error.strerror}") from error

@@ -44,6 +44,7 @@ from fedvit.wire.messages import (
 )
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import Chunk, Outgoing, decode_chunk
+from fleet.fuzz.graphs import FORMS, fuzz_graphs, is_hostile, readings
 from fleet.fuzz.memory import fuzz_in_memory
 from fleet.fuzz.mutations import Mutator
 from fleet.fuzz.seeds import PROFILE, USE, from_coordinator, from_device
@@ -67,6 +68,25 @@ def test_both_programs_bear_damaged_messages(graph_cache: Path) -> None:
         assert sum(count.accepted for count in part.counts.values()) > part.sent // 20
         assert sum(count.refused for count in part.counts.values()) > part.sent // 4
     assert {"train", "message", "hello"} <= coordinator.refusals.keys()
+
+
+def test_no_graph_is_accepted_that_names_a_file_to_protobuf() -> None:
+    """Hostile graphs in every form that a reader of protobuf may take for something else."""
+    report = fuzz_graphs(1500, 3, lambda line: None)
+    assert report.findings == []
+    [graphs] = report.parts
+    for form in FORMS:  # in each of them there is something to be found
+        assert graphs.counts[f"{form}: hostile"].refused > 0
+        assert graphs.counts[f"{form}: hostile"].accepted == 0
+    assert sum(count.accepted for count in graphs.counts.values()) > 100
+
+
+def test_the_fuzzer_of_graphs_knows_a_hidden_file_when_it_sees_one() -> None:
+    """A reader drops the bit that hides it, and what both readers see of an honest graph is harmless."""
+    assert any(is_hostile(read) for read in readings(disguised("beside.bin")))
+    honest = readings(model(None))
+    assert len(honest) == 2
+    assert not any(is_hostile(read) for read in honest)
 
 
 def test_the_fuzzer_has_a_seed_of_every_message() -> None:

@@ -235,7 +235,7 @@ def is_hostile(message: Message) -> bool:
 
 
 def fuzz_graphs(messages: int, seed: int, say: Say) -> FuzzReport:
-    """As many mutated graphs against the check. A finding: one that is accepted and names a file, or an honest one refused."""
+    """As many mutated graphs against the check. A finding: a hostile one is accepted, or an honest one refused."""
     part, mutator = Part("graphs"), Mutator(seed)
     random = mutator.random
     honest = [ModelProto.FromString(file.read_bytes()) for file in _seeds()]

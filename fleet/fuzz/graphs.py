@@ -213,7 +213,7 @@ def is_hostile(message: Message) -> bool:
 
     What can hold neither a node nor a tensor is not looked into.
     """
-    if len(UnknownFieldSet(message)):
+    if any(_is_hidden(message, unknown.field_number) for unknown in UnknownFieldSet(message)):
         return True
     if isinstance(message, TensorProto) and (message.external_data or message.data_location):
         return True
@@ -229,6 +229,12 @@ def is_hostile(message: Message) -> bool:
         if field.message_type is not None and field.message_type.name not in ("ValueInfoProto", "OperatorSetIdProto")
         for one in (value if field.is_repeated else [value])
     )
+
+
+def _is_hidden(message: Message, number: int) -> bool:
+    """Whether another reader may make something of what this one does not know: not of a value that an enum lacks."""
+    field = message.DESCRIPTOR.fields_by_number.get(number)
+    return field is None or field.enum_type is None or field.name == "data_location"
 
 
 # --- all of it ----------------------------------------------------------------------------------------

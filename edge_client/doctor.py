@@ -76,8 +76,8 @@ def check_engine(patient: Patient) -> Iterator[Finding]:
             check="engine",
             level="error",
             what=f"{called} dies of an illegal instruction: it is built for newer processors than this one",
-            remedy="ARMv8.0 boards (Raspberry Pi 3, 4, Zero 2 W) are known to run onnxruntime 1.20, and known not to "
-            "run 1.21.0: pip install 'onnxruntime>=1.20,<1.21', or try the newest version",
+            remedy="onnxruntime 1.25 to 1.27 run on an emulated Cortex-A72 (ARMv8.0: Raspberry Pi 3, 4, Zero 2 W), "
+            "1.21.0 does not: pip install 'onnxruntime>=1.25,<1.28'",
         )
     else:
         what = f"{called} does not run: {_how_it_ended(done.returncode, done.stderr)}"

@@ -1,97 +1,172 @@
-"""What a device refuses in an ONNX file before its engine sees it: reading any other file.
+"""What a device refuses in an ONNX file before its engine sees it: whatever could make the engine read another file.
 
-A weight may be said to lie in a file beside the graph; onnxruntime opens that file, and versions before 1.23 also
-where it lies outside the graph's folder. Our graphs never have one, so none may.
+A weight may be said to lie in a file beside the graph; onnxruntime opens that file, and versions before 1.25 also
+where it lies outside the graph's folder (docs/security.md). Execution providers have operators that name files. Our
+graphs have nothing of the kind, so a file is accepted only when it consists of what our graphs have.
 """
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from fedvit.errors import BadPayload
+from fedvit.protobuf import FIXED32, FIXED64, LENGTH, VARINT, fields
 
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_DEEPEST = 64
-"""Graphs inside of nodes inside of graphs; ours have none."""
 
-# onnx.proto: by message, the fields that lead to tensors
-_INSIDE = {
-    "model": {7: "graph", 20: "training", 25: "function"},
-    "training": {1: "graph", 2: "graph"},
-    "function": {7: "node", 11: "attribute"},
-    "graph": {1: "node", 5: "tensor", 15: "sparse"},
-    "node": {5: "attribute"},
-    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
-    "sparse": {1: "tensor", 2: "tensor"},
-    "tensor": {},
+class _Known(NamedTuple):
+    """A field that our graphs have."""
+
+    kinds: tuple[int, ...]  # how it may be written: repeated numbers each by itself, or packed
+    repeated: bool = False
+    message: str = ""  # what it holds, where that is looked into
+
+    @property
+    def many(self) -> "_Known":
+        return self._replace(repeated=True)
+
+
+def _message(name: str) -> _Known:
+    return _Known((LENGTH,), message=name)
+
+
+_NUMBER, _FLOAT, _BYTES = _Known((VARINT,)), _Known((FIXED32,)), _Known((LENGTH,))
+_NUMBERS = _Known((VARINT, LENGTH), repeated=True)
+_FLOATS = _Known((FIXED32, LENGTH), repeated=True)
+_DOUBLES = _Known((FIXED64, LENGTH), repeated=True)
+
+# By message of onnx.proto its fields. What is missing cannot be in a file: external data, graphs in attributes, sparse
+# tensors, functions, training information, and all that later versions of ONNX may add. Where neither a node nor a
+# tensor can be inside, nothing is looked into.
+_KNOWN: Mapping[str, Mapping[int, _Known]] = {
+    "model": {
+        1: _NUMBER,  # ir_version
+        2: _BYTES,  # producer_name
+        3: _BYTES,  # producer_version
+        4: _BYTES,  # domain
+        5: _NUMBER,  # model_version
+        6: _BYTES,  # doc_string
+        7: _message("graph"),
+        8: _BYTES.many,  # opset_import
+        14: _message("metadata").many,
+    },
+    "metadata": {1: _BYTES, 2: _BYTES},  # key, value
+    "graph": {
+        1: _message("node").many,
+        2: _BYTES,  # name
+        5: _message("tensor").many,
+        10: _BYTES,  # doc_string
+        11: _BYTES.many,  # input: names, types and shapes, like the next two
+        12: _BYTES.many,  # output
+        13: _BYTES.many,  # value_info
+    },
+    "node": {
+        1: _BYTES.many,  # inputs
+        2: _BYTES.many,  # outputs
+        3: _BYTES,  # name
+        4: _BYTES,  # op_type
+        5: _message("attribute").many,
+        6: _BYTES,  # doc_string
+        7: _BYTES,  # domain
+    },
+    "attribute": {
+        1: _BYTES,  # name
+        2: _FLOAT,
+        3: _NUMBER,
+        4: _BYTES,  # a text
+        5: _message("tensor"),
+        7: _FLOATS,
+        8: _NUMBERS,
+        9: _BYTES.many,  # texts
+        13: _BYTES,  # doc_string
+        20: _NUMBER,  # type
+    },
+    "tensor": {
+        1: _NUMBERS,  # dims
+        2: _NUMBER,  # data_type
+        4: _FLOATS,
+        5: _NUMBERS,  # int32_data
+        7: _NUMBERS,  # int64_data
+        8: _BYTES,  # name
+        9: _BYTES,  # raw_data
+        10: _DOUBLES,
+        11: _NUMBERS,  # uint64_data
+        12: _BYTES,  # doc_string
+    },
 }
+_GRAPH = 7
 _EXTERNAL_DATA, _DATA_LOCATION = 13, 14
-_OP_TYPE = 4
-_REFUSED_OPERATORS = (b"EPContext",)
-"""Of some execution providers: it names a file with a compiled graph."""
+_OP_TYPE, _DOMAIN = 4, 7
+_METADATA_KEY = 1
+
+_MICROSOFT = frozenset({b"MatMulIntegerToFloat"})
+"""The operators of onnxruntime's own set that export makes."""
+_NAMES_A_FILE = b"EPContext"
+"""An execution provider's operator: it names a file with a compiled graph. Some providers do not look at its set."""
+_SESSION_OPTIONS = b"ort_config"
+"""Options that onnxruntime takes from a model where its owner allows that; one of them makes it write files."""
+_FLATBUFFER = b"ORTM"
+"""From byte 4 on in onnxruntime's own format, which it recognises by that."""
 
 
-def check_self_contained(path: Path) -> None:
-    """Raises BadPayload when the file is no ONNX model, or when reading it would read another file.
+def check_self_contained(source: Path | bytes) -> None:
+    """Raises BadPayload when the file is no ONNX model, or has anything that graphs of ours do not have.
 
     Weights are passed over where they lie, so that this takes milliseconds for a graph of any size.
     """
+    name = "a graph" if isinstance(source, bytes) else f"graph {source.name}"
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if not _check(content, 0, len(content), "model", 0):
-                raise BadPayload("it holds no graph")
+        if isinstance(source, bytes):
+            _check_model(source)
+            return
+        with open(source, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            _check_model(content)
     except ValueError:  # an empty file cannot be mapped
-        raise BadPayload(f"graph {path.name} is empty") from None
+        raise BadPayload(f"{name} is empty") from None
     except BadPayload as error:
-        raise BadPayload(f"graph {path.name} is refused: {error}") from None
+        raise BadPayload(f"{name} is refused: {error}") from None
 
 
-def _check(content: mmap.mmap, begin: int, end: int, what: str, depth: int) -> bool:
-    """Look through one message; whether it holds anything that is looked into."""
-    if depth > _DEEPEST:
-        raise BadPayload(f"its graphs are nested more than {_DEEPEST} deep")
-    found = False
-    for number, kind, first, last in _fields(content, begin, end):
-        if what == "tensor" and (number == _EXTERNAL_DATA or (number == _DATA_LOCATION and first != 0)):
-            raise BadPayload("a tensor lies in another file")
-        if what == "node" and number == _OP_TYPE and kind == _LENGTH and content[first:last] in _REFUSED_OPERATORS:
-            raise BadPayload(f"it has an operator {content[first:last].decode()}, which reads another file")
-        if inner := _INSIDE[what].get(number):
-            if kind != _LENGTH:
-                raise BadPayload(f"not protobuf: field {number} of a {what} is of kind {kind}")
-            _check(content, first, last, inner, depth + 1)
-            found = True
-    return found
+def _check_model(content: bytes | mmap.mmap) -> None:
+    if content[4:8] == _FLATBUFFER:
+        raise BadPayload("it is in onnxruntime's own format, expected ONNX")
+    if _GRAPH not in _check(content, 0, len(content), "model"):
+        raise BadPayload("it holds no graph")
 
 
-def _fields(content: mmap.mmap, place: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """(number, kind, begin, end) of each field; of a varint (number, kind, value, 0)."""
-    while place < end:
-        tag, place = _varint(content, place, end)
-        number, kind = tag >> 3, tag & 7
-        if kind == _VARINT:
-            value, place = _varint(content, place, end)
-            yield number, kind, value, 0
-            continue
-        if kind == _LENGTH:
-            length, place = _varint(content, place, end)
-        elif kind in (_FIXED64, _FIXED32):
-            length = 8 if kind == _FIXED64 else 4
-        else:
-            raise BadPayload(f"not protobuf: field {number} is of kind {kind}")
-        if place + length > end:
-            raise BadPayload(f"not protobuf: field {number} has {length} bytes, {end - place} are there")
-        yield number, kind, place, place + length
-        place += length
+def _check(content: bytes | mmap.mmap, begin: int, end: int, what: str) -> set[int]:
+    """Look through one message and all that is in it; the numbers of its fields that are there at most once.
+
+    No message of `_KNOWN` can hold one of its own kind, so that nothing is nested deep.
+    """
+    known, seen = _KNOWN[what], set[int]()
+    operator = domain = b""
+    for field in fields(content, begin, end):
+        number = field.number
+        if (allowed := known.get(number)) is None:
+            if what == "tensor" and number in (_EXTERNAL_DATA, _DATA_LOCATION):
+                raise BadPayload("a tensor lies in another file")
+            raise BadPayload(f"it has field {number} of message {what!r}, which no graph of ours has")
+        if field.kind not in allowed.kinds:
+            raise BadPayload(f"not ONNX: field {number} of message {what!r} is of kind {field.kind}")
+        if not allowed.repeated:
+            if number in seen:
+                raise BadPayload(f"not ONNX: field {number} of message {what!r} is there twice")
+            seen.add(number)
+        if allowed.message:
+            _check(content, field.begin, field.end, allowed.message)
+        elif what == "node":
+            if number == _OP_TYPE:
+                operator = field.content
+            elif number == _DOMAIN:
+                domain = field.content
+        elif what == "metadata" and number == _METADATA_KEY and field.content == _SESSION_OPTIONS:
+            raise BadPayload(f"its metadata have {_SESSION_OPTIONS.decode()}, options for the engine")
+    if what == "node" and (operator == _NAMES_A_FILE or (domain and not _is_ours(domain, operator))):
+        called = f"{domain.decode(errors='replace')}.{operator.decode(errors='replace')}".lstrip(".")
+        raise BadPayload(f"it has an operator {called!r}, which no graph of ours has")
+    return seen
 
 
-def _varint(content: mmap.mmap, place: int, end: int) -> tuple[int, int]:
-    value = shift = 0
-    while place < end and shift < 64:
-        byte = content[place]
-        place += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & (2**64 - 1), place
-        shift += 7
-    raise BadPayload("not protobuf: a number has no end")
+def _is_ours(domain: bytes, operator: bytes) -> bool:
+    return domain == b"com.microsoft" and operator in _MICROSOFT

@@ -14,6 +14,7 @@ from export.bundle.card import Accuracy, Agreement, Latency, Parity
 from fedvit.data.folder import Split
 from fedvit.data.images import Floats, Indices, Pixels, normalise, unfold
 from fedvit.errors import BadPayload, ExportMismatch
+from fedvit.onnx_file import check_self_contained
 from fedvit.program import Batch
 from fedvit.tensors import Array
 
@@ -68,8 +69,10 @@ def as_input(pixels_BSSC: Pixels, batch: Batch) -> Floats:
 
 
 def open_session(source: Path | bytes, threads: int) -> onnxruntime.InferenceSession:
-    """Raises BadPayload when onnxruntime cannot load the model."""
+    """Raises BadPayload for a model that could make onnxruntime read another file, or that it cannot load."""
+    check_self_contained(source)
     options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.load_model_format", "ONNX")  # whatever its first bytes may say
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3

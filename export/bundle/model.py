@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from export.bundle.protobuf import Field, bytes_field, fields, integers, length_prefix, number_field
 from fedvit.errors import BadPayload, ConfigError
+from fedvit.protobuf import Field, bytes_field, fields, integers, length_prefix, number_field
 from fedvit.tensors import Array
 
 Shape = tuple[int, ...]

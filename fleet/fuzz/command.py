@@ -1,4 +1,4 @@
-"""`fleet fuzz`: throw damaged messages at both programs, and see whether they bear it."""
+"""`fleet fuzz`: throw damaged messages and graphs at both programs, and see whether they bear it."""
 
 import logging
 import sys
@@ -17,15 +17,24 @@ from fleet.fuzz.report import tables
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="The same seed gives the same damage.")
 @click.option(
     "--broker",
-    is_flag=True,
+    "what",
+    flag_value="broker",
     help="Send them over a real broker to a coordinator and an edge-client that are processes of their own.",
 )
+@click.option(
+    "--graphs",
+    "what",
+    flag_value="graphs",
+    help="Graphs in place of messages: what a device accepts must name no file to any of protobuf's own readers.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def fuzz_command(messages: int, seed: int, broker: bool, as_json: bool) -> None:
+def fuzz_command(messages: int, seed: int, what: str | None, as_json: bool) -> None:
     """Throw damaged and hostile messages at both programs; fails when one of them does not bear it."""
     configure_logging(level=logging.CRITICAL)  # every refusal is a line of the log
-    if broker:
+    if what == "broker":
         from fleet.fuzz.over_broker import fuzz_over_broker as fuzz
+    elif what == "graphs":
+        from fleet.fuzz.graphs import fuzz_graphs as fuzz
     else:
         from fleet.fuzz.memory import fuzz_in_memory as fuzz
 

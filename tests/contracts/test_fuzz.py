@@ -13,16 +13,19 @@ from queue import SimpleQueue
 import msgspec
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from export.bundle.measure import open_session as open_bundle_session
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.engine import open_session
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import decode_program
+from fedvit.protobuf import bytes_field, number_field
 from fedvit.tensors import mapped, unpack
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
@@ -41,6 +44,7 @@ from fedvit.wire.messages import (
 )
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import Chunk, Outgoing, decode_chunk
+from fleet.fuzz.graphs import FORMS, fuzz_graphs, is_hostile, readings
 from fleet.fuzz.memory import fuzz_in_memory
 from fleet.fuzz.mutations import Mutator
 from fleet.fuzz.seeds import PROFILE, USE, from_coordinator, from_device
@@ -64,6 +68,25 @@ def test_both_programs_bear_damaged_messages(graph_cache: Path) -> None:
         assert sum(count.accepted for count in part.counts.values()) > part.sent // 20
         assert sum(count.refused for count in part.counts.values()) > part.sent // 4
     assert {"train", "message", "hello"} <= coordinator.refusals.keys()
+
+
+def test_no_graph_is_accepted_that_names_a_file_to_protobuf() -> None:
+    """Hostile graphs in every form that a reader of protobuf may take for something else."""
+    report = fuzz_graphs(1500, 3, lambda line: None)
+    assert report.findings == []
+    [graphs] = report.parts
+    for form in FORMS:  # in each of them there is something to be found
+        assert graphs.counts[f"{form}: hostile"].refused > 0
+        assert graphs.counts[f"{form}: hostile"].accepted == 0
+    assert sum(count.accepted for count in graphs.counts.values()) > 100
+
+
+def test_the_fuzzer_of_graphs_knows_a_hidden_file_when_it_sees_one() -> None:
+    """A reader drops the bit that hides it, and what both readers see of an honest graph is harmless."""
+    assert any(is_hostile(read) for read in readings(disguised("beside.bin")))
+    honest = readings(model(None))
+    assert len(honest) == 2
+    assert not any(is_hostile(read) for read in honest)
 
 
 def test_the_fuzzer_has_a_seed_of_every_message() -> None:
@@ -247,6 +270,44 @@ def test_a_graph_that_reads_another_file_is_refused(where: str, location: str, t
     (tmp_path / "graph.onnx").write_bytes(model(location, where=where))
     with pytest.raises(BadPayload, match="a tensor lies in another file"):
         open_session(tmp_path / "graph.onnx", 1)
+
+
+def disguised(location: str) -> bytes:
+    """The graph above, with bit 32 set in the tags of the fields that name the file.
+
+    onnxruntime's reader of protobuf drops that bit; read as a number it makes another field of them.
+    """
+    bare = onnx.ModelProto.FromString(model(location))
+    [tensor] = bare.graph.initializer
+    entries = [bytes_field(13 | 1 << 29, entry.SerializeToString()) for entry in tensor.external_data]
+    for name in ("external_data", "data_location"):
+        tensor.ClearField(name)
+    weight = tensor.SerializeToString() + b"".join(entries) + number_field(14 | 1 << 29, TensorProto.EXTERNAL)
+    del bare.graph.initializer[:]
+    graph = bare.graph.SerializeToString() + bytes_field(5, weight)
+    bare.ClearField("graph")
+    whole: bytes = bare.SerializeToString() + bytes_field(7, graph)
+    return whole
+
+
+def test_a_graph_that_hides_another_file_from_the_check_is_refused(tmp_path: Path) -> None:
+    """The engine would read it: without the check it does."""
+    (tmp_path / "beside.bin").write_bytes(np.float32([1, 2, 3, 4]).tobytes())
+    graph = tmp_path / "graph.onnx"
+    graph.write_bytes(disguised("beside.bin"))
+    [y] = onnxruntime.InferenceSession(str(graph)).run(None, {"x": np.ones(4, np.float32)})
+    assert y.tolist() == [2, 3, 4, 5]
+    with pytest.raises(BadPayload, match="a field has number 536870925"):
+        open_session(graph, 1)
+
+
+@pytest.mark.parametrize("raw", [model("beside.bin"), disguised("beside.bin")], ids=["plain", "disguised"])
+def test_a_bundle_that_reads_another_file_is_refused(raw: bytes, tmp_path: Path) -> None:
+    """Both what a bundle is made of, a run's graph, and its files, which `predict --bundle` opens."""
+    (tmp_path / "model.onnx").write_bytes(raw)
+    for source in (raw, tmp_path / "model.onnx"):
+        with pytest.raises(BadPayload, match="is refused"):
+            open_bundle_session(source, 1)
 
 
 @pytest.mark.parametrize("where", ["graph", "node"])

@@ -77,7 +77,7 @@ def test_an_engine_that_dies_of_an_illegal_instruction(patient: Patient, tmp_pat
     assert found.level == "error"
     assert "illegal instruction" in found.what
     assert found.remedy is not None
-    for words in ("ARMv8.0", "Raspberry Pi 3, 4, Zero 2 W", "onnxruntime>=1.20,<1.21", "1.21.0"):
+    for words in ("ARMv8.0", "Raspberry Pi 3, 4, Zero 2 W", "onnxruntime>=1.25,<1.28", "1.21.0"):
         assert words in found.remedy
 
 

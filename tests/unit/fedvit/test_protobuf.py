@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import AttributeProto, StringStringEntryProto, TensorProto
 
-from export.bundle.protobuf import bytes_field, fields, integers, number_field
 from fedvit.errors import BadPayload
+from fedvit.protobuf import bytes_field, fields, integers, number_field
 
 WHOLE = st.integers(-(2**63), 2**63 - 1)
 
@@ -52,3 +52,38 @@ def test_a_group_is_refused() -> None:
     """Kind 3 begins a group, which onnx never writes: 1 << 3 | 3."""
     with pytest.raises(BadPayload, match="kind 3"):
         [*fields(b"\x0b")]
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        (b"\x88\x80\x80\x80\x10\x01", "number 536870913"),  # bit 32 set: other readers drop it and see field 1
+        (b"\x88\x80\x80\x80\x80\x80\x01\x01", "expected 1 to 536870911"),
+        (b"\x88\x00\x01", "shortest form"),  # a tag with a byte that says nothing
+        (b"\x0a\x81\x00A", "shortest form"),  # a length
+        (b"\x08\x81\x80\x00", "shortest form"),  # a value
+        (b"\x08" + b"\xff" * 9 + b"\x02", "shortest form"),  # 65 bits
+        (b"\x02\x00", "number 0"),
+        (b"\x00", "number 0"),
+        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01A", "1 are there"),  # other readers take it for -1
+        (b"\x0c", "kind 4"),
+        (b"\x0e", "kind 6"),
+        (b"\x0d\x00\x00\x00", "has 4 bytes, 3 are there"),
+    ],
+)
+def test_a_message_in_another_form_than_the_shortest_is_refused(written: bytes, words: str) -> None:
+    with pytest.raises(BadPayload, match=words):
+        [*fields(written)]
+
+
+@given(WHOLE)
+def test_every_number_has_a_shortest_form(number: int) -> None:
+    [field] = fields(number_field(2**29 - 1, number))
+    assert (field.number, field.signed) == (2**29 - 1, number)
+
+
+def test_a_part_of_a_message_is_read_where_it_lies() -> None:
+    inner = number_field(3, 7)
+    [outer] = fields(b"..." + bytes_field(1, inner) + b"...", 3, 5 + len(inner))
+    assert outer.content == inner
+    assert [field.value for field in fields(outer.message, outer.begin, outer.end)] == [7]

@@ -301,6 +301,25 @@ def test_a_graph_that_hides_another_file_from_the_check_is_refused(tmp_path: Pat
         open_session(graph, 1)
 
 
+@pytest.mark.parametrize("given", ["path", "bytes"])
+@pytest.mark.parametrize("location", ["absolute", "../secret.bin", "link.bin"])
+def test_the_engine_itself_reads_no_file_outside_of_the_graphs_folder(
+    location: str, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second wall, from onnxruntime 1.25 on: behind the check, and for what was never checked."""
+    secret, home = tmp_path / "secret.bin", tmp_path / "home"
+    secret.write_bytes(bytes(16))
+    home.mkdir()
+    (home / "link.bin").symlink_to(secret)
+    graph = home / "graph.onnx"
+    graph.write_bytes(model(str(secret) if location == "absolute" else location))
+    monkeypatch.chdir(home)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    with pytest.raises(Exception, match="External data path validation failed"):
+        onnxruntime.InferenceSession(str(graph) if given == "path" else graph.read_bytes(), options)
+
+
 @pytest.mark.parametrize("raw", [model("beside.bin"), disguised("beside.bin")], ids=["plain", "disguised"])
 def test_a_bundle_that_reads_another_file_is_refused(raw: bytes, tmp_path: Path) -> None:
     """Both what a bundle is made of, a run's graph, and its files, which `predict --bundle` opens."""

@@ -45,7 +45,7 @@ class Backups:
         self._every = every
 
     def after_round(self, number: int) -> None:
-        """A round is closed: copy the record, where it is due. Raises StorageFailed, DiskFull, Damaged."""
+        """A round is closed: copy the record, where it is due. Raises StorageFailed, NoRoom, Damaged."""
         if not self._every or number % self._every:
             return
         make_folder(self._folder)
@@ -87,7 +87,7 @@ class Backups:
         return self._folder / f"round-{number}.db"
 
     def note(self, accepted: Accepted) -> None:
-        """Keep results apart from the record until every copy has them. Raises StorageFailed, DiskFull."""
+        """Keep results apart from the record until every copy has them. Raises StorageFailed, NoRoom."""
         if self._every:
             content = msgspec.msgpack.encode(accepted)
             digest = digest_of(content).partition(":")[2]

@@ -35,8 +35,9 @@ from coordinator.store import ResultRecord, RoundRecord, Store
 from coordinator.summary import round_line
 from coordinator.targets import Targets
 from coordinator.work import Assignments, Work
-from fedvit.errors import BadPayload, ConfigError, Damaged, DiskFull, EmptyCohort, FedvitError, StorageFailed
-from fedvit.files import atomic_write
+from fedvit.descriptors import USED_UP
+from fedvit.errors import BadPayload, ConfigError, Damaged, EmptyCohort, FedvitError, NoRoom, StorageFailed
+from fedvit.files import atomic_write, storage_failed
 from fedvit.methods.base import ServerState
 from fedvit.program import decode_program
 from fedvit.resources import Budget, BudgetKind, ResourceUse
@@ -63,7 +64,7 @@ from fedvit.wire.topics import Topics
 log = logging.getLogger(__name__)
 
 ROOM_EVERY_S = 2.0
-"""How often a paused run tries whether the disk takes ROOM_BYTES."""
+"""How often a paused run tries whether the disk takes a file of ROOM_BYTES."""
 PARTIAL_KEPT_S = 24 * 3600.0
 """How long half an upload is kept for a device that may go on with it."""
 ATTEMPTS = 3
@@ -209,7 +210,7 @@ class Coordinator:
         self.transport.open(Will(self.topics.coordinator_state, farewell, retain=True))
         try:
             self._say("connecting to the broker")
-            self.inbox.pump(lambda: self.inbox.connected)
+            self._with_room(partial(self.inbox.pump, lambda: self.inbox.connected))
             self._with_room(partial(self.backups.put_back, self._say))
             self._with_room(self._gather)
             self._with_room(self._course)
@@ -235,14 +236,19 @@ class Coordinator:
         self._go_on()
         self._finish()
 
-    def _with_room(self, work: Callable[[], None]) -> None:
-        """Do work that is safe to begin anew; whenever the disk is full, pause until there is room, and begin anew."""
+    def _with_room(self, work: Callable[[], object]) -> None:
+        """Do work that is safe to begin anew; whenever the disk is full, or no file can be opened any more, pause until
+        there is room, and begin anew."""
         while True:
             try:
                 work()
                 return
-            except DiskFull as error:
+            except NoRoom as error:
                 self._wait_for_room(error)
+            except OSError as error:
+                if error.errno not in USED_UP:
+                    raise
+                self._wait_for_room(storage_failed("cannot open a file or connection", error))
             except DamagedBlob as error:
                 self._begin_restoring(error)
 
@@ -275,11 +281,11 @@ class Coordinator:
         files = [str(self.backups.file(number)) for number in self.backups.rounds()]
         return f", or put back an older record ({', '.join(files)}; docs/survival.md says how)" if files else ""
 
-    def _wait_for_room(self, error: DiskFull) -> None:
+    def _wait_for_room(self, error: StorageFailed) -> None:
         """Nothing is lost: devices keep their results, and answer to hellos is given meanwhile."""
         self.results.pause()
         self._restoring = True  # all of it is looked at before the run goes on
-        self.course.doing = f"paused, waiting for room on the disk: {error}"
+        self.course.doing = f"paused, waiting for room: {error}"
         self._say(f"paused: {error}; goes on by itself when there is room again")
         log.error("paused", extra={"reason": str(error)})
         probe = self.folder / "room"
@@ -289,8 +295,11 @@ class Coordinator:
                 atomic_write(probe, bytes(ROOM_BYTES))
                 probe.unlink()
                 break
-            except DiskFull:  # of the probe, or of what a device made us write
+            except NoRoom:  # of the probe, or of what a device made us write
                 continue
+            except OSError as again:
+                if again.errno not in USED_UP:
+                    raise
         self._say("there is room again: the run goes on")
         log.info("goes on")
 

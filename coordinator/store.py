@@ -42,7 +42,8 @@ from sqlalchemy.schema import CreateColumn
 from coordinator.cohort import Asked
 from coordinator.downlink import Reference
 from fedvit.blobs import digest_of
-from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed
+from fedvit.descriptors import are_used_up, how_many
+from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.wire.messages import Result, TaskKind
 from profiles.prediction import Expected
@@ -260,8 +261,8 @@ _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLIT
 
 
 class Store:
-    """Raises StorageFailed when the database cannot be read or written, DiskFull for want of room, Damaged, with what
-    to do, when it does not hold what was written to it."""
+    """Raises StorageFailed when the database cannot be read or written, NoRoom for want of room or descriptors,
+    Damaged, with what to do, when it does not hold what was written to it."""
 
     def __init__(self, url: str) -> None:
         self._engine: Engine = create_engine(url)
@@ -319,6 +320,8 @@ class Store:
             name = getattr(cause, "sqlite_errorname", None) or ""
             if self._file and (name.startswith(_DAMAGED) or str(cause).startswith("Could not decode to UTF-8")):
                 raise self.damaged(str(cause)) from error
+            if are_used_up():  # SQLite only says that it cannot open a file
+                raise TooManyOpenFiles(f"database {self._engine.url}: {cause}; {how_many()}") from error
             kind = DiskFull if name in _FULL else StorageFailed
             raise kind(f"database {self._engine.url}: {cause}") from error
         except (ValueError, msgspec.MsgspecError) as error:

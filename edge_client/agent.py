@@ -347,7 +347,7 @@ class Agent:
     def _on_want(self, want: Want) -> None:
         try:
             self.exchange.on_want(COORDINATOR, want)
-        except BadPayload as error:
+        except (BadPayload, StorageFailed) as error:  # it asks again
             log.warning("the coordinator wants what is not here", extra={"reason": str(error)})
 
     def _on_coordinator(self, state: CoordinatorState) -> None:

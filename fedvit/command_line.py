@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from fedvit.descriptors import raise_limit
 from fedvit.errors import INTERRUPTED, ConfigError, FedvitError
 
 
@@ -26,6 +27,7 @@ def amount(parse: Callable[[str], float]) -> Callable[[click.Context, click.Para
 
 def run(command: click.Command, name: str) -> None:
     """Run a program's command line; `name` begins its error lines. Exit codes: fedvit.errors."""
+    raise_limit()
     try:
         command.main(standalone_mode=False)
     except FedvitError as error:

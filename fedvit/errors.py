@@ -10,7 +10,9 @@
     +-- OverBudget       the planner: another variant of the Program is needed
     +-- ExportMismatch   do not ship: a graph does not compute what torch computes
     +-- StorageFailed    the machine's owner: a disk is full or not writable
-    |   +-- DiskFull     the same, and the same call will succeed when there is room again
+    |   +-- NoRoom       the same, and the same call will succeed when there is room again
+    |   |   +-- DiskFull            on the disk
+    |   |   +-- TooManyOpenFiles    among the files that a process, or the system, may have open
     |   +-- Damaged      a file no longer holds what was written to it
     +-- DeviceTrouble    the machine's owner: hardware or engine do not work as they must
 
@@ -79,8 +81,16 @@ class StorageFailed(FedvitError):
     exit_code = 10
 
 
-class DiskFull(StorageFailed):
-    """There was no room for a file: what stood there before still does."""
+class NoRoom(StorageFailed):
+    """Something was used up: what stood there before still does, and the same call succeeds when there is more."""
+
+
+class DiskFull(NoRoom):
+    """There was no room for a file on the disk."""
+
+
+class TooManyOpenFiles(NoRoom):
+    """The process, or the whole system, has as many files and connections open as it may."""
 
 
 class Damaged(StorageFailed):

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fedvit.errors import DiskFull, StorageFailed
+from fedvit.descriptors import USED_UP, how_many
+from fedvit.errors import DiskFull, StorageFailed, TooManyOpenFiles
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,9 @@ def _all_done(calls: Iterable[None]) -> None:
 
 
 def storage_failed(what: str, error: OSError) -> StorageFailed:
-    """`what` could not be done, and why: DiskFull where it is for want of room."""
+    """`what` could not be done, and why: DiskFull where it is for want of room, TooManyOpenFiles of descriptors."""
+    if error.errno in USED_UP:
+        return TooManyOpenFiles(f"{what}: {error.strerror}; {how_many()}")
     kind = DiskFull if error.errno in _FULL else StorageFailed
     return kind(f"{what}: {error.strerror or error}")
 

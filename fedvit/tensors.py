@@ -96,7 +96,7 @@ def mapped(file: Path) -> Tensors:
     """
     size = file.stat().st_size
     try:
-        with safetensors.safe_open(file, framework="numpy") as opened:  # checks names, dtypes, shapes and offsets
+        with _safely_opened(file) as opened:  # checks names, dtypes, shapes and offsets
             names = list(opened.keys())
         if not names:
             return {}
@@ -111,6 +111,14 @@ def mapped(file: Path) -> Tensors:
         return tensors
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
         raise BadPayload(f"{size} bytes are not safetensors: {error}") from error
+
+
+def _safely_opened(file: Path) -> Any:
+    try:
+        return safetensors.safe_open(file, framework="numpy")
+    except FileNotFoundError:  # it says so of every file that it cannot open, whatever the reason
+        with open(file, "rb"):
+            raise
 
 
 def let_go(tensors: Iterable[Array]) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct, field
 
-from fedvit.errors import ConfigError, StorageFailed
-from fedvit.files import atomic_write
+from fedvit.errors import ConfigError
+from fedvit.files import atomic_write, storage_failed
 
 FORGET_TOKENS_S = 30 * 86_400.0
 """So long a device that brings a used or expired token is told which of the two it is."""
@@ -99,7 +99,7 @@ class RegistryFile:
         try:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise StorageFailed(f"cannot lock {lock}: {error.strerror}") from error
+            raise storage_failed(f"cannot lock {lock}", error) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield self.read()

@@ -182,11 +182,12 @@ class BulkLink:
 
     def _connection(self) -> str | None:
         """Serve one connection until it ends; the answer is why, None when it was not needed any more."""
-        mine, self._waker = socket.socketpair()
-        mine.setblocking(False)
-        self._waker.setblocking(False)
+        mine: socket.socket | None = None
         opened: socket.socket | None = None
         try:
+            mine, self._waker = socket.socketpair()
+            mine.setblocking(False)
+            self._waker.setblocking(False)
             opened = self._connected()
             with self._lock:
                 self._up = True

@@ -291,7 +291,8 @@ class BlobExchange:
     # --- sending --------------------------------------------------------------------------------------
 
     def on_want(self, peer: str, want: Want) -> None:
-        """A receiver says what it misses. Raises BadPayload when it may not have it or asks for nonsense."""
+        """A receiver says what it misses. Raises BadPayload when it may not have it or asks for nonsense, StorageFailed
+        when the blob cannot be read."""
         if not self._may_read(peer, want.digest):
             raise BadPayload(f"{peer} asks for blob {want.digest}, which it was not offered")
         apart = want.apart and self._lane_for is not None
@@ -307,8 +308,12 @@ class BlobExchange:
 
     def _new_sending(self, peer: str, digest: str, *, apart: bool) -> _Sending:
         manifest = self._blobs.manifest(digest)
-        with open(self._blobs.path(digest), "rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        path = self._blobs.path(digest)
+        try:
+            with open(path, "rb") as file:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise storage_failed(f"cannot read {path}", error) from error
         if apart and self._lane_for is not None:
             return _Sending(manifest, self._lane_for(peer, digest), content, 1, LANE_CHUNKS)
         return _Sending(manifest, self._topic_for(digest), content, self._receivers(digest), WINDOW_CHUNKS)

@@ -352,6 +352,8 @@ class MqttTransport(Transport):
             link = _Link(self._new_client(version))
         except ConfigError as error:
             return str(error)
+        except OSError as error:  # paho opens a pair of sockets of its own
+            return f"{self.address}: {in_words(error)}"
         self._link = link
         connected = False
         try:

@@ -21,6 +21,8 @@ from fleet.run import free_port
 BROKER_MARKS = ("mosquitto", "coordinator.broker.embedded")
 CLOCK_RIGHT_AFTER_S = 5.0
 TELL_TWIN_S = 60.0
+FEW = 4
+"""Descriptors that any process has in use: with no more allowed it opens nothing, and keeps what it has."""
 COMMIT_S = 20.0
 """Longest wait for a device to write its vault, before it is killed anyway."""
 
@@ -59,7 +61,8 @@ class Federation:
         self._broker = broker
         self._apply: dict[str, Callable[[Fault], None]] = {
             "kill": self._kill, "hang": self._hang, "drop": self._lose_link, "silence": self._lose_link,
-            "twin": self._twin, "full": self._fill_disk, "clock": self._wrong_clock, "power": self._cut_power,
+            "twin": self._twin, "full": self._limit, "descriptors": self._limit,
+            "clock": self._wrong_clock, "power": self._cut_power,
         }  # fmt: skip
 
     @property
@@ -193,14 +196,16 @@ class Federation:
             twin.send_signal(signal.SIGTERM)
             twin.wait(30)
 
-    def _fill_disk(self, fault: Fault) -> None:
-        """Nothing that the process writes may grow: what it finds is what it would find on a full disk."""
-        process = self.processes[fault.target]
+    def _limit(self, fault: Fault) -> None:
+        """Nothing that the process writes may grow, or nothing can be opened by it: as on a full disk, or with all
+        descriptors in use."""
+        pid = self.processes[fault.target].pid
+        what, limit = (resource.RLIMIT_FSIZE, 0) if fault.kind == "full" else (resource.RLIMIT_NOFILE, FEW)
         try:
-            _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, hard))
+            _, hard = resource.prlimit(pid, what)
+            resource.prlimit(pid, what, (limit, hard))
             time.sleep(fault.lasts_s)
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+            resource.prlimit(pid, what, (hard, hard))
         except ProcessLookupError:
             pass  # its run ended meanwhile
 

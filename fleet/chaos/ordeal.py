@@ -29,7 +29,8 @@ ORDEAL: dict[str, Any] = {
 PATIENCE_S = 300.0
 """Longest wait for anything that must come: a device, a round after a fault, the end of a run."""
 SIGNS = {
-    "kill": "X", "hang": "h", "drop": "d", "silence": "s", "twin": "t", "full": "f", "clock": "c", "power": "P",
+    "kill": "X", "hang": "h", "drop": "d", "silence": "s", "twin": "t", "full": "f", "descriptors": "o", "clock": "c",
+    "power": "P",
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ KINDS: dict[str, Kind] = {
     "silence": Kind((DEVICE,), 2, 60, "the link carries nothing for a while, and nobody is told"),
     "twin": Kind((DEVICE,), 0, 0, "a second process with the same id"),
     "full": Kind((COORDINATOR, DEVICE), 3, 20, "no file can grow for a while, as on a full disk"),
+    "descriptors": Kind((COORDINATOR, DEVICE), 3, 20, "no file or connection can be opened for a while"),
     "clock": Kind((COORDINATOR, DEVICE), 0, 0, "killed, and started with a clock a year off that is put right later"),
     "power": Kind((DEVICE,), 0, 0, "killed while it writes its vault"),
 }
@@ -46,7 +47,7 @@ class Fault(Struct, frozen=True):
     def __str__(self) -> str:
         lasts = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
         clock = f" by {self.clock_s / 86400:+.0f} days" if self.clock_s else ""
-        return f"{self.number:3d}. at {self.at_s:6.1f} s  {self.kind:8s} {self.target}{lasts}{clock}"
+        return f"{self.number:3d}. at {self.at_s:6.1f} s  {self.kind:11s} {self.target}{lasts}{clock}"
 
 
 def draw_schedule(

@@ -1,0 +1,103 @@
+"""No file or connection can be opened any more: that is said, and passes."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+from fedvit.descriptors import are_used_up, how_many, raise_limit
+
+USED_UP = """
+import pathlib, resource, sys
+import numpy as np
+from coordinator.store import Store
+from fedvit.blobs import BlobStore
+from fedvit.errors import TooManyOpenFiles
+from fedvit.tensors import mapped, pack
+
+folder = pathlib.Path(sys.argv[1])
+blobs, file = BlobStore(folder / "blobs"), folder / "tensors"
+digest = blobs.put(b"content").digest
+Store.in_folder(folder).close()
+file.write_bytes(pack({"a": np.zeros(3, np.float32)}))
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+for attempt in (lambda: blobs.put(b"more"), lambda: blobs.verify(digest), lambda: Store.in_folder(folder)):
+    try:
+        attempt()
+        print("nothing")
+    except TooManyOpenFiles as error:
+        print(error)
+try:
+    mapped(file)
+except OSError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+blobs.put(b"more"), Store.in_folder(folder), mapped(file)
+print("there are some again")
+"""
+
+LINKS = """
+import resource, threading, time
+from queue import SimpleQueue
+from fedvit.transport.base import Disconnected
+from fedvit.transport.mqtt import Address, MqttTransport
+from fleet.run import free_port
+
+def reasons():
+    event = transport.inbox.get(timeout=60)
+    return event.reason if isinstance(event, Disconnected) else ""
+
+transport = MqttTransport(SimpleQueue(), Address("127.0.0.1", free_port()), client_id="c")
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+transport.open()
+transport.bulk_up()
+while "too many open files" not in reasons():
+    pass
+print("said")
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+while "refused" not in reasons():
+    pass
+print(*sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("bulk-c")))
+transport.close()
+"""
+
+
+def in_child(code: str, *arguments: Path) -> list[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_used_up_descriptors_are_told_from_a_file_that_is_missing_or_damaged(tmp_path: Path) -> None:
+    *said, mapped, again = in_child(USED_UP, tmp_path)
+    assert len(said) == 3
+    for line in said:
+        assert "are open, 3 are allowed" in line
+        assert "ulimit -n" in line
+    assert "Too many open files" in mapped
+    assert again == "there are some again"
+
+
+def test_links_outlive_used_up_descriptors() -> None:
+    """Control messages' link says why it is not there, and tries again; that of blobs, too."""
+    assert in_child(LINKS) == ["said", "bulk-c.b"]
+
+
+def test_the_limit_is_raised_to_what_is_granted() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+        raise_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_what_is_open_is_counted_without_opening_anything() -> None:
+    count = int(how_many().split()[0])
+    with open("/dev/null"), open("/dev/null"):
+        assert int(how_many().split()[0]) == count + 2
+        assert not are_used_up()

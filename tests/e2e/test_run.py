@@ -13,7 +13,7 @@ from fedvit.blobs import BlobStore
 from fedvit.program import Role, decode_program
 from fedvit.wire.messages import Progress, Welcome
 from profiles.probes.host import parse_vm_hwm
-from tests.e2e.stage import DEVICES, ROUNDS, USUAL_UMASK, WAIT_S, Stage, program, wait_for
+from tests.e2e.stage import DEVICES, ROUNDS, USUAL_UMASK, WAIT_S, Stage, open_to_others, program, wait_for
 from tests.forked import Forked
 
 DEEP_LEARNING = ("torch", "libc10", "onnx/", "timm")
@@ -49,9 +49,8 @@ def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: byt
     assert shown["bytes_up"] > 0
     assert not shown["refusals"]
 
-    kept = [path for root in (stage.out, stage.folder / "state") for path in (root, *root.rglob("*"))]
-    assert len(kept) > 50
-    assert [str(path) for path in kept if path.stat().st_mode & 0o077] == [], "features are images: nobody else reads"
+    for kept in (stage.out, stage.folder / "state"):
+        assert open_to_others(kept) == [], "features are images"
 
     bundle = stage.folder / "bundle"
     given = ["--data", stage.parts / "device-0", "--state", stage.folder / "state" / "device-0", "--out", bundle]
@@ -156,8 +155,11 @@ def test_fleet_run_with_flags_alone(stage: Stage) -> None:
     command += ["-o", "epochs=8", "-o", "lr=0.01", "-o", "momentum=0.9", "--seed", "1", "--quorum", "1.0"]
     command += ["--model-option", "patch_size=8", "--model-option", "width=32", "--model-option", "depth=3"]
     command += ["--model-option", "heads=2", "--brightness", "0.1", "--crop-padding", "2"]
-    done = subprocess.run(command, env=stage.environment, capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(
+        command, env=stage.environment, capture_output=True, text=True, timeout=WAIT_S, umask=USUAL_UMASK
+    )
     assert done.returncode == 0, done.stderr
+    assert open_to_others(stage.out) == []
     outcome = json.loads(done.stdout)
     assert outcome.keys() == {"mean_accuracy", "seconds", "max_edge_rss_bytes", "bytes_down", "bytes_up", "run"}
     assert outcome["run"] == "run"

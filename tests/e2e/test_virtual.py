@@ -8,7 +8,7 @@ from typing import Any
 
 from fleet.devices import virtual_devices
 from fleet.simulate import simulate
-from tests.e2e.stage import CONFIG, WAIT_S, Stage, toml, wait_for
+from tests.e2e.stage import CONFIG, WAIT_S, Stage, open_to_others, toml, wait_for
 from tests.e2e.test_run import DEEP_LEARNING
 from tests.forked import Forked
 
@@ -70,6 +70,7 @@ def test_a_killed_host_comes_back_and_changes_no_bit(stage: Stage, graph_cache: 
         fleet.wait(WAIT_S)
     outcome = json.loads(stage.log("fleet").strip().splitlines()[-1])
     assert outcome["run"] == "run"
+    assert open_to_others(stage.out) == []
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [DEVICES] * 2
     assert len(shown["rounds"][-1]["accuracy"]) == DEVICES
@@ -77,6 +78,7 @@ def test_a_killed_host_comes_back_and_changes_no_bit(stage: Stage, graph_cache: 
     devices = virtual_devices(stage.parts, DEVICES)
     calm = simulate(devices, VALUES, out=stage.folder / "calm", run="calm", graph_cache=graph_cache)
     assert stage.model() == (calm.folder / "model.safetensors").read_bytes()
+    assert open_to_others(calm.folder) == []
     generated = sorted((calm.folder / "generated").iterdir())
     assert len(generated) == DEVICES
     for file in generated:

@@ -227,6 +227,8 @@ def test_an_upload_over_a_slow_link_is_waited_for(stage: Stage) -> None:
     bought_s = (CHUNKS - 1) * 1024 / deadlines.SLOWEST_LINK_BYTES_PER_S
     stage.drive(lambda: deadline.upload_until >= before + bought_s - 1e-6)
     assert holder.got(Cancel) == []
+    holder.transport.vanish()
+    stage.drive(lambda: deadline.upload_until == math.inf)  # while it is away this does not count
 
 
 def test_steps_that_a_device_cannot_have_hold_no_round(

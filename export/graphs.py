@@ -12,7 +12,7 @@ from torch import Tensor
 
 from export.origin import origin_of
 from export.trace import Trace, to_onnx, trace
-from export.verify import reference_predict, reference_step, reference_update, verify
+from export.verify import check_key, reference_predict, reference_step, reference_update, verify
 from fedvit.files import atomic_write
 from fedvit.methods.base import Method
 from fedvit.methods.step import (
@@ -71,9 +71,10 @@ def export_graphs(
         inputs = example_inputs(method, vit, batch, serves)
         _, reference = _step_and_reference(method, vit, serves)
         traced = _traced(method, vit, serves, inputs)
-        graphs[name] = _cached(traced, reference, name, folder, progress)
+        key = f"{traced.key}-{check_key()}"
+        graphs[name] = _cached(traced, key, reference, name, folder, progress)
         if seen:
-            atomic_write(seen, traced.key.encode())
+            atomic_write(seen, key.encode())
     return graphs
 
 
@@ -100,15 +101,17 @@ def _step_and_reference(method: Method, vit: PatchViT, serves: Serves) -> tuple[
     return step, partial(reference_predict, step)
 
 
-def _cached(traced: Trace, reference: Step, name: str, folder: Path, progress: Callable[[str], None]) -> Exported:
-    """The verified graph of a trace, from disk where an equal one was made before."""
-    if known := _kept(folder, traced.key):
+def _cached(
+    traced: Trace, key: str, reference: Step, name: str, folder: Path, progress: Callable[[str], None]
+) -> Exported:
+    """The verified graph of a trace, from disk where an equal one was made and passed the same check before."""
+    if known := _kept(folder, key):
         return known
     progress(f"exporting graph {name!r} (once for this method, model and batch)")
     content = to_onnx(traced)
     difference = verify(content, reference, traced.inputs, f"graph {name!r}")
     progress(f"graph {name!r} agrees with torch within {difference:.1e}")
-    file = _file(folder, traced.key)
+    file = _file(folder, key)
     atomic_write(file, content)
     atomic_write(file.with_suffix(".json"), json.dumps({"graph": name, "max_difference": difference}).encode())
     log.info("graph exported", extra={"graph": name, "bytes": len(content), "max_difference": difference})

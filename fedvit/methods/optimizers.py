@@ -80,9 +80,11 @@ class AdamW(Optimizer):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         mean = self.beta1 * slots["exp_avg"] + (1 - self.beta1) * grad
         square = self.beta2 * slots["exp_avg_sq"] + (1 - self.beta2) * grad * grad
-        # lr * (m / c1) / (sqrt(v / c2) + eps), multiplied by sqrt(c2) / sqrt(c2)
-        correction = torch.sqrt(1 - self.beta2**step)
-        scale = lr * correction / (1 - self.beta1**step)
+        # lr * (m / c1) / (sqrt(v / c2) + eps), multiplied by sqrt(c2) / sqrt(c2); in float32 c2 would lose five digits
+        exact = step.double()
+        correction = torch.sqrt(1 - self.beta2**exact)
+        scale = (lr * correction / (1 - self.beta1**exact)).to(value.dtype)
+        correction = correction.to(value.dtype)
         moved = value * (1 - lr * self.weight_decay) - scale * mean / (torch.sqrt(square) + self.eps * correction)
         return moved, {"exp_avg": mean, "exp_avg_sq": square}
 

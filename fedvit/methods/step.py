@@ -179,8 +179,11 @@ def example_inputs(method: Method, vit: PatchViT, batch: Batch, of: Serves, *, s
         return 1e-4 + 1e-4 * normal(*shape).square() if name.endswith("_sq") else 1e-2 * normal(*shape)
 
     if isinstance(of, Update):
-        inputs = {"value": normal(PIECE), "grad": normal(PIECE)}
-        inputs |= {f"slot/{name}": slot(name, PIECE) for name in of.rule.slots}
+        # gradients of every size, and what is remembered of them: AdamW's eps shows where they are as small
+        sizes = 10 ** (-10 * torch.rand(PIECE, generator=draw))
+        inputs = {"value": normal(PIECE), "grad": sizes * normal(PIECE)}
+        for name in of.rule.slots:
+            inputs[f"slot/{name}"] = slot(name, PIECE) * (sizes.square() if name.endswith("_sq") else sizes)
         return inputs | {"hyper/lr": torch.tensor(1e-2), "hyper/step": torch.tensor(3.0)}
     values = {name: value + 0.02 * normal(*value.shape) for name, value in method.tensors(vit).items()}
     travelling = method.packed(vit, {name: value.numpy() for name, value in values.items()})

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from export.verify import TOLERANCE
 from fedvit.methods.step import Update, example_inputs, gather_step, predict_step, steps_of
 from tests.steps import run
 
@@ -26,7 +25,7 @@ def test_every_phase_and_every_part_of_an_evaluation_has_its_graph(everything: "
         "predict": None,
     }
     assert set(everything.graphs) == {"train", "update", "tune", "look", "predict"}
-    assert all(exported.max_difference <= TOLERANCE for exported in everything.graphs.values())
+    assert all(exported.max_difference < 1e-5 for exported in everything.graphs.values())
 
 
 def test_what_an_evaluation_gathers_is_what_its_answers_read(everything: "Made") -> None:

@@ -24,6 +24,7 @@ import click
 import msgspec
 
 from fedvit import command_line
+from fedvit.blobs import digest_of
 from fedvit.command_line import amount
 from fedvit.errors import ConfigError, DataError
 from fedvit.files import atomic_write, make_private, private_files
@@ -379,7 +380,7 @@ def _place(given: Mapping[str, Any], way: "Way") -> tuple[Path | None, str]:
         return state, check_name(way.device, "--id")
     file = state / "device-id" if state else None
     if file and file.is_file():
-        return state, check_name(file.read_text().strip(), f"device id in {file}")
+        return state, kept_device_id(file)
     return state, f"new-{secrets.token_hex(4)}"
 
 
@@ -514,7 +515,7 @@ def export(
     threads = threads or fast_cores()
     trained, labelled = trained_here(
         run,
-        device=check_name((folder / "device-id").read_text().strip(), f"device id in {folder / 'device-id'}"),
+        device=kept_device_id(folder / "device-id"),
         state=folder,
         data=images,
         threads=threads,
@@ -621,14 +622,23 @@ def device_id(folder: Path, wanted: str | None, data: Path) -> str:
     """The device's lasting name: given, kept from before, or made from the data folder's name."""
     file = folder / "device-id"
     if wanted is None and file.is_file():
-        return check_name(file.read_text().strip(), f"device id in {file}")
+        return kept_device_id(file)
     if wanted is None:
         stem = re.sub("[^A-Za-z0-9_-]", "-", data.resolve().name).lstrip("-")
         wanted = f"{stem[:48] or 'device'}-{secrets.token_hex(2)}"
     check_name(wanted, "--id")
-    if not (file.is_file() and file.read_bytes() == wanted.encode()):  # a device with a full disk can start again
-        atomic_write(file, wanted.encode())
+    content = f"{wanted}\n{digest_of(wanted.encode())}\n".encode()
+    if not (file.is_file() and file.read_bytes() == content):  # a device with a full disk can start again
+        atomic_write(file, content)
     return wanted
+
+
+def kept_device_id(file: Path) -> str:
+    """The name in a file: its first line; the second, where there is one, is the name's digest. Raises ConfigError."""
+    name, _, digest = file.read_text(errors="replace").strip().partition("\n")
+    if digest and digest != digest_of(name.encode()):
+        raise ConfigError(f"{file} is damaged: start once with --id and this device's name")
+    return check_name(name, f"device id in {file}")
 
 
 def main() -> None:

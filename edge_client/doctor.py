@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 
 from edge_client.keys import check_identity, check_vault_key
 from edge_client.patient import DAY_S, LEVELS, Finding, Level, Patient
+from edge_client.vault import Vault
+from fedvit.blobs import ALGORITHM, is_whole
 from fedvit.data.folder import DeviceData
-from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown
+from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown, StorageFailed
 from fedvit.quantities import format_bytes
 from fedvit.transport.mqtt import Address, in_words, tls_context
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
@@ -212,6 +214,30 @@ def check_state(patient: Patient) -> Iterator[Finding]:
         yield Finding(check="state", level="ok", what=f"{patient.state} can be written")
 
 
+def check_files(patient: Patient) -> Iterator[Finding]:
+    """Reads every file of the state whose digest is known: a memory card flips bits, and tells nobody."""
+    check, state = "files", patient.state
+    if state is None or not state.exists():
+        yield Finding(check=check, level="ok", what="not checked: there is no state yet")
+        return
+    blobs = [(path, f"{ALGORITHM}:{path.name}") for path in (state / "blobs").glob("*/*") if len(path.name) == 64]
+    files = [*blobs, *Vault(state / "vault").files()]
+    try:
+        damaged = [path for path, digest in files if not is_whole(path, digest)]
+    except StorageFailed as error:
+        yield Finding(check=check, level="error", what=str(error), remedy="let this user read the state")
+        return
+    if not damaged:
+        yield Finding(check=check, level="ok", what=f"all {len(files)} are as they were written")
+        return
+    what = f"{len(damaged)} of {len(files)} are damaged: {_few(tuple(map(str, damaged)))}"
+    remedy = (
+        "the next task fetches blobs anew and goes back to the round before where the vault is damaged; "
+        "replace the memory card"
+    )
+    yield Finding(check=check, level="warning", what=what, remedy=remedy)
+
+
 def check_data(patient: Patient) -> Iterator[Finding]:
     if patient.data is None:
         remedy = "edge-client doctor --data FOLDER"
@@ -302,6 +328,7 @@ CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
     check_heat,
     check_battery,
     check_state,
+    check_files,
     check_vault_key,
     check_identity,
     check_data,

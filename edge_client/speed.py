@@ -55,7 +55,7 @@ def kept_speed(state: Path, threads: int) -> Speed | None:
     """What was measured under these circumstances before; None where nothing was."""
     try:
         kept = msgspec.json.decode((state / FILE).read_bytes(), type=_Kept)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # another bit of it: it is measured again
         return None
     return kept.speed if kept.circumstances == Circumstances.now(threads) else None
 

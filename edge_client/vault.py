@@ -112,10 +112,9 @@ class Vault:
 
     def check_key(self) -> None:
         """Raises ConfigError now where personal tensors cannot be opened with the key that is given, or without."""
-        for current in self._newest():
-            file = current / f"{_LOCAL}{_SEALED}"
-            if file.is_file() and (self._key is None or self._is_whole(file)):  # what is damaged fits no key
-                self._tensors(current, _LOCAL)
+        for file in sorted(self.folder.glob(f"*/round-*/{_LOCAL}{_SEALED}")):
+            if self._key is None or self._is_whole(file):  # what is damaged fits no key
+                self._tensors(file.parent, _LOCAL)
 
     def _newest(self) -> list[Path]:
         homes = sorted(path.parent for path in self.folder.glob(f"*/{_CURRENT}"))

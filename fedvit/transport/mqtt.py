@@ -131,12 +131,12 @@ def tls_context(address: Address) -> ssl.SSLContext:
     ca_file, cert_file = address.ca_file, address.cert_file
     try:
         context = ssl.create_default_context(cafile=ca_file)
-    except OSError as error:
+        named = context.get_ca_certs() if ca_file is not None else []
+        known = [ssl.cert_time_to_seconds(str(authority["notBefore"])) for authority in named]
+    except (OSError, ValueError) as error:  # the latter for a date that is none
         raise ConfigError(f"the certificates in {ca_file} cannot be used: {in_words(error)}") from error
-    if ca_file is not None:
-        known = [ssl.cert_time_to_seconds(str(authority["notBefore"])) for authority in context.get_ca_certs()]
-        if time.time() < max(known, default=0.0):
-            context.verify_flags |= NO_CHECK_TIME
+    if time.time() < max(known, default=0.0):
+        context.verify_flags |= NO_CHECK_TIME
     if cert_file is not None:
         try:
             context.load_cert_chain(cert_file, address.key_file)

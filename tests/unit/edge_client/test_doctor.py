@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from edge_client.doctor import (
@@ -16,6 +17,7 @@ from edge_client.doctor import (
     check_data,
     check_disk,
     check_engine,
+    check_files,
     check_heat,
     check_memory,
     check_state,
@@ -24,12 +26,16 @@ from edge_client.doctor import (
     worst,
 )
 from edge_client.patient import Finding, Patient
-from fedvit.resources import Budget
+from edge_client.vault import Vault
+from fedvit.blobs import BlobStore
+from fedvit.resources import Budget, ResourceUse
 from fedvit.transport.mqtt import Address
+from fedvit.wire.messages import Result
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
 from profiles.probes.broker import Echo
 from tests.brokers import mosquitto
+from tests.damage import flip
 from tests.unit.profiles.probes.boards import pi_4, pi_5, write_tree
 
 NOBODY = Address.parse("127.0.0.1:1")
@@ -51,6 +57,29 @@ def patient(tmp_path: Path) -> Patient:
 
 def levels(findings: list[Finding]) -> list[tuple[str, str]]:
     return [(finding.check, finding.level) for finding in findings]
+
+
+# --- files --------------------------------------------------------------------------------------------
+
+
+def test_damaged_files_are_named(patient: Patient) -> None:
+    [nothing] = check_files(patient)
+    assert (nothing.level, nothing.what) == ("ok", "not checked: there is no state yet")
+    assert patient.state is not None
+    digest = BlobStore(patient.state / "blobs").put(b"weights").digest
+    Vault(patient.state / "vault").commit(Result("run", 1, "train", 5, {}, ResourceUse()), {"w": np.ones(4)})
+    [fine] = check_files(patient)
+    assert (fine.level, fine.what) == ("ok", "all 3 are as they were written")
+    file = BlobStore(patient.state / "blobs").path(digest)
+    [local] = patient.state.rglob("local.safetensors")
+    flip(file)
+    flip(local, 0.99)
+    [found] = check_files(patient)
+    assert found.level == "warning"
+    assert found.what.startswith("2 of 3 are damaged: ")
+    assert str(file) in found.what
+    assert str(local) in found.what
+    assert file.exists(), "who looks changes nothing"
 
 
 # --- engine -------------------------------------------------------------------------------------------
@@ -363,10 +392,10 @@ def test_something_that_is_no_broker(patient: Patient) -> None:
 
 def test_all_checks_are_made_one_after_the_other(patient: Patient, digits: Path) -> None:
     found = [*examine(replace(patient, data=digits))]
-    assert len(CHECKS) == 11
+    assert len(CHECKS) == 12
     assert [finding.check for finding in found] == [
-        "engine", "memory", "disk", "clock", "temperature", "throttling", "battery", "state", "vault key", "identity",
-        "data", "broker",
+        "engine", "memory", "disk", "clock", "temperature", "throttling", "battery", "state", "files", "vault key",
+        "identity", "data", "broker",
     ]  # fmt: skip
     assert worst(found) == "error"
     assert worst(found[:-1]) == "ok"

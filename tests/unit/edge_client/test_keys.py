@@ -14,7 +14,8 @@ from edge_client.keys import SOON_DAYS, check_identity, check_vault_key
 from edge_client.patient import DAY_S, Finding, Patient
 from edge_client.vault import Vault
 from edge_client.vault_key import VaultKey
-from fedvit.transport.mqtt import Address
+from fedvit.errors import ConfigError
+from fedvit.transport.mqtt import Address, tls_context
 from fedvit.wire.topics import Topics
 from tests.deployments import make_request
 from tests.unit.edge_client.test_vault_key import SECRET, result
@@ -200,3 +201,23 @@ def test_a_damaged_key(patient: Patient, tmp_path: Path) -> None:
     (tmp_path / "identity" / "key.pem").write_text("nonsense")
     found = identity(here)
     assert (found.level, "cannot be read" in found.what) == ("error", True)
+
+
+@pytest.mark.parametrize("name", ["key.pem", "certificate.pem", "authority.pem", "membership.json"])
+def test_a_bit_of_the_identity_is_a_word_to_the_operator_and_no_crash(patient: Patient, name: str) -> None:
+    """It connects, or it is refused with the file or the folder that is to blame."""
+    here = joined(patient).identity
+    assert here is not None
+    file = here.folder / name
+    raw = file.read_bytes()
+    said = list[str]()
+    for place in range(0, len(raw), 7):
+        flipped = bytearray(raw)
+        flipped[place] ^= 1 << place % 8
+        file.write_bytes(flipped)
+        try:
+            tls_context(Identity(here.folder).address())
+        except ConfigError as error:
+            said.append(str(error))
+    assert said
+    assert all(str(here.folder) in what for what in said)

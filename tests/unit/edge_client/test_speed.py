@@ -84,3 +84,16 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path, content: bytes) -> None:
 def test_what_cannot_be_measured_is_said_and_not_kept(tmp_path: Path) -> None:
     assert find_speed(tmp_path, 1, failing) == (None, "not measured: the engine died")
     assert not (tmp_path / FILE).exists()
+
+
+def test_a_bit_of_the_file_ends_nobody(tmp_path: Path) -> None:
+    """It is measured again, or one figure of a prediction is another one."""
+    find_speed(tmp_path, 2, Measure())
+    raw = (tmp_path / FILE).read_bytes()
+    again = 0
+    for place in range(len(raw)):
+        flipped = bytearray(raw)
+        flipped[place] ^= 1 << place % 8
+        (tmp_path / FILE).write_bytes(flipped)
+        again += kept_speed(tmp_path, 2) is None
+    assert again > len(raw) / 3

@@ -13,6 +13,7 @@ from fedvit.errors import ConfigError, StorageFailed
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
 from fedvit.wire.messages import Result
+from tests.damage import flip
 
 SECRET: Tensors = {"head.weight": np.frombuffer(b"the tensors of this very device!", np.float32).copy()}
 
@@ -123,3 +124,26 @@ def test_a_key_of_another_length_is_refused(tmp_path: Path, length: int) -> None
 def test_a_key_that_is_not_there_is_only_made_where_it_may_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         VaultKey.load(tmp_path / "none", make=False)
+
+
+def test_what_is_damaged_is_told_from_a_wrong_key(tmp_path: Path) -> None:
+    """A start looks at what is whole, with any CURRENT; damage leads back to the round before, a wrong key changes
+    nothing."""
+    vault = Vault(tmp_path / "vault", key(tmp_path))
+    for number in (1, 2):
+        vault.commit(result(number), SECRET)
+    [file] = (tmp_path / "vault").rglob("round-2-*/local.sealed")
+    flip(file, 0.9)
+    flip(tmp_path / "vault" / "run" / "CURRENT")
+    before = files(tmp_path / "vault")
+    with pytest.raises(ConfigError, match="do not open with key"):
+        Vault(tmp_path / "vault", key(tmp_path, "other")).check_key()
+    with pytest.raises(ConfigError, match="name the device's key"):
+        Vault(tmp_path / "vault").check_key()
+    again = Vault(tmp_path / "vault", key(tmp_path))
+    again.check_key()
+    assert files(tmp_path / "vault") == before
+    [mended] = again.mend("run")
+    assert str(file) in mended.what
+    assert again.round_of("run") == 1
+    assert again.local("run") is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from coordinator.store import COPIES, Store
+from coordinator.store import COPIES, Store, is_whole
 from fedvit.blobs import digest_of
 from fedvit.files import WRITING, atomic_write, make_folder, storage_failed, sync_file, sync_folder
 from fedvit.wire.messages import Result
@@ -81,6 +81,12 @@ class Backups:
         if len(copies) >= KEPT:
             return copies[0]
         return 0 if number < KEPT * self._every else number
+
+    def check_record(self) -> None:
+        """Raises Damaged where the record lacks a round that a copy of it has: SQLite cannot tell that it lost some."""
+        closed = len(self._store.closed_rounds(self._run))
+        if any(is_whole(self.file(number)) for number in self.rounds() if number > closed):
+            raise self._store.damaged(f"of run {self._run} it has {closed} closed rounds", self._run)
 
     def file(self, number: int) -> Path:
         """The copy that was made after a round."""

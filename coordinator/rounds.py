@@ -211,6 +211,7 @@ class Coordinator:
         try:
             self._say("connecting to the broker")
             self._with_room(partial(self.inbox.pump, lambda: self.inbox.connected))
+            self.backups.check_record()
             self._with_room(partial(self.backups.put_back, self._say))
             self._with_room(self._gather)
             self._with_room(self._course)

@@ -273,6 +273,9 @@ class Store:
         with self._transaction() as connection:
             _tables.create_all(connection)
             self._add_columns(connection)
+        # what its journal lost, SQLite does not know
+        if self._file and not self.runs() and newest_copy(self._file):
+            raise self.damaged("it holds no run")
 
     def _add_columns(self, connection: Connection) -> None:
         """What tables of an earlier version lack; every column that came later may be empty."""
@@ -289,10 +292,6 @@ class Store:
     def _check_file(self, file: Path) -> None:
         """As a whole, before anything in it is relied upon."""
         if not file.is_file():
-            return
-        if not file.stat().st_size:
-            if newest_copy(file):  # else a process was killed before it had written anything
-                raise self.damaged("it is empty")
             return
         with self._transaction() as connection:
             found = connection.execute(text("PRAGMA integrity_check(1)")).scalar()
@@ -327,9 +326,11 @@ class Store:
         except (ValueError, msgspec.MsgspecError) as error:
             raise self.damaged(f"a value cannot be read ({error})") from error
 
-    def damaged(self, what: str) -> Damaged:
-        """The error that says so, and what to do."""
-        return Damaged(remedy(self._file, what) if self._file else f"database {self._engine.url} is damaged: {what}")
+    def damaged(self, what: str, run: str = "*") -> Damaged:
+        """The error that says so, and what to do: with a copy of any run, or of one."""
+        return Damaged(
+            remedy(self._file, what, run) if self._file else f"database {self._engine.url} is damaged: {what}"
+        )
 
     def _sound(self, table: Table, rows: Iterable[Any]) -> Iterator[Any]:
         """The rows as they come. Raises Damaged at one that does not hold what was written to it."""
@@ -393,6 +394,8 @@ class Store:
         for record in runs:
             if record.id == run:
                 return record
+        if self._file and newest_copy(self._file, run):
+            raise self.damaged(f"it does not know run {run!r}", run)
         known = ", ".join(record.id for record in runs[:5]) or "none yet"
         raise ConfigError(f"no run {run!r}; the newest runs are: {known}")
 
@@ -649,16 +652,16 @@ def is_whole(file: Path) -> bool:
         engine.dispose()
 
 
-def newest_copy(database: Path) -> Path | None:
-    """The newest copy of a damaged database that is whole; see `coordinator.backups`."""
-    made = {file: file.stat().st_mtime_ns for file in database.parent.glob(f"*/{COPIES}/round-*.db")}
+def newest_copy(database: Path, run: str = "*") -> Path | None:
+    """The newest copy of a damaged database that is whole, of any run or of one; see `coordinator.backups`."""
+    made = {file: file.stat().st_mtime_ns for file in database.parent.glob(f"{run}/{COPIES}/round-*.db")}
     return next((file for file in sorted(made, key=lambda file: made[file], reverse=True) if is_whole(file)), None)
 
 
-def remedy(database: Path, why: str) -> str:
+def remedy(database: Path, why: str, of_run: str = "*") -> str:
     """What is to be done about a damaged database: which copy of it is good, and how it is put back."""
     damaged = f"{database} is damaged: {why}"
-    copy = newest_copy(database)
+    copy = newest_copy(database, of_run)
     if copy is None:
         return (
             f"{damaged}. There is no good copy of it in {database.parent}/RUN/{COPIES}: put back one of your own, or "

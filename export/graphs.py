@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from torch import Tensor
 
 from export.origin import origin_of
 from export.trace import Trace, to_onnx, trace
 from export.verify import check_key, reference_predict, reference_step, reference_update, verify
+from fedvit.blobs import digest_of
 from fedvit.files import atomic_write
 from fedvit.methods.base import Method
 from fedvit.methods.step import (
@@ -64,7 +66,7 @@ def export_graphs(
     for name, serves in steps_of(method, vit).items():
         origin = origin_of(method, vit, batch, name)
         seen = folder / origin[:2] / f"{origin}.seen" if origin else None
-        if seen and seen.is_file() and (known := _kept(folder, seen.read_text())):
+        if seen and seen.is_file() and (known := _kept(folder, seen.read_text(errors="replace"))):
             graphs[name] = known
             continue
         progress(f"tracing graph {name!r}")
@@ -113,17 +115,32 @@ def _cached(
     progress(f"graph {name!r} agrees with torch within {difference:.1e}")
     file = _file(folder, key)
     atomic_write(file, content)
-    atomic_write(file.with_suffix(".json"), json.dumps({"graph": name, "max_difference": difference}).encode())
+    facts = {"graph": name, "max_difference": difference, "digest": digest_of(content)}
+    atomic_write(file.with_suffix(".json"), json.dumps(facts).encode())
     log.info("graph exported", extra={"graph": name, "bytes": len(content), "max_difference": difference})
     return Exported(content, difference, cached=False)
 
 
 def _kept(folder: Path, key: str) -> Exported | None:
+    """None also where a file is damaged: the graph is exported anew, and is the same to the byte."""
     file = _file(folder, key)
     facts = file.with_suffix(".json")
     if not (file.is_file() and facts.is_file()):  # facts are written last: with them both are whole
         return None
-    return Exported(file.read_bytes(), json.loads(facts.read_text())["max_difference"], cached=True)
+    content = file.read_bytes()
+    try:
+        known = msgspec.json.decode(facts.read_bytes(), type=_Facts)
+    except (msgspec.MsgspecError, ValueError):
+        known = None
+    if known is None or known.digest != digest_of(content):
+        log.warning("damaged file", extra={"path": str(file), "held": "a graph; it is exported anew"})
+        return None
+    return Exported(content, known.max_difference, cached=True)
+
+
+class _Facts(msgspec.Struct):
+    max_difference: float
+    digest: str
 
 
 def _file(folder: Path, key: str) -> Path:

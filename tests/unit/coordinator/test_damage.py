@@ -139,6 +139,11 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str | None], str]] = {
     "state": ("fedavg", lambda scene: saved(scene).groups["model"], "group 'model' of the state after round 1"),
     "memory": ("eftvit", lambda scene: saved(scene).memory, "what the server's rule remembers after round 1"),
     "generator": ("generated", lambda scene: saved(scene).memory, "what the server's rule remembers after round 1"),
+    "made for one device": (
+        "generated",
+        lambda scene: [task for task in scene.b.got(Task) if task.kind == "train"][-1].groups["bias"],
+        "a file that devices fetch",
+    ),
     "upload": (
         "fedavg",
         lambda scene: scene.stage.store.results("r", 2, "train")[0].upload,
@@ -179,6 +184,20 @@ def test_a_damaged_blob_changes_no_tensor(
     assert len(about_a) == (kind == "upload")
     assert all("damaged on the coordinator's disk" in reason for reason in about_a)
     assert [entry.cohort for entry in stage.store.rounds("r")] == [["a", "b"]] * ROUNDS
+
+
+def test_without_a_damaged_patch_devices_get_the_whole_value(stage: Stage, calm: Callable[[str], Tensors]) -> None:
+    scene = Scene(stage, method="eftvit", updates={"down": "int8"}).begin()
+    [link, *_] = [link for reference in saved(scene).references.values() for link in reference.links]
+    flip(scene.blob(link.patch))
+    stage.stop()
+    scene.resume()
+    stage.drive(lambda: scene.b.tasks() == [1, 2, 2])
+    told = [task for task in scene.b.got(Task) if task.kind == "train"]
+    before, after = ({recipe.patch.digest for recipe in task.recipes} for task in told[1:])
+    assert before - after == {link.patch}
+    assert_equal(scene.end(), calm("eftvit"))
+    assert stage.refusals("a") == stage.refusals("b") == []
 
 
 def test_damage_that_only_a_receiver_sees_is_not_charged_to_it(
@@ -338,7 +357,7 @@ def put_back(out: Path, copy: Path) -> None:
     shutil.copy(copy, database)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "no database"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "no database", "journal"])
 def test_a_damaged_record_is_named_with_its_newest_good_copy(
     stage: Stage, calm: Callable[[str], Tensors], damage: str
 ) -> None:
@@ -349,7 +368,11 @@ def test_a_damaged_record_is_named_with_its_newest_good_copy(
     database, copy = stage.out / "fedvit.db", stage.out / "r" / "backups" / "round-1.db"
     with closing(sqlite3.connect(database)) as opened:
         opened.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    if damage == "flipped":
+    if damage == "journal":  # all that was in it is gone, and what is left is a database as it was before
+        database.unlink()
+        Store(f"sqlite:///{stage.folder / 'before'}").close()
+        (stage.folder / "before").rename(database)
+    elif damage == "flipped":
         content = database.read_bytes()
         place = content.index(b'"method": "eftvit"') + 12
         database.write_bytes(content[:place] + bytes([content[place] ^ 0x20]) + content[place + 1 :])
@@ -371,6 +394,29 @@ def test_a_damaged_record_is_named_with_its_newest_good_copy(
     stage.drive(lambda: scene.b.tasks() == [1, 2, 2])
     assert_equal(scene.end(), calm("eftvit"))
     assert scene.a.tasks() == [1, 2, 3], "its result of round 2 came after the copy was made, and is there"
+
+
+def test_a_record_that_is_damaged_under_a_running_coordinator_stops_it_or_nothing(
+    stage: Stage, calm: Callable[[str], Tensors]
+) -> None:
+    """What SQLite has in memory may do; other numbers never come of it."""
+    scene = Scene(stage).begin()
+    database = stage.out / "fedvit.db"
+    with open(database, "r+b") as opened:
+        opened.seek(4096)
+        opened.write(b"?" * (database.stat().st_size - 4096))
+    os.truncate(f"{database}-wal", 5000)
+    scene.b.on_task = by_round
+    by_round(scene.b, [task for task in scene.b.got(Task) if task.kind == "train"][-1])
+    ended = stage.finish()
+    if ended == "finished":
+        assert_equal(stage.model(), calm("fedavg"))
+    else:
+        assert isinstance(ended, Damaged)
+        assert f"cp {stage.out / 'r' / 'backups' / 'round-1.db'} {database}" in str(ended)
+    assert stage.coordinator is not None
+    stage.store.close()
+    stage.coordinator = None
 
 
 def test_an_older_copy_of_the_record_goes_on_with_the_same_numbers(
@@ -396,6 +442,22 @@ def test_an_older_copy_of_the_record_goes_on_with_the_same_numbers(
     assert_equal(stage.model(), calm("eftvit"))
     assert scene.a.tasks() == [1, 2, 3]
     assert is_whole(backups / "round-2.db"), "made again with its round"
+
+
+def test_a_record_that_lost_a_round_is_not_gone_on_with(stage: Stage) -> None:
+    """What stood in a damaged journal is gone, and SQLite says nothing: the copies know more than the record."""
+    scene = Scene(stage)
+    scene.b.on_task = lambda device, task: None if task.round == 3 else by_round(device, task)
+    stage.start(**scene.settings)  # type: ignore[arg-type]
+    stage.drive(lambda: scene.b.tasks() == [1, 2, 3])
+    stage.stop()
+    backups = stage.out / "r" / "backups"
+    put_back(stage.out, backups / "round-1.db")
+    scene.resume()
+    ended = stage.finish()
+    assert isinstance(ended, Damaged)
+    assert "of run r it has 1 closed rounds" in str(ended)
+    assert f"cp {backups / 'round-2.db'}" in str(ended)
 
 
 def test_a_damaged_note_of_results_has_them_asked_again(stage: Stage, calm: Callable[[str], Tensors]) -> None:

@@ -49,9 +49,17 @@ def test_a_run_that_is_over_waits_for_nobody() -> None:
     assert lines("r", "finished", status(age_s=1000)) == ["run r: finished"]
 
 
+BROKEN = b'{"at": "2026-13-01", "doing": "", "waiting_for": [], "resting": [], "online": 0}'
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "no coordinator has served the run"), (b"{", "cannot be read"), (b"[1]", "Expected `object`")],
+    [
+        (None, "no coordinator has served the run"),
+        (b"{", "cannot be read"),
+        (b"[1]", "Expected `object`"),
+        (BROKEN, "month must be"),
+    ],
 )
 def test_a_status_that_is_missing_or_broken_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
     if content is not None:

@@ -246,6 +246,20 @@ def test_graphs_come_out_of_the_cache_as_they_went_in(tmp_path: Path, one_block:
     assert third["predict"].content == first["predict"].content
 
 
+@pytest.mark.parametrize("suffix", [".onnx", ".json", ".seen"])
+def test_a_damaged_graph_does_not_come_out_of_the_cache(tmp_path: Path, one_block: PatchViT, suffix: str) -> None:
+    """It is exported anew, and is the same to the byte."""
+    method = FedAvg(batch_size=4)
+    first = export_graphs(method, one_block, tiny_batch(), cache=tmp_path)
+    for file in tmp_path.rglob(f"*{suffix}"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 0x80
+        file.write_bytes(content)
+    second = export_graphs(method, one_block, tiny_batch(), cache=tmp_path)
+    assert [exported.cached for exported in second.values()] == [suffix == ".seen"] * 3
+    assert all(second[name].content == exported.content for name, exported in first.items())
+
+
 def test_the_tiny_models_graphs_agree_with_torch(tiny: Any) -> None:
     """Float32 on a model of this size: a few roundings."""
     for name in ("eftvit", "fedavg"):

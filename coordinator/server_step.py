@@ -13,7 +13,7 @@ from coordinator.screening import Screen
 from coordinator.store import ResultRecord
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerState, Upload
-from fedvit.tensors import Array, mapped
+from fedvit.tensors import Array, TensorFile
 from fedvit.updates import Decoded
 
 
@@ -49,7 +49,7 @@ class ServerStep:
         shapes = {name: value.shape for name, value in plan.values.items()}
 
         def load(digest: str) -> Mapping[str, Array]:
-            return Decoded(mapped(course.blobs.path(digest)), shapes)
+            return Decoded(TensorFile(course.blobs.path(digest)), shapes)
 
         uploads = [
             Upload(

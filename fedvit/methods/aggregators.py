@@ -53,11 +53,8 @@ class Mean(Aggregator):
         for delta in deltas:
             if not delta.weight:
                 continue
-            tensors = delta.load()
-            for name in tensors:
-                if name not in names:
-                    continue
-                step = tensors[name].astype(np.float64) * (delta.weight * scale)
+            for name, value in _chosen(delta.load(), names):
+                step = value.astype(np.float64) * (delta.weight * scale)
                 total[name] = total[name] + step if name in total else step
         return total
 
@@ -234,6 +231,13 @@ def _count(share: float, of: int) -> int:
     (3, 2)
     """
     return int(share * of + 1e-9)  # 0.29 * 100 is a little less than 29
+
+
+def _chosen(tensors: Mapping[str, Array], names: Collection[str]) -> Iterator[tuple[str, Array]]:
+    """One after the other; the others are not read."""
+    for name in tensors:
+        if name in names:
+            yield name, tensors[name]
 
 
 def _loaded(deltas: Sequence[Delta]) -> list[TensorReader]:

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -28,6 +27,8 @@ from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError
 from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.methods.eftvit import EFTViT
+from fedvit.methods.optimizers import AdamW
+from fedvit.methods.rules.optimizer_state import PREFIX
 from fedvit.models import build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Collect, Role
@@ -65,7 +66,8 @@ class Measured(Struct, frozen=True, kw_only=True):
     steps: int
     images_per_s: float
     peak_rss_bytes: int
-    model_bytes: int  # of the model and of the optimizer's state
+    loaded_bytes: int  # resident with libraries, model and the optimizer's state, before the round
+    model_bytes: int  # of the model and of the optimizer's state, once
 
 
 class ServerResult(Struct, frozen=True, kw_only=True):
@@ -74,11 +76,12 @@ class ServerResult(Struct, frozen=True, kw_only=True):
     model: str
     features_bytes: int
     model_bytes: int
+    loaded_bytes: int
     steps: int
     images_per_s: float
     images_per_s_runs: tuple[float, ...]
     peak_rss_bytes: int
-    peak_above_model_bytes: int  # peak_rss_bytes - model_bytes: libraries, gradients, activations, batches
+    peak_above_model_bytes: int  # peak_rss_bytes - loaded_bytes: what training adds
     # the same with all features concatenated in memory; None: they do not fit, or nobody asked
     in_memory_images_per_s: float | None
     in_memory_images_per_s_runs: tuple[float, ...]
@@ -122,10 +125,12 @@ def _measured(model: str, settings: ServerSettings, progress: Progress) -> Serve
         write_features(Path(made), collect, settings)
         for number in range(settings.rounds):
             for side in sides:
-                progress(f"{model}: features in {side}, {number + 1}/{settings.rounds}")
                 arguments = (model, side, made, msgspec.json.encode(settings).decode())
                 line = run_child("fleet.bench.server", *arguments, what=f"{model}, features in {side}")
-                found[side].append(msgspec.json.decode(line, type=Measured))
+                measured = msgspec.json.decode(line, type=Measured)
+                said = f"{measured.images_per_s:.1f} images/s, peak {format_bytes(measured.peak_rss_bytes)}"
+                progress(f"{model}, features in {side}, {number + 1}/{settings.rounds}: {said}")
+                found[side].append(measured)
     files, memory = found["files"], found["memory"]
     peak = max(each.peak_rss_bytes for each in files)
     speed = median(each.images_per_s for each in files)
@@ -134,11 +139,12 @@ def _measured(model: str, settings: ServerSettings, progress: Progress) -> Serve
         model=model,
         features_bytes=features_bytes,
         model_bytes=files[0].model_bytes,
+        loaded_bytes=files[0].loaded_bytes,
         steps=files[0].steps,
         images_per_s=speed,
         images_per_s_runs=tuple(each.images_per_s for each in files),
         peak_rss_bytes=peak,
-        peak_above_model_bytes=peak - files[0].model_bytes,
+        peak_above_model_bytes=max(each.peak_rss_bytes - each.loaded_bytes for each in files),
         in_memory_images_per_s=in_memory,
         in_memory_images_per_s_runs=tuple(each.images_per_s for each in memory),
         in_memory_peak_rss_bytes=max((each.peak_rss_bytes for each in memory), default=None),
@@ -162,13 +168,13 @@ def _collect(vit: PatchViT, settings: ServerSettings) -> Collect:
 
 
 def write_features(folder: Path, collect: Collect, settings: ServerSettings) -> None:
-    """Uploads of noise as a coordinator keeps them, under names that sort as the devices do; FIRST is a small one."""
+    """Uploads of noise as a coordinator keeps them, and the digest of each in a file."""
     blobs = BlobStore(folder / "blobs")
-    for number in range(settings.devices + 1):
+    for number in range(settings.devices):
         draw = np.random.default_rng(number)
-        images = settings.images if number else 2
-        features = draw.standard_normal((images, *collect.shape), np.float32)
-        digest = blobs.put(pack({collect.output: features, "labels": draw.integers(CLASSES, size=images)})).digest
+        features = draw.standard_normal((settings.images, *collect.shape), np.float32)
+        labels = draw.integers(CLASSES, size=settings.images)
+        digest = blobs.put(pack({collect.output: features, "labels": labels})).digest
         (folder / f"upload-{number:05}").write_text(digest)
 
 
@@ -193,7 +199,7 @@ class _Clock:
 
 
 def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> Measured:
-    """A round like any but the first: the optimizer remembers the one before, which was short."""
+    """A round like any but the first: the optimizer remembers the one before."""
     vit, method = build_vit(model, CLASSES, seed=0), _method(settings)
     collect = _collect(vit, settings)
     rule = method.server_rule(vit)
@@ -201,36 +207,37 @@ def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> Mea
     digests = {file.name: file.read_text() for file in sorted(folder.glob("upload-*"))}
     files = {digest: TensorFile(blobs.path(digest)) for digest in digests.values()}
     stored: Mapping[str, Mapping[str, Array]] = files
-    first, *devices = digests
+    values = {name: value.numpy() for name, value in vit.tensors().items()}
+    mine = {name: values[name].copy() for name in method.names_with(vit, Role.GLOBAL, Role.SEEDED)}
+    state = ServerState(mine, _optimizer_state(mine))
+    loaded_bytes = psutil.Process().memory_info().rss
     if side == "memory":
-        everything = _concatenated(collect.output, [files[digests[device]] for device in devices])
-        stored = {digests[first]: files[digests[first]], "everything": everything}
-        digests, devices = {first: digests[first], "all": "everything"}, ["all"]
+        stored = {"everything": _concatenated(collect.output, list(files.values()))}
+        digests = {"all": "everything"}
 
     def load(digest: str) -> Mapping[str, Array]:
         return stored[digest]
 
-    def context(number: int, heard: Progress) -> RoundContext:
-        return RoundContext(round=number, seed=0, lr_scale=1.0, vit=vit, accelerator="cpu", load=load, progress=heard)
-
-    def uploads(names: list[str]) -> list[Upload]:
-        return [Upload(name, settings.images, digests[name], partial(load, digests[name])) for name in names]
-
-    values = {name: value.numpy() for name, value in vit.tensors().items()}
-    mine = method.names_with(vit, Role.GLOBAL, Role.SEEDED)
-    state = ServerState({name: values[name].copy() for name in mine})
-    state, _ = rule.close(state, uploads([first]), context(1, lambda line: None))
-    state = replace(state, uploads={})
     clock = _Clock(settings)
+    context = RoundContext(round=2, seed=0, lr_scale=1.0, vit=vit, accelerator="cpu", load=load, progress=clock)
+    uploads = [Upload(device, settings.images, digest, partial(load, digest)) for device, digest in digests.items()]
     with contextlib.suppress(_Enough):
-        rule.close(state, uploads(devices), context(2, clock))
+        rule.close(state, uploads, context)
     steps = len(clock.done_at) - WARM_STEPS
     return Measured(
         steps=steps,
         images_per_s=steps * settings.batch_size / (clock.done_at[-1] - clock.done_at[WARM_STEPS - 1]),
         peak_rss_bytes=peak_rss_bytes() or 0,
+        loaded_bytes=loaded_bytes,
         model_bytes=total_bytes(values) + total_bytes(state.memory),
     )
+
+
+def _optimizer_state(tensors: Tensors) -> Tensors:
+    """What AdamW remembers of each tensor, as the rule keeps it between rounds."""
+    slots = {slot: {name: np.full_like(value, 1e-8) for name, value in tensors.items()} for slot in AdamW.slots}
+    slots["step"] = {name: np.ones((), np.float32) for name in tensors}
+    return {f"{PREFIX}{slot}/{name}": value for slot, values in slots.items() for name, value in values.items()}
 
 
 def _concatenated(name: str, uploads: list[TensorFile]) -> Tensors:

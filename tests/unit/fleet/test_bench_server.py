@@ -22,7 +22,8 @@ def test_a_process_is_measured() -> None:
     assert outcome.exit_code == 0
     [result] = json.loads(outcome.stdout)["results"]
     assert (result["features_bytes"], result["steps"]) == (96 * 17 * 64 * 4, 5)
-    assert result["peak_rss_bytes"] == result["peak_above_model_bytes"] + result["model_bytes"]
+    assert result["peak_rss_bytes"] == result["peak_above_model_bytes"] + result["loaded_bytes"]
+    assert result["model_bytes"] < result["loaded_bytes"]
     assert result["in_memory_images_per_s"] is None
 
 

@@ -5,7 +5,7 @@ All of it is relative to the cohort's median, which honest devices decide while 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -17,7 +17,7 @@ from coordinator.admission import LABELS
 from coordinator.config import ProtectionConfig
 from fedvit.methods.aggregators import norm_of
 from fedvit.methods.base import Upload
-from fedvit.tensors import Array
+from fedvit.tensors import Array, TensorReader, reader_of
 
 LEAST_COHORT = 3
 """Of fewer updates none can be told to be the odd one out."""
@@ -119,34 +119,40 @@ def _lengths(tensors: Mapping[str, Array]) -> _Length:
     """Where labels travel along, the other tensors are features, one row for each."""
     if LABELS not in tensors:
         return _Length(norm_of(tensors), {})
-    rows = len(tensors[LABELS])
-    collected = {name for name, value in tensors.items() if name != LABELS and value.ndim and len(value) == rows}
+    reader = reader_of(tensors)
+    (rows,) = reader.shape(LABELS)
+    collected = {name for name in reader if name != LABELS and reader.shape(name)[:1] == (rows,)}
     return _Length(
-        norm_of({name: value for name, value in tensors.items() if name not in collected}),
-        {name: norm_of({name: tensors[name]}) / math.sqrt(tensors[name].size) for name in collected if rows},
+        norm_of(reader, reader.keys() - collected),
+        {name: norm_of(reader, {name}) / math.sqrt(math.prod(reader.shape(name))) for name in collected if rows},
     )
 
 
-class _Scaled(Mapping[str, Array]):
-    """Deltas times a factor, one tensor at a time, so that mapped ones need not all be in memory; labels stay."""
+class _Scaled(TensorReader):
+    """Deltas times a factor, as they are read; labels stay."""
 
     def __init__(self, tensors: Mapping[str, Array], factor: float) -> None:
-        self._tensors = tensors
+        self._tensors = reader_of(tensors)
         self._factor = factor
 
-    def __getitem__(self, name: str) -> Array:
-        value = self._tensors[name]
+    @property
+    def names(self) -> Collection[str]:
+        return self._tensors.names
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._tensors.stored_bytes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors.shape(name)
+
+    def part(self, name: str, first: int, last: int) -> Array:
+        value = self._tensors.part(name, first, last)
         if not np.issubdtype(value.dtype, np.floating):
             return value
         scaled: Array = np.multiply(value, np.asarray(self._factor, value.dtype))
         return scaled
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
 
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def _scaled(load: Callable[[], Mapping[str, Array]], factor: float) -> Mapping[str, Array]:
+def _scaled(load: Callable[[], Mapping[str, Array]], factor: float) -> TensorReader:
     return _Scaled(load(), factor)

@@ -14,7 +14,7 @@ from coordinator.screening import Screen
 from coordinator.store import ResultRecord
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerState, Upload
-from fedvit.tensors import Array, mapped
+from fedvit.tensors import Array, TensorFile
 from fedvit.updates import Decoded
 
 DAMAGED_HERE = "is damaged on the coordinator's disk"
@@ -90,7 +90,7 @@ class ServerStep:
 
     def _load(self, digest: str) -> Mapping[str, Array]:
         shapes = {name: value.shape for name, value in self._course.plan.values.items()}
-        return Decoded(mapped(self._course.blobs.path(digest)), shapes)
+        return Decoded(TensorFile(self._course.blobs.path(digest)), shapes)
 
     def _with_kept_uploads(self, state: ServerState, results: list[ResultRecord]) -> ServerState:
         """The state with those uploads of earlier rounds alone that are whole; what is replaced now need not be."""

@@ -8,9 +8,11 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -92,25 +94,153 @@ def mapped(file: Path) -> Tensors:
     """The tensors of a file of `pack`ed ones, read-only and without reading them: a page comes when it is touched.
 
     Under memory pressure the system drops such pages and reads them again, which it cannot do with what a program
-    has allocated. Raises BadPayload when the file is not safetensors.
+    has allocated. While they are held, the file stays open. Raises BadPayload when the file is not safetensors.
     """
-    size = file.stat().st_size
+    places = _places_in(file)
+    if not places:
+        return {}
+    raw = np.memmap(file, np.uint8, "r")
+    tensors: Tensors = {}
+    for name, place in places.items():
+        numbers: Array = raw[place.first : place.first + place.nbytes].view(place.dtype)
+        tensors[name] = numbers.reshape(place.shape)
+    return tensors
+
+
+class _Place(NamedTuple):
+    """Where the numbers of a tensor lie in a file."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    first: int  # byte
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _places_in(file: Path) -> Mapping[str, _Place]:
+    """By name, in the order of the names. Raises BadPayload when the file is not safetensors."""
     try:
-        with _safely_opened(file) as opened:  # checks names, dtypes, shapes and offsets
-            names = list(opened.keys())
-        if not names:
-            return {}
-        raw = np.memmap(file, np.uint8, "r")
-        begin = 8 + int(raw[:8].view("<u8")[0])
-        header = json.loads(raw[8:begin].tobytes())
-        tensors: Tensors = {}
-        for name in names:
-            first, last = header[name]["data_offsets"]
-            numbers: Array = raw[begin + first : begin + last].view(_DTYPES[header[name]["dtype"]])
-            tensors[name] = numbers.reshape(header[name]["shape"])
-        return tensors
+        with _safely_opened(file):
+            pass  # it has checked names, dtypes, shapes and offsets
+        with open(file, "rb") as opened:
+            return _places_of(opened.read(int.from_bytes(opened.read(8), "little")))
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise BadPayload(f"{size} bytes are not safetensors: {error}") from error
+        raise BadPayload(f"{file.stat().st_size} bytes are not safetensors: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _places_of(header: bytes) -> Mapping[str, _Place]:
+    """Remembered, because all updates of a cohort have the same header: they share what is made of it."""
+    begin = 8 + len(header)
+    entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+    return {
+        name: _Place(
+            np.dtype(_DTYPES[entries[name]["dtype"]]),
+            tuple(entries[name]["shape"]),
+            begin + entries[name]["data_offsets"][0],
+        )
+        for name in sorted(entries)
+    }
+
+
+class TensorReader(Mapping[str, Array]):
+    """Named tensors whose numbers are read in parts, so that none of them need be in memory as a whole.
+
+    As a mapping it reads a whole tensor each time that one is looked at.
+    """
+
+    @property
+    @abstractmethod
+    def names(self) -> Collection[str]: ...
+
+    @property
+    @abstractmethod
+    def stored_bytes(self) -> int:
+        """What they take where they lie, coded where they are."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises KeyError for a name that is not here."""
+
+    @abstractmethod
+    def part(self, name: str, first: int, last: int) -> Array:
+        """Numbers `first` to `last` (exclusive) of the flattened tensor; both lie within it."""
+
+    def __getitem__(self, name: str) -> Array:
+        shape = self.shape(name)
+        return self.part(name, 0, math.prod(shape)).reshape(shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class TensorFile(TensorReader):
+    """Those of a file of `pack`ed tensors. It is open only while numbers are read, and what was read is not kept.
+
+    Unlike pages of a `mapped` file, what is read here and dropped does not count as this process's memory.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Raises BadPayload when the file is not safetensors."""
+        self._file = file
+        self._places = _places_in(file)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._places.keys()
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._file.stat().st_size
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._places[name].shape
+
+    def part(self, name: str, first: int, last: int) -> Array:
+        """Raises BadPayload when the file has become shorter since it was checked."""
+        place = self._places[name]
+        numbers: Any = np.empty(last - first, place.dtype)
+        with open(self._file, "rb") as file:
+            file.seek(place.first + first * place.dtype.itemsize)
+            got = file.readinto(numbers.view(np.uint8))
+        if got != numbers.nbytes:
+            raise BadPayload(f"{self._file.name}: {name!r} ends early: {got} bytes where {numbers.nbytes} were")
+        read: Array = numbers
+        return read
+
+
+class TensorsInMemory(TensorReader):
+    """Tensors that are in memory, or mapped, already."""
+
+    def __init__(self, tensors: Mapping[str, Array]) -> None:
+        self._tensors = tensors
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    @property
+    def stored_bytes(self) -> int:
+        return total_bytes(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def part(self, name: str, first: int, last: int) -> Array:
+        return self._tensors[name].reshape(-1)[first:last]
+
+
+def reader_of(tensors: Mapping[str, Array]) -> TensorReader:
+    """The tensors as they are where they can be read in parts, else from where they are in memory."""
+    return tensors if isinstance(tensors, TensorReader) else TensorsInMemory(tensors)
 
 
 def _safely_opened(file: Path) -> Any:

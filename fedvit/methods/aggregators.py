@@ -1,9 +1,9 @@
 """How the deltas of a cohort become one: the mean, and rules that a malicious minority cannot move at will.
 
 Whatever is not the mean treats devices as equals: a weight by samples would be a claim that an attacker makes.
-A delta is loaded by a function. Where that maps a file, none of these holds more in memory than the result and
-BLOCK_VALUES numbers of each device; what is mapped the system may drop again. Of deltas that are computed when they
-are looked at (shortened ones), it is one tensor of each device.
+A delta is loaded by a function. Where that gives a reader of a file (`TensorReader`), also of coded or shortened
+updates, the memory does not grow with the cohort: beside the result it is one tensor of one device, or blocks of
+COHORT_VALUES numbers of all devices together. Rules by distances also hold n x n distances of n devices.
 """
 
 import math
@@ -16,12 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvit.errors import EmptyCohort
-from fedvit.tensors import Array
+from fedvit.tensors import Array, TensorReader, reader_of
 
 Floats = npt.NDArray[np.float64]
 
 BLOCK_VALUES = 1 << 18
-"""Numbers of one device that are compared with the other devices' at a time."""
+"""Numbers of one device that are compared with the other devices' at a time, where the cohort is small."""
+COHORT_VALUES = 1 << 23
+"""Numbers of all devices together that are compared at a time: 64 MiB, and as much again for what sorts them."""
 
 
 class Delta(NamedTuple):
@@ -51,9 +53,7 @@ class Mean(Aggregator):
         for delta in deltas:
             if not delta.weight:
                 continue
-            for name, value in delta.load().items():
-                if name not in names:
-                    continue
+            for name, value in _chosen(delta.load(), names):
                 step = value.astype(np.float64) * (delta.weight * scale)
                 total[name] = total[name] + step if name in total else step
         return total
@@ -67,16 +67,17 @@ class Coordinatewise(Aggregator):
 
     @abstractmethod
     def centre(self, values: Floats) -> Floats:
-        """(devices, numbers) -> (numbers,)."""
+        """(devices, numbers) -> (numbers,). What is given may be changed."""
 
     def combine(self, deltas: Sequence[Delta], names: Collection[str], scale: float = 1.0) -> dict[str, Floats]:
         loaded = _loaded(deltas)
         step: dict[str, Floats] = {}
         for name in _common(loaded, names):
-            flat = np.empty(loaded[0][name].size)
+            shape = loaded[0].shape(name)
+            flat = np.empty(math.prod(shape))
             for part, values in _blocks(loaded, name):
                 flat[part] = self.centre(values) * scale
-            step[name] = flat.reshape(loaded[0][name].shape)
+            step[name] = flat.reshape(shape)
         return step
 
 
@@ -88,7 +89,7 @@ class Median(Coordinatewise):
     """
 
     def centre(self, values: Floats) -> Floats:
-        middle: Floats = np.median(values, axis=0)
+        middle: Floats = np.median(values, axis=0, overwrite_input=True)
         return middle
 
 
@@ -104,8 +105,8 @@ class TrimmedMean(Coordinatewise):
 
     def centre(self, values: Floats) -> Floats:
         cut = _count(self.share, len(values))
-        kept = np.sort(values, axis=0)[cut : len(values) - cut]
-        mean: Floats = kept.mean(axis=0)
+        values.sort(axis=0)
+        mean: Floats = values[cut : len(values) - cut].mean(axis=0)
         return mean
 
 
@@ -182,7 +183,7 @@ class GeometricMedian(ByDistance):
         return weights
 
 
-def squared_distances(loaded: Sequence[Mapping[str, Array]], names: Collection[str]) -> Floats:
+def squared_distances(loaded: Sequence[TensorReader], names: Collection[str]) -> Floats:
     """(n, n): |x_i - x_j|^2 over all tensors together, added up block by block in float64."""
     products = np.zeros((len(loaded), len(loaded)))
     for name in _common(loaded, names):
@@ -195,10 +196,11 @@ def squared_distances(loaded: Sequence[Mapping[str, Array]], names: Collection[s
 
 def norm_of(tensors: Mapping[str, Array], names: Collection[str] | None = None) -> float:
     """Euclidean norm of all floating tensors together (of `names`), in float64 and block by block."""
+    reader = reader_of(tensors)
     total = 0.0
-    for name, value in tensors.items():
-        if (names is None or name in names) and np.issubdtype(value.dtype, np.floating):
-            for _, values in _blocks([tensors], name):
+    for name in reader:
+        if (names is None or name in names) and np.issubdtype(reader.part(name, 0, 0).dtype, np.floating):
+            for _, values in _blocks([reader], name):
                 total += float(np.square(values).sum())
     return math.sqrt(total)
 
@@ -231,19 +233,30 @@ def _count(share: float, of: int) -> int:
     return int(share * of + 1e-9)  # 0.29 * 100 is a little less than 29
 
 
-def _loaded(deltas: Sequence[Delta]) -> list[Mapping[str, Array]]:
+def _chosen(tensors: Mapping[str, Array], names: Collection[str]) -> Iterator[tuple[str, Array]]:
+    """One after the other; the others are not read."""
+    for name in tensors:
+        if name in names:
+            yield name, tensors[name]
+
+
+def _loaded(deltas: Sequence[Delta]) -> list[TensorReader]:
     if not deltas:
         raise EmptyCohort("no update is left to aggregate")
-    return [delta.load() for delta in deltas]
+    return [reader_of(delta.load()) for delta in deltas]
 
 
-def _common(loaded: Sequence[Mapping[str, Array]], names: Collection[str]) -> list[str]:
+def _common(loaded: Sequence[TensorReader], names: Collection[str]) -> list[str]:
     return [name for name in loaded[0] if name in names]
 
 
-def _blocks(loaded: Sequence[Mapping[str, Array]], name: str) -> Iterator[tuple[slice, Floats]]:
-    """Parts of one tensor, (devices, numbers) each."""
-    flat: list[Array] = [tensors[name].reshape(-1) for tensors in loaded]
-    for first in range(0, flat[0].size, BLOCK_VALUES):
-        part = slice(first, first + BLOCK_VALUES)
-        yield part, np.stack([values[part] for values in flat]).astype(np.float64)
+def _blocks(loaded: Sequence[TensorReader], name: str) -> Iterator[tuple[slice, Floats]]:
+    """Parts of one tensor, (devices, numbers) each; the next one is read into the same memory."""
+    size = math.prod(loaded[0].shape(name))
+    length = max(1, min(BLOCK_VALUES, COHORT_VALUES // len(loaded), size))
+    values = np.empty((len(loaded), length))
+    for first in range(0, size, length):
+        block = values[:, : size - first]
+        for row, tensors in zip(block, loaded, strict=True):
+            row[:] = tensors.part(name, first, first + len(row))
+        yield slice(first, first + block.shape[1]), block

@@ -122,7 +122,8 @@ class ServerState:
 
     tensors: Tensors  # the values of every group that is the same for all devices
     memory: Tensors = field(default_factory=dict)  # what the rule remembers: optimizer state, generators
-    uploads: dict[str, str] = field(default_factory=dict)  # device -> digest of an upload kept for later rounds
+    # device -> digest of an upload kept for later rounds; those of the oldest round come first
+    uploads: dict[str, str] = field(default_factory=dict)
 
 
 class RoundContext(NamedTuple):

@@ -41,6 +41,7 @@ class EFTViT(Method):
     server_lr: Annotated[float, Meta(gt=0)] | None = None  # None: the devices' lr
     server_batch_size: Annotated[int, Meta(ge=1)] = 32
     server_data: Literal["store", "latest"] = "store"  # features of every device so far, or of this round's
+    feature_store_bytes: Annotated[int, Meta(ge=1)] | None = None  # most that the store keeps; None: no limit
 
     @property
     def mask_ratio(self) -> float:
@@ -96,4 +97,5 @@ class EFTViT(Method):
             optimizer=self.optimizer_rule(),
             lr=self.server_lr or self.lr,
             keep=self.server_data == "store",
+            store_bytes=self.feature_store_bytes,
         )

@@ -68,7 +68,7 @@ class _Receiving:
 
 
 class _Sending:
-    def __init__(self, manifest: Manifest, topic: str, content: mmap.mmap, receivers: int, window: int) -> None:
+    def __init__(self, manifest: Manifest, topic: str, content: bytes | mmap.mmap, receivers: int, window: int) -> None:
         self.outgoing = Outgoing(manifest, window)
         self.topic = topic
         self.content = memoryview(content)
@@ -308,15 +308,21 @@ class BlobExchange:
 
     def _new_sending(self, peer: str, digest: str, *, apart: bool) -> _Sending:
         manifest = self._blobs.manifest(digest)
-        path = self._blobs.path(digest)
-        try:
-            with open(path, "rb") as file:
-                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise storage_failed(f"cannot read {path}", error) from error
+        content = self._content(manifest)
         if apart and self._lane_for is not None:
             return _Sending(manifest, self._lane_for(peer, digest), content, 1, LANE_CHUNKS)
         return _Sending(manifest, self._topic_for(digest), content, self._receivers(digest), WINDOW_CHUNKS)
+
+    def _content(self, manifest: Manifest) -> bytes | mmap.mmap:
+        """A file stays open while it is mapped, so small blobs are read: what is made for each device often is."""
+        path = self._blobs.path(manifest.digest)
+        try:
+            if manifest.chunks == 1:
+                return self._blobs.get(manifest.digest)
+            with open(path, "rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise storage_failed(f"cannot read {path}", error) from error
 
     def on_done(self, peer: str, done: Done) -> None:
         with self._lock:

@@ -4,19 +4,20 @@ A codec codes named float32 tensors; coded tensors say themselves how to undo it
 Codecs are written as text, in configurations and in Programs: `int8`, `top_k:share=0.01`.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.tensors import Array, Tensors
+from fedvit.tensors import Array, TensorReader, Tensors, reader_of
 from fedvit.updates.base import Codec, Form, Shape
 from fedvit.updates.fp16 import Fp16
 from fedvit.updates.int8 import SCALE, Int8, from_int8
 from fedvit.updates.none import Plain
-from fedvit.updates.top_k import COUNT, INDEX, TopK, from_top_k
+from fedvit.updates.top_k import COUNT, INDEX, TopK, from_top_k, part_of_top_k
 
 __all__ = ["CODECS", "NONE", "Codec", "Form", "Shape", "coded_form", "decode", "decode_one", "make_codec"]
 
@@ -54,34 +55,64 @@ def decode(coded: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) ->
     return {name: decode_one(name, coded, shapes.get(name)) for name in coded if "#" not in name}
 
 
-class Decoded(Mapping[str, Array]):
-    """As `decode`, each tensor only when it is looked at: a mapped upload is never in memory as a whole."""
+class Decoded(TensorReader):
+    """As `decode`, but each tensor, or part of one, only when it is looked at.
+
+    Of a part as little is read as its codec allows: of `none`, `fp16` and `int8` its own numbers (and scales), of
+    `top_k` what was sent of the blocks of 65,536 entries that it lies in.
+    """
 
     def __init__(self, coded: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._coded = coded
+        self._coded = reader_of(coded)
         self._shapes = shapes
         self._names = [name for name in coded if "#" not in name]
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._names
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._coded.stored_bytes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises BadPayload for a sparse tensor whose shape is not known."""
+        if name + INDEX not in self._coded:
+            return self._coded.shape(name)
+        return _known_shape(name, self._shapes.get(name))
+
+    def part(self, name: str, first: int, last: int) -> Array:
+        if name + INDEX in self._coded:
+            return part_of_top_k(name, self._coded, first, last)
+        value = self._coded.part(name, first, last)
+        if name + SCALE in self._coded:
+            row = math.prod(self._coded.shape(name)[1:])
+            scales = self._coded.part(name + SCALE, first // row, -(-last // row))
+            return from_int8(value, scales[np.arange(first, last) // row - first // row])
+        return _as_float32(value)
 
     def __getitem__(self, name: str) -> Array:
         return decode_one(name, self._coded, self._shapes.get(name))
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
 
 def decode_one(name: str, coded: Mapping[str, Array], shape: tuple[int, ...] | None) -> Array:
     """As `decode`, for one tensor."""
-    value = coded[name]
     if name + INDEX in coded:
-        if shape is None:
-            raise BadPayload(f"{name!r} is sparse, and no tensor of that name is known")
+        shape = _known_shape(name, shape)
         parts = (name, name + INDEX, name + COUNT)
         return from_top_k(name, {part: coded[part] for part in parts if part in coded}, shape)
     if name + SCALE in coded:
-        return from_int8(value, coded[name + SCALE])
+        return from_int8(coded[name], coded[name + SCALE])
+    return _as_float32(coded[name])
+
+
+def _known_shape(name: str, shape: tuple[int, ...] | None) -> tuple[int, ...]:
+    if shape is None:
+        raise BadPayload(f"{name!r} is sparse, and no tensor of that name is known")
+    return shape
+
+
+def _as_float32(value: Array) -> Array:
     return value.astype(np.float32) if value.dtype == np.float16 else value
 
 

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.tensors import Array, Tensors
+from fedvit.tensors import Array, TensorReader, Tensors
 from fedvit.updates.base import Codec, Form, Shape, is_small, numbers
 
 INDEX, COUNT = "#index", "#count"
@@ -97,3 +97,21 @@ def from_top_k(name: str, coded: Tensors, shape: tuple[int, ...]) -> Array:
     value = np.zeros(math.prod(shape), np.float32)
     value[places_of(name, coded, value.size)] = coded[name].astype(np.float32)
     return value.reshape(shape)
+
+
+def part_of_top_k(name: str, coded: TensorReader, first: int, last: int) -> Array:
+    """As `from_top_k`, for some flat places of a tensor whose parts belong together."""
+    begin, end = 0, math.prod(coded.shape(name))
+    blocks = range(first // BLOCK, _blocks(last))
+    counts: Any = np.array([end])
+    if name + COUNT in coded:
+        counts = coded[name + COUNT].astype(np.int64)
+        begin = int(counts[: blocks.start].sum())
+        counts = counts[blocks.start : blocks.stop]
+        end = begin + int(counts.sum())
+    index = coded.part(name + INDEX, begin, end).astype(np.int64)
+    places = index + np.repeat(np.arange(blocks.start, blocks.start + len(counts)) * BLOCK, counts) - first
+    inside = (places >= 0) & (places < last - first)
+    value = np.zeros(last - first, np.float32)
+    value[places[inside]] = coded.part(name, begin, end)[inside].astype(np.float32)
+    return value

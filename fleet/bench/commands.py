@@ -185,6 +185,54 @@ def rounds_command(
     _print(report, rounds_table, as_json)
 
 
+@bench_command.command("server")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=("vit_base_patch16_224", "vit_small_images"),
+    metavar="NAME",
+    help="Vision Transformer whose features they are. Repeatable.",
+)
+@click.option("--devices", type=click.IntRange(min=1), default=100, help="Devices that uploaded features.")
+@click.option("--images", type=click.IntRange(min=1), default=500, help="Images of each.")
+@click.option("--local-blocks", type=click.IntRange(min=1), default=2, help="Blocks that are not the server's.")
+@click.option("--batch", type=click.IntRange(min=1), default=32, help="Batch size.")
+@click.option("--steps", type=click.IntRange(min=1), help="Measure at most so many steps; by default one pass.")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=30.0, help="Measure no longer.")
+@click.option("--rounds", type=click.IntRange(min=1), default=1, help="Processes of each side, in turn.")
+@click.option("--files-only", is_flag=True, help="Leave out the side that holds all features in memory.")
+@_json_flag
+def server_command(
+    models: tuple[str, ...],
+    devices: int,
+    images: int,
+    local_blocks: int,
+    batch: int,
+    steps: int | None,
+    seconds: float,
+    rounds: int,
+    files_only: bool,
+    as_json: bool,
+) -> None:
+    """Compare the server's training on features in files with all of them in memory: speed and peak of memory."""
+    from fleet.bench.server import ServerSettings, run_server_bench, server_table
+
+    settings = ServerSettings(
+        devices=devices,
+        images=images,
+        local_blocks=local_blocks,
+        batch_size=batch,
+        steps=steps,
+        seconds=seconds,
+        rounds=rounds,
+        in_memory=not files_only,
+    )
+    with choose_display() as display:
+        report = run_server_bench(models, settings, display.line)
+    _print(report, server_table, as_json)
+
+
 @bench_command.command("wire")
 @click.option(
     "--broker",

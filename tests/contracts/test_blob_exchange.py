@@ -1,5 +1,6 @@
 """Blobs arrive, once, whole and verified, over every transport and through every accident."""
 
+import contextlib
 import random
 import resource
 import socket
@@ -468,6 +469,27 @@ def test_a_sender_that_was_killed_goes_on_where_the_receiver_is(ends: Ends) -> N
 
 def memory_peers(broker: MemoryBroker, folder: Path, *names: str) -> list[Peer]:
     return [Peer("", name, MemoryTransport(SimpleQueue(), broker, name), folder) for name in names]
+
+
+def test_small_blobs_are_not_held_open_while_they_are_sent(tmp_path: Path) -> None:
+    """A hundred devices with a blob of their own each: none of them is open, and one of two chunks is."""
+    [sender] = memory_peers(MemoryBroker(), tmp_path, "sender")
+    for number in range(100):
+        manifest = sender.blobs.put(number.to_bytes() * 31_000)
+        sender.exchange.on_want(f"device-{number}", Want(manifest.digest, ((0, 1),)))
+    assert open_files(tmp_path) == []
+    large = sender.blobs.put(b"x" * (CHUNK_BYTES + 1))
+    sender.exchange.on_want("device", Want(large.digest, ((0, 2),)))
+    assert open_files(tmp_path) == [str(sender.blobs.path(large.digest))]
+
+
+def open_files(folder: Path) -> list[str]:
+    """Files of a folder that this process has open."""
+    opened = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the folder's own, closed by now
+            opened.append(str(link.readlink()))
+    return [path for path in opened if path.startswith(str(folder))]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -1,7 +1,9 @@
 """Train the server's part of a split model on the features that devices uploaded."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +15,10 @@ from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 from fedvit.methods.optimizers import Optimizer
 from fedvit.methods.rules.optimizer_state import restore, saved
 from fedvit.models.vit import PatchViT
-from fedvit.tensors import Array
+from fedvit.tensors import TensorReader, reader_of
 
 _FEATURES = "features."
+_LABELS = "labels"
 
 
 def features_into(block: int) -> str:
@@ -29,8 +32,10 @@ class FeatureTraining(ServerRule):
 
     Features enter the model at the block that their name says (`features_into`), so devices may differ in
     their split: a block learns from those that enter at or below it. The store holds one upload per device:
-    a device that comes again replaces its own, others stay. The optimizer's state is kept across rounds.
-    Source: EFTViT, arXiv:2412.00334, sections 3.5 and 3.6; different splits and mask ratios are ours.
+    a device that comes again replaces its own, others stay, until `store_bytes` are exceeded: then those of the
+    oldest round are dropped first, of one round in the order of the devices' names, but never this round's.
+    The optimizer's state is kept across rounds. Source: EFTViT, arXiv:2412.00334, sections 3.5 and 3.6;
+    different splits and mask ratios, and the limit, are ours.
     """
 
     epochs: int
@@ -38,6 +43,7 @@ class FeatureTraining(ServerRule):
     optimizer: Optimizer
     lr: float
     keep: bool  # train on every device's newest upload, or on this round's alone
+    store_bytes: int | None = None  # of uploads that are kept; older rounds' make room. None: no limit
 
     @property
     def why_never_late(self) -> None:
@@ -47,13 +53,18 @@ class FeatureTraining(ServerRule):
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
-        """Raises EmptyCohort when there is no feature to train on."""
+        """In memory are two batches, the labels and the order of all features; the features stay in their files.
+
+        Raises EmptyCohort when there is no feature to train on.
+        """
         fresh = {upload.device: upload.digest for upload in uploads}
-        kept = {**state.uploads, **fresh} if self.keep else fresh
         if not fresh:
             raise EmptyCohort(f"round {context.round}: no device uploaded features")
-        shelves = [context.load(kept[device]) for device in sorted(kept)]
-        buckets = _by_shape(shelves)
+        older = {device: digest for device, digest in state.uploads.items() if device not in fresh} if self.keep else {}
+        shelves = {device: reader_of(context.load(digest)) for device, digest in (older | fresh).items()}
+        dropped = self._dropped(list(older), {device: shelf.stored_bytes for device, shelf in shelves.items()})
+        kept = {device: digest for device, digest in (older | fresh).items() if device not in dropped}
+        buckets = _by_shape([shelves[device] for device in sorted(kept)])
         items = sum(len(bucket.labels) for bucket in buckets)
         if not items:
             raise EmptyCohort(f"round {context.round}: the uploads of {len(kept)} devices hold no feature")
@@ -76,56 +87,101 @@ class FeatureTraining(ServerRule):
         losses: list[float] = []
         for epoch in range(self.epochs):
             losses = []
-            for block, features, labels in _batches(buckets, self.batch_size, draw):
+            picks = _shuffled(buckets, self.batch_size, draw)
+            for number, batch in enumerate(_read_ahead(picks), start=1):
                 optimizer.zero_grad()  # to None: blocks below this one stay as they are, weight decay included
                 loss = torch.nn.functional.cross_entropy(
-                    forward(torch.from_numpy(features).to(device), block), torch.from_numpy(labels).to(device)
+                    forward(torch.from_numpy(batch.features_BND).to(device), batch.block),
+                    torch.from_numpy(batch.labels).to(device),
                 )
                 loss.backward()
                 optimizer.step()
-                losses.append(float(loss.detach()) * len(labels))
-            context.progress(f"server epoch {epoch + 1}/{self.epochs}")
+                losses.append(float(loss.detach()) * len(batch.labels))
+                context.progress(f"server epoch {epoch + 1}/{self.epochs}, batch {number}/{len(picks)}")
         vit.to("cpu")
         tensors = {name: value.detach().cpu().numpy() for name, value in zip(names, values, strict=True)}
         figures = {
             "server_loss": sum(losses) / items,
             "server_features": float(items),
             "stored_devices": float(len(kept)),
+            "stored_bytes": float(sum(shelves[device].stored_bytes for device in kept)),
+            "dropped_devices": float(len(dropped)),
         }
         return replace(state, tensors=tensors, memory=saved(optimizer, by_name), uploads=kept), figures
 
+    def _dropped(self, older: list[str], stored_bytes: dict[str, int]) -> set[str]:
+        """Devices whose uploads of earlier rounds must make room; `older` begins with the oldest round."""
+        dropped: set[str] = set()
+        if self.store_bytes is not None:
+            excess = sum(stored_bytes.values()) - self.store_bytes
+            for device in older:
+                if excess <= 0:
+                    break
+                dropped.add(device)
+                excess -= stored_bytes[device]
+        return dropped
+
+
+class _Batch(NamedTuple):
+    """Letters: B items, N tokens, D width."""
+
+    block: int  # that the features enter
+    features_BND: np.ndarray
+    labels: np.ndarray  # (B,)
+
 
 class _Bucket(NamedTuple):
-    """Features that may share a batch. Letters: I items, N tokens, D width."""
+    """Features that may share a batch: those of some uploads, one after the other."""
 
     block: int  # that they enter
-    features_IND: np.ndarray
-    labels: np.ndarray  # (I,)
+    shelves: list[TensorReader]
+    starts: np.ndarray  # (uploads,): the first item of each
+    labels: np.ndarray  # (items,)
+
+    def batch(self, items: np.ndarray) -> _Batch:
+        """Read some items; those of one upload in the order in which they lie."""
+        name = features_into(self.block)
+        shape = self.shelves[0].shape(name)[1:]
+        features_BND = np.empty((len(items), *shape), np.float32)
+        flat = features_BND.reshape(len(items), -1)
+        for place in np.argsort(items):
+            number = int(np.searchsorted(self.starts, items[place], side="right")) - 1
+            row = int(items[place] - self.starts[number])
+            flat[place] = self.shelves[number].part(name, row * flat.shape[1], (row + 1) * flat.shape[1])
+        return _Batch(self.block, features_BND, self.labels[items])
 
 
-def _by_shape(shelves: list[Mapping[str, Array]]) -> list[_Bucket]:
+def _by_shape(shelves: list[TensorReader]) -> list[_Bucket]:
     """Features by the block that they enter and their number of tokens, which differ with split and mask ratio."""
-    grouped: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
+    grouped: dict[tuple[int, int], list[TensorReader]] = {}
     for shelf in shelves:
-        for name, features in shelf.items():
-            if name.startswith(_FEATURES):
-                key = int(name.removeprefix(_FEATURES)), features.shape[1]
-                grouped.setdefault(key, []).append((features, shelf["labels"]))
-    return [
-        _Bucket(block, np.concatenate([each for each, _ in group]), np.concatenate([labels for _, labels in group]))
-        for (block, _), group in sorted(grouped.items())
-    ]
+        for name in shelf:
+            if name.startswith(_FEATURES) and shelf.shape(name)[0]:
+                key = int(name.removeprefix(_FEATURES)), shelf.shape(name)[1]
+                grouped.setdefault(key, []).append(shelf)
+    buckets = []
+    for (block, _), group in sorted(grouped.items()):
+        lengths = [shelf.shape(_LABELS)[0] for shelf in group]
+        starts = np.cumsum([0, *lengths[:-1]])
+        buckets.append(_Bucket(block, group, starts, np.concatenate([shelf[_LABELS] for shelf in group])))
+    return buckets
 
 
-def _batches(
-    buckets: list[_Bucket], size: int, draw: np.random.Generator
-) -> Iterable[tuple[int, np.ndarray, np.ndarray]]:
-    """Shuffled batches over all buckets, in shuffled order; each batch comes from one bucket."""
-    picks: list[tuple[int, np.ndarray]] = []
-    for number, bucket in enumerate(buckets):
+def _shuffled(buckets: list[_Bucket], size: int, draw: np.random.Generator) -> list[Callable[[], _Batch]]:
+    """What reads each batch of an epoch, over all buckets in shuffled order; each batch comes from one bucket."""
+    picks: list[Callable[[], _Batch]] = []
+    for bucket in buckets:
         order = draw.permutation(len(bucket.labels))
-        picks += [(number, order[start : start + size]) for start in range(0, len(order), size)]
-    for position in draw.permutation(len(picks)):
-        number, rows = picks[position]
-        bucket = buckets[number]
-        yield bucket.block, bucket.features_IND[rows], bucket.labels[rows]
+        picks += [partial(bucket.batch, order[start : start + size]) for start in range(0, len(order), size)]
+    return [picks[position] for position in draw.permutation(len(picks))]
+
+
+def _read_ahead(picks: Sequence[Callable[[], _Batch]]) -> Iterator[_Batch]:
+    """Each batch is read while the one before it is worked on."""
+    with ThreadPoolExecutor(1, thread_name_prefix="features") as reader:
+        following = reader.submit(picks[0])
+        for pick in picks[1:]:
+            batch = following.result()
+            following = reader.submit(pick)
+            yield batch
+        yield following.result()

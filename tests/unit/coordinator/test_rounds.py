@@ -1143,6 +1143,40 @@ def test_a_result_is_held_against_the_program_of_its_device(stage: Stage) -> Non
     assert "features.2" in stage.refusals("jetson-1")[0]
 
 
+def test_the_store_of_features_drops_the_oldest_round_and_its_file(stage: Stage) -> None:
+    """Four devices in turn, one a round, and room for the uploads of two: the run is stopped behind the third round,
+    and a second process still knows which is the oldest. Files of what was dropped are deleted."""
+
+    def leave(device: Fake, task: Task) -> None:
+        if task.round < 4:
+            honest(device, task)
+
+    run: dict[str, Any] = {
+        "method": "eftvit", "devices": 4, "cohort": 1, "selection": "fair", "rounds": 4, "seed": 3,
+        "options": {"feature_store_bytes": 20_000},
+    }  # fmt: skip
+    for name in "abcd":
+        stage.fake(name, leave)
+    stage.start(**run)
+    stage.drive(lambda: any(4 in device.tasks() for device in stage.fakes))
+    stage.stop()
+    for device in stage.fakes:
+        device.on_task = honest
+    stage.start(resume=True, **run)
+    assert stage.finish() == "finished"
+    came = [stage.accepted(number)[0] for number in (1, 2, 3, 4)]
+    assert sorted(came) == ["a", "b", "c", "d"]
+    assert came != sorted(came), "devices' names say nothing of their age"
+    records = stage.store.rounds("r")
+    kept = [list(record.state.uploads) for record in records if record.state]
+    assert kept == [came[:1], came[:2], came[1:3], came[2:4]]
+    assert [record.figures["dropped_devices"] for record in records] == [0, 0, 1, 1]
+    uploads = {result.device: result.upload for result in stage.store.results("r") if result.kind == "train"}
+    blobs = BlobStore(stage.out / "r" / "blobs")
+    assert [blobs.has(uploads[name] or "") for name in came] == [False, False, True, True]
+    assert records[-1].figures["stored_bytes"] == sum(blobs.manifest(uploads[name] or "").size for name in came[2:])
+
+
 # --- beginning where another run ended ----------------------------------------------------------------
 
 

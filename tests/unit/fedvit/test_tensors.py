@@ -1,6 +1,9 @@
 import contextlib
 import json
+import os
 import struct
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedvit.errors import BadPayload
-from fedvit.tensors import Tensors, check_finite, check_tensors, delta, pack, total_bytes, unpack
+from fedvit.tensors import TensorFile, Tensors, check_finite, check_tensors, delta, pack, reader_of, total_bytes, unpack
 
 DTYPES = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool")
 NAMES = st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__")
@@ -96,6 +99,54 @@ def test_every_truncation_is_refused() -> None:
 def test_any_bytes_are_tensors_or_refused(raw: bytes) -> None:
     with contextlib.suppress(BadPayload):
         assert all(isinstance(array, np.ndarray) for array in unpack(raw).values())
+
+
+# --- read in parts ------------------------------------------------------------------------------------
+
+
+@given(st.dictionaries(NAMES, ARRAYS, max_size=4), st.data())
+def test_a_file_of_tensors_gives_every_part(tensors: Tensors, data: st.DataObject) -> None:
+    """Names, shapes, whole tensors and any part of them, as if all were in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "tensors")
+        file.write_bytes(pack(tensors))
+        reader = TensorFile(file)
+        assert (set(reader), len(reader)) == (set(tensors), len(tensors))
+        assert reader.stored_bytes == file.stat().st_size
+        assert bits(dict(reader)) == bits(tensors)
+        for name, array in tensors.items():
+            assert reader.shape(name) == array.shape
+            first = data.draw(st.integers(0, array.size))
+            last = data.draw(st.integers(first, array.size))
+            for each in (reader, reader_of(tensors)):
+                got = each.part(name, first, last)
+                assert got.dtype == array.dtype
+                assert got.tobytes() == array.reshape(-1)[first:last].tobytes()
+
+
+def test_a_name_that_is_not_in_a_file() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "tensors")
+        file.write_bytes(pack({"w": np.zeros(3)}))
+        reader = TensorFile(file)
+        assert "v" not in reader
+        assert reader.get("v") is None
+
+
+def test_a_file_that_has_become_shorter_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "tensors"
+    file.write_bytes(pack({"w": np.zeros(10, np.float32)}))
+    reader = TensorFile(file)
+    os.truncate(file, file.stat().st_size - 8)
+    assert reader.part("w", 0, 8).tolist() == [0] * 8
+    with pytest.raises(BadPayload, match="'w' ends early: 4 bytes where 12 were"):
+        reader.part("w", 7, 10)
+
+
+def test_a_file_that_holds_no_tensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    with pytest.raises(BadPayload, match=r"^100 bytes are not safetensors: ."):
+        TensorFile(tmp_path / "file")
 
 
 # --- arithmetic ---------------------------------------------------------------------------------------

@@ -290,3 +290,6 @@ def test_the_servers_rule_follows_from_the_options(vit: PatchViT) -> None:
         optimizer="sgd", weight_decay=0.0, server_lr=0.5, server_epochs=7, server_batch_size=9, server_data="latest"
     )
     assert other.server_rule(vit) == FeatureTraining(epochs=7, batch_size=9, optimizer=Sgd(), lr=0.5, keep=False)
+    limited = EFTViT(feature_store_bytes=10**9).server_rule(vit)
+    assert isinstance(limited, FeatureTraining)
+    assert limited.store_bytes == 10**9

@@ -1,7 +1,12 @@
 """The server's half of a split model: which features it trains on, and that it trains as torch does."""
 
+import gc
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations, permutations
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +20,10 @@ from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.methods.rules.feature_training import FeatureTraining
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
-from fedvit.tensors import Tensors, pack, unpack
+from fedvit.tensors import Array, TensorFile, Tensors, pack, unpack
+from fedvit.updates import Decoded, make_codec
+from profiles.probes.host import peak_rss_bytes
+from tests.forked import FORKS
 
 CLASSES, WIDTH = 4, 16
 OPTIONS = {"image_size": 32, "patch_size": 8, "width": WIDTH, "depth": 3, "heads": 2}
@@ -41,18 +49,18 @@ def features(seed: int, items: int = 6, tokens: int = 5, block: int = 1) -> Tens
 
 
 class Shelf:
-    """Uploads on disk, by digest; notes what is asked for."""
+    """Uploads by digest; notes what is asked for."""
 
     def __init__(self) -> None:
-        self.content: dict[str, Tensors] = {}
+        self.content: dict[str, Mapping[str, Array]] = {}
         self.loaded: list[str] = []
 
-    def upload(self, device: str, tensors: Tensors) -> Upload:
+    def upload(self, device: str, tensors: Mapping[str, Array]) -> Upload:
         digest = f"blake3:{len(self.content)}"
         self.content[digest] = tensors
         return Upload(device, len(tensors["labels"]), digest, lambda: self.load(digest))
 
-    def load(self, digest: str) -> Tensors:
+    def load(self, digest: str) -> Mapping[str, Array]:
         self.loaded.append(digest)
         return self.content[digest]
 
@@ -228,6 +236,169 @@ def test_latest_uses_the_features_of_this_round_alone(vit: PatchViT) -> None:
     assert set(shelf.loaded) == {upload.digest}
     want, _ = torch_training(vit, [features(1)] * 2 + [features(2, 4)] * 2, rule.optimizer, [0.01] * 4)
     assert_close(second.tensors, want)
+
+
+def stored(devices: str, state: ServerState) -> bool:
+    """Whether the store holds these devices, in this order."""
+    return list(state.uploads) == list(devices)
+
+
+def test_the_oldest_round_makes_room(vit: PatchViT) -> None:
+    """Six items of 5 x 16 floats and a label are 1968 bytes; the limit holds three. Round 1: a, b, c. Round 2: d, so a
+    has to go, the first of the oldest. Round 3: b again and e, so c goes, which is older than d."""
+    rule, shelf, seen = replace(RULE, store_bytes=3 * 1968), Shelf(), []
+    state = server_state(vit)
+    for number, devices in enumerate(["abc", "d", "be"], start=1):
+        uploads = [shelf.upload(device, features(number + ord(device))) for device in devices]
+        state, figures = rule.close(state, uploads, shelf.context(vit, number))
+        seen.append((figures["stored_devices"], figures["stored_bytes"], figures["dropped_devices"]))
+        assert stored(["abc", "bcd", "dbe"][number - 1], state)
+    assert seen == [(3, 5904, 0), (3, 5904, 1), (3, 5904, 1)]
+
+
+def test_what_was_dropped_is_not_trained_on(vit: PatchViT) -> None:
+    rule, shelf = replace(RULE, store_bytes=2000), Shelf()
+    first, _ = rule.close(server_state(vit), [shelf.upload("a", features(1))], shelf.context(vit, 1))
+    second, figures = rule.close(first, [shelf.upload("b", features(2))], shelf.context(vit, 2))
+    assert figures["server_features"] == 6
+    want, _ = torch_training(vit, [features(1)] * 2 + [features(2)] * 2, rule.optimizer, [0.01] * 4)
+    assert_close(second.tensors, want)
+
+
+def test_a_round_alone_may_exceed_the_limit(vit: PatchViT) -> None:
+    """What this round brought is trained on, however large; in the next it is the oldest."""
+    rule, shelf = replace(RULE, store_bytes=1), Shelf()
+    uploads = [shelf.upload(device, features(number)) for number, device in enumerate("ab")]
+    first, figures = rule.close(server_state(vit), uploads, shelf.context(vit, 1))
+    assert stored("ab", first)
+    assert (figures["server_features"], figures["dropped_devices"]) == (12, 0)
+    second, figures = rule.close(first, [shelf.upload("c", features(3))], shelf.context(vit, 2))
+    assert stored("c", second)
+    assert (figures["server_features"], figures["dropped_devices"]) == (6, 2)
+
+
+# --- features in files --------------------------------------------------------------------------------
+
+
+def in_file(folder: Path, tensors: Tensors, codec: str) -> Mapping[str, Array]:
+    """An upload as the server keeps it."""
+    values = {name: value for name, value in tensors.items() if name != "labels"}
+    file = folder / f"{len(list(folder.iterdir()))}.safetensors"
+    file.write_bytes(pack({**make_codec(codec).encode(values, samples=True), "labels": tensors["labels"]}))
+    return Decoded(TensorFile(file), {})
+
+
+def concatenating(
+    vit: PatchViT, uploads: list[Mapping[str, Array]], rule: FeatureTraining, context: RoundContext
+) -> tuple[Tensors, float]:
+    """The rule with all features of a kind concatenated in memory: the plain way, which needs memory for all."""
+    grouped: dict[tuple[str, int], list[Mapping[str, Array]]] = {}
+    for upload in uploads:
+        (name,) = upload.keys() - {"labels"}
+        grouped.setdefault((name, upload[name].shape[1]), []).append(upload)
+    buckets = [
+        (name, np.concatenate([each[name] for each in group]), np.concatenate([each["labels"] for each in group]))
+        for (name, _), group in sorted(grouped.items())
+    ]
+    values = {name: torch.tensor(value, requires_grad=True) for name, value in server_state(vit).tensors.items()}
+    optimizer = rule.optimizer.in_torch(list(values.values()), rule.lr)
+    draw = np.random.default_rng([context.seed, context.round])
+    for _ in range(rule.epochs):
+        picks, losses = [], []
+        for number, (_, _, labels) in enumerate(buckets):
+            order = draw.permutation(len(labels))
+            picks += [(number, order[at : at + rule.batch_size]) for at in range(0, len(order), rule.batch_size)]
+        for position in draw.permutation(len(picks)):
+            number, rows = picks[position]
+            name, everything, labels = buckets[number]
+            block = int(name.removeprefix("features."))
+            batch = torch.from_numpy(everything[rows])
+            optimizer.zero_grad()
+            logits = vit.call(values, lambda vit, b=batch, at=block: vit.classify(vit.run_to_class(b, at)))
+            loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels[rows]))
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()) * len(rows))
+    items = sum(len(labels) for _, _, labels in buckets)
+    return {name: value.detach().numpy() for name, value in values.items()}, sum(losses) / items
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16", "int8"])
+def test_features_in_files_train_bit_by_bit_as_all_of_them_in_memory(vit: PatchViT, codec: str, tmp_path: Path) -> None:
+    """Five devices, two splits, two mask ratios, one without a feature; two epochs of small batches."""
+    kinds = [(7, 5, 1), (6, 3, 1), (9, 5, 2), (4, 5, 1), (0, 5, 1)]
+    contents = [features(seed, items, tokens, block) for seed, (items, tokens, block) in enumerate(kinds)]
+    rule, shelf = replace(RULE, batch_size=4), Shelf()
+    uploads = [shelf.upload(name, in_file(tmp_path, each, codec)) for name, each in zip("abcde", contents, strict=True)]
+    context = shelf.context(vit, 3, seed=5)
+    state, figures = rule.close(server_state(vit), uploads, context)
+    decoded = [unpack(pack(upload.load())) for upload in uploads]
+    want, loss = concatenating(vit, list(decoded), rule, context)
+    assert pack(state.tensors) == pack(want)
+    assert figures["server_loss"] == loss
+    assert figures["stored_bytes"] == sum(file.stat().st_size for file in tmp_path.iterdir())
+
+
+def test_no_file_stays_open(vit: PatchViT, tmp_path: Path) -> None:
+    """While it trains one batch, at most the file of the next one's current item is open."""
+    rule, shelf = replace(RULE, batch_size=4, epochs=1), Shelf()
+    uploads = [shelf.upload(str(number), in_file(tmp_path, features(number), "none")) for number in range(40)]
+    seen: list[int] = []
+    context = shelf.context(vit)._replace(progress=lambda line: seen.append(len(open_in(tmp_path))))
+    rule.close(server_state(vit), uploads, context)
+    assert len(seen) == 60
+    assert max(seen) <= 1
+
+
+def open_in(folder: Path) -> list[str]:
+    """Files of a folder that this process has open or mapped."""
+    links = []
+    for entry in os.scandir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(entry.path))
+        except FileNotFoundError:  # it was closed meanwhile
+            continue
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [text for text in (*links, *maps) if str(folder) in text]
+
+
+def growth_of_memory(folder: Path, answer: Connection) -> None:
+    """In a process of its own: how far a round over all files of the folder lifts the peak above one over one file."""
+    vit = build_vit(SMALL, CLASSES, seed=0, options={**OPTIONS, "width": 64})
+    tensors = {name: value.numpy() for name, value in vit.tensors().items() if name.startswith(("blocks.2.", "head."))}
+    rule, shelf = replace(RULE, batch_size=16, epochs=1), Shelf()
+    files = sorted(folder.iterdir())
+
+    def peak_of(some: list[Path]) -> int:
+        uploads = [shelf.upload(file.name, TensorFile(file)) for file in some]
+        rule.close(ServerState(tensors), uploads, shelf.context(vit))
+        gc.collect()
+        return peak_rss_bytes() or 0
+
+    first = peak_of(files[:1])
+    answer.send(peak_of(files) - first)
+
+
+def test_memory_does_not_grow_with_the_features(tmp_path: Path) -> None:
+    """One upload of 1 MiB of features, then 16 of them: the peak of resident memory rises by less than half of what
+    came. Mapped files would count, and so would a copy."""
+    for number in range(16):
+        values = np.random.default_rng(number).normal(size=(32, 128, 64)).astype(np.float32)
+        content = {"features.2": values, "labels": np.arange(32) % CLASSES}
+        (tmp_path / f"{number}.safetensors").write_bytes(pack(content))
+    assert grown(growth_of_memory, tmp_path) < 8 << 20
+
+
+def grown(measure: Callable[[Path, Connection], None], folder: Path) -> int:
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=measure, args=(folder, theirs))
+    process.start()
+    theirs.close()
+    try:
+        growth: int = ours.recv()
+    finally:
+        process.join()
+    return growth
 
 
 # --- devices with other mask ratios -------------------------------------------------------------------

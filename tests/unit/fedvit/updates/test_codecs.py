@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.tensors import check_tensors, pack, packed_size, unpack
-from fedvit.updates import CODECS, Codec, coded_form, decode, decode_one, make_codec
+from fedvit.updates import CODECS, Codec, Decoded, coded_form, decode, decode_one, make_codec
 from fedvit.updates.fp16 import Fp16
 from fedvit.updates.int8 import Int8
 from fedvit.updates.top_k import BLOCK, TopK
@@ -58,6 +58,29 @@ def test_bytes_are_known_beforehand_and_the_same_every_time(codec: Codec, value:
     again = decode(unpack(content), {name: each.shape for name, each in given.items()})
     assert again.keys() == given.keys()
     assert again["b"].tobytes() == given["b"].tobytes(), "what is small travels as it is"
+
+
+@each_codec
+@given(value=tensors() | st.just(np.random.default_rng(0).normal(size=(3, BLOCK)).astype(np.float32)), data=st.data())
+@settings(deadline=None)
+def test_any_part_is_decoded_by_itself(codec: Codec, value: np.ndarray, data: st.DataObject) -> None:
+    """Bit by bit as of the whole, also of a tensor that spans several blocks of top_k's places."""
+    coded = codec.encode({"w": value})
+    reader = Decoded(coded, {"w": value.shape})
+    whole = decode(coded, {"w": value.shape})["w"]
+    assert reader.shape("w") == value.shape
+    first = data.draw(st.integers(0, value.size))
+    last = data.draw(st.integers(first, value.size))
+    got = reader.part("w", first, last)
+    assert got.dtype == np.float32
+    assert got.tobytes() == whole.reshape(-1)[first:last].tobytes()
+
+
+def test_a_sparse_tensor_of_unknown_shape_is_refused() -> None:
+    reader = Decoded(TopK().encode({"w": np.ones((20, 20), np.float32)}), {})
+    for look in (reader.shape, reader.__getitem__):
+        with pytest.raises(BadPayload, match="'w' is sparse, and no tensor of that name is known"):
+            look("w")
 
 
 @each_codec

@@ -34,8 +34,9 @@ multiply to 1 / 15876 of its largest value, rather more than that."""
 MARGIN = 8.0
 """Errors of sums in another order are as large as what one rounding of the inputs does, a few times more by chance."""
 
-NEAR = 3
-"""Inputs beside the example that show what a rounding does. By chance one of them may show nothing."""
+NEAR = 8
+"""Inputs beside the example that are tried, until one shows enough of what a rounding does. Where a single number
+decides (one row that is nearly constant, say) one in twelve shows less than an eighth of it."""
 
 TOLERANCE = 1e-2
 """The largest error that is put down to rounding, relative to the largest value of its kind."""
@@ -60,6 +61,7 @@ def check_key() -> str:
     return content.hexdigest()
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: str) -> float:
     """Compare the graph in onnxruntime with `reference` in float64; the largest error, relative as said below.
 
@@ -71,6 +73,7 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
     - `spread`: how far the graph's output moves when every input moves by a rounding, up or down at random. Where sums
       cancel or rows are nearly constant it is large, and so are the errors of any float32. It is the graph's own: the
       same gradient written in another form, as in torch, cancels elsewhere and may be several times closer or further.
+      Most graphs are right without it, and then it is not asked for.
     - `scale`: the largest value of all outputs of its kind (gradients, new tensors, each slot; the loss, the logits by
       themselves), so that a tensor that cancels is judged by its peers.
     - and two last digits of a new value: it is stored, and an optimizer rounds it twice.
@@ -99,25 +102,34 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
         scales[_kind(name)] = max(scales[_kind(name)], float(np.abs(want - _start(name, inputs)).max(initial=0)))
     rounding = INTEGER_ROUNDING if _rounds_to_integers(graph) else ROUNDING
     spreads = dict.fromkeys(wanted, 0.0)
+
+    def relative(name: str) -> float:
+        return errors[name] / max(scales[_kind(name)], 1e-30)
+
+    def used(name: str) -> float:
+        """The error, as a share of what is allowed."""
+        scale = scales[_kind(name)]
+        allowed = min(MARGIN * (spreads[name] + rounding * scale), TOLERANCE * scale)
+        return errors[name] / max(allowed, 1e-30) if np.isfinite([errors[name], allowed]).all() else np.inf
+
     for seed in range(NEAR):
+        if all(used(name) <= 1 for name in errors):
+            break
         near = _near(inputs, rounding, seed)
         for name, value in run(near).items():
             moved = (value - _start(name, near)) - (results[name] - _start(name, inputs))
             spreads[name] = np.maximum(spreads[name], _largest(moved, digits[name]))  # NaN stays
-    relative = {}
-    for name, error in errors.items():
-        scale = scales[_kind(name)]
-        allowed = min(MARGIN * (spreads[name] + rounding * scale), TOLERANCE * scale)
-        relative[name] = error / max(scale, 1e-30)
-        if not error <= allowed:  # also catches NaN
-            raise ExportMismatch(
-                f"{what}: output {name!r} differs from torch by {relative[name]:.2e} of the largest value of its kind, "
-                f"rounding explains {allowed / max(scale, 1e-30):.0e}: the graph computes something else"
-            )
-    for name, value in run(first_step_inputs(inputs)).items():
-        if not np.isfinite(value).all():
-            raise ExportMismatch(f"{what}: output {name!r} is not finite in a first step")
-    return max(relative.values())
+    worst = max(errors, key=used)
+    if used(worst) > 1:
+        raise ExportMismatch(
+            f"{what}: output {worst!r} differs from torch by {relative(worst):.2e} of the largest value of its kind, "
+            f"{used(worst):.2g} times what rounding explains: the graph computes something else"
+        )
+    if "hyper/step" in inputs:
+        for name, value in run(first_step_inputs(inputs)).items():
+            if not np.isfinite(value).all():
+                raise ExportMismatch(f"{what}: output {name!r} is not finite in a first step")
+    return max(map(relative, errors))
 
 
 @torch.no_grad()

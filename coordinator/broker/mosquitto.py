@@ -112,7 +112,9 @@ def secured_configuration(folder: Path, listen: str, port: int, enrolment_port: 
             "per_listener_settings true",
             f"max_keepalive {MAX_KEEPALIVE_S}",
             "",
-            f"listener {port} {listen}",
+            # not a `listener`: mosquitto 2.0.11 forgets max_qos of those when it reads its lists anew
+            f"bind_address {listen}",
+            f"port {port}",
             *_LISTENER,
             *tls,
             f"cafile {folder}/authority.pem",

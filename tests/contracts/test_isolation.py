@@ -55,6 +55,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     deployment = make_deployment(folder / "deployment")
     pi_1, pi_2 = (device_address(deployment, folder / "keys", name) for name in ("pi-1", "pi-2"))
     with running(deployment) as broker:
+        broker.reload()  # as after each enrolment: what holds must hold afterwards, too
         yield Stage(deployment, broker, pi_1, pi_2, folder)
 
 

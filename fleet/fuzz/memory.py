@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,22 +49,11 @@ from fleet.bench.edge import noise_folder
 from fleet.fuzz.mutations import Mutator
 from fleet.fuzz.peer import HANG_S, Peer
 from fleet.fuzz.report import FuzzReport, Part
-from fleet.fuzz.seeds import from_coordinator, from_device, hello
+from fleet.fuzz.seeds import RUN, SETTINGS, from_coordinator, from_device, hello
 from profiles.probes.host import device_profile
 
 Say = Callable[[str], None]
 
-RUN = "fuzz"
-SETTINGS: dict[str, Any] = {
-    "method": "fedavg",
-    "options": {"batch_size": 8, "epochs": 1, "lr": 0.05},
-    "model_options": {"image_size": 8, "patch_size": 8, "width": 4, "depth": 1, "heads": 1},
-    "devices": 2,
-    "rounds": 100_000,
-    "evaluate_every": 3,
-    "deadline_s": 3.0,
-    "rejoin_grace_s": 0.5,
-}
 BATCH = 100
 PROGRAM_EVERY = 40
 """So many messages to the agent for each damaged Program, tensor file or upload: those take a transfer."""

@@ -288,8 +288,8 @@ def _serve(store: "Store", out: Path, run: str, config: StartConfig, quiet: bool
                 display.line("broker: one password for all, and nothing is encrypted; `coordinator init` does better")
 
             def watch() -> None:
-                if broker.restart_if_dead():
-                    display.line("broker: it had died and was started again")
+                if done := broker.tend():
+                    display.line(f"broker: {done}")
         else:
             address = Address.parse(settings.broker, ca_file=ca_file)
             display.line(f"broker: {address.host}:{address.port}")

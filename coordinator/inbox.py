@@ -123,7 +123,7 @@ class Inbox:
                 # a new epoch makes every device say hello: while we were away we heard no last will
                 self.epoch = secrets.randbits(48) + 1
                 state = encode(CoordinatorState(self.epoch, alive=True))
-                self._transport.publish(self._topics.coordinator_state, state, qos=1, retain=True)
+                self._transport.publish(self._topics.coordinator_state, state, qos=1)
                 self._on_link(True)
             case Disconnected(reason=reason):
                 if reason != self._link_trouble:

@@ -207,7 +207,7 @@ class Coordinator:
         for topic in self.topics.from_all_devices:
             self.transport.subscribe(topic, 1)
         farewell = encode(CoordinatorState(0, alive=False))
-        self.transport.open(Will(self.topics.coordinator_state, farewell, retain=True))
+        self.transport.open(Will(self.topics.coordinator_state, farewell))
         try:
             self._say("connecting to the broker")
             self._with_room(partial(self.inbox.pump, lambda: self.inbox.connected))
@@ -226,7 +226,7 @@ class Coordinator:
             raise
         finally:
             if self.inbox.connected:
-                self.transport.publish(self.topics.coordinator_state, farewell, qos=1, retain=True)
+                self.transport.publish(self.topics.coordinator_state, farewell, qos=1)
             self.transport.close()
             self.inbox.close()
 

@@ -228,7 +228,7 @@ class Agent:
         self.transport.subscribe(self.topics.to_device(self.device), 1)
         if self.renewal:
             self.transport.subscribe(self.renewal.answers, 1)
-        self.transport.open(Will(self.topics.device_state(self.device), will, retain=False))
+        self.transport.open(Will(self.topics.device_state(self.device), will))
 
     @property
     def over(self) -> str | None:

@@ -309,7 +309,7 @@ def profile_command(context: click.Context, /, *, fresh: bool, as_json: bool, **
             state=state,
             address=way.address,
             client_id=f"{device}-{secrets.token_hex(4)}",
-            echo_topic=Topics(way.federation).echo(device),
+            probe_topic=Topics(way.federation).probe(device),
         ),
         given["threads"] or fast_cores(),
         measure_speed,

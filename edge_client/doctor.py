@@ -22,7 +22,7 @@ from fedvit.quantities import format_bytes
 from fedvit.transport.mqtt import Address, in_words, tls_context
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
 from profiles.probes.battery import battery
-from profiles.probes.broker import ECHO_BYTES, Echo
+from profiles.probes.broker import PROBE_BYTES, BrokerProbe
 from profiles.probes.host import free_disk_bytes, host, installed_engine
 from profiles.probes.thermal import Brakes, Thermometer
 
@@ -278,44 +278,43 @@ def check_broker(patient: Patient) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding(check=step, level="error", what=str(error), remedy="name a readable PEM file with --ca-file")
         return
-    topic = patient.topics.echo(patient.device)
+    topic = patient.topics.probe(patient.device)
     client_id = f"{patient.device}-{secrets.token_hex(4)}"
     try:
-        with Echo(address, client_id, topic) as echo:
+        with BrokerProbe(address, client_id, topic) as probe:
             yield Finding(check="login", level="ok", what="the broker lets this device in")
-            if echo.seconds(ECHO_BYTES) is None:
-                what = f"a message on {topic} does not come back"
-                remedy = (
-                    f"the broker's access rules must let this device write and read below {topic.rpartition('/')[0]}/"
-                )
-                yield Finding(check="messages", level="error", what=what, remedy=remedy)
-                return
+            step = "messages"
+            if probe.seconds(PROBE_BYTES) is None:
+                raise LinkDown(f"a message on {topic} is not answered")
     except LinkDown as error:
-        yield Finding(check="login", level="error", what=str(error), remedy=_login_remedy(str(error), address))
+        remedy = f"the broker's access rules must let this device write below {topic.rpartition('/')[0]}/"
+        if step != "messages":
+            step, remedy = "login", _login_remedy(str(error), address)
+        yield Finding(check=step, level="error", what=str(error), remedy=remedy)
         return
     yield from _check_size(patient, client_id, topic)
 
 
 def _check_size(patient: Patient, client_id: str, topic: str) -> Iterator[Finding]:
-    if _comes_back(patient, client_id, topic, CHUNK_MESSAGE_BYTES):
-        what = f"messages of {CHUNK_MESSAGE_BYTES} bytes come through"
+    if _is_taken(patient, client_id, topic, CHUNK_MESSAGE_BYTES):
+        what = f"messages of {CHUNK_MESSAGE_BYTES} bytes are taken"
         yield Finding(check="messages", level="ok", what=what)
         return
-    fits = next((size for size in SMALLER_BYTES if _comes_back(patient, client_id, topic, size)), ECHO_BYTES)
+    fits = next((size for size in SMALLER_BYTES if _is_taken(patient, client_id, topic, size)), PROBE_BYTES)
     yield Finding(
         check="messages",
         level="error",
-        what=f"a message of {CHUNK_MESSAGE_BYTES} bytes, as models travel in, does not come through; {fits} bytes do",
+        what=f"a message of {CHUNK_MESSAGE_BYTES} bytes, as models travel in, is not taken; {fits} bytes are",
         remedy="let the broker take at least 131072 bytes: message_size_limit and max_packet_size of mosquitto, "
         "mqtt.max_packet_size of EMQX",
     )
 
 
-def _comes_back(patient: Patient, client_id: str, topic: str, size_bytes: int) -> bool:
+def _is_taken(patient: Patient, client_id: str, topic: str, size_bytes: int) -> bool:
     """Over a connection of its own: some brokers close it when a message is too large for them, others say nothing."""
     try:
-        with Echo(patient.address, client_id, topic) as echo:
-            return echo.seconds(size_bytes) is not None
+        with BrokerProbe(patient.address, client_id, topic) as probe:
+            return probe.seconds(size_bytes) is not None
     except (LinkDown, BadPayload):
         return False
 

@@ -60,7 +60,7 @@ class Place(Struct, frozen=True, kw_only=True):
     state: Path | None
     address: Address
     client_id: str
-    echo_topic: str
+    probe_topic: str
 
 
 def measure_self(
@@ -99,7 +99,7 @@ def measure_self(
     say(f"way to the broker {place.address}")
     round_trip_s = None
     try:
-        round_trip_s = measure_round_trip(place.address, place.client_id, place.echo_topic)
+        round_trip_s = measure_round_trip(place.address, place.client_id, place.probe_topic)
     except FedvitError as error:
         why["broker"] = str(error)
     return SelfReport(

@@ -12,6 +12,7 @@ from fleet.experiment import experiment_command
 from fleet.fuzz.command import fuzz_command
 from fleet.host import host_command
 from fleet.partition import partition_command
+from fleet.pentest.command import pentest_command
 from fleet.run import run_command
 
 
@@ -28,6 +29,7 @@ cli.add_command(experiment_command)
 cli.add_command(host_command)
 cli.add_command(fuzz_command)
 cli.add_command(partition_command)
+cli.add_command(pentest_command)
 cli.add_command(run_command)
 
 

@@ -1,5 +1,6 @@
-"""Who may say and hear what, as mosquitto reads it: the seven topics of a device, and nothing of any other device.
+"""Who may say and hear what, as mosquitto reads it: the topics of a device, and nothing of any other device.
 
+No topic can be both written and read by devices: who could hear itself would fill the broker's queues by itself.
 A device's name is the one in its certificate (%u), never what the client calls itself.
 """
 
@@ -24,7 +25,6 @@ def device_rules(federation: str, coordinator: str, revoked: Iterable[str]) -> s
         f"pattern read {base}/d/%u/dn/#",
         f"pattern write {base}/d/%u/up/#",
         f"pattern write {base}/d/%u/st",
-        f"pattern readwrite {base}/d/%u/echo",
     ]
     return "\n".join(lines) + "\n"
 

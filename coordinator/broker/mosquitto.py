@@ -9,6 +9,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import psutil
+
 from coordinator.broker.process import FLEET_USER, Broker
 from fedvit.files import atomic_write
 from fedvit.transport.mqtt import MAX_PACKET_BYTES, Address
@@ -17,20 +19,50 @@ PASSWORD_ITERATIONS = 2_000
 """The broker is one thread and computes this for every connection: a fleet that comes back must not wait."""
 
 ENROLMENTS_AT_ONCE = 64
+DEPLOYED_PACKET_BYTES = 256 * 1024
+"""Of a packet at a deployment's broker: twice a chunk's message, the largest that a fleet sends."""
+LEAST_MEMORY_BYTES = 2**30
+WATCHED_SHARE = 0.75
+"""Of its hard limit: a broker that has grown so far is started again by who watches it, before it refuses anybody."""
 MAX_KEEPALIVE_S = 120
 """A client that says nothing for longer is taken for gone, whatever it announces itself."""
 _COMMON = [
     "# written by the coordinator at each start",
     "set_tcp_nodelay true",
-    # beyond these mosquitto drops silently; 0, its word for unlimited, is broken in several versions
+    # a retained message stays for good, for each topic that a client makes up; who retains is disconnected
+    "retain_available false",
+    # no client of ours leaves a session behind; this is the shortest time that mosquitto knows
+    "persistent_client_expiration 1h",
+    # beyond these mosquitto drops silently; 0, its word for unlimited, is broken in several versions. 500 devices that
+    # send the coordinator results of 64 kB at the same moment need 32 MB
     "max_queued_messages 4096",
     "max_queued_bytes 67108864",
     "max_inflight_messages 64",
-    f"max_packet_size {MAX_PACKET_BYTES}",
     "persistence false",
     "log_dest stderr",
+    # no log_type for subscriptions: their lines begin with what a client chose, so that it could forge others
     "log_timestamp_format %Y-%m-%dT%H:%M:%S",
 ]
+
+
+_LISTENER = [
+    # messages of QoS 2 that are never finished stay in the broker, 64 MiB for each connection; nothing of ours has it
+    "max_qos 1",
+]
+
+
+def memory_limit_bytes() -> int:
+    """Beyond it mosquitto refuses whatever needs memory, from everybody; that is better than a machine without any.
+
+    Half of this machine's memory, at least 1 GiB. An honest fleet needs 8 MiB (the window of a transfer, 64 chunks) for
+    each device that cannot keep up, and some 100 kB for each connection.
+    """
+    return max(LEAST_MEMORY_BYTES, int(psutil.virtual_memory().total) // 2)
+
+
+def watched_bytes() -> int:
+    """Resident memory at which a broker of ours is started again."""
+    return int(WATCHED_SHARE * memory_limit_bytes())
 
 
 def find_mosquitto() -> Path | None:
@@ -53,12 +85,13 @@ def start_mosquitto(program: Path, folder: Path, listen: str, address: Address) 
 def run_mosquitto(program: Path, config: Path, address: Address, log_file: Path) -> Broker:
     """Raises ConfigError when it does not come up."""
     kind = f"mosquitto {_version(program)} ({program})"
-    return Broker(kind, address, [str(program), "-c", str(config)], os.environ, log_file)
+    command = [str(program), "-c", str(config)]
+    return Broker(kind, address, command, os.environ, log_file, most_bytes=watched_bytes())
 
 
 def configuration(listen: str, address: Address, password_file: Path) -> str:
     """The text of mosquitto.conf. The limits are far above what the window of a transfer needs."""
-    lines = [*_COMMON[:1], f"listener {address.port} {listen}", *_COMMON[1:]]
+    lines = [*_common(MAX_PACKET_BYTES), f"listener {address.port} {listen}", *_LISTENER]
     if address.password is None:
         lines.append("allow_anonymous true")
     else:
@@ -74,12 +107,15 @@ def secured_configuration(folder: Path, listen: str, port: int, enrolment_port: 
     tls = [f"certfile {folder}/server.pem", f"keyfile {folder}/server.key", "tls_version tlsv1.3"]
     return _text(
         [
-            *_COMMON,
+            *_common(DEPLOYED_PACKET_BYTES),
             f"pid_file {folder}/run/mosquitto.pid",
             "per_listener_settings true",
             f"max_keepalive {MAX_KEEPALIVE_S}",
             "",
-            f"listener {port} {listen}",
+            # not a `listener`: mosquitto 2.0.11 forgets max_qos of those when it reads its lists anew
+            f"bind_address {listen}",
+            f"port {port}",
+            *_LISTENER,
             *tls,
             f"cafile {folder}/authority.pem",
             f"crlfile {folder}/revoked.pem",
@@ -89,6 +125,7 @@ def secured_configuration(folder: Path, listen: str, port: int, enrolment_port: 
             f"acl_file {folder}/devices.acl",
             "",
             f"listener {enrolment_port} {listen}",
+            *_LISTENER,
             *tls,
             "allow_anonymous false",
             f"password_file {folder}/enrolment.passwords",
@@ -96,6 +133,10 @@ def secured_configuration(folder: Path, listen: str, port: int, enrolment_port: 
             f"max_connections {ENROLMENTS_AT_ONCE}",
         ]
     )
+
+
+def _common(packet_bytes: int) -> list[str]:
+    return [*_COMMON, f"max_packet_size {packet_bytes}", f"memory_limit {memory_limit_bytes()}"]
 
 
 def _text(lines: list[str]) -> str:

@@ -1,9 +1,12 @@
 """A broker as a child process: started, watched, started again on the same port, and never left behind."""
 
+import contextlib
 import ctypes
 import errno
 import functools
+import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,13 +17,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
+import psutil
+
 from fedvit.errors import ConfigError
+from fedvit.quantities import format_bytes
 from fedvit.transport.mqtt import Address
 
 FLEET_USER = "fedvit"
 """The one user name of a fleet; its secret is the password that the operator chose."""
 START_S = 10.0
 STOP_S = 3.0
+MOST_LOG_BYTES = 16 * 1024 * 1024
+"""A log that is longer takes the place of the one before: who connects again and again must not fill the disk."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -28,17 +36,26 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 class Broker:
     """A running broker of ours. Raises ConfigError when it does not come up.
 
-    `kind` is for people; `address` is where clients of this machine find it, with the fleet's credentials.
+    `kind` is for people; `address` is where clients of this machine find it, with the fleet's credentials. `tend` bears
+    `most_bytes` of resident memory.
     """
 
     def __init__(
-        self, kind: str, address: Address, command: Sequence[str], environment: Mapping[str, str], log_file: Path
+        self,
+        kind: str,
+        address: Address,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log_file: Path,
+        *,
+        most_bytes: float = math.inf,
     ) -> None:
         self.kind = kind
         self.address = address
         self._command = command
         self._environment = environment
-        self._log_file = log_file
+        self.log_file = log_file
+        self._most_bytes = most_bytes
         self._start()
 
     @property
@@ -48,8 +65,28 @@ class Broker:
     def alive(self) -> bool:
         return self._child.poll() is None
 
+    def rss_bytes(self) -> int:
+        """Resident memory; 0 when it is not there."""
+        try:
+            return int(psutil.Process(self.pid).memory_info().rss)
+        except psutil.NoSuchProcess:
+            return 0
+
+    def tend(self) -> str | None:
+        """Start it again where it died or has grown beyond what it may have; what was done, for people."""
+        with contextlib.suppress(OSError):  # somebody else put it away, or there is no room
+            if self.log_file.stat().st_size > MOST_LOG_BYTES:
+                shutil.copyfile(self.log_file, self.log_file.with_suffix(".old"))
+                os.truncate(self.log_file, 0)  # the broker appends to it
+        if self.restart_if_dead():
+            return "it had died and was started again"
+        if (rss_bytes := self.rss_bytes()) > self._most_bytes:
+            self.restart()
+            return f"it had grown to {format_bytes(rss_bytes)}, more than a fleet needs, and was started again"
+        return None
+
     def restart_if_dead(self) -> bool:
-        """True when it had died and was started again on the same port. What it retained is forgotten."""
+        """True when it had died and was started again on the same port."""
         if self.alive():
             return False
         self._start()
@@ -75,21 +112,21 @@ class Broker:
     def _start(self) -> None:
         # else whoever took the port meanwhile would pass for our broker
         claim_port(self.address.host, self.address.port)
-        self._child = _spawn(self._command, self._environment, self._log_file)
+        self._child = _spawn(self._command, self._environment, self.log_file)
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             if not self.alive():
-                raise ConfigError(f"{self.kind} ended at once: {self._last_words()} (log: {self._log_file})")
+                raise ConfigError(f"{self.kind} ended at once: {self._last_words()} (log: {self.log_file})")
             try:
                 socket.create_connection((self.address.host, self.address.port), 1.0).close()
                 return
             except OSError:
                 time.sleep(0.02)
         self.stop()
-        raise ConfigError(f"{self.kind} accepted no connection within {START_S:.0f} s (log: {self._log_file})")
+        raise ConfigError(f"{self.kind} accepted no connection within {START_S:.0f} s (log: {self.log_file})")
 
     def _last_words(self) -> str:
-        lines = self._log_file.read_text(errors="replace").strip().splitlines()
+        lines = self.log_file.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
 

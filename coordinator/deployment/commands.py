@@ -143,7 +143,9 @@ def devices(folder: Path, out: Path | None, run: str | None, as_json: bool) -> N
     for entry in listed:
         standing = [Text(_in_words(entry))] if run else []
         table.add_row(
-            entry["device"], entry["state"], *(_short(entry[key]) for key in ("joined", "last_seen", "expires")),
+            entry["device"],
+            entry["state"] + (f", misused the broker {entry['misuses']} times" if entry["misuses"] else ""),
+            *(_short(entry[key]) for key in ("joined", "last_seen", "expires")),
             *standing,
         )  # fmt: skip
     console = Console()
@@ -193,6 +195,7 @@ def _as_json(device: "Device") -> dict[str, Any]:
         "last_seen": _iso(device.last_seen),
         "expires": _iso(device.expires_at),
         "revoked": _iso(device.revoked_at),
+        "misuses": device.misuses,
     }
 
 

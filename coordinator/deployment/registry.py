@@ -34,6 +34,7 @@ class Device(Struct):
     certificates: list[Certificate]
     last_seen: float | None = None  # when it connected last
     revoked_at: float | None = None
+    misuses: int = 0  # of the broker, see coordinator.deployment.misuse
 
     @property
     def expires_at(self) -> float:

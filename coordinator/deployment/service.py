@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import queue
 import secrets
@@ -14,12 +15,15 @@ from coordinator.broker.mosquitto import find_mosquitto, run_mosquitto
 from coordinator.broker.process import Broker, claim_port
 from coordinator.deployment.authority import DEVICE_DAYS
 from coordinator.deployment.desk import Desk
-from coordinator.deployment.folder import Deployment
+from coordinator.deployment.folder import COORDINATOR, Deployment
+from coordinator.deployment.misuse import Misuse, MisuseWatch
 from coordinator.deployment.registry import Registry
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
 from fedvit.transport.base import Connected
 from fedvit.transport.mqtt import Address, MqttTransport
+
+log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
 
@@ -39,15 +43,18 @@ class Service:
         self._say = say
         self._stamp = deployment.registry.stamp()
         self._done = deployment.registry.read()
+        self._misuse = MisuseWatch(broker.log_file) if broker else None
         self._report(self._done)
 
     def watch(self) -> None:
-        """Start the broker again if it died, and let it know what changed in the registry."""
+        """Start the broker again if it died, let it know what changed in the registry, and see to who misuses it."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._say(self._desk.news.get_nowait())
-        if self.broker and self.broker.restart_if_dead():
-            self._say("broker: it had died and was started again")
+        if self.broker and (done := self.broker.tend()):
+            self._say(f"broker: {done}")
+        for misuse in self._misuse.look() if self._misuse else ():
+            self._on_misuse(misuse)
         stamp = self._deployment.registry.stamp()
         if stamp != self._stamp:
             self._stamp = stamp
@@ -68,6 +75,22 @@ class Service:
             if device.revoked_at is not None and (known is None or known.revoked_at is None):
                 self._say(f"{name} was revoked")
                 self.revoked.put(name)
+
+    def _on_misuse(self, misuse: Misuse) -> None:
+        """Count it for `coordinator devices`; revoke who keeps others from the broker."""
+        name, what, shut_out = misuse
+        if name == COORDINATOR:
+            return
+        with self._deployment.change() as registry:
+            device = registry.devices.get(name)
+            if device is None or device.revoked_at is not None:
+                return
+            device.misuses += 1
+            if shut_out:
+                self._deployment.revoke(registry, device)
+        log.warning("broker misused", extra={"device": name, "reason": what})
+        remedy = "it is shut out" if shut_out else f"to shut it out: coordinator revoke {name}"
+        self._say(f"{name} {what}; {remedy}")
 
     def _report(self, registry: Registry) -> None:
         """For `coordinator revoke`, which waits for it."""

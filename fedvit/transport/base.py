@@ -25,6 +25,12 @@ class Disconnected(NamedTuple):
     reason: str
 
 
+class Taken(NamedTuple):
+    """The broker acknowledged a message of QoS 1; `refusal` is why it did not take it, where it says so."""
+
+    refusal: str | None
+
+
 class Wake(NamedTuple):
     """Nothing arrived, but something can go on: the loop comes round to it."""
 
@@ -34,7 +40,6 @@ class Will(NamedTuple):
 
     topic: str
     payload: bytes
-    retain: bool
 
 
 class BulkSink(Protocol):
@@ -71,7 +76,7 @@ class Transport(ABC):
     def unsubscribe(self, topic_filter: str) -> None: ...
 
     @abstractmethod
-    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1) -> bool:
         """Hand a message over. False while the link is down: then nothing was queued."""
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """A broker inside the process: rounds without a network, in tests and in rehearsals.
 
-It keeps what the programs rely on from a real broker (order within a topic, retained messages, last
-wills, take-over of a client id), and it can do on purpose what a network does by accident: stop, lose a
-client without a farewell, drop a share of the QoS 0 messages.
+It keeps what the programs rely on from a real broker (order within a topic, last wills, take-over
+of a client id), and it can do on purpose what a network does by accident: stop, lose a client without a
+farewell, drop a share of the QoS 0 messages.
 """
 
 import random
@@ -27,14 +27,12 @@ class MemoryBroker:
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._clients: dict[str, MemoryTransport] = {}
-        self._retained: dict[str, bytes] = {}
         self._running = True
 
     def stop(self) -> None:
-        """Die as by kill -9: every link is lost, no will is published, what was retained is forgotten."""
+        """Die as by kill -9: every link is lost, no will is published."""
         with self._lock:
             self._running = False
-            self._retained.clear()
             for client in self._clients.values():
                 client.link_changed(Disconnected("memory: the broker stopped"))
 
@@ -59,8 +57,6 @@ class MemoryBroker:
 
     def _connect(self, client: "MemoryTransport") -> None:
         client.link_changed(Connected())
-        for topic_filter in client.filters:
-            self.subscribed(client, topic_filter)
 
     def detach(self, client: "MemoryTransport", *, with_will: bool) -> None:
         with self._lock:
@@ -68,30 +64,18 @@ class MemoryBroker:
                 return
             del self._clients[client.client_id]
             if with_will and client.will is not None and self._running:
-                self.route(client.will.topic, client.will.payload, qos=1, retain=client.will.retain)
+                self.route(client.will.topic, client.will.payload, qos=1)
 
-    def route(self, topic: str, payload: bytes, *, qos: int, retain: bool) -> bool:
+    def route(self, topic: str, payload: bytes, *, qos: int) -> bool:
         """Deliver to everybody who hears `topic`; False while the broker is stopped."""
         with self._lock:
             if not self._running:
                 return False
-            if retain and payload:
-                self._retained[topic] = payload
-            elif retain:
-                self._retained.pop(topic, None)
             for client in self._clients.values():
                 granted = [granted for wanted, granted in client.filters.items() if covers(wanted, topic)]
                 if granted and not (min(qos, max(granted)) == 0 and self._random.random() < self._loss):
                     client.deliver(topic, payload)
             return True
-
-    def subscribed(self, client: "MemoryTransport", topic_filter: str) -> None:
-        """A subscription begins: what was retained is delivered at once."""
-        with self._lock:
-            if self._running and self._clients.get(client.client_id) is client:
-                for topic, payload in self._retained.items():
-                    if covers(topic_filter, topic):
-                        client.deliver(topic, payload)
 
 
 class MemoryTransport(Transport):
@@ -113,19 +97,18 @@ class MemoryTransport(Transport):
     def subscribe(self, topic_filter: str, qos: int) -> None:
         with self._lock:
             self.filters = {**self.filters, topic_filter: qos}
-        self._broker.subscribed(self, topic_filter)
 
     def unsubscribe(self, topic_filter: str) -> None:
         with self._lock:
             self.filters = {wanted: qos for wanted, qos in self.filters.items() if wanted != topic_filter}
 
-    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1) -> bool:
         if len(topic) + len(payload) > self._broker.max_packet_bytes:
             raise BadPayload(
                 f"a message of {len(payload)} bytes on {topic} exceeds the limit of "
                 f"{self._broker.max_packet_bytes} bytes per packet"
             )
-        if not self._up or not self._broker.route(topic, payload, qos=qos, retain=retain):
+        if not self._up or not self._broker.route(topic, payload, qos=qos):
             return False
         with self._lock:
             self.sent_bytes += len(payload)

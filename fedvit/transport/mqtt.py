@@ -43,7 +43,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Transport, Wake, Will
+from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Taken, Transport, Wake, Will
 from fedvit.transport.bulk import BulkLink
 
 log = logging.getLogger(__name__)
@@ -176,15 +176,15 @@ class _Link:
         self.answered = False  # the broker said yes: subscriptions may be sent
         self.up = False  # and they are in place: messages may be sent
         self.awaited: set[int] = set()  # subscriptions that the broker has not confirmed
-        self.early: list[Received] = []  # brokers send what was retained before they confirm
+        self.early: list[Received] = []  # brokers send what others retained before they confirm
         self.ended: str | None = None
         self._lock = threading.Lock()
         # by QoS, as the broker acknowledges QoS 1 later than QoS 0 leaves this process
         self._handed_over: tuple[deque[tuple[MQTTMessageInfo, int]], ...] = (deque(), deque())
         self._pending_bytes = 0
 
-    def publish(self, topic: str, payload: bytes, qos: int, retain: bool) -> bool:
-        info = self.client.publish(topic, payload, qos, retain)
+    def publish(self, topic: str, payload: bytes, qos: int) -> bool:
+        info = self.client.publish(topic, payload, qos)
         if info.rc != MQTT_ERR_SUCCESS:
             return False
         with self._lock:
@@ -212,6 +212,8 @@ class _Link:
 class MqttTransport(Transport):
     """A link to an MQTT broker that comes back by itself, for ever.
 
+    With `tell_taken` each acknowledgement of the broker arrives in the inbox, as Taken.
+
     Raises ConfigError when the address names certificates that cannot be read.
     """
 
@@ -223,8 +225,10 @@ class MqttTransport(Transport):
         *,
         max_packet_bytes: int = MAX_PACKET_BYTES,
         versions: Sequence[MQTTProtocolVersion] = BOTH_VERSIONS,
+        tell_taken: bool = False,
     ) -> None:
         super().__init__(inbox)
+        self._tell_taken = tell_taken
         self.address = address
         self._client_id = client_id
         self._most_packet_bytes = max_packet_bytes
@@ -267,10 +271,10 @@ class MqttTransport(Transport):
         if link is not None and link.answered:
             link.client.unsubscribe(topic_filter)
 
-    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1) -> bool:
         self._check_size(topic, len(payload))
         link = self._link
-        if link is None or not link.up or self._closing.is_set() or not link.publish(topic, payload, qos, retain):
+        if link is None or not link.up or self._closing.is_set() or not link.publish(topic, payload, qos):
             return False
         with self._lock:
             self.sent_bytes += len(payload)
@@ -394,7 +398,7 @@ class MqttTransport(Transport):
         if self.address.tls:
             client.tls_set_context(tls_context(self.address))  # certificates are renewed while programs run
         if self._will is not None:
-            client.will_set(self._will.topic, self._will.payload, 1, self._will.retain)
+            client.will_set(self._will.topic, self._will.payload, 1)
         client.max_inflight_messages_set(INFLIGHT_MESSAGES)
         client.on_socket_open = _never_raises(self._on_socket_open)
         client.on_connect = _never_raises(self._on_connect)
@@ -447,8 +451,11 @@ class MqttTransport(Transport):
     def _on_publish(
         self, client: Client, userdata: object, packet_id: int, reason: ReasonCode, properties: object
     ) -> None:
-        if reason.is_failure:
-            log.warning("the broker refused a message", extra={"reason": reason.getName().lower()})
+        refusal = reason.getName().lower() if reason.is_failure else None
+        if refusal:
+            log.warning("the broker refused a message", extra={"reason": refusal})
+        if self._tell_taken:
+            self.inbox.put(Taken(refusal))
 
     def _up_if_subscribed(self, link: _Link) -> None:
         if not link.up and not link.awaited and not self._closing.is_set():

@@ -1,13 +1,13 @@
 """The topic tree: who says what where. At most 7 slashes; `fl1` is version 1 of the tree.
 
-    fl1/F/srv/st           coordinator's state, retained and last will
+    fl1/F/srv/st           coordinator's state, and its last will
     fl1/F/all/b/BLOB       chunks for everybody who subscribed
     fl1/F/d/DEV/dn/ctl     control to one device
     fl1/F/d/DEV/dn/b/BLOB  chunks for a device that could not keep up with the others
     fl1/F/d/DEV/up/ctl     control from one device
     fl1/F/d/DEV/up/b/BLOB  chunks from one device
     fl1/F/d/DEV/st         the device's last will
-    fl1/F/d/DEV/echo       what a device says to itself, to measure the broker
+    fl1/F/d/DEV/up/probe   what nobody hears: a device measures the broker by its acknowledgements
     fl1/F/d/DEV/up/cert    a device asks for its next certificate (fedvit.wire.enrolment)
     fl1/F/d/DEV/dn/cert    and gets it
     fl1/F/enrol/TOKEN/up   who has no certificate yet asks for the first
@@ -74,8 +74,8 @@ class Topics(NamedTuple):
     def device_state(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/st"
 
-    def echo(self, device: str) -> str:
-        return f"{ROOT}/{self.federation}/d/{device}/echo"
+    def probe(self, device: str) -> str:
+        return f"{ROOT}/{self.federation}/d/{device}/up/probe"
 
     def renewal(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/up/cert"

@@ -5,10 +5,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from queue import SimpleQueue
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,20 +29,16 @@ from fedvit.errors import BadPayload, FedvitError
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import Role, decode_program, encode_program
 from fedvit.tensors import mapped, pack
-from fedvit.transport.base import Received
-from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import (
     CoordinatorState,
     DeviceState,
-    Done,
     Hello,
     Manifest,
     Refused,
     Result,
     ResultAck,
     Task,
-    Want,
     Welcome,
     decode,
     encode,
@@ -52,25 +47,13 @@ from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_BYTES, Chunk, decode_chunk
 from fleet.bench.edge import noise_folder
 from fleet.fuzz.mutations import Mutator
+from fleet.fuzz.peer import HANG_S, Peer
 from fleet.fuzz.report import FuzzReport, Part
-from fleet.fuzz.seeds import from_coordinator, from_device, hello
+from fleet.fuzz.seeds import RUN, SETTINGS, from_coordinator, from_device, hello
 from profiles.probes.host import device_profile
 
 Say = Callable[[str], None]
 
-RUN = "fuzz"
-SETTINGS: dict[str, Any] = {
-    "method": "fedavg",
-    "options": {"batch_size": 8, "epochs": 1, "lr": 0.05},
-    "model_options": {"image_size": 8, "patch_size": 8, "width": 4, "depth": 1, "heads": 1},
-    "devices": 2,
-    "rounds": 100_000,
-    "evaluate_every": 3,
-    "deadline_s": 3.0,
-    "rejoin_grace_s": 0.5,
-}
-HANG_S = 30.0
-"""For a batch of messages that take milliseconds."""
 BATCH = 100
 PROGRAM_EVERY = 40
 """So many messages to the agent for each damaged Program, tensor file or upload: those take a transfer."""
@@ -229,59 +212,6 @@ class _Serving:
         return False
 
 
-class _Peer:
-    """The hostile side of one conversation: speaks raw bytes, and serves blobs as an honest one would."""
-
-    def __init__(self, broker: MemoryBroker, name: str, folder: Path, *hears: str, sends: Callable[[str], str]) -> None:
-        self.blobs = BlobStore(folder)
-        self.transport = MemoryTransport(SimpleQueue(), broker, name)
-        self.talks_on = ""
-        self.heard: dict[type, Any] = {}  # the newest message of each type
-        self.exchange = BlobExchange(
-            self.transport,
-            self.blobs,
-            tell=lambda peer, message: None,
-            topic_for=sends,
-            may_read=lambda peer, digest: True,
-        )
-        for topic in hears:
-            self.transport.subscribe(topic, 1)
-        self.transport.open()
-
-    def say(self, raw: bytes, topic: str = "") -> None:
-        with suppress(BadPayload):  # larger than any broker lets through
-            self.transport.publish(topic or self.talks_on, raw)
-
-    def listen(self) -> list[Any]:
-        """What came since the last time."""
-        news: list[Any] = []
-        while True:
-            try:
-                event = self.transport.inbox.get_nowait()
-            except Empty:
-                break
-            if isinstance(event, Received) and "/b/" not in event.topic:
-                message = decode(event.payload)
-                news.append(message)
-                self.heard[type(message)] = message
-                with suppress(BadPayload):
-                    if isinstance(message, Want):
-                        self.exchange.on_want("peer", message)
-                    elif isinstance(message, Done):
-                        self.exchange.on_done("peer", message)
-        self.exchange.tick()
-        return news
-
-    def wait_for(self, kind: type, what: str, after: Callable[[Any], bool] = lambda message: True) -> Any:
-        until = time.monotonic() + HANG_S
-        while time.monotonic() < until:
-            for message in self.listen():
-                if isinstance(message, kind) and after(message):
-                    return message
-            time.sleep(0.002)
-        raise FedvitError(f"waited {HANG_S:.0f} s for {what}")
-
-
 def _make_agent(scene: Scene, broker: MemoryBroker, name: str, home: Path) -> Agent:
     return Agent(
         device=name,
@@ -313,7 +243,13 @@ def _agent(scene: Scene, messages: int, seed: int) -> Part:
     part, mutator = Part("device"), Mutator(seed)
     broker, topics = MemoryBroker(), Topics(scene.config.federation)
     base = f"fl1/{scene.config.federation}/d/+"
-    peer = _Peer(broker, "false", scene.blobs.folder, f"{base}/up/ctl", f"{base}/st", sends=topics.broadcast)
+    peer = Peer(
+        MemoryTransport(SimpleQueue(), broker, "false"),
+        scene.blobs.folder,
+        f"{base}/up/ctl",
+        f"{base}/st",
+        sends=topics.broadcast,
+    )
     peer.talks_on = topics.to_device("victim")
     agent = _make_agent(scene, broker, "victim", scene.folder / "victim")
     stop = threading.Event()
@@ -361,7 +297,7 @@ def _agent(scene: Scene, messages: int, seed: int) -> Part:
     return part
 
 
-def _answer(peer: _Peer, part: Part, instance: str) -> str | None:
+def _answer(peer: Peer, part: Part, instance: str) -> str | None:
     """What an honest coordinator answers, so that the device stays in the conversation; the newest upload's digest."""
     digest = None
     for message in peer.listen():
@@ -398,7 +334,7 @@ def _damaged_task(scene: Scene, mutator: Mutator, task: Task, number: int) -> Ta
     return msgspec.structs.replace(changed, groups={**task.groups, group: made.digest})
 
 
-def _must_do(peer: _Peer, part: Part, scene: Scene, instance: str) -> None:
+def _must_do(peer: Peer, part: Part, scene: Scene, instance: str) -> None:
     """An honest round, after all that."""
     number = 2**31 - 2
     task = msgspec.structs.replace(scene.task(instance, 1), round=number, run="honest")
@@ -440,20 +376,19 @@ def _coordinator(scene: Scene, messages: int, seed: int) -> Part:
         accelerator="cpu",
         graph_cache=scene.cache,
     )
-    server = _Serving("the coordinator", coordinator.serve, coordinator.transport.inbox)
-    agent = _make_agent(scene, broker, "healthy", scene.folder / "healthy")
-    stop = threading.Event()
-    healthy = _Serving("the healthy device", lambda: agent.serve(stop), agent.transport.inbox)
     me, instance = HOSTILE[0], secrets.token_hex(8)
-    peer = _Peer(
-        broker,
-        me,
+    peer = Peer(  # before the coordinator, whose state is said once
+        MemoryTransport(SimpleQueue(), broker, me),
         scene.folder / me,
         topics.to_device(me),
         topics.coordinator_state,
         sends=lambda digest: topics.upload(me, digest),
     )
     peer.talks_on = topics.from_device(me)
+    server = _Serving("the coordinator", coordinator.serve, coordinator.transport.inbox)
+    agent = _make_agent(scene, broker, "healthy", scene.folder / "healthy")
+    stop = threading.Event()
+    healthy = _Serving("the healthy device", lambda: agent.serve(stop), agent.transport.inbox)
     try:
         peer.wait_for(CoordinatorState, "the coordinator")
         peer.say(encode(hello(instance, scene.classes)))
@@ -483,7 +418,7 @@ def _bombard(
     part: Part,
     mutator: Mutator,
     messages: int,
-    peer: _Peer,
+    peer: Peer,
     server: _Serving,
     topics: Topics,
     task: Task,
@@ -525,7 +460,7 @@ def _bombard(
                     peer.say(encode(hello(instance, scene.classes)))
 
 
-def _damaged_upload(scene: Scene, mutator: Mutator, peer: _Peer) -> Manifest:
+def _damaged_upload(scene: Scene, mutator: Mutator, peer: Peer) -> Manifest:
     program = scene.plan.first.program
     sent_back = (program.tensors[name] for group in program.with_role(Role.SHARED) for name in program.names(group))
     raw = pack(
@@ -534,7 +469,7 @@ def _damaged_upload(scene: Scene, mutator: Mutator, peer: _Peer) -> Manifest:
     return peer.blobs.put(mutator.tensors(raw, raw)[1] or b"\0")
 
 
-def _must_go_on(part: Part, coordinator: Coordinator, store: Store, peer: _Peer, topics: Topics) -> None:
+def _must_go_on(part: Part, coordinator: Coordinator, store: Store, peer: Peer, topics: Topics) -> None:
     """Two more rounds close with the healthy device's result, when the hostile ones are gone."""
     closed = [record.round for record in store.rounds(RUN) if record.closed_at]
     part.refusals["rounds closed meanwhile"] = len(closed)

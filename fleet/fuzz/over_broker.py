@@ -24,10 +24,9 @@ from fedvit.transport.mqtt import Address, MqttTransport
 from fedvit.wire.messages import DeviceState, Hello, Manifest, Refused, Task, Welcome, decode, encode
 from fedvit.wire.topics import Topics
 from fleet.bench.edge import last_line, noise_folder
-from fleet.fuzz.memory import RUN, SETTINGS
 from fleet.fuzz.mutations import Mutator
 from fleet.fuzz.report import FuzzReport, Part
-from fleet.fuzz.seeds import from_coordinator, from_device, hello
+from fleet.fuzz.seeds import RUN, SETTINGS, from_coordinator, from_device, hello
 from fleet.processes import Fleet, program
 
 ROUNDS = 40

@@ -1,5 +1,7 @@
 """Valid messages of every type, about a run that is really going on: what the damage begins with."""
 
+from typing import Any
+
 import msgspec
 
 from fedvit.resources import Budget, DeviceProfile, ProductRate, ResourceUse, Speed
@@ -25,6 +27,18 @@ from fedvit.wire.messages import (
     Want,
     Welcome,
 )
+
+RUN = "fuzz"
+SETTINGS: dict[str, Any] = {
+    "method": "fedavg",
+    "options": {"batch_size": 8, "epochs": 1, "lr": 0.05},
+    "model_options": {"image_size": 8, "patch_size": 8, "width": 4, "depth": 1, "heads": 1},
+    "devices": 2,
+    "rounds": 100_000,
+    "evaluate_every": 3,
+    "deadline_s": 3.0,
+    "rejoin_grace_s": 0.5,
+}
 
 SPEED = Speed(
     threads=1,

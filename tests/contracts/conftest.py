@@ -30,9 +30,9 @@ import sys, time
 from queue import SimpleQueue
 from fedvit.transport.base import Will
 from fedvit.transport.mqtt import Address, MqttTransport
-address, client_id, topic, payload, retain = sys.argv[1:]
+address, client_id, topic, payload = sys.argv[1:]
 inbox = SimpleQueue()
-MqttTransport(inbox, Address.parse(address), client_id).open(Will(topic, payload.encode(), retain == "True"))
+MqttTransport(inbox, Address.parse(address), client_id).open(Will(topic, payload.encode()))
 print(type(inbox.get()).__name__, flush=True)
 time.sleep(600)
 """
@@ -160,9 +160,7 @@ class MqttWorld(World):
 
     def _other_process(self, client_id: str, will: Will) -> "subprocess.Popen[str]":
         command = [sys.executable, "-c", OTHER_PROCESS, str(self.broker.address), self.prefix.rstrip("/") + client_id]
-        process = subprocess.Popen(
-            [*command, will.topic, will.payload.decode(), str(will.retain)], stdout=subprocess.PIPE, text=True
-        )
+        process = subprocess.Popen([*command, will.topic, will.payload.decode()], stdout=subprocess.PIPE, text=True)
         self._processes.append(process)
         assert process.stdout is not None
         assert process.stdout.readline().strip() == "Connected"

@@ -1,19 +1,17 @@
 """Devices of a deployment, at a real mosquitto with the generated configuration: each hears and says its own alone.
 
-The attacker is a plain MQTT client with a valid certificate. mosquitto answers forbidden subscriptions with "granted",
-and acknowledges forbidden messages, so only what is delivered counts.
+The attacks are those of `fleet pentest`.
 """
 
 import re
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import paho.mqtt.client as paho
 import pytest
 
 from coordinator.broker.process import Broker
@@ -21,10 +19,25 @@ from coordinator.deployment.authority import DAY_S, Authority
 from coordinator.deployment.folder import COORDINATOR, Deployment, make_token
 from fedvit.transport.mqtt import Address
 from fedvit.wire import topics as topics_module
-from fedvit.wire.topics import Topics, covers
-from tests.deployments import Client, context_of, device_address, make_deployment, running, wait_for
+from fedvit.wire.topics import Topics
+from fleet.pentest.access import (
+    DIGEST,
+    MAY_HEAR,
+    MAY_SAY,
+    Parties,
+    hearing,
+    publishing,
+    retaining,
+    sessions,
+    take_over,
+    topics_of,
+    wills,
+)
+from fleet.pentest.client import Client, wait_for
+from fleet.pentest.floods import REDUCED, floods
+from fleet.pentest.parties import device_address, make_deployment, running
+from fleet.pentest.report import Attempt
 
-DIGEST = "blake3:" + "0123456789abcdef" * 4
 HOME = Topics("home")
 
 
@@ -42,128 +55,51 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     deployment = make_deployment(folder / "deployment")
     pi_1, pi_2 = (device_address(deployment, folder / "keys", name) for name in ("pi-1", "pi-2"))
     with running(deployment) as broker:
+        broker.reload()  # as after each enrolment: what holds must hold afterwards, too
         yield Stage(deployment, broker, pi_1, pi_2, folder)
-
-
-def topics_of(device: str, token: str = "0123456789abcdef") -> dict[str, str]:
-    """Every topic of the tree, by the name of what makes it."""
-    return {
-        "coordinator_state": HOME.coordinator_state,
-        "broadcast": HOME.broadcast(DIGEST),
-        "to_device": HOME.to_device(device),
-        "from_device": HOME.from_device(device),
-        "lane": HOME.lane(device, DIGEST),
-        "upload": HOME.upload(device, DIGEST),
-        "device_state": HOME.device_state(device),
-        "echo": HOME.echo(device),
-        "renewal": HOME.renewal(device),
-        "renewed": HOME.renewed(device),
-        "enrolment": HOME.enrolment(token),
-        "enrolled": HOME.enrolled(token),
-    }
-
-
-MAY_SAY = {"from_device", "upload", "device_state", "echo", "renewal"}
-MAY_HEAR = {"coordinator_state", "broadcast", "to_device", "echo", "renewed", "lane"}
 
 
 def test_no_kind_of_topic_is_forgotten() -> None:
     """The tree's drawing names every topic; each line is one of those that are tried here."""
     drawn = re.findall(r"^ +(fl1/\S+)", topics_module.__doc__ or "", re.MULTILINE)
     assert len(drawn) > 8
-    tried = set(topics_of("DEV", "TOKEN").values())
+    tried = set(topics_of(HOME, "DEV", "TOKEN").values())
     for line in drawn:
         assert line.replace("/F/", "/home/").replace("BLOB", "0123456789abcdef") in tried, line
     made = {name for name, made in vars(Topics).items() if callable(made) or isinstance(made, property)}
     made = {name for name in made if not name.startswith("_")} - {"device_of", "from_all_devices"}
-    assert made <= topics_of("x").keys()
+    assert made <= topics_of(HOME, "x").keys()
 
 
-def test_nothing_of_another_device_is_heard(stage: Stage) -> None:
-    """pi-2 asks for every topic of pi-1, by name, by every pattern of wildcards, and for everything: nothing comes."""
-    names = topics_of("pi-1")
-    filters = {"#", "+/#", "fl1/#", "+/+/+/+/+/+/+", "$SYS/#", "$share/all/#"} | {
-        pattern for topic in names.values() for pattern in with_wildcards(topic)
-    }
+@pytest.mark.parametrize(
+    "part", [publishing, wills, retaining, hearing, take_over, sessions], ids=lambda part: part.__name__
+)
+def test_a_device_that_was_let_in_can_do_nothing_else(
+    stage: Stage, part: Callable[[Parties], Iterable[Attempt]]
+) -> None:
+    parties = Parties(HOME, "pi-2", "pi-1", stage.pi_2, stage.pi_1, stage.deployment.address)
+    attempts = list(part(parties))
+    assert len(attempts) >= 2
+    assert [one.line for one in attempts if not one.held] == []
+
+
+def test_one_device_cannot_fill_the_broker(stage: Stage) -> None:
+    """What it floods the broker with does not stay there, and an honest device is served meanwhile and afterwards."""
+    parties = Parties(HOME, "pi-2", "pi-1", stage.pi_2, stage.pi_1, stage.deployment.address)
     with (
-        Client(stage.deployment.address, "coordinator") as coordinator,
-        Client(stage.pi_1, "pi-1") as pi_1,
-        Client(stage.pi_2, "spy", sorted(filters)) as spy,
+        Client(stage.deployment.address, "coordinator", [HOME.from_device("pi-1")]) as coordinator,
+        Client(stage.pi_1, "honest") as honest,
     ):
-        for name, topic in names.items():
-            coordinator.publish(topic, f"coordinator {name}".encode())
-            pi_1.publish(topic, f"pi-1 {name}".encode())
-        coordinator.publish(HOME.to_device("pi-2"), b"last")
-        wait_for(
-            lambda: (HOME.to_device("pi-2"), b"last") in spy.seen, "its own message, which comes behind the others"
-        )
-        heard = {topic for topic, _ in spy.seen if topic != HOME.to_device("pi-2")}
-    assert heard == {HOME.coordinator_state, HOME.broadcast(DIGEST)}  # what is for all
-    assert not [payload for _, payload in spy.seen if payload.startswith(b"pi-1")]
-
-
-def test_what_was_retained_is_not_heard_later(stage: Stage) -> None:
-    """A retained message is delivered at subscription, by another path in the broker."""
-    with Client(stage.deployment.address, "coordinator") as coordinator:
-        for topic in topics_of("pi-1").values():
-            coordinator.publish(topic, b"retained", retain=True)
-        with Client(stage.pi_2, "spy", ["#", *topics_of("pi-1").values()]) as spy:
-            coordinator.publish(HOME.to_device("pi-2"), b"last")
-            wait_for(lambda: (HOME.to_device("pi-2"), b"last") in spy.seen, "its own message")
-        for topic in topics_of("pi-1").values():
-            coordinator.publish(topic, b"", retain=True)
-    assert {topic for topic, _ in spy.seen} <= {HOME.coordinator_state, HOME.broadcast(DIGEST), HOME.to_device("pi-2")}
-
-
-def test_nothing_is_said_in_the_name_of_another_device(stage: Stage) -> None:
-    """pi-2 publishes to every topic of pi-1 and of the coordinator, with and without retain: the coordinator, who hears
-    everything, hears what pi-2 may say, and pi-1 hears nothing."""
-    mine, theirs = topics_of("pi-2"), topics_of("pi-1")
-    with (
-        Client(stage.deployment.address, "coordinator", ["fl1/home/#"]) as coordinator,
-        Client(stage.pi_1, "pi-1", list(theirs.values())) as pi_1,
-        Client(stage.pi_2, "liar") as liar,
-    ):
-        for retain in (False, True):
-            for topic in (*theirs.values(), *mine.values(), "fl1/home", "other", "fl1/away/d/pi-2/up/ctl"):
-                liar.publish(topic, b"lie", retain=retain)
-        liar.publish(HOME.from_device("pi-2"), b"last")
-        wait_for(lambda: (HOME.from_device("pi-2"), b"last") in coordinator.seen, "what it may say")
-        with Client(stage.deployment.address, "later", ["fl1/home/#"]) as later:
-            coordinator.publish(HOME.to_device("pi-1"), b"last")
-            wait_for(lambda: (HOME.to_device("pi-1"), b"last") in later.seen, "what comes behind what was retained")
-            wait_for(lambda: (HOME.to_device("pi-1"), b"last") in pi_1.seen, "the same")
-        for name in MAY_SAY:
-            liar.publish(mine[name], b"", retain=True)
-    allowed = {mine[name] for name in MAY_SAY}
-    assert {topic for topic, payload in coordinator.seen if payload == b"lie"} == allowed
-    assert {topic for topic, payload in later.seen if payload == b"lie"} == allowed
-    assert not [payload for _, payload in pi_1.seen if payload == b"lie"]
-
-
-def test_a_last_will_is_no_way_around(stage: Stage) -> None:
-    """The broker says it in the device's name when the device is gone."""
-    with Client(stage.deployment.address, "coordinator", ["fl1/home/#"]) as coordinator:
-        liar = paho.Client(paho.CallbackAPIVersion.VERSION2, "liar-with-a-will", reconnect_on_failure=False)
-        liar.will_set(HOME.device_state("pi-1"), b"lie", 1, retain=True)
-        liar.tls_set_context(context_of(stage.pi_2))
-        liar.connect("127.0.0.1", stage.deployment.settings.port)
-        liar.loop_start()
-        liar.subscribe(HOME.to_device("pi-2"))
-        liar.publish(HOME.from_device("pi-2"), b"connected", 1).wait_for_publish(10)
-        found = liar.socket()
-        assert isinstance(found, socket.socket)
-        found.shutdown(socket.SHUT_RDWR)  # without a farewell
-        liar.loop_stop()
-        with Client(stage.pi_2, "after") as after:
-            time.sleep(0.2)
-            after.publish(HOME.from_device("pi-2"), b"last")
-        wait_for(lambda: (HOME.from_device("pi-2"), b"last") in coordinator.seen, "what came later")
-    assert not [payload for _, payload in coordinator.seen if payload == b"lie"]
+        before = stage.broker.rss_bytes()
+        attempts = list(floods(parties, REDUCED, stage.broker.rss_bytes))
+        assert [one.line for one in attempts if not one.held] == []
+        assert stage.broker.rss_bytes() - before < 40_000_000  # mostly 16 MB of names that stay for an hour
+        assert honest.publish(HOME.from_device("pi-1"), b"still here")
+        wait_for(lambda: coordinator.seen, "the honest device's message")
 
 
 def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
-    names = topics_of("pi-1")
+    names = topics_of(HOME, "pi-1")
     with (
         Client(stage.deployment.address, "coordinator", ["fl1/home/#"]) as coordinator,
         Client(stage.pi_1, "pi-1", list(names.values())) as pi_1,
@@ -178,23 +114,6 @@ def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
     said = {topic for topic, payload in coordinator.seen if payload == b"up"}
     assert heard == {names[name] for name in MAY_HEAR}
     assert said == {names[name] for name in MAY_SAY}
-
-
-@pytest.mark.parametrize("client_id", ["pi-1", COORDINATOR])
-def test_a_client_id_is_worth_nothing(stage: Stage, client_id: str) -> None:
-    """pi-2 calls itself pi-1, or the coordinator; its certificate says who it is."""
-    with (
-        Client(stage.deployment.address, "coordinator", ["fl1/home/#"]) as coordinator,
-        Client(stage.pi_2, client_id, ["#", HOME.to_device("pi-1")]) as liar,
-    ):
-        coordinator.publish(HOME.to_device("pi-1"), b"secret")
-        liar.publish(HOME.from_device("pi-1"), b"lie")
-        liar.publish(HOME.from_device("pi-2"), b"last")
-        wait_for(lambda: (HOME.from_device("pi-2"), b"last") in coordinator.seen, "what it may say")
-        coordinator.publish(HOME.to_device("pi-2"), b"last")
-        wait_for(lambda: (HOME.to_device("pi-2"), b"last") in liar.seen, "what it may hear")
-    assert {payload for _, payload in liar.seen} == {b"last"}
-    assert b"lie" not in {payload for _, payload in coordinator.seen}
 
 
 def test_a_password_does_not_replace_a_certificate(stage: Stage) -> None:
@@ -272,12 +191,12 @@ def test_a_token_is_good_for_its_own_enrolment_alone(stage: Stage) -> None:
     assert not Client(base, "anonymous").connected
     assert not Client(replace(base, user=mine.id, password=theirs.login), "wrong").connected
     assert not Client(replace(base, user="pi-1", password=""), "name").connected
-    everything = ["#", *topics_of("pi-1", theirs.id).values(), HOME.enrolled(mine.id)]
+    everything = ["#", *topics_of(HOME, "pi-1", theirs.id).values(), HOME.enrolled(mine.id)]
     with (
         Client(deployment.address, "coordinator", ["fl1/home/#"]) as coordinator,
         Client(replace(base, user=mine.id, password=mine.login), "newcomer", everything) as newcomer,
     ):
-        for topic in (*topics_of("pi-1", theirs.id).values(), *topics_of("pi-3", theirs.id).values()):
+        for topic in (*topics_of(HOME, "pi-1", theirs.id).values(), *topics_of(HOME, "pi-3", theirs.id).values()):
             newcomer.publish(topic, b"lie")
             coordinator.publish(topic, b"secret")
         newcomer.publish(HOME.enrolment(mine.id), b"last")
@@ -316,14 +235,3 @@ def test_revoked_at_once(stage: Stage) -> None:
         wait_for(lambda: not pi_5.connected, "the end of its connection")
     assert not Client(lost, "again").connected
     assert Client(stage.pi_1, "pi-1").connected
-
-
-def with_wildcards(topic: str) -> set[str]:
-    """Filters that cover a topic: each level replaced by +, each tail by #."""
-    levels = topic.split("/")
-    filters = {topic, "/".join("+" for _ in levels)}
-    filters |= {"/".join([*levels[:at], "+", *levels[at + 1 :]]) for at in range(len(levels))}
-    filters |= {"/".join([*levels[:at], "#"]) for at in range(len(levels))}
-    filters |= {"/".join([*("+" for _ in levels[:at]), "#"]) for at in range(1, len(levels))}
-    assert all(covers(one, topic) for one in filters)
-    return filters

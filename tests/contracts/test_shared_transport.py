@@ -15,8 +15,7 @@ from tests.contracts.test_transport import (  # noqa: F401 - the contract, held 
     test_a_client_id_that_comes_back_ends_its_old_link_first,
     test_closing_is_a_farewell_without_a_will,
     test_filters_with_wildcards_hear_what_they_cover,
-    test_retained_messages_reach_those_who_subscribe_later_and_nobody_else,
-    test_the_will_of_a_client_that_vanishes_is_published_and_retained,
+    test_the_will_of_a_client_that_vanishes_is_published,
 )
 
 LINKS = 30

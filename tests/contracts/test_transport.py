@@ -57,36 +57,18 @@ def test_filters_with_wildcards_hear_what_they_cover(world: "World") -> None:
     assert heard == {(p + name, name.encode()) for name in ("a/ctl", "deep/x/y", "deep")} | {(p + "end/ctl", b"end")}
 
 
-def test_retained_messages_reach_those_who_subscribe_later_and_nobody_else(world: "World") -> None:
-    p = world.prefix
-    speaker = world.client("speaker", ("marker", 1), ("state", 1))
-    speaker.publish(p + "state", b"old", retain=True)
-    speaker.publish(p + "state", b"new", retain=True)
-    assert speaker.messages(2) == [(p + "state", b"old"), (p + "state", b"new")]
-    late = world.client("late", ("marker", 1), ("state", 1))
-    stranger = world.client("stranger", ("marker", 1))
-    assert late.messages(1) == [(p + "state", b"new")]
-    speaker.publish(p + "state", b"", retain=True)
-    speaker.publish(p + "marker", b"1")
-    assert stranger.messages(1) == [(p + "marker", b"1")]
-    after = world.client("after", ("marker", 1), ("state", 1))
-    speaker.publish(p + "marker", b"2")
-    assert after.messages(1) == [(p + "marker", b"2")]
-
-
-def test_the_will_of_a_client_that_vanishes_is_published_and_retained(world: "World") -> None:
+def test_the_will_of_a_client_that_vanishes_is_published(world: "World") -> None:
     p = world.prefix
     witness = world.client("witness", ("will", 1))
-    vanish = world.doomed("doomed", Will(p + "will", b"gone", retain=True))
+    vanish = world.doomed("doomed", Will(p + "will", b"gone"))
     vanish()
     assert witness.messages(1) == [(p + "will", b"gone")]
-    assert world.client("late", ("will", 1)).messages(1) == [(p + "will", b"gone")]
 
 
 def test_closing_is_a_farewell_without_a_will(world: "World") -> None:
     p = world.prefix
     witness = world.client("witness", ("#", 1))
-    leaving = world.client("leaving", will=Will(p + "will", b"gone", retain=False))
+    leaving = world.client("leaving", will=Will(p + "will", b"gone"))
     leaving.publish(p + "last", b"words")
     leaving.transport.close()
     again = world.client("leaving")
@@ -99,7 +81,7 @@ def test_a_client_id_that_comes_back_ends_its_old_link_first(world: "World") -> 
     """Else the will of the old link would declare the new one dead, whenever the broker noticed."""
     p = world.prefix
     witness = world.client("witness", ("#", 1))
-    world.hung("same", Will(p + "will", b"gone", retain=False))
+    world.hung("same", Will(p + "will", b"gone"))
     world.client("same").publish(p + "marker", b"here")
     assert witness.messages(2) == [(p + "will", b"gone"), (p + "marker", b"here")]
 
@@ -302,31 +284,6 @@ def test_the_will_of_a_client_that_only_keeps_its_socket_open_is_published(mqtt_
     silent.will_set(p + "will", b"gone", 1)
     silent.connect(mqtt_world.broker.address.host, mqtt_world.broker.address.port, keepalive=1)
     assert witness.messages(1) == [(p + "will", b"gone")]
-
-
-def test_clients_may_arrive_while_others_are_sent_retained_messages(mqtt_world: "MqttWorld") -> None:
-    """amqtt walks its subscriptions while it sends what was retained, and breaks when one is added."""
-    p = mqtt_world.prefix
-    speaker = mqtt_world.client("speaker")
-    for number in range(20):
-        speaker.publish(f"{p}state/{number}", b"x", retain=True)
-    transports = [mqtt_world.new_transport(f"device{number}") for number in range(20)]
-    for number, transport in enumerate(transports):
-        transport.subscribe(f"{p}state/{number}", 1)
-        transport.subscribe(f"{p}to/{number}", 1)
-        transport.open()
-    for transport in transports:
-        while not isinstance(transport.inbox.get(timeout=30), Connected):
-            pass
-    for number in range(20):
-        speaker.publish(f"{p}to/{number}", b"y")
-    for number, transport in enumerate(transports):
-        missing = {Received(f"{p}state/{number}", b"x"), Received(f"{p}to/{number}", b"y")}
-        wanted = set(missing)
-        while missing:  # what is published while a client subscribes may reach it twice: live, and as retained
-            got = transport.inbox.get(timeout=30)
-            assert got in wanted
-            missing.discard(got)
 
 
 def test_bulk_comes_back_when_the_broker_does(mqtt_world: "MqttWorld") -> None:

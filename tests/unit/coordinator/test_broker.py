@@ -17,9 +17,11 @@ import pytest
 
 from coordinator.broker import FLEET_USER, Broker, start_broker
 from coordinator.broker.mosquitto import find_mosquitto
+from coordinator.broker.process import MOST_LOG_BYTES
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.transport.base import Connected, Disconnected
 from fedvit.transport.mqtt import Address, MqttTransport
+from fleet.pentest.client import Client, wait_for
 
 WAIT_S = 30.0
 BOTH = pytest.mark.parametrize("kind", ["mosquitto", "embedded"])
@@ -223,3 +225,42 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageFailed, match="cannot make folder"):
         start_broker("auto", tmp_path / "file" / "broker", port=0)
+
+
+def test_a_broker_that_has_grown_is_started_again(start: Start) -> None:
+    """mosquitto keeps names that clients subscribe to, as many and as long as they like."""
+    broker = start("mosquitto")
+    assert broker.tend() is None
+    pid, calm = broker.pid, broker.rss_bytes()
+    broker._most_bytes = calm + 8_000_000
+    with Client(broker.address, "collector") as collector:
+        for number in range(50):
+            collector.subscribe([f"{number}-{piece}-" + "x" * 50_000 for piece in range(4)])
+        assert str(broker.tend()).endswith("more than a fleet needs, and was started again")
+        wait_until(lambda: not collector.connected)
+    assert broker.pid != pid
+    assert broker.rss_bytes() < broker._most_bytes
+    assert first_event(broker.address) == Connected()
+
+
+def test_a_broker_s_long_log_is_put_aside(start: Start) -> None:
+    broker = start("mosquitto")
+    with broker.log_file.open("ab") as log:
+        log.truncate(MOST_LOG_BYTES + 1)
+    assert broker.tend() is None
+    assert broker.log_file.with_suffix(".old").stat().st_size > MOST_LOG_BYTES
+    assert first_event(broker.address) == Connected()
+    wait_until(lambda: 0 < broker.log_file.stat().st_size < 10_000)  # it goes on from the beginning
+
+
+def test_a_retained_message_is_not_kept_by_any_broker_of_ours(start: Start) -> None:
+    for kind in ("mosquitto", "embedded"):
+        broker = start(kind)
+        hoarder = Client(broker.address, "hoarder")
+        hoarder.publish("topic", b"kept", retain=True)
+        hoarder.close()
+        with Client(broker.address, "later", ["topic"]) as later:
+            later.publish("topic", b"last")
+            wait_for(lambda: later.seen, "the last message")
+        assert later.seen == [("topic", b"last")]
+        broker.stop()

@@ -22,11 +22,13 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509.oid import NameOID
 
+from coordinator.broker.mosquitto import memory_limit_bytes
 from coordinator.broker.process import Broker
 from coordinator.cli import _deployed, cli
 from coordinator.config import BrokerConfig, RunConfig, StartConfig
 from coordinator.deployment.authority import DAY_S, Authority
 from coordinator.deployment.folder import COORDINATOR, Deployment, make_token, own_hosts
+from coordinator.deployment.misuse import MOST_CONNECTIONS
 from coordinator.deployment.service import Service, served
 from coordinator.quarantine import Quarantine
 from coordinator.store import Store
@@ -45,7 +47,8 @@ from fedvit.transport.base import Connected, Received
 from fedvit.transport.mqtt import Address, MqttTransport, tls_context
 from fedvit.wire.enrolment import FROM_DEVICE, JoinRequest, RenewRequest, Token, encode_enrolment, seal
 from fedvit.wire.topics import Topics
-from tests.deployments import Client, device_address, make_deployment, make_request, running, wait_for
+from fleet.pentest.client import Client, wait_for
+from fleet.pentest.parties import device_address, make_deployment, make_request, running
 
 HOME = Topics("home")
 
@@ -132,8 +135,10 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 def test_the_broker_is_told_its_limits(tmp_path: Path) -> None:
     lines = make_deployment(tmp_path / "made").configuration.read_text().splitlines()
     for line in (
-        "require_certificate true", "use_identity_as_username true", "tls_version tlsv1.3", "max_packet_size 1048576",
+        "require_certificate true", "use_identity_as_username true", "tls_version tlsv1.3", "max_packet_size 262144",
         "max_queued_messages 4096", "max_queued_bytes 67108864", "max_inflight_messages 64",
+        "retain_available false", "persistent_client_expiration 1h", "max_qos 1",
+        f"memory_limit {memory_limit_bytes()}",
     ):  # fmt: skip
         assert line in lines
     assert "allow_anonymous true" not in lines
@@ -516,6 +521,35 @@ def test_a_broker_that_died_comes_back(stage: Stage, tmp_path: Path) -> None:
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: stage.broker.pid != pid and stage.broker.alive(), "the broker")
     assert join(make_token(stage.deployment, "pi-after", 60.0), tmp_path / "identity").trouble is None
+
+
+def test_a_session_that_stays_is_counted(stage: Stage, tmp_path: Path) -> None:
+    """By the name in the certificate, whatever the client calls itself; `coordinator devices` tells."""
+    address = device_address(stage.deployment, tmp_path, "pi-hoards")
+    device_address(stage.deployment, tmp_path, "pi-framed")
+    forged = "x (p2, c0, k60, u'pi-framed')."
+    Client(address, forged, persistent=True).close()
+    devices = stage.deployment.registry
+    wait_for(lambda: devices.read().devices["pi-hoards"].misuses == 1, "the count")
+    assert devices.read().devices["pi-framed"].misuses == 0
+    assert "pi-hoards keeps a session at the broker" in "\n".join(stage.said)
+    listed = json.loads(run("devices", "--json", "--deployment", str(stage.deployment.folder)).output)
+    assert {entry["device"]: entry["misuses"] for entry in listed}["pi-hoards"] == 1
+    assert Client(address, "again").connected
+
+
+def test_who_opens_too_many_connections_is_shut_out(stage: Stage, tmp_path: Path) -> None:
+    """Connections are what one device could use up for all others."""
+    address = device_address(stage.deployment, tmp_path, "pi-crowds")
+    crowd = [Client(address, f"crowd-{number}") for number in range(MOST_CONNECTIONS + 1)]
+    try:
+        wait_for(lambda: not Client(address, "again").connected, "the revocation")
+        wait_for(lambda: not any(client.connected for client in crowd), "the end of its connections")
+    finally:
+        for client in crowd:
+            client.close()
+    assert stage.deployment.registry.read().devices["pi-crowds"].revoked_at is not None
+    assert f"pi-crowds opened {MOST_CONNECTIONS + 1} connections at once" in "\n".join(stage.said)
 
 
 def test_a_mosquitto_that_runs_by_itself_is_used(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ class Fake:
         self.transport.subscribe(self.topics.coordinator_state, 1)
         self.transport.subscribe(self.topics.to_device(name), 1)
         will = encode(DeviceState(self.instance, online=False))
-        self.transport.open(Will(self.topics.device_state(name), will, retain=False))
+        self.transport.open(Will(self.topics.device_state(name), will))
 
     # --- speaking -------------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class Server:
     def is_here(self, epoch: int, *, alive: bool = True) -> None:
         self.epoch = epoch
         state = encode(CoordinatorState(epoch, alive))
-        self.transport.publish(self.topics.coordinator_state, state, retain=True)
+        self.transport.publish(self.topics.coordinator_state, state)
 
     def welcome(self) -> None:
         """Take in the device: answer its newest hello."""

@@ -33,7 +33,7 @@ from fedvit.transport.mqtt import Address
 from fedvit.wire.messages import Result
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
-from profiles.probes.broker import Echo
+from profiles.probes.broker import BrokerProbe
 from tests.brokers import mosquitto
 from tests.damage import flip
 from tests.unit.profiles.probes.boards import pi_4, pi_5, write_tree
@@ -296,7 +296,7 @@ def test_a_broker_that_takes_everything(patient: Patient, tmp_path: Path) -> Non
     with mosquitto(tmp_path / "broker") as broker:
         found = [*check_broker(replace(patient, address=broker.address))]
     assert levels(found) == [("broker", "ok"), ("login", "ok"), ("messages", "ok")]
-    assert found[-1].what == f"messages of {CHUNK_MESSAGE_BYTES} bytes come through"
+    assert found[-1].what == f"messages of {CHUNK_MESSAGE_BYTES} bytes are taken"
 
 
 def test_nobody_listens(patient: Patient) -> None:
@@ -330,25 +330,23 @@ def test_a_broker_that_takes_small_messages_only(
     patient: Patient, tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of mosquitto's limits drops what is larger without a word, the other ends the connection."""
-    monkeypatch.setattr(Echo.seconds, "__defaults__", (0.5,))
+    monkeypatch.setattr(BrokerProbe.seconds, "__defaults__", (0.5,))
     with mosquitto(tmp_path / "broker", setting) as broker:
         found = [*check_broker(replace(patient, address=broker.address))]
     assert levels(found) == [("broker", "ok"), ("login", "ok"), ("messages", "error")]
     assert f"a message of {CHUNK_MESSAGE_BYTES} bytes" in found[-1].what
-    assert "16384 bytes do" in found[-1].what
+    assert "16384 bytes are" in found[-1].what
     assert "message_size_limit" in str(found[-1].remedy)
 
 
-def test_access_rules_that_let_no_message_back(
-    patient: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Echo.seconds, "__defaults__", (0.5,))
+def test_access_rules_that_take_no_message(patient: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BrokerProbe.seconds, "__defaults__", (0.5,))
     (tmp_path / "rules").write_text("user fedvit\ntopic read fl1/#\n")
     (tmp_path / "rules").chmod(0o600)
     with mosquitto(tmp_path / "broker", f"acl_file {tmp_path / 'rules'}", password="secret") as broker:
         found = [*check_broker(replace(patient, address=broker.address))]
     assert levels(found) == [("broker", "ok"), ("login", "ok"), ("messages", "error")]
-    assert "below fl1/home/d/pi/" in str(found[-1].remedy)
+    assert "below fl1/home/d/pi/up/" in str(found[-1].remedy)
 
 
 def test_tls(patient: Patient, tmp_path: Path) -> None:

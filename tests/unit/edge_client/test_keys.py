@@ -17,7 +17,7 @@ from edge_client.vault_key import VaultKey
 from fedvit.errors import ConfigError
 from fedvit.transport.mqtt import Address, tls_context
 from fedvit.wire.topics import Topics
-from tests.deployments import make_request
+from fleet.pentest.parties import make_request
 from tests.unit.edge_client.test_vault_key import SECRET, result
 
 NOW_S = time.time()

@@ -34,7 +34,7 @@ def dead(threads: int) -> Speed:
 
 
 def place(address: Address, state: Path | None) -> Place:
-    return Place(state=state, address=address, client_id="pi-1", echo_topic="fl1/home/d/pi/echo")
+    return Place(state=state, address=address, client_id="pi-1", probe_topic="fl1/home/d/pi/up/probe")
 
 
 def rows(report: SelfReport) -> dict[str, str]:

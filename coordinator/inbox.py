@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from fedvit.errors import BadPayload, PeerRefused
-from fedvit.transport.base import Connected, Disconnected, Received, Transport
+from fedvit.transport.base import Connected, Disconnected, Received, Transport, Wake
 from fedvit.wire.messages import AnyMessage, CoordinatorState, FromCoordinator, Refused, decode, encode
 from fedvit.wire.topics import Topics, is_name
 
@@ -102,6 +102,7 @@ class Inbox:
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001 - raised again below
                 future.set_exception(error)
+            self._transport.inbox.put(Wake())  # else the answer would wait for the next event or tick
 
         if self._background is None:
             self._background = threading.Thread(target=self._work, name="server-step", daemon=True)

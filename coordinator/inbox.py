@@ -14,8 +14,13 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from fedvit.errors import BadPayload, PeerRefused
+<<<<<<< HEAD
 from fedvit.transport.base import Connected, Disconnected, Received, Transport
 from fedvit.wire.messages import AnyMessage, CoordinatorState, FromCoordinator, Refused, decode, encode, unread_hello
+=======
+from fedvit.transport.base import Connected, Disconnected, Received, Transport, Wake
+from fedvit.wire.messages import AnyMessage, CoordinatorState, FromCoordinator, Refused, decode, encode
+>>>>>>> coord
 from fedvit.wire.topics import Topics, is_name
 
 log = logging.getLogger(__name__)
@@ -102,6 +107,7 @@ class Inbox:
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001 - raised again below
                 future.set_exception(error)
+            self._transport.inbox.put(Wake())  # else the answer would wait for the next event or tick
 
         if self._background is None:
             self._background = threading.Thread(target=self._work, name="server-step", daemon=True)

@@ -97,6 +97,8 @@ class ServerStep:
         fresh = {result.device for result in results if result.upload}
         blobs = self._course.blobs
         kept = {device: digest for device, digest in state.uploads.items() if device not in fresh}
+        if not kept:
+            return state
         damaged = self._inbox.in_background(lambda: [device for device in kept if not blobs.is_sound(kept[device])])
         for device in damaged:
             self._left_out(device, f"its upload of an earlier round {DAMAGED_HERE}: {blobs.path(kept[device])}")

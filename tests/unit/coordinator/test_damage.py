@@ -159,8 +159,10 @@ def saved(scene: Scene) -> SavedState:
     return state
 
 
-@pytest.mark.parametrize("restarted", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "restarted"),
+    [*((kind, False) for kind in KINDS), *((kind, True) for kind in ("graph", "memory", "upload"))],
+)
 def test_a_damaged_blob_changes_no_tensor(
     stage: Stage, calm: Callable[[str], Tensors], kind: str, restarted: bool
 ) -> None:
@@ -494,7 +496,7 @@ def test_no_flipped_byte_of_a_record_goes_unnoticed(stage: Stage) -> None:
     want, said = read(stage.out), list[str]()
     draw = np.random.default_rng(7)
     used = [place for place in range(len(content)) if content[place]]
-    for number, place in enumerate(draw.choice(used, 150, replace=False)):
+    for number, place in enumerate(draw.choice(used, 100, replace=False)):
         folder = stage.folder / f"flipped-{number}"
         folder.mkdir()
         flipped = bytes([content[place] ^ (1 << int(draw.integers(8)))])
@@ -505,7 +507,7 @@ def test_no_flipped_byte_of_a_record_goes_unnoticed(stage: Stage) -> None:
             said.append(str(error))
         else:
             assert got == want, place
-    assert len(said) > 30
+    assert len(said) > 20
     assert all("fedvit.db is damaged: " in text for text in said)
 
 

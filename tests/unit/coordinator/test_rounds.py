@@ -1190,7 +1190,8 @@ def test_a_run_can_begin_where_another_ended(stage: Stage, first: Tensors) -> No
     (stage.out / "r").rename(stage.out / "monday")
     with sqlite3.connect(stage.out / "fedvit.db") as database:
         for table, column in (("runs", "id"), ("rounds", "run"), ("results", "run"), ("refusals", "run")):
-            database.execute(f"UPDATE {table} SET {column} = 'monday'")
+            sealed = "" if table == "refusals" else ", seal = NULL"
+            database.execute(f"UPDATE {table} SET {column} = 'monday'{sealed}")
     database.close()
     stage.start(start_from="monday")
     assert stage.finish() == "finished"

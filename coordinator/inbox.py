@@ -14,13 +14,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from fedvit.errors import BadPayload, PeerRefused
-<<<<<<< HEAD
-from fedvit.transport.base import Connected, Disconnected, Received, Transport
-from fedvit.wire.messages import AnyMessage, CoordinatorState, FromCoordinator, Refused, decode, encode, unread_hello
-=======
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Wake
-from fedvit.wire.messages import AnyMessage, CoordinatorState, FromCoordinator, Refused, decode, encode
->>>>>>> coord
+from fedvit.wire.messages import AnyMessage, CoordinatorState, FromCoordinator, Refused, decode, encode, unread_hello
 from fedvit.wire.topics import Topics, is_name
 
 log = logging.getLogger(__name__)

@@ -201,6 +201,7 @@ def rounds_command(
 @click.option("--steps", type=click.IntRange(min=1), help="Measure at most so many steps; by default one pass.")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=30.0, help="Measure no longer.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, help="Processes of each side, in turn.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of torch; by default as many as it takes.")
 @click.option("--files-only", is_flag=True, help="Leave out the side that holds all features in memory.")
 @_json_flag
 def server_command(
@@ -212,6 +213,7 @@ def server_command(
     steps: int | None,
     seconds: float,
     rounds: int,
+    threads: int | None,
     files_only: bool,
     as_json: bool,
 ) -> None:
@@ -226,6 +228,7 @@ def server_command(
         steps=steps,
         seconds=seconds,
         rounds=rounds,
+        threads=threads,
         in_memory=not files_only,
     )
     with choose_display() as display:

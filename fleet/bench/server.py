@@ -57,6 +57,7 @@ class ServerSettings(Struct, frozen=True, kw_only=True):
     steps: int | None = None  # at most so many are measured; None: one pass over the features
     seconds: float = 30.0  # no new step is measured after this time
     rounds: int = 1  # processes of each side, in turn
+    threads: int | None = None  # of torch; None: as many as it takes by itself
     in_memory: bool = True  # whether to measure the side that holds all features, where they fit
 
 
@@ -65,6 +66,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
     steps: int
     images_per_s: float
+    cpu_ms_per_image: float  # of all threads, the one that reads among them
     peak_rss_bytes: int
     loaded_bytes: int  # resident with libraries, model and the optimizer's state, before the round
     model_bytes: int  # of the model and of the optimizer's state, once
@@ -80,11 +82,13 @@ class ServerResult(Struct, frozen=True, kw_only=True):
     steps: int
     images_per_s: float
     images_per_s_runs: tuple[float, ...]
+    cpu_ms_per_image: float
     peak_rss_bytes: int
     peak_above_model_bytes: int  # peak_rss_bytes - loaded_bytes: what training adds
     # the same with all features concatenated in memory; None: they do not fit, or nobody asked
     in_memory_images_per_s: float | None
     in_memory_images_per_s_runs: tuple[float, ...]
+    in_memory_cpu_ms_per_image: float | None
     in_memory_peak_rss_bytes: int | None
     speed_ratio: float | None  # images_per_s / in_memory_images_per_s
 
@@ -143,10 +147,12 @@ def _measured(model: str, settings: ServerSettings, progress: Progress) -> Serve
         steps=files[0].steps,
         images_per_s=speed,
         images_per_s_runs=tuple(each.images_per_s for each in files),
+        cpu_ms_per_image=median(each.cpu_ms_per_image for each in files),
         peak_rss_bytes=peak,
         peak_above_model_bytes=max(each.peak_rss_bytes - each.loaded_bytes for each in files),
         in_memory_images_per_s=in_memory,
         in_memory_images_per_s_runs=tuple(each.images_per_s for each in memory),
+        in_memory_cpu_ms_per_image=median(each.cpu_ms_per_image for each in memory) if memory else None,
         in_memory_peak_rss_bytes=max((each.peak_rss_bytes for each in memory), default=None),
         speed_ratio=speed / in_memory if in_memory else None,
     )
@@ -189,9 +195,11 @@ class _Clock:
         self._settings = settings
         self._began = time.perf_counter()
         self.done_at: list[float] = []
+        self.cpu_s: list[float] = []  # of the process, up to then
 
     def __call__(self, line: str) -> None:
         self.done_at.append(time.perf_counter())
+        self.cpu_s.append(time.process_time())
         timed = len(self.done_at) - WARM_STEPS
         late = self.done_at[-1] - self._began > self._settings.seconds
         if timed > 0 and (late or timed == self._settings.steps):
@@ -224,9 +232,11 @@ def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> Mea
     with contextlib.suppress(_Enough):
         rule.close(state, uploads, context)
     steps = len(clock.done_at) - WARM_STEPS
+    images = steps * settings.batch_size
     return Measured(
         steps=steps,
-        images_per_s=steps * settings.batch_size / (clock.done_at[-1] - clock.done_at[WARM_STEPS - 1]),
+        images_per_s=images / (clock.done_at[-1] - clock.done_at[WARM_STEPS - 1]),
+        cpu_ms_per_image=1e3 * (clock.cpu_s[-1] - clock.cpu_s[WARM_STEPS - 1]) / images,
         peak_rss_bytes=peak_rss_bytes() or 0,
         loaded_bytes=loaded_bytes,
         model_bytes=total_bytes(values) + total_bytes(state.memory),
@@ -274,13 +284,11 @@ def server_table(report: ServerReport) -> RenderableType:
 
 def main() -> None:
     """Arguments: the model, the side, the folder, the settings as JSON."""
-    model, side, folder, settings = sys.argv[1:]
-    found = train(
-        model,
-        msgspec.convert(side, Side),
-        Path(folder),
-        msgspec.json.decode(settings, type=ServerSettings),
-    )
+    model, side, folder, text = sys.argv[1:]
+    settings = msgspec.json.decode(text, type=ServerSettings)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    found = train(model, msgspec.convert(side, Side), Path(folder), settings)
     sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
 
 

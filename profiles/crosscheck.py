@@ -5,7 +5,6 @@ import warnings
 from importlib.metadata import version
 
 import torch
-from fvcore.nn import FlopCountAnalysis
 from torch import Tensor, nn
 
 from fedvit.models.vit import PatchViT
@@ -36,7 +35,9 @@ def fvcore_check(vit: PatchViT, cost: ProgramCost) -> CrossCheck:
     patches = torch.zeros(1, vit.patches, 3 * vit.patch_size**2)
     logging.getLogger("fvcore.nn.jit_analysis").setLevel(logging.ERROR)
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of torch.jit, which fvcore uses
+        warnings.simplefilter("ignore")  # of torch.jit, which fvcore uses, also when it is imported
+        from fvcore.nn import FlopCountAnalysis
+
         counted = FlopCountAnalysis(Answer().eval(), patches)
         counted.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
         by_operator, unsupported = counted.by_operator(), counted.unsupported_ops()

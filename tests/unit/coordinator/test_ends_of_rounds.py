@@ -477,13 +477,13 @@ def declines(again_s: float) -> Answer:
     return decline
 
 
-def test_who_declines_is_left_out_without_blame_and_asked_again_later(stage: Stage, first: Tensors) -> None:
-    """It rests for half a second: round 1 closes without it, and later it is asked again."""
-    a, hot = stage.fake("a"), stage.fake("hot", declines(0.5))
+def test_a_device_that_declines_is_left_out_without_blame(stage: Stage, first: Tensors) -> None:
+    """For an hour: both rounds close without it, and it is asked no more. The next test has one that is asked again."""
+    a, hot = stage.fake("a"), stage.fake("hot", declines(3600.0))
     stage.start(devices=2, rounds=2, evaluate_every=9)
     stage.drive(lambda: a.tasks() == [1, 2])
     assert hot.tasks() == [1]
-    assert stage.refusals("hot") == ["declined: hot: 81 C; asked again in 0 s"]
+    assert stage.refusals("hot") == ["declined: hot: 81 C; asked again in 3600 s"]
     assert stage.finish() == "finished"
     assert [record.figures["declined"] for record in stage.store.rounds("r")] == [1, 0]
     assert stage.accepted(1) == ["a"]

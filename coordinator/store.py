@@ -526,8 +526,8 @@ class Store:
 
     def _used_in(self, connection: Connection, run: str, number: int, kind: TaskKind) -> list[ResultRecord]:
         query = select(RESULTS).where(RESULTS.c.run == run, RESULTS.c.used_in == number, RESULTS.c.kind == kind)
-        query = query.order_by(RESULTS.c.round, RESULTS.c.device)
-        return list(self._records(connection, ResultRecord, RESULTS, query))
+        found = self._records(connection, ResultRecord, RESULTS, query)
+        return sorted(found, key=lambda result: (result.round, result.device))  # SQLite would read all, in that order
 
     def answered(self, run: str, number: int, kind: TaskKind) -> set[str]:
         """Devices with a result of a round, whatever round it counts in."""

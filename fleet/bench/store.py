@@ -67,7 +67,7 @@ def run_store_bench(
         store.update_run(RUN, classes=["ant", "bee"], status="running")
         began, resident = time.monotonic(), list[int]()
         for number in range(1, rounds + 1):
-            one_round(store, number, names)
+            one_round(store, number, names, gathered=devices)
             resident.append(psutil.Process().memory_info().rss)
             if number % max(1, rounds // 10) == 0:
                 progress(f"{number} rounds of {devices} devices, {time.monotonic() - began:.0f} s")
@@ -96,8 +96,8 @@ def run_store_bench(
         )
 
 
-def one_round(store: Store, number: int, names: list[str]) -> None:
-    """All that a coordinator asks of the record in one round, in its order."""
+def one_round(store: Store, number: int, names: list[str], gathered: int = GATHERED) -> None:
+    """All that a coordinator asks of the record in one round, in its order; `gathered` results come together."""
     store.counted(RUN, number)
     store.quarantines(RUN)
     store.open_round(RUN, number, names, len(names))
@@ -108,8 +108,8 @@ def one_round(store: Store, number: int, names: list[str]) -> None:
     manifest = Manifest(f"blake3:{number:064x}", 10**6, 2**16)
     for kind, metrics in (("train", {"loss": 1 / number}), ("evaluate", {"correct": 7.0, "loss": 0.5})):
         upload = manifest if kind == "train" else None
-        for first in range(0, len(names), GATHERED):
-            some = names[first : first + GATHERED]
+        for first in range(0, len(names), gathered):
+            some = names[first : first + gathered]
             results = [Result(RUN, number, kind, 10, metrics, use, upload) for _ in some]  # type: ignore[arg-type]
             store.add_results([(name, result, number) for name, result in zip(some, results, strict=True)])
             if kind == "train":

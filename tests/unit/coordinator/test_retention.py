@@ -25,7 +25,7 @@ DIGEST = "blake3:" + "5" * 64
 
 
 def played(store: Store, run: str, rounds: int, results: dict[tuple[int, str], int], **config: Any) -> None:
-    """A run of `rounds` closed and evaluated rounds and an open one; each result's server step is so many rounds late."""
+    """A run of closed and evaluated rounds and an open one; `results` says how many rounds late each counted."""
     store.create_run(run, {"method": "fedavg", "rounds": rounds + 1, **config})
     for number in range(1, rounds + 2):
         store.open_round(run, number, ["a", "b"])

@@ -1,3 +1,4 @@
+# ruff: noqa: F811 - fixtures come from test_rounds
 """What is kept of runs: details of rounds, whole runs, and files that nothing refers to."""
 
 import json
@@ -19,7 +20,15 @@ from coordinator.tables import SavedState, TaskRecord
 from fedvit.errors import ConfigError
 from fedvit.files import WRITING
 from fedvit.resources import ResourceUse
+from fedvit.tensors import Tensors
 from fedvit.wire.messages import Manifest, Result
+from tests.unit.coordinator.test_rounds import (
+    Stage,
+    assert_moved_by,
+    first,  # noqa: F401 - a fixture
+    known,  # noqa: F401 - a fixture
+    stage,  # noqa: F401 - a fixture
+)
 
 DIGEST = "blake3:" + "5" * 64
 
@@ -96,6 +105,22 @@ def test_details_that_copies_of_the_record_need_are_kept() -> None:
     assert oldest_kept(100, None, 90) is None
     assert oldest_kept(100, 5, 99) == 96
     assert oldest_kept(100, 5, 90) == 90
+
+
+def test_a_run_that_keeps_few_rounds_goes_on_after_a_restart(stage: Stage, first: Tensors) -> None:
+    """Five rounds of 1 each; at the end details are there of the newest two."""
+    stage.fake("a")
+    stage.start(rounds=5, keep_rounds=2, evaluate_every=1)
+    stage.drive(lambda: 4 in stage.store.closed_rounds("r"))
+    stage.stop()
+    stage.start(rounds=5, keep_rounds=2, resume=True)
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 5.0)
+    assert stage.store.run("r").thinned == 4
+    assert {entry.round for entry in stage.store.results("r")} == {4, 5}
+    summary = summarise(stage.store, "r")
+    assert [(entry.accepted, entry.accuracy_mean) for entry in summary.rounds] == [(1, 1.0)] * 5
+    assert summary.devices[0].rounds == 5
 
 
 # --- commands -------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from coordinator.privacy import cohort_seed
 from coordinator.quarantine import Quarantine
 from coordinator.reception import Reception
 from coordinator.results import Results
-from coordinator.store import RoundRecord, TaskRecord
+from coordinator.tables import RoundRecord, TaskRecord
 from coordinator.targets import Targets
 from coordinator.work import Assignments, Work
 from fedvit.blobs import BlobStore
@@ -84,7 +84,7 @@ class Asking:
         """The cohort of the round, out of these."""
         number = self.course.number
         if self.config.selection == "fair":
-            return select_fair(devices, wanted, self.config.seed, number, self.store.asked(self.run, number))
+            return select_fair(devices, wanted, self.config.seed, number, self.store.asked(self.run))
         return select_uniform(devices, wanted, cohort_seed(self.config), number)
 
     def quorum(self, cohort: int) -> int:
@@ -139,14 +139,13 @@ class Asking:
             course.say(f"{device} is left out: {error}")
         return work
 
-    def record_tasks(self, work: dict[str, Work], all_work: dict[str, Work]) -> None:
-        """Before devices are told: what they are asked, and what the whole round is expected to cost."""
+    def record_tasks(self, work: dict[str, Work]) -> None:
+        """Before devices are told: what they are asked, and what it is expected to cost."""
         number = self.course.number
-        tasks = [TaskRecord(number, device, part.variant.digest, part.groups) for device, part in work.items()]
+        tasks = [
+            TaskRecord(number, device, part.variant.digest, part.groups, part.expected) for device, part in work.items()
+        ]
         self.store.add_tasks(self.run, [task for task in tasks if task.device not in self.results.counted])
-        self.store.set_expected(
-            self.run, number, {device: part.expected for device, part in all_work.items() if part.expected}
-        )
 
     # --- until when -------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from coordinator.config import UpdatesConfig
 from coordinator.downlink import references
 from coordinator.planner import Plan, initial_blobs
-from coordinator.store import SavedState
+from coordinator.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import ServerState
 from fedvit.tensors import Tensors, pack, unpack

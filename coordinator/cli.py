@@ -1,6 +1,5 @@
 """`coordinator`: starts runs and tells of them."""
 
-import fcntl
 import json
 import os
 import platform
@@ -33,6 +32,7 @@ from coordinator.cost_commands import boards, plan, profile, report
 from coordinator.deployment.commands import devices, enroll, init, revoke
 from coordinator.flags import existing_store, key_value, literal
 from coordinator.quarantine_command import quarantine
+from coordinator.retention_commands import gc, rm
 from fedvit import command_line
 from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
@@ -50,7 +50,7 @@ def cli() -> None:
     """Dispatch federated rounds to a fleet of devices, and keep what comes of them."""
 
 
-for command in (boards, devices, enroll, init, plan, profile, quarantine, report, revoke):
+for command in (boards, devices, enroll, gc, init, plan, profile, quarantine, report, revoke, rm):
     cli.add_command(command)
 
 
@@ -103,6 +103,8 @@ def _description(hint: Any) -> str:
 
 _NUMBER_OR_TEXT = {
     "cohort",
+    "keep_rounds",
+    "keep_runs",
     "pretrained",
     "deadline_s",
     "concurrency",
@@ -255,12 +257,13 @@ def _serve(store: "Store", out: Path, run: str, config: StartConfig, quiet: bool
     from coordinator.broker import start_broker
     from coordinator.display import choose_display
     from coordinator.inbox import Interrupted
+    from coordinator.retention import lock_run
     from coordinator.rounds import Coordinator
     from fedvit.logs import configure_logging
     from fedvit.transport.mqtt import Address, MqttTransport
 
     folder = out / run
-    lock = _lock(folder, run)
+    lock = lock_run(folder, run)
     configure_logging(file=folder / "coordinator.log", stderr=False)
     accelerator = choose_accelerator(config.run.accelerator)
     with ExitStack() as stack:
@@ -340,19 +343,6 @@ def _deployed(config: StartConfig, say: Callable[[str], None]) -> "AbstractConte
     return served(deployment, say, broker=theirs)
 
 
-def _lock(folder: Path, run: str) -> int:
-    """Only one process serves a run. Raises ConfigError when another does."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"run {run!r} is being served by another coordinator") from None
-    except OSError as error:
-        raise ConfigError(f"run folder {folder} cannot be used: {error.strerror}") from error
-    return handle
-
-
 def choose_accelerator(wanted: str) -> str:
     """Torch device for the server's training. Raises ConfigError when it is not there."""
     import torch
@@ -377,28 +367,18 @@ def runs(out: Path, as_json: bool) -> None:
     """List all runs, newest first."""
     from rich.console import Console
 
-    from coordinator.summary import runs_table, summarise
+    from coordinator.summary import overview, runs_table
 
     store = existing_store(out)
-    summaries = [summarise(store, record.id) for record in store.runs()]
+    try:
+        listed = overview(store, out)
+    finally:
+        store.close()
     if as_json:
-        listed = [
-            {
-                "run": entry.run,
-                "created_at": entry.created_at,
-                "status": entry.status,
-                "method": entry.method,
-                "model": entry.model,
-                "rounds": len(entry.rounds),
-                "rounds_planned": entry.rounds_planned,
-                "mean_accuracy": entry.mean_accuracy,
-            }
-            for entry in summaries
-        ]
-        click.echo(json.dumps(listed, indent=2))
+        click.echo(json.dumps(msgspec.to_builtins(listed), indent=2))
         return
     console = Console()
-    console.print(runs_table(summaries, console.width))
+    console.print(runs_table(listed, console.width))
 
 
 @cli.command()
@@ -407,9 +387,13 @@ def runs(out: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(run: str, out: Path, as_json: bool) -> None:
     """Print one run: accuracy by round, devices, refusals."""
-    from coordinator.summary import summarise
+    from coordinator.summary import MOST_ROUNDS, summarise
 
-    summary = summarise(existing_store(out), run)
+    store = existing_store(out)
+    try:
+        summary = summarise(store, run, accuracy_of=None if as_json else MOST_ROUNDS)
+    finally:
+        store.close()
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
         return

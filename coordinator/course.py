@@ -7,7 +7,8 @@ from coordinator.checkpoint import load_state
 from coordinator.config import RunConfig
 from coordinator.integrity import SoundBlobs
 from coordinator.planner import Plan
-from coordinator.store import SavedState, Store
+from coordinator.store import Store
+from coordinator.tables import SavedState
 from fedvit.errors import LinkDown
 from fedvit.methods.base import ServerState
 

@@ -27,9 +27,12 @@ def literal(text: str) -> Any:
 
 
 def existing_store(folder: Path, flag: str = "--out") -> "Store":
-    """The record of all runs in a folder. Raises ConfigError, naming the flag to change, where there is none."""
+    """The record of all runs in a folder; what is asked of it is checked, the rest is not read.
+
+    Raises ConfigError, naming the flag to change, where there is none.
+    """
     from coordinator.store import Store  # SQLAlchemy: half a second that flags which are wrong need not wait
 
     if not (folder / "fedvit.db").is_file():
         raise ConfigError(f"no runs in {folder.resolve()}: there is no fedvit.db; use {flag} for another folder")
-    return Store.in_folder(folder)
+    return Store.in_folder(folder, check=False)

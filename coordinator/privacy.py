@@ -7,7 +7,8 @@ another. Both are for one delta; what they leave open is in docs/security.md.
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,22 +62,24 @@ def cohort_seed(config: RunConfig) -> int:
 # --- what was spent -----------------------------------------------------------------------------------
 
 
-def spent(steps: Sequence[Step], privacy: PrivacyConfig) -> float:
-    """Epsilon of all steps together, for the run's delta and under its assumption on who is asked."""
-    if not steps:
+def spent(steps: Iterable[Step] | Mapping[Step, int], privacy: PrivacyConfig) -> float:
+    """Epsilon of all steps together, for the run's delta and under its assumption on who is asked; equal steps may be
+    given as their number."""
+    times = Counter(steps)
+    if not times:
         return 0.0
     if privacy.accounting == "every_round":
-        return _gaussian(sum(step.noise_multiplier**-2 for step in steps) ** -0.5, privacy.delta)
+        return _gaussian(sum(count * step.noise_multiplier**-2 for step, count in times.items()) ** -0.5, privacy.delta)
     import dp_accounting
     from dp_accounting import rdp
 
     accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
-    for step in steps:
+    for step, count in times.items():
         # to replace a device moves the sum by up to twice the clip
         event = dp_accounting.GaussianDpEvent(step.noise_multiplier / 2)
         if step.cohort < step.population:
             event = dp_accounting.SampledWithoutReplacementDpEvent(step.population, step.cohort, event)
-        accountant.compose(event)
+        accountant.compose(event, count)
     return float(accountant.get_epsilon(privacy.delta))
 
 
@@ -92,11 +95,13 @@ def _gaussian(noise_multiplier: float, delta: float) -> float:
     return float(get_epsilon_gaussian(noise_multiplier, delta))
 
 
-def figures_before(store: Store, run: str) -> list[dict[str, float]]:
-    """Of every closed round that touched the run's tensors, those of runs that it started from included."""
+def counts_before(store: Store, run: str, *names: str) -> Counter[tuple[float, ...]]:
+    """How many closed rounds noted these figures of themselves, by their values: of all rounds that touched the run's
+    tensors, those of runs that it started from included."""
     earlier = store.run(run).config.get("start_from")
-    before = figures_before(store, earlier) if earlier else []
-    return before + store.figures(run)
+    before = counts_before(store, earlier, *names) if earlier else Counter[tuple[float, ...]]()
+    found = {values: count for values, count in store.figure_counts(run, names).items() if None not in values}
+    return before + Counter(found)  # type: ignore[arg-type]  # without None
 
 
 def round_figures(
@@ -110,21 +115,19 @@ def round_figures(
     privacy, figures = config.privacy, dict[str, float]()
     if not (privacy.noise_multiplier or privacy.feature_noise):
         return figures
-    earlier = figures_before(store, run)
     if privacy.noise_multiplier:
         figures |= {NOISE: privacy.noise_multiplier, POPULATION: float(population), COHORT: float(cohort)}
-        steps = [
-            Step(told[NOISE], int(told[POPULATION]), int(told[COHORT])) for told in [*earlier, figures] if NOISE in told
-        ]
+        steps = Counter([Step(privacy.noise_multiplier, population, cohort)])
+        for (noise, there, drawn), count in counts_before(store, run, NOISE, POPULATION, COHORT).items():
+            steps[Step(noise, int(there), int(drawn))] += count
         figures[EPSILON] = spent(steps, privacy)
     if privacy.feature_noise and feature_rows:
         most = max(feature_rows)
         figures |= {FEATURE_NOISE: privacy.feature_noise, FEATURE_ROWS: float(most)}
         # rows under noise z count as (z' / z)^2 rows under noise z'
-        rows = sum(
-            told[FEATURE_ROWS] * (privacy.feature_noise / told[FEATURE_NOISE]) ** 2
-            for told in [*earlier, figures]
-            if FEATURE_ROWS in told
+        rows = most + sum(
+            count * before * (privacy.feature_noise / noise) ** 2
+            for (noise, before), count in counts_before(store, run, FEATURE_NOISE, FEATURE_ROWS).items()
         )
         for name, count in ((ROW_EPSILON, 1), (UPLOAD_EPSILON, most), (DEVICE_EPSILON, math.ceil(rows))):
             figures[name] = spent_on_rows(count, privacy.feature_noise, privacy.delta)

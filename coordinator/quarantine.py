@@ -9,7 +9,8 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from coordinator.store import QuarantineRecord, Store
+from coordinator.store import Store
+from coordinator.tables import QuarantineRecord
 from fedvit.methods.base import ServerState
 
 log = logging.getLogger(__name__)

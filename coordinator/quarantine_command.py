@@ -26,9 +26,8 @@ class Standing(Struct, frozen=True, kw_only=True):
 def standings(store: "Store", run: str) -> list[Standing]:
     """Of every device that ever had a strike. Raises ConfigError when there is no such run."""
     store.run(run)
-    rounds = [entry.round for entry in store.rounds(run)]
     strikes = store.strikes(run)
-    now = max(rounds, default=1)
+    now = store.last_round(run) or 1
     held = {record.device: record for record in store.quarantines(run) if record.holds(now)}
     return [
         Standing(

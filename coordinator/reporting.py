@@ -1,6 +1,6 @@
 """From a run's record to its report."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from coordinator.store import RefusalRecord, ResultRecord, RoundRecord, Store
+from coordinator.store import Store
 from coordinator.summary import DeviceSummary, RoundSummary, summarise
+from coordinator.tables import RefusalRecord, ResultRecord, RoundRecord
 from profiles.prediction import Expected
 from profiles.report.document import DeviceRound, Refusal, RunDevice, RunDocument, RunPrivacy, RunRound
 
@@ -25,11 +26,17 @@ def run_document(store: Store, run: str) -> RunDocument:
     record = store.run(run)
     summary = summarise(store, run)
     results, refusals, rounds = store.results(run), store.refusals(run), store.rounds(run)
-    expected = {(entry.round, device): part for entry in rounds for device, part in entry.expected.items()}
+    expected = store.expected(run)
     asked = {device for entry in rounds for device in entry.cohort}
     known = {device.device: device for device in summary.devices}
+    by_device: dict[str, dict[int, ResultRecord]] = defaultdict(dict)
+    for result in results:
+        if result.kind == "train":
+            by_device[result.device][result.round] = result
+    tried = [entry for entry in refusals if entry.kind != "evaluate"]
+    missing = {(entry.device, entry.round): entry.reason for entry in tried}  # the newest
     devices = [
-        _device(name, known.get(name), rounds, results, refusals, summary.rounds, expected)
+        _device(name, known.get(name), rounds, by_device[name], missing, summary.rounds, expected)
         for name in sorted(asked | set(known))
     ]
     return RunDocument(
@@ -49,7 +56,7 @@ def run_document(store: Store, run: str) -> RunDocument:
         refusals=_counted(entry for entry in refusals if not entry.reason.startswith(LOST)),
         dropouts=_counted(entry for entry in refusals if entry.reason.startswith(LOST)),
         privacy=_privacy(record.config.get("privacy", {})),
-        warnings=_warnings(devices, expected),
+        warnings=[*_thinned(record.thinned), *_warnings(devices, expected)],
     )
 
 
@@ -59,8 +66,8 @@ def _round(entry: RoundSummary) -> RunRound:
         cohort=entry.cohort,
         accepted=entry.accepted,
         accuracy_mean=entry.accuracy_mean,
-        accuracy_lowest=min(entry.accuracy.values(), default=None),
-        accuracy_highest=max(entry.accuracy.values(), default=None),
+        accuracy_lowest=entry.accuracy_lowest,
+        accuracy_highest=entry.accuracy_highest,
         accuracy_weighted=entry.accuracy_weighted,
         train_loss=entry.train_loss,
         bytes_down=entry.bytes_down,
@@ -84,12 +91,11 @@ def _device(
     name: str,
     summary: DeviceSummary | None,
     rounds: list[RoundRecord],
-    results: list[ResultRecord],
-    refusals: list[RefusalRecord],
+    trained: dict[int, ResultRecord],
+    missing: Mapping[tuple[str, int | None], str],
     summaries: list[RoundSummary],
     expected: Expectations,
 ) -> RunDevice:
-    trained = {result.round: result for result in results if result.device == name and result.kind == "train"}
     accuracy = {entry.round: entry.accuracy.get(name) for entry in summaries}
     entries = []
     for record in rounds:
@@ -98,7 +104,7 @@ def _device(
         result = trained.get(record.round)
         if result is None and record.closed_at is None:
             continue  # it is still at work
-        reason = None if result else _why_missing(refusals, record.round, name)
+        reason = None if result else missing.get((name, record.round))
         refused = reason is not None and not reason.startswith(LOST)
         entries.append(
             DeviceRound(
@@ -122,16 +128,6 @@ def _device(
     )
 
 
-def _why_missing(refusals: list[RefusalRecord], number: int, device: str) -> str | None:
-    """The newest refusal that says why a device's training in a round has no result."""
-    reasons = [
-        entry.reason
-        for entry in refusals
-        if entry.device == device and entry.round == number and entry.kind != "evaluate"
-    ]
-    return reasons[-1] if reasons else None
-
-
 def _counted(refusals: Iterable[RefusalRecord]) -> list[Refusal]:
     """Equal ones together, in the order of their first time."""
     times = Counter((entry.round, entry.device, entry.kind, entry.reason) for entry in refusals)
@@ -139,6 +135,12 @@ def _counted(refusals: Iterable[RefusalRecord]) -> list[Refusal]:
         Refusal(round=number, device=device, kind=kind, reason=reason, times=count)
         for (number, device, kind, reason), count in times.items()
     ]
+
+
+def _thinned(before: int | None) -> list[str]:
+    if before is None:
+        return []
+    return [f"Of rounds before {before} only totals are left (keep_rounds): they are missing in tables of devices."]
 
 
 def _warnings(devices: list[RunDevice], expected: Expectations) -> list[str]:

@@ -15,7 +15,7 @@ from coordinator.course import Course
 from coordinator.downlink import Reference
 from coordinator.integrity import SoundBlobs, beyond_repair, what_it_held
 from coordinator.server_step import ServerStep
-from coordinator.store import RoundRecord, SavedState
+from coordinator.tables import RoundRecord, SavedState
 from fedvit.errors import EmptyCohort
 
 log = logging.getLogger(__name__)
@@ -26,14 +26,15 @@ def newest_state(course: Course, step: ServerStep, copies: Callable[[], str]) ->
 
     Raises Damaged, naming the file and what to do, where a damaged state cannot be made anew.
     """
-    closed = [(record, record.state) for record in course.store.rounds(course.run) if record.state]
     plan, blobs, updates = course.plan, course.blobs, course.config.updates
-    whole = len(closed)
-    while whole and _damaged(closed[whole - 1][1], blobs):
-        whole -= 1
-    saved = closed[whole - 1][1] if whole else save_state(plan.state, plan.groups, blobs, updates)
-    damaged = _damaged(closed[-1][1], blobs) if closed else []
-    for record, recorded in closed[whole:]:
+    broken: list[tuple[RoundRecord, SavedState]] = []  # newest first
+    record = course.store.newest_closed(course.run)
+    while record and record.state and _damaged(record.state, blobs):
+        broken.append((record, record.state))
+        record = course.store.newest_closed(course.run, before=record.round)
+    saved = record.state if record and record.state else save_state(plan.state, plan.groups, blobs, updates)
+    damaged = _damaged(broken[0][1], blobs) if broken else []
+    for record, recorded in reversed(broken):
         saved = _Again(course, step, record, recorded, damaged, copies).closed(saved)
     return msgspec.structs.replace(
         saved, references={group: _usable(reference, blobs) for group, reference in saved.references.items()}
@@ -79,7 +80,7 @@ class _Again:
     def closed(self, before: SavedState) -> SavedState:
         course, plan, number = self._course, self._course.plan, self._number
         course.doing = f"round {number}: its state is damaged on this disk, and is made anew"
-        results = [result for result in course.store.results_from(course.run, number) if result.used_in == number]
+        results = course.store.used_in(course.run, number)
         for result in results:
             if result.upload and not course.blobs.is_sound(result.upload):
                 self._give_up(f"the upload of {result.device} for round {result.round} is not whole either")

@@ -103,14 +103,12 @@ class Results:
         self.opened = opened
         if opened.kind == "train":
             self.count_in(opened.number)
-        stored = self._store.results(self._run, opened.number, opened.kind)
-        opened.accepted |= {result.device for result in stored if result.device in opened.cohort}
+        opened.accepted |= self._store.answered(self._run, opened.number, opened.kind).intersection(opened.cohort)
 
     def count_in(self, number: int) -> None:
         """Training results are for the server step of this round from now on."""
         self.counts_in = number
-        waiting = self._store.results_from(self._run, number)
-        self.counted = {result.device for result in waiting if result.used_in == number}
+        self.counted = self._store.counted(self._run, number)
 
     def close(self) -> None:
         """The round is over; what was assigned for it and is not late beyond use may still come."""
@@ -150,7 +148,7 @@ class Results:
         assignment = self._assignments.meant(device, result)
         if result.run != self._run:
             # a run that was interrupted may be resumed: the device keeps its result till then
-            if not any(record.id == result.run and record.status != "finished" for record in self._store.runs()):
+            if not self._store.is_unfinished(result.run):
                 self._reject(device, result, f"run {result.run!r} is not served here, this is {self._run!r}")
         elif assignment is None:
             if self._store.has_result(self._run, result.round, result.kind, device):

@@ -29,10 +29,12 @@ from coordinator.quarantine import Quarantine
 from coordinator.reception import Reception
 from coordinator.restore import essential, newest_state
 from coordinator.results import Results
+from coordinator.retention import oldest_kept
 from coordinator.server_step import DAMAGED_HERE, ServerStep
 from coordinator.status import Reporter
-from coordinator.store import ResultRecord, RoundRecord, Store
+from coordinator.store import Store
 from coordinator.summary import round_line
+from coordinator.tables import ResultRecord, RoundRecord
 from coordinator.targets import Targets
 from coordinator.work import Assignments, Work
 from fedvit.descriptors import USED_UP
@@ -363,13 +365,13 @@ class Coordinator:
         earlier = self.config.start_from
         if earlier is None:
             return None
-        states = [record.state for record in self.store.rounds(earlier) if record.state]
-        if not states:
+        newest = self.store.newest_closed(earlier)
+        if newest is None or newest.state is None:
             self.store.run(earlier)  # raises when there is none of that name
             raise ConfigError(f"start_from = {earlier!r}: that run closed no round")
         blobs = SoundBlobs(self.folder.parent / earlier / "blobs")
         try:
-            return load_state(states[-1], blobs)
+            return load_state(newest.state, blobs)
         except DamagedBlob as error:
             held = what_it_held(error.digest, earlier, self.store, blobs)
             raise Damaged(
@@ -382,8 +384,8 @@ class Coordinator:
 
         Which of them go on, the mode knows.
         """
-        closed = [record.round for record in self.store.rounds(self.run) if record.closed_at is not None]
-        open_round = 1 + max(closed, default=0)
+        newest = self.store.newest_closed(self.run)
+        open_round = newest.round + 1 if newest else 1
         self.results.count_in(open_round)  # before anybody can bring a late result
         if not self.config.uses_late_results():
             return
@@ -397,9 +399,10 @@ class Coordinator:
 
     def _go_on(self) -> None:
         """All rounds that are not done yet, from wherever an earlier process got to."""
-        done = {record.round: record for record in self.store.rounds(self.run)}
-        for number in range(1, self.config.rounds + 1):
-            record = done.get(number)
+        first_open = min((record.round for record in self.store.open_rounds(self.run)), default=None)
+        done = first_open - 1 if first_open else self.store.last_round(self.run)
+        for number in range(max(1, done), self.config.rounds + 1):  # the last that is closed may lack its evaluation
+            record = self.store.round(self.run, number)
             self.course.number = number
             if record is None or record.closed_at is None:
                 self._train(number, record)
@@ -414,7 +417,7 @@ class Coordinator:
     def _finish(self) -> None:
         state = self.course.state()
         atomic_write(self.folder / "model.safetensors", pack(state.tensors))
-        for device in sorted({result.device for result in self.store.results(self.run)}):
+        for device in [entry.device for entry in self.store.devices(self.run) if entry.totals.results]:
             if generated := self.course.plan.rule.generate(state, device, self.config.seed):
                 atomic_write(self.folder / "generated" / f"{device}.safetensors", pack(generated))
         self.store.update_run(self.run, status="finished")
@@ -431,7 +434,7 @@ class Coordinator:
             began = time.monotonic()
             opened = self.mode.train(record)
             record = None
-            results = [result for result in self.store.results_from(self.run, number) if result.used_in == number]
+            results = self.store.used_in(self.run, number)
             if gone := opened.accepted - {result.device for result in results}:
                 raise self.store.damaged(f"the result of {min(gone)} for round {number} is not in it any more")
             if lost := self.inbox.in_background(partial(self._damaged_of, results)):
@@ -457,6 +460,9 @@ class Coordinator:
             course.saved = save_state(state, plan.groups, self.blobs, self.config.updates, course.saved)
             self.store.close_round(self.run, number, course.saved, figures)
             self.inbox.in_background(partial(self.backups.after_round, number))
+            oldest = oldest_kept(number, self.config.keep_rounds, self.backups.since(number))
+            if oldest is not None:
+                self.store.thin(self.run, oldest)
             if number == self.config.rounds:
                 self.dispatch.dismiss(self.assignments, "the last round is closed")
             freed = self.blobs.prune(needed_blobs(plan, course.saved) | self._still_needed(number), PARTIAL_KEPT_S)
@@ -488,9 +494,9 @@ class Coordinator:
         """Blobs of devices that are at work, results that wait for the next server step, and all that it takes to go on
         from the oldest copy of the record: a damaged state is made anew from it, too."""
         since, copies = self.backups.since(number), self.backups.rounds()
-        later = {result.upload for result in self.store.results_from(self.run, since + 1) if result.upload}
-        for record in self.store.rounds(self.run) if since < number else ():
-            if record.state and record.round in copies:
+        later = self.store.uploads_since(self.run, since + 1)
+        for copied in copies if since < number else ():
+            if (record := self.store.round(self.run, copied)) and record.state:
                 later |= essential(record.state) | set(record.state.uploads.values())
         return later.union(*(assignment.work.offered() for assignment in self.assignments))
 

@@ -11,7 +11,7 @@ from coordinator.open_round import OpenRound
 from coordinator.privacy import aggregator_of, round_figures
 from coordinator.quarantine import Quarantine
 from coordinator.screening import Screen
-from coordinator.store import ResultRecord
+from coordinator.tables import ResultRecord
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.tensors import Array, TensorFile

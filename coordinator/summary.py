@@ -2,33 +2,29 @@
 
 import math
 from collections import Counter
-from statistics import fmean, median, pstdev
+from collections.abc import Iterator
+from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.store import RefusalRecord, ResultRecord, Store
+from coordinator.retention import folder_bytes
+from coordinator.store import Store
+from coordinator.tables import DeviceTotals, ResultRecord, RoundTotals
+from coordinator.totals import evaluated, trained, with_result
 from fedvit.resources import BudgetKind
 from profiles.report.terminal import column, first_that_fits, natural_width, shortened
 from profiles.report.terminal import table as new_table
 
 
-class RoundSummary(Struct, frozen=True, kw_only=True):
-    """One round; accuracies are None where the round was not evaluated."""
+class RoundSummary(RoundTotals, frozen=True, kw_only=True):
+    """One round."""
 
     round: int
-    cohort: int
-    accepted: int
-    accuracy_mean: float | None  # over devices, unweighted
-    accuracy_std: float | None  # over devices, population
-    accuracy_weighted: float | None  # over test images
-    accuracy: dict[str, float]  # by device
-    train_loss: float | None
-    bytes_down: int
-    bytes_up: int
-    flops: int
+    accuracy: dict[str, float]  # by device, of an evaluated round whose details are there
     figures: dict[str, float]
 
 
@@ -42,12 +38,26 @@ class DeviceSummary(Struct, frozen=True, kw_only=True):
     accuracy: float | None  # in its last evaluation
     bytes_down: int
     bytes_up: int
-    step_s: float | None
+    step_s: float | None  # mean over rounds
     peak_rss_bytes: int | None
     flops_per_round: int | None
     budget_kept: int  # tasks that ended within the device's budgets
     budget_broken: int  # tasks that did not, whether the device stopped them or not
     broke: dict[BudgetKind, int]  # how often each budget was broken
+
+
+class RunLine(Struct, frozen=True, kw_only=True):
+    """One run in the list of all."""
+
+    run: str
+    created_at: str
+    status: str
+    method: str
+    model: str
+    rounds: int
+    rounds_planned: int
+    mean_accuracy: float | None  # of its newest evaluation
+    bytes: int  # of its folder; the record is one file of all runs
 
 
 class RunSummary(Struct, frozen=True, kw_only=True):
@@ -74,26 +84,26 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     max_edge_rss_bytes: int | None
 
 
-def summarise(store: Store, run: str) -> RunSummary:
-    """Everything that the record holds of one run. Raises ConfigError when there is no such run."""
+def summarise(store: Store, run: str, accuracy_of: int | None = None) -> RunSummary:
+    """What the record holds of one run, from its totals; accuracies by device of the newest `accuracy_of` rounds, of
+    all by default. Raises ConfigError when there is no such run."""
     record = store.run(run)
-    results = store.results(run)
-    rounds = []
-    for entry in store.rounds(run):
-        mine = [result for result in results if result.used_in == entry.round]
-        rounds.append(_round(entry.round, entry.cohort, entry.figures, mine))
-    refusals = store.refusals(run)
-    over = [entry for entry in refusals if entry.broke]
-    devices = [
-        _device(
-            name,
-            [result for result in results if result.device == name],
-            [entry for entry in over if entry.device == name],
-        )
-        for name in sorted({result.device for result in results} | {entry.device for entry in over})
-    ]
+    last = store.last_round(run)
+    accuracy = store.accuracy(run, 0 if accuracy_of is None else last - accuracy_of + 1)
+    rounds = {
+        entry.round: _round(entry.round, entry.totals, entry.figures, accuracy.get(entry.round, {}))
+        for entry in store.totals(run)
+    }
+    known = {entry.device: entry.totals for entry in store.devices(run)}
+    for number, totals, results in _under_way(store, run, last, rounds.get(last)):
+        before = rounds.get(number)
+        rounds[number] = _round(number, totals, before.figures if before else {}, _accuracies(results))
+        for result in results:
+            known[result.device] = with_result(known.get(result.device, DeviceTotals()), result)
+    listed = [rounds[number] for number in sorted(rounds)]
+    devices = [_device(name, known[name]) for name in sorted(known) if known[name].results or known[name].budget_broken]
     peaks = [device.peak_rss_bytes for device in devices if device.peak_rss_bytes is not None]
-    evaluated = [entry.accuracy_mean for entry in rounds if entry.accuracy_mean is not None]
+    means = (entry.accuracy_mean for entry in reversed(listed) if entry.accuracy_mean is not None)
     return RunSummary(
         run=run,
         created_at=record.created_at,
@@ -105,22 +115,52 @@ def summarise(store: Store, run: str) -> RunSummary:
         rounds_planned=int(record.config.get("rounds", 0)),
         protocol=record.protocol,
         classes=record.classes,
-        rounds=rounds,
+        rounds=listed,
         devices=devices,
-        refusals=[entry._asdict() for entry in refusals],
+        refusals=[msgspec.structs.asdict(entry) for entry in store.refusals(run)],
         strikes=dict(sorted(Counter(entry.device for entry in store.strikes(run)).items())),
-        quarantined={
-            record.device: record.reason
-            for record in store.quarantines(run)
-            if record.holds(max((entry.round for entry in rounds), default=1))
-        },
-        epsilon=_last(rounds, "dp_epsilon"),
-        feature_epsilon=_last(rounds, "dp_device_epsilon"),
-        mean_accuracy=evaluated[-1] if evaluated else None,
+        quarantined={record.device: record.reason for record in store.quarantines(run) if record.holds(last or 1)},
+        epsilon=_last(listed, "dp_epsilon"),
+        feature_epsilon=_last(listed, "dp_device_epsilon"),
+        mean_accuracy=next(means, None),
         bytes_down=sum(device.bytes_down for device in devices),
         bytes_up=sum(device.bytes_up for device in devices),
         max_edge_rss_bytes=max(peaks, default=None),
     )
+
+
+def overview(store: Store, folder: Path) -> list[RunLine]:
+    """All runs, newest first; `folder` is that of the runs."""
+    return [
+        RunLine(
+            run=record.id,
+            created_at=record.created_at,
+            status=record.status,
+            method=str(record.config.get("method")),
+            model=str(record.config.get("model")),
+            rounds=store.last_round(record.id),
+            rounds_planned=int(record.config.get("rounds", 0)),
+            mean_accuracy=store.mean_accuracy(record.id),
+            bytes=folder_bytes(folder / record.id),
+        )
+        for record in store.runs()
+    ]
+
+
+def _under_way(
+    store: Store, run: str, last: int, newest: RoundSummary | None
+) -> Iterator[tuple[int, RoundTotals, list[ResultRecord]]]:
+    """Rounds whose totals lack results that are there: those that are open, and the last while it is evaluated."""
+    for entry in store.open_rounds(run):
+        results = store.used_in(run, entry.round)
+        yield entry.round, trained(RoundTotals(cohort=len(entry.cohort)), results), results
+    record = store.round(run, last)
+    if record and record.totals and not record.evaluated and (results := store.used_in(run, last, "evaluate")):
+        yield last, evaluated(record.totals, results).totals, results
+
+
+def _accuracies(results: list[ResultRecord]) -> dict[str, float]:
+    return evaluated(RoundTotals(cohort=0), [result for result in results if result.kind == "evaluate"]).accuracy
 
 
 def _last(rounds: list[RoundSummary], figure: str) -> float | None:
@@ -128,51 +168,25 @@ def _last(rounds: list[RoundSummary], figure: str) -> float | None:
     return told[-1] if told else None
 
 
-def _round(number: int, cohort: list[str], figures: dict[str, float], results: list[ResultRecord]) -> RoundSummary:
-    trained = [result for result in results if result.kind == "train"]
-    tested = [result for result in results if result.kind == "evaluate" and result.samples]
-    accuracy = {result.device: result.metrics["correct"] / result.samples for result in tested}
-    images = sum(result.samples for result in tested)
-    losses = [result.metrics["loss"] for result in trained if "loss" in result.metrics]
-    return RoundSummary(
-        round=number,
-        cohort=int(figures.get("cohort", len(cohort))),  # in mode buffered also who was asked in rounds before
-        accepted=len(trained),
-        accuracy_mean=fmean(accuracy.values()) if accuracy else None,
-        accuracy_std=pstdev(accuracy.values()) if accuracy else None,
-        accuracy_weighted=sum(result.metrics["correct"] for result in tested) / images if images else None,
-        accuracy=accuracy,
-        train_loss=fmean(losses) if losses else None,
-        bytes_down=sum(result.use.received_bytes or 0 for result in results),
-        bytes_up=sum(result.use.sent_bytes or 0 for result in results),
-        flops=sum(result.use.flops or 0 for result in results),
-        figures=figures,
-    )
+def _round(number: int, totals: RoundTotals, figures: dict[str, float], accuracy: dict[str, float]) -> RoundSummary:
+    return RoundSummary(round=number, accuracy=accuracy, figures=figures, **msgspec.structs.asdict(totals))
 
 
-def _device(name: str, results: list[ResultRecord], over: list[RefusalRecord]) -> DeviceSummary:
-    trained = [result for result in results if result.kind == "train"]
-    steps = [result.use.step_s for result in trained if result.use.step_s is not None]
-    peaks = [result.use.peak_rss_bytes for result in results if result.use.peak_rss_bytes is not None]
-    flops = [result.use.flops for result in trained if result.use.flops is not None]
-    tested = [result for result in results if result.kind == "evaluate"]
-    right = [result.metrics["correct"] / result.samples for result in tested if result.samples]
-    broken = [result.use.broke for result in results if result.use.broke]
-    broken += [(entry.broke,) for entry in over if entry.broke]
+def _device(name: str, totals: DeviceTotals) -> DeviceSummary:
     return DeviceSummary(
         device=name,
-        train_samples=max((result.samples for result in trained), default=0),
-        test_samples=max((result.samples for result in tested), default=0),
-        rounds=len(trained),
-        accuracy=right[-1] if right else None,
-        bytes_down=sum(result.use.received_bytes or 0 for result in results),
-        bytes_up=sum(result.use.sent_bytes or 0 for result in results),
-        step_s=median(steps) if steps else None,
-        peak_rss_bytes=max(peaks, default=None),
-        flops_per_round=round(fmean(flops)) if flops else None,
-        budget_kept=sum(not result.use.broke for result in results),
-        budget_broken=len(broken),
-        broke=dict(sorted(Counter(kind for kinds in broken for kind in kinds).items())),
+        train_samples=totals.train_samples,
+        test_samples=totals.test_samples,
+        rounds=totals.rounds,
+        accuracy=totals.accuracy,
+        bytes_down=totals.bytes_down,
+        bytes_up=totals.bytes_up,
+        step_s=totals.step_s / totals.step_rounds if totals.step_rounds else None,
+        peak_rss_bytes=totals.peak_rss_bytes,
+        flops_per_round=round(totals.flops / totals.flops_rounds) if totals.flops_rounds else None,
+        budget_kept=totals.budget_kept,
+        budget_broken=totals.budget_broken,
+        broke=totals.broke,
     )
 
 
@@ -180,9 +194,8 @@ def round_line(store: Store, run: str, number: int, rounds: int) -> str:
     """One line on one finished round."""
     entry = store.round(run, number)
     assert entry is not None  # it is finished
-    results = store.results(run, number, "evaluate")
-    results += [result for result in store.results_from(run, number) if result.used_in == number]
-    summary = _round(number, entry.cohort, entry.figures, results)
+    assert entry.totals is not None
+    summary = _round(number, entry.totals, entry.figures, {})
     parts = [f"round {number:>3}/{rounds}", f"{summary.accepted}/{summary.cohort} devices"]
     parts += [f"{int(count)} {what}" for what in ("late", "declined") if (count := summary.figures.get(what))]
     if summary.accuracy_mean is not None and summary.accuracy_std is not None:
@@ -206,6 +219,8 @@ def round_line(store: Store, run: str, number: int, rounds: int) -> str:
 # what does not fit is left out as a whole column; `--json` has everything.
 
 CURVE_WIDTH = 20
+MOST_ROUNDS = 40
+"""The newest that tables by round show."""
 LEAST_NAME = 12
 """Of a device's name at least so many letters are shown, from both of its ends."""
 
@@ -251,17 +266,17 @@ def accuracy_table(summary: RunSummary, width: int) -> Table:
 
 def _accuracy_table(summary: RunSummary, *, each_device: bool, curve: bool) -> Table:
     names = [device.device for device in summary.devices if device.accuracy is not None]
-    table = new_table("accuracy by round")
+    tested = [entry for entry in summary.rounds if entry.accuracy_mean is not None]
+    table = new_table(_title("accuracy by round", tested))
     for heading in ("round", *(names if each_device else ("lowest", "highest")), "mean", "std", "by image"):
         column(table, heading, style="bold" if heading == "mean" else "")
     if curve:
         column(table, "curve", justify="left")
-    for entry in summary.rounds:
-        if entry.accuracy_mean is None:
-            continue
+    for entry in tested[-MOST_ROUNDS:]:
+        assert entry.accuracy_mean is not None  # those without were left out
         values = [entry.accuracy.get(name) for name in names]
         if not each_device:
-            values = [min(entry.accuracy.values()), max(entry.accuracy.values())]
+            values = [entry.accuracy_lowest, entry.accuracy_highest]
         cells = [_share(value) for value in (*values, entry.accuracy_mean, entry.accuracy_std, entry.accuracy_weighted)]
         bar = [Text("█" * math.floor(CURVE_WIDTH * entry.accuracy_mean + 0.5), style="green")] if curve else []
         table.add_row(str(entry.round), *cells, *bar)
@@ -279,13 +294,17 @@ EPSILONS = {
 def privacy_table(summary: RunSummary) -> Table:
     """Epsilon after each round, of the kinds that the run has."""
     known = [figure for figure in EPSILONS if any(figure in entry.figures for entry in summary.rounds)]
-    table = new_table("epsilon by round")
+    table = new_table(_title("epsilon by round", summary.rounds))
     for heading in ("round", *(EPSILONS[figure] for figure in known)):
         column(table, heading)
-    for entry in summary.rounds:
+    for entry in summary.rounds[-MOST_ROUNDS:]:
         told = [entry.figures.get(figure) for figure in known]
         table.add_row(str(entry.round), *("-" if value is None else f"{value:.3g}" for value in told))
     return table
+
+
+def _title(what: str, rounds: list[RoundSummary]) -> str:
+    return what if len(rounds) <= MOST_ROUNDS else f"{what}: the newest {MOST_ROUNDS} of {len(rounds)}"
 
 
 def device_table(summary: RunSummary, width: int) -> Table:
@@ -358,29 +377,30 @@ def refusal_table(summary: RunSummary, width: int, most: int = 10) -> Table:
     return table
 
 
-def runs_table(summaries: list[RunSummary], width: int) -> Table:
+def runs_table(listed: list[RunLine], width: int) -> Table:
     """One line a run. A run's name is never cut: it is what `show` and `--resume` want."""
     return first_that_fits(
         width,
-        lambda: _runs_table(summaries, ("created", "status", "method", "model", "rounds", "accuracy")),
-        lambda: _runs_table(summaries, ("created", "status", "method", "rounds", "accuracy")),
-        lambda: _runs_table(summaries, ("status", "method", "rounds", "accuracy")),
-        lambda: _runs_table(summaries, ("status", "rounds", "accuracy")),
+        lambda: _runs_table(listed, ("created", "status", "method", "model", "rounds", "accuracy", "MB")),
+        lambda: _runs_table(listed, ("created", "status", "method", "rounds", "accuracy", "MB")),
+        lambda: _runs_table(listed, ("status", "method", "rounds", "accuracy", "MB")),
+        lambda: _runs_table(listed, ("status", "rounds", "accuracy")),
     )
 
 
-def _runs_table(summaries: list[RunSummary], headings: tuple[str, ...]) -> Table:
+def _runs_table(listed: list[RunLine], headings: tuple[str, ...]) -> Table:
     table = new_table(None)
     for heading in ("run", *headings):
-        column(table, heading, justify="right" if heading in ("rounds", "accuracy") else "left")
-    for entry in summaries:
+        column(table, heading, justify="right" if heading in ("rounds", "accuracy", "MB") else "left")
+    for entry in listed:
         cells = {
             "created": entry.created_at[:16].replace("T", " "),
             "status": entry.status,
             "method": entry.method,
             "model": entry.model,
-            "rounds": f"{len(entry.rounds)}/{entry.rounds_planned}",
+            "rounds": f"{entry.rounds}/{entry.rounds_planned}",
             "accuracy": _share(entry.mean_accuracy),
+            "MB": _scaled(entry.bytes, 1e6),
         }
         table.add_row(Text(entry.run), *(Text(cells[heading]) for heading in headings))
     return table

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from coordinator.config import make_config
 from coordinator.integrity import SoundBlobs
-from coordinator.store import RunRecord, Store
+from coordinator.store import Store
 from coordinator.summary import RunSummary, summarise
+from coordinator.tables import RunRecord
 from export.bundle.card import Origin, Reported
 from export.bundle.write import Trained
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
@@ -26,11 +27,10 @@ def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: 
     StorageFailed when the run's files are damaged.
     """
     record = store.run(run)
-    rounds = [entry for entry in store.rounds(run) if entry.state]
-    if record.program is None or not rounds:
+    newest = store.newest_closed(run)
+    if record.program is None or newest is None or newest.state is None:
         raise ConfigError(f"run {run!r} has closed no round: there is nothing to export yet")
-    saved = rounds[-1].state
-    assert saved is not None  # those without were left out
+    saved = newest.state
     folder = runs / run
     blobs = SoundBlobs(folder / "blobs")
     try:
@@ -52,7 +52,7 @@ def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: 
         run=run,
         method=program.method,
         model=program.model,
-        round=rounds[-1].round,
+        round=newest.round,
         device=device,
         made_by=made_by,
     )

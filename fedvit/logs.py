@@ -1,16 +1,22 @@
 """Log lines for people and for machines: constant text, values as fields."""
 
 import logging
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
+FILE_BYTES = 10_000_000
+OLD_FILES = 5
+"""A log file that grows beyond FILE_BYTES is renamed to NAME.1, that one to NAME.2, and so on."""
+
+
 class KeyValueFormatter(logging.Formatter):
-    """`12:00:01 round closed  round=7 received=9`"""
+    """`2026-11-22 12:00:01 I round closed  round=7 received=9`"""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
+        super().__init__("%(asctime)s %(levelname).1s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # the line without the traceback that may follow
         fields = [f"{name}={_short(value)}" for name, value in vars(record).items() if name not in _STANDARD]
@@ -33,7 +39,7 @@ def configure_logging(*, level: int = logging.INFO, file: Path | None = None, st
     handlers: list[logging.Handler] = [logging.StreamHandler()] if stderr else []
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(file))
+        handlers.append(RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES))
     for handler in handlers:
         handler.setFormatter(KeyValueFormatter())
         root.addHandler(handler)

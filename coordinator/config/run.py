@@ -108,6 +108,12 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     backup_every: Annotated[
         int, Meta(ge=0, description="Rounds between copies of the record, of which the last two are kept; 0: none.")
     ] = 1
+    keep_rounds: (
+        Annotated[int, Meta(ge=1, description="Newest rounds whose details stay in the record; by default all.")] | None
+    ) = None
+    keep_runs: (
+        Annotated[int, Meta(ge=0, description="Finished runs that `coordinator gc` leaves; by default all.")] | None
+    ) = None
     accelerator: Annotated[
         str, Meta(description="Torch device of the server's training; auto takes CUDA where there is one.")
     ] = "auto"

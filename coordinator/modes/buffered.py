@@ -2,7 +2,7 @@
 
 from coordinator.asking import Asking
 from coordinator.open_round import OpenRound
-from coordinator.store import RoundRecord
+from coordinator.tables import RoundRecord
 
 
 class Buffered:
@@ -32,7 +32,7 @@ class Buffered:
             asked += work
             asking.store.open_round(asking.run, number, asked, wanted)
             opened.work |= work
-            asking.record_tasks(work, opened.work)
+            asking.record_tasks(work)
             opened.cohort = sorted({*opened.cohort, *work})
             for device, part in work.items():
                 asking.dispatch.give(device, number, "train", part)

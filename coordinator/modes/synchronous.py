@@ -5,7 +5,7 @@ import math
 from coordinator.asking import Asking
 from coordinator.cohort import cohort_size
 from coordinator.open_round import OpenRound
-from coordinator.store import RoundRecord
+from coordinator.tables import RoundRecord
 
 
 class Synchronous:
@@ -33,7 +33,7 @@ class Synchronous:
         if len(work) < len(cohort):
             cohort, needed = list(work), min(needed, asking.quorum(len(work)))
             asking.store.open_round(asking.run, number, cohort, needed)
-        asking.record_tasks(work, work)
+        asking.record_tasks(work)
         return asking.ask(OpenRound(asking.run, number, "train", cohort, needed, work, drawn))
 
     def goes_on(self, assigned_in: int, open_round: int) -> bool:

@@ -61,8 +61,8 @@ def _tried(case: Case, budget_bytes: int, home: Path, progress: Callable[[str], 
     with one_round(home, run_of(case, rounds=ROUNDS), data, extra=flags) as under_way:
         reason = under_way.wait(PATIENCE_S, died=lambda code: None, say=progress)
         peaks = [result.use.peak_rss_bytes or 0 for result in under_way.store.results(RUN)]
-        expected = [entry.expected for entry in under_way.store.rounds(RUN) if entry.expected]
-    planned = next(iter(expected[0].values())) if expected else None
+        expected = under_way.store.expected(RUN)
+    planned = next(iter(expected.values()), None)
     peak = max(peaks, default=None)
     return BudgetResult(
         name=case.name,

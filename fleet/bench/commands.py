@@ -330,3 +330,16 @@ def privacy_command(picture: Path | None, as_json: bool) -> None:
     with choose_display() as display:
         report = run_privacy(PrivacySettings(), picture, display.line)
     _print(report, privacy_table, as_json)
+
+
+@bench_command.command("store")
+@click.option("--rounds", type=click.IntRange(min=1), default=10_000, help="Rounds that the record holds.")
+@click.option("--devices", type=click.IntRange(min=1), default=100, help="Devices of each round.")
+@_json_flag
+def store_command(rounds: int, devices: int, as_json: bool) -> None:
+    """Measure the record of a long run: one more round, a resume, `coordinator runs` and `show`."""
+    from fleet.bench.store import run_store_bench, store_table
+
+    with choose_display() as display:
+        report = run_store_bench(rounds=rounds, devices=devices, progress=display.line)
+    _print(report, store_table, as_json)

@@ -17,7 +17,7 @@ from rich.table import Table
 from coordinator.checkpoint import save_state
 from coordinator.config import RunConfig, UpdatesConfig
 from coordinator.planner import Plan, make_plan
-from coordinator.store import SavedState
+from coordinator.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import ServerState
 from fedvit.tensors import Array, Tensors, pack

@@ -61,10 +61,10 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 def count_duplicates(log: Path) -> int:
-    """Results that a coordinator took more than once, going by what it logged."""
-    if not log.is_file():
-        return 0
-    taken = Counter(_ACCEPTED.findall(log.read_text(errors="replace")))
+    """Results that a coordinator took more than once, going by what it logged, in files that are old by now, too."""
+    taken: Counter[tuple[str, ...]] = Counter()
+    for file in log.parent.glob(f"{log.name}*"):
+        taken.update(_ACCEPTED.findall(file.read_text(errors="replace")))
     return sum(count - 1 for count in taken.values())
 
 

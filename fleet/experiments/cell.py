@@ -18,8 +18,9 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.display import Display, View
-from coordinator.store import ResultRecord, Store
+from coordinator.store import Store
 from coordinator.summary import RoundSummary, RunSummary, summarise
+from coordinator.tables import ResultRecord
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write
 from fleet.devices import device_folders

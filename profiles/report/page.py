@@ -6,8 +6,10 @@ have the page's size on a telephone, too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,10 @@ class Grid:
     names: int = 1
 
 
-def environment(*packages: str) -> Environment:
+def environment(*packages: str) -> "Environment":
     """Templates of these packages and of this one."""
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined  # a terminal's tables do without
+
     loaders = [PackageLoader(package, ".") for package in (*packages, "profiles.report")]
     made = Environment(
         loader=ChoiceLoader(loaders),

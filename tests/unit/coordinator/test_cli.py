@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 
 from coordinator.cli import choose_accelerator, cli, merge_flags
 from coordinator.config import RunConfig, make_config
-from coordinator.store import SavedState, Store
+from coordinator.store import Store
+from coordinator.tables import SavedState
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages
@@ -37,6 +38,7 @@ def out(tmp_path: Path) -> Iterator[Path]:
         store.add_result(device, messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
         store.add_result(device, messages.Result("done", 1, "evaluate", 5, {"correct": right}, ResourceUse()))
     store.close_round("done", 1, SavedState({}, None, {}), {})
+    store.round_evaluated("done", 1)
     store.add_refusal("done", 1, "pi-3", "train", "'head.bias' holds [3] values that are NaN")
     yield folder
     store.close()
@@ -71,8 +73,8 @@ def one_line(done: "subprocess.CompletedProcess[str]", code: int) -> str:
 def test_runs_are_listed_newest_first(out: Path) -> None:
     lines = said("runs", "--out", out).output.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["half", "done"]
-    assert lines[2].split()[-2:] == ["0/3", "-"]
-    assert lines[3].split()[-2:] == ["1/3", "0.700"]  # (4/5 + 3/5) / 2
+    assert lines[2].split()[-3:] == ["0/3", "-", "0.0"]
+    assert lines[3].split()[-3:] == ["1/3", "0.700", "0.0"]  # (4/5 + 3/5) / 2
 
 
 def test_runs_as_json(out: Path) -> None:
@@ -87,6 +89,7 @@ def test_runs_as_json(out: Path) -> None:
         "rounds": 1,
         "rounds_planned": 3,
         "mean_accuracy": pytest.approx(0.7),
+        "bytes": 0,
     }
 
 

@@ -55,6 +55,8 @@ deadline_s = 60
 deadline_limit_s = 3600
 rejoin_grace_s = 0
 backup_every = 2
+keep_rounds = 50
+keep_runs = 3
 late = "use"
 max_staleness = 3
 mode = "rounds"
@@ -179,6 +181,8 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             deadline_limit_s=3600.0,
             rejoin_grace_s=0.0,
             backup_every=2,
+            keep_rounds=50,
+            keep_runs=3,
             late="use",
             max_staleness=3,
             mode="rounds",

@@ -7,7 +7,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from coordinator.cli import cli
-from coordinator.store import SavedState, Store
+from coordinator.store import Store
+from coordinator.tables import SavedState
 from fedvit.errors import ConfigError, FedvitError, OverBudget
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages

@@ -321,9 +321,10 @@ def test_a_late_result_counts_once_in_the_round_that_is_open_then(
     slow.on_task = a.on_task = honest
     answers(a)
     assert stage.finish() == "finished"
-    used = {(entry.device, entry.round): entry.used_in for entry in stage.store.results_from("r", 1)}
+    used = {(entry.device, entry.round): entry.used_in for entry in stage.store.results("r", kind="train")}
     assert used["slow", 1] == number
-    assert stage.store.refusals("r") == []
+    # in round 3 one result is enough: the other may come too late
+    assert [entry for entry in stage.store.refusals("r") if entry.round != 3] == []
     staleness = number - 1
     step = (1 + (1.0 if late == "use" else (1 + staleness) ** -0.5) * 8.0) / 2
     assert weight == (1.0 if late == "use" else (1 + staleness) ** -0.5)
@@ -435,7 +436,7 @@ def test_an_evaluation_waits_for_those_at_work_and_nobody_trains_meanwhile(stage
     b.on_task = honest
     assert stage.finish() == "finished"
     assert stage.accepted(1, "evaluate") == ["a", "b"]
-    assert {(entry.device, entry.used_in) for entry in stage.store.results_from("r", 1)} >= {("a", 1), ("b", 2)}
+    assert {(entry.device, entry.used_in) for entry in stage.store.results("r", kind="train")} >= {("a", 1), ("b", 2)}
 
 
 def test_a_buffered_run_goes_on_after_a_kill(

@@ -16,7 +16,8 @@ from coordinator.privacy import (
     spent,
     spent_on_rows,
 )
-from coordinator.store import SavedState, Store
+from coordinator.store import Store
+from coordinator.tables import SavedState
 from fedvit.errors import ConfigError
 from fedvit.methods.aggregators import Delta, Mean
 from fedvit.methods.private_mean import PrivateMean

@@ -9,7 +9,8 @@ import pytest
 
 from coordinator.config import make_config
 from coordinator.reporting import run_document
-from coordinator.store import SavedState, Store
+from coordinator.store import Store
+from coordinator.tables import SavedState, TaskRecord
 from fedvit.errors import ConfigError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Result
@@ -38,6 +39,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     made.add_refusal(RUN, 1, "c", "train", "no result: deadline")
     made.add_refusal(RUN, 1, "c", "evaluate", "no result: offline")
     made.close_round(RUN, 1, SavedState({}, None, {}), {"devices_s": 41.0, "server_s": 2.0})
+    made.round_evaluated(RUN, 1)
     made.open_round(RUN, 2, ["a", "b"])
     trained(2, "a", step_s=3.0, train_s=30.0)
     for _ in range(2):
@@ -91,7 +93,7 @@ def test_what_was_expected_stands_beside_it(store: Store) -> None:
         prediction=prediction(one, "rpi5-8"), flops=one.flops_round, bytes_down=1, bytes_up=2,
         budget=Budget(memory_bytes=10**9),
     )  # fmt: skip
-    store.set_expected(RUN, 1, {"a": expected})
+    store.add_tasks(RUN, [TaskRecord(1, "a", "blake3:" + "5" * 64, {}, expected)])
     document = run_document(store, RUN)
     entry = device(document, "a").rounds[0]
     assert entry.expected == expected

@@ -1189,9 +1189,8 @@ def test_a_run_can_begin_where_another_ended(stage: Stage, first: Tensors) -> No
     stage.stop()
     (stage.out / "r").rename(stage.out / "monday")
     with sqlite3.connect(stage.out / "fedvit.db") as database:
-        for table, column in (("runs", "id"), ("rounds", "run"), ("results", "run"), ("refusals", "run")):
-            sealed = "" if table == "refusals" else ", seal = NULL"
-            database.execute(f"UPDATE {table} SET {column} = 'monday'{sealed}")
+        for table, column in (("runs", "id"), ("rounds", "run"), ("results", "run")):
+            database.execute(f"UPDATE {table} SET {column} = 'monday', seal = NULL")
     database.close()
     stage.start(start_from="monday")
     assert stage.finish() == "finished"

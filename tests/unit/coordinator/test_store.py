@@ -5,6 +5,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import msgspec
 import pytest
 
 from coordinator.cohort import Asked
-from coordinator.store import ResultRecord, SavedState, Store, TaskRecord
+from coordinator.store import Store
+from coordinator.tables import ResultRecord, SavedState, TaskRecord
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Manifest, Result
@@ -25,7 +27,8 @@ CONFIG: dict[str, Any] = {"method": "fedavg", "options": {"lr": 0.5}, "cohort": 
 WRITER = """
 # Write round after round, saying each call that has returned, until killed.
 import pathlib, sys
-from coordinator.store import SavedState, Store
+from coordinator.store import Store
+from coordinator.tables import SavedState
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
 
@@ -243,22 +246,6 @@ def test_a_refusal_says_which_budget_was_broken(store: Store, tmp_path: Path) ->
     assert [entry.broke for entry in reopened(store, tmp_path).refusals("r")] == ["memory", None]
 
 
-def test_a_database_of_an_earlier_version_opens(store: Store, tmp_path: Path) -> None:
-    """Its refusals had no column for budgets: what it holds is kept, and new ones are written."""
-    store.add_refusal("r", 3, "a", "train", "NaN")
-    store.close()
-    with sqlite3.connect(tmp_path / "runs" / "fedvit.db") as database:
-        database.execute("ALTER TABLE refusals DROP COLUMN broke")
-    database.close()
-    later = Store.in_folder(tmp_path / "runs")
-    later.add_refusal("r", 4, "a", "train", "too slow", "time")
-    assert [(entry.round, entry.reason, entry.broke) for entry in later.refusals("r")] == [
-        (3, "NaN", None),
-        (4, "too slow", "time"),
-    ]
-    later.close()
-
-
 EXPECTED = Expected(
     prediction=Prediction(
         device="a",
@@ -283,43 +270,24 @@ EXPECTED = Expected(
 )
 
 
+def task(number: int, device: str, expected: Expected | None) -> TaskRecord:
+    return TaskRecord(number, device, DIGEST, {"head": DIGEST}, expected)
+
+
 def test_what_was_expected_of_devices_comes_back(store: Store, tmp_path: Path) -> None:
-    """By round and device; closing the round, or asking another cohort, leaves it."""
-    store.open_round("r", 1, ["a", "b"])
-    store.open_round("r", 2, ["a"])
+    """By round and device; equal expectations are kept once."""
     bare = msgspec.structs.replace(EXPECTED, budget=Budget(), changes={}, kept=1.0)
-    store.set_expected("r", 1, {"a": EXPECTED, "b": bare})
-    store.close_round("r", 1, SavedState({}, None, {}), {"loss": 0.5})
-    first, second = reopened(store, tmp_path).rounds("r")
-    assert first.expected == {"a": EXPECTED, "b": bare}
-    assert first.figures == {"loss": 0.5}
-    assert second.expected == {}
+    store.add_tasks("r", [task(1, "a", EXPECTED), task(1, "b", bare)])
+    store.add_tasks("r", [task(2, "a", EXPECTED), task(2, "b", None)])
+    assert reopened(store, tmp_path).expected("r") == {(1, "a"): EXPECTED, (1, "b"): bare, (2, "a"): EXPECTED}
+    with closing(sqlite3.connect(tmp_path / "runs" / "fedvit.db")) as database:
+        assert database.execute("SELECT count(*) FROM expectations").fetchone() == (2,)
 
 
 def test_what_is_expected_anew_stands(store: Store) -> None:
-    store.open_round("r", 1, ["a"])
-    store.set_expected("r", 1, {"a": EXPECTED})
-    store.open_round("r", 1, ["b"])
-    store.set_expected("r", 1, {"b": EXPECTED})
-    [record] = store.rounds("r")
-    assert record.expected == {"b": EXPECTED}
-
-
-def test_rounds_of_an_earlier_version_expected_nothing(store: Store, tmp_path: Path) -> None:
-    """Its rounds had no column for that: they are kept, and new ones have it."""
-    store.open_round("r", 1, ["a"])
-    store.close_round("r", 1, SavedState({"g": DIGEST}, None, {}), {"loss": 0.5})
-    store.close()
-    with sqlite3.connect(tmp_path / "runs" / "fedvit.db") as database:
-        database.execute("ALTER TABLE rounds DROP COLUMN expected")
-    database.close()
-    later = Store.in_folder(tmp_path / "runs")
-    later.open_round("r", 2, ["a"])
-    later.set_expected("r", 2, {"a": EXPECTED})
-    first, second = later.rounds("r")
-    assert (first.figures, first.expected) == ({"loss": 0.5}, {})
-    assert second.expected == {"a": EXPECTED}
-    later.close()
+    store.add_tasks("r", [task(1, "a", None)])
+    store.add_tasks("r", [task(1, "a", EXPECTED)])
+    assert store.expected("r") == {(1, "a"): EXPECTED}
 
 
 # --- tasks, and results that count in a later round ---------------------------------------------------
@@ -333,8 +301,10 @@ def test_a_late_result_counts_in_the_round_it_was_taken_for(store: Store, tmp_pa
     store.add_result("c", result(3))
     store.add_result("c", result(3, kind="evaluate", samples=5, metrics={"correct": 4.0}, upload=None), 3)
     again = reopened(store, tmp_path)
-    found = [(entry.device, entry.round, entry.used_in) for entry in again.results_from("r", 2)]
+    found = [(entry.device, entry.round, entry.used_in) for entry in again.used_in("r", 3)]
     assert found == [("b", 1, 3), ("c", 3, 3)]
+    assert (again.counted("r", 1), again.counted("r", 2), again.counted("r", 3)) == ({"a"}, set(), {"b", "c"})
+    assert [entry.device for entry in again.used_in("r", 3, "evaluate")] == ["c"]
 
 
 def test_unanswered_tasks_come_back_and_an_outcome_stands(store: Store, tmp_path: Path) -> None:
@@ -344,8 +314,11 @@ def test_unanswered_tasks_come_back_and_an_outcome_stands(store: Store, tmp_path
     store.end_tasks("r", [(1, "b")], "lost")
     again = reopened(store, tmp_path)
     assert again.unanswered("r") == [first, second]
-    assert again.asked("r", 2) == {"a": Asked(1, 1), "b": Asked(1, 1)}
-    assert again.asked("r", 3) == {"a": Asked(1, 1), "b": Asked(2, 2)}
+    assert again.asked("r") == {}, "no round is closed"
+    for number in (1, 2):
+        again.open_round("r", number, ["a", "b"])
+        again.close_round("r", number, SavedState({}, None, {}), {})
+        assert again.asked("r") == {"a": Asked(1, 1), "b": Asked(number, number)}
     again.add_tasks("r", [TaskRecord(1, "b", DIGEST, {})])
     assert [task.device for task in again.unanswered("r")] == ["a", "b", "b"]
 

@@ -9,12 +9,15 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
-from coordinator.store import SavedState, Store
+from coordinator.store import Store
 from coordinator.summary import (
+    MOST_ROUNDS,
+    RunLine,
     RunSummary,
     accuracy_table,
     budget_table,
     device_table,
+    overview,
     privacy_table,
     refusal_table,
     report,
@@ -22,6 +25,7 @@ from coordinator.summary import (
     runs_table,
     summarise,
 )
+from coordinator.tables import SavedState
 from fedvit.errors import ConfigError
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
@@ -65,6 +69,12 @@ def store(tmp_path: Path) -> Iterator[Store]:
     made.add_refusal(RUN, None, "e", "hello", "its class folder [wasp] is unknown [/b]")
     yield made
     made.close()
+
+
+def line(run: RunSummary) -> RunLine:
+    """Of a summary, as the list of runs has it."""
+    fields = {name: getattr(run, name) for name in RunLine.__struct_fields__ if name not in ("rounds", "bytes")}
+    return RunLine(rounds=len(run.rounds), bytes=123_456_789, **fields)
 
 
 def drawn(table: RenderableType, width: int) -> list[str]:
@@ -162,12 +172,14 @@ def test_the_line_of_a_round(store: Store) -> None:
         "round   1/3   2/3 devices   accuracy 0.583 ± 0.232   loss 1.500   "
         "devices 2.5 s, server 0.5 s   down 11.0 MB, up 3.1 MB"
     )
+    store.close_round(RUN, 2, SavedState({}, None, {}), {})
     assert round_line(store, RUN, 2, 3) == "round   2/3   1/2 devices   loss 0.500   down 0.0 MB, up 0.0 MB"
 
 
 def test_budgets_that_were_kept_and_broken(store: Store) -> None:
     """`a` kept its budgets in three tasks (rounds 1 and 2, evaluation 1), broke two at once in a fourth and was
     stopped in a fifth; `f` was stopped in the only one that it had."""
+    store.open_round(RUN, 3, ["a"])
     trained(store, 3, "a", broke=("time", "memory"))
     store.add_refusal(RUN, 4, "a", "train", "memory", "memory")
     store.add_refusal(RUN, 4, "f", "train", "hot", "temperature")
@@ -206,7 +218,7 @@ def test_what_the_tables_say(store: Store) -> None:
         ["1", "1", "c", "train", "no", "result:", "deadline"],
         ["1", "e", "hello", "its", "class", "folder", "[wasp]", "is", "unknown", "[/b]"],
     ]
-    assert cells(runs_table([run], 200))[0][0] == RUN
+    assert cells(runs_table([line(run)], 200))[0][0] == RUN
 
 
 def test_units_stand_in_the_headings(store: Store) -> None:
@@ -240,6 +252,7 @@ def fleet(tmp_path: Path, names: list[str]) -> RunSummary:
             trained(store, number, device, 12_345, **use)
             evaluated(store, number, device, 1000, 1234)
         store.close_round(RUN, number, SavedState({}, None, {}), {})
+        store.round_evaluated(RUN, number)
         store.add_refusal(RUN, number, names[0], "train", f"round {number}: " + "a long reason, in many words " * 8)
     store.update_run(RUN, status="interrupted", reason="the disk [is] full: [/var/lib] holds nothing more")
     summary = summarise(store, RUN)
@@ -267,10 +280,10 @@ def fleets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunSummary]:
 def test_everything_fits_the_terminal(fleets: dict[str, RunSummary], fleet_of: str, width: int) -> None:
     """No line is longer than the terminal, no number is cut or wrapped, and every device can be told by its name."""
     names, run = FLEETS[fleet_of], fleets[fleet_of]
-    for table in (accuracy_table(run, width), device_table(run, width), runs_table([run], width)):
+    for table in (accuracy_table(run, width), device_table(run, width), runs_table([line(run)], width)):
         assert drawn(table, width) == drawn(table, 1000), "it would be wider if it could"
         assert all(len(line) <= width for line in drawn(table, width))
-        assert "…" not in "\n".join(drawn(runs_table([run], width), width))
+        assert "…" not in "\n".join(drawn(runs_table([line(run)], width), width))
     assert all(len(line) <= width for line in drawn(report(run, width), width))
 
     rounds = cells(accuracy_table(run, width), width)
@@ -287,7 +300,7 @@ def test_everything_fits_the_terminal(fleets: dict[str, RunSummary], fleet_of: s
     assert cells(device_table(run, width), width)[0][1:] == [
         "12345", "1234", "3", "0.810", "41160", "6000.0", "12346", "1175.0", "12000",
     ]  # fmt: skip
-    [listed] = cells(runs_table([run], width), width)
+    [listed] = cells(runs_table([line(run)], width), width)
     assert listed[0] == RUN
     assert {"3/500", "0.810", "interrupted"} <= set(listed)
 
@@ -331,3 +344,44 @@ def test_what_was_spent_of_privacy_stands_by_round(store: Store) -> None:
     lines = drawn(report(private, 80), 80)
     assert "privacy of devices' updates: epsilon 2.5 over all rounds so far" in lines
     assert cells(privacy_table(private))[:2] == [["1", "2.5"], ["2", "-"]]
+
+
+# --- runs of many rounds ------------------------------------------------------------------------------
+
+
+def test_tables_by_round_show_the_newest_of_many(tmp_path: Path) -> None:
+    store = Store.in_folder(tmp_path)
+    store.create_run(RUN, {"method": "fedavg"})
+    for number in range(1, MOST_ROUNDS + 3):
+        store.open_round(RUN, number, ["a"])
+        store.close_round(RUN, number, SavedState({}, None, {}), {"dp_epsilon": float(number)})
+        evaluated(store, number, "a", 1, 2)
+        store.round_evaluated(RUN, number)
+    run = summarise(store, RUN, accuracy_of=MOST_ROUNDS)
+    store.close()
+    assert len(run.rounds) == MOST_ROUNDS + 2
+    for table in (accuracy_table(run, 80), privacy_table(run)):
+        assert [row[0] for row in cells(table)] == [str(number) for number in range(3, MOST_ROUNDS + 3)]
+        assert f"the newest {MOST_ROUNDS} of {MOST_ROUNDS + 2}" in " ".join(" ".join(drawn(table, 80)[:4]).split())
+    assert [entry.accuracy for entry in run.rounds[:3]] == [{}, {}, {"a": 0.5}], "of others it is not read"
+    assert {entry.accuracy_mean for entry in run.rounds} == {0.5}
+
+
+def test_an_evaluation_that_is_under_way_counts(store: Store) -> None:
+    """Round 2 is closed, and b was the first to answer its evaluation: that is in the totals before it is over."""
+    store.close_round(RUN, 2, SavedState({}, None, {}), {})
+    evaluated(store, 2, "b", 2, 2, sent_bytes=5)
+    run = summarise(store, RUN)
+    assert (run.rounds[1].accuracy, run.rounds[1].accuracy_mean, run.rounds[1].bytes_up) == ({"b": 1.0}, 1.0, 5)
+    assert {device.device: device.accuracy for device in run.devices} == {"a": 0.9, "b": 1.0, "c": 0.35, "d": None}
+    store.round_evaluated(RUN, 2)
+    assert summarise(store, RUN) == run
+
+
+def test_runs_are_listed_with_the_room_that_they_take(store: Store, tmp_path: Path) -> None:
+    (tmp_path / RUN / "blobs" / "ab").mkdir(parents=True)
+    (tmp_path / RUN / "blobs" / "ab" / "cd").write_bytes(bytes(1000))
+    (tmp_path / RUN / "coordinator.log").write_bytes(bytes(234))
+    [entry] = overview(store, tmp_path)
+    run = summarise(store, RUN)
+    assert entry == msgspec.structs.replace(line(run), bytes=1234)

@@ -9,6 +9,8 @@ import pytest
 
 from fedvit.logs import KeyValueFormatter
 
+DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+
 
 def line(message: str, *arguments: object, level: int = logging.INFO, **fields: Any) -> str:
     record = logging.getLogger("test").makeRecord("test", level, __file__, 1, message, arguments, None, extra=fields)
@@ -16,11 +18,11 @@ def line(message: str, *arguments: object, level: int = logging.INFO, **fields: 
 
 
 def test_text_then_fields() -> None:
-    assert re.fullmatch(r"\d\d:\d\d:\d\d I round closed  round=7 received=9", line("round closed", round=7, received=9))
+    assert re.fullmatch(DATE + " I round closed  round=7 received=9", line("round closed", round=7, received=9))
 
 
 def test_without_fields_there_is_only_the_text() -> None:
-    assert re.fullmatch(r"\d\d:\d\d:\d\d W connected to pi-1", line("connected to %s", "pi-1", level=logging.WARNING))
+    assert re.fullmatch(DATE + " W connected to pi-1", line("connected to %s", "pi-1", level=logging.WARNING))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,27 @@ def test_logging_goes_to_a_file_and_to_standard_error(tmp_path: Path, where: str
         [sys.executable, "-c", CONFIGURE, str(file), where], capture_output=True, text=True, check=True
     )
     written = file.read_text()
-    assert re.fullmatch(r"\d\d:\d\d:\d\d W shown  round=1\n", written)
+    assert re.fullmatch(DATE + r" W shown  round=1\n", written)
     assert done.stderr == (written if where == "stderr" else "")
     assert done.stdout == ""
+
+
+FILL = """
+import logging, sys
+from pathlib import Path
+import fedvit.logs
+fedvit.logs.FILE_BYTES = 1000
+fedvit.logs.configure_logging(file=Path(sys.argv[1]), stderr=False)
+for number in range(500):
+    logging.getLogger("fedvit.x").info("line", extra={"number": number})
+"""
+
+
+def test_a_log_that_has_grown_is_laid_aside(tmp_path: Path) -> None:
+    """The newest lines are in the file, those before in the files beside it, the oldest nowhere."""
+    subprocess.run([sys.executable, "-c", FILL, str(tmp_path / "coordinator.log")], check=True)
+    files = [tmp_path / f"coordinator.log{end}" for end in (".5", ".4", ".3", ".2", ".1", "")]
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+    assert all(file.stat().st_size <= 1000 for file in files)
+    numbers = [int(line.partition("number=")[2]) for file in files for line in file.read_text().splitlines()]
+    assert numbers == list(range(numbers[0], 500))

@@ -219,4 +219,6 @@ def test_results_that_were_taken_twice_are_found(tmp_path: Path) -> None:
     assert count_duplicates(log) == 0
     log.write_text("".join(line.format(*entry) for entry in [*taken, taken[0]]))
     assert count_duplicates(log) == 1
+    (tmp_path / "coordinator.log.1").write_text(line.format("device-1", 1, "train"))
+    assert count_duplicates(log) == 2, "it was laid aside when it had grown"
     assert count_duplicates(tmp_path / "none") == 0

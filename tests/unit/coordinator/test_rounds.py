@@ -41,7 +41,7 @@ from fedvit.program import Program, Role, decode_program
 from fedvit.resources import DeviceProfile, ResourceUse
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.transport import exchange as exchange_module
-from fedvit.transport.base import Received, Will
+from fedvit.transport.base import Connected, Received, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import (
@@ -192,23 +192,27 @@ class Fake:
 
     def step(self) -> None:
         """Deal with what has come."""
+        greet = False
         while True:
             try:
                 event = self.transport.inbox.get_nowait()
             except Empty:
                 break
+            greet |= isinstance(event, Connected)
             if isinstance(event, Received) and "/all/b/" in event.topic:
                 self.exchange.heard(event.topic, event.payload)
             elif isinstance(event, Received):
                 self._on_received(event.payload)
+                last = self.heard[-1]
+                greet |= isinstance(last, CoordinatorState) and last.alive
+        if greet:
+            self.say(self.hello)
         self.exchange.tick()
 
     def _on_received(self, payload: bytes) -> None:
         message: Any = decode(payload)
         self.heard.append(message)
         match message:
-            case CoordinatorState(alive=True):
-                self.say(self.hello)
             case Welcome() if message.instance == self.instance:
                 for result in self.pending.values():
                     self.say(result)
@@ -941,11 +945,10 @@ def test_the_round_goes_on_after_the_link_broke(stage: Stage, first: Tensors) ->
     epochs = {state.epoch for state in late.got(CoordinatorState)}
     stage.broker.stop()
     stage.broker.start()
-    stage.drive(lambda: late.tasks() == [1, 1])
+    stage.drive(lambda: late.got(Task)[-1].epoch != late.got(Task)[0].epoch)
     assert {state.epoch for state in late.got(CoordinatorState) if state.alive} > {epoch for epoch in epochs if epoch}
-    assert late.got(Task)[1].epoch != late.got(Task)[0].epoch
     late.on_task = honest
-    late.bring(late.answer(late.got(Task)[1]))
+    late.bring(late.answer(late.got(Task)[-1]))
     assert stage.finish() == "finished"
     assert done.tasks() == [1]
     assert_moved_by(stage, first, 1.0)
@@ -1153,7 +1156,7 @@ def test_the_store_of_features_drops_the_oldest_round_and_its_file(stage: Stage)
 
     run: dict[str, Any] = {
         "method": "eftvit", "devices": 4, "cohort": 1, "selection": "fair", "rounds": 4, "seed": 3,
-        "options": {"feature_store_bytes": 20_000},
+        "options": {"feature_store_bytes": 20_000}, "backup_every": 0,  # copies of the record need older uploads
     }  # fmt: skip
     for name in "abcd":
         stage.fake(name, leave)

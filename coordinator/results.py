@@ -164,7 +164,7 @@ class Results:
             self._reject(device, result, why)
         else:
             try:
-                check_result(result, assignment.work.variant.program, self._presence[device].hello)
+                check_result(result, assignment.work.program, self._presence[device].hello)
             except BadPayload as error:
                 self._reject(device, result, str(error))
                 self._strike(device, result.round, str(error))
@@ -273,7 +273,7 @@ class Results:
         """The upload is here: look at it."""
         assignment, result, content = answer
         assert result.upload is not None  # only those get here
-        device, program = assignment.device, assignment.work.variant.program
+        device, program = assignment.device, assignment.work.program
         if why := self._too_late(result):
             self._reject(device, result, why)
             return

@@ -5,16 +5,19 @@ forked runs the program's `main` with its own arguments, environment, output and
 other. Tests of `fleet run`, `fleet demo` and of the programs' exit codes start them as a user does.
 """
 
+import contextlib
 import importlib
+import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["coordinator.rounds"])
+FORKS.set_forkserver_preload(["coordinator.rounds", "coordinator.compute.engine", "coordinator.compute.checks"])
 """The process to fork from starts with the first fork and ends with the tests."""
 
 
@@ -56,4 +59,58 @@ def _run(module: str, arguments: list[str], log: Path, environment: dict[str, st
         for source, number in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(source.fileno(), number)
     sys.argv = ["-c", *arguments]
+    if module == "coordinator.cli":
+        from coordinator.compute import process
+
+        process.spawn = ForkedWorker
     importlib.import_module(module).main()
+
+
+class ForkedWorker:
+    """A coordinator's worker process, forked from the coordinator, which has torch already in these tests.
+
+    What `coordinator.compute.process.spawn` gives, for the real program with pipes of its own.
+    """
+
+    def __init__(self) -> None:
+        requests, replies = os.pipe(), os.pipe()
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            with contextlib.suppress(BaseException):
+                _become_worker(requests[0], replies[1])
+            os._exit(1)
+        os.close(requests[0])
+        os.close(replies[1])
+        self.stdin: IO[bytes] | None = os.fdopen(requests[1], "wb")
+        self.stdout: IO[bytes] | None = os.fdopen(replies[0], "rb")
+
+    def poll(self) -> int | None:
+        return self._reaped(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its pipe is closed when this is called: it ends at once."""
+        code = self._reaped(0)
+        assert code is not None
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _reaped(self, options: int) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+
+def _become_worker(requests: int, replies: int) -> None:
+    """Nothing else of the coordinator's stays open here: its broker and its lock must see it end when it ends."""
+    os.setpgid(0, 0)
+    os.dup2(requests, 0)
+    os.dup2(replies, 1)
+    os.closerange(3, 4096)
+    logging.getLogger().handlers.clear()
+    importlib.import_module("coordinator.compute.worker").main()

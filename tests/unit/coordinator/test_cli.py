@@ -12,7 +12,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator.cli import choose_accelerator, cli, merge_flags
+from coordinator.cli import cli, merge_flags
+from coordinator.compute.engine import choose_accelerator
 from coordinator.config import RunConfig, make_config
 from coordinator.store import SavedState, Store
 from fedvit.errors import ConfigError, StorageFailed

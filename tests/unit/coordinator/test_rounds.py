@@ -20,9 +20,10 @@ from torch import Tensor
 
 from coordinator import admission as admission_module
 from coordinator import results as results_module
+from coordinator.compute.engine import Engine
+from coordinator.compute.planner import PROTOCOLS
 from coordinator.display import Display
 from coordinator.inbox import Interrupted
-from coordinator.planner import PROTOCOLS
 from coordinator.rounds import ATTEMPTS, Coordinator
 from coordinator.store import Store
 from fedvit.blobs import BlobStore, digest_of
@@ -291,8 +292,9 @@ class Stage:
             store=self.store,
             folder=self.out / run,
             display=Said(self.lines),
-            accelerator="cpu",
-            graph_cache=self._graph_cache,
+            compute=Engine(
+                run=run, config=config, store=self.store, folder=self.out / run, graph_cache=self._graph_cache
+            ),
         )
         self._thread = threading.Thread(target=self._serve, args=(self.coordinator,), daemon=True)
         self._thread.start()

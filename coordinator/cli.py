@@ -196,34 +196,45 @@ def start(file: Path | None, out: Path, resume: str | None, name: str | None, qu
     from coordinator.compute.messages import Check
     from coordinator.compute.process import Worker
     from coordinator.display import choose_display
-    from coordinator.store import Store
+    from fedvit.wire.topics import check_name
 
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
     if resume is None:
         values = _with_federation(values)
     config = make_config(values, where)
-    store = Store.in_folder(out)
-    make_private([*out.glob("fedvit.db*"), *(out / record.id for record in store.runs())])
     with ExitStack() as stack:
-        stack.callback(store.close)
         worker = Worker()
         stack.callback(worker.close)
         if resume is None:
-            run = _new_name(store, config.run, name)
+            run = check_name(name or _usual_name(config.run), "--run")
+            if (out / "fedvit.db").exists():
+                _check_new(_opened(out, stack), run)
             display = stack.enter_context(choose_display(quiet))
             display.line(f"run {run}: checking its configuration")
-            # a run that could never begin is not recorded
+            # a run that could never begin leaves nothing behind
             server = worker.ask(Check(config=config.run, where=where))
+            store = _opened(out, stack)
             store.create_run(run, msgspec.to_builtins(config.run))
             stack.callback(os.close, _lock(out / run, run))
         else:
+            store = _opened(out, stack)
             run, config = _resumed(store, resume, values, config)
             stack.callback(os.close, _lock(out / run, run))
             display = stack.enter_context(choose_display(quiet))
             server = config.run.accelerator
         display.line(f"run {run}: {_described(config.run)}, server on {server}")
         _serve(store, out, run, config, display, worker)
+
+
+def _opened(out: Path, stack: ExitStack) -> "Store":
+    """The record of all runs, and none of their files open to others."""
+    from coordinator.store import Store
+
+    store = Store.in_folder(out)
+    stack.callback(store.close)
+    make_private([*out.glob("fedvit.db*"), *(out / record.id for record in store.runs())])
+    return store
 
 
 def _described(config: RunConfig) -> str:
@@ -241,15 +252,14 @@ def _with_federation(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "federation": Deployment.open(Path(folder)).settings.federation}
 
 
-def _new_name(store: "Store", config: RunConfig, name: str | None) -> str:
-    """Raises ConfigError when there is a run of that name."""
-    from fedvit.wire.topics import check_name
+def _usual_name(config: RunConfig) -> str:
+    return f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-{config.method}-{secrets.token_hex(2)}"
 
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    run = check_name(name or f"{stamp}-{config.method}-{secrets.token_hex(2)}", "--run")
+
+def _check_new(store: "Store", run: str) -> None:
+    """Raises ConfigError when there is a run of that name."""
     if any(record.id == run for record in store.runs()):
         raise ConfigError(f"run {run!r} exists already; go on with it by --resume {run}, or choose another --run")
-    return run
 
 
 def _resumed(store: "Store", which: str, values: dict[str, Any], config: StartConfig) -> tuple[str, StartConfig]:

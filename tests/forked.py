@@ -5,7 +5,6 @@ forked runs the program's `main` with its own arguments, environment, output and
 other. Tests of `fleet run`, `fleet demo` and of the programs' exit codes start them as a user does.
 """
 
-import contextlib
 import importlib
 import logging
 import multiprocessing
@@ -13,12 +12,15 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import IO
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["coordinator.rounds", "coordinator.compute.engine", "coordinator.compute.checks"])
 """The process to fork from starts with the first fork and ends with the tests."""
+WORKERS = 6
+"""Worker processes that a coordinator can have, one after the other; they end with it."""
 
 
 class Forked:
@@ -62,7 +64,9 @@ def _run(module: str, arguments: list[str], log: Path, environment: dict[str, st
     if module == "coordinator.cli":
         from coordinator.compute import process
 
-        process.spawn = ForkedWorker
+        # now, since a process that was forked from one with an open database cannot use it
+        spare = [ForkedWorker() for _ in range(WORKERS)]
+        process.spawn = spare.pop
     importlib.import_module(module).main()
 
 
@@ -77,8 +81,10 @@ class ForkedWorker:
         self._code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            with contextlib.suppress(BaseException):
+            try:
                 _become_worker(requests[0], replies[1])
+            except BaseException:  # noqa: BLE001 - nothing of the parent's may go on in this process
+                traceback.print_exc()
             os._exit(1)
         os.close(requests[0])
         os.close(replies[1])

@@ -182,6 +182,7 @@ class Worker:
         cache = str(graph_cache) if graph_cache else None
         self._begin = Begin(run=run, config=config, folder=str(folder), log=str(log_file), graph_cache=cache)
         self.start()
+        log.info("worker process", extra={"pid": self.pid})
 
     def ask(self, request: Request[Answer]) -> Answer:
         with self._busy:
@@ -272,9 +273,9 @@ class Worker:
     def _start_again(self) -> None:
         if self._closed.is_set():
             return
-        again = self._died > 0
         self._child = spawn()
-        if again:
+        log.info("worker process", extra={"pid": self.pid})
+        if self._died:
             self._say("the worker process was started again")
 
     def _note_death(self) -> str:

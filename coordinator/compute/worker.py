@@ -13,6 +13,7 @@ import msgspec
 from coordinator.compute.messages import Check
 from coordinator.compute.process import Answered, Begin, Doing, Incoming, raised_of, read_frame, write_frame
 from fedvit.descriptors import raise_limit
+from fedvit.files import private_files
 from fedvit.logs import configure_logging
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ def main() -> None:
     configure_logging()
     waiting: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests, waiting), name="requests", daemon=True).start()
-    _Serving(replies).serve(waiting)
+    with private_files():
+        _Serving(replies).serve(waiting)
 
 
 def _listen(requests: IO[bytes], waiting: "SimpleQueue[bytes]") -> None:

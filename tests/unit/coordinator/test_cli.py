@@ -19,6 +19,7 @@ from coordinator.store import SavedState, Store
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages
+from tests.forked import ForkedWorker
 
 PROGRAM = [sys.executable, "-c", "from coordinator.cli import main; main()"]
 WAIT_S = 120
@@ -41,6 +42,12 @@ def out(tmp_path: Path) -> Iterator[Path]:
     store.add_refusal("done", 1, "pi-3", "train", "'head.bias' holds [3] values that are NaN")
     yield folder
     store.close()
+
+
+@pytest.fixture
+def forked_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker process that has torch at once; it is not told of a run, so it opens no database."""
+    monkeypatch.setattr("coordinator.compute.process.spawn", ForkedWorker)
 
 
 def said(*arguments: object) -> Result:
@@ -201,8 +208,9 @@ def test_a_name_that_no_folder_should_have_makes_no_run(out: Path, name: str) ->
     assert {path for path in out.rglob("*") if "fedvit.db" not in path.name} == before
 
 
+@pytest.mark.usefixtures("forked_worker")
 def test_an_accelerator_that_is_not_there_is_named_and_no_run_is_made(out: Path) -> None:
-    said = refused("start", "--accelerator", "warp", "--run", "new", "--out", out)
+    said = refused("start", "--accelerator", "warp", "--run", "new", "--out", out, "--quiet")
     assert said.startswith("accelerator = 'warp' cannot be used: ")
     assert "\n" not in said
     assert "new" not in [record.id for record in Store.in_folder(out).runs()]
@@ -235,8 +243,9 @@ def test_variants_by_flag_go_over_those_of_the_file() -> None:
         ("pi-*:bach_size=8", "variants: 'pi-*': method 'eftvit' has no option 'bach_size'"),
     ],
 )
+@pytest.mark.usefixtures("forked_worker")
 def test_a_variant_that_cannot_be_is_named(flag: str, complaint: str, tmp_path: Path) -> None:
-    assert complaint in refused("start", "--variant", flag, "--out", tmp_path / "runs")
+    assert complaint in refused("start", "--variant", flag, "--out", tmp_path / "runs", "--quiet")
     assert not (tmp_path / "runs").exists()
 
 

@@ -144,6 +144,19 @@ def test_a_record_that_is_no_database_is_one_line(tmp_path: Path) -> None:
     assert "not a database" in line
 
 
+def test_commands_that_only_read_import_no_torch(out: Path) -> None:
+    """Nor anything else that takes seconds; in a process of their own, since this one has it."""
+    commands = [["runs"], ["show", "done"], ["status", "done"], ["quarantine", "done"], ["devices", "--help"]]
+    script = (
+        "import sys; from click.testing import CliRunner; from coordinator.cli import cli\n"
+        f"for command in {[[*given, '--out', str(out)] for given in commands]}: CliRunner().invoke(cli, command)\n"
+        f"CliRunner().invoke(cli, ['report', 'done', '--runs', {str(out)!r}, '--json'], catch_exceptions=False)\n"
+        "print([name for name in ('torch', 'timm', 'onnx', 'onnxruntime', 'sklearn') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 # --- start --------------------------------------------------------------------------------------------
 
 

@@ -8,12 +8,11 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from coordinator.cohort import select_fair, select_uniform
+from coordinator.compute.messages import Compute, PlanTasks
 from coordinator.course import Course
 from coordinator.dispatch import Dispatch
-from coordinator.downlink import snapshot
 from coordinator.inbox import Inbox
 from coordinator.open_round import OpenRound
-from coordinator.planner import common_groups
 from coordinator.presence import Presence
 from coordinator.privacy import cohort_seed
 from coordinator.quarantine import Quarantine
@@ -22,10 +21,6 @@ from coordinator.results import Results
 from coordinator.tables import RoundRecord, TaskRecord
 from coordinator.targets import Targets
 from coordinator.work import Assignments, Work
-from fedvit.blobs import BlobStore
-from fedvit.errors import OverBudget
-from fedvit.methods.base import ServerState
-from fedvit.program import Role
 
 BACK_S = 5.0
 """Longer an evaluation does not wait for devices that have just gone."""
@@ -38,6 +33,7 @@ class Asking:
         self,
         *,
         course: Course,
+        compute: Compute,
         inbox: Inbox,
         presence: Presence,
         quarantine: Quarantine,
@@ -54,6 +50,7 @@ class Asking:
         self.assignments = assignments
         self.results = results
         self.dispatch = dispatch
+        self._compute = compute
         self._quarantine = quarantine
         self._targets = targets
         self._reception = reception
@@ -97,54 +94,39 @@ class Asking:
 
         Whom nothing fits is told so, and left out.
         """
-        course, number, updates = self.course, self.course.number, self.config.updates
-        plan, saved = course.plan, course.newest()
-        too_small: dict[str, OverBudget] = {}
+        course = self.course
+        targets = {device: self._targets.of(device) for device in cohort}
+        request = PlanTasks(round=course.number, saved=course.newest(), targets=targets)
 
-        def make(blobs: BlobStore) -> dict[str, Work]:
-            work: dict[str, Work] = {}
-            state: ServerState | None = None
-            for device in cohort:
-                try:
-                    variant, expected = plan.given(device, number, self._targets.of(device))
-                except OverBudget as error:
-                    too_small[device] = error
-                    continue
-                groups = {
-                    group: plan.sent(variant, group, saved.sent(group)) for group in common_groups(variant.program)
-                }
-                sent = [kept for group, kept in saved.references.items() if groups.get(group) == kept.digest]
-                for group in variant.program.with_role(Role.GENERATED):
-                    state = state or course.state()
-                    made = plan.rule.generate(state, device, self.config.seed)
-                    members = {name: made[name] for name in variant.program.names(group)}
-                    sent.append(snapshot(members, updates, blobs))
-                    groups[group] = sent[-1].digest
-                recipes = [recipe for reference in sent for recipe in reference.recipes(blobs)]
-                work[device] = Work(variant, groups, expected, tuple(recipes))
+        def make() -> tuple[dict[str, Work], dict[str, str]]:
+            planned = self._compute.ask(request)
+            work = {
+                device: Work(
+                    task.program,
+                    course.program(task.program),
+                    task.groups,
+                    task.expected,
+                    task.recipes,
+                    task.lr_scale,
+                )
+                for device, task in planned.tasks.items()
+            }
             for digest in {digest for part in work.values() for digest in part.offered()}:
-                blobs.manifest(
-                    digest
-                )  # here, since it reads what it has not read yet, and devices are served meanwhile
-            return work
+                # here, since it reads what it has not read yet, and devices are served meanwhile
+                course.blobs.manifest(digest)
+            return work, planned.too_small
 
-        def make_all() -> dict[str, Work]:
-            with course.blobs.gathering() as gathering:
-                return make(gathering)
-
-        work = self.inbox.in_background(make_all)
-        for device, error in too_small.items():
-            self.results.refuse(device, "plan", str(error), number)
-            self._reception.send_away(device, str(error))
-            course.say(f"{device} is left out: {error}")
+        work, too_small = self.inbox.in_background(make)
+        for device, reason in too_small.items():
+            self.results.refuse(device, "plan", reason, course.number)
+            self._reception.send_away(device, reason)
+            course.say(f"{device} is left out: {reason}")
         return work
 
     def record_tasks(self, work: dict[str, Work]) -> None:
         """Before devices are told: what they are asked, and what it is expected to cost."""
         number = self.course.number
-        tasks = [
-            TaskRecord(number, device, part.variant.digest, part.groups, part.expected) for device, part in work.items()
-        ]
+        tasks = [TaskRecord(number, device, part.digest, part.groups, part.expected) for device, part in work.items()]
         self.store.add_tasks(self.run, [task for task in tasks if task.device not in self.results.counted])
 
     # --- until when -------------------------------------------------------------------------------------------

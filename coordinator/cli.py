@@ -40,7 +40,9 @@ from fedvit.files import make_private, private_files
 if typing.TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from coordinator.compute.process import Worker
     from coordinator.deployment.service import Service
+    from coordinator.display import Display
     from coordinator.store import Store
 
 
@@ -193,23 +195,53 @@ def _with_variants(tables: dict[str, Any], flags: tuple[str, ...]) -> dict[str, 
 @private_files()
 def start(file: Path | None, out: Path, resume: str | None, name: str | None, quiet: bool, **flags: Any) -> None:
     """Start a broker if none is given, wait for devices, and train."""
-    from coordinator.store import Store
+    from coordinator.compute.messages import Check
+    from coordinator.compute.process import Worker
+    from coordinator.display import choose_display
+    from coordinator.retention import lock_run
+    from fedvit.wire.topics import check_name
 
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
     if resume is None:
         values = _with_federation(values)
     config = make_config(values, where)
-    store = Store.in_folder(out)
-    make_private([*out.glob("fedvit.db*"), *(out / record.id for record in store.runs())])
-    try:
+    with ExitStack() as stack:
+        worker = Worker()
+        stack.callback(worker.close)
         if resume is None:
-            run = _new_run(store, config.run, name)
+            run = check_name(name or _usual_name(config.run), "--run")
+            if (out / "fedvit.db").exists():
+                _check_new(_opened(out, stack), run)
+            display = stack.enter_context(choose_display(quiet))
+            display.line(f"run {run}: checking its configuration")
+            # a run that could never begin leaves nothing behind
+            server = worker.ask(Check(config=config.run, where=where))
+            store = _opened(out, stack)
+            store.create_run(run, msgspec.to_builtins(config.run))
+            stack.callback(os.close, lock_run(out / run, run))
         else:
+            store = _opened(out, stack)
             run, config = _resumed(store, resume, values, config)
-        _serve(store, out, run, config, quiet)
-    finally:
-        store.close()
+            stack.callback(os.close, lock_run(out / run, run))
+            display = stack.enter_context(choose_display(quiet))
+            server = config.run.accelerator
+        display.line(f"run {run}: {_described(config.run)}, server on {server}")
+        _serve(store, out, run, config, display, worker)
+
+
+def _opened(out: Path, stack: ExitStack) -> "Store":
+    """The record of all runs, and none of their files open to others."""
+    from coordinator.store import Store
+
+    store = Store.in_folder(out)
+    stack.callback(store.close)
+    make_private([*out.glob("fedvit.db*"), *(out / record.id for record in store.runs())])
+    return store
+
+
+def _described(config: RunConfig) -> str:
+    return f"{config.method} on {config.model}, {config.rounds} rounds"
 
 
 def _with_federation(values: dict[str, Any]) -> dict[str, Any]:
@@ -223,16 +255,14 @@ def _with_federation(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "federation": Deployment.open(Path(folder)).settings.federation}
 
 
-def _new_run(store: "Store", config: RunConfig, name: str | None) -> str:
-    from fedvit.wire.topics import check_name
+def _usual_name(config: RunConfig) -> str:
+    return f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-{config.method}-{secrets.token_hex(2)}"
 
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    run = check_name(name or f"{stamp}-{config.method}-{secrets.token_hex(2)}", "--run")
+
+def _check_new(store: "Store", run: str) -> None:
+    """Raises ConfigError when there is a run of that name."""
     if any(record.id == run for record in store.runs()):
         raise ConfigError(f"run {run!r} exists already; go on with it by --resume {run}, or choose another --run")
-    choose_accelerator(config.accelerator)  # a run that could never begin need not be recorded
-    store.create_run(run, msgspec.to_builtins(config))
-    return run
 
 
 def _resumed(store: "Store", which: str, values: dict[str, Any], config: StartConfig) -> tuple[str, StartConfig]:
@@ -252,22 +282,19 @@ def _resumed(store: "Store", which: str, values: dict[str, Any], config: StartCo
     return record.id, StartConfig(make_config(record.config, f"run {record.id}").run, config.broker)
 
 
-def _serve(store: "Store", out: Path, run: str, config: StartConfig, quiet: bool) -> None:
+def _serve(store: "Store", out: Path, run: str, config: StartConfig, display: "Display", worker: "Worker") -> None:
     """Connect the parts and run; every part is taken down again, whatever happens."""
     from coordinator.broker import start_broker
-    from coordinator.display import choose_display
     from coordinator.inbox import Interrupted
-    from coordinator.retention import lock_run
     from coordinator.rounds import Coordinator
     from fedvit.logs import configure_logging
     from fedvit.transport.mqtt import Address, MqttTransport
 
     folder = out / run
-    lock = lock_run(folder, run)
-    configure_logging(file=folder / "coordinator.log", stderr=False)
-    accelerator = choose_accelerator(config.run.accelerator)
+    log_file = folder / "coordinator.log"
+    configure_logging(file=log_file, stderr=False)
+    worker.begin(run=run, config=config.run, folder=folder, log_file=log_file)
     with ExitStack() as stack:
-        display = stack.enter_context(choose_display(quiet))
         settings = config.broker
         ca_file = Path(settings.ca_file) if settings.ca_file else None
         watch: Callable[[], None] = lambda: None  # noqa: E731 - replaced where the broker is ours
@@ -296,9 +323,6 @@ def _serve(store: "Store", out: Path, run: str, config: StartConfig, quiet: bool
         else:
             address = Address.parse(settings.broker, ca_file=ca_file)
             display.line(f"broker: {address.host}:{address.port}")
-        display.line(
-            f"run {run}: {config.run.method} on {config.run.model}, {config.run.rounds} rounds, server on {accelerator}"
-        )
         transport = MqttTransport(SimpleQueue(), address, client_id=f"coordinator-{secrets.token_hex(4)}")
         coordinator = Coordinator(
             run=run,
@@ -307,7 +331,7 @@ def _serve(store: "Store", out: Path, run: str, config: StartConfig, quiet: bool
             store=store,
             folder=folder,
             display=display,
-            accelerator=accelerator,
+            compute=worker,
             watch=watch,
         )
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -317,8 +341,7 @@ def _serve(store: "Store", out: Path, run: str, config: StartConfig, quiet: bool
         except Interrupted:
             display.line(f"interrupted; go on with: coordinator start --resume {run} --out {out}")
             raise KeyboardInterrupt from None
-        display.line(f"finished; tensors: {folder / 'model.safetensors'}, log: {folder / 'coordinator.log'}")
-    os.close(lock)
+        display.line(f"finished; tensors: {folder / 'model.safetensors'}, log: {log_file}")
 
 
 def _deployed(config: StartConfig, say: Callable[[str], None]) -> "AbstractContextManager[Service]":
@@ -341,20 +364,6 @@ def _deployed(config: StartConfig, say: Callable[[str], None]) -> "AbstractConte
         given = Address.parse(settings.broker)
         theirs = deployment.address_at(given.host, given.port)
     return served(deployment, say, broker=theirs)
-
-
-def choose_accelerator(wanted: str) -> str:
-    """Torch device for the server's training. Raises ConfigError when it is not there."""
-    import torch
-
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=wanted)
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"accelerator = {wanted!r} cannot be used: {first}") from error
-    return wanted
 
 
 # --- runs and show ------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class Dispatch:
         if progress.run == self._run and (assignment := self._assignments.meant(device, progress)):
             assignment.progress = progress
             if device in self._presence:
-                most = most_steps(assignment.work.variant.program, assignment.kind, self._presence[device].hello)
+                most = most_steps(assignment.work.program, assignment.kind, self._presence[device].hello)
                 total = min(progress.total_steps, most)  # else a device could make steps for ever
                 assignment.deadline.progressed(time.monotonic(), progress.done_steps, total)
 
@@ -159,11 +159,11 @@ class Dispatch:
             round=assignment.round,
             kind=assignment.kind,
             seed=self._config.seed,
-            program=work.variant.digest,
+            program=work.digest,
             groups=work.groups,
             blobs=tuple(self._blobs.manifest(digest) for digest in work.named()),
             deadline_s=max(1.0, deadline.told - time.monotonic()),
-            lr_scale=work.variant.method.lr_scale(assignment.round, self._config.rounds),
+            lr_scale=work.lr_scale,
             recipes=work.recipes,
         )
         inline = self._blobs.small(assignment.once(), inline_room(task))

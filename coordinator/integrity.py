@@ -5,12 +5,11 @@ What no longer holds what was written is made anew where it can be: whatever is 
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from coordinator.planner import initial_blobs
 from coordinator.store import Store
+from coordinator.tables import SavedState
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, Damaged
 from fedvit.program import decode_program
@@ -82,6 +81,15 @@ class SoundBlobs(BlobStore):
             raise DamagedBlob(digest, self.path(digest))
         return content
 
+    def report(self, digest: str) -> None:
+        """Another process found the blob to be damaged: it is read anew when it is needed next."""
+        self._whole.pop(digest, None)
+        self._found.put(digest)
+
+    def forget_all(self) -> None:
+        """Every blob is read anew when it is needed next."""
+        self._whole.clear()
+
     def found(self) -> list[str]:
         """Digests of blobs that were found to be damaged since this was asked last."""
         digests: dict[str, None] = {}
@@ -90,6 +98,12 @@ class SoundBlobs(BlobStore):
                 digests[self._found.get_nowait()] = None
             except Empty:
                 return list(digests)
+
+
+def essential(saved: SavedState) -> set[str]:
+    """Blobs without which nobody can go on from a state; all others are made anew, or done without."""
+    sent = {reference.digest for reference in saved.references.values()}
+    return {*saved.groups.values(), *sent} | ({saved.memory} if saved.memory else set())
 
 
 def what_it_held(digest: str, run: str, store: Store, blobs: BlobStore) -> str:
@@ -119,15 +133,15 @@ def what_it_held(digest: str, run: str, store: Store, blobs: BlobStore) -> str:
     for graph, spec in program.graphs.items():
         if spec.digest == digest:
             return f"graph {graph!r}"
-    if digest in initial_blobs(program):
+    if digest in program.fetched_once():
         return "first values of tensors that devices keep"
     return "a file that devices fetch"
 
 
-def beyond_repair(run: str, path: Path, held: str, why: str, copies: Callable[[], str]) -> Damaged:
-    """The run cannot go on: which file, what it held, and what to do; `copies()` names older records of the run."""
+def beyond_repair(run: str, path: Path, held: str, why: str, copies: str) -> Damaged:
+    """The run cannot go on: which file, what it held, and what to do; `copies` names older records of the run."""
     return Damaged(
         f"{path} of run {run} is damaged: it held {held}, and cannot be made anew: {why}. Put the file back from a "
-        f"copy of the run's folder and go on with `coordinator start --resume {run}`{copies()}; or begin a new run, "
+        f"copy of the run's folder and go on with `coordinator start --resume {run}`{copies}; or begin a new run, "
         "with --start-from where an earlier one ended"
     )

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.fitting import HEADROOM, Choice, Form
+from coordinator.compute.fitting import HEADROOM, Choice, Form
 from coordinator.profiling import NothingFits
 from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget

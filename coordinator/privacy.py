@@ -11,12 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from coordinator.config import PrivacyConfig, RunConfig
 from coordinator.store import Store
-from fedvit.methods.aggregators import Aggregator, make_aggregator
-from fedvit.methods.private_mean import PrivateMean
 
 NOISE, POPULATION, COHORT = "dp_noise_multiplier", "dp_population", "dp_cohort"
 FEATURE_NOISE, FEATURE_ROWS = "dp_feature_noise", "dp_feature_rows"
@@ -41,16 +37,6 @@ def expected_cohort(config: RunConfig) -> int:
     if isinstance(config.cohort, float):
         return max(1, round(config.cohort * config.devices))
     return min(config.cohort, config.devices)
-
-
-def aggregator_of(config: RunConfig, round_number: int) -> Aggregator:
-    """How a round's updates become one; private where the run says so."""
-    privacy = config.privacy
-    if not privacy.noise_multiplier:
-        return make_aggregator(config.protection.aggregator, config.protection.malicious_share)
-    assert privacy.clip is not None  # PrivacyConfig wants both
-    draw = np.random.default_rng([config.seed, round_number] if privacy.rehearsal else secrets.randbits(256))
-    return PrivateMean(privacy.clip, privacy.noise_multiplier, expected_cohort(config), draw)
 
 
 def cohort_seed(config: RunConfig) -> int:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, Self
 import msgspec
 from msgspec import Struct
 
-from coordinator.config import make_config
-from coordinator.fitting import Choice, Target
-from coordinator.planner import Plan, make_plan
+from coordinator.compute.checks import checked_config
+from coordinator.compute.fitting import Choice
+from coordinator.compute.messages import Target
+from coordinator.compute.planner import Plan, make_plan
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods import METHODS, make_method
@@ -111,7 +112,7 @@ def _plan(request: Request, progress: Callable[[str], None], *, budgets: bool = 
         "method": request.method, "options": request.options, "model": request.model,
         "model_options": request.model_options, "rounds": 1,
     }  # fmt: skip
-    config = make_config(values, "profile").run
+    config = checked_config(values, "profile").run
     classes = tuple(f"class {number}" for number in range(request.classes))
     return make_plan(config, classes, BlobStore(Path(os.devnull)), budgets=budgets, progress=progress)
 

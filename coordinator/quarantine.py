@@ -7,11 +7,9 @@ nothing, and an operator's release in another process is heard at once.
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from coordinator.store import Store
 from coordinator.tables import QuarantineRecord
-from fedvit.methods.base import ServerState
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +58,13 @@ class Quarantine:
         kept_out = self._now(round_number)
         return [device for device in devices if device not in kept_out]
 
-    def cleansed(self, state: ServerState, round_number: int) -> ServerState:
-        """The state without what devices in quarantine had uploaded earlier."""
-        kept_out = self._now(round_number)
-        if not kept_out.keys() & state.uploads.keys():
-            return state
-        uploads = {device: digest for device, digest in state.uploads.items() if device not in kept_out}
-        return replace(state, uploads=uploads)
-
     def _now(self, round_number: int) -> dict[str, QuarantineRecord]:
-        if not self._limit:
-            return {}
-        records = self._store.quarantines(self._run)
-        return {record.device: record for record in records if record.holds(round_number)}
+        return quarantined(self._store, self._run, round_number) if self._limit else {}
+
+
+def quarantined(store: Store, run: str, round_number: int) -> dict[str, QuarantineRecord]:
+    """By device, the quarantines that hold in a round."""
+    return {record.device: record for record in store.quarantines(run) if record.holds(round_number)}
 
 
 def _how_long(until_round: int | None) -> str:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +20,7 @@ from coordinator.work import Assignment, Assignments
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload
 from fedvit.resources import BudgetKind
-from fedvit.transport.exchange import BlobExchange
+from fedvit.transport.exchange import LARGE_BYTES, BlobExchange
 from fedvit.wire.messages import Declined, Failed, Manifest, Result, ResultAck
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import WINDOW_CHUNKS
@@ -90,6 +91,8 @@ class Results:
         self._say = say
         self._queue: dict[str, Answer] = {}  # by device: uploads that wait for their turn, in the order they came
         self._under_way: dict[str, Answer] = {}  # uploads that are being fetched
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="upload-check")
+        self._checking: dict[str, tuple[Answer, Future[None]]] = {}  # large ones, of those that are under way
         self._checked: dict[str, Answer] = {}  # good, not in the store yet
         self._keep_at = 0.0  # when they have waited long enough for others
         self._refused: Counter[str] = Counter()  # by device
@@ -162,7 +165,7 @@ class Results:
             self._reject(device, result, why)
         else:
             try:
-                check_result(result, assignment.work.variant.program, self._presence[device].hello)
+                check_result(result, assignment.work.program, self._presence[device].hello)
             except BadPayload as error:
                 self._reject(device, result, str(error))
                 self._strike(device, result.round, str(error))
@@ -254,10 +257,15 @@ class Results:
         device, began = assignment.device, time.monotonic()
 
         def finished(manifest: Manifest, error: Exception | None) -> None:
-            if self._under_way.pop(device, None) is None:
+            if self._under_way.get(device) is not announced:
                 return  # it left, or is not wanted any more
             if error is None:
                 self.links.measured(device, manifest.size, time.monotonic() - began)
+                if manifest.size >= LARGE_BYTES:  # looked at while messages and other uploads come
+                    self._checking[device] = announced, self._checker.submit(self._check_of(announced))
+                    return
+            del self._under_way[device]
+            if error is None:
                 self._take(announced)
             elif isinstance(error, BadPayload):
                 self._reject(device, result, str(error))
@@ -267,20 +275,40 @@ class Results:
 
         return finished
 
-    def _take(self, answer: Answer) -> None:
-        """The upload is here: look at it."""
+    def _take_checked(self) -> None:
+        """Large uploads that were looked at."""
+        for device, (answer, check) in list(self._checking.items()):
+            if check.done():
+                del self._checking[device]
+                if self._under_way.get(device) is answer:  # else it left, or is not wanted any more
+                    del self._under_way[device]
+                    self._take(answer, check.result)
+                    self.grant_uploads()
+
+    def _check_of(self, answer: Answer) -> Callable[[], None]:
+        """What looks at an upload, in any thread. It raises BadPayload."""
         assignment, result, content = answer
         assert result.upload is not None  # only those get here
-        device, program = assignment.device, assignment.work.variant.program
+        device, program = assignment.device, assignment.work.program
+        hello = self._presence[device].hello if device in self._presence else None
+        what = f"result of {device} for round {result.round}"
+        upload = self._blobs.path(result.upload.digest) if content is None else content
+
+        def check() -> None:
+            tensors = check_upload(upload, program, what)
+            if LABELS in tensors and hello:
+                check_labels(tensors[LABELS], program, hello, what)
+
+        return check
+
+    def _take(self, answer: Answer, check: Callable[[], None] | None = None) -> None:
+        """The upload is here: see whether it is good, by `check` where it was looked at before."""
+        device, result = answer.assignment.device, answer.result
         if why := self._too_late(result):
             self._reject(device, result, why)
             return
-        what = f"result of {device} for round {result.round}"
         try:
-            upload = self._blobs.path(result.upload.digest) if content is None else content
-            tensors = check_upload(upload, program, what)
-            if LABELS in tensors and device in self._presence:
-                check_labels(tensors[LABELS], program, self._presence[device].hello, what)
+            (check or self._check_of(answer))()
         except BadPayload as bad:
             self._reject(device, result, str(bad))
             self._strike(device, result.round, str(bad))
@@ -341,6 +369,7 @@ class Results:
 
         Unless it has to be `now`, a result waits a moment for others that may come; not where the round is complete.
         """
+        self._take_checked()
         if not self._checked or not (now or time.monotonic() >= self._keep_at or self._is_complete()):
             return
         kept, self._checked = list(self._checked.values()), {}

@@ -11,26 +11,34 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from coordinator.admission import ROOM_BYTES, listed
 from coordinator.asking import Asking
 from coordinator.backups import Backups
-from coordinator.checkpoint import load_state, needed_blobs, save_state
+from coordinator.compute.messages import (
+    Compute,
+    FindOutliers,
+    Finish,
+    LearningRates,
+    Prepare,
+    Request,
+    Step,
+    Stepped,
+)
 from coordinator.config import RunConfig
 from coordinator.course import Course
 from coordinator.dispatch import Dispatch
 from coordinator.display import Display, View
 from coordinator.inbox import Inbox, Interrupted
-from coordinator.integrity import DamagedBlob, SoundBlobs, beyond_repair, what_it_held
+from coordinator.integrity import DamagedBlob, SoundBlobs, beyond_repair, essential, what_it_held
 from coordinator.modes import MODES
-from coordinator.planner import Plan, Variant, make_plan
+from coordinator.open_round import OpenRound
 from coordinator.presence import Presence
 from coordinator.quarantine import Quarantine
 from coordinator.reception import Reception
-from coordinator.restore import essential, newest_state
 from coordinator.results import Results
 from coordinator.retention import oldest_kept
-from coordinator.server_step import DAMAGED_HERE, ServerStep
 from coordinator.status import Reporter
 from coordinator.store import Store
 from coordinator.summary import round_line
@@ -38,12 +46,9 @@ from coordinator.tables import ResultRecord, RoundRecord
 from coordinator.targets import Targets
 from coordinator.work import Assignments, Work
 from fedvit.descriptors import USED_UP
-from fedvit.errors import BadPayload, ConfigError, Damaged, EmptyCohort, FedvitError, NoRoom, StorageFailed
+from fedvit.errors import BadPayload, ConfigError, EmptyCohort, FedvitError, NoRoom, StorageFailed
 from fedvit.files import atomic_write, storage_failed
-from fedvit.methods.base import ServerState
-from fedvit.program import decode_program
 from fedvit.resources import Budget, BudgetKind, ResourceUse
-from fedvit.tensors import pack
 from fedvit.transport.base import Transport, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
@@ -65,6 +70,9 @@ from fedvit.wire.topics import Topics
 
 log = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
+DAMAGED_HERE = "is damaged on the coordinator's disk"
 ROOM_EVERY_S = 2.0
 """How often a paused run tries whether the disk takes a file of ROOM_BYTES."""
 PARTIAL_KEPT_S = 24 * 3600.0
@@ -88,8 +96,7 @@ class Coordinator:
         store: Store,
         folder: Path,
         display: Display,
-        accelerator: str,
-        graph_cache: Path | None = None,
+        compute: Compute,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self.run = run
@@ -99,10 +106,12 @@ class Coordinator:
         self.folder = folder
         self.blobs = SoundBlobs(folder / "blobs")
         self.display = display
+        self.compute = compute
         self.topics = Topics(config.federation)
         self.presence = Presence()
         self.assignments = Assignments()
         self.course = Course(run, config, store, self.blobs, self._say, config.classes)
+        compute.progress = self.course.set_doing
         self.inbox = Inbox(
             transport,
             self.topics,
@@ -168,6 +177,7 @@ class Coordinator:
         self.targets = Targets(run, store, self.presence, config.budget.limits())
         self.asking = Asking(
             course=self.course,
+            compute=compute,
             inbox=self.inbox,
             presence=self.presence,
             quarantine=self.quarantine,
@@ -178,14 +188,6 @@ class Coordinator:
             reception=self.reception,
         )
         self.mode = MODES[config.mode](self.asking)
-        self.server_step = ServerStep(
-            course=self.course,
-            inbox=self.inbox,
-            quarantine=self.quarantine,
-            accelerator=accelerator,
-            left_out=lambda device, reason: self.results.refuse(device, "train", reason, self.course.number),
-        )
-        self._graph_cache = graph_cache
         self._watch = watch
         self._reporter = Reporter(folder)
         self._made_good: Counter[str] = Counter()  # digests of blobs that were damaged, and how often
@@ -263,7 +265,7 @@ class Coordinator:
         self._made_good[error.digest] += 1
         if self._made_good[error.digest] > DAMAGES:
             held = what_it_held(error.digest, self.run, self.store, self.blobs)
-            raise beyond_repair(self.run, error.path, held, f"it was damaged {DAMAGES} times", self._copies)
+            raise beyond_repair(self.run, error.path, held, f"it was damaged {DAMAGES} times", self._copies())
         self._restoring = True
         self.results.pause()
         self._tell_of_damage()
@@ -271,6 +273,8 @@ class Coordinator:
 
     def _tell_of_damage(self) -> None:
         """Name every file that was found to be damaged; whoever is being served with it asks again."""
+        for digest in self.compute.damaged():
+            self.blobs.report(digest)
         for digest in self.blobs.found():
             self._made_good.setdefault(digest, 0)
             self.exchange.stop_sending(digest)
@@ -332,52 +336,26 @@ class Coordinator:
 
     def _prepare(self) -> None:
         """Make the Program; take up the newest saved state, if there is one."""
-        start = self._start_state()
-
-        def prepare() -> tuple[Plan, str]:
-            plan = make_plan(
-                self.config,
-                self.course.classes,
-                self.blobs,
-                start=start,
+        prepared = self._ask(
+            Prepare(
+                classes=self.course.classes,
                 budgets=any(self.presence[name].hello.profile.budget != Budget() for name in self.presence.online()),
-                cache=self._graph_cache,
-                progress=self.course.set_doing,
+                copies=self._copies(),
             )
-            return plan, plan.first.digest
-
-        plan, made = self.inbox.in_background(prepare)
-        record = self.store.run(self.run)
-        if record.program not in (None, made):
-            raise ConfigError(
-                f"run {self.run} began with program {record.program}, this software makes {made}: "
-                "resume it with the versions it began with"
-            )
-        self.course.made = plan
-        self.store.update_run(self.run, program=made, protocol=plan.protocol)
-        self.course.saved = newest_state(self.course, self.server_step, self._copies)
+        )
+        self.store.update_run(self.run, program=prepared.program, protocol=prepared.protocol)
+        self.course.saved = prepared.saved
+        for number in prepared.remade:
+            self._say(f"round {number}: its state was made anew, with the same numbers")
         self._restoring = False
-        groups = {group: (role.value, len(names)) for group, (role, names) in plan.method.groups(plan.vit).items()}
-        log.info("program ready", extra={"program": made, "groups": groups})
+        log.info(
+            "program ready",
+            extra={"program": prepared.program, "groups": prepared.groups, "accelerator": prepared.accelerator},
+        )
 
-    def _start_state(self) -> ServerState | None:
-        """What the run that this one starts from ended with. Raises ConfigError when there is no such end."""
-        earlier = self.config.start_from
-        if earlier is None:
-            return None
-        newest = self.store.newest_closed(earlier)
-        if newest is None or newest.state is None:
-            self.store.run(earlier)  # raises when there is none of that name
-            raise ConfigError(f"start_from = {earlier!r}: that run closed no round")
-        blobs = SoundBlobs(self.folder.parent / earlier / "blobs")
-        try:
-            return load_state(newest.state, blobs)
-        except DamagedBlob as error:
-            held = what_it_held(error.digest, earlier, self.store, blobs)
-            raise Damaged(
-                f"start_from = {earlier!r}: {error.path} is damaged: it held {held}. "
-                "Put the file back from a copy of that run's folder"
-            ) from error
+    def _ask(self, request: Request[Answer]) -> Answer:
+        """Devices are served meanwhile; Ctrl-C does not wait for the answer."""
+        return self.inbox.in_background(lambda: self.compute.ask(request))
 
     def _take_up(self) -> None:
         """Tasks of an earlier process whose results still count: their devices are at work, or are asked again.
@@ -389,13 +367,18 @@ class Coordinator:
         self.results.count_in(open_round)  # before anybody can bring a late result
         if not self.config.uses_late_results():
             return
-        for task in self.store.unanswered(self.run):
-            named = (task.program, *task.groups.values())
-            if not self.mode.goes_on(task.round, open_round) or not all(map(self.blobs.has, named)):
-                continue
-            program = decode_program(self.blobs.get(task.program))
-            variant = Variant(task.program, program, self.course.plan.method_for(task.device, task.round))
-            self.dispatch.give(task.device, task.round, "train", Work(variant, task.groups, None))
+        tasks = [
+            task
+            for task in self.store.unanswered(self.run)
+            if self.mode.goes_on(task.round, open_round)
+            and all(map(self.blobs.has, (task.program, *task.groups.values())))
+        ]
+        asked = LearningRates(tasks=[(task.device, task.round) for task in tasks])
+        scales = self._ask(asked) if tasks else []
+        for task, scale in zip(tasks, scales, strict=True):
+            program = self.course.program(task.program)
+            work = Work(task.program, program, task.groups, expected=None, lr_scale=scale)
+            self.dispatch.give(task.device, task.round, "train", work)
 
     def _go_on(self) -> None:
         """All rounds that are not done yet, from wherever an earlier process got to."""
@@ -415,11 +398,7 @@ class Coordinator:
                 self._report(number)
 
     def _finish(self) -> None:
-        state = self.course.state()
-        atomic_write(self.folder / "model.safetensors", pack(state.tensors))
-        for device in [entry.device for entry in self.store.devices(self.run) if entry.totals.results]:
-            if generated := self.course.plan.rule.generate(state, device, self.config.seed):
-                atomic_write(self.folder / "generated" / f"{device}.safetensors", pack(generated))
+        self._ask(Finish(saved=self.course.newest()))
         self.store.update_run(self.run, status="finished")
         self._tell_all(RunEnded(self.run, "finished"))
         log.info("run finished", extra={"run": self.run})
@@ -428,7 +407,7 @@ class Coordinator:
 
     def _train(self, number: int, record: RoundRecord | None) -> None:
         """Ask devices to train, and move the state. Raises EmptyCohort after ATTEMPTS fruitless tries."""
-        course, plan = self.course, self.course.plan
+        course = self.course
         fruitless, damaged = 0, 0
         while fruitless < ATTEMPTS:
             began = time.monotonic()
@@ -444,7 +423,7 @@ class Coordinator:
                 continue
             trained_s = time.monotonic() - began
             try:
-                state, figures = self.server_step.take(opened, results)
+                stepped = self._step(opened, results)
             except EmptyCohort as error:
                 if opened.failed and opened.failed.keys() <= opened.declined:  # nobody is to blame: they are waited for
                     continue
@@ -452,12 +431,12 @@ class Coordinator:
                 self._say(f"round {number}: {error}; asking again ({fruitless} of {ATTEMPTS})")
                 log.warning("empty round", extra={"round": number, "reason": str(error)})
                 continue
-            figures |= {
+            figures = stepped.figures | {
                 "cohort": float(len(opened.cohort)), "accepted": float(len(results)), "devices_s": trained_s,
                 "server_s": time.monotonic() - began - trained_s, "declined": float(len(opened.declined)),
                 "late": float(sum(result.round < number for result in results)),
             }  # fmt: skip
-            course.saved = save_state(state, plan.groups, self.blobs, self.config.updates, course.saved)
+            course.saved = stepped.saved
             self.store.close_round(self.run, number, course.saved, figures)
             self.inbox.in_background(partial(self.backups.after_round, number))
             oldest = oldest_kept(number, self.config.keep_rounds, self.backups.since(number))
@@ -465,10 +444,28 @@ class Coordinator:
                 self.store.thin(self.run, oldest)
             if number == self.config.rounds:
                 self.dispatch.dismiss(self.assignments, "the last round is closed")
-            freed = self.blobs.prune(needed_blobs(plan, course.saved) | self._still_needed(number), PARTIAL_KEPT_S)
+            freed = self.blobs.prune(stepped.needed | self._still_needed(number), PARTIAL_KEPT_S)
             log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
             return
         raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `coordinator show {self.run}`")
+
+    def _step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
+        """The next state; devices stay served meanwhile. Raises EmptyCohort when there is nothing to make it of."""
+        course, number = self.course, opened.number
+        if not results:
+            raise EmptyCohort(f"none of the devices that were asked brought a result for round {number}")
+        course.doing = f"round {number}/{self.config.rounds}: server step"
+        # the quarantines that follow hold in this step already
+        for device, reason in self._ask(FindOutliers(round=number)) if self.config.protection.reject_scale else ():
+            self.results.refuse(device, "train", f"left out: {reason}", number)
+            self._say(f"round {number}: {device} is left out: {reason}")
+            self.quarantine.strike(device, number, reason)
+        stepped = self._ask(Step(round=number, saved=course.newest(), drawn=opened.drawn))
+        for device, digest in stepped.damaged.items():
+            reason = f"its upload of an earlier round {DAMAGED_HERE}"
+            self.results.refuse(device, "train", f"left out: {reason}: {self.blobs.path(digest)}", number)
+            self._say(f"{device}: {reason}, and is used no more")
+        return stepped
 
     def _damaged_of(self, results: list[ResultRecord]) -> list[ResultRecord]:
         return [result for result in results if result.upload and not self.blobs.is_sound(result.upload)]
@@ -484,7 +481,7 @@ class Coordinator:
             if give_up:
                 held = f"the upload of {result.device} for round {result.round}"
                 why = f"devices were asked again {DAMAGES} times, and what they brought was damaged each time"
-                raise beyond_repair(self.run, path, held, why, self._copies)
+                raise beyond_repair(self.run, path, held, why, self._copies())
             self.store.drop_result(self.run, result.round, result.kind, result.device)
             reason = f"its upload {DAMAGED_HERE}: {path}; it is asked again"
             self.results.refuse(result.device, result.kind, reason, result.round)
@@ -503,6 +500,8 @@ class Coordinator:
     # --- what arrives ---------------------------------------------------------------------------------
 
     def _tick(self) -> None:
+        for line in self.compute.keep():
+            self._say(line)
         self._tell_of_damage()
         self.exchange.tick()
         self.results.keep()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from coordinator.fitting import Target
+from coordinator.compute.messages import Target
 from coordinator.presence import Presence
 from coordinator.store import Store
 from fedvit.resources import Budget, BudgetKind, ResourceUse

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from coordinator.deadlines import Deadline, Links
-from coordinator.planner import Variant, initial_blobs
 from fedvit.blobs import BlobStore
 from fedvit.program import Program
 from fedvit.wire.messages import Declined, Failed, Hello, Progress, Recipe, Result, TaskKind, Want
@@ -16,14 +15,16 @@ from profiles.prediction import Expected
 class Work(NamedTuple):
     """What one device is asked to do in a round."""
 
-    variant: Variant
+    digest: str  # of the Program
+    program: Program
     groups: dict[str, str]  # group -> digest of the value that the server sends
     expected: Expected | None  # None: nothing is known of the device
     recipes: tuple[Recipe, ...] = ()  # how it may make blobs of `groups`
+    lr_scale: float = 1.0  # factor on the learning rate
 
     def named(self) -> list[str]:
         """Digests of what a task names."""
-        return [self.variant.digest, *initial_blobs(self.variant.program), *self.groups.values()]
+        return [self.digest, *self.program.fetched_once(), *self.groups.values()]
 
     def offered(self) -> set[str]:
         """Digests of what a device may ask for."""

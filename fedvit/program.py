@@ -238,6 +238,15 @@ class Program(Struct, frozen=True, kw_only=True):
         """Names of the groups that have one of `roles`."""
         return [name for name, group in self.groups.items() if group.role in roles]
 
+    def fetched_once(self) -> list[str]:
+        """Digests of what a device fetches once: graphs, and first values of local and frozen groups."""
+        first = [group.initial for group in self.groups.values() if group.initial]
+        return [graph.digest for graph in self.graphs.values()] + first
+
+    def common_groups(self) -> list[str]:
+        """Names of the groups that the server sends each round, the same to all devices."""
+        return self.with_role(*(role for role in Role if role.from_server_each_round and role is not Role.GENERATED))
+
     def steps_of(self, phase: Train, images: int) -> int:
         """Steps of a phase on a device with so many training images, if all of them can be read."""
         steps = phase.epochs * -(-images // self.batch.batch_size)

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from coordinator.cli import config_flags, merge_flags, print_summary
-from coordinator.config import StartConfig, make_config, read_toml
+from coordinator.config import StartConfig, read_toml
 from coordinator.store import Store
 from coordinator.summary import RunSummary, summarise
 from fedvit.errors import ConfigError, FedvitError, LinkDown
@@ -57,7 +57,9 @@ def run_fleet(
     `values` is a configuration as a file gives it. Logs of devices lie in `out/run/devices`, their state
     in `out/run/state`. Raises FedvitError when the run failed.
     """
-    config = make_config({**values, "devices": len(folders)}, "run")
+    from coordinator.compute.checks import checked_config  # torch: seconds that a mistyped key need not wait
+
+    config = checked_config({**values, "devices": len(folders)}, "run")
     home = out / run
 
     def edges(address: str) -> dict[str, list[str]]:
@@ -88,7 +90,9 @@ def run_virtual(
 
     `values` stand over VIRTUAL_DEFAULTS. Logs of hosts lie in `out/run/devices`.
     """
-    config = make_config({**VIRTUAL_DEFAULTS, **values, "devices": count}, "run")
+    from coordinator.compute.checks import checked_config  # torch: seconds that a mistyped key need not wait
+
+    config = checked_config({**VIRTUAL_DEFAULTS, **values, "devices": count}, "run")
     home = out / run
 
     def edges(address: str) -> dict[str, list[str]]:

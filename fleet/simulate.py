@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from coordinator.cli import choose_accelerator
-from coordinator.config import RunConfig, make_config
+from coordinator.config import RunConfig
 from coordinator.display import Display
 from coordinator.store import Store
 from coordinator.summary import summarise
@@ -52,12 +51,14 @@ def simulate(
 
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
     """
+    from coordinator.compute.checks import checked_config  # with torch: seconds that other commands need not wait
+    from coordinator.compute.engine import Engine, choose_accelerator
     from coordinator.inbox import Interrupted
-    from coordinator.rounds import Coordinator  # with torch: seconds that other commands need not wait
+    from coordinator.rounds import Coordinator
 
     devices = folders if isinstance(folders, Mapping) else {folder.name: folder for folder in folders}
-    config = make_config({**DEFAULTS, **values, "devices": len(devices)}, "simulation").run
-    accelerator = choose_accelerator(config.accelerator)
+    config = checked_config({**DEFAULTS, **values, "devices": len(devices)}, "simulation").run
+    choose_accelerator(config.accelerator)  # a run that could never begin need not be recorded
     home = out / run
     broker = MemoryBroker()
     store = Store.in_folder(out)
@@ -70,8 +71,7 @@ def simulate(
         store=store,
         folder=home,
         display=display or Display(),
-        accelerator=accelerator,
-        graph_cache=graph_cache,
+        compute=Engine(run=run, config=config, store=store, folder=home, graph_cache=graph_cache),
     )
     host = Host(
         devices,

@@ -6,16 +6,21 @@ other. Tests of `fleet run`, `fleet demo` and of the programs' exit codes start 
 """
 
 import importlib
+import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
+from typing import IO
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["coordinator.rounds"])
+FORKS.set_forkserver_preload(["coordinator.rounds", "coordinator.compute.engine", "coordinator.compute.checks"])
 """The process to fork from starts with the first fork and ends with the tests."""
+WORKERS = 6
+"""Worker processes that a coordinator can have, one after the other; they end with it."""
 
 
 class Forked:
@@ -56,4 +61,62 @@ def _run(module: str, arguments: list[str], log: Path, environment: dict[str, st
         for source, number in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(source.fileno(), number)
     sys.argv = ["-c", *arguments]
+    if "coordinator.cli" in (module, *arguments):
+        from coordinator.compute import process
+
+        # now, since a process that was forked from one with an open database cannot use it
+        spare = [ForkedWorker() for _ in range(WORKERS)]
+        process.spawn = spare.pop
     importlib.import_module(module).main()
+
+
+class ForkedWorker:
+    """A coordinator's worker process, forked from the coordinator, which has torch already in these tests.
+
+    What `coordinator.compute.process.spawn` gives, for the real program with pipes of its own.
+    """
+
+    def __init__(self) -> None:
+        requests, replies = os.pipe(), os.pipe()
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _become_worker(requests[0], replies[1])
+            except BaseException:  # noqa: BLE001 - nothing of the parent's may go on in this process
+                traceback.print_exc()
+            os._exit(1)
+        os.close(requests[0])
+        os.close(replies[1])
+        self.stdin: IO[bytes] | None = os.fdopen(requests[1], "wb")
+        self.stdout: IO[bytes] | None = os.fdopen(replies[0], "rb")
+
+    def poll(self) -> int | None:
+        return self._reaped(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its pipe is closed when this is called: it ends at once."""
+        code = self._reaped(0)
+        assert code is not None
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _reaped(self, options: int) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+
+def _become_worker(requests: int, replies: int) -> None:
+    """Nothing else of the coordinator's stays open here: its broker and its lock must see it end when it ends."""
+    os.setpgid(0, 0)
+    os.dup2(requests, 0)
+    os.dup2(replies, 1)
+    os.closerange(3, 4096)
+    logging.getLogger().handlers.clear()
+    importlib.import_module("coordinator.compute.worker").main()

@@ -1,7 +1,7 @@
 """One run: its own keys, and its tables."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -14,12 +14,12 @@ from fedvit.errors import ConfigError
 from fedvit.updates import NONE
 from fedvit.wire.topics import check_name
 
-if TYPE_CHECKING:
-    from fedvit.methods.base import ServerRule
-
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run. Raises ConfigError on construction when names, or options of method or model, are wrong."""
+    """One run. Raises ConfigError on construction when keys are wrong or do not fit together.
+
+    Whether they fit the method and the model, `coordinator.compute.checks` says: that needs torch.
+    """
 
     method: Annotated[str, Meta(description="Federated method.")] = "eftvit"
     options: Annotated[dict[str, Any], Meta(description="Hyperparameter of the method.")] = field(default_factory=dict)
@@ -135,44 +135,8 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(f"classes: a run needs at least two, there is only {self.classes[0]!r}")
         if isinstance(self.pretrained, str) and not Path(self.pretrained).is_file():
             raise ConfigError(f"pretrained = {self.pretrained!r}: there is no such file")
-        self._check_method_and_model()
 
-    def _check_method_and_model(self) -> None:
-        """Now, not when the devices have come: on torch's device "meta" a model is made in no time and memory."""
-        import torch  # seconds that `coordinator show` need not wait
-
-        from fedvit.methods import build_model, make_method
-        from fedvit.models import SMALL
-
-        method = make_method(self.method, self.options)
-        pretrained = self.model == SMALL and self.pretrained  # it has none, and says so
-        with torch.device("meta"):
-            vit = build_model(
-                method,
-                self.model,
-                max(2, len(self.classes)),
-                seed=0,
-                options=self.model_options,
-                pretrained=pretrained,
-            )
-            groups = method.groups(vit)
-            self._check_late_results(method.server_rule(vit))
-            roles = {role for role, names in groups.values() if names}
-            self.protection.check(self.method, roles)
-            collects = any(phase.collect for phase in method.phases(vit))
-            self.privacy.check(self.method, roles, collects, self.protection)
-            self._check_privacy_of_ways()
-            for pattern, options in self.variants.items():
-                try:
-                    other = make_method(self.method, {**self.options, **options})
-                    other.groups(vit)
-                    if other.surgery() != method.surgery():
-                        raise ConfigError(f"{options} adds other tensors to the model than the run does")
-                except ConfigError as error:
-                    raise ConfigError(f"variants: {pattern!r}: {error}") from None
-            self.updates.check(self.method, method.groups(vit), collects)
-
-    def _check_privacy_of_ways(self) -> None:
+    def check_privacy_of_ways(self) -> None:
         """What accounting and the aggregators say holds for whole rounds of plain updates only."""
         late = "mode = 'buffered'" if self.mode == "buffered" else f"late = {self.late!r}"
         if self.protection.aggregator != "mean" and (self.mode == "buffered" or self.late == "discount"):
@@ -192,18 +156,6 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                     f"updates: {key} = {codec!r}: what coding leaves out is sent later, beyond the clip that "
                     "noise_multiplier rests on"
                 )
-
-    def _check_late_results(self, rule: "ServerRule") -> None:
-        """Whether this method's server can use what was made from an older state."""
-        if self.mode == "buffered" and self.evaluation == "pre_aggregation":
-            raise ConfigError("evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'")
-        setting = "mode = 'buffered'" if self.mode == "buffered" else f"late = {self.late!r}"
-        if self.mode == "rounds" and self.late == "refuse":
-            return
-        if why := rule.why_never_late:
-            raise ConfigError(f"{setting} cannot be used with method {self.method!r}: {why}")
-        if self.late == "discount" and not rule.discounts:
-            raise ConfigError(f"{setting} cannot be used with method {self.method!r}: its uploads have no weight")
 
     def uses_late_results(self) -> bool:
         return self.mode == "buffered" or self.late != "refuse"

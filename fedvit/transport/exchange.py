@@ -13,6 +13,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -44,6 +45,9 @@ CREDIT_CHUNKS = 2 * WINDOW_CHUNKS
 """Of all blobs together, lanes aside, so much is under way from one sender: 16 MiB in the broker at most. Each blob may
 have a lane's window under way even so: who asks for much and falls silent must not keep others from theirs."""
 MAX_RESTARTS = 3
+LARGE_BYTES = 1 << 20
+"""A blob from this size on is hashed and synced in a thread of its own, and keeps no other transfer waiting."""
+_committer = ThreadPoolExecutor(1, thread_name_prefix="blob-commit")  # its thread starts with the first large blob
 
 Finished = Callable[[Manifest, Exception | None], None]
 
@@ -59,6 +63,7 @@ class _Receiving:
         self.finished = [finished]
         self.error: Exception | None = None
         self.listening = False
+        self.committing = False  # in another thread: nothing else may touch its file
         self.resumed = any(partial.have)  # what the sender sent to an earlier process is lost
         self.heard_at = time.monotonic()
         self.moved_at = 0.0  # when the newest chunk came that was not here yet
@@ -175,7 +180,7 @@ class BlobExchange:
         """The broker passes on what comes on `topic` from now on: the sender may begin, or begin again."""
         with self._lock:
             for receiving in self._receiving.values():
-                if receiving.topic == topic:
+                if receiving.topic == topic and not receiving.committing:
                     again, receiving.listening = receiving.listening or receiving.resumed, True
                     receiving.heard_at = time.monotonic()
                     self._say_want(receiving, stalled=again)
@@ -186,7 +191,7 @@ class BlobExchange:
             try:
                 chunk = decode_chunk(message)
                 receiving = self._receiving.get((chunk.digest, topic))
-                if receiving is None:
+                if receiving is None or receiving.committing:
                     return
                 in_sequence = chunk.seq == receiving.incoming.last_seq + 1
                 fresh = receiving.incoming.accept(chunk)
@@ -211,9 +216,25 @@ class BlobExchange:
                 self._say_want(receiving)
 
     def _complete(self, receiving: _Receiving) -> None:
-        try:
-            receiving.partial.commit()
-        except BadPayload as error:
+        """All of its chunks are here."""
+        if receiving.incoming.manifest.size < LARGE_BYTES:
+            self._settle(receiving, _commit(receiving.partial))
+        else:
+            receiving.committing = True
+            _committer.submit(self._commit_large, receiving)
+
+    def _commit_large(self, receiving: _Receiving) -> None:
+        error = _commit(receiving.partial)
+        with self._lock:
+            receiving.committing = False
+            if self._receiving.get((receiving.incoming.manifest.digest, receiving.topic)) is receiving:
+                self._settle(receiving, error)
+            elif error is not None:  # it was cancelled meanwhile
+                receiving.partial.abandon()
+
+    def _settle(self, receiving: _Receiving, error: Exception | None) -> None:
+        """It has its name, or `error` says why not. One whose digest is another one is fetched again."""
+        if isinstance(error, BadPayload):
             receiving.restarts += 1
             if receiving.restarts > MAX_RESTARTS:
                 self._end(receiving, error)
@@ -223,10 +244,8 @@ class BlobExchange:
             receiving.incoming.restart()
             if receiving.listening:
                 self._say_want(receiving, stalled=True)
-        except OSError as error:
-            self._end(receiving, storage_failed("cannot keep a received blob", error))
         else:
-            self._end(receiving, None)
+            self._end(receiving, error)
 
     def _say_want(self, receiving: _Receiving, *, stalled: bool = False) -> None:
         self._tell(receiving.sender, receiving.incoming.want(stalled=stalled, apart=receiving.apart))
@@ -254,7 +273,8 @@ class BlobExchange:
         with self._lock:
             for key, receiving in list(self._receiving.items()):
                 if sender in (None, receiving.sender):
-                    receiving.partial.leave()
+                    if not receiving.committing:
+                        receiving.partial.leave()
                     self._transport.stop_listening(receiving.topic)
                     del self._receiving[key]
             self._ended = [receiving for receiving in self._ended if sender not in (None, receiving.sender)]
@@ -279,7 +299,7 @@ class BlobExchange:
                 (one for (digest, _), one in self._receiving.items() if (digest, one.sender) == (apart.digest, sender)),
                 None,
             )
-            if receiving is None or receiving.apart or not receiving.lane:
+            if receiving is None or receiving.apart or receiving.committing or not receiving.lane:
                 return
             self._transport.stop_listening(receiving.topic)
             del self._receiving[apart.digest, receiving.topic]
@@ -380,8 +400,8 @@ class BlobExchange:
             self._serve(now)
             for receiving in list(self._receiving.values()):
                 silent_s = now - receiving.heard_at
-                if not receiving.listening:
-                    continue  # whoever cannot hear yet does not ask
+                if receiving.committing or not receiving.listening:
+                    continue  # nothing is missing any more; or it could not hear what it asks for
                 if silent_s > receiving.stall_s:
                     receiving.heard_at = now
                     receiving.stall_s = min(STALL_MAX_S, 2 * receiving.stall_s)
@@ -408,5 +428,18 @@ class BlobExchange:
             for receiving in self._receiving.values():
                 receiving.heard_at = time.monotonic()
                 receiving.stall_s = STALL_S
-                if receiving.listening:
+                if receiving.listening and not receiving.committing:
                     self._say_want(receiving, stalled=True)
+
+
+def _commit(partial: PartialBlob) -> Exception | None:
+    """Why a blob cannot have its name; None: it has."""
+    try:
+        partial.commit()
+    except BadPayload as error:
+        return error
+    except OSError as error:
+        return storage_failed("cannot keep a received blob", error)
+    except Exception as error:  # noqa: BLE001 - raised again by the program's loop
+        return error
+    return None

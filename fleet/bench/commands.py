@@ -118,6 +118,18 @@ def idle_command(starts: int, as_json: bool) -> None:
     _print(report, idle_table, as_json)
 
 
+@bench_command.command("control")
+@click.option("--seconds", type=click.FloatRange(min=1), default=60.0, help="How long answers are measured at most.")
+@_json_flag
+def control_command(seconds: float, as_json: bool) -> None:
+    """Measure a coordinator that waits, and how soon it answers while its worker process computes."""
+    from fleet.bench.control import control_table, run_control
+
+    with choose_display() as display:
+        report = run_control(seconds=seconds, progress=display.line)
+    _print(report, control_table, as_json)
+
+
 @bench_command.command("profile")
 @_case_flag
 @_json_flag

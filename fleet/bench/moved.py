@@ -14,9 +14,9 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from coordinator.checkpoint import save_state
+from coordinator.compute.checkpoint import save_state
+from coordinator.compute.planner import Plan, make_plan
 from coordinator.config import RunConfig, UpdatesConfig
-from coordinator.planner import Plan, make_plan
 from coordinator.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import ServerState

@@ -1,6 +1,7 @@
 """Real processes for a long ordeal: a coordinator with its broker, and devices, each behind a link of its own."""
 
 import os
+import re
 import resource
 import signal
 import sqlite3
@@ -42,6 +43,12 @@ Start = Callable[[str, str, Sequence[str], Path], Process]
 """(name, module with a `main`, arguments, log) -> the process."""
 
 
+def worker_of(run: Path) -> int | None:
+    """The worker process of the coordinator that serves a run, as its log says; None where it says nothing."""
+    said: list[str] = re.findall(r"worker process  pid=(\d+)", (run / "coordinator.log").read_text())
+    return int(said[-1]) if said else None
+
+
 class Federation:
     """Devices that serve one run after the other, and the coordinator of the run that is going on."""
 
@@ -62,7 +69,7 @@ class Federation:
         self._apply: dict[str, Callable[[Fault], None]] = {
             "kill": self._kill, "hang": self._hang, "drop": self._lose_link, "silence": self._lose_link,
             "twin": self._twin, "full": self._limit, "descriptors": self._limit,
-            "clock": self._wrong_clock, "power": self._cut_power,
+            "clock": self._wrong_clock, "power": self._cut_power, "worker": self._kill_worker,
         }  # fmt: skip
 
     @property
@@ -161,6 +168,11 @@ class Federation:
             return
         self._end(fault.target)
         self._again(fault.target)
+
+    def _kill_worker(self, _fault: Fault) -> None:
+        with suppress(OSError, ProcessLookupError):  # it is only being started
+            if pid := worker_of(self.runs / self.run):
+                os.kill(pid, signal.SIGKILL)
 
     def _hang(self, fault: Fault) -> None:
         pid = self.pids().get(fault.target)

@@ -30,7 +30,7 @@ PATIENCE_S = 300.0
 """Longest wait for anything that must come: a device, a round after a fault, the end of a run."""
 SIGNS = {
     "kill": "X", "hang": "h", "drop": "d", "silence": "s", "twin": "t", "full": "f", "descriptors": "o", "clock": "c",
-    "power": "P",
+    "power": "P", "worker": "w",
 }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ KINDS: dict[str, Kind] = {
     "descriptors": Kind((COORDINATOR, DEVICE), 3, 20, "no file or connection can be opened for a while"),
     "clock": Kind((COORDINATOR, DEVICE), 0, 0, "killed, and started with a clock a year off that is put right later"),
     "power": Kind((DEVICE,), 0, 0, "killed while it writes its vault"),
+    "worker": Kind((COORDINATOR,), 0, 0, "kill -9 of its worker process, which it starts again"),
 }
 
 

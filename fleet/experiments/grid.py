@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct, field
 
-from coordinator.config import ImageConfig, make_config, read_toml
+from coordinator.config import ImageConfig, read_toml
 from fedvit.blobs import digest_of
 from fedvit.data.partition import make_partition
 from fedvit.errors import ConfigError
@@ -196,7 +196,9 @@ def _run(experiment: Experiment, method: Mapping[str, Any], tables: dict[str, An
     }
     if twice := sorted(experiment.run.keys() & {*own, *tables, "seed", "broker"}):
         raise ConfigError(f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
-    config = make_config({**DEFAULTS, **experiment.run, **own, **tables}, where).run
+    from coordinator.compute.checks import checked_config  # torch: seconds that a mistyped key need not wait
+
+    config = checked_config({**DEFAULTS, **experiment.run, **own, **tables}, where).run
     return {key: value for key, value in msgspec.to_builtins(config).items() if key != "seed"}
 
 

@@ -13,10 +13,12 @@ import msgspec
 import numpy as np
 
 from coordinator.admission import check_upload
-from coordinator.config import RunConfig, make_config
+from coordinator.compute.checks import checked_config
+from coordinator.compute.engine import Engine
+from coordinator.compute.planner import Plan, make_plan
+from coordinator.config import RunConfig
 from coordinator.display import Display
 from coordinator.inbox import Interrupted
-from coordinator.planner import Plan, common_groups, initial_blobs, make_plan
 from coordinator.rounds import Coordinator
 from coordinator.store import Store
 from edge_client.agent import Agent
@@ -80,9 +82,9 @@ class Scene(NamedTuple):
         program = self.plan.first.program
         groups = {
             group: self.blobs.put(pack({name: self.plan.state.tensors[name] for name in program.names(group)})).digest
-            for group in common_groups(program)
+            for group in program.common_groups()
         }
-        digests = [self.plan.first.digest, *initial_blobs(program), *groups.values()]
+        digests = [self.plan.first.digest, *program.fetched_once(), *groups.values()]
         manifests = tuple(self.blobs.manifest(digest) for digest in digests)
         return Task(instance, epoch, RUN, 1, "train", 0, self.plan.first.digest, groups, manifests, 60.0)
 
@@ -91,7 +93,7 @@ def fuzz_in_memory(messages: int, seed: int, say: Say, *, cache: Path | None = N
     """A quarter of the messages to the decoders, a quarter to an agent, half to a coordinator; see `Part.findings`."""
     with tempfile.TemporaryDirectory(prefix="fedvit-fuzz-") as folder:
         home = Path(folder)
-        config = make_config(SETTINGS, "fuzz").run
+        config = checked_config(SETTINGS, "fuzz").run
         data = noise_folder(home / "data", images=16, size=8)
         classes = DeviceData.open(data).classes
         blobs = BlobStore(home / "server")
@@ -373,8 +375,9 @@ def _coordinator(scene: Scene, messages: int, seed: int) -> Part:
         store=store,
         folder=scene.folder / "runs" / RUN,
         display=Display(),
-        accelerator="cpu",
-        graph_cache=scene.cache,
+        compute=Engine(
+            run=RUN, config=scene.config, store=store, folder=scene.folder / "runs" / RUN, graph_cache=scene.cache
+        ),
     )
     me, instance = HOSTILE[0], secrets.token_hex(8)
     peer = Peer(  # before the coordinator, whose state is said once

@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "devices": 2,
     "rounds": 100_000,
     "evaluate_every": 3,
+    "accelerator": "cpu",
     "deadline_s": 3.0,
     "rejoin_grace_s": 0.5,
 }

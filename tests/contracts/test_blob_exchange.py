@@ -4,6 +4,7 @@ import contextlib
 import random
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, StorageFailed
+from fedvit.partials import PartialBlob
 from fedvit.transport import exchange, packets
 from fedvit.transport.base import Connected, Disconnected, Received, Transport
 from fedvit.transport.exchange import BlobExchange
@@ -259,6 +261,31 @@ def test_two_requests_for_one_blob_end_with_one_transfer(peer: Peers) -> None:
     drive(peers, lambda: len(receiver.finished) == 2)
     assert receiver.finished == [(manifest, None)] * 2
     assert sender.sent_chunks < 1.1 * manifest.chunks
+
+
+def test_large_blob_that_is_being_synced_keeps_no_other_waiting(peer: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes as long for the large one as the small one needs to arrive."""
+    sender, receiver = peers = [peer("sender"), peer("receiver")]
+    settle(peers)
+    arrived, commit = threading.Event(), PartialBlob.commit
+
+    def slow(partial: PartialBlob) -> None:
+        if len(partial.have) > 1:
+            assert arrived.wait(WAIT_S / 2), "the small one did not arrive"
+        commit(partial)
+
+    monkeypatch.setattr(PartialBlob, "commit", slow)
+    large, small = blob(BIG // 10, seed=1), blob(1000, seed=2)
+    manifest = sender.blobs.put(large)
+    receiver.fetch(manifest, sender)
+    drive(peers, lambda: receiver.chunks_here(manifest) == manifest.chunks)
+    receiver.fetch(sender.blobs.put(small), sender)
+    drive(peers, lambda: receiver.has_ended)
+    assert receiver.got(small)
+    arrived.set()
+    receiver.finished.clear()
+    drive(peers, lambda: receiver.has_ended)
+    assert receiver.got(large)
 
 
 def test_a_sender_that_sends_nothing_keeps_no_other_senders_blob_away(peer: Peers) -> None:

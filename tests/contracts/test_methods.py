@@ -20,7 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fedvit.methods
 from coordinator.broker import start_broker
-from coordinator.checkpoint import load_state
+from coordinator.compute.checkpoint import load_state
+from coordinator.compute.engine import Engine
 from coordinator.config import make_config
 from coordinator.display import Display
 from coordinator.rounds import Coordinator
@@ -723,8 +724,7 @@ class Fleet:
             store=store,
             folder=out / case.id,
             display=Display(),
-            accelerator="cpu",
-            graph_cache=self._cache,
+            compute=Engine(run=case.id, config=config, store=store, folder=out / case.id, graph_cache=self._cache),
         )
         coordinator.serve()
         store.close()

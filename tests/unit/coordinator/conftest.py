@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import RunConfig, make_config
+from coordinator.compute.checks import checked_config
+from coordinator.config import RunConfig
 
 MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
 CLASSES = ("0", "1", "2")
@@ -25,6 +26,8 @@ def configure(graph_cache: Path) -> Configure:
 
     def configure(method: str = "fedavg", options: dict[str, Any] | None = None, **values: Any) -> RunConfig:
         chosen = {**OPTIONS.get(method, {}), **(options or {})}
-        return make_config({"method": method, "model_options": MODEL, **values, "options": chosen}, "test").run
+        return checked_config(
+            {"method": method, "model_options": MODEL, "accelerator": "cpu", **values, "options": chosen}, "test"
+        ).run
 
     return configure

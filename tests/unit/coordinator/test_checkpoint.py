@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from coordinator.checkpoint import load_state, needed_blobs, save_state
-from coordinator.planner import Plan, make_plan
+from coordinator.compute.checkpoint import load_state, needed_blobs, save_state
+from coordinator.compute.planner import Plan, make_plan
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.methods.base import ServerState
 from fedvit.tensors import pack, unpack

@@ -12,13 +12,15 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator.cli import choose_accelerator, cli, merge_flags
+from coordinator.cli import cli, merge_flags
+from coordinator.compute.engine import choose_accelerator
 from coordinator.config import RunConfig, make_config
 from coordinator.store import Store
 from coordinator.tables import SavedState
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages
+from tests.forked import ForkedWorker
 
 PROGRAM = [sys.executable, "-c", "from coordinator.cli import main; main()"]
 WAIT_S = 120
@@ -42,6 +44,12 @@ def out(tmp_path: Path) -> Iterator[Path]:
     store.add_refusal("done", 1, "pi-3", "train", "'head.bias' holds [3] values that are NaN")
     yield folder
     store.close()
+
+
+@pytest.fixture
+def forked_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker process that has torch at once; it is not told of a run, so it opens no database."""
+    monkeypatch.setattr("coordinator.compute.process.spawn", ForkedWorker)
 
 
 def said(*arguments: object) -> Result:
@@ -139,6 +147,19 @@ def test_a_record_that_is_no_database_is_one_line(tmp_path: Path) -> None:
     assert "not a database" in line
 
 
+def test_commands_that_only_read_import_no_torch(out: Path) -> None:
+    """Nor anything else that takes seconds; in a process of their own, since this one has it."""
+    commands = [["runs"], ["show", "done"], ["status", "done"], ["quarantine", "done"], ["devices", "--help"]]
+    script = (
+        "import sys; from click.testing import CliRunner; from coordinator.cli import cli\n"
+        f"for command in {[[*given, '--out', str(out)] for given in commands]}: CliRunner().invoke(cli, command)\n"
+        f"CliRunner().invoke(cli, ['report', 'done', '--runs', {str(out)!r}, '--json'], catch_exceptions=False)\n"
+        "print([name for name in ('torch', 'timm', 'onnx', 'onnxruntime', 'sklearn') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 # --- start --------------------------------------------------------------------------------------------
 
 
@@ -203,8 +224,9 @@ def test_a_name_that_no_folder_should_have_makes_no_run(out: Path, name: str) ->
     assert {path for path in out.rglob("*") if "fedvit.db" not in path.name} == before
 
 
+@pytest.mark.usefixtures("forked_worker")
 def test_an_accelerator_that_is_not_there_is_named_and_no_run_is_made(out: Path) -> None:
-    said = refused("start", "--accelerator", "warp", "--run", "new", "--out", out)
+    said = refused("start", "--accelerator", "warp", "--run", "new", "--out", out, "--quiet")
     assert said.startswith("accelerator = 'warp' cannot be used: ")
     assert "\n" not in said
     assert "new" not in [record.id for record in Store.in_folder(out).runs()]
@@ -237,8 +259,9 @@ def test_variants_by_flag_go_over_those_of_the_file() -> None:
         ("pi-*:bach_size=8", "variants: 'pi-*': method 'eftvit' has no option 'bach_size'"),
     ],
 )
+@pytest.mark.usefixtures("forked_worker")
 def test_a_variant_that_cannot_be_is_named(flag: str, complaint: str, tmp_path: Path) -> None:
-    assert complaint in refused("start", "--variant", flag, "--out", tmp_path / "runs")
+    assert complaint in refused("start", "--variant", flag, "--out", tmp_path / "runs", "--quiet")
     assert not (tmp_path / "runs").exists()
 
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cli, config_flags, merge_flags
+from coordinator.compute.checks import checked_config
 from coordinator.config import (
     TABLES,
     BrokerConfig,
@@ -21,7 +22,6 @@ from coordinator.config import (
     RunConfig,
     StartConfig,
     UpdatesConfig,
-    make_config,
     read_toml,
 )
 from fedvit.errors import ConfigError
@@ -125,7 +125,7 @@ class Prompted(FedAvg):
 def refusal(**values: Any) -> str:
     """What is said of a configuration that cannot be used."""
     with pytest.raises(ConfigError) as refused:
-        make_config(values, FILE)
+        checked_config(values, FILE)
     return str(refused.value)
 
 
@@ -139,7 +139,7 @@ def flagged(*arguments: str, values: dict[str, Any] | None = None) -> StartConfi
         got.append(flags)
 
     CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
-    return make_config(merge_flags(values or {}, got[0]), "flags")
+    return checked_config(merge_flags(values or {}, got[0]), "flags")
 
 
 # --- files --------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ PRIVACY = PrivacyConfig(clip=0.5, delta=1e-4, accounting="sampled", feature_clip
 def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(EVERY_KEY)
-    config = make_config(read_toml(file), str(file))
+    config = checked_config(read_toml(file), str(file))
     assert config == StartConfig(
         RunConfig(
             method="fedavg",
@@ -218,7 +218,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
 
 
 def test_nothing_needs_to_be_said() -> None:
-    config = make_config({}, FILE)
+    config = checked_config({}, FILE)
     assert config == StartConfig(RunConfig(), BrokerConfig())
     assert (config.run.method, config.run.rounds, config.run.cohort, config.broker.broker) == (
         "eftvit",
@@ -231,9 +231,9 @@ def test_nothing_needs_to_be_said() -> None:
 def test_what_the_store_keeps_gives_the_same_configuration_again() -> None:
     """Also whether `cohort` is a share (1.0: all) or a number (1: one device)."""
     for cohort in (1, 1.0, 0.25, 8):
-        config = make_config({"cohort": cohort, "classes": ["a", "b"], "images": {"flip": True}}, FILE).run
+        config = checked_config({"cohort": cohort, "classes": ["a", "b"], "images": {"flip": True}}, FILE).run
         raw = msgspec.json.encode(msgspec.to_builtins(config))
-        again = make_config(msgspec.json.decode(raw), "run r").run
+        again = checked_config(msgspec.json.decode(raw), "run r").run
         assert again == config
         assert type(again.cohort) is type(config.cohort) is type(cohort)
 
@@ -408,16 +408,16 @@ def test_names_and_options_are_checked_before_anything_starts(values: dict[str, 
 def test_what_is_added_to_the_model_is_the_same_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one model on the server: a variant that wants prompts, or others, is refused."""
     monkeypatch.setitem(METHODS, "prompted", Prompted)
-    assert make_config({"method": "prompted", "variants": {"pi": {"tokens": 3, "lr": 0.5}}}, FILE)
+    assert checked_config({"method": "prompted", "variants": {"pi": {"tokens": 3, "lr": 0.5}}}, FILE)
     said = refusal(method="prompted", variants={"jetson-*": {"tokens": 4}})
     assert said == f"{FILE}: variants: 'jetson-*': {{'tokens': 4}} adds other tensors to the model than the run does"
 
 
 def test_a_large_model_is_checked_without_taking_memory() -> None:
     """ViT-H/14 has 632 million parameters: 2.5 GB of float32, of which the check takes no tenth."""
-    make_config({}, FILE)  # imports torch and timm
+    checked_config({}, FILE)  # imports torch and timm
     before = peak_rss_bytes()
-    assert make_config({"model": "vit_huge_patch14_224"}, FILE).run.model == "vit_huge_patch14_224"
+    assert checked_config({"model": "vit_huge_patch14_224"}, FILE).run.model == "vit_huge_patch14_224"
     after = peak_rss_bytes()
     assert before is not None
     assert after is not None
@@ -588,7 +588,7 @@ def test_a_flag_that_cannot_be_used_is_named(flags: tuple[str, ...]) -> None:
 )
 def test_budgets_have_units(given: dict[str, Any], budget: Budget) -> None:
     """Or are in the base unit: bytes, FLOPs, seconds."""
-    assert make_config({"budget": given}, FILE).run.budget.limits() == budget
+    assert checked_config({"budget": given}, FILE).run.budget.limits() == budget
     assert BudgetConfig(**given).limits() == budget
 
 
@@ -606,16 +606,16 @@ def test_budgets_have_units(given: dict[str, Any], budget: Budget) -> None:
 def test_a_budget_that_cannot_be_read_is_named(key: str, value: Any, expected: str) -> None:
     """Key, value, what is expected, and the file."""
     with pytest.raises(ConfigError) as refused:
-        make_config({"budget": {key: value}}, FILE)
+        checked_config({"budget": {key: value}}, FILE)
     for part in (FILE, key, repr(str(value)), expected):
         assert part in str(refused.value)
 
 
 def test_an_unknown_budget_is_named() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'memory'; did you mean 'memory_budget'"):
-        make_config({"budget": {"memory": "512MB"}}, FILE)
+        checked_config({"budget": {"memory": "512MB"}}, FILE)
     with pytest.raises(ConfigError, match="upload_budget = True"):
-        make_config({"budget": {"upload_budget": True}}, FILE)
+        checked_config({"budget": {"upload_budget": True}}, FILE)
 
 
 # --- updates ------------------------------------------------------------------------------------------

@@ -323,7 +323,7 @@ def test_a_late_result_counts_once_in_the_round_that_is_open_then(
     assert stage.finish() == "finished"
     used = {(entry.device, entry.round): entry.used_in for entry in stage.store.results("r", kind="train")}
     assert used["slow", 1] == number
-    # in round 3 one result is enough: the other may come too late
+    # in the last round either of the two may come too late for the other
     assert [entry for entry in stage.store.refusals("r") if entry.round != 3] == []
     staleness = number - 1
     step = (1 + (1.0 if late == "use" else (1 + staleness) ** -0.5) * 8.0) / 2

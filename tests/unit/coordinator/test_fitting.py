@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.compute.fitting import RUNNERS_UP, Choice, Fitter, grid
+from coordinator.compute.messages import Target
+from coordinator.compute.planner import make_plan
 from coordinator.config import RunConfig
-from coordinator.fitting import RUNNERS_UP, Choice, Fitter, Target, grid
-from coordinator.planner import make_plan
 from fedvit.blobs import BlobStore
 from fedvit.errors import OverBudget
 from fedvit.methods import METHODS, make_method

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.fitting import Target
-from coordinator.planner import (
+from coordinator.compute.messages import Target
+from coordinator.compute.planner import (
     PROTOCOLS,
     Plan,
     Variant,
-    common_groups,
-    initial_blobs,
     make_plan,
     suitable_run_size,
 )
@@ -92,8 +90,8 @@ def test_fedavg_in_groups(plan: Callable[..., Plan]) -> None:
     made = plan(method="fedavg")
     program = made.first.program
     assert {name: group.role for name, group in program.groups.items()} == {"model": Role.SHARED}
-    assert common_groups(program) == list(made.groups) == ["model"]
-    assert initial_blobs(program) == [program.graphs[name].digest for name in ("train", "update", "predict")]
+    assert program.common_groups() == list(made.groups) == ["model"]
+    assert program.fetched_once() == [program.graphs[name].digest for name in ("train", "update", "predict")]
     assert set(made.state.tensors) == set(program.tensors) == set(program.names("model"))
 
 
@@ -109,7 +107,7 @@ def test_eftvit_in_groups(plan: Callable[..., Plan], blobs: BlobStore) -> None:
         "block.2": Role.GLOBAL,
         "local": Role.LOCAL,
     }
-    assert common_groups(program) == list(made.groups) == ["head", "norm", "block.1", "block.2"]
+    assert program.common_groups() == list(made.groups) == ["head", "norm", "block.1", "block.2"]
     prefixes = {
         group: {".".join(name.split(".")[: 2 if name.startswith("blocks") else 1]) for name in program.names(group)}
         for group in program.groups
@@ -121,11 +119,11 @@ def test_eftvit_in_groups(plan: Callable[..., Plan], blobs: BlobStore) -> None:
         "block.2": {"blocks.2"},
         "local": {"cls_token", "pos_embed", "patch_embed", "blocks.0"},
     }
-    assert set(made.state.tensors) == {name for group in common_groups(program) for name in program.names(group)}
+    assert set(made.state.tensors) == {name for group in program.common_groups() for name in program.names(group)}
     assert all(made.groups[group] == program.names(group) for group in made.groups)
     local = program.groups["local"].initial
     assert local is not None
-    assert initial_blobs(program)[3:] == [local]
+    assert program.fetched_once()[3:] == [local]
     assert program.groups["head"].initial is None
     first = unpack(blobs.get(local))
     assert set(first) == set(program.names("local"))
@@ -146,7 +144,7 @@ def test_every_tensor_of_the_model_is_in_the_program(plan: Callable[..., Plan]) 
 def test_everything_that_a_device_fetches_is_in_the_blob_store(plan: Callable[..., Plan], blobs: BlobStore) -> None:
     made = plan(method="eftvit").first
     assert decode_program(blobs.get(made.digest)) == made.program
-    for digest in (made.digest, *initial_blobs(made.program)):
+    for digest in (made.digest, *made.program.fetched_once()):
         assert digest_of(blobs.get(digest)) == digest
 
 
@@ -274,8 +272,8 @@ def test_devices_of_two_splits_share_what_both_have(plan: Callable[..., Plan], b
     made = plan(method="eftvit", variants=SPLITS)
     one, two = made.first.program, made.variant("jetson-1", 1).program
     assert list(made.groups) == ["head", "norm", "block.1", "block.2"]
-    assert common_groups(one) == ["head", "norm", "block.1", "block.2"]
-    assert common_groups(two) == ["head", "norm", "block.2"]
+    assert one.common_groups() == ["head", "norm", "block.1", "block.2"]
+    assert two.common_groups() == ["head", "norm", "block.2"]
     assert two.names("block.2") == one.names("block.2") == made.groups["block.2"]
     assert {name.split(".")[1] for name in two.names("local") if name.startswith("blocks.")} == {"0", "1"}
     less, more = (unpack(blobs.get(str(program.groups["local"].initial))) for program in (one, two))

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.config import RunConfig, make_config
+from coordinator.compute.checks import checked_config
+from coordinator.compute.server_step import aggregator_of
+from coordinator.config import RunConfig
 from coordinator.privacy import (
     Step,
-    aggregator_of,
     cohort_seed,
     expected_cohort,
     round_figures,
@@ -25,7 +26,7 @@ from fedvit.methods.private_mean import PrivateMean
 
 def config(method: str = "fedavg", protection: dict[str, Any] | None = None, **privacy: Any) -> RunConfig:
     values = {"method": method, "devices": 4, "privacy": privacy, "protection": protection or {}}
-    return make_config(values, "test").run
+    return checked_config(values, "test").run
 
 
 def rows(*values: list[float]) -> list[Delta]:
@@ -118,7 +119,7 @@ class TestSpent:
 
 @pytest.mark.parametrize(("share", "expected"), [(1.0, 4), (0.5, 2), (0.1, 1), (3, 3), (9, 4)])
 def test_the_denominator_is_of_the_configuration(share: float | int, expected: int) -> None:
-    assert expected_cohort(make_config({"method": "fedavg", "devices": 4, "cohort": share}, "test").run) == expected
+    assert expected_cohort(checked_config({"method": "fedavg", "devices": 4, "cohort": share}, "test").run) == expected
 
 
 def test_a_restart_forgets_nothing(tmp_path: Path) -> None:

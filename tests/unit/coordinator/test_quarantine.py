@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.quarantine import Quarantine
+from coordinator.quarantine import Quarantine, quarantined
 from coordinator.store import Store
-from fedvit.methods.base import ServerState
 
 
 @pytest.fixture
@@ -93,9 +92,9 @@ def test_a_limit_of_0_counts_none(store: Store) -> None:
     assert (heard, store.strikes("r")) == ([], [])
 
 
-def test_what_it_uploaded_earlier_is_dropped(store: Store) -> None:
-    quarantine, _ = of(store, limit=1)
-    state = ServerState({}, {}, {"nano": "blake3:a", "pi": "blake3:b"})
-    assert quarantine.cleansed(state, 2) is state
+def test_quarantines_that_hold_in_a_round_are_in_the_record(store: Store) -> None:
+    """So the compute side leaves out what such a device had uploaded earlier."""
+    quarantine, _ = of(store, limit=1, rounds=2)
+    assert quarantined(store, "r", 2) == {}
     quarantine.strike("pi", 1, "too long")
-    assert quarantine.cleansed(state, 2).uploads == {"nano": "blake3:a"}
+    assert [[*quarantined(store, "r", number)] for number in (1, 2, 3, 4)] == [["pi"], ["pi"], ["pi"], []]

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from coordinator import admission as admission_module
 from coordinator import results as results_module
+from coordinator.compute.engine import Engine
+from coordinator.compute.planner import PROTOCOLS
 from coordinator.display import Display
 from coordinator.inbox import Interrupted
-from coordinator.planner import PROTOCOLS
 from coordinator.rounds import ATTEMPTS, Coordinator
 from coordinator.store import Store
 from fedvit.blobs import BlobStore, digest_of
@@ -295,8 +296,9 @@ class Stage:
             store=self.store,
             folder=self.out / run,
             display=Said(self.lines),
-            accelerator="cpu",
-            graph_cache=self._graph_cache,
+            compute=Engine(
+                run=run, config=config, store=self.store, folder=self.out / run, graph_cache=self._graph_cache
+            ),
         )
         self._thread = threading.Thread(target=self._serve, args=(self.coordinator,), daemon=True)
         self._thread.start()
@@ -436,6 +438,35 @@ def test_small_blobs_come_and_go_inside_messages(stage: Stage, first: Tensors) -
 
 def stage_manifest(task: Task, digest: str) -> Manifest:
     return next(manifest for manifest in task.blobs if manifest.digest == digest)
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_large_upload_is_looked_at_while_results_of_others_are_taken(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, good: bool
+) -> None:
+    """Every upload counts as large here; b's comes inside its result. That of a is looked at until b's was accepted."""
+    taken, check = threading.Event(), results_module.check_upload
+
+    def slow(upload: Path | bytes, program: Program, what: str) -> Tensors:
+        if isinstance(upload, Path):
+            assert taken.wait(WAIT_S / 2), "the result of b was not taken"
+        return check(upload, program, what)
+
+    def inside(device: Fake, task: Task) -> None:
+        result = device.answer(task)
+        assert result.upload is not None
+        device.bring(msgspec.structs.replace(result, inline=device.blobs.get(result.upload.digest)))
+
+    monkeypatch.setattr(results_module, "LARGE_BYTES", 0)
+    monkeypatch.setattr(results_module, "check_upload", slow)
+    a, b = stage.fake("a", value=1.0 if good else float("nan")), stage.fake("b", inside)
+    stage.start(devices=2)
+    stage.drive(lambda: b.answers() == [(1, True)])
+    assert a.answers() == []
+    taken.set()
+    assert stage.finish() == "finished"
+    assert a.answers() == [(1, good)]
+    assert stage.accepted(1) == (["a", "b"] if good else ["b"])
 
 
 def test_an_upload_inside_a_result_must_be_the_one_it_names(stage: Stage) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from coordinator.screening import Screen, Screened
+from coordinator.compute.screening import Screen, Screened
 from fedvit.methods.base import Upload
 from fedvit.tensors import Tensors
 

@@ -5,46 +5,38 @@ gone on with.
 """
 
 import logging
-from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
 
-from coordinator.checkpoint import load_state, save_state
-from coordinator.course import Course
+from coordinator.compute.checkpoint import load_state, save_state
+from coordinator.compute.server_step import ServerStep
 from coordinator.downlink import Reference
-from coordinator.integrity import SoundBlobs, beyond_repair, what_it_held
-from coordinator.server_step import ServerStep
+from coordinator.integrity import SoundBlobs, beyond_repair, essential, what_it_held
 from coordinator.tables import RoundRecord, SavedState
 from fedvit.errors import EmptyCohort
 
 log = logging.getLogger(__name__)
 
 
-def newest_state(course: Course, step: ServerStep, copies: Callable[[], str]) -> SavedState:
-    """What the run goes on from; `copies()` names older records of it, for the operator.
+def newest_state(step: ServerStep, copies: str) -> tuple[SavedState, list[int]]:
+    """What the run is resumed from, and the rounds whose states were made anew.
 
-    Raises Damaged, naming the file and what to do, where a damaged state cannot be made anew.
+    `copies` names older records of the run, for the operator. Raises Damaged, naming the file and what to do, where a
+    damaged state cannot be made anew.
     """
-    plan, blobs, updates = course.plan, course.blobs, course.config.updates
+    plan, blobs, updates = step.plan, step.blobs, step.config.updates
     broken: list[tuple[RoundRecord, SavedState]] = []  # newest first
-    record = course.store.newest_closed(course.run)
+    record = step.store.newest_closed(step.run)
     while record and record.state and _damaged(record.state, blobs):
         broken.append((record, record.state))
-        record = course.store.newest_closed(course.run, before=record.round)
+        record = step.store.newest_closed(step.run, before=record.round)
     saved = record.state if record and record.state else save_state(plan.state, plan.groups, blobs, updates)
     damaged = _damaged(broken[0][1], blobs) if broken else []
     for record, recorded in reversed(broken):
-        saved = _Again(course, step, record, recorded, damaged, copies).closed(saved)
-    return msgspec.structs.replace(
-        saved, references={group: _usable(reference, blobs) for group, reference in saved.references.items()}
-    )
-
-
-def essential(saved: SavedState) -> set[str]:
-    """Blobs without which nobody can go on from a state; all others are made anew, or done without."""
-    sent = {reference.digest for reference in saved.references.values()}
-    return {*saved.groups.values(), *sent} | ({saved.memory} if saved.memory else set())
+        saved = _Again(step, record, recorded, damaged, copies).closed(saved)
+    references = {group: _usable(reference, blobs) for group, reference in saved.references.items()}
+    return msgspec.structs.replace(saved, references=references), [record.round for record, _ in reversed(broken)]
 
 
 def _damaged(saved: SavedState, blobs: SoundBlobs) -> list[str]:
@@ -63,14 +55,12 @@ class _Again:
 
     def __init__(
         self,
-        course: Course,
         step: ServerStep,
         record: RoundRecord,
         recorded: SavedState,
         damaged: list[str],  # blobs of the newest state, for which all of this is done
-        copies: Callable[[], str],
+        copies: str,
     ) -> None:
-        self._course = course
         self._step = step
         self._number = record.round
         self._recorded = recorded
@@ -78,24 +68,23 @@ class _Again:
         self._copies = copies
 
     def closed(self, before: SavedState) -> SavedState:
-        course, plan, number = self._course, self._course.plan, self._number
-        course.doing = f"round {number}: its state is damaged on this disk, and is made anew"
-        results = course.store.used_in(course.run, number)
+        step, plan, number = self._step, self._step.plan, self._number
+        step.progress(f"round {number}: its state is damaged on this disk, and is made anew")
+        results = step.results(number)
         for result in results:
-            if result.upload and not course.blobs.is_sound(result.upload):
+            if result.upload and not step.blobs.is_sound(result.upload):
                 self._give_up(f"the upload of {result.device} for round {result.round} is not whole either")
         try:
-            state = self._step.again(number, results, load_state(before, course.blobs, plan.values))
+            state = step.again(number, results, load_state(before, step.blobs, plan.values))
         except EmptyCohort as error:
             self._give_up(str(error))
-        saved = save_state(state, plan.groups, course.blobs, course.config.updates, before)
+        saved = save_state(state, plan.groups, step.blobs, step.config.updates, before)
         if essential(saved) != essential(self._recorded):
             self._give_up(f"round {number}, reckoned again, gives other numbers")
-        course.say(f"round {number}: its state was made anew, with the same numbers")
         log.warning("state made anew", extra={"round": number, "digests": self._damaged})
         return self._recorded
 
     def _give_up(self, why: str) -> NoReturn:
-        course, digest = self._course, self._damaged[0]
-        held = what_it_held(digest, course.run, course.store, course.blobs)
-        raise beyond_repair(course.run, course.blobs.path(digest), held, why, self._copies)
+        step, digest = self._step, self._damaged[0]
+        held = what_it_held(digest, step.run, step.store, step.blobs)
+        raise beyond_repair(step.run, step.blobs.path(digest), held, why, self._copies)

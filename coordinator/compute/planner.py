@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 import torch
 
+from coordinator.compute.fitting import Fitter
+from coordinator.compute.messages import Target
 from coordinator.config import PrivacyConfig, RunConfig
-from coordinator.fitting import Fitter, Target
 from export.graphs import export_graphs, unverified_graphs
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError
@@ -393,14 +394,3 @@ def suitable_run_size(vit: PatchViT, batch: Batch) -> int:
     wanted = min(batch.batch_size, max(-(-FULL_SPEED_ROWS // tokens), ROOM_BYTES // sample_bytes))
     equal = max(size for size in range(1, wanted + 1) if batch.batch_size % size == 0)
     return equal if 2 * equal > wanted else -(-batch.batch_size // -(-batch.batch_size // wanted))
-
-
-def initial_blobs(program: Program) -> list[str]:
-    """Digests of what a device fetches once: graphs, and first values of local and frozen groups."""
-    first = [group.initial for group in program.groups.values() if group.initial]
-    return [graph.digest for graph in program.graphs.values()] + first
-
-
-def common_groups(program: Program) -> list[str]:
-    """Groups that the server sends each round, the same to all devices."""
-    return program.with_role(*(role for role in Role if role.from_server_each_round and role is not Role.GENERATED))

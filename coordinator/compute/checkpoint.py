@@ -1,8 +1,8 @@
 """The server's state as blobs: what devices fetch and what a restart begins with are the same files."""
 
+from coordinator.compute.planner import Plan
 from coordinator.config import UpdatesConfig
 from coordinator.downlink import references
-from coordinator.planner import Plan, initial_blobs
 from coordinator.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import ServerState
@@ -42,5 +42,5 @@ def needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
     needed = {*saved.groups.values(), *saved.uploads.values()}
     needed |= {digest for reference in saved.references.values() for digest in reference.blobs()}
     for variant in plan.variants.values():
-        needed |= {variant.digest, *initial_blobs(variant.program)}
+        needed |= {variant.digest, *variant.program.fetched_once()}
     return needed | ({saved.memory} if saved.memory else set())

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from coordinator.admission import LABELS
+from coordinator.compute.messages import Outlier
 from coordinator.config import ProtectionConfig
 from fedvit.methods.aggregators import norm_of
 from fedvit.methods.base import Upload
@@ -21,13 +22,6 @@ from fedvit.tensors import Array, TensorReader, reader_of
 
 LEAST_COHORT = 3
 """Of fewer updates none can be told to be the odd one out."""
-
-
-class Outlier(NamedTuple):
-    """An upload that is left out, and why."""
-
-    device: str
-    reason: str
 
 
 class Screened(NamedTuple):

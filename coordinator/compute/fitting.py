@@ -10,17 +10,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
+from coordinator.compute.messages import Target
 from fedvit.errors import OverBudget
 from fedvit.methods.base import Economy, Method
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Program
 from fedvit.quantities import format_bytes, format_flops, format_seconds
-from fedvit.resources import Budget, BudgetKind, Speed, image_cache_bytes
+from fedvit.resources import Budget, BudgetKind, image_cache_bytes
 from profiles.cost import GraphCost
 from profiles.predict import predict
 from profiles.prediction import Prediction, ProgramCost
@@ -31,22 +32,6 @@ MOST_PRICED = 32
 RUNNERS_UP = 2
 HEADROOM = 0.88
 """Part of a memory budget that a prediction may fill: predictions are right within some 15 %."""
-
-
-class Target(NamedTuple):
-    """A device to plan for."""
-
-    device: str
-    speed: Speed | None  # None: no time is predicted
-    source: Literal["measured", "catalogue"] | None
-    mode: str | None
-    budget: Budget
-    images: int
-    test_images: int
-    base_rss_bytes: int | None = None
-    power_w: tuple[float, float] | None = None
-    corrections: tuple[tuple[BudgetKind, float], ...] = ()  # factors by which predictions were too low before
-    budget_is_own: bool = True  # the device knows the memory budget, and keeps its decoded images small for it
 
 
 class Form(Struct, frozen=True, kw_only=True):

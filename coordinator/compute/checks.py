@@ -1,0 +1,70 @@
+"""Whether a configuration fits its method and its model."""
+
+from typing import Any
+
+import torch
+
+from coordinator.config import RunConfig, StartConfig, make_config
+from fedvit.errors import ConfigError
+from fedvit.methods import build_model, make_method
+from fedvit.methods.base import ServerRule
+from fedvit.models import SMALL
+
+
+def checked_config(values: dict[str, Any], where: str) -> StartConfig:
+    """What a file and flags said together, checked as a whole. Raises ConfigError, which names `where`."""
+    config = make_config(values, where)
+    check_run(config.run, where)
+    return config
+
+
+def check_run(config: RunConfig, where: str) -> None:
+    """Raises ConfigError, which names `where`, when options of method or model are wrong, or do not fit other keys."""
+    try:
+        _check(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _check(config: RunConfig) -> None:
+    """Now, not when the devices have come: on torch's device "meta" a model is made in no time and memory."""
+    method = make_method(config.method, config.options)
+    pretrained = config.model == SMALL and config.pretrained  # it has none, and says so
+    with torch.device("meta"):
+        vit = build_model(
+            method,
+            config.model,
+            max(2, len(config.classes)),
+            seed=0,
+            options=config.model_options,
+            pretrained=pretrained,
+        )
+        groups = method.groups(vit)
+        _check_late_results(config, method.server_rule(vit))
+        roles = {role for role, names in groups.values() if names}
+        config.protection.check(config.method, roles)
+        collects = any(phase.collect for phase in method.phases(vit))
+        config.privacy.check(config.method, roles, collects, config.protection)
+        config.check_privacy_of_ways()
+        for pattern, options in config.variants.items():
+            try:
+                other = make_method(config.method, {**config.options, **options})
+                other.groups(vit)
+                if other.surgery() != method.surgery():
+                    raise ConfigError(f"{options} adds other tensors to the model than the run does")
+            except ConfigError as error:
+                raise ConfigError(f"variants: {pattern!r}: {error}") from None
+        config.updates.check(config.method, method.groups(vit), collects)
+
+
+def _check_late_results(config: RunConfig, rule: ServerRule) -> None:
+    """Whether this method's server can use what was made from an older state."""
+    if config.mode == "buffered" and config.evaluation == "pre_aggregation":
+        raise ConfigError("evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'")
+    setting = "mode = 'buffered'" if config.mode == "buffered" else f"late = {config.late!r}"
+    if config.mode == "rounds" and config.late == "refuse":
+        return
+    if why := rule.why_never_late:
+        raise ConfigError(f"{setting} cannot be used with method {config.method!r}: {why}")
+    if config.late == "discount" and not rule.discounts:
+        raise ConfigError(f"{setting} cannot be used with method {config.method!r}: its uploads have no weight")

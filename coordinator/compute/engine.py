@@ -1,0 +1,198 @@
+"""Answers what the control of a run asks, in this process."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+
+from coordinator.compute.checkpoint import load_state
+from coordinator.compute.messages import (
+    FindOutliers,
+    Finish,
+    LearningRates,
+    Planned,
+    PlannedTask,
+    PlanTasks,
+    Prepare,
+    Prepared,
+    Request,
+    Step,
+    Target,
+)
+from coordinator.compute.planner import Plan, make_plan
+from coordinator.compute.restore import newest_state
+from coordinator.compute.server_step import ServerStep
+from coordinator.config import RunConfig
+from coordinator.downlink import snapshot
+from coordinator.integrity import DamagedBlob, SoundBlobs, what_it_held
+from coordinator.store import Store
+from fedvit.blobs import BlobStore
+from fedvit.errors import ConfigError, Damaged, OverBudget
+from fedvit.files import atomic_write
+from fedvit.methods.base import ServerState
+from fedvit.program import Role
+from fedvit.tensors import pack
+
+Answer = TypeVar("Answer")
+
+
+class Engine:
+    """One run's compute side; see `Compute`. It only reads the record."""
+
+    def __init__(
+        self, *, run: str, config: RunConfig, store: Store, folder: Path, graph_cache: Path | None = None
+    ) -> None:
+        self.progress: Callable[[str], None] = lambda text: None
+        self._run = run
+        self._config = config
+        self._store = store
+        self._folder = folder
+        self._graph_cache = graph_cache
+        self._blobs = SoundBlobs(folder / "blobs")
+        self._step: ServerStep | None = None
+        self._answers: dict[type, Callable[[Any], Any]] = {
+            Prepare: self._prepare,
+            PlanTasks: self._plan,
+            LearningRates: self._learning_rates,
+            FindOutliers: lambda request: self._prepared.outliers(request.round),
+            Step: lambda request: self._prepared.take(request.round, request.saved, request.drawn),
+            Finish: self._finish,
+        }
+
+    def ask(self, request: Request[Answer]) -> Answer:
+        return cast(Answer, self._answers[type(request)](request))
+
+    def damaged(self) -> list[str]:
+        return self._blobs.found()
+
+    def keep(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def _prepared(self) -> ServerStep:
+        assert self._step is not None, "a run is prepared before anything else is asked"
+        return self._step
+
+    def _prepare(self, request: Prepare) -> Prepared:
+        # all blobs are read again: that a file is as it was when it was read first does not say what the disk gives now
+        self._blobs.forget_all()
+        plan = make_plan(
+            self._config,
+            request.classes,
+            self._blobs,
+            start=self._start_state(),
+            budgets=request.budgets,
+            cache=self._graph_cache,
+            progress=self._say,
+        )
+        made, record = plan.first.digest, self._store.run(self._run)
+        if record.program not in (None, made):
+            raise ConfigError(
+                f"run {self._run} began with program {record.program}, this software makes {made}: "
+                "resume it with the versions it began with"
+            )
+        accelerator = choose_accelerator(self._config.accelerator)
+        self._step = ServerStep(self._run, self._config, self._store, self._blobs, plan, accelerator, self._say)
+        saved, remade = newest_state(self._step, request.copies)
+        groups = {group: (role.value, len(names)) for group, (role, names) in plan.method.groups(plan.vit).items()}
+        return Prepared(
+            program=made, protocol=plan.protocol, groups=groups, accelerator=accelerator, saved=saved, remade=remade
+        )
+
+    def _say(self, text: str) -> None:
+        self.progress(text)
+
+    def _start_state(self) -> ServerState | None:
+        """What the run that this one starts from ended with. Raises ConfigError when there is no such end."""
+        earlier = self._config.start_from
+        if earlier is None:
+            return None
+        newest = self._store.newest_closed(earlier)
+        if newest is None or newest.state is None:
+            self._store.run(earlier)  # raises when there is none of that name
+            raise ConfigError(f"start_from = {earlier!r}: that run closed no round")
+        blobs = SoundBlobs(self._folder.parent / earlier / "blobs")
+        try:
+            return load_state(newest.state, blobs)
+        except DamagedBlob as error:
+            held = what_it_held(error.digest, earlier, self._store, blobs)
+            raise Damaged(
+                f"start_from = {earlier!r}: {error.path} is damaged: it held {held}. "
+                "Put the file back from a copy of that run's folder"
+            ) from error
+
+    def _plan(self, request: PlanTasks) -> Planned:
+        too_small: dict[str, str] = {}
+        tasks: dict[str, PlannedTask] = {}
+        with self._blobs.gathering() as gathering:
+            state = _Lazily(partial(load_state, request.saved, self._blobs, self._prepared.plan.values))
+            for device, target in request.targets.items():
+                try:
+                    tasks[device] = self._task(device, target, request, state, gathering)
+                except OverBudget as error:
+                    too_small[device] = str(error)
+        return Planned(tasks=tasks, too_small=too_small)
+
+    def _task(
+        self, device: str, target: Target | None, request: PlanTasks, state: "_Lazily", blobs: BlobStore
+    ) -> PlannedTask:
+        """A device's Program for the round, and the digests of what the server sends it. Raises OverBudget."""
+        plan, saved = self._prepared.plan, request.saved
+        variant, expected = plan.given(device, request.round, target)
+        groups = {group: plan.sent(variant, group, saved.sent(group)) for group in variant.program.common_groups()}
+        sent = [kept for group, kept in saved.references.items() if groups.get(group) == kept.digest]
+        for group in variant.program.with_role(Role.GENERATED):
+            made = plan.rule.generate(state.value, device, self._config.seed)
+            members = {name: made[name] for name in variant.program.names(group)}
+            sent.append(snapshot(members, self._config.updates, blobs))
+            groups[group] = sent[-1].digest
+        return PlannedTask(
+            program=variant.digest,
+            groups=groups,
+            expected=expected,
+            recipes=tuple(recipe for reference in sent for recipe in reference.recipes(blobs)),
+            lr_scale=variant.method.lr_scale(request.round, self._config.rounds),
+        )
+
+    def _learning_rates(self, request: LearningRates) -> list[float]:
+        plan, rounds = self._prepared.plan, self._config.rounds
+        return [plan.method_for(device, number).lr_scale(number, rounds) for device, number in request.tasks]
+
+    def _finish(self, request: Finish) -> None:
+        plan: Plan = self._prepared.plan
+        state = load_state(request.saved, self._blobs, plan.values)
+        atomic_write(self._folder / "model.safetensors", pack(state.tensors))
+        for device in [entry.device for entry in self._store.devices(self._run) if entry.totals.results]:
+            if generated := plan.rule.generate(state, device, self._config.seed):
+                atomic_write(self._folder / "generated" / f"{device}.safetensors", pack(generated))
+
+
+class _Lazily:
+    """A state that is read when it is first needed: most methods make nothing for one device."""
+
+    def __init__(self, load: Callable[[], ServerState]) -> None:
+        self._load = load
+        self._value: ServerState | None = None
+
+    @property
+    def value(self) -> ServerState:
+        if self._value is None:
+            self._value = self._load()
+        return self._value
+
+
+def choose_accelerator(wanted: str) -> str:
+    """Torch device for the server's training. Raises ConfigError when it is not there."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=wanted)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"accelerator = {wanted!r} cannot be used: {first}") from error
+    return wanted

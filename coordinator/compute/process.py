@@ -1,0 +1,328 @@
+"""The compute side of a run in a process of its own, which is started again whenever it dies.
+
+Requests and answers are msgpack behind their length, on the pipes of the process. It ends when its standard input does:
+also after `kill -9` of this process.
+"""
+
+import contextlib
+import logging
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import IO, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from coordinator.compute.messages import AnyRequest, Check, Prepare, Request
+from coordinator.config import RunConfig
+from coordinator.integrity import DamagedBlob
+from fedvit import errors
+from fedvit.errors import DeviceTrouble, FedvitError, LinkDown
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+DEATHS = 3
+"""Times that the process may die during one request: then the run fails."""
+BACK_OFF_S = 1.0
+"""Wait before the process is started for the second time in a row; it doubles with each further time."""
+END_S = 2.0
+"""Longest wait for a process that has closed its pipe."""
+
+_LENGTH = struct.Struct("<I")
+
+
+# --- what travels ---------------------------------------------------------------------------------------
+
+
+class Begin(Struct, frozen=True, kw_only=True, tag=True):
+    """The run that all requests but Check are about; it is not answered."""
+
+    run: str
+    config: RunConfig
+    folder: str
+    log: str  # file for what the process logs, and says on its standard error
+    graph_cache: str | None
+
+
+class Doing(Struct, frozen=True, tag=True):
+    """What is being done."""
+
+    text: str
+
+
+class Answered(Struct, frozen=True, kw_only=True, tag=True):
+    value: msgspec.Raw
+    damaged: list[str]  # digests of blobs that were found to be damaged
+
+
+class Raised(Struct, frozen=True, kw_only=True, tag=True):
+    """A request failed; `kind` is the name of an exception of fedvit.errors, DamagedBlob or OSError, or empty."""
+
+    kind: str
+    text: str
+    errno: int | None = None
+    path: str = ""
+    digest: str = ""
+    damaged: list[str] = []
+
+
+Reply = Doing | Answered | Raised
+
+
+def write_frame(pipe: IO[bytes], message: Struct) -> None:
+    raw = msgspec.msgpack.encode(message)
+    pipe.write(_LENGTH.pack(len(raw)) + raw)
+    pipe.flush()
+
+
+def read_frame(pipe: IO[bytes]) -> bytes | None:
+    """None at the end."""
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    [length] = _LENGTH.unpack(head)
+    raw = pipe.read(length)
+    return raw if len(raw) == length else None
+
+
+def raised_of(error: Exception, damaged: list[str]) -> Raised:
+    """An exception as it travels; one that nobody raises on purpose has no kind."""
+    if isinstance(error, DamagedBlob):
+        return Raised(kind="DamagedBlob", text=str(error), path=str(error.path), digest=error.digest, damaged=damaged)
+    if isinstance(error, FedvitError):
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        return Raised(kind=kind.__name__, text=str(error), damaged=damaged)
+    if isinstance(error, OSError):
+        path = str(error.filename or "")
+        return Raised(kind="OSError", text=error.strerror or str(error), errno=error.errno, path=path, damaged=damaged)
+    return Raised(kind="", text=f"{type(error).__name__}: {error}", damaged=damaged)
+
+
+def exception_of(raised: Raised, log_file: Path | None) -> Exception:
+    """The exception again."""
+    if raised.kind == "DamagedBlob":
+        return DamagedBlob(raised.digest, Path(raised.path))
+    if raised.kind == "OSError":
+        return OSError(raised.errno, raised.text, *([raised.path] if raised.path else []))
+    if raised.kind:
+        kind: type[FedvitError] = getattr(errors, raised.kind)
+        return kind(raised.text)
+    where = f"; its log has the traceback: {log_file}" if log_file else ""
+    return FedvitError(f"the worker process failed unexpectedly: {raised.text}{where}")
+
+
+# --- the process ------------------------------------------------------------------------------------------
+
+
+class Child(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    pid: int
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+def spawn() -> Child:
+    """A fresh process. Ctrl-C in the terminal does not reach it: a run that is interrupted closes its pipe."""
+    command = [sys.executable, "-m", "coordinator.compute.worker"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+
+
+class _Died(Exception):
+    """The process ended during a request."""
+
+
+class Worker:
+    """See `Compute`. Its process is started by `start`, or with the first request.
+
+    A request during which it dies is repeated in a new process, which is first told of the run again. Raises
+    DeviceTrouble after DEATHS of them, FedvitError where the process fails unexpectedly.
+    """
+
+    def __init__(self) -> None:
+        self.progress: Callable[[str], None] = lambda text: None
+        self._child: Child | None = None
+        self._begin: Begin | None = None
+        self._prepare: Prepare | None = None
+        self._begun = self._prepared = False  # whether this process has been told
+        self._died = 0  # times in a row
+        self._start_at = 0.0  # not before, on the monotonic clock
+        self._busy = threading.Lock()
+        self._closed = threading.Event()
+        self._damaged: SimpleQueue[str] = SimpleQueue()
+        self._news: SimpleQueue[str] = SimpleQueue()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None before the first."""
+        return self._child.pid if self._child else None
+
+    def start(self) -> None:
+        """Let it load torch while something else is done."""
+        if self._child is None:
+            self._child = spawn()
+
+    def begin(
+        self, *, run: str, config: RunConfig, folder: Path, log_file: Path, graph_cache: Path | None = None
+    ) -> None:
+        """The run that all further requests are about."""
+        cache = str(graph_cache) if graph_cache else None
+        self._begin = Begin(run=run, config=config, folder=str(folder), log=str(log_file), graph_cache=cache)
+        self.start()
+        log.info("worker process", extra={"pid": self.pid})
+
+    def ask(self, request: Request[Answer]) -> Answer:
+        with self._busy:
+            deaths = 0
+            while True:
+                try:
+                    child = self._ready()
+                    self._tell_of_run(child, request)
+                    answer: Answer = self._exchange(child, request)
+                except _Died as died:
+                    deaths += 1
+                    if deaths == DEATHS:
+                        raise DeviceTrouble(self._beyond_repair(str(died), request)) from None
+                    continue
+                self._died = 0
+                if isinstance(request, Prepare):
+                    self._prepare, self._prepared = request, True
+                return answer
+
+    def damaged(self) -> list[str]:
+        return _drained(self._damaged)
+
+    def keep(self) -> list[str]:
+        if self._busy.acquire(blocking=False):  # else the thread that asks sees to it
+            try:
+                if self._child and self._child.poll() is not None:
+                    self._note_death()
+                if self._child is None and time.monotonic() >= self._start_at:
+                    self._start_again()
+            finally:
+                self._busy.release()
+        return _drained(self._news)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._child:
+            self._child.kill()
+            self._child.wait()
+
+    # --- talking ------------------------------------------------------------------------------------------
+
+    def _tell_of_run(self, child: Child, request: Request[Answer]) -> None:
+        """A process knows nothing of an earlier one."""
+        if isinstance(request, Check):
+            return
+        if self._begin and not self._begun:
+            self._send(child, self._begin)
+            self._begun = True
+        if self._prepare and not self._prepared and not isinstance(request, Prepare):
+            self._exchange(child, self._prepare)
+            self._prepared = True
+
+    def _exchange(self, child: Child, request: Request[Answer]) -> Answer:
+        self._send(child, request)
+        assert child.stdout is not None
+        while raw := read_frame(child.stdout):
+            reply = msgspec.msgpack.decode(raw, type=Reply)
+            if isinstance(reply, Doing):
+                self.progress(reply.text)
+                continue
+            for digest in reply.damaged:
+                self._damaged.put(digest)
+            if isinstance(reply, Raised):
+                raise exception_of(reply, Path(self._begin.log) if self._begin else None)
+            answer: Answer = msgspec.msgpack.decode(reply.value, type=request.answer)
+            return answer
+        raise _Died(self._note_death())
+
+    def _send(self, child: Child, message: Struct) -> None:
+        assert child.stdin is not None
+        try:
+            write_frame(child.stdin, message)
+        except OSError:
+            raise _Died(self._note_death()) from None
+
+    # --- life and death -----------------------------------------------------------------------------------
+
+    def _ready(self) -> Child:
+        """The process; a new one, after a rest, where it has died."""
+        if self._child is None:
+            self._closed.wait(max(0.0, self._start_at - time.monotonic()))
+            self._start_again()
+        if self._closed.is_set():
+            raise LinkDown("the worker process was ended")
+        assert self._child is not None
+        return self._child
+
+    def _start_again(self) -> None:
+        if self._closed.is_set():
+            return
+        self._child = spawn()
+        log.info("worker process", extra={"pid": self.pid})
+        if self._died:
+            self._say("the worker process was started again")
+
+    def _note_death(self) -> str:
+        """How it ended, for people."""
+        child, self._child = self._child, None
+        assert child is not None
+        try:
+            code = child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            code = child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                _close(pipe)
+        self._begun = self._prepared = False
+        how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+        self._start_at = time.monotonic() + (BACK_OFF_S * 2 ** (self._died - 1) if self._died else 0.0)
+        self._died += 1
+        if not self._closed.is_set():
+            self._say(f"the worker process ended with {how}; nothing is lost")
+        return how
+
+    def _say(self, text: str) -> None:
+        self._news.put(text)
+        log.warning(text)
+
+    def _beyond_repair(self, how: str, request: Request[Answer]) -> str:
+        where = f"; its log: {self._begin.log}" if self._begin else ""
+        return (
+            f"the worker process ended {DEATHS} times during one request ({type(request).__name__}), the last time "
+            f"with {how}{where}. With SIGKILL it was probably out of memory: see the system's log"
+        )
+
+
+def _drained(lines: "SimpleQueue[str]") -> list[str]:
+    found: list[str] = []
+    while True:
+        try:
+            found.append(lines.get_nowait())
+        except Empty:
+            return found
+
+
+def _close(pipe: IO[bytes]) -> None:
+    with contextlib.suppress(OSError):  # what was not written yet cannot be any more
+        pipe.close()
+
+
+Incoming = Begin | AnyRequest
+"""What the process reads."""

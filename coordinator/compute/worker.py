@@ -1,0 +1,98 @@
+"""The worker process: answers requests on its standard input until that ends."""
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any
+
+import msgspec
+
+from coordinator.compute.messages import Check
+from coordinator.compute.process import Answered, Begin, Doing, Incoming, raised_of, read_frame, write_frame
+from fedvit.descriptors import raise_limit
+from fedvit.files import private_files
+from fedvit.logs import configure_logging
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Ends with the process that started it: at the end of standard input, in the midst of whatever it does."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a group or a service, in which the other process ends it
+        signal.signal(number, signal.SIG_IGN)
+    raise_limit()
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever libraries print must not get among the replies
+    configure_logging()
+    waiting: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_listen, args=(requests, waiting), name="requests", daemon=True).start()
+    with private_files():
+        _Serving(replies).serve(waiting)
+
+
+def _listen(requests: IO[bytes], waiting: "SimpleQueue[bytes]") -> None:
+    while raw := read_frame(requests):
+        waiting.put(raw)
+    os._exit(0)
+
+
+class _Serving:
+    def __init__(self, replies: IO[bytes]) -> None:
+        self._replies = replies
+        self._engine: Any = None
+
+    def serve(self, waiting: "SimpleQueue[bytes]") -> None:
+        import coordinator.compute.engine  # noqa: F401 - torch: seconds in which the end of the input is seen already
+
+        while True:
+            request = msgspec.msgpack.decode(waiting.get(), type=Incoming)
+            if isinstance(request, Begin):
+                self._begin(request)
+                continue
+            try:
+                value = self._answer(request)
+            except Exception as error:
+                raised = raised_of(error, self._damaged())
+                if not raised.kind:
+                    log.exception("request failed")
+                write_frame(self._replies, raised)
+            else:
+                raw = msgspec.Raw(msgspec.msgpack.encode(value))
+                write_frame(self._replies, Answered(value=raw, damaged=self._damaged()))
+
+    def _begin(self, begin: Begin) -> None:
+        from coordinator.compute.engine import Engine
+        from coordinator.store import Store
+
+        opened = os.open(begin.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        for number in (1, 2):
+            os.dup2(opened, number)
+        os.close(opened)
+        folder = Path(begin.folder)
+        self._engine = Engine(
+            run=begin.run,
+            config=begin.config,
+            store=Store.in_folder(folder.parent),
+            folder=folder,
+            graph_cache=Path(begin.graph_cache) if begin.graph_cache else None,
+        )
+        self._engine.progress = lambda text: write_frame(self._replies, Doing(text))
+
+    def _answer(self, request: Any) -> Any:
+        if isinstance(request, Check):
+            from coordinator.compute.checks import check_run
+            from coordinator.compute.engine import choose_accelerator
+
+            check_run(request.config, request.where)
+            return choose_accelerator(request.config.accelerator)
+        return self._engine.ask(request)
+
+    def _damaged(self) -> list[str]:
+        return self._engine.damaged() if self._engine else []
+
+
+if __name__ == "__main__":
+    main()

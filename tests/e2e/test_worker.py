@@ -1,0 +1,81 @@
+"""The coordinator's two processes: either may be killed, and the one that devices talk to has no torch."""
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from coordinator.config import make_config
+from coordinator.store import Store
+from fleet.chaos.federation import worker_of
+from tests.e2e.stage import CONFIG, DEVICES, ROUNDS, Stage, program, wait_for
+
+MOST_RSS_BYTES = 200e6
+"""Of a coordinator that waits; docs/architecture.md has what was measured."""
+SEED = 7
+LONGEST_WAIT_S = 0.3
+
+
+def test_a_coordinator_that_waits_for_devices_has_no_torch(stage: Stage) -> None:
+    """As it is started by an operator. Its worker process is there already, and ends with it."""
+    store = Store.in_folder(stage.out)
+    store.create_run("run", msgspec.to_builtins(make_config({**CONFIG, "devices": 1}, "test").run))
+    store.close()
+    given = ["start", "--out", str(stage.out), "--broker", "embedded", "--port", str(stage.port), "--resume"]
+    coordinator = stage.start("coordinator", [*program("coordinator.cli"), *given])
+    wait_for(lambda: "waiting for 1 device" in stage.log("coordinator"), "the coordinator to wait")
+    maps = Path(f"/proc/{coordinator.pid}/maps").read_text()
+    assert not re.findall(r"/(torch|timm|onnx|onnxruntime)/", maps)
+    assert psutil.Process(coordinator.pid).memory_info().rss < MOST_RSS_BYTES
+    worker = psutil.Process(wait_for(lambda: worker_of(stage.out / "run"), "the worker process"))
+    assert "coordinator.compute.worker" in worker.cmdline()
+    coordinator.send_signal(signal.SIGINT)
+    assert stage.finish(coordinator, "coordinator") == 130
+    worker.wait(30)
+
+
+def test_a_worker_that_is_killed_is_started_again_and_the_numbers_stay_the_same(
+    stage: Stage, undisturbed: bytes
+) -> None:
+    """kill -9 of the worker while it prepares, and about the server steps of two rounds; then of the coordinator, with
+    its worker alive: that ends by itself."""
+    draw = random.Random(SEED)
+    coordinator = stage.coordinator()
+    run = stage.out / "run"
+    devices = {name: stage.device(name) for name in DEVICES}
+    wait_for(lambda: "the run has the 10 classes" in stage.log("coordinator"), "the run to be prepared")
+    killed = [_kill_worker(run)]
+    for number in (1, 2):
+        brought = f"select count(*) from results where round = {number} and kind = 'train'"
+        wait_for(lambda: stage.query(brought) == [(len(DEVICES),)], f"results of round {number}")  # noqa: B023
+        time.sleep(draw.uniform(0, LONGEST_WAIT_S))
+        wait_for(lambda: worker_of(run) not in killed, "the worker to be started again")
+        killed.append(_kill_worker(run))
+    wait_for(lambda: stage.query("select 1 from results where round = 3 and kind = 'train'"), "a result of round 3")
+    wait_for(lambda: worker_of(run) not in killed, "the worker to be started again")
+    left = worker_of(run)
+    assert left is not None
+    coordinator.kill()
+    coordinator.wait()
+    wait_for(lambda: not _runs(left), "the worker to end by itself")
+    assert stage.log("coordinator").count("worker process ended with signal 9 (SIGKILL)") == len(killed)
+    assert stage.finish(stage.coordinator(resume=True), "coordinator") == 0, stage.log("coordinator")
+    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    assert [entry["accepted"] for entry in stage.show()["rounds"]] == [len(DEVICES)] * ROUNDS
+    assert stage.model() == undisturbed
+
+
+def _kill_worker(run: Path) -> int:
+    pid = worker_of(run)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def _runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

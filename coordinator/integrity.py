@@ -1,4 +1,4 @@
-"""Blobs of the coordinator's own, held against their names before anybody is served with them or reckons with them.
+"""Blobs of the coordinator's own, verified by their digests before they are served or used.
 
 What no longer holds what was written is made anew where it can be: whatever is put again replaces it.
 """
@@ -142,6 +142,6 @@ def beyond_repair(run: str, path: Path, held: str, why: str, copies: str) -> Dam
     """The run cannot go on: which file, what it held, and what to do; `copies` names older records of the run."""
     return Damaged(
         f"{path} of run {run} is damaged: it held {held}, and cannot be made anew: {why}. Put the file back from a "
-        f"copy of the run's folder and go on with `coordinator start --resume {run}`{copies}; or begin a new run, "
+        f"copy of the run's folder and resume with `coordinator start --resume {run}`{copies}; or begin a new run, "
         "with --start-from where an earlier one ended"
     )

@@ -272,7 +272,7 @@ class Coordinator:
         self.exchange.stop_sending(error.digest)
 
     def _tell_of_damage(self) -> None:
-        """Name every file that was found to be damaged; whoever is being served with it asks again."""
+        """Name every file that was found to be damaged; devices that are being sent it ask again."""
         for digest in self.compute.damaged():
             self.blobs.report(digest)
         for digest in self.blobs.found():

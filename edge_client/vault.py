@@ -231,7 +231,7 @@ class Vault:
                     yield folder / name, digest
 
     def _damaged(self, folder: Path, *, tensors: bool = True) -> list[Path]:
-        """Files without which a round cannot be gone on from."""
+        """Files without which a round cannot be resumed from."""
         try:
             sums = read_sums(folder)
         except BadPayload:

@@ -1,7 +1,7 @@
-"""The newest state of a run, whole: where blobs of it are damaged, rounds are reckoned again from an older state.
+"""The newest state of a run, whole: where blobs of it are damaged, rounds are computed again from an older state.
 
-Server steps are repeatable to the bit, and whether one was repeated the recorded digests tell: other numbers are never
-gone on with.
+Server steps are repeatable to the bit. The recorded digests tell whether a repeated step gave the same numbers; a run never
+continues with other ones.
 """
 
 import logging
@@ -51,7 +51,7 @@ def _usable(reference: Reference, blobs: SoundBlobs) -> Reference:
 
 
 class _Again:
-    """One closed round that is reckoned again."""
+    """One closed round that is computed again."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class _Again:
             self._give_up(str(error))
         saved = save_state(state, plan.groups, step.blobs, step.config.updates, before)
         if essential(saved) != essential(self._recorded):
-            self._give_up(f"round {number}, reckoned again, gives other numbers")
+            self._give_up(f"round {number}, computed again, gives other numbers")
         log.warning("state made anew", extra={"round": number, "digests": self._damaged})
         return self._recorded
 

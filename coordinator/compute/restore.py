@@ -1,7 +1,7 @@
 """The newest state of a run, whole: where blobs of it are damaged, rounds are computed again from an older state.
 
-Server steps are repeatable to the bit. The recorded digests tell whether a repeated step gave the same numbers; a run never
-continues with other ones.
+Server steps are repeatable to the bit. The recorded digests tell whether a repeated step gave the same numbers; a run
+never continues with other ones.
 """
 
 import logging

@@ -5,6 +5,7 @@ What no longer holds what was written is made anew where it can be: whatever is 
 
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -86,9 +87,13 @@ class SoundBlobs(BlobStore):
         self._whole.pop(digest, None)
         self._found.put(digest)
 
-    def forget_all(self) -> None:
-        """Every blob is read anew when it is needed next."""
-        self._whole.clear()
+    def forget_all_but(self, digests: Collection[str] = ()) -> None:
+        """Every other blob is read anew when it is needed next."""
+        self._whole = {digest: file for digest, file in self._whole.items() if digest in digests}
+
+    def prune(self, keep: set[str], partial_kept_s: float = 0.0) -> int:
+        self.forget_all_but(keep)
+        return super().prune(keep, partial_kept_s)
 
     def found(self) -> list[str]:
         """Digests of blobs that were found to be damaged since this was asked last."""

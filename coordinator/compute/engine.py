@@ -80,7 +80,7 @@ class Engine:
 
     def _prepare(self, request: Prepare) -> Prepared:
         # all blobs are read again: that a file is as it was when it was read first does not say what the disk gives now
-        self._blobs.forget_all()
+        self._blobs.forget_all_but()
         plan = make_plan(
             self._config,
             request.classes,

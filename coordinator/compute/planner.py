@@ -17,7 +17,7 @@ from coordinator.compute.messages import Target
 from coordinator.config import PrivacyConfig, RunConfig
 from export.graphs import export_graphs, unverified_graphs
 from fedvit.blobs import BlobStore
-from fedvit.errors import ConfigError
+from fedvit.errors import BadPayload, ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Method, ServerRule, ServerState
 from fedvit.models.vit import PatchViT
@@ -32,6 +32,7 @@ from fedvit.program import (
     Role,
     TensorSpec,
     Train,
+    decode_program,
     encode_program,
 )
 from fedvit.resources import Budget
@@ -172,7 +173,12 @@ class Plan:
             ).items()
         }
         program = self._program(method, batch, graphs, lambda members: self.blobs.put(pack(members)).digest)
-        return Variant(self.blobs.put(encode_program(program)).digest, program, method)
+        raw = encode_program(program)
+        try:
+            decode_program(raw)
+        except BadPayload as error:
+            raise ConfigError(f"no device would take what follows from the method's options: {error}") from error
+        return Variant(self.blobs.put(raw).digest, program, method)
 
     def priced(self, method: Method) -> tuple[Program, dict[str, GraphCost]]:
         """The Program that a method would give, without its blobs, and what its graphs cost; takes seconds."""

@@ -63,12 +63,9 @@ class ServerStep:
         private = round_figures(self.store, self.run, config, population=population, cohort=cohort, feature_rows=rows)
         self.progress(f"round {number}/{config.rounds}: keeping the new state")
         kept = save_state(moved, self.plan.groups, self.blobs, config.updates, saved)
-        return Stepped(
-            saved=kept,
-            figures=figures | screened.figures | private,
-            damaged=damaged,
-            needed=needed_blobs(self.plan, kept),
-        )
+        needed = needed_blobs(self.plan, kept)
+        self.blobs.forget_all_but(needed)
+        return Stepped(saved=kept, figures=figures | screened.figures | private, damaged=damaged, needed=needed)
 
     def again(self, number: int, results: list[ResultRecord], state: ServerState) -> ServerState:
         """What the step of a round that is closed made of `state`; devices were judged then. Raises EmptyCohort."""

@@ -313,7 +313,7 @@ class TestRun:
     def test_a_cell_that_fails_leaves_the_others(
         self, run_here: Callable[[Path, Path], Conducted], tmp_path: Path
     ) -> None:
-        """With such a learning rate nothing finite comes back; the next call tries that cell again, and only that."""
+        """No device would take such a learning rate; the next call tries that cell again, and only that."""
         text = FILE.replace('[partitions.even]\npartition = "iid"\n', "").replace("rounds = 2", "rounds = 1")
         text = text.replace('method = "eftvit"', 'method = "fedavg"\nlr = 1e30').replace("mask = 0.75", "")
         file = written(tmp_path, text.replace("[methods.eftvit]", "[methods.wild]"))
@@ -321,8 +321,8 @@ class TestRun:
         assert [entry.method for entry in outcome.comparisons] == ["fedavg"]
         failure = outcome.cells[1].failure
         assert failure is not None
-        assert failure.startswith("EmptyCohort: round 1: no usable result")
-        assert any(line.startswith("wild/skewed/seed-0: failed: EmptyCohort") for line in lines)
+        assert failure.startswith("ConfigError: no device would take what follows from the method's options: ")
+        assert any(line.startswith("wild/skewed/seed-0: failed: ConfigError") for line in lines)
         assert run_here(file, tmp_path)[1] == ["wild/skewed/seed-0"]
 
 

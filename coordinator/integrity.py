@@ -23,7 +23,10 @@ class DamagedBlob(Damaged):
     """A blob that is not here, or holds other bytes than its name says."""
 
     def __init__(self, digest: str, path: Path) -> None:
-        super().__init__(f"{path} is damaged: it does not have the digest that is its name")
+        missing = not path.exists()
+        super().__init__(
+            f"{path} is {'missing' if missing else 'damaged: it does not have the digest that is its name'}"
+        )
         self.digest = digest
         self.path = path
 

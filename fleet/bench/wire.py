@@ -371,7 +371,7 @@ def _mosquitto_for_big_messages(folder: Path) -> Broker:
     folder.mkdir(parents=True)
     address = Address("127.0.0.1", claim_port("127.0.0.1", 0))
     lines = configuration("127.0.0.1", address, folder / "none").splitlines()
-    limits = ("max_packet_size", "max_queued_bytes")
+    limits = ("max_packet_size", "max_queued_bytes", "max_qos")
     config = folder / "mosquitto.conf"
     config.write_text("\n".join(line for line in lines if not line.startswith(limits)) + "\n")
     return Broker("mosquitto", address, [str(program_path), "-c", str(config)], os.environ, folder / "log")

@@ -264,8 +264,9 @@ def test_a_run_that_is_not_whole_is_named(copied: Callable[[str], Trained], tmp_
     refused(on_server(run._replace(name="young"), out), ConfigError, "'young'", "closed no round")
     store.close()
     held, blobs = run.program()
-    blobs.path(held.graphs[held.evaluate.graph].digest).unlink()
-    refused(on_server(run, out, "--device", DEVICE), StorageFailed, run.name, held.graphs[held.evaluate.graph].digest)
+    graph = blobs.path(held.graphs[held.evaluate.graph].digest)
+    graph.unlink()
+    refused(on_server(run, out, "--device", DEVICE), StorageFailed, f"{graph} is missing")
     assert not out.exists()
 
 
@@ -284,7 +285,8 @@ def test_the_device_names_what_is_wrong(copied: Callable[[str], Trained], tmp_pa
 
 def test_a_damaged_vault_is_named(copied: Callable[[str], Trained], tmp_path: Path) -> None:
     run, out = copied("fedper"), tmp_path / "bundle"
-    [local] = (run.state / "vault" / run.name).glob("round-*/local.safetensors")
+    home = run.state / "vault" / run.name
+    local = home / (home / "CURRENT").read_text() / "local.safetensors"
     local.write_bytes(local.read_bytes()[:100])
     refused(on_device(run, out), StorageFailed, local)
     note = run.state / "vault" / run.name / "TASK"

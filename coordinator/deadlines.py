@@ -17,7 +17,7 @@ SLOW_LINK_BYTES_PER_S = 125_000.0
 SLOWEST_LINK_BYTES_PER_S = 4_000.0
 """32 kb/s, a chunk in half a minute: what moves more slowly holds the others up and does not count as moving."""
 ALIVE = 10.0
-"""However alive a device is, its task is over after so many times what was predicted, and FIRST_S at the earliest."""
+"""A task ends after this multiple of its predicted time, and FIRST_S at the earliest, however alive the device is."""
 UPLOAD_S = 120.0
 """An upload whose turn it is may be silent for so long before its bytes come; it takes the place of others."""
 

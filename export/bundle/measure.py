@@ -27,8 +27,8 @@ VOTE_TOLERANCES = {Precision.FP32: 1e-3, Precision.FP16: 0.2, Precision.INT8: 0.
 vote."""
 
 TIES = 16
-"""Where neighbours vote, one picture in so many may differ by more: of two neighbours that are equally near but for
-rounding each processor asks its own. A wrong file is wrong about most pictures."""
+"""Where neighbours vote, one picture in this many may differ by more: rounding decides between two neighbours that are
+equally near, and processors round differently. A wrong file is wrong about most pictures."""
 
 LEAST_SCALE = 1e-3
 """Of an untrained model all logits may be zero: smaller ones are compared as if the largest were this."""

@@ -22,7 +22,7 @@ from fedvit.data.folder import DeviceData, Flags, Split
 from fedvit.data.images import Indices, augment, draw_kept, normalise, select, unfold
 from fedvit.engine import CPU, give_back, open_session
 from fedvit.errors import BadPayload, DataError, FedvitError
-from fedvit.program import Batch, Gather, Program, Train
+from fedvit.program import LABELS, Batch, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class Runtime:
             result.tensors.update(loop.trained)
             if sampler and phase.collect:
                 features, labels = sampler.collected(phase.collect.shape)
-                result.collected |= {phase.collect.output: features, "labels": labels}
+                result.collected |= {phase.collect.output: features, LABELS: labels}
         result.samples = len(images) - len(lost)
         result.steps, result.step_s, result.flops = tally.steps, tally.step_s, tally.flops
         return result

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fedvit.program import Program, Role
+from fedvit.program import LABELS, Program, Role
 from fedvit.tensors import Tensors
 from fedvit.updates import NONE, decode_one, make_codec
 
@@ -31,5 +31,5 @@ def coded_upload(program: Program, deltas: Tensors, collected: Tensors, owed: Te
             codec, output = make_codec(phase.collect.codec), phase.collect.output
             features = {output: collected[output]}
             upload |= codec.encode(features, samples=True) if codec.name != NONE else features
-            upload["labels"] = collected["labels"]
+            upload[LABELS] = collected[LABELS]
     return upload, left

@@ -49,6 +49,8 @@ PRIVATE_VERSION = 2
 MAX_VALUES = 1 << 31
 """Numbers in one array that a device makes for a Program: batches, features, optimizer state. What a device can
 really hold is for its memory budget to say; this is where a Program is nonsense."""
+LABELS = "labels"
+"""The tensor of an upload that names the class of every collected value."""
 
 # What a Program brings is checked when it is read, on the device too: nothing may be allocated for nonsense.
 Pixels = Annotated[int, Meta(ge=1, le=4096)]
@@ -275,7 +277,7 @@ class Program(Struct, frozen=True, kw_only=True):
             if phase.collect:
                 collect = phase.collect
                 expected |= make_codec(collect.codec).form(collect.output, (None, *collect.shape))
-                expected["labels"] = ((None,), "int64")
+                expected[LABELS] = ((None,), "int64")
         return expected
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

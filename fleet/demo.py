@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from coordinator.cli import print_summary
+from coordinator.commands.runs import print_summary
 from fedvit.data.digits import read_digits
 from fedvit.data.partition import partition
 from fleet.devices import device_folders

@@ -11,7 +11,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from coordinator.display import choose_display
+from coordinator.run.display import choose_display
 from fedvit.errors import ConfigError, FedvitError, StorageFailed
 from fedvit.files import atomic_write
 from fleet.experiments.cell import CellFolder

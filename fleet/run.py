@@ -10,10 +10,11 @@ from typing import Any
 import click
 import msgspec
 
-from coordinator.cli import config_flags, merge_flags, print_summary
+from coordinator.commands.config_flags import config_flags, merge_flags
+from coordinator.commands.runs import print_summary
 from coordinator.config import StartConfig, read_toml
-from coordinator.store import Store
-from coordinator.summary import RunSummary, summarise
+from coordinator.record.store import Store
+from coordinator.record.summary import RunSummary, summarise
 from fedvit.errors import ConfigError, FedvitError, LinkDown
 from fedvit.files import private_files
 from fedvit.wire.topics import check_name
@@ -57,7 +58,7 @@ def run_fleet(
     `values` is a configuration as a file gives it. Logs of devices lie in `out/run/devices`, their state
     in `out/run/state`. Raises FedvitError when the run failed.
     """
-    from coordinator.compute.checks import checked_config  # torch: seconds that a mistyped key need not wait
+    from coordinator.planning.checks import checked_config  # torch: seconds that a mistyped key need not wait
 
     config = checked_config({**values, "devices": len(folders)}, "run")
     home = out / run
@@ -90,7 +91,7 @@ def run_virtual(
 
     `values` stand over VIRTUAL_DEFAULTS. Logs of hosts lie in `out/run/devices`.
     """
-    from coordinator.compute.checks import checked_config  # torch: seconds that a mistyped key need not wait
+    from coordinator.planning.checks import checked_config  # torch: seconds that a mistyped key need not wait
 
     config = checked_config({**VIRTUAL_DEFAULTS, **values, "devices": count}, "run")
     home = out / run

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from coordinator.config import RunConfig
-from coordinator.display import Display
-from coordinator.store import Store
-from coordinator.summary import summarise
+from coordinator.record.store import Store
+from coordinator.record.summary import summarise
+from coordinator.run.display import Display
 from edge_client.agent import Agent
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
@@ -51,10 +51,10 @@ def simulate(
 
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
     """
-    from coordinator.compute.checks import checked_config  # with torch: seconds that other commands need not wait
     from coordinator.compute.engine import Engine, choose_accelerator
-    from coordinator.inbox import Interrupted
-    from coordinator.rounds import Coordinator
+    from coordinator.planning.checks import checked_config  # with torch: seconds that other commands need not wait
+    from coordinator.run.coordinator import Coordinator
+    from coordinator.run.inbox import Interrupted
 
     devices = folders if isinstance(folders, Mapping) else {folder.name: folder for folder in folders}
     config = checked_config({**DEFAULTS, **values, "devices": len(devices)}, "simulation").run

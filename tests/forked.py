@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import IO
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["coordinator.rounds", "coordinator.compute.engine", "coordinator.compute.checks"])
+FORKS.set_forkserver_preload(
+    ["coordinator.run.coordinator", "coordinator.compute.engine", "coordinator.planning.checks"]
+)
 """The process to fork from starts with the first fork and ends with the tests."""
 WORKERS = 6
 """Worker processes that a coordinator can have, one after the other; they end with it."""

@@ -1,9 +1,9 @@
 """The server's state as blobs: what devices fetch and what a restart begins with are the same files."""
 
-from coordinator.compute.planner import Plan
 from coordinator.config import UpdatesConfig
-from coordinator.downlink import references
-from coordinator.tables import SavedState
+from coordinator.planning.planner import Plan
+from coordinator.record.references import references
+from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import ServerState
 from fedvit.tensors import Tensors, pack, unpack

@@ -19,15 +19,15 @@ from coordinator.compute.messages import (
     Prepared,
     Request,
     Step,
-    Target,
 )
-from coordinator.compute.planner import Plan, make_plan
 from coordinator.compute.restore import newest_state
 from coordinator.compute.server_step import ServerStep
 from coordinator.config import RunConfig
-from coordinator.downlink import snapshot
-from coordinator.integrity import DamagedBlob, SoundBlobs, what_it_held
-from coordinator.store import Store
+from coordinator.planning.planner import Plan, make_plan
+from coordinator.planning.target import Target
+from coordinator.record.integrity import DamagedBlob, SoundBlobs, what_it_held
+from coordinator.record.references import snapshot
+from coordinator.record.store import Store
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, Damaged, OverBudget
 from fedvit.files import atomic_write

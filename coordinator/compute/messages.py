@@ -5,13 +5,13 @@ blobs that are named by their content, and files that hold the same again.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
 from coordinator.config import RunConfig
-from coordinator.tables import SavedState
-from fedvit.resources import Budget, BudgetKind, Speed
+from coordinator.planning.target import Target
+from coordinator.record.tables import SavedState
 from fedvit.wire.messages import Recipe
 from profiles.prediction import Expected
 
@@ -25,22 +25,6 @@ class Request(Struct, Generic[Answer], frozen=True, kw_only=True):
 
 
 # --- what is told of devices and of a round ---------------------------------------------------------------
-
-
-class Target(NamedTuple):
-    """A device to plan for."""
-
-    device: str
-    speed: Speed | None  # None: no time is predicted
-    source: Literal["measured", "catalogue"] | None
-    mode: str | None
-    budget: Budget
-    images: int
-    test_images: int
-    base_rss_bytes: int | None = None
-    power_w: tuple[float, float] | None = None
-    corrections: tuple[tuple[BudgetKind, float], ...] = ()  # factors by which predictions were too low before
-    budget_is_own: bool = True  # the device knows the memory budget, and keeps its decoded images small for it
 
 
 class Outlier(NamedTuple):

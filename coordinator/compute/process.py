@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from coordinator.compute.messages import AnyRequest, Check, Prepare, Request
 from coordinator.config import RunConfig
-from coordinator.integrity import DamagedBlob
+from coordinator.record.integrity import DamagedBlob
 from fedvit import errors
 from fedvit.errors import DeviceTrouble, FedvitError, LinkDown
 

@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from coordinator.admission import LABELS
 from coordinator.compute.messages import Outlier
 from coordinator.config import ProtectionConfig
 from fedvit.methods.aggregators import norm_of
 from fedvit.methods.base import Upload
+from fedvit.program import LABELS
 from fedvit.tensors import Array, TensorReader, reader_of
 
 LEAST_COHORT = 3

@@ -7,21 +7,20 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from coordinator.admission import LABELS
 from coordinator.compute.checkpoint import load_state, needed_blobs, save_state
 from coordinator.compute.messages import Outlier, Stepped
-from coordinator.compute.planner import Plan
 from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
-from coordinator.integrity import SoundBlobs
-from coordinator.privacy import expected_cohort, round_figures
-from coordinator.quarantine import quarantined
-from coordinator.store import Store
-from coordinator.tables import ResultRecord, SavedState
+from coordinator.planning.planner import Plan
+from coordinator.record.integrity import SoundBlobs
+from coordinator.record.privacy import expected_cohort, round_figures
+from coordinator.record.store import Store
+from coordinator.record.tables import ResultRecord, SavedState
 from fedvit.errors import EmptyCohort
 from fedvit.methods.aggregators import Aggregator, make_aggregator
 from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.methods.private_mean import PrivateMean
+from fedvit.program import LABELS
 from fedvit.tensors import Array, TensorFile
 from fedvit.updates import Decoded
 
@@ -105,7 +104,7 @@ class ServerStep:
 
     def _cleansed(self, state: ServerState, number: int) -> ServerState:
         """The state without what devices in quarantine had uploaded earlier."""
-        kept_out = quarantined(self.store, self.run, number) if self.config.protection.strikes else {}
+        kept_out = self.store.quarantined(self.run, number) if self.config.protection.strikes else {}
         uploads = {device: digest for device, digest in state.uploads.items() if device not in kept_out}
         return replace(state, uploads=uploads)
 

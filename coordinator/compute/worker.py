@@ -65,7 +65,7 @@ class _Serving:
 
     def _begin(self, begin: Begin) -> None:
         from coordinator.compute.engine import Engine
-        from coordinator.store import Store
+        from coordinator.record.store import Store
 
         opened = os.open(begin.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         for number in (1, 2):
@@ -83,8 +83,8 @@ class _Serving:
 
     def _answer(self, request: Any) -> Any:
         if isinstance(request, Check):
-            from coordinator.compute.checks import check_run
             from coordinator.compute.engine import choose_accelerator
+            from coordinator.planning.checks import check_run
 
             check_run(request.config, request.where)
             return choose_accelerator(request.config.accelerator)

@@ -18,7 +18,7 @@ from fedvit.wire.topics import check_name
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run. Raises ConfigError on construction when keys are wrong or do not fit together.
 
-    Whether they fit the method and the model, `coordinator.compute.checks` says: that needs torch.
+    Whether they fit the method and the model, `coordinator.planning.checks` says: that needs torch.
     """
 
     method: Annotated[str, Meta(description="Federated method.")] = "eftvit"

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Struct
 from rich.console import RenderableType
 
-from coordinator.store import Store
+from coordinator.record.store import Store
 from edge_client.agent import Agent
 from edge_client.runtime import Seeds, Trained
 from edge_client.workbench import Workbench

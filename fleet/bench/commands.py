@@ -8,7 +8,7 @@ import click
 import msgspec
 from rich.console import Console, RenderableType
 
-from coordinator.display import choose_display
+from coordinator.run.display import choose_display
 from fedvit.files import atomic_write
 from fleet.bench.cases import CASES, choose
 

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from coordinator.broker import start_broker
 from coordinator.config import make_config
-from coordinator.status import read_status
-from coordinator.store import Store
+from coordinator.record.store import Store
+from coordinator.run.status import read_status
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.resources import DeviceProfile
 from fedvit.transport.base import Connected, Received

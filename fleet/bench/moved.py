@@ -15,9 +15,9 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from coordinator.compute.checkpoint import save_state
-from coordinator.compute.planner import Plan, make_plan
 from coordinator.config import RunConfig, UpdatesConfig
-from coordinator.tables import SavedState
+from coordinator.planning.planner import Plan, make_plan
+from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import ServerState
 from fedvit.tensors import Array, Tensors, pack

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from coordinator.broker import start_broker
-from coordinator.store import Store
-from coordinator.tables import ResultRecord
+from coordinator.record.store import Store
+from coordinator.record.tables import ResultRecord
 from fedvit.errors import FedvitError
 from fleet.bench.edge import edge_command, last_line
 from fleet.processes import Fleet, program

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
-from coordinator.compute.planner import make_plan
 from coordinator.config import RunConfig
+from coordinator.planning.planner import make_plan
 from fedvit.blobs import BlobStore
 from fedvit.program import Role
 from fedvit.tensors import pack

@@ -19,7 +19,7 @@ from PIL import Image
 from rich.console import RenderableType
 from scipy.ndimage import uniform_filter
 
-from coordinator.privacy import spent_on_rows
+from coordinator.record.privacy import spent_on_rows
 from fedvit.data.digits import read_digits
 from fedvit.data.images import Floats, Pixels, draw_kept, select, unfold
 from fedvit.methods.base import cross_entropy

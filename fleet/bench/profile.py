@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.utils.flop_counter import FlopCounterMode
 
-from coordinator.tables import ResultRecord
+from coordinator.record.tables import ResultRecord
 from export.verify import reference_step
 from fedvit.blobs import BlobStore
 from fedvit.errors import FedvitError

@@ -20,8 +20,8 @@ from rich.console import Group
 from rich.table import Table
 
 from coordinator.broker import start_broker
-from coordinator.store import Store
-from coordinator.tables import ResultRecord, RoundRecord
+from coordinator.record.store import Store
+from coordinator.record.tables import ResultRecord, RoundRecord
 from fedvit.data.partition import partition
 from fedvit.data.samples import ArrayImages, Samples
 from fedvit.errors import FedvitError

@@ -18,9 +18,9 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from coordinator.config import RunConfig
-from coordinator.store import Store
-from coordinator.summary import round_line
-from coordinator.tables import SavedState, TaskRecord
+from coordinator.record.store import Store
+from coordinator.record.summary import round_line
+from coordinator.record.tables import SavedState, TaskRecord
 from fedvit.errors import FedvitError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Manifest, Result

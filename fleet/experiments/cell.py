@@ -17,10 +17,10 @@ from statistics import fmean, pstdev
 import msgspec
 from msgspec import Struct
 
-from coordinator.display import Display, View
-from coordinator.store import Store
-from coordinator.summary import RoundSummary, RunSummary, summarise
-from coordinator.tables import ResultRecord
+from coordinator.record.store import Store
+from coordinator.record.summary import RoundSummary, RunSummary, summarise
+from coordinator.record.tables import ResultRecord
+from coordinator.run.display import Display, View
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write
 from fleet.devices import device_folders

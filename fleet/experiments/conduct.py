@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from statistics import fmean
 from typing import NamedTuple, Protocol
 
-from coordinator.display import DeviceLine, Display, View
+from coordinator.run.display import DeviceLine, Display, View
 from fedvit.data import read_samples
 from fedvit.data.samples import Samples
 from fedvit.files import atomic_write

@@ -196,7 +196,7 @@ def _run(experiment: Experiment, method: Mapping[str, Any], tables: dict[str, An
     }
     if twice := sorted(experiment.run.keys() & {*own, *tables, "seed", "broker"}):
         raise ConfigError(f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
-    from coordinator.compute.checks import checked_config  # torch: seconds that a mistyped key need not wait
+    from coordinator.planning.checks import checked_config  # torch: seconds that a mistyped key need not wait
 
     config = checked_config({**DEFAULTS, **experiment.run, **own, **tables}, where).run
     return {key: value for key, value in msgspec.to_builtins(config).items() if key != "seed"}

@@ -7,7 +7,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from coordinator.display import choose_display
+from coordinator.run.display import choose_display
 from fedvit.logs import configure_logging
 from fleet.fuzz.report import tables
 

@@ -12,15 +12,15 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from coordinator.admission import check_upload
-from coordinator.compute.checks import checked_config
 from coordinator.compute.engine import Engine
-from coordinator.compute.planner import Plan, make_plan
 from coordinator.config import RunConfig
-from coordinator.display import Display
-from coordinator.inbox import Interrupted
-from coordinator.rounds import Coordinator
-from coordinator.store import Store
+from coordinator.planning.checks import checked_config
+from coordinator.planning.planner import Plan, make_plan
+from coordinator.record.store import Store
+from coordinator.run.coordinator import Coordinator
+from coordinator.run.display import Display
+from coordinator.run.inbox import Interrupted
+from coordinator.run.validation import check_upload
 from edge_client.agent import Agent
 from edge_client.guard import Guard
 from edge_client.runtime import Runtime

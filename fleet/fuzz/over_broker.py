@@ -17,7 +17,7 @@ import msgspec
 import psutil
 
 from coordinator.broker import start_broker
-from coordinator.store import Store
+from coordinator.record.store import Store
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.transport.base import Connected, Received
 from fedvit.transport.mqtt import Address, MqttTransport

@@ -23,10 +23,10 @@ from coordinator.broker import start_broker
 from coordinator.compute.checkpoint import load_state
 from coordinator.compute.engine import Engine
 from coordinator.config import make_config
-from coordinator.display import Display
-from coordinator.rounds import Coordinator
-from coordinator.store import Store
-from coordinator.summary import RunSummary, summarise
+from coordinator.record.store import Store
+from coordinator.record.summary import RunSummary, summarise
+from coordinator.run.coordinator import Coordinator
+from coordinator.run.display import Display
 from edge_client.vault import Vault
 from export.verify import reference_step
 from fedvit.blobs import BlobStore, digest_of

@@ -5,7 +5,7 @@ import signal
 import subprocess
 from typing import Any
 
-from coordinator.status import read_status
+from coordinator.run.status import read_status
 from fedvit.wire.messages import Progress
 from tests.e2e.stage import DEVICES, Stage, program, wait_for
 

@@ -11,7 +11,7 @@ import msgspec
 import psutil
 
 from coordinator.config import make_config
-from coordinator.store import Store
+from coordinator.record.store import Store
 from fleet.chaos.federation import worker_of
 from tests.e2e.stage import CONFIG, DEVICES, ROUNDS, Stage, program, wait_for
 

@@ -15,10 +15,10 @@ from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 from fedvit.methods.optimizers import Optimizer
 from fedvit.methods.rules.optimizer_state import restore, saved
 from fedvit.models.vit import PatchViT
+from fedvit.program import LABELS
 from fedvit.tensors import TensorReader, reader_of
 
 _FEATURES = "features."
-_LABELS = "labels"
 
 
 def features_into(block: int) -> str:
@@ -161,9 +161,9 @@ def _by_shape(shelves: list[TensorReader]) -> list[_Bucket]:
                 grouped.setdefault(key, []).append(shelf)
     buckets = []
     for (block, _), group in sorted(grouped.items()):
-        lengths = [shelf.shape(_LABELS)[0] for shelf in group]
+        lengths = [shelf.shape(LABELS)[0] for shelf in group]
         starts = np.cumsum([0, *lengths[:-1]])
-        buckets.append(_Bucket(block, group, starts, np.concatenate([shelf[_LABELS] for shelf in group])))
+        buckets.append(_Bucket(block, group, starts, np.concatenate([shelf[LABELS] for shelf in group])))
     return buckets
 
 

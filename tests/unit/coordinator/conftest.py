@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.compute.checks import checked_config
 from coordinator.config import RunConfig
+from coordinator.planning.checks import checked_config
 
 MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
 CLASSES = ("0", "1", "2")

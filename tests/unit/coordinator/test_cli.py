@@ -12,11 +12,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator.cli import cli, merge_flags
+from coordinator.cli import cli
+from coordinator.commands.config_flags import merge_flags
 from coordinator.compute.engine import choose_accelerator
 from coordinator.config import RunConfig, make_config
-from coordinator.store import Store
-from coordinator.tables import SavedState
+from coordinator.record.store import Store
+from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coordinator.compute.planner import Plan, make_plan
 from coordinator.config import make_config
+from coordinator.planning.planner import Plan, make_plan
 from edge_client.runtime import Runtime, Watch
 from fedvit.blobs import BlobStore
 from fedvit.data.digits import read_digits

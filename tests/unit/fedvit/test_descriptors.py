@@ -10,7 +10,7 @@ from fedvit.descriptors import are_used_up, how_many, raise_limit
 USED_UP = """
 import pathlib, resource, sys
 import numpy as np
-from coordinator.store import Store
+from coordinator.record.store import Store
 from fedvit.blobs import BlobStore
 from fedvit.errors import TooManyOpenFiles
 from fedvit.tensors import mapped, pack

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from coordinator.store import Store
+from coordinator.record.store import Store
 from fleet.bench.store import RUN, one_round, run_store_bench
 
 NAMES = ["a", "b", "c"]

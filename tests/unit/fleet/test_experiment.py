@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 from rich.console import Console
 
-from coordinator.display import Display
-from coordinator.store import Store
+from coordinator.record.store import Store
+from coordinator.run.display import Display
 from fedvit.errors import ConfigError
 from fleet.cli import cli
 from fleet.experiment import chosen, experiment_command, write_results

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.store import Store
+from coordinator.record.store import Store
 from edge_client.runtime import Runtime
 from fedvit.errors import ConfigError, PeerRefused
 from fleet.devices import device_folders

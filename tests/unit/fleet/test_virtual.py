@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import coordinator.rounds
-from coordinator.rounds import Coordinator
+import coordinator.run.coordinator
+from coordinator.run.coordinator import Coordinator
 from fedvit.errors import ConfigError
 from fleet import simulate as simulation
 from fleet.devices import virtual_devices
@@ -57,7 +57,7 @@ def test_nothing_accumulates(
             super().__init__(*args, **kwargs)
             hosts.append(self)
 
-    monkeypatch.setattr(coordinator.rounds, "Coordinator", Counted)
+    monkeypatch.setattr(coordinator.run.coordinator, "Coordinator", Counted)
     monkeypatch.setattr(simulation, "Host", Remembered)
     values = {"method": method, "rounds": ROUNDS, "options": {"batch_size": 8}, "model_options": TINY_MODEL}
     devices = virtual_devices(parts, DEVICES)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from coordinator.store import Store
+from coordinator.record.store import Store
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerState, Upload
 from fedvit.methods.fedavg import FedAvg

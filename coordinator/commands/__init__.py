@@ -1,0 +1,1 @@
+"""The commands of `coordinator`: what flags say, and what is printed."""

@@ -1,0 +1,127 @@
+"""A flag for every key of a run's configuration, and what a file and flags say together."""
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import click
+import msgspec
+from msgspec import Meta, Struct
+
+from coordinator.commands.flags import key_value, literal
+from coordinator.config import TABLES, BrokerConfig, PrivacyConfig, ProtectionConfig, RunConfig
+from fedvit.errors import ConfigError
+
+
+def config_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one flag for every key of the configuration; an unset flag is None."""
+    kinds: tuple[type[Struct], ...] = (BrokerConfig, *TABLES.values(), RunConfig)
+    for kind in kinds:
+        for field in reversed(msgspec.structs.fields(kind)):
+            if field.name in TABLES:
+                continue
+            command = _flag(kind, field.name, field.type, field.default)(command)
+    return command
+
+
+def _flag(
+    kind: type[Struct], name: str, hint: Any, default: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    text = _description(hint)
+    flag = "--" + name.replace("_", "-")
+    common: dict[str, Any] = {"default": None, "help": text, "show_default": False}
+    if default not in (None, msgspec.NODEFAULT, ()) and not isinstance(default, bool):
+        common["help"] = f"{text} [default: {default}]"
+    if name in ("options", "model_options"):
+        flags = ["--option", "-o"] if name == "options" else ["--model-option"]
+        return click.option(*flags, name, multiple=True, metavar="KEY=VALUE", help=f"{text} Repeatable.")
+    if name == "up_groups":
+        return click.option("--up-group", name, multiple=True, metavar="GROUP=CODEC", help=f"{text} Repeatable.")
+    if name == "variants":
+        metavar = "DEVICES:KEY=VALUE"
+        return click.option("--variant", name, multiple=True, metavar=metavar, help=f"{text} Repeatable.")
+    if name == "classes":
+        return click.option("--class", name, multiple=True, metavar="NAME", help=f"{text} Repeatable.")
+    if isinstance(default, bool) and name != "pretrained":
+        return click.option(f"{flag}/--no-{name.replace('_', '-')}", name, **common)
+    numbers = {int: int, float: float}
+    return click.option(flag, name, type=str if name == "cohort" else numbers.get(type(default), str), **common)
+
+
+def _description(hint: Any) -> str:
+    """The description in an annotation, also inside a union."""
+    for part in (hint, *typing.get_args(hint)):
+        for note in getattr(part, "__metadata__", ()):
+            if isinstance(note, Meta) and note.description:
+                return note.description
+    return ""
+
+
+_NUMBER_OR_TEXT = {
+    "cohort",
+    "keep_rounds",
+    "keep_runs",
+    "pretrained",
+    "deadline_s",
+    "concurrency",
+    *(
+        field.name
+        for kind in (ProtectionConfig, PrivacyConfig)
+        for field in msgspec.structs.fields(kind)
+        if field.default is None
+    ),
+}
+
+
+def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Put the flags that were set over a file's values."""
+    merged = {**values}
+    tables: dict[str, type[Struct]] = {"broker": BrokerConfig, **TABLES}
+    for name, value in flags.items():
+        if value is None or value == ():
+            continue
+        if name == "variants":
+            if isinstance(merged.get(name, {}), dict):  # else the file is wrong, and make_config says so
+                merged[name] = _with_variants(merged.get(name, {}), value)
+            continue
+        if name in ("options", "model_options"):
+            inside = merged.get(name, {})
+            if isinstance(inside, dict):  # else the file is wrong, and make_config says so
+                merged[name] = {**inside, **dict(key_value(pair) for pair in value)}
+            continue
+        if name in _NUMBER_OR_TEXT:
+            value = literal(value)
+        home = next((table for table, kind in tables.items() if name in kind.__struct_fields__), None)
+        if home:
+            inside = merged.get(home, {})
+            if isinstance(inside, dict):
+                merged[home] = {**inside, name: _by_group(inside, value) if name == "up_groups" else value}
+        else:
+            merged[name] = list(value) if isinstance(value, tuple) else value
+    return merged
+
+
+def _by_group(table: dict[str, Any], flags: tuple[str, ...]) -> dict[str, Any]:
+    """A file's codecs of groups, and over them those of the flags GROUP=CODEC."""
+    merged = dict(table.get("up_groups", {}))
+    for text in flags:
+        group, equals, codec = text.partition("=")
+        if not equals:
+            raise ConfigError(f"up-group {text!r} must be written GROUP=CODEC, as in 'head=none'")
+        merged[group] = codec
+    return merged
+
+
+def _with_variants(tables: dict[str, Any], flags: tuple[str, ...]) -> dict[str, Any]:
+    """A file's variants, and over them those of the flags DEVICES:KEY=VALUE."""
+    merged = {**tables}
+    for text in flags:
+        pattern, colon, pair = text.partition(":")
+        if not colon:
+            example = "'jetson-*:batch_size=64'"
+            raise ConfigError(f"variant {text!r} must be written DEVICES:KEY=VALUE, as in {example}")
+        key, value = key_value(pair)
+        inside = merged.get(pattern, {})
+        if isinstance(inside, dict):
+            merged[pattern] = {**inside, key: value}
+    return merged

@@ -1,0 +1,67 @@
+"""`coordinator export`: the model of a run, to be used without this software."""
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+
+from coordinator.commands.flags import existing_store
+
+
+@click.command()
+@click.argument("run")
+@click.option("--device", metavar="ID", help="The model that was made for this device (FedTP, pFedHN, ...).")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("bundle"), help="New folder for the bundle.")
+@click.option("--runs", "folder", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Images to measure with: those in test/CLASS, or a fifth of those in CLASS.",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads to measure with; by default all cores.")
+@click.option(
+    "--precision",
+    "precisions",
+    type=click.Choice(("fp32", "fp16", "int8")),
+    multiple=True,
+    help="Only these files. Repeatable.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the bundle's card.")
+def export(
+    run: str,
+    device: str | None,
+    out: Path,
+    folder: Path,
+    data: Path | None,
+    threads: int | None,
+    precisions: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Write the newest model of RUN as ONNX files that work without this software."""
+    from coordinator.record.trained import trained_by
+    from export.bundle.assemble import Precision
+    from export.bundle.card import summary
+    from export.bundle.write import Bench, check_new, write_bundle
+    from fedvit.data.folder import DeviceData
+    from profiles.probes.host import usable_cores
+
+    check_new(out)
+    store = existing_store(folder, "--runs")
+    try:
+        trained = trained_by(store, folder, run, device, f"coordinator {version('fedvit')}")
+    finally:
+        store.close()
+    bench = Bench(
+        images=DeviceData.open(data).relabelled(trained.classes).test if data else None,
+        described=f"test images of {data.name}" if data else "",
+        threads=threads or usable_cores(),
+        machine=platform.machine(),
+        cores=usable_cores(),
+    )
+    chosen = tuple(map(Precision, precisions)) or tuple(Precision)
+    card = write_bundle(out, trained, bench, precisions=chosen, progress=lambda line: click.echo(line, err=True))
+    if as_json:
+        click.echo((out / "card.json").read_text(), nl=False)
+        return
+    click.echo("\n".join([f"bundle: {out}", *summary(card)]))

@@ -1,0 +1,45 @@
+"""`coordinator methods`: all methods, or one."""
+
+import click
+import msgspec
+
+from coordinator.commands.flags import key_value
+from fedvit.errors import ConfigError
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--method", "names", multiple=True, metavar="NAME", help="List only this method. Repeatable.")
+@click.option("--model", default="vit_small_images", help="Model that the figures are for.")
+@click.option("--model-option", "model_pairs", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
+@click.option("--option", "-o", "pairs", multiple=True, metavar="KEY=VALUE", help="Option of the methods. Repeatable.")
+@click.option("--classes", default=10, help="Classes that the model tells apart.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def methods(
+    name: str | None,
+    names: tuple[str, ...],
+    model: str,
+    model_pairs: tuple[str, ...],
+    pairs: tuple[str, ...],
+    classes: int,
+    as_json: bool,
+) -> None:
+    """List all methods: what each trains, what it sends; or all about the one named NAME."""
+    from rich.console import Console
+
+    from coordinator.planning.catalogue import catalogue, page, table
+
+    if name and names:
+        raise ConfigError(f"methods {name} shows that one method; --method {names[0]} is for the list")
+    entries = catalogue(
+        [name] if name else names,
+        model,
+        classes,
+        options=dict(map(key_value, pairs)),
+        model_options=dict(map(key_value, model_pairs)),
+    )
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(entries)).decode())
+        return
+    console = Console()
+    console.print(page(entries[0], model, classes) if name else table(entries, model, classes))

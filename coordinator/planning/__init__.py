@@ -1,0 +1,1 @@
+"""What devices could do: configurations checked, Programs made, costs predicted."""

@@ -1,0 +1,77 @@
+"""A plan for people: what each device gets, and what was looked at beside it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.planning.fitting import HEADROOM, Choice, Form
+from coordinator.planning.profiling import NothingFits
+from fedvit.quantities import format_bytes, format_flops, format_seconds
+from fedvit.resources import Budget
+from profiles.report.terminal import column, table
+from profiles.report.verdict import BUDGETS
+
+
+def plan_report(chosen: Sequence[Choice | NothingFits], width: int) -> Group:
+    """One table a device: the form that it gets first, then those that would keep more or less."""
+    parts: list[RenderableType] = []
+    for each in chosen:
+        parts.append(Text(f"{each.device}: {_limits(each.budget)}", style="bold"))
+        if isinstance(each, NothingFits):
+            parts.append(Text(each.refused, style="bold red"))
+        else:
+            parts.append(_table(each))
+        parts.append(Text())
+    parts.append(
+        Text(f"A plan fills at most {HEADROOM:.0%} of a memory budget: predictions are not exact.", style="dim")
+    )
+    return Group(*parts)
+
+
+def _table(choice: Choice) -> Table:
+    drawn = table(None)
+    column(drawn, "", justify="left")
+    drawn.add_column("options", overflow="fold")
+    for heading in ("kept", "memory", "step", "round"):
+        column(drawn, heading)
+    drawn.add_column("over budget", overflow="fold")
+    forms = [("gets", choice.chosen), *(("", form) for form in choice.runners_up)]
+    forms += [("no", form) for form in choice.rejected]
+    for said, form in forms:
+        drawn.add_row(said, *_cells(form), style="bold" if said == "gets" else "")
+    return drawn
+
+
+def _cells(form: Form) -> tuple[str, ...]:
+    prediction = form.prediction
+    return (
+        _options(form.changes),
+        f"{form.kept:.0%}",
+        format_bytes(prediction.peak_rss_bytes),
+        "-" if prediction.step_s is None else format_seconds(prediction.step_s),
+        "-" if prediction.train_s is None else format_seconds(prediction.train_s),
+        ", ".join(BUDGETS[kind] for kind in prediction.over),
+    )
+
+
+def _options(changes: dict[str, Any]) -> str:
+    """
+    >>> _options({"mask": 0.85, "recompute": True}), _options({})
+    ('mask = 0.85, recompute = true', 'as asked for')
+    """
+    words = (f"{name} = {str(value).lower()}" for name, value in changes.items())
+    return ", ".join(words) or "as asked for"
+
+
+def _limits(budget: Budget) -> str:
+    given = (
+        ("memory", budget.memory_bytes, format_bytes),
+        ("a round", budget.flops_per_round, format_flops),
+        ("a round", budget.round_deadline_s, format_seconds),
+        ("upload", budget.upload_bytes, format_bytes),
+    )
+    said = [f"{name} {show(limit)}" for name, limit, show in given if limit is not None]
+    return ", ".join(said) or "no budget"

@@ -1,0 +1,402 @@
+"""From a run's configuration to what devices get: Programs, their graphs, and the first values."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from coordinator.config import PrivacyConfig, RunConfig
+from coordinator.planning.fitting import Fitter
+from coordinator.planning.target import Target
+from export.graphs import export_graphs, unverified_graphs
+from fedvit.blobs import BlobStore
+from fedvit.errors import BadPayload, ConfigError
+from fedvit.methods import build_model, make_method
+from fedvit.methods.base import Method, ServerRule, ServerState
+from fedvit.models.vit import PatchViT
+from fedvit.program import (
+    PRIVATE_VERSION,
+    PROGRAM_VERSION,
+    Batch,
+    Evaluate,
+    GraphSpec,
+    Group,
+    Program,
+    Role,
+    TensorSpec,
+    Train,
+    decode_program,
+    encode_program,
+)
+from fedvit.resources import Budget
+from fedvit.tensors import Tensors, pack, unpack
+from fedvit.updates import NONE
+from profiles.cost import GraphCost, graph_cost
+from profiles.prediction import Expected
+
+PROTOCOLS = {
+    "newest": "newest tensors from the server + own local tensors, each device's own test images",
+    "adapted": "newest tensors from the server + own local tensors, tuned on own training images and then restored, "
+    "each device's own test images",
+    "kept": "tensors as each device itself last trained them, each device's own test images",
+    "pre_aggregation": "on devices of the round's cohort their own tensors before averaging, else the newest from the "
+    "server; each device's own test images",
+}
+"""How accuracy is measured; named in every output, because papers differ."""
+
+
+_NO_DIGEST = "blake3:" + "0" * 64
+"""Of what is priced and not kept; as long as any, so that the Program is as large as it will be."""
+
+
+class Variant(NamedTuple):
+    """A Program in the blob store, and the method it was made of."""
+
+    digest: str
+    program: Program
+    method: Method
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is the same for all devices and rounds; `variant` makes what is not.
+
+    Raises ConfigError when the configuration's variants do not fit together.
+    """
+
+    config: RunConfig
+    classes: tuple[str, ...]
+    blobs: BlobStore
+    vit: PatchViT
+    method: Method
+    rule: ServerRule
+    values: Tensors  # the first value of every tensor that any variant has
+    state: ServerState
+    groups: dict[str, list[str]]  # groups that are the same for all devices -> their tensors
+    cache: Path | None
+    progress: Callable[[str], None]
+    variants: dict[Method, Variant]
+    choices: dict[tuple[Method, bytes], tuple[Variant, Expected]]  # by method and target without its name
+    packed: dict[tuple[str, str], str]  # (digest, precision) -> digest
+    lock: threading.Lock
+
+    @property
+    def first(self) -> Variant:
+        """That of a device which no pattern names, in round 1."""
+        return self.variant("", 1)
+
+    @property
+    def protocol(self) -> str:
+        evaluate = self.first.program.evaluate
+        if self.config.evaluation == "pre_aggregation":
+            return PROTOCOLS["pre_aggregation"]
+        return PROTOCOLS["adapted" if evaluate.adapt else "kept" if evaluate.kept else "newest"]
+
+    def method_for(self, device: str, round_number: int) -> Method:
+        return _method_for(self.config, device).in_round(round_number, self.config.rounds)
+
+    def variant(self, device: str, round_number: int) -> Variant:
+        """The Program for a device in a round that counts from 1; made when first asked for, which takes a while."""
+        with self.lock:
+            return self._variant(self.method_for(device, round_number))
+
+    def _variant(self, method: Method) -> Variant:
+        if method not in self.variants:
+            self.variants[method] = self._make(method)
+        return self.variants[method]
+
+    def given(self, device: str, round_number: int, target: Target | None) -> tuple[Variant, Expected | None]:
+        """What a device gets in a round, inside its budget, and what that is expected to cost.
+
+        It is made when first asked for. Nothing is expected of a device that is not known. Raises OverBudget where
+        nothing fits.
+        """
+        method = self.method_for(device, round_number)
+        if target is None:
+            return self.variant(device, round_number), None
+        with self.lock:
+            # what is found out for one device holds for all that are like it, but for the name
+            key = (method, msgspec.json.encode(target._replace(device="")))
+            if key not in self.choices:
+                self.choices[key] = self._choose(method, target)
+            variant, expected = self.choices[key]
+            prediction = msgspec.structs.replace(expected.prediction, device=device)
+            return variant, msgspec.structs.replace(expected, prediction=prediction)
+
+    def _choose(self, method: Method, target: Target) -> tuple[Variant, Expected]:
+        if target.budget == Budget():
+            variant = self._variant(method)
+            cost = self.fitter.cost_of(method, self._shipped(variant), target)
+            form = self.fitter.form(cost, {}, 1.0, target)
+        else:
+            method, choice = self.fitter.fit(method, target)
+            variant, form, cost = self._variant(method), choice.chosen, choice.cost
+        return variant, Expected(
+            prediction=form.prediction,
+            flops=cost.flops_round,
+            bytes_down=cost.bytes_down,
+            bytes_up=cost.bytes_up,
+            budget=target.budget,
+            changes=form.changes,
+            kept=form.kept,
+        )
+
+    def _shipped(self, variant: Variant) -> tuple[Program, dict[str, GraphCost]]:
+        program = variant.program
+        return program, {name: graph_cost(self.blobs.get(spec.digest)) for name, spec in program.graphs.items()}
+
+    @cached_property
+    def fitter(self) -> Fitter:
+        return Fitter(self.vit, self.batch_of, self.priced, self.progress, self.serves)
+
+    def serves(self, method: Method) -> bool:
+        """Whether the server holds every group that a device of this method would get from it."""
+        return all(
+            self.groups.get(group) == names
+            for group, (role, names) in method.groups(self.vit).items()
+            if names and role.from_server_each_round and role is not Role.GENERATED
+        )
+
+    def _make(self, method: Method) -> Variant:
+        batch = self.batch_of(method)
+        graphs = {
+            name: GraphSpec(self.blobs.put(exported.content).digest, graph_cost(exported.content).flops)
+            for name, exported in export_graphs(
+                method, self.vit, batch, cache=self.cache, progress=self.progress
+            ).items()
+        }
+        program = self._program(method, batch, graphs, lambda members: self.blobs.put(pack(members)).digest)
+        raw = encode_program(program)
+        try:
+            decode_program(raw)
+        except BadPayload as error:
+            raise ConfigError(f"no device would take what follows from the method's options: {error}") from error
+        return Variant(self.blobs.put(raw).digest, program, method)
+
+    def priced(self, method: Method) -> tuple[Program, dict[str, GraphCost]]:
+        """The Program that a method would give, without its blobs, and what its graphs cost; takes seconds."""
+        batch = self.batch_of(method)
+        costs = {name: graph_cost(content) for name, content in unverified_graphs(method, self.vit, batch).items()}
+        graphs = {name: GraphSpec(_NO_DIGEST, cost.flops) for name, cost in costs.items()}
+        return self._program(method, batch, graphs, lambda members: _NO_DIGEST), costs
+
+    def batch_of(self, method: Method) -> Batch:
+        """How a device turns images into a method's inputs."""
+        vit, images = self.vit, self.config.images
+        mean, std = vit.mean_std
+        batch = Batch(
+            image_size=vit.image_size,
+            patch_size=vit.patch_size,
+            batch_size=method.samples_per_step,
+            mean=mean,
+            std=std,
+            mask_ratio=method.mask_ratio,
+            crop_padding=images.crop_padding,
+            flip=images.flip,
+            brightness=images.brightness,
+        )
+        run_size = method.micro_batch or suitable_run_size(vit, batch)
+        return msgspec.structs.replace(batch, micro_batch=min(run_size, batch.batch_size))
+
+    def _program(
+        self, method: Method, batch: Batch, graphs: dict[str, GraphSpec], keep: Callable[[Tensors], str]
+    ) -> Program:
+        """`keep` stores a group's first values and gives their digest."""
+        groups: dict[str, Group] = {}
+        tensors: dict[str, TensorSpec] = {}
+        for group, (role, names) in method.groups(self.vit).items():
+            if not names:
+                continue
+            members = method.packed(self.vit, {name: self.values[name] for name in names})
+            groups[group] = self._coded_group(group, role, members, keep)
+            tensors |= {name: TensorSpec(value.shape, str(value.dtype), group) for name, value in members.items()}
+        privacy = self.config.privacy
+        private = privacy.noise_multiplier or privacy.feature_noise
+        return Program(
+            v=PRIVATE_VERSION if private else PROGRAM_VERSION,
+            method=self.config.method,
+            model=self.config.model,
+            classes=self.classes,
+            groups=groups,
+            tensors={name: tensors[name] for name in method.packed(self.vit, self.values) if name in tensors},
+            graphs=graphs,
+            train=tuple(_private(self._with_codec(phase), privacy) for phase in method.phases(self.vit)),
+            evaluate=self._evaluate(method),
+            batch=batch,
+            clip_delta=privacy.clip if privacy.noise_multiplier else None,
+        )
+
+    def _coded_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> Group:
+        """The group as it travels: what is packed already (`frozen_precision`) is not coded once more."""
+        updates = self.config.updates
+        if not role.from_server_each_round:
+            return Group(role, keep(members))
+        made_here = role is Role.GENERATED  # anew in every round: there is nothing of which it is a change
+        floats = all(value.dtype == np.float32 for value in members.values())
+        return Group(
+            role,
+            up=updates.up_of(group) if role.sent_back else NONE,
+            down=updates.down if floats and not made_here else NONE,
+            whole=updates.down_whole if floats else NONE,
+        )
+
+    def _with_codec(self, phase: Train) -> Train:
+        if phase.collect is None or self.config.updates.features == NONE:
+            return phase
+        collect = msgspec.structs.replace(phase.collect, codec=self.config.updates.features)
+        return msgspec.structs.replace(phase, collect=collect)
+
+    def sent(self, variant: Variant, group: str, digest: str) -> str:
+        """The blob with which a device of this variant gets the tensors of blob `digest`, of a group that all get."""
+        method = variant.method
+        if method.frozen_precision == "fp32" or variant.program.groups[group].role.trained_on_device:
+            return digest
+        with self.lock:
+            key = (digest, method.frozen_precision)
+            if key not in self.packed or not self.blobs.has(self.packed[key]):  # what no round needed is pruned
+                for gone in [known for known, made in self.packed.items() if not self.blobs.has(made)]:
+                    del self.packed[gone]
+                self.packed[key] = self.blobs.put(pack(method.packed(self.vit, unpack(self.blobs.get(digest))))).digest
+            return self.packed[key]
+
+    def _evaluate(self, method: Method) -> Evaluate:
+        evaluate = method.evaluate(self.vit)
+        if self.config.evaluation == "newest":
+            return evaluate
+        sent_back = [group for group, (role, names) in method.groups(self.vit).items() if role.sent_back and names]
+        return msgspec.structs.replace(evaluate, kept=tuple(sent_back), kept_of_this_round=True)
+
+
+def make_plan(
+    config: RunConfig,
+    classes: tuple[str, ...],
+    blobs: BlobStore,
+    *,
+    start: ServerState | None = None,
+    budgets: bool = False,
+    cache: Path | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Plan:
+    """Build the model, and what Programs are made of; what a device may fetch of them goes into `blobs`.
+
+    `start` is the state that an earlier run ended with; with `budgets`, what a smaller form of the method needs of the
+    server is there, too. The same arguments always give the same Program,
+    byte for byte.
+    """
+    progress(f"building {config.model}")
+    base = make_method(config.method, config.options)
+    vit = build_model(
+        base,
+        config.model,
+        len(classes),
+        seed=config.seed,
+        options=config.model_options,
+        pretrained=config.pretrained,
+    )
+    if start is not None:
+        _begin_at(vit, start)  # also twins of the model begin there
+    methods = [_method_for(config, pattern).in_round(1, config.rounds) for pattern in ("", *config.variants)]
+    if budgets or config.budget.limits() != Budget():
+        methods += [
+            replace(method, **{economy.option: value})
+            for method in list(methods)
+            for economy in method.economies(vit)
+            for value, _ in economy.values
+        ]
+    values: Tensors = {}
+    groups: dict[str, list[str]] = {}
+    for method in methods:
+        values |= {name: np.ascontiguousarray(value.numpy()) for name, value in method.tensors(vit).items()}
+        for group, (role, names) in method.groups(vit).items():
+            if not names or not role.from_server_each_round or role is Role.GENERATED:
+                continue
+            if groups.setdefault(group, names) != names:
+                raise ConfigError(f"variants of method {config.method!r} disagree on what is in group {group!r}")
+    if start is not None:
+        values = _started(values, start)
+    rule = base.server_rule(vit)
+    common = {name for names in groups.values() for name in names}
+    tensors = {name: value for name, value in values.items() if name in common}
+    memory = rule.begin(config.seed) | (start.memory if start is not None else {})
+    return Plan(
+        config=config,
+        classes=classes,
+        blobs=blobs,
+        vit=vit,
+        method=base,
+        rule=rule,
+        values=values,
+        state=ServerState(tensors, memory),
+        groups=groups,
+        cache=cache,
+        progress=progress,
+        variants={},
+        choices={},
+        packed={},
+        lock=threading.Lock(),
+    )
+
+
+def _private(phase: Train, privacy: PrivacyConfig) -> Train:
+    if not (privacy.feature_noise and phase.collect):
+        return phase
+    collect = msgspec.structs.replace(
+        phase.collect, clip=privacy.feature_clip, noise=privacy.feature_noise, rehearsal=privacy.rehearsal
+    )
+    return msgspec.structs.replace(phase, collect=collect)
+
+
+def _method_for(config: RunConfig, device: str) -> Method:
+    options = dict(config.options)
+    for pattern, others in config.variants.items():
+        if fnmatchcase(device, pattern) or device == pattern:
+            options |= others
+    return make_method(config.method, options)
+
+
+def _begin_at(vit: PatchViT, start: ServerState) -> None:
+    with torch.no_grad():
+        for name, value in vit.vit.named_parameters():
+            if name in start.tensors and start.tensors[name].shape == value.shape:
+                value.copy_(torch.from_numpy(start.tensors[name]))
+
+
+def _started(values: Tensors, start: ServerState) -> Tensors:
+    """The values with those of an earlier run's end. Raises ConfigError when a shape differs."""
+    taken = dict(values)
+    for name, value in start.tensors.items():
+        if name not in values:
+            continue
+        if value.shape != values[name].shape:
+            raise ConfigError(
+                f"start_from: tensor {name!r} has shape {value.shape} there, this run's has {values[name].shape}"
+            )
+        taken[name] = value
+    return taken
+
+
+FULL_SPEED_ROWS = 192
+"""With as many rows (samples x tokens) the products of a transformer run near a processor's full speed."""
+ROOM_BYTES = 320 << 20
+"""For activations, where nobody says more: more samples at a time are no faster."""
+
+
+def suitable_run_size(vit: PatchViT, batch: Batch) -> int:
+    """Samples that a device works off at a time: what fits into ROOM_BYTES, but enough for full speed.
+
+    The batch is cut into equal runs where it can be, since what a last run lacks is computed in vain. Activations per
+    sample are those that a pre-norm block keeps for its backward pass: 16 units of tokens x width, and the attention
+    weights twice.
+    """
+    tokens = batch.kept_patches + vit.prefix_tokens
+    sample_bytes = 4 * vit.depth * (16 * tokens * vit.width + 2 * vit.heads * tokens**2)
+    wanted = min(batch.batch_size, max(-(-FULL_SPEED_ROWS // tokens), ROOM_BYTES // sample_bytes))
+    equal = max(size for size in range(1, wanted + 1) if batch.batch_size % size == 0)
+    return equal if 2 * equal > wanted else -(-batch.batch_size // -(-batch.batch_size // wanted))

@@ -1,0 +1,222 @@
+"""What a run would cost on boards of the catalogue, before any device is there.
+
+Programs and graphs are made as a run makes them, so what is priced here is what would be shipped.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import msgspec
+from msgspec import Struct
+
+from coordinator.planning.checks import checked_config
+from coordinator.planning.fitting import Choice
+from coordinator.planning.planner import Plan, make_plan
+from coordinator.planning.target import Target
+from fedvit.blobs import BlobStore
+from fedvit.errors import ConfigError, OverBudget
+from fedvit.methods import METHODS, make_method
+from fedvit.program import Program
+from fedvit.resources import Budget
+from profiles.catalogue import Board, load
+from profiles.crosscheck import fvcore_check
+from profiles.predict import predict
+from profiles.prediction import FlopShare, ProgramCost
+from profiles.program_cost import program_cost
+from profiles.published import published_figures
+from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVariant
+
+SPLIT_OPTION = "local_blocks"
+MASK_OPTION = "mask"
+
+
+class BoardMode(NamedTuple):
+    """A board of the catalogue in one of its power modes."""
+
+    board: Board
+    mode: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """ID, or ID@MODE. Raises ConfigError for a board or a mode that the catalogue does not have."""
+        id, _, mode = text.partition("@")
+        board = load(id)
+        board.mode(mode or None)
+        return cls(board, mode or board.default_mode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A method on a model in some variants, and the boards to price it for."""
+
+    method: str
+    options: dict[str, Any]
+    model: str
+    model_options: dict[str, Any]
+    classes: int
+    targets: Sequence[BoardMode]
+    masks: Sequence[float]  # empty: the method's own
+    splits: Sequence[int]
+    images: int
+    test_images: int
+    budget: Budget  # of every device, beside what its board can hold at all
+
+    def variants(self) -> list[dict[str, Any]]:
+        """Options of every variant. Raises ConfigError when the method has no mask ratio or split to vary."""
+        known = METHODS[self.method].__dataclass_fields__ if self.method in METHODS else {}
+        for flag, option, values in (("--mask", MASK_OPTION, self.masks), ("--split", SPLIT_OPTION, self.splits)):
+            if values and known and option not in known:
+                able = ", ".join(sorted(name for name, kind in METHODS.items() if option in kind.__dataclass_fields__))
+                raise ConfigError(f"{flag}: method {self.method!r} has no option {option!r}; these have: {able}")
+        splits: Sequence[dict[str, Any]] = [{SPLIT_OPTION: split} for split in self.splits] or [{}]
+        masks: Sequence[dict[str, Any]] = [{MASK_OPTION: mask} for mask in self.masks] or [{}]
+        return [{**self.options, **split, **mask} for split in splits for mask in masks]
+
+
+def make_document(
+    request: Request,
+    *,
+    progress: Callable[[str], None] = lambda line: None,
+) -> ProfileDocument:
+    """Price all variants, and predict them on all boards. Raises ConfigError as a run's configuration does."""
+    plan = _plan(request, progress)
+    variants = []
+    for options in request.variants():
+        cost = _priced(request, plan, options, progress)
+        variants.append(ProfiledVariant(label=_label(cost), cost=cost))
+    devices = [_predicted(target, variants, request.budget) for target in request.targets]
+    published = {figure.figure: figure for variant in variants for figure in published_figures(variant.cost)}
+    return ProfileDocument(
+        title=f"{request.method} on {request.model}",
+        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        software=f"fedvit {version('fedvit')}",
+        images=request.images,
+        test_images=request.test_images,
+        variants=variants,
+        devices=devices,
+        published=list(published.values()),
+        crosscheck=fvcore_check(plan.vit, variants[0].cost),
+        warnings=_warnings(devices),
+    )
+
+
+def _plan(request: Request, progress: Callable[[str], None], *, budgets: bool = False) -> Plan:
+    """The run that would be, in its first round; nothing of it is kept."""
+    values = {
+        "method": request.method, "options": request.options, "model": request.model,
+        "model_options": request.model_options, "rounds": 1,
+    }  # fmt: skip
+    config = checked_config(values, "profile").run
+    classes = tuple(f"class {number}" for number in range(request.classes))
+    return make_plan(config, classes, BlobStore(Path(os.devnull)), budgets=budgets, progress=progress)
+
+
+def _priced(request: Request, plan: Plan, options: dict[str, Any], progress: Callable[[str], None]) -> ProgramCost:
+    """The cost of one variant's Program."""
+    method = make_method(request.method, options).in_round(1, 1)
+    method.groups(plan.vit)  # says what does not fit the model
+    progress(f"pricing {', '.join(f'{name} = {value}' for name, value in options.items()) or request.method}")
+    program, graphs = plan.priced(method)
+    cost = program_cost(
+        program, msgspec.to_builtins(method), graphs, images=request.images, test_images=request.test_images
+    )
+    return msgspec.structs.replace(cost, flops=[_marked(entry, program) for entry in cost.flops])
+
+
+def _marked(share: FlopShare, program: Program) -> FlopShare:
+    """Whether the device trains any tensor of the block; where the block's name tells no tensor, it stays unsaid."""
+    if share.trained is not None:
+        return share
+    of_block = _BLOCK_TENSORS.get(share.block, re.escape(share.block.replace("block ", "blocks.")) + r"(\.|$)")
+    members = [spec.group for name, spec in program.tensors.items() if re.match(of_block, name)]
+    roles = [program.groups[group].role for group in members]
+    trained = any(role.trained_on_device for role in roles) if roles else None
+    return msgspec.structs.replace(share, trained=trained)
+
+
+_BLOCK_TENSORS = {"embedding": r"(patch_embed|pos_embed|cls_token|reg_token)", "head": r"(head|norm|fc_norm)\b"}
+"""Tensors of what is no block, by how their names begin."""
+
+
+def _label(cost: ProgramCost) -> str:
+    """What tells a variant from others: its mask ratio and its split, where it has them."""
+    parts = []
+    if MASK_OPTION in cost.options:
+        parts.append(f"mask {cost.mask_ratio:g}")
+    if SPLIT_OPTION in cost.options:
+        parts.append(f"M={cost.options[SPLIT_OPTION]}")
+    return ", ".join(parts) or cost.method
+
+
+def _predicted(target: BoardMode, variants: list[ProfiledVariant], wanted: Budget) -> ProfiledDevice:
+    board, mode = target
+    budget = board.budget().tightest(wanted)
+    speed, power_w = board.speed(mode), board.power_w(mode)
+    doubts = board.doubts(mode)
+    warnings = [f"not verified in a source: {', '.join(doubts)}"] if doubts else []
+    if not board.software.installs:
+        warnings += list(board.software.notes)
+    return ProfiledDevice(
+        id=board.id,
+        name=board.name,
+        source="catalogue",
+        mode=mode,
+        budget=budget,
+        predictions=[
+            predict(variant.cost, speed, device=board.id, source="catalogue", mode=mode, budget=budget, power_w=power_w)
+            for variant in variants
+        ],
+        warnings=warnings,
+    )
+
+
+class NothingFits(Struct, frozen=True, kw_only=True):
+    """A device that cannot take part."""
+
+    device: str
+    budget: Budget
+    refused: str  # with the smallest budget that would do
+
+
+def choose_forms(
+    request: Request, *, progress: Callable[[str], None] = lambda line: None
+) -> list[Choice | NothingFits]:
+    """Which form of the method each board would get, as a run would choose it."""
+    plan = _plan(request, progress, budgets=True)
+    method = make_method(request.method, request.options).in_round(1, 1)
+    chosen: list[Choice | NothingFits] = []
+    for board, mode in request.targets:
+        target = Target(
+            device=board.id,
+            speed=board.speed(mode),
+            source="catalogue",
+            mode=mode,
+            budget=board.budget().tightest(request.budget),
+            images=request.images,
+            test_images=request.test_images,
+            power_w=board.power_w(mode),
+        )
+        try:
+            chosen.append(plan.fitter.fit(method, target)[1])
+        except OverBudget as error:
+            chosen.append(NothingFits(device=board.id, budget=target.budget, refused=str(error)))
+    return chosen
+
+
+def _warnings(devices: list[ProfiledDevice]) -> list[str]:
+    warnings = [
+        "Speeds are the catalogue's: shares of the processor's peak that were published for training on a few boards. "
+        "Expect errors of tens of percent; a device that joins measures its own."
+    ]
+    predictions = [prediction for device in devices for prediction in device.predictions]
+    if any(prediction.energy_j is not None for prediction in predictions):
+        warnings.append("Energy is modelled: training time x power under load.")
+    if any(prediction.energy_j is None for prediction in predictions):
+        warnings.append("Energy is not known where the catalogue has no power of the board.")
+    return warnings

@@ -1,0 +1,21 @@
+"""A device as planning sees it."""
+
+from typing import Literal, NamedTuple
+
+from fedvit.resources import Budget, BudgetKind, Speed
+
+
+class Target(NamedTuple):
+    """A device to plan for."""
+
+    device: str
+    speed: Speed | None  # None: no time is predicted
+    source: Literal["measured", "catalogue"] | None
+    mode: str | None
+    budget: Budget
+    images: int
+    test_images: int
+    base_rss_bytes: int | None = None
+    power_w: tuple[float, float] | None = None
+    corrections: tuple[tuple[BudgetKind, float], ...] = ()  # factors by which predictions were too low before
+    budget_is_own: bool = True  # the device knows the memory budget, and keeps its decoded images small for it

@@ -1,0 +1,223 @@
+"""What is kept of runs, and for how long: folders of runs, details of rounds, and files that nothing needs.
+
+A run that is being served holds a lock in its folder; nothing of it is removed but by its own process.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from msgspec import Struct
+
+from coordinator.record.store import COPIES, Store
+from coordinator.record.tables import RunRecord
+from fedvit.blobs import BlobStore
+from fedvit.errors import BadPayload, ConfigError
+from fedvit.files import WRITING, storage_failed
+from fedvit.program import Program, decode_program
+
+LOCK = "lock"
+BLOBS = "blobs"
+
+
+class Removal(Struct, frozen=True, kw_only=True):
+    """Something that is removed, or would be."""
+
+    what: str  # run, folder, blobs, file, details
+    run: str | None
+    path: str | None  # None: it is in the record
+    bytes: int  # that the disk gets back; those of details only when the record is compacted
+    why: str
+
+
+def lock_run(folder: Path, run: str) -> int:
+    """Only one process serves a run: its lock, an open file. Raises ConfigError when another has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"run folder {folder} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"run {run!r} is being served by another coordinator") from None
+    return handle
+
+
+def is_served(folder: Path) -> bool:
+    """Whether a coordinator serves the run of a folder now."""
+    if not (folder / LOCK).is_file():
+        return False
+    try:
+        os.close(lock_run(folder, folder.name))
+    except ConfigError:
+        return True
+    return False
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files in it; 0 when there is none."""
+    total = 0
+    for place, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_size
+            except OSError:  # removed meanwhile
+                continue
+    return total
+
+
+def oldest_kept(newest: int, keep_rounds: int | None, since: int) -> int | None:
+    """The oldest round whose details stay when `newest` is the newest that is closed; None: all stay. Copies of the
+    record need those from `since` on."""
+    return None if keep_rounds is None else min(newest - keep_rounds + 1, since)
+
+
+def remove_runs(store: Store, folder: Path, names: list[str], *, force: bool = False) -> list[Removal]:
+    """Remove runs, first from the record. Raises ConfigError, before anything is removed, when a run is unknown or is
+    being served, or, without `force`, when another run started from it."""
+    for name in names:
+        store.run(name)
+        if is_served(folder / name):
+            raise ConfigError(f"run {name!r} is being served: stop its coordinator first")
+    for record in store.runs():
+        start = record.config.get("start_from")
+        if start in names and record.id not in names and not force:
+            raise ConfigError(
+                f"run {record.id!r} ({record.status}) started from {start!r}, and needs it to account for privacy and, "
+                "until its first round is closed, to begin; --force removes it all the same"
+            )
+    return [_remove_run(store, folder, name, "asked for") for name in names]
+
+
+def _remove_run(store: Store, folder: Path, name: str, why: str) -> Removal:
+    removal = _of_run(folder, name, why)
+    store.remove_run(name)
+    _remove_folder(folder / name)
+    return removal
+
+
+def _of_run(folder: Path, name: str, why: str) -> Removal:
+    place = folder / name
+    return Removal(what="run", run=name, path=str(place), bytes=folder_bytes(place), why=why)
+
+
+def _remove_folder(place: Path) -> None:
+    try:
+        shutil.rmtree(place)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise storage_failed(f"cannot remove {place}", error) from error
+
+
+def collect(
+    store: Store, folder: Path, *, keep_runs: int | None, keep_rounds: int | None, dry_run: bool
+) -> Iterator[Removal]:
+    """Apply the policy and remove what nothing refers to; with `dry_run` only say what would be removed.
+
+    Without `keep_runs` the newest run's configuration decides, without `keep_rounds` that of each run.
+    """
+    records = store.runs()
+    if keep_runs is None and records:
+        keep_runs = records[0].config.get("keep_runs")
+    gone = _runs_beyond(records, keep_runs, folder)
+    for name in gone:
+        why = f"finished, and older than the {keep_runs} that are kept"
+        yield _of_run(folder, name, why) if dry_run else _remove_run(store, folder, name, why)
+    known = {record.id for record in records}
+    for place in sorted(folder.iterdir()):
+        if place.name in known or not (place / LOCK).is_file() or not (place / BLOBS).is_dir() or is_served(place):
+            continue
+        removal = Removal(
+            what="folder", run=None, path=str(place), bytes=folder_bytes(place),
+            why="the folder of a run that the record does not know",
+        )  # fmt: skip
+        yield _done(removal, partial(_remove_folder, place), dry_run)
+    for record in records:
+        place = folder / record.id
+        if record.id in gone or is_served(place):
+            continue
+        yield from _details(store, record, place, keep_rounds, dry_run)
+        yield from _files(place, dry_run)
+        if record.status == "finished":
+            yield from _blobs(store, record, place, dry_run)
+
+
+def _done(removal: Removal, remove: Callable[[], object], dry_run: bool) -> Removal:
+    if not dry_run:
+        remove()
+    return removal
+
+
+def _runs_beyond(records: list[RunRecord], keep: int | None, folder: Path) -> list[str]:
+    """Finished runs, the oldest last, beyond the newest ones that are kept; not those that another started from."""
+    if keep is None:
+        return []
+    finished = [record.id for record in records if record.status == "finished"]
+    gone = [name for name in finished[keep:] if not is_served(folder / name)]
+    while needed := [
+        record.config.get("start_from")
+        for record in records
+        if record.id not in gone and record.config.get("start_from") in gone
+    ]:
+        gone = [name for name in gone if name not in needed]
+    return gone
+
+
+def _details(store: Store, record: RunRecord, place: Path, keep_rounds: int | None, dry_run: bool) -> Iterator[Removal]:
+    keep = keep_rounds if keep_rounds is not None else record.config.get("keep_rounds")
+    newest = store.newest_closed(record.id)
+    if newest is None or keep is None:
+        return
+    copies = [int(file.stem.partition("-")[2]) for file in (place / COPIES).glob("round-*.db")]
+    before = oldest_kept(newest.round, keep, min(copies, default=newest.round))
+    if before is not None and before > max(1, record.thinned or 0):
+        removal = Removal(
+            what="details", run=record.id, path=None, bytes=0,
+            why=f"of rounds before {before}; the newest {keep} are kept, and those that copies of the record need",
+        )  # fmt: skip
+        yield _done(removal, lambda: store.thin(record.id, before), dry_run)
+
+
+def _files(place: Path, dry_run: bool) -> Iterator[Removal]:
+    """Those that were being written when a process was killed."""
+    for file in sorted(place.rglob(f"{WRITING}*")):
+        removal = Removal(
+            what="file", run=place.name, path=str(file), bytes=file.stat().st_size,
+            why="it was being written when a process ended",
+        )  # fmt: skip
+        yield _done(removal, file.unlink, dry_run)
+
+
+def _blobs(store: Store, record: RunRecord, place: Path, dry_run: bool) -> Iterator[Removal]:
+    """Of a finished run those stay from which others start, and that its bundle is made of."""
+    newest = store.newest_closed(record.id)
+    if newest is None or newest.state is None or record.program is None:
+        return
+    blobs = BlobStore(place / BLOBS)
+    try:
+        program = decode_program(blobs.get(record.program))
+    except (OSError, BadPayload):  # without its program nobody can say what belongs to it
+        return
+    saved = newest.state
+    keep = {record.program, *_blobs_of(program), *saved.groups.values(), *saved.uploads.values()}
+    keep |= {saved.memory} if saved.memory else set()
+    files = {blobs.path(digest) for digest in keep}
+    size = sum(file.stat().st_size for file in blobs.folder.glob("*/*") if file not in files)
+    if size:
+        removal = Removal(
+            what="blobs", run=record.id, path=str(blobs.folder), bytes=size,
+            why="the run is finished: only its last state, its program and graphs are needed",
+        )  # fmt: skip
+        yield _done(removal, lambda: blobs.prune(keep), dry_run)
+
+
+def _blobs_of(program: Program) -> set[str]:
+    """Graphs of a program, and values that devices begin with."""
+    first = {group.initial for group in program.groups.values() if group.initial}
+    return first | {graph.digest for graph in program.graphs.values()}

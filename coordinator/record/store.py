@@ -1,0 +1,809 @@
+"""What a run's record is: runs, rounds and results in SQL, written before anybody is told.
+
+SQLite by default (write-ahead log, synced at commit); any SQLAlchemy URL works. Tensors are blobs; here are their
+digests. What a round asks of the record takes time by the devices of that round, however many rounds there were: totals
+of rounds and devices are made when a round is closed and evaluated.
+"""
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Struct
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    Table,
+    and_,
+    bindparam,
+    create_engine,
+    delete,
+    event,
+    func,
+    inspect,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from coordinator.record import totals
+from coordinator.record.tables import (
+    DEVICES,
+    EXPECTATIONS,
+    QUARANTINES,
+    REFUSALS,
+    RESULTS,
+    ROUNDS,
+    RUNS,
+    SCHEMA,
+    SEAL,
+    STRIKES,
+    TABLES,
+    TASKS,
+    VERSION,
+    Asked,
+    DeviceRecord,
+    QuarantineRecord,
+    RefusalRecord,
+    ResultRecord,
+    RoundRecord,
+    RoundTotals,
+    RunRecord,
+    SavedState,
+    StrikeRecord,
+    TaskRecord,
+)
+from fedvit.blobs import digest_of
+from fedvit.descriptors import are_used_up, how_many
+from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
+from fedvit.resources import BudgetKind
+from fedvit.wire.messages import Result, TaskKind
+from profiles.prediction import Expected
+
+COPIES = "backups"
+"""In a run's folder: copies of the database."""
+
+_R = TypeVar("_R", bound=Struct)
+
+
+class ClosedRound(NamedTuple):
+    """A round as `show` wants it."""
+
+    round: int
+    totals: RoundTotals
+    figures: dict[str, float]
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
+"""What SQLite says when a write finds no room; the second where a limit on sizes of files is in the way."""
+
+
+_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_IOERR_CORRUPTFS")
+"""How the names of errors begin that SQLite has for a file that it did not write so."""
+
+_FOREIGN = ("Could not decode to UTF-8", "no such table", "no such column")
+"""How its messages begin where it read something that the file does not hold since its tables were made."""
+
+
+class Store:
+    """Raises StorageFailed when the database cannot be read or written, NoRoom for want of room or descriptors,
+    Damaged, with what to do, when it does not hold what was written to it, ConfigError when a newer version of this
+    software wrote it.
+
+    A database of an older version becomes one of this version. With `check` false it is not read as a whole first: for
+    commands that only show it.
+    """
+
+    def __init__(self, url: str, *, check: bool = True) -> None:
+        self._engine: Engine = create_engine(url)
+        self._file = Path(self._engine.url.database or "") if self._engine.dialect.name == "sqlite" else None
+        if self._file:
+            event.listen(self._engine, "connect", _prepare_sqlite)
+            self._check_file(self._file, whole=check)
+        with self._transaction() as connection:
+            if _version(connection) != SCHEMA:
+                self._bring_up_to_date(connection)
+        # what its journal lost, SQLite does not know
+        if self._file and not self.runs() and newest_copy(self._file):
+            raise self.damaged("it holds no run")
+
+    def _bring_up_to_date(self, connection: Connection) -> None:
+        """Make the tables; or change those of an older version, all of it or nothing."""
+        if self._file:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")  # else SQLite changes tables one by one
+        schema = _version(connection)
+        if schema is None and not inspect(connection).has_table(RUNS.name):
+            TABLES.create_all(connection)
+            VERSION.create(connection)
+            connection.execute(VERSION.insert().values(version_num=SCHEMA))
+            return
+        if schema is not None and schema > SCHEMA:
+            raise ConfigError(
+                f"database {self._engine.url} was written by a newer version of this software: it has schema {schema}, "
+                f"and fedvit {version('fedvit')} knows those up to {SCHEMA}: update fedvit, or use another folder"
+            )
+        if schema == SCHEMA:  # another process was faster
+            return
+        from coordinator.record.migrations import migrate  # Alembic: time that nobody else need spend
+
+        migrate(connection)
+        closed = select(ROUNDS.c.run, ROUNDS.c.round, ROUNDS.c.evaluated).where(ROUNDS.c.closed_at.is_not(None))
+        for run, number, evaluated in connection.execute(closed.order_by(ROUNDS.c.run, ROUNDS.c.round)).all():
+            self._sum_up_training(connection, run, number)
+            if evaluated:
+                self._sum_up_evaluation(connection, run, number)
+        broke = select(REFUSALS.c.run, REFUSALS.c.device, REFUSALS.c.broke).where(REFUSALS.c.broke.is_not(None))
+        for run, device, kind in connection.execute(broke).all():
+            self._add_broken(connection, run, device, kind)
+
+    def _check_file(self, file: Path, *, whole: bool) -> None:
+        """Before anything in it is relied upon; `whole`: also those parts that nothing asks for."""
+        if not file.is_file():
+            return
+        if not file.stat().st_size:
+            if newest_copy(file):  # else a process was killed before it had written anything
+                raise self.damaged("it is empty")
+            return
+        if not whole:
+            return
+        with self._transaction() as connection:
+            found = connection.execute(text("PRAGMA integrity_check(1)")).scalar()
+            if found != "ok":
+                raise self.damaged(str(found))
+
+    @classmethod
+    def in_folder(cls, folder: Path, *, check: bool = True) -> "Store":
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run folder {folder} cannot be made: {error.strerror}") from error
+        return cls(f"sqlite:///{folder / 'fedvit.db'}", check=check)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except (SQLAlchemyError, sqlite3.Error) as error:
+            cause = getattr(error, "orig", None) or error
+            name = getattr(cause, "sqlite_errorname", None) or ""
+            if self._file and (name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN)):
+                raise self.damaged(str(cause)) from error
+            if are_used_up():  # SQLite only says that it cannot open a file
+                raise TooManyOpenFiles(f"database {self._engine.url}: {cause}; {how_many()}") from error
+            kind = DiskFull if name in _FULL else StorageFailed
+            raise kind(f"database {self._engine.url}: {cause}") from error
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise self.damaged(f"a value cannot be read ({error})") from error
+
+    def damaged(self, what: str, run: str = "*") -> Damaged:
+        """The error that says so, and what to do: with a copy of any run, or of one."""
+        return Damaged(
+            remedy(self._file, what, run) if self._file else f"database {self._engine.url} is damaged: {what}"
+        )
+
+    def _records(
+        self, connection: Connection, kind: type[_R], table: Table, query: Select[Any] | None = None
+    ) -> Iterator[_R]:
+        """The rows of a query for whole rows as records. Raises Damaged at one that does not hold what was written."""
+        for row in _rows(connection, select(table) if query is None else query):
+            if row.get(SEAL) not in (None, _seal_of(table, row)):  # versions before seals wrote none
+                raise self.damaged(f"the seal of a row of table {table.name!r} is broken")
+            yield _record(kind, row)
+
+    def back_up(self, file: Path) -> bool:
+        """Write a verified copy of the database to `file`, which is new; False where there is no file to copy.
+
+        It is not synced.
+        """
+        if self._file is None:
+            return False
+        with self._transaction() as connection:
+            raw: Any = connection.connection.driver_connection
+            with closing(sqlite3.connect(file)) as copy:
+                raw.backup(copy)
+        if not is_whole(file):
+            raise self.damaged("what can be read of it is not whole")
+        return True
+
+    # --- runs -----------------------------------------------------------------------------------------
+
+    def create_run(self, run: str, config: dict[str, Any]) -> None:
+        with self._transaction() as connection:
+            _insert(connection, RUNS, [RunRecord(run, _now(), "waiting", config)])
+
+    def update_run(self, run: str, **values: Any) -> None:
+        """Set status, classes, program, protocol, reason or corrections."""
+        with self._transaction() as connection:
+            connection.execute(update(RUNS).where(RUNS.c.id == run).values(**values))
+            _seal(connection, RUNS, RUNS.c.id == run)
+
+    def runs(self) -> list[RunRecord]:
+        """Newest first."""
+        with self._transaction() as connection:
+            query = select(RUNS).order_by(RUNS.c.created_at.desc(), RUNS.c.id.desc())
+            return list(self._records(connection, RunRecord, RUNS, query))
+
+    def run(self, run: str) -> RunRecord:
+        """Raises ConfigError when there is no such run, naming those that there are."""
+        with self._transaction() as connection:
+            found = self._records(connection, RunRecord, RUNS, select(RUNS).where(RUNS.c.id == run))
+            if (record := next(found, None)) is not None:
+                return record
+        if self._file and newest_copy(self._file, run):
+            raise self.damaged(f"it does not know run {run!r}", run)
+        known = ", ".join(record.id for record in self.runs()[:5]) or "none yet"
+        raise ConfigError(f"no run {run!r}; the newest runs are: {known}")
+
+    def is_unfinished(self, run: str) -> bool:
+        """Whether there is a run of that name that may be resumed."""
+        with self._transaction() as connection:
+            status = connection.execute(select(RUNS.c.status).where(RUNS.c.id == run)).scalar()
+            return status not in (None, "finished")
+
+    def remove_run(self, run: str) -> None:
+        """Everything that the record has of a run."""
+        with self._transaction() as connection:
+            for table in reversed(TABLES.sorted_tables):
+                connection.execute(delete(table).where((table.c.id if table is RUNS else table.c.run) == run))
+
+    # --- rounds ---------------------------------------------------------------------------------------
+
+    def open_round(self, run: str, number: int, cohort: list[str], needed: int | None = None) -> None:
+        """A round begins; or it asks another cohort, since the first gave nothing."""
+        this = _this_round(run, number)
+        with self._transaction() as connection:
+            if connection.execute(select(ROUNDS.c.round).where(this)).first():
+                connection.execute(update(ROUNDS).where(this).values(cohort=cohort, needed=needed))
+                _seal(connection, ROUNDS, this)
+            else:
+                _insert(connection, ROUNDS, [RoundRecord(run, number, cohort, _now(), needed=needed)])
+
+    def close_round(self, run: str, number: int, state: SavedState, figures: dict[str, float]) -> None:
+        """Its training is over: what the server made of its results, and its totals."""
+        with self._transaction() as connection:
+            this = _this_round(run, number)
+            values = {"closed_at": _now(), "state": msgspec.to_builtins(state), "figures": figures}
+            connection.execute(update(ROUNDS).where(this).values(**values))
+            self._sum_up_training(connection, run, number)
+
+    def round_evaluated(self, run: str, number: int) -> None:
+        """Its evaluation is over, too."""
+        with self._transaction() as connection:
+            this = _this_round(run, number)
+            connection.execute(update(ROUNDS).where(this).values(evaluated=True))
+            self._sum_up_evaluation(connection, run, number)
+
+    def _sum_up_training(self, connection: Connection, run: str, number: int) -> None:
+        """Totals of a round that was closed, and of its devices."""
+        this = _this_round(run, number)
+        row = connection.execute(select(ROUNDS.c.cohort, ROUNDS.c.figures, ROUNDS.c.totals).where(this)).one()
+        results = self._used_in(connection, run, number, "train")
+        tasks = select(TASKS.c.device).where(TASKS.c.run == run, TASKS.c.round == number)
+        if row.totals is None:  # else its devices were counted already
+            _add_to_devices(connection, run, number, results, connection.execute(tasks).scalars())
+        cohort = int((row.figures or {}).get("cohort", len(row.cohort)))  # in mode buffered also those of rounds before
+        made = totals.trained(RoundTotals(cohort=cohort), results)
+        connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made)))
+        _seal(connection, ROUNDS, this)
+
+    def _sum_up_evaluation(self, connection: Connection, run: str, number: int) -> None:
+        this = _this_round(run, number)
+        row = connection.execute(select(ROUNDS.c.totals, ROUNDS.c.accuracy).where(this)).one()
+        if row.totals is not None and row.accuracy is None:  # else it is open, or was summed up before
+            results = self._used_in(connection, run, number, "evaluate")
+            _add_to_devices(connection, run, number, results, ())
+            made, accuracy = totals.evaluated(msgspec.convert(row.totals, RoundTotals), results)
+            connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made), accuracy=accuracy))
+        _seal(connection, ROUNDS, this)
+
+    def rounds(self, run: str) -> list[RoundRecord]:
+        """All of them, whole: this grows with the run."""
+        with self._transaction() as connection:
+            query = select(ROUNDS).where(ROUNDS.c.run == run).order_by(ROUNDS.c.round)
+            return list(self._records(connection, RoundRecord, ROUNDS, query))
+
+    def round(self, run: str, number: int) -> RoundRecord | None:
+        """One round; None when it was never opened."""
+        with self._transaction() as connection:
+            query = select(ROUNDS).where(_this_round(run, number))
+            return next(self._records(connection, RoundRecord, ROUNDS, query), None)
+
+    def newest_closed(self, run: str, before: int | None = None) -> RoundRecord | None:
+        """The newest round whose training is over, of those before another one; None when there is none."""
+        query = select(ROUNDS).where(ROUNDS.c.run == run, ROUNDS.c.closed_at.is_not(None))
+        if before is not None:
+            query = query.where(ROUNDS.c.round < before)
+        with self._transaction() as connection:
+            query = query.order_by(ROUNDS.c.round.desc()).limit(1)
+            return next(self._records(connection, RoundRecord, ROUNDS, query), None)
+
+    def open_rounds(self, run: str) -> list[RoundRecord]:
+        """Those that are not closed: one at most, unless an older copy of the record was put back."""
+        with self._transaction() as connection:
+            query = select(ROUNDS).where(ROUNDS.c.run == run, ROUNDS.c.closed_at.is_(None)).order_by(ROUNDS.c.round)
+            return list(self._records(connection, RoundRecord, ROUNDS, query))
+
+    def last_round(self, run: str) -> int:
+        """Number of the newest round, 0 when there is none."""
+        with self._transaction() as connection:
+            return connection.execute(select(func.max(ROUNDS.c.round)).where(ROUNDS.c.run == run)).scalar() or 0
+
+    def closed_rounds(self, run: str) -> list[int]:
+        """Numbers of the rounds whose training is over, ascending."""
+        query = select(ROUNDS.c.round).where(ROUNDS.c.run == run, ROUNDS.c.closed_at.is_not(None))
+        with self._transaction() as connection:
+            return [row.round for row in connection.execute(query.order_by(ROUNDS.c.round))]
+
+    def totals(self, run: str) -> list[ClosedRound]:
+        """Of all closed rounds, in their order."""
+        columns = select(ROUNDS.c.round, ROUNDS.c.totals, ROUNDS.c.figures)
+        query = columns.where(ROUNDS.c.run == run, ROUNDS.c.totals.is_not(None)).order_by(ROUNDS.c.round)
+        with self._transaction() as connection:
+            return [
+                ClosedRound(number, msgspec.convert(made, RoundTotals), figures or {})
+                for number, made, figures in connection.execute(query)
+            ]
+
+    def accuracy(self, run: str, since: int = 0) -> dict[int, dict[str, float]]:
+        """By evaluated round from `since` on whose details are there, and by device."""
+        query = select(ROUNDS.c.round, ROUNDS.c.accuracy).where(
+            ROUNDS.c.run == run, ROUNDS.c.round >= since, ROUNDS.c.accuracy.is_not(None)
+        )
+        with self._transaction() as connection:
+            return {row.round: row.accuracy for row in connection.execute(query.order_by(ROUNDS.c.round))}
+
+    def mean_accuracy(self, run: str) -> float | None:
+        """Of the newest evaluation."""
+        query = select(ROUNDS.c.totals).where(ROUNDS.c.run == run, ROUNDS.c.evaluated.is_(True))
+        with self._transaction() as connection:
+            newest = connection.execute(query.order_by(ROUNDS.c.round.desc())).scalars()
+            means = (made["accuracy_mean"] for made in newest if made)
+            return next((mean for mean in means if mean is not None), None)
+
+    def figure_counts(self, run: str, names: Sequence[str]) -> dict[tuple[float | None, ...], int]:
+        """How many closed rounds noted these values of themselves; None: nothing of that name."""
+        values = [ROUNDS.c.figures[name].as_float().label(name) for name in names]
+        query = select(*values, func.count()).where(ROUNDS.c.run == run, ROUNDS.c.closed_at.is_not(None))
+        with self._transaction() as connection:
+            return {tuple(row[:-1]): row[-1] for row in connection.execute(query.group_by(*values))}
+
+    def thin(self, run: str, before: int) -> None:
+        """Leave only totals and figures of rounds before one that is closed: not their cohorts, states, tasks that were
+        answered, results, refusals, and accuracies by device. What is asked for to go on stays, as do strikes."""
+        with self._transaction() as connection:
+            thinned = connection.execute(select(RUNS.c.thinned).where(RUNS.c.id == run)).scalar() or 0
+            kept = select(ROUNDS.c.round, ROUNDS.c.opened_at).where(
+                ROUNDS.c.run == run, ROUNDS.c.closed_at.is_not(None)
+            )
+            oldest = connection.execute(kept.where(ROUNDS.c.round <= before).order_by(ROUNDS.c.round.desc())).first()
+            if oldest is None or oldest.round <= thinned:
+                return
+            before, opened_at = oldest
+            old = and_(ROUNDS.c.run == run, ROUNDS.c.round >= thinned, ROUNDS.c.round < before)
+            connection.execute(update(ROUNDS).where(old).values(cohort=[], state=None, accuracy=None))
+            _seal(connection, ROUNDS, old)
+            for gone in (
+                delete(RESULTS).where(RESULTS.c.run == run, RESULTS.c.used_in < before),
+                delete(TASKS).where(TASKS.c.run == run, TASKS.c.round < before, TASKS.c.outcome.is_not(None)),
+                delete(REFUSALS).where(REFUSALS.c.run == run, REFUSALS.c.round < before),
+                delete(REFUSALS).where(REFUSALS.c.run == run, REFUSALS.c.round.is_(None), REFUSALS.c.at < opened_at),
+                delete(EXPECTATIONS).where(
+                    EXPECTATIONS.c.run == run,
+                    EXPECTATIONS.c.id.not_in(
+                        select(TASKS.c.expected).where(TASKS.c.run == run, TASKS.c.expected.is_not(None))
+                    ),
+                ),
+            ):
+                connection.execute(gone)
+            connection.execute(update(RUNS).where(RUNS.c.id == run).values(thinned=before))
+            _seal(connection, RUNS, RUNS.c.id == run)
+
+    def compact(self) -> None:
+        """Give room that nothing needs any more back to the disk."""
+        if self._file:
+            with self._transaction() as connection:
+                connection.exec_driver_sql("VACUUM")
+
+    # --- tasks ----------------------------------------------------------------------------------------
+
+    def add_tasks(self, run: str, tasks: Iterable[TaskRecord]) -> None:
+        """Devices are asked to train, for the first time or again in the same round."""
+        rows, contents = [], dict[str, Any]()
+        for task in tasks:
+            row = {**msgspec.structs.asdict(task), "run": run, "asked_at": _now()}
+            if task.expected:
+                row["expected"] = digest_of(content := msgspec.json.encode(task.expected))
+                contents[row["expected"]] = content
+            rows.append(row)
+        if not rows:
+            return
+        with self._transaction() as connection:
+            ids = EXPECTATIONS.c.run == run, EXPECTATIONS.c.id.in_(list(contents))
+            known = set(connection.execute(select(EXPECTATIONS.c.id).where(*ids)).scalars())
+            fresh = [
+                {"run": run, "id": name, "content": msgspec.json.decode(content)}
+                for name, content in contents.items()
+                if name not in known
+            ]
+            if fresh:
+                connection.execute(EXPECTATIONS.insert(), fresh)
+            _replace(connection, TASKS, rows)
+
+    def end_tasks(self, run: str, tasks: Sequence[tuple[int, str]], outcome: str) -> None:
+        """Tasks (round, device) are accepted, failed, declined, cancelled or lost; what each was first, it stays."""
+        if not tasks:
+            return
+        this = (TASKS.c.run == run, TASKS.c.round == bindparam("number"), TASKS.c.device == bindparam("name"))
+        with self._transaction() as connection:
+            connection.execute(
+                update(TASKS).where(*this, TASKS.c.outcome.is_(None)).values(outcome=outcome, groups={}),
+                [{"number": number, "name": device} for number, device in tasks],
+            )
+
+    def unanswered(self, run: str) -> list[TaskRecord]:
+        """Tasks that devices are at work on, the newest last; without what was expected of them."""
+        query = select(TASKS.c.round, TASKS.c.device, TASKS.c.program, TASKS.c.groups)
+        query = query.where(TASKS.c.run == run, TASKS.c.outcome.is_(None)).order_by(TASKS.c.round)
+        with self._transaction() as connection:
+            return [_record(TaskRecord, row) for row in _rows(connection, query)]
+
+    def expected(self, run: str) -> dict[tuple[int, str], Expected]:
+        """What the training of each (round, device) was expected to cost when it was asked."""
+        there = and_(EXPECTATIONS.c.run == TASKS.c.run, EXPECTATIONS.c.id == TASKS.c.expected)
+        query = select(TASKS.c.round, TASKS.c.device, TASKS.c.expected).where(TASKS.c.run == run)
+        contents = select(EXPECTATIONS.c.id, EXPECTATIONS.c.content).where(EXPECTATIONS.c.run == run)
+        with self._transaction() as connection:
+            known = {name: msgspec.convert(content, Expected) for name, content in connection.execute(contents)}
+            rows = connection.execute(query.join(EXPECTATIONS, there))
+            return {(number, device): known[name] for number, device, name in rows}
+
+    def asked(self, run: str) -> dict[str, Asked]:
+        """By device, how it was asked to train in the rounds that are closed."""
+        query = select(DEVICES.c.device, DEVICES.c.last_asked, DEVICES.c.times_asked)
+        with self._transaction() as connection:
+            rows = connection.execute(query.where(DEVICES.c.run == run, DEVICES.c.times_asked > 0))
+            return {device: Asked(last, times) for device, last, times in rows}
+
+    # --- results --------------------------------------------------------------------------------------
+
+    def add_result(self, device: str, result: Result, used_in: int | None = None) -> None:
+        """An accepted result, for the server step of its round or of a later one; one that is there is not touched."""
+        self.add_results([(device, result, used_in)])
+
+    def add_results(self, results: Sequence[tuple[str, Result, int | None]]) -> None:
+        """Accepted results, as `add_result` takes them, in one transaction: all of them are safe, or none."""
+        if not results:
+            return
+        with self._transaction() as connection:
+            there = _there(connection, [result for _, result, _ in results], [device for device, *_ in results])
+            fresh = [
+                ResultRecord(
+                    result.run, result.round, device, result.kind, result.samples, result.metrics, result.use,
+                    result.upload.digest if result.upload else None, used_in or result.round,
+                )
+                for device, result, used_in in results
+                if (result.run, result.round, result.kind, device) not in there
+            ]  # fmt: skip
+            if fresh:
+                _insert(connection, RESULTS, fresh, received_at=_now())
+
+    def drop_result(self, run: str, number: int, kind: TaskKind, device: str) -> None:
+        """What a device brought for a round that is open cannot be used any more: it may bring it again."""
+        with self._transaction() as connection:
+            connection.execute(delete(RESULTS).where(_this_result(run, number, kind, device)))
+
+    def has_result(self, run: str, number: int, kind: TaskKind, device: str) -> bool:
+        """Whether a device's result was accepted."""
+        query = select(RESULTS.c.device).where(_this_result(run, number, kind, device))
+        with self._transaction() as connection:
+            return connection.execute(query).first() is not None
+
+    def results(self, run: str, round_number: int | None = None, kind: TaskKind | None = None) -> list[ResultRecord]:
+        """Sorted by round and device. Of a whole run this grows with the run."""
+        query = select(RESULTS).where(RESULTS.c.run == run)
+        if round_number is not None:
+            query = query.where(RESULTS.c.round == round_number)
+        if kind is not None:
+            query = query.where(RESULTS.c.kind == kind)
+        with self._transaction() as connection:
+            query = query.order_by(RESULTS.c.round, RESULTS.c.device)
+            return list(self._records(connection, ResultRecord, RESULTS, query))
+
+    def used_in(self, run: str, number: int, kind: TaskKind = "train") -> list[ResultRecord]:
+        """Results that the server step, or the evaluation, of a round takes; of whatever round they are."""
+        with self._transaction() as connection:
+            return self._used_in(connection, run, number, kind)
+
+    def _used_in(self, connection: Connection, run: str, number: int, kind: TaskKind) -> list[ResultRecord]:
+        query = select(RESULTS).where(RESULTS.c.run == run, RESULTS.c.used_in == number, RESULTS.c.kind == kind)
+        found = self._records(connection, ResultRecord, RESULTS, query)
+        return sorted(found, key=lambda result: (result.round, result.device))  # SQLite would read all, in that order
+
+    def answered(self, run: str, number: int, kind: TaskKind) -> set[str]:
+        """Devices with a result of a round, whatever round it counts in."""
+        query = select(RESULTS.c.device).where(RESULTS.c.run == run, RESULTS.c.round == number, RESULTS.c.kind == kind)
+        with self._transaction() as connection:
+            return set(connection.execute(query).scalars())
+
+    def counted(self, run: str, number: int) -> set[str]:
+        """Devices with a training result for the server step of a round."""
+        query = select(RESULTS.c.device).where(
+            RESULTS.c.run == run, RESULTS.c.used_in == number, RESULTS.c.kind == "train"
+        )
+        with self._transaction() as connection:
+            return set(connection.execute(query).scalars())
+
+    def uploads_since(self, run: str, number: int) -> set[str]:
+        """Digests of what came for the server steps of a round and of all later ones."""
+        query = select(RESULTS.c.upload).where(
+            RESULTS.c.run == run, RESULTS.c.used_in >= number, RESULTS.c.kind == "train", RESULTS.c.upload.is_not(None)
+        )
+        with self._transaction() as connection:
+            return set(connection.execute(query).scalars())
+
+    def devices(self, run: str) -> list[DeviceRecord]:
+        """What is known of each device from closed rounds, by name."""
+        query = select(DEVICES).where(DEVICES.c.run == run).order_by(DEVICES.c.device)
+        with self._transaction() as connection:
+            return list(self._records(connection, DeviceRecord, DEVICES, query))
+
+    def add_refusal(
+        self,
+        run: str,
+        round_number: int | None,
+        device: str,
+        kind: str,
+        reason: str,
+        broke: BudgetKind | None = None,
+    ) -> None:
+        """Something that was not accepted: counted and shown, never fatal. `broke`: a device stopped by its budget."""
+        with self._transaction() as connection:
+            _insert(connection, REFUSALS, [RefusalRecord(round_number, device, kind, reason, _now(), broke)], run=run)
+            if broke:
+                self._add_broken(connection, run, device, broke)
+
+    def _add_broken(self, connection: Connection, run: str, device: str, kind: BudgetKind) -> None:
+        known = _devices(connection, run, [device])[device]
+        changed = msgspec.structs.replace(known, totals=totals.with_broken(known.totals, (kind,)))
+        _replace(connection, DEVICES, [msgspec.to_builtins(changed)])
+
+    def refusals(self, run: str) -> list[RefusalRecord]:
+        with self._transaction() as connection:
+            query = select(REFUSALS).where(REFUSALS.c.run == run).order_by(REFUSALS.c.id)
+            return list(self._records(connection, RefusalRecord, REFUSALS, query))
+
+    # --- faults of devices ----------------------------------------------------------------------------
+
+    def add_strike(self, run: str, round_number: int, device: str, reason: str) -> int:
+        """One a round at most. Returns how many the device has that led to no quarantine yet."""
+        mine = (STRIKES.c.run == run, STRIKES.c.device == device)
+        with self._transaction() as connection:
+            if not connection.execute(select(STRIKES.c.id).where(*mine, STRIKES.c.round == round_number)).first():
+                _insert(connection, STRIKES, [StrikeRecord(round_number, device, reason, _now(), False)], run=run)
+                _seal(connection, STRIKES, *mine)  # its number is part of it
+            return len(connection.execute(select(STRIKES.c.id).where(*mine, STRIKES.c.spent.is_(False))).all())
+
+    def strikes(self, run: str) -> list[StrikeRecord]:
+        with self._transaction() as connection:
+            query = select(STRIKES).where(STRIKES.c.run == run).order_by(STRIKES.c.id)
+            return list(self._records(connection, StrikeRecord, STRIKES, query))
+
+    def add_quarantine(self, run: str, device: str, round_number: int, until_round: int | None, reason: str) -> None:
+        """From now on the device's strikes are counted anew."""
+        with self._transaction() as connection:
+            made = QuarantineRecord(device, round_number, until_round, reason, _now(), None)
+            _insert(connection, QUARANTINES, [made], run=run)
+            _seal(connection, QUARANTINES, QUARANTINES.c.run == run, QUARANTINES.c.device == device)
+            _spend_strikes(connection, run, device)
+
+    def quarantines(self, run: str) -> list[QuarantineRecord]:
+        """Also those that are over."""
+        with self._transaction() as connection:
+            query = select(QUARANTINES).where(QUARANTINES.c.run == run).order_by(QUARANTINES.c.id)
+            return list(self._records(connection, QuarantineRecord, QUARANTINES, query))
+
+    def quarantined(self, run: str, round_number: int) -> dict[str, QuarantineRecord]:
+        """By device, the quarantines that hold in a round."""
+        return {record.device: record for record in self.quarantines(run) if record.holds(round_number)}
+
+    def release(self, run: str, device: str) -> bool:
+        """End a device's quarantines and forget its strikes; False when it had neither."""
+        held = (QUARANTINES.c.run == run, QUARANTINES.c.device == device, QUARANTINES.c.released_at.is_(None))
+        with self._transaction() as connection:
+            ended = connection.execute(update(QUARANTINES).where(*held).values(released_at=_now()))
+            _seal(connection, QUARANTINES, *held[:2])
+            return ended.rowcount + _spend_strikes(connection, run, device) > 0
+
+
+# --- damage and copies ----------------------------------------------------------------------------------
+
+
+def is_whole(file: Path) -> bool:
+    """Whether a copy of the database, which nobody writes to, holds what was written to it."""
+    address = f"file:{quote(str(file))}?mode=ro&immutable=1"
+    engine = create_engine("sqlite://", creator=lambda: sqlite3.connect(address, uri=True))
+    try:
+        with engine.connect() as connection:
+            if connection.execute(text("PRAGMA integrity_check(1)")).scalar() != "ok":
+                return False
+            for table in TABLES.sorted_tables:
+                if not inspect(connection).has_table(table.name):  # a copy of an older version
+                    continue
+                there = {column["name"] for column in inspect(connection).get_columns(table.name)}
+                if SEAL not in table.columns or SEAL not in there:
+                    continue
+                rows = _rows(connection, select(*(column for column in table.columns if column.name in there)))
+                if not all(row[SEAL] in (None, _seal_of(table, row)) for row in rows):
+                    return False
+            return True
+    except (SQLAlchemyError, ValueError):
+        return False
+    finally:
+        engine.dispose()
+
+
+def newest_copy(database: Path, run: str = "*") -> Path | None:
+    """The newest copy of a damaged database that is whole, of any run or of one; see `coordinator.record.backups`."""
+    made = {file: file.stat().st_mtime_ns for file in database.parent.glob(f"{run}/{COPIES}/round-*.db")}
+    return next((file for file in sorted(made, key=lambda file: made[file], reverse=True) if is_whole(file)), None)
+
+
+def remedy(database: Path, why: str, of_run: str = "*") -> str:
+    """What is to be done about a damaged database: which copy of it is good, and how it is put back."""
+    damaged = f"{database} is damaged: {why}"
+    copy = newest_copy(database, of_run)
+    if copy is None:
+        return (
+            f"{damaged}. There is no good copy of it in {database.parent}/RUN/{COPIES}: put back one of your own, or "
+            f"move it away and begin anew (tensors of finished runs are in {database.parent}/RUN/model.safetensors)"
+        )
+    run, number = copy.parent.parent.name, copy.stem.partition("-")[2]
+    return (
+        f"{damaged}. The newest good copy is {copy}, made after round {number} of run {run}. While no coordinator "
+        f"serves this folder, put it back: mv {database} {database}.damaged; rm -f {database}-wal {database}-shm; "
+        f"cp {copy} {database}; then: coordinator start --resume {run} --out {database.parent}"
+    )
+
+
+# --- rows -----------------------------------------------------------------------------------------------
+
+
+def _rows(connection: Connection, query: Select[Any]) -> Iterator[dict[str, Any]]:
+    found = connection.execute(query)
+    names = list(found.keys())
+    for row in found:
+        yield dict(zip(names, row, strict=True))
+
+
+@cache
+def _fields(kind: type[Struct]) -> list[tuple[str, bool]]:
+    """Those of a record, and whether they have a default."""
+    return [(field.name, not field.required) for field in msgspec.structs.fields(kind)]
+
+
+def _record(kind: type[_R], row: dict[str, Any]) -> _R:
+    """A row as a record; what is empty, or not asked for, has the field's default."""
+    values = {
+        name: value for name, has_default in _fields(kind) if (value := row.get(name)) is not None or not has_default
+    }
+    return msgspec.convert(values, kind)
+
+
+def _insert(connection: Connection, table: Table, records: Iterable[Struct], **more: Any) -> None:
+    """New rows, with `more` that the records do not say."""
+    rows = [{**msgspec.to_builtins(record), **more} for record in records]
+    connection.execute(table.insert(), _sealed(table, rows))
+
+
+def _replace(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
+    """Rows in the place of those with the same keys."""
+    keys = [column.name for column in table.primary_key]
+    this = [table.c[name] == bindparam(f"this_{name}") for name in keys]
+    connection.execute(delete(table).where(*this), [{f"this_{name}": row[name] for name in keys} for row in rows])
+    connection.execute(table.insert(), _sealed(table, rows))
+
+
+def _sealed(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row | {SEAL: _seal_of(table, row)} for row in rows] if SEAL in table.columns else rows
+
+
+def _seal(connection: Connection, table: Table, *where: ColumnElement[bool]) -> None:
+    """After rows were written."""
+    for row in list(_rows(connection, select(table).where(*where))):
+        this = [column == row[column.name] for column in table.primary_key]
+        connection.execute(update(table).where(*this).values(seal=_seal_of(table, row)))
+
+
+@cache
+def _sealed_columns(table: Table) -> list[str]:
+    return [column.name for column in table.columns if column.name != SEAL]
+
+
+def _seal_of(table: Table, row: Mapping[str, Any]) -> str:
+    """Of what is not empty, so that a column which comes later changes no seal."""
+    held = {name: value for name in _sealed_columns(table) if (value := row.get(name)) is not None}
+    return digest_of(msgspec.json.encode(held, order="sorted"))
+
+
+def _this_round(run: str, number: int) -> ColumnElement[bool]:
+    return and_(ROUNDS.c.run == run, ROUNDS.c.round == number)
+
+
+def _this_result(run: str, number: int, kind: TaskKind, device: str) -> ColumnElement[bool]:
+    key = (RESULTS.c.run == run, RESULTS.c.round == number, RESULTS.c.device == device, RESULTS.c.kind == kind)
+    return and_(*key)
+
+
+def _devices(connection: Connection, run: str, names: Iterable[str]) -> dict[str, DeviceRecord]:
+    """What is known of these devices; of a new one nothing."""
+    known = {name: DeviceRecord(run, name) for name in names}
+    for row in _rows(connection, select(DEVICES).where(DEVICES.c.run == run, DEVICES.c.device.in_(list(known)))):
+        known[row["device"]] = _record(DeviceRecord, row)
+    return known
+
+
+def _add_to_devices(
+    connection: Connection, run: str, number: int, results: list[ResultRecord], asked: Iterable[str]
+) -> None:
+    """A round's results, and who was asked in it, in the totals of its devices."""
+    asked = set(asked)
+    known = _devices(connection, run, asked | {result.device for result in results})
+    for name in asked:
+        last, times = max(known[name].last_asked, number), known[name].times_asked + 1
+        known[name] = msgspec.structs.replace(known[name], last_asked=last, times_asked=times)
+    for result in results:
+        before = known[result.device]
+        known[result.device] = msgspec.structs.replace(before, totals=totals.with_result(before.totals, result))
+    if known:
+        _replace(connection, DEVICES, [msgspec.to_builtins(record) for record in known.values()])
+
+
+def _spend_strikes(connection: Connection, run: str, device: str) -> int:
+    mine = (STRIKES.c.run == run, STRIKES.c.device == device, STRIKES.c.spent.is_(False))
+    spent = connection.execute(update(STRIKES).where(*mine).values(spent=True)).rowcount
+    _seal(connection, STRIKES, *mine[:2])
+    return spent
+
+
+def _there(connection: Connection, results: Sequence[Result], devices: Sequence[str]) -> set[tuple[Any, ...]]:
+    """Those of the devices' results that are in the store already: (run, round, kind, device)."""
+    columns = (RESULTS.c.run, RESULTS.c.round, RESULTS.c.kind, RESULTS.c.device)
+    query = select(*columns).where(
+        RESULTS.c.run.in_({result.run for result in results}),
+        RESULTS.c.round.in_({result.round for result in results}),
+        RESULTS.c.device.in_(devices),
+    )
+    return {tuple(row) for row in connection.execute(query)}
+
+
+def _version(connection: Connection) -> str | None:
+    """Of the database's schema; None where it says none: it is new, or of version 0.1.0."""
+    if not inspect(connection).has_table(VERSION.name):
+        return None
+    return connection.execute(select(VERSION.c.version_num)).scalar()
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")  # a round that devices were told about must survive a power cut
+    cursor.execute("PRAGMA busy_timeout=5000")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()

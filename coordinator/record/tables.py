@@ -1,0 +1,257 @@
+"""The record as tables. Each kind of row is a class; its table has a column for every field.
+
+A field's type decides its column: text, whole numbers and truth values are stored as such, everything else as JSON. A
+column may be empty where the field may be None, and where it is JSON with a default.
+"""
+
+import typing
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+from sqlalchemy import JSON, Boolean, Column, ForeignKeyConstraint, Index, Integer, MetaData, String, Table
+
+from coordinator.record.references import Reference
+from fedvit.resources import BudgetKind, ResourceUse
+from fedvit.wire.messages import TaskKind
+from profiles.prediction import Expected
+
+SCHEMA = "0002"
+"""Of the newest migration in `coordinator.record.migrations`."""
+
+SEAL = "seal"
+"""Column of every table that tensors depend on: a digest of the row's other columns, since SQLite has none itself."""
+
+TABLES = MetaData()
+
+
+class SavedState(Struct, frozen=True):
+    """A `ServerState` as digests."""
+
+    groups: dict[str, str]  # group -> digest: the very blobs that devices fetch, unless there is a reference
+    memory: str | None
+    uploads: dict[str, str]
+    references: dict[str, Reference] = {}  # of groups that devices get coded
+
+    def sent(self, group: str) -> str:
+        """The blob with which devices begin."""
+        return self.references[group].digest if group in self.references else self.groups[group]
+
+
+class RoundTotals(Struct, frozen=True, kw_only=True):
+    """What stays of a round when its details are thinned; accuracies are None where it was not evaluated."""
+
+    cohort: int  # devices that were asked
+    accepted: int = 0
+    accuracy_mean: float | None = None  # over devices, unweighted
+    accuracy_std: float | None = None  # over devices, population
+    accuracy_weighted: float | None = None  # over test images
+    accuracy_lowest: float | None = None
+    accuracy_highest: float | None = None
+    train_loss: float | None = None
+    bytes_down: int = 0
+    bytes_up: int = 0
+    flops: int = 0
+
+
+class Asked(NamedTuple):
+    """How a device was asked before."""
+
+    last: int  # the newest round, 0: never
+    times: int
+
+
+class DeviceTotals(Struct, frozen=True, kw_only=True):
+    """What stays of a device when the details of rounds are thinned. What was not measured is None."""
+
+    results: int = 0
+    rounds: int = 0  # trained and accepted
+    train_samples: int = 0
+    test_samples: int = 0
+    accuracy: float | None = None  # in its last evaluation
+    bytes_down: int = 0
+    bytes_up: int = 0
+    step_s: float = 0.0  # sum over the rounds that measured it
+    step_rounds: int = 0
+    peak_rss_bytes: int | None = None
+    flops: int = 0  # sum over the rounds that counted them
+    flops_rounds: int = 0
+    budget_kept: int = 0  # tasks that ended within the device's budgets
+    budget_broken: int = 0  # tasks that did not, whether the device stopped them or not
+    broke: dict[BudgetKind, int] = {}  # how often each budget was broken
+
+
+class RunRecord(Struct, frozen=True):
+    id: str
+    created_at: str  # ISO 8601, UTC
+    status: str  # waiting, running, interrupted, finished, failed
+    config: dict[str, Any]
+    classes: tuple[str, ...] = ()
+    program: str | None = None  # digest
+    protocol: str | None = None  # how accuracy is measured
+    reason: str | None = None  # why it failed
+    corrections: dict[str, dict[BudgetKind, float]] = {}  # by device: factors by which predictions were too low
+    thinned: int | None = None  # of rounds before this one only totals are left
+
+
+class RoundRecord(Struct, frozen=True):
+    run: str
+    round: int
+    cohort: list[str]  # empty where details were thinned
+    opened_at: str
+    closed_at: str | None = None
+    evaluated: bool = False
+    state: SavedState | None = None  # of the server after the round
+    figures: dict[str, float] = {}
+    needed: int | None = None  # results that close it at once
+    totals: RoundTotals | None = None  # None until it is closed
+    accuracy: dict[str, float] | None = None  # by device; None where it was not evaluated, or details were thinned
+
+
+class TaskRecord(Struct, frozen=True):
+    """A training task. Evaluations need none: they are asked again."""
+
+    round: int
+    device: str
+    program: str  # digest
+    groups: dict[str, str]  # group -> digest; empty once it is answered
+    expected: Expected | None = None  # what it should cost
+
+
+class ResultRecord(Struct, frozen=True):
+    run: str
+    round: int
+    device: str
+    kind: TaskKind
+    samples: int
+    metrics: dict[str, float]
+    use: ResourceUse
+    upload: str | None  # digest
+    used_in: int  # the round whose server step takes it
+
+
+class RefusalRecord(Struct, frozen=True):
+    round: int | None
+    device: str
+    kind: str
+    reason: str
+    at: str
+    broke: BudgetKind | None = None  # the budget that the device did not keep
+
+
+class StrikeRecord(Struct, frozen=True):
+    round: int
+    device: str
+    reason: str
+    at: str
+    spent: bool  # led to a quarantine, or was forgiven
+
+
+class QuarantineRecord(Struct, frozen=True):
+    device: str
+    round: int  # of the last strike
+    until_round: int | None  # the last one that it lasts; None: until it is released
+    reason: str
+    at: str
+    released_at: str | None
+
+    def holds(self, round_number: int) -> bool:
+        """Whether it keeps the device out of a round."""
+        over = self.until_round is not None and round_number > self.until_round
+        return self.released_at is None and not over
+
+
+class DeviceRecord(Struct, frozen=True):
+    """What a run knows of one device: of closed rounds alone."""
+
+    run: str
+    device: str
+    last_asked: int = 0  # the newest round that it was asked to train in
+    times_asked: int = 0
+    totals: DeviceTotals = DeviceTotals()
+
+
+_TYPES: dict[Any, Any] = {str: String, int: Integer, bool: Boolean}
+
+
+def _columns(kind: type[Struct], *key: str, without: tuple[str, ...] = ()) -> list[Column[Any]]:
+    """One for each field of a class; `key`: those that together are found once."""
+    made = []
+    for field in msgspec.structs.fields(kind):
+        if field.name in without:
+            continue
+        held = [entry for entry in typing.get_args(field.type) if entry is not type(None)]
+        may_be_none = type(None) in typing.get_args(field.type)
+        plain = held[0] if may_be_none else field.type
+        column = String if typing.get_origin(plain) is typing.Literal else _TYPES.get(plain)
+        empty = may_be_none or (column is None and not field.required)
+        made.append(
+            Column(field.name, column or JSON(none_as_null=True), primary_key=field.name in key, nullable=empty)
+        )
+    return made
+
+
+def _run() -> Column[Any]:
+    return Column("run", String, nullable=False)
+
+
+def _id() -> Column[Any]:
+    return Column("id", Integer, primary_key=True)
+
+
+def _seal() -> Column[Any]:
+    return Column(SEAL, String)
+
+
+RUNS = Table("runs", TABLES, *_columns(RunRecord, "id"), _seal())
+
+ROUNDS = Table(
+    "rounds",
+    TABLES,
+    *_columns(RoundRecord, "run", "round"),
+    _seal(),
+    ForeignKeyConstraint(["run"], ["runs.id"]),
+)
+
+RESULTS = Table(
+    "results",
+    TABLES,
+    *_columns(ResultRecord, "run", "round", "device", "kind"),
+    Column("received_at", String, nullable=False),
+    _seal(),
+)
+Index("results_by_use", RESULTS.c.run, RESULTS.c.used_in, RESULTS.c.kind, RESULTS.c.device)
+
+TASKS = Table(
+    "tasks",
+    TABLES,
+    Column("run", String, primary_key=True),
+    *_columns(TaskRecord, "round", "device", without=("expected",)),
+    Column("asked_at", String, nullable=False),
+    Column("outcome", String),  # accepted, failed, declined, cancelled, lost; empty: at work
+    Column("expected", String),  # id of a row of `expectations`
+)
+Index("tasks_at_work", TASKS.c.run, TASKS.c.round, sqlite_where=TASKS.c.outcome.is_(None))
+
+EXPECTATIONS = Table(
+    "expectations",
+    TABLES,
+    Column("run", String, primary_key=True),
+    Column("id", String, primary_key=True),  # digest of the content
+    Column("content", JSON, nullable=False),
+)
+"""What tasks were expected to cost: most of a device's rounds are alike."""
+
+REFUSALS = Table("refusals", TABLES, _id(), _run(), *_columns(RefusalRecord))
+Index("refusals_by_run", REFUSALS.c.run)
+
+STRIKES = Table("strikes", TABLES, _id(), _run(), *_columns(StrikeRecord), _seal())
+Index("strikes_by_device", STRIKES.c.run, STRIKES.c.device)
+
+QUARANTINES = Table("quarantines", TABLES, _id(), _run(), *_columns(QuarantineRecord), _seal())
+Index("quarantines_by_device", QUARANTINES.c.run, QUARANTINES.c.device)
+
+DEVICES = Table("devices", TABLES, *_columns(DeviceRecord, "run", "device"), _seal())
+
+VERSION = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
+"""Alembic's own."""

@@ -1,0 +1,85 @@
+"""What the record keeps of a round and of a device for good, made of results when a round is closed and evaluated."""
+
+from collections.abc import Iterable
+from statistics import fmean, pstdev
+from typing import Any, NamedTuple
+
+import msgspec
+
+from coordinator.record.tables import DeviceTotals, ResultRecord, RoundTotals
+from fedvit.resources import BudgetKind
+
+
+class Evaluation(NamedTuple):
+    """The totals of a round that was evaluated, and each device's accuracy."""
+
+    totals: RoundTotals
+    accuracy: dict[str, float]
+
+
+def trained(totals: RoundTotals, results: list[ResultRecord]) -> RoundTotals:
+    """With the training results that the round's server step took."""
+    losses = [result.metrics["loss"] for result in results if "loss" in result.metrics]
+    return msgspec.structs.replace(
+        _moved(totals, results), accepted=len(results), train_loss=fmean(losses) if losses else None
+    )
+
+
+def evaluated(totals: RoundTotals, results: list[ResultRecord]) -> Evaluation:
+    """With the results of its evaluation."""
+    tested = [result for result in results if result.samples]
+    accuracy = {result.device: result.metrics["correct"] / result.samples for result in tested}
+    totals = _moved(totals, results)
+    if not tested:
+        return Evaluation(totals, accuracy)
+    images = sum(result.samples for result in tested)
+    totals = msgspec.structs.replace(
+        totals,
+        accuracy_mean=fmean(accuracy.values()),
+        accuracy_std=pstdev(accuracy.values()),
+        accuracy_weighted=sum(result.metrics["correct"] for result in tested) / images,
+        accuracy_lowest=min(accuracy.values()),
+        accuracy_highest=max(accuracy.values()),
+    )
+    return Evaluation(totals, accuracy)
+
+
+def _moved(totals: RoundTotals, results: list[ResultRecord]) -> RoundTotals:
+    return msgspec.structs.replace(
+        totals,
+        bytes_down=totals.bytes_down + sum(result.use.received_bytes or 0 for result in results),
+        bytes_up=totals.bytes_up + sum(result.use.sent_bytes or 0 for result in results),
+        flops=totals.flops + sum(result.use.flops or 0 for result in results),
+    )
+
+
+def with_result(totals: DeviceTotals, result: ResultRecord) -> DeviceTotals:
+    """Of a device, with one more result of its."""
+    use, training = result.use, result.kind == "train"
+    changed: dict[str, Any] = {
+        "results": totals.results + 1,
+        "bytes_down": totals.bytes_down + (use.received_bytes or 0),
+        "bytes_up": totals.bytes_up + (use.sent_bytes or 0),
+        "peak_rss_bytes": max(filter(None, (totals.peak_rss_bytes, use.peak_rss_bytes)), default=None),
+        "budget_kept": totals.budget_kept + (not use.broke),
+    }
+    if training:
+        changed |= {"rounds": totals.rounds + 1, "train_samples": max(totals.train_samples, result.samples)}
+        if use.step_s is not None:
+            changed |= {"step_s": totals.step_s + use.step_s, "step_rounds": totals.step_rounds + 1}
+        if use.flops is not None:
+            changed |= {"flops": totals.flops + use.flops, "flops_rounds": totals.flops_rounds + 1}
+    else:
+        changed["test_samples"] = max(totals.test_samples, result.samples)
+        if result.samples:
+            changed["accuracy"] = result.metrics["correct"] / result.samples
+    totals = msgspec.structs.replace(totals, **changed)
+    return with_broken(totals, use.broke) if use.broke else totals
+
+
+def with_broken(totals: DeviceTotals, kinds: Iterable[BudgetKind]) -> DeviceTotals:
+    """Of a device, with one more task that exceeded these budgets."""
+    broke = dict(totals.broke)
+    for kind in kinds:
+        broke[kind] = broke.get(kind, 0) + 1
+    return msgspec.structs.replace(totals, budget_broken=totals.budget_broken + 1, broke=dict(sorted(broke.items())))

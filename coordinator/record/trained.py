@@ -1,0 +1,130 @@
+"""What the server makes a bundle of: the newest state of a run, and what was made for one device.
+
+Only what the server has: a model that needs a device's personal tensors or its images is that device's to
+export.
+"""
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from coordinator.config import make_config
+from coordinator.record.integrity import SoundBlobs
+from coordinator.record.store import Store
+from coordinator.record.summary import RunSummary, summarise
+from coordinator.record.tables import RunRecord
+from export.bundle.card import Origin, Reported
+from export.bundle.write import Trained
+from fedvit.errors import BadPayload, ConfigError, StorageFailed
+from fedvit.precision import as_specified
+from fedvit.program import Program, Role, decode_program
+from fedvit.tensors import Tensors, check_tensors, unpack
+
+
+def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: str) -> Trained:
+    """The model of a run, or of one device of it.
+
+    Raises ConfigError when there is no such run or device, or when only a device has what the model needs;
+    StorageFailed when the run's files are damaged.
+    """
+    record = store.run(run)
+    newest = store.newest_closed(run)
+    if record.program is None or newest is None or newest.state is None:
+        raise ConfigError(f"run {run!r} has closed no round: there is nothing to export yet")
+    saved = newest.state
+    folder = runs / run
+    blobs = SoundBlobs(folder / "blobs")
+    try:
+        program = decode_program(blobs.get(record.program))
+        graph = blobs.get(program.graphs[program.evaluate.graph].digest)
+        frozen = [group.initial for group in program.groups.values() if group.role is Role.FROZEN and group.initial]
+        values: Tensors = {}
+        for digest in (*frozen, *saved.groups.values()):
+            values |= unpack(blobs.get(digest))
+    except BadPayload as error:
+        raise StorageFailed(f"run {run!r}: {error}") from error
+    _check_no_images(program, run)
+    _check_nothing_personal(program, run)
+    summary = summarise(store, run)
+    values |= _generated(program, record, summary, folder, device)
+    held = as_specified({name: values[name] for name in program.tensors if name in values}, program.tensors)
+    check_tensors(held, program.expected([*program.groups]), f"run {run!r}")
+    origin = Origin(
+        run=run,
+        method=program.method,
+        model=program.model,
+        round=newest.round,
+        device=device,
+        made_by=made_by,
+    )
+    return Trained(
+        graph=graph,
+        values={f"tensor/{name}": value for name, value in held.items()},
+        batch=program.batch,
+        classes=program.classes,
+        origin=origin,
+        reported=_reported(summary, device),
+    )
+
+
+def _check_no_images(program: Program, run: str) -> None:
+    evaluate = program.evaluate
+    if evaluate.adapt:
+        raise ConfigError(_elsewhere(program, run, "a device tunes it on its own images before it answers"))
+    if evaluate.gather:
+        raise ConfigError(_elsewhere(program, run, "a device answers with features of its own images"))
+    if evaluate.kept and not evaluate.kept_of_this_round:
+        raise ConfigError(_elsewhere(program, run, "a device answers with the tensors that it last trained itself"))
+
+
+def _check_nothing_personal(program: Program, run: str) -> None:
+    if personal := [name for group in program.with_role(Role.LOCAL) for name in program.names(group)]:
+        what = f"{len(personal)} of its tensors never leave a device, the first is {personal[0]!r}"
+        raise ConfigError(_elsewhere(program, run, what))
+
+
+def _elsewhere(program: Program, run: str, why: str) -> str:
+    return (
+        f"the server has no whole model of method {program.method!r}: {why}; "
+        f"export it there, by `edge-client export {run} --data IMAGES`"
+    )
+
+
+def _generated(program: Program, record: RunRecord, summary: RunSummary, folder: Path, device: str | None) -> Tensors:
+    """What the server made for the device at the run's end."""
+    known = [entry.device for entry in summary.devices]
+    if device is not None and device not in known:
+        raise ConfigError(f"no device {device!r} in run {record.id!r}; its devices are: {', '.join(known)}")
+    if not program.with_role(Role.GENERATED):
+        if device is not None:
+            raise ConfigError(
+                f"method {program.method!r} makes one model for all devices: --device {device} has none of its own"
+            )
+        return {}
+    if device is None:
+        raise ConfigError(
+            f"method {program.method!r} makes a model for each device: choose one by --device; "
+            f"the run's devices are: {', '.join(known)}"
+        )
+    variants = make_config(record.config, f"run {record.id}").run.variants
+    if pattern := next((entry for entry in variants if fnmatchcase(device, entry) or entry == device), None):
+        raise ConfigError(_elsewhere(program, record.id, f"device {device!r} has a variant of its own ({pattern!r})"))
+    file = folder / "generated" / f"{device}.safetensors"
+    if record.status != "finished" or not file.is_file():
+        raise ConfigError(
+            f"run {record.id!r} is {record.status}: what it makes for device {device!r} is written at its end, "
+            f"to {file}; go on with it by `coordinator start --resume {record.id}`"
+        )
+    try:
+        return unpack(file.read_bytes())
+    except BadPayload as error:
+        raise StorageFailed(f"{file} is damaged: {error}") from error
+
+
+def _reported(summary: RunSummary, device: str | None) -> Reported | None:
+    """The newest accuracy that devices measured: that of the device, or their mean."""
+    for entry in reversed(summary.rounds):
+        accuracy = entry.accuracy if device is None else {k: v for k, v in entry.accuracy.items() if k == device}
+        if accuracy:
+            mean = sum(accuracy.values()) / len(accuracy)
+            return Reported(accuracy=mean, devices=len(accuracy), round=entry.round, protocol=summary.protocol)
+    return None

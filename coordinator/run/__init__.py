@@ -1,0 +1,1 @@
+"""One run while it is served: its state, devices, tasks, rounds."""

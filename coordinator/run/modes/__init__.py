@@ -1,0 +1,8 @@
+"""How rounds follow each other."""
+
+from coordinator.run.modes.buffered import Buffered
+from coordinator.run.modes.synchronous import Synchronous
+from coordinator.run.selector import Mode
+
+MODES: dict[str, type[Mode]] = {"rounds": Synchronous, "buffered": Buffered}
+"""By `mode` of a run's configuration."""

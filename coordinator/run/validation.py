@@ -1,0 +1,192 @@
+"""What may enter: hellos and results are checked here, before anything is kept or averaged."""
+
+import math
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedvit.blobs import ALGORITHM
+from fedvit.errors import BadPayload, PeerRefused
+from fedvit.program import LABELS, Program, Role
+from fedvit.quantities import format_bytes
+from fedvit.tensors import Array, Tensors, check_finite, check_tensors, let_go, mapped, unpack
+from fedvit.updates import decode_one
+from fedvit.wire.messages import Hello, Manifest, Result
+
+_OVERHEAD_BYTES = 64 * 1024
+"""Room for the names and shapes in an upload's header, per hundred tensors."""
+ROOM_BYTES = 16 * 1024 * 1024
+"""A disk with less than that is full: the run pauses until it takes so much."""
+_DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
+
+
+def check_hello(hello: Hello, classes: tuple[str, ...]) -> None:
+    """Raises PeerRefused when the device has class folders that the run does not know, or nothing to train on."""
+    if hello.train_samples < 1:
+        raise PeerRefused("it has no training images")
+    unknown = sorted(set(hello.classes) - set(classes))
+    if classes and unknown:
+        which = f"class folder {unknown[0]!r} is" if len(unknown) == 1 else f"class folders {listed(unknown)} are"
+        raise PeerRefused(f"its {which} not among this run's {len(classes)} classes: {', '.join(_few(classes))}")
+
+
+def check_new_classes(hello: Hello, brought: Collection[str], most: int) -> None:
+    """Raises PeerRefused when the run cannot have a device's classes beside those that others brought before it.
+
+    Nobody chose them: they end up in the model's size, in the record, and on terminals.
+    """
+    if odd := [name for name in hello.classes if not name or not name.isprintable()]:
+        raise PeerRefused(f"its class folder {odd[0]!r} is no name of a class: it must be printable")
+    together = len({*brought, *hello.classes})
+    if together > most:
+        others = f"with those of other devices {together}, " if brought else ""
+        raise PeerRefused(
+            f"it has {len(hello.classes)} class folders, {others}and devices may bring {most} to this run; "
+            "its operator can list `classes`, or raise `max_classes`"
+        )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first ten, quoted."""
+    return ", ".join(_few([repr(name) for name in names[:10]] + list(names[10:])))
+
+
+def _few(names: Sequence[str]) -> list[str]:
+    return [*names[:10], *(["..."] if len(names) > 10 else [])]
+
+
+def check_result(result: Result, program: Program, hello: Hello) -> None:
+    """Refuse a result by its message alone, before a byte of its upload is fetched. Raises BadPayload."""
+    for name, value in result.metrics.items():
+        if not np.isfinite(value):
+            raise BadPayload(f"metric {name!r} is {value}")
+    announced = hello.train_samples if result.kind == "train" else hello.test_samples
+    if not 0 <= result.samples <= announced:
+        raise BadPayload(f"it claims {result.samples} samples, the device announced {announced}")
+    if result.kind == "evaluate" and not 0 <= result.metrics.get("correct", -1) <= result.samples:
+        raise BadPayload(f"it claims {result.metrics.get('correct')} right answers of {result.samples}")
+    wanted = bool(program.expected_upload()) and result.kind == "train"
+    if not wanted:
+        if result.upload:
+            raise BadPayload(f"the {result.kind} result brings {result.upload.size} bytes that nobody asked for")
+        return
+    if result.upload is None:
+        raise BadPayload("the upload is missing")
+    if not _DIGEST.fullmatch(result.upload.digest):
+        raise BadPayload(f"the upload's name {result.upload.digest!r} is no {ALGORITHM} digest")
+    limit = largest_upload_bytes(program, hello.train_samples)
+    if result.upload.size > limit:
+        raise BadPayload(f"an upload of {result.upload.size} bytes, this program allows at most {limit}")
+
+
+def check_room(upload: Manifest, free_bytes: int | None) -> None:
+    """Refuse an upload that alone would fill the disk: one device must not stop the run of all. Raises BadPayload.
+
+    On a disk that is full already nobody is to blame: the run pauses when it fetches, and devices keep their results.
+    """
+    if free_bytes is not None and ROOM_BYTES <= free_bytes < upload.size:
+        free = format_bytes(free_bytes)
+        raise BadPayload(
+            f"an upload of {upload.size} bytes ({format_bytes(upload.size)}), the coordinator has {free} free"
+        )
+
+
+def largest_upload_bytes(program: Program, train_samples: int) -> int:
+    """What an honest upload of this program can measure at most."""
+    expected = program.expected_upload()
+    # a sample is collected at most once per epoch
+    most_rows = train_samples * max(phase.epochs for phase in program.train)
+    size = _largest_header_bytes(program)
+    for shape, dtype in expected.values():
+        lengths = [most_rows if length is None else length for length in shape]
+        size += math.prod(lengths) * np.dtype(dtype).itemsize
+    return size
+
+
+def _largest_header_bytes(program: Program) -> int:
+    """What the names and shapes of an honest upload can measure at most."""
+    return _OVERHEAD_BYTES * (1 + len(program.expected_upload()) // 100)
+
+
+def check_upload(upload: Path | bytes, program: Program, what: str) -> Tensors:
+    """The tensors of an upload, as they travel: names, shapes, dtypes as the program says, finite, also when they are
+    decoded, labels in range.
+
+    Those of a file are mapped: it may be larger than the memory. A header is read only where it is no longer than
+    an honest one. Raises BadPayload whose message begins with `what`.
+    """
+    try:
+        tensors = _opened(upload, _largest_header_bytes(program))
+    except BadPayload as error:
+        raise BadPayload(f"{what}: {error}") from error
+    local = {name for group in program.with_role(Role.LOCAL) for name in program.names(group)}
+    if leaked := sorted(name for name in tensors if name.partition("#")[0] in local):
+        raise BadPayload(f"{what}: it holds local tensor {leaked[0]!r}, which must not leave the device")
+    check_tensors(tensors, program.expected_upload(), what)
+    _check_decodes(tensors, program.shapes(), what)
+    if LABELS in tensors:
+        labels = tensors[LABELS]
+        for phase in program.train:
+            if phase.collect and len(tensors[phase.collect.output]) != len(labels):
+                rows = len(tensors[phase.collect.output])
+                raise BadPayload(f"{what}: {rows} rows of {phase.collect.output!r} for {len(labels)} labels")
+        if len(labels) and not (labels.min() >= 0 and labels.max() < len(program.classes)):
+            low, high = int(labels.min()), int(labels.max())
+            raise BadPayload(f"{what}: labels {low} to {high}, the run has {len(program.classes)} classes")
+    let_go(tensors.values())  # those that count are read again when all are there
+    return tensors
+
+
+def _opened(upload: Path | bytes, largest_header_bytes: int) -> Tensors:
+    """A header becomes objects many times its size: how long it says it is comes first."""
+    if isinstance(upload, bytes):
+        _check_header(upload[:8], len(upload), largest_header_bytes)
+        return unpack(upload)
+    try:
+        with upload.open("rb") as opened:
+            _check_header(opened.read(8), upload.stat().st_size, largest_header_bytes)
+        return mapped(upload)
+    except FileNotFoundError:
+        raise BadPayload(f"upload {upload.name} is not there") from None
+
+
+def _check_header(first: bytes, size: int, largest_header_bytes: int) -> None:
+    header_bytes = int.from_bytes(first, "little")
+    if largest_header_bytes < header_bytes <= size:
+        raise BadPayload(
+            f"names and shapes of {header_bytes} bytes, this program's take at most {largest_header_bytes}"
+        )
+
+
+def _check_decodes(tensors: Tensors, shapes: dict[str, tuple[int, ...]], what: str) -> None:
+    """One tensor at a time, so that no decoded copy of all of them is held."""
+    coded = {part.partition("#")[0] for part in tensors if "#" in part}
+    for name in sorted(coded):
+        try:
+            value = decode_one(name, tensors, shapes.get(name))
+        except BadPayload as error:
+            raise BadPayload(f"{what}: {error}") from error
+        check_finite({name: value}, what)
+
+
+def check_labels(labels: Array, program: Program, hello: Hello, what: str) -> None:
+    """Refuse classes that the device did not announce, and more of one class than the median sampler takes.
+
+    At least half of a device's C classes have as many images as their median or more, so that the median is at most
+    its images / ceil(C / 2); of one class no more than `threshold` times the median is taken.
+    Raises BadPayload whose message begins with `what`.
+    """
+    counts = np.bincount(labels.astype(np.int64), minlength=len(program.classes))
+    present = [program.classes[label] for label in np.flatnonzero(counts)]
+    if strange := sorted(set(present) - set(hello.classes)):
+        raise BadPayload(f"{what}: it holds class {strange[0]!r}, which the device did not announce")
+    threshold = max((phase.collect.threshold for phase in program.train if phase.collect), default=1.0)
+    most = max(1, int(threshold * (hello.train_samples // max(1, -(-len(present) // 2)))))
+    if len(labels) and counts.max() > most:
+        name = program.classes[int(counts.argmax())]
+        raise BadPayload(
+            f"{what}: {counts.max()} values of class {name!r}; of {hello.train_samples} images in {len(present)} "
+            f"classes at most {most} of one are chosen"
+        )

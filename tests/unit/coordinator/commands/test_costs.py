@@ -1,0 +1,141 @@
+"""`coordinator boards`, `profile` and `report` as an operator meets them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from coordinator.cli import cli
+from coordinator.record.store import Store
+from coordinator.record.tables import SavedState
+from fedvit.errors import ConfigError, FedvitError, OverBudget
+from fedvit.resources import ResourceUse
+from fedvit.wire import messages
+from profiles.report.document import ProfileDocument, RunDocument, decode
+from tests.unit.coordinator.conftest import MODEL
+
+TINY = [f"--model-option={key}={value}" for key, value in MODEL.items()]
+
+
+def said(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, list(map(str, arguments)), env={"COLUMNS": "120"})
+
+
+def refused(kind: type[FedvitError], *arguments: object) -> str:
+    result = said(*arguments)
+    assert isinstance(result.exception, kind), (result.output, result.exception)
+    return str(result.exception)
+
+
+# --- boards -------------------------------------------------------------------------------------------
+
+
+def test_boards_are_listed() -> None:
+    lines = said("boards").stdout.splitlines()
+    [row] = [line for line in lines if line.startswith("rpi5-8 ")]
+    assert row.split()[-7:] == ["8", "4", "154", "72", "10.6", "13", "yes"]
+    listed = json.loads(said("boards", "--json").stdout)
+    assert {entry["id"] for entry in listed} >= {"rpi-zero2w", "thor-t5000"}
+    assert next(entry for entry in listed if entry["id"] == "thor-t5000")["power_w"] is None
+
+
+def test_one_board_with_its_sources() -> None:
+    text = said("boards", "agx-orin-64").stdout
+    assert "LineageOS/android_device_nvidia_concord" in text
+    assert "unverified" in text
+    board = json.loads(said("boards", "agx-orin-64", "--json").stdout)
+    assert board["memory"]["memcpy_bytes_per_s"] == {"value": 10.6e9, "mark": "published", "source": "sbc-bench"}
+    assert set(board["speeds"]) == {"MAXN", "50W", "30W", "15W"}
+    assert {"nvpmodel", "sbc-bench", "fev"} <= set(board["sources"])
+    assert "did you mean" in refused(ConfigError, "boards", "agx-orin")
+
+
+# --- profile ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(graph_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Graphs come from the tests' cache."""
+    monkeypatch.setattr("export.graphs.default_cache", lambda: graph_cache)
+    return tmp_path
+
+
+def test_a_profile_in_three_forms(quick: Path) -> None:
+    """Two splits x two mask ratios on two boards; the page has the figures of the JSON."""
+    command = [
+        "profile", "--method", "eftvit", *TINY, "-o", "batch_size=8", "-o", "epochs=3", "--images", 40,
+        "--device", "rpi5-8", "--device", "agx-orin-64@15W", "--mask", 0.5, "--mask", 0, "--split", 1,
+    ]  # fmt: skip
+    page = quick / "profile.html"
+    result = said(*command, "--json", "--out", page)
+    assert result.exit_code == 0, result.output
+    document = decode(result.stdout.encode())
+    assert isinstance(document, ProfileDocument)
+    assert [variant.label for variant in document.variants] == ["mask 0.5, M=1", "mask 0, M=1"]
+    assert [(device.id, device.mode) for device in document.devices] == [("rpi5-8", None), ("agx-orin-64", "15W")]
+    assert document.fitting == 4
+    half, whole = (variant.cost for variant in document.variants)
+    assert (half.kept_patches, whole.kept_patches) == (8, 16)
+    assert half.flops_forward < whole.flops_forward
+    assert half.steps == 3 * 5  # epochs x 40 / 8
+    trained = {share.block: share.trained for share in half.flops}
+    assert (trained["block 0"], trained["block 1"], trained["head"]) == (True, False, True)
+    first = document.devices[0].predictions[0]
+    assert first.power_w == 12.7
+    assert first.peak_rss_bytes == max(phase.total_bytes for phase in first.memory)
+    assert document.devices[0].budget.memory_bytes == (8 << 30) - (512 << 20)
+    written = page.read_text()
+    assert "Every variant fits the budget of every device." in written
+    assert "mask 0.5, M=1" in written
+
+
+def test_a_device_that_fits_nothing_ends_with_an_exit_code(quick: Path) -> None:
+    """The budget is the tighter of the board's memory and the flag's; the report is there nevertheless."""
+    arguments = ["profile", *TINY, "-o", "local_blocks=1", "--device", "rpi5-8", "--memory-budget", 10**6]
+    result = said(*arguments)
+    assert isinstance(result.exception, OverBudget)
+    assert "No variant fits the budget of any device." in result.stdout
+    assert "no variant fits the budget of rpi5-8" in str(result.exception)
+
+
+def test_what_cannot_be_profiled_is_said(quick: Path) -> None:
+    device = ("--device", "rpi5-8")
+    assert "these have: eftvit" in refused(ConfigError, "profile", "--method", "fedavg", *TINY, *device, "--mask", 0.5)
+    assert "no power mode 'fast'" in refused(ConfigError, "profile", *TINY, "--device", "agx-orin-64@fast")
+    assert "unknown method 'magic'" in refused(ConfigError, "profile", "--method", "magic", *TINY, *device)
+    assert said("profile", *TINY).exit_code == 2  # no device
+
+
+# --- report -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    store = Store.in_folder(tmp_path / "runs")
+    store.create_run("done", {"method": "eftvit", "model": "vit_base_patch16_224", "rounds": 1, "seed": 5})
+    store.update_run("done", status="finished", protocol="p")
+    store.open_round("done", 1, ["pi"])
+    use = ResourceUse(step_s=2.0, train_s=60.0, peak_rss_bytes=10**8, received_bytes=10**6, sent_bytes=10**5)
+    store.add_result("pi", messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
+    store.add_result("pi", messages.Result("done", 1, "evaluate", 5, {"correct": 4.0}, ResourceUse()))
+    store.close_round("done", 1, SavedState({}, None, {}), {})
+    store.close()
+    return tmp_path / "runs"
+
+
+def test_a_report_in_three_forms(runs: Path) -> None:
+    page = runs / "report.html"
+    text = said("report", "done", "--runs", runs, "--out", page)
+    assert text.exit_code == 0, text.output
+    assert "Finished: 1 of 1 rounds, accuracy 0.800" in text.stdout
+    assert "60.0 s" in text.stdout
+    assert "Finished: 1 of 1 rounds, accuracy 0.800" in page.read_text()
+    document = decode(said("report", "done", "--runs", runs, "--json").stdout.encode())
+    assert isinstance(document, RunDocument)
+    assert document.devices[0].rounds[0].measured is not None
+
+
+def test_a_report_of_nothing(runs: Path, tmp_path: Path) -> None:
+    assert "no run 'gone'" in refused(ConfigError, "report", "gone", "--runs", runs)
+    assert "use --runs for another folder" in refused(ConfigError, "report", "done", "--runs", tmp_path / "empty")

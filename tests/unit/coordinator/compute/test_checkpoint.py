@@ -1,0 +1,116 @@
+"""What a round leaves behind, and what the next one or a restart begins with."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from coordinator.compute.checkpoint import load_state, needed_blobs, save_state
+from coordinator.planning.planner import Plan, make_plan
+from fedvit.blobs import BlobStore, digest_of
+from fedvit.methods.base import ServerState
+from fedvit.tensors import pack, unpack
+
+if TYPE_CHECKING:
+    from tests.unit.coordinator.conftest import Configure
+
+
+@pytest.fixture(scope="module")
+def planned(
+    tmp_path_factory: pytest.TempPathFactory, graph_cache: Path, configure: "Configure"
+) -> tuple[Plan, BlobStore]:
+    blobs = BlobStore(tmp_path_factory.mktemp("blobs"))
+    return make_plan(configure("eftvit"), ("0", "1", "2"), blobs, cache=graph_cache), blobs
+
+
+def moved(plan: Plan) -> ServerState:
+    """A state after some round: other tensors, an optimizer's memory with a scalar in it, two devices' uploads."""
+    tensors = {name: value + np.float32(0.1) for name, value in plan.state.tensors.items()}
+    memory = {"exp_avg/norm.weight": np.arange(32, dtype=np.float32), "step/norm.weight": np.float32(7)}
+    return ServerState(tensors, memory, {"a": digest_of(b"a"), "b": digest_of(b"b")})  # type: ignore[arg-type]
+
+
+def test_a_state_comes_back_bit_for_bit(planned: tuple[Plan, BlobStore]) -> None:
+    """Also shapes without a dimension; tensors are in the model's order, however the state had them."""
+    plan, blobs = planned
+    program, state = plan.first.program, moved(plan)
+    again = load_state(save_state(state, plan.groups, blobs), blobs, plan.values)
+    assert list(again.tensors) == [name for name in program.tensors if name in state.tensors]
+    assert again.tensors.keys() == state.tensors.keys()
+    assert again.memory.keys() == state.memory.keys()
+    for kept, given in ((again.tensors, state.tensors), (again.memory, state.memory)):
+        for name, value in given.items():
+            assert (kept[name].shape, kept[name].dtype) == (value.shape, value.dtype), name
+            assert kept[name].tobytes() == value.tobytes(), name
+    assert again.uploads == state.uploads
+
+
+def test_a_state_without_memory(planned: tuple[Plan, BlobStore]) -> None:
+    plan, blobs = planned
+    saved = save_state(plan.state, plan.groups, blobs)
+    assert saved.memory is None
+    again = load_state(saved, blobs)
+    assert (again.memory, again.uploads) == ({}, {})
+
+
+def test_the_saved_groups_are_what_devices_fetch(planned: tuple[Plan, BlobStore]) -> None:
+    """One blob a group that comes from the server; local tensors are in none."""
+    plan, blobs = planned
+    state = moved(plan)
+    saved = save_state(state, plan.groups, blobs)
+    assert set(saved.groups) == {"head", "norm", "block.1", "block.2"}
+    for group, digest in saved.groups.items():
+        tensors = unpack(blobs.get(digest))
+        assert sorted(tensors) == sorted(plan.first.program.names(group))
+        assert digest == digest_of(pack({name: state.tensors[name] for name in tensors}))
+
+
+def test_what_must_not_be_deleted(planned: tuple[Plan, BlobStore]) -> None:
+    """The program, its 3 graphs, the local group's first value, 4 groups, the memory, 2 uploads: 12 blobs."""
+    plan, blobs = planned
+    program = plan.first.program
+    saved = save_state(moved(plan), plan.groups, blobs)
+    needed = needed_blobs(plan, saved)
+    assert len(needed) == 12
+    assert {plan.first.digest, saved.memory, *saved.groups.values(), *saved.uploads.values()} <= needed
+    assert {graph.digest for graph in program.graphs.values()} <= needed
+    assert program.groups["local"].initial in needed
+
+
+def test_a_state_comes_back_without_a_plan(planned: tuple[Plan, BlobStore]) -> None:
+    """So a run reads what an earlier one ended with."""
+    plan, blobs = planned
+    state = moved(plan)
+    again = load_state(save_state(state, plan.groups, blobs), blobs)
+    assert again.tensors.keys() == state.tensors.keys()
+    assert all(value.tobytes() == state.tensors[name].tobytes() for name, value in again.tensors.items())
+
+
+def test_a_group_that_did_not_move_keeps_its_blob(planned: tuple[Plan, BlobStore]) -> None:
+    """So devices do not fetch it again."""
+    plan, blobs = planned
+    before = save_state(plan.state, plan.groups, blobs)
+    tensors = {name: value + np.float32(name in plan.groups["block.2"]) for name, value in plan.state.tensors.items()}
+    after = save_state(ServerState(tensors), plan.groups, blobs)
+    assert {group for group in plan.groups if before.groups[group] != after.groups[group]} == {"block.2"}
+
+
+def test_programs_of_every_variant_must_not_be_deleted(
+    configure: "Configure", graph_cache: Path, tmp_path: Path
+) -> None:
+    """Two splits: two programs and two first values of local tensors. Prediction and the update are the same graphs for
+    both: four graphs, and the four groups of the state: 12 blobs."""
+    blobs = BlobStore(tmp_path)
+    config = configure("eftvit", variants={"jetson-*": {"local_blocks": 2}})
+    plan = make_plan(config, ("0", "1", "2"), blobs, cache=graph_cache)
+    assert plan.first
+    saved = save_state(plan.state, plan.groups, blobs)
+    assert len(needed_blobs(plan, saved)) == 1 + 3 + 1 + 4
+    other = plan.variant("jetson-1", 1)
+    needed = needed_blobs(plan, saved)
+    assert len(needed) == 12
+    assert {plan.first.digest, other.digest} < needed
+    for program in (plan.first.program, other.program):
+        assert {graph.digest for graph in program.graphs.values()} < needed
+        assert program.groups["local"].initial in needed

@@ -1,0 +1,110 @@
+"""The worker process: what it is asked and answers, and what happens when it dies."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator.compute import process
+from coordinator.compute.messages import Check, Finish
+from coordinator.compute.process import Raised, Worker, exception_of, raised_of
+from coordinator.config import make_config
+from coordinator.record.integrity import DamagedBlob
+from coordinator.record.store import SavedState
+from fedvit import errors
+from fedvit.errors import ConfigError, DeviceTrouble, FedvitError
+from tests.e2e.stage import wait_for
+from tests.forked import ForkedWorker
+
+CHECK = Check(config=make_config({"method": "fedavg", "accelerator": "cpu"}, "test").run, where="run.toml")
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    """Its process has torch at once. It is told of no run, so that it opens no database."""
+    monkeypatch.setattr(process, "spawn", ForkedWorker)
+    monkeypatch.setattr(process, "BACK_OFF_S", 0.01)
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+def dying(code: int) -> process.Child:
+    """A process that ends at once."""
+    return subprocess.Popen(["sh", "-c", f"exit {code}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def test_worker_answers_whether_a_configuration_can_be_run(worker: Worker) -> None:
+    assert worker.ask(CHECK) == "cpu"
+    with pytest.raises(ConfigError, match=r"^run\.toml: unknown method 'fedavk'"):
+        worker.ask(msgspec.structs.replace(CHECK, config=make_config({"method": "fedavk"}, "test").run))
+    with pytest.raises(ConfigError, match=r"^accelerator = 'warp' cannot be used: "):
+        worker.ask(msgspec.structs.replace(CHECK, config=make_config({"accelerator": "warp"}, "test").run))
+
+
+def test_worker_says_what_failed_unexpectedly(worker: Worker) -> None:
+    with pytest.raises(FedvitError, match="the worker process failed unexpectedly: AttributeError: "):
+        worker.ask(Finish(saved=SavedState({}, None, {})))
+    assert worker.ask(CHECK) == "cpu", "it goes on"
+
+
+def test_worker_that_was_killed_while_it_had_nothing_to_do_is_started_again(worker: Worker) -> None:
+    assert worker.ask(CHECK) == "cpu"
+    killed, said = worker.pid, list[str]()
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    wait_for(lambda: said.extend(worker.keep()) or len(said) == 2, "it to be started again")
+    assert said == [
+        "the worker process ended with signal 9 (SIGKILL); nothing is lost",
+        "the worker process was started again",
+    ]
+    assert worker.pid != killed
+    assert worker.ask(CHECK) == "cpu"
+
+
+def test_worker_that_dies_is_asked_again(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawned = iter([dying, dying, lambda _: ForkedWorker()])
+    monkeypatch.setattr(process, "spawn", lambda: next(spawned)(3))
+    assert worker.ask(CHECK) == "cpu"
+    assert worker.keep().count("the worker process ended with exit code 3; nothing is lost") == 2
+
+
+def test_worker_that_dies_each_time_fails_the_run(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "spawn", lambda: dying(3))
+    with pytest.raises(DeviceTrouble, match=r"3 times during one request \(Check\), the last time with exit code 3"):
+        worker.ask(CHECK)
+
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FedvitError)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_errors_of_the_worker_are_the_same_here(kind: type[FedvitError]) -> None:
+    again = travelled(kind("what came"))
+    assert (type(again), str(again)) == (kind, "what came")
+
+
+def test_errors_keep_what_others_ask_of_them() -> None:
+    """The name of the damaged file, and what the system said."""
+    damaged = travelled(DamagedBlob("blake3:ab", Path("blobs/ab")))
+    assert isinstance(damaged, DamagedBlob)
+    assert (damaged.digest, damaged.path) == ("blake3:ab", Path("blobs/ab"))
+    failed = travelled(OSError(24, "Too many open files", "somewhere"))
+    assert isinstance(failed, OSError)
+    assert (failed.errno, failed.strerror, failed.filename) == (24, "Too many open files", "somewhere")
+
+
+def test_errors_of_a_kind_that_only_the_worker_knows_are_of_the_next_general_one() -> None:
+    class Torn(errors.Damaged):
+        """Of some library."""
+
+    assert type(travelled(Torn("a file"))) is errors.Damaged
+
+
+def travelled(error: Exception) -> Exception:
+    raw = msgspec.msgpack.encode(raised_of(error, []))
+    return exception_of(msgspec.msgpack.decode(raw, type=Raised), None)

@@ -1,0 +1,177 @@
+"""References and their links: devices get to the very same bytes by any way, and the state is not lost on the way."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.config import UpdatesConfig
+from coordinator.record.references import Reference, references, snapshot
+from edge_client.downlink import make_blob, routes
+from fedvit.blobs import BlobStore
+from fedvit.errors import BadPayload
+from fedvit.tensors import Tensors, pack, unpack
+from fedvit.wire.messages import Manifest, Recipe
+
+WAYS = [
+    UpdatesConfig(down="int8"),
+    UpdatesConfig(down="fp16"),
+    UpdatesConfig(down="top_k:share=0.1"),
+    UpdatesConfig(down_whole="int8"),
+    UpdatesConfig(down_whole="fp16"),
+    UpdatesConfig(down="top_k:share=0.05", down_whole="fp16"),
+    UpdatesConfig(down="int8", down_whole="fp16"),
+]
+each_way = pytest.mark.parametrize("updates", WAYS, ids=lambda updates: f"{updates.down}-{updates.down_whole}")
+
+
+def states(count: int) -> list[Tensors]:
+    """A model that moves a little in every round."""
+    rng = np.random.default_rng(0)
+    model = {"w": rng.normal(size=(64, 64)).astype(np.float32), "b": rng.normal(size=64).astype(np.float32)}
+    moved = []
+    for _ in range(count):
+        moved.append(model)
+        model = {name: value + rng.normal(0, 1e-3, value.shape).astype(np.float32) for name, value in model.items()}
+    return moved
+
+
+def run(updates: UpdatesConfig, blobs: BlobStore, count: int) -> list[Reference]:
+    found: list[Reference] = []
+    for state in states(count):
+        before = {"model": found[-1]} if found else {}
+        found.append(references({"model": state}, before, updates, blobs)["model"])
+    return found
+
+
+def hand_over(reference: Reference, server: BlobStore, device: BlobStore) -> int:
+    """What a device fetches to have the reference; it is then in its store."""
+    recipes, target = reference.recipes(server), server.manifest(reference.digest)
+    found = routes([target.digest], recipes, {target.digest: target}, device.has)
+    fetched = 0
+    if not found and not device.has(target.digest):
+        device.put(server.get(target.digest))
+        return target.size
+    for route in found:
+        for recipe in route.recipes:
+            device.put(server.get(recipe.patch.digest))
+            fetched += recipe.patch.size
+        make_blob(route, device)
+    return fetched
+
+
+@each_way
+def test_a_device_gets_to_the_same_bytes(updates: UpdatesConfig, tmp_path: Path) -> None:
+    """Whether it is there in every round, comes late, or was away for one round, two or five."""
+    server = BlobStore(tmp_path / "server")
+    found = run(updates, server, 8)
+    for here in ((0, 1, 2, 3, 4, 5, 6, 7), (7,), (0, 2, 4), (0, 3, 6), (0, 6, 7)):
+        device = BlobStore(tmp_path / f"device-{'-'.join(map(str, here))}")
+        for number in here:
+            reference = found[number]
+            hand_over(reference, server, device)
+            assert device.get(reference.digest) == server.get(reference.digest)
+
+
+@each_way
+def test_who_was_there_fetches_a_patch_alone(updates: UpdatesConfig, tmp_path: Path) -> None:
+    server, device = BlobStore(tmp_path / "server"), BlobStore(tmp_path / "device")
+    found = run(updates, server, 4)
+    sizes = [hand_over(reference, server, device) for reference in found]
+    whole = server.manifest(found[0].digest).size
+    assert all(size < 0.6 * whole for size in sizes[1:])
+    assert sizes[0] == whole if updates.down_whole == "none" else sizes[0] < 0.6 * whole
+
+
+def test_a_chain_is_followed_as_long_as_it_is_cheaper(tmp_path: Path) -> None:
+    """int8 patches take a bit more than a quarter: three of them are less than the whole, four are not."""
+    server = BlobStore(tmp_path / "server")
+    found = run(UpdatesConfig(down="int8"), server, 6)
+    assert [len(reference.links) for reference in found] == [0, 1, 2, 3, 3, 3]
+    whole = server.manifest(found[0].digest).size
+    for missed, cheaper in ((1, True), (2, True), (3, True), (4, False)):
+        device = BlobStore(tmp_path / f"missed-{missed}")
+        device.put(server.get(found[5 - missed].digest))
+        assert (hand_over(found[5], server, device) < whole) is cheaper
+
+
+@each_way
+def test_what_coding_loses_in_one_round_comes_in_the_next(updates: UpdatesConfig, tmp_path: Path) -> None:
+    """The state stands still: where changes are coded, the reference comes to it."""
+    blobs = BlobStore(tmp_path)
+    first, second = states(2)
+    reference = references({"model": first}, {}, updates, blobs)["model"]
+    apart = []
+    for _ in range(60):
+        reference = references({"model": second}, {"model": reference}, updates, blobs)["model"]
+        got = unpack(blobs.get(reference.digest))
+        apart.append(float(np.abs(got["w"] - second["w"]).max()))
+    finest = {"none": 1e-6, "fp16": 2e-3, "int8": 2e-2}[updates.down_whole]  # half a step of what devices can have
+    assert apart[-1] <= finest
+    assert apart[-1] <= apart[0]
+
+
+def test_a_state_that_stands_still_costs_nothing(tmp_path: Path) -> None:
+    blobs = BlobStore(tmp_path)
+    [state] = states(1)
+    first = references({"model": state}, {}, UpdatesConfig(down="int8"), blobs)["model"]
+    assert references({"model": state}, {"model": first}, UpdatesConfig(down="int8"), blobs)["model"] == first
+
+
+def test_numbers_beyond_a_codec_go_whole(tmp_path: Path) -> None:
+    blobs = BlobStore(tmp_path)
+    [state] = states(1)
+    first = references({"model": state}, {}, UpdatesConfig(down="fp16"), blobs)["model"]
+    grown = {name: value * np.float32(1e6) for name, value in state.items()}
+    second = references({"model": grown}, {"model": first}, UpdatesConfig(down="fp16"), blobs)["model"]
+    assert blobs.get(second.digest) == pack(grown)
+    assert not second.links
+
+
+def test_uncoded_groups_have_no_reference(tmp_path: Path) -> None:
+    [state] = states(1)
+    assert references({"model": state}, {}, UpdatesConfig(up="int8"), BlobStore(tmp_path)) == {}
+    assert not snapshot(state, UpdatesConfig(), BlobStore(tmp_path)).links
+
+
+def test_a_recipe_that_gives_something_else_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:
+    server, device = BlobStore(tmp_path / "server"), BlobStore(tmp_path / "device")
+    first, second = run(UpdatesConfig(down="int8"), server, 2)
+    device.put(server.get(first.digest))
+    wrong = unpack(server.get(second.links[0].patch))
+    wrong["w"] = wrong["w"] + np.int8(1)
+    patch = device.put(pack(wrong))
+    target = server.manifest(second.digest)
+    [route] = routes(
+        [target.digest], (Recipe(target.digest, first.digest, patch),), {target.digest: target}, device.has
+    )
+    with pytest.raises(BadPayload, match="expected blake3:"):
+        make_blob(route, device)
+    assert sorted(file for file in device.folder.glob("*/*")) == sorted(map(device.path, (first.digest, patch.digest)))
+
+
+def test_the_cheapest_way_is_taken_and_circles_are_not_followed() -> None:
+    def patch(name: str, size: int) -> Manifest:
+        return Manifest(name, size, 1024)
+
+    whole = {"c": patch("c", 100)}
+    recipes = (
+        Recipe("c", "b", patch("bc", 30)),
+        Recipe("b", "a", patch("ab", 30)),
+        Recipe("b", "c", patch("cb", 1)),
+        Recipe("c", "", patch("snapshot", 50)),
+    )
+
+    def base_and_patches(*here: str) -> list[tuple[str, list[str]]]:
+        found = routes(["c"], recipes, whole, lambda digest: digest in here)
+        return [(route.base, [recipe.patch.digest for recipe in route.recipes]) for route in found]
+
+    assert base_and_patches("c") == []
+    assert base_and_patches("b", "a") == [("b", ["bc"])]
+    assert base_and_patches("a") == [("", ["snapshot"])]
+    assert base_and_patches() == [("", ["snapshot"])]
+    recipes = recipes[:3]
+    assert base_and_patches("a") == [("a", ["ab", "bc"])]
+    assert base_and_patches() == []
+    recipes = (Recipe("c", "b", patch("bc", 100)),)
+    assert base_and_patches("b") == [], "no cheaper than the whole"

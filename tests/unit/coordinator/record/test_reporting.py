@@ -1,0 +1,133 @@
+"""From a run's record to its report: a record made by hand."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator.config import make_config
+from coordinator.record.reporting import run_document
+from coordinator.record.store import Store
+from coordinator.record.tables import SavedState, TaskRecord
+from fedvit.errors import ConfigError
+from fedvit.resources import Budget, ResourceUse
+from fedvit.wire.messages import Result
+from profiles.prediction import Expected
+from profiles.report.document import RunDevice, RunDocument, RunPrivacy, decode, encode
+from tests.reports import cost, prediction
+
+RUN = "20261122-eftvit"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Two closed rounds and an open one. In round 1 c came too late; in round 2 b's result was refused."""
+    made = Store.in_folder(tmp_path)
+    made.create_run(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 3, "rounds": 5})
+    made.update_run(RUN, status="running", classes=["ant", "bee"], protocol="p")
+
+    def trained(number: int, device: str, **use: Any) -> None:
+        made.add_result(device, Result(RUN, number, "train", 20, {"loss": 1.5}, ResourceUse(**use)))
+
+    made.open_round(RUN, 1, ["a", "b", "c"])
+    trained(1, "a", step_s=2.0, train_s=20.0, energy_j=90.0, energy_source="INA3221", peak_rss_bytes=5 * 10**8)
+    trained(1, "b", step_s=4.0, train_s=40.0, throttled=True, broke=("time",))
+    made.add_result("a", Result(RUN, 1, "evaluate", 10, {"correct": 9.0}, ResourceUse()))
+    made.add_result("b", Result(RUN, 1, "evaluate", 10, {"correct": 5.0}, ResourceUse()))
+    made.add_refusal(RUN, 1, "c", "train", "no result: deadline")
+    made.add_refusal(RUN, 1, "c", "evaluate", "no result: offline")
+    made.close_round(RUN, 1, SavedState({}, None, {}), {"devices_s": 41.0, "server_s": 2.0})
+    made.round_evaluated(RUN, 1)
+    made.open_round(RUN, 2, ["a", "b"])
+    trained(2, "a", step_s=3.0, train_s=30.0)
+    for _ in range(2):
+        made.add_refusal(RUN, 2, "b", "train", "'head.bias' holds [3] values that are NaN")
+    made.close_round(RUN, 2, SavedState({}, None, {}), {})
+    made.open_round(RUN, 3, ["a", "c"])
+    trained(3, "a", step_s=2.0, train_s=20.0)
+    made.add_refusal(RUN, None, "x", "hello", "unknown class 'wasp'")
+    yield made
+    made.close()
+
+
+def device(document: RunDocument, name: str) -> RunDevice:
+    return next(entry for entry in document.devices if entry.device == name)
+
+
+def test_what_became_of_every_task(store: Store) -> None:
+    """c has not answered round 3, which is open: that is no dropout yet."""
+    document = run_document(store, RUN)
+    found = {entry.device: [(one.round, one.status, one.reason) for one in entry.rounds] for entry in document.devices}
+    assert found == {
+        "a": [(1, "accepted", None), (2, "accepted", None), (3, "accepted", None)],
+        "b": [(1, "accepted", None), (2, "refused", "'head.bias' holds [3] values that are NaN")],
+        "c": [(1, "dropped out", "no result: deadline")],
+    }
+
+
+def test_figures_of_the_run(store: Store) -> None:
+    """Accuracies .9 and .5; round 2 was not evaluated."""
+    document = run_document(store, RUN)
+    first, second, _ = document.rounds
+    assert (first.accuracy_lowest, first.accuracy_mean, first.accuracy_highest) == (0.5, pytest.approx(0.7), 0.9)
+    assert (first.devices_s, first.server_s) == (41.0, 2.0)
+    assert (second.accuracy_mean, second.accuracy_lowest, second.devices_s) == (None, None, None)
+    assert document.mean_accuracy == pytest.approx(0.7)
+    assert (document.method, document.status, document.rounds_planned) == ("eftvit", "running", 5)
+    assert device(document, "b").rounds[0].accuracy == 0.5
+    assert device(document, "b").broken == {"time": 1}
+    assert device(document, "a").comparisons()[0].measured == 2.0
+
+
+def test_refusals_and_dropouts_are_counted_apart(store: Store) -> None:
+    document = run_document(store, RUN)
+    assert [(entry.device, entry.times) for entry in document.refusals] == [("b", 2), ("x", 1)]
+    assert [(entry.device, entry.kind) for entry in document.dropouts] == [("c", "train"), ("c", "evaluate")]
+
+
+def test_what_was_expected_stands_beside_it(store: Store) -> None:
+    one = cost(0.75, 2)
+    expected = Expected(
+        prediction=prediction(one, "rpi5-8"), flops=one.flops_round, bytes_down=1, bytes_up=2,
+        budget=Budget(memory_bytes=10**9),
+    )  # fmt: skip
+    store.add_tasks(RUN, [TaskRecord(1, "a", "blake3:" + "5" * 64, {}, expected)])
+    document = run_document(store, RUN)
+    entry = device(document, "a").rounds[0]
+    assert entry.expected == expected
+    assert device(document, "a").rounds[1].expected is None
+    assert device(document, "a").budget == Budget(memory_bytes=10**9)
+    step = device(document, "a").comparisons()[0]
+    assert (step.predicted, step.measured) == (expected.prediction.step_s, 2.0)
+    assert document.warnings[0].startswith("Some predictions use the catalogue's speeds")
+
+
+def test_what_was_not_measured_is_told(store: Store) -> None:
+    assert run_document(store, RUN).warnings == [
+        "b was throttled in 1 of 1 rounds.",
+        "Energy was not measured on b.",
+    ]
+
+
+def test_an_unknown_run_is_named(store: Store) -> None:
+    with pytest.raises(ConfigError, match="'nope'"):
+        run_document(store, "nope")
+
+
+def test_what_was_spent_of_privacy_by_round(tmp_path: Path, store: Store) -> None:
+    """As the record has it; a run without noise has no such part."""
+    made = Store.in_folder(tmp_path / "private")
+    asked = {"noise_multiplier": 2.0, "clip": 0.5, "delta": 1e-3, "accounting": "sampled"}
+    private = make_config({"method": "fedavg", "devices": 4, "privacy": asked}, "test").run
+    made.create_run(RUN, msgspec.to_builtins(private))
+    made.open_round(RUN, 1, ["a"])
+    made.close_round(RUN, 1, SavedState({}, None, {}), {"dp_epsilon": 3.5})
+    document = run_document(made, RUN)
+    made.close()
+    assert document.privacy == RunPrivacy(noise_multiplier=2.0, clip=0.5, delta=1e-3, accounting="sampled")
+    [entry] = document.rounds
+    assert (entry.epsilon, entry.device_epsilon) == (3.5, None)
+    assert run_document(store, RUN).privacy is None
+    assert decode(encode(document)) == document

@@ -1,0 +1,238 @@
+# ruff: noqa: F811 - fixtures come from test_rounds
+"""What is kept of runs: details of rounds, whole runs, and files that nothing refers to."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.cli import cli
+from coordinator.record.retention import LOCK, is_served, lock_run, oldest_kept
+from coordinator.record.store import Store
+from coordinator.record.summary import summarise
+from coordinator.record.tables import SavedState, TaskRecord
+from fedvit.errors import ConfigError
+from fedvit.files import WRITING
+from fedvit.resources import ResourceUse
+from fedvit.tensors import Tensors
+from fedvit.wire.messages import Manifest, Result
+from tests.unit.coordinator.run.test_coordinator import (
+    Stage,
+    assert_moved_by,
+    first,  # noqa: F401 - a fixture
+    known,  # noqa: F401 - a fixture
+    stage,  # noqa: F401 - a fixture
+)
+
+DIGEST = "blake3:" + "5" * 64
+
+
+def played(store: Store, run: str, rounds: int, results: dict[tuple[int, str], int], **config: Any) -> None:
+    """A run of closed and evaluated rounds and an open one; `results` says how many rounds late each counted."""
+    store.create_run(run, {"method": "fedavg", "rounds": rounds + 1, **config})
+    for number in range(1, rounds + 2):
+        store.open_round(run, number, ["a", "b"])
+        store.add_tasks(run, [TaskRecord(number, name, DIGEST, {"g": DIGEST}) for name in ("a", "b")])
+        for name in ("a", "b"):
+            late = results.get((number, name))
+            if late is None:
+                store.add_refusal(run, number, name, "train", "no result: deadline", "time" if name == "a" else None)
+                continue
+            use = ResourceUse(step_s=0.5 * number, flops=number, received_bytes=7, sent_bytes=number)
+            made = Result(run, number, "train", 10, {"loss": 1 / number}, use, Manifest(DIGEST, 5, 65536))
+            store.add_result(name, made, number + late)
+            store.end_tasks(run, [(number, name)], "accepted")
+        if number > rounds:
+            return
+        figures = {"dp_noise_multiplier": 1.0 + number % 2, "dp_population": 4.0}
+        store.close_round(run, number, SavedState({"g": f"blake3:{number:064x}"}, None, {}), figures)
+        store.add_result("a", Result(run, number, "evaluate", 4, {"correct": float(number % 5)}, ResourceUse()))
+        store.round_evaluated(run, number)
+        store.add_strike(run, number, "b", "NaN")
+
+
+def lasting(store: Store, run: str, before: int) -> dict[str, Any]:
+    """All that thinning the rounds before one leaves as it is."""
+    summary = summarise(store, run)
+    return {
+        "totals": store.totals(run),
+        "devices": (store.devices(run), summary.devices),
+        "asked": store.asked(run),
+        "accuracy": (store.mean_accuracy(run), summary.mean_accuracy, store.accuracy(run, before)),
+        "privacy": store.figure_counts(run, ["dp_noise_multiplier", "dp_population"]),
+        "faults": (store.strikes(run), store.quarantines(run)),
+        "going on": (
+            store.newest_closed(run), store.open_rounds(run), store.unanswered(run), store.last_round(run),
+            store.uploads_since(run, before), store.closed_rounds(run),
+        ),
+        "results": [entry for entry in store.results(run) if entry.used_in >= before],
+        "rounds": [store.round(run, number) for number in store.closed_rounds(run) if number >= before],
+        "refusals": [entry for entry in store.refusals(run) if (entry.round or 0) >= before],
+    }  # fmt: skip
+
+
+rounds_played = st.integers(1, 6)
+lateness = st.dictionaries(st.tuples(st.integers(1, 7), st.sampled_from("ab")), st.integers(0, 2))
+
+
+@settings(max_examples=15, deadline=None)
+@given(rounds=rounds_played, results=lateness, before=st.lists(st.integers(0, 9), min_size=1, max_size=2))
+def test_thinning_changes_nothing_that_is_to_stay(
+    tmp_path_factory: pytest.TempPathFactory, rounds: int, results: dict[tuple[int, str], int], before: list[int]
+) -> None:
+    """Whatever round it is asked for, once or twice: totals, privacy, faults, and all that it takes to go on stay; of
+    older rounds nothing else does, and never is anything of the newest closed round or of the open one taken."""
+    store = Store.in_folder(tmp_path_factory.mktemp("thin"))
+    played(store, "r", rounds, results)
+    oldest = min(max(before), rounds)
+    wanted = lasting(store, "r", oldest)
+    for number in before:
+        store.thin("r", number)
+    assert lasting(store, "r", oldest) == wanted
+    assert [entry for entry in store.results("r") if entry.used_in < oldest] == []
+    gone = [record for record in store.rounds("r") if record.round < oldest]
+    assert all((record.cohort, record.state, record.accuracy) == ([], None, None) for record in gone)
+    store.close()
+
+
+def test_details_that_copies_of_the_record_need_are_kept() -> None:
+    assert oldest_kept(100, None, 90) is None
+    assert oldest_kept(100, 5, 99) == 96
+    assert oldest_kept(100, 5, 90) == 90
+
+
+def test_a_run_that_keeps_few_rounds_goes_on_after_a_restart(stage: Stage, first: Tensors) -> None:
+    """Five rounds of 1 each; at the end details are there of the newest two."""
+    stage.fake("a")
+    stage.start(rounds=5, keep_rounds=2, evaluate_every=1)
+    stage.drive(lambda: 4 in stage.store.closed_rounds("r"))
+    stage.stop()
+    stage.start(rounds=5, keep_rounds=2, resume=True)
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 5.0)
+    assert stage.store.run("r").thinned == 4
+    assert {entry.round for entry in stage.store.results("r")} == {4, 5}
+    summary = summarise(stage.store, "r")
+    assert [(entry.accepted, entry.accuracy_mean) for entry in summary.rounds] == [(1, 1.0)] * 5
+    assert summary.devices[0].rounds == 5
+
+
+# --- commands -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Iterator[Path]:
+    """Finished runs `first`, `second` (which started from first) and `third`, and `open`, which is not finished."""
+    folder = tmp_path / "runs"
+    store = Store.in_folder(folder)
+    for name, start in (("first", None), ("second", "first"), ("third", None), ("open", None)):
+        played(store, name, 4, {(number, "a"): 0 for number in range(1, 6)}, start_from=start)
+        store.update_run(name, status="running" if name == "open" else "finished")
+        (folder / name / "blobs" / "ab").mkdir(parents=True)
+        (folder / name / "blobs" / "ab" / "cd").write_bytes(bytes(1000))
+    store.close()
+    return folder
+
+
+def said(*arguments: object) -> Any:
+    ended = CliRunner().invoke(cli, [*map(str, arguments), "--json"], standalone_mode=False)
+    if ended.exception:
+        raise ended.exception
+    return json.loads(ended.output)
+
+
+def listed(out: Path) -> dict[str, int]:
+    """Runs of the record and their bytes."""
+    return {entry["run"]: entry["bytes"] for entry in said("runs", "--out", out)}
+
+
+def test_rm_removes_a_run_from_the_record_and_the_disk(out: Path) -> None:
+    [gone] = said("rm", "third", "--out", out)
+    assert (gone["run"], gone["bytes"]) == ("third", 1000)
+    assert listed(out) == {"open": 1000, "second": 1000, "first": 1000}
+    assert not (out / "third").exists()
+    store = Store.in_folder(out)
+    assert (store.results("third"), store.refusals("third"), store.devices("third")) == ([], [], [])
+    assert len(store.results("first")) == 9, "others are as they were"
+    store.close()
+
+
+def test_rm_refuses_a_run_that_is_served_and_one_that_another_needs(out: Path) -> None:
+    held = lock_run(out / "open", "open")
+    assert is_served(out / "open")
+    for names, why in (
+        (["open"], "is being served"),
+        (["third", "first"], "'second'.*started from 'first'"),
+        (["no"], "no run"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            said("rm", *names, "--out", out)
+    assert len(listed(out)) == 4, "nothing is removed then"
+    os.close(held)
+    said("rm", "first", "second", "--out", out)
+    assert set(listed(out)) == {"open", "third"}
+
+
+def test_rm_with_force_removes_what_another_run_started_from(out: Path) -> None:
+    said("rm", "first", "--force", "--out", out)
+    assert "first" not in listed(out)
+
+
+def test_gc_without_a_policy_removes_only_what_nothing_refers_to(out: Path) -> None:
+    """A folder of a run that the record does not know, a half-written file; not folders of other kinds."""
+    (out / "lost" / "blobs").mkdir(parents=True)
+    (out / "lost" / LOCK).touch()
+    (out / "lost" / "model.safetensors").write_bytes(bytes(500))
+    (out / "bundle").mkdir()
+    half = out / "open" / "blobs" / "ab" / f"{WRITING}0123"
+    half.write_bytes(bytes(30))
+    wanted = [("folder", str(out / "lost"), 500), ("file", str(half), 30)]
+    told = said("gc", "--dry-run", "--out", out)
+    assert [(entry["what"], entry["path"], entry["bytes"]) for entry in told] == wanted
+    assert half.exists()
+    assert said("gc", "--out", out) == told
+    assert sorted(file.name for file in out.iterdir() if file.is_dir()) == [
+        "bundle",
+        "first",
+        "open",
+        "second",
+        "third",
+    ]
+    assert said("gc", "--out", out) == []
+
+
+def test_gc_keeps_so_many_finished_runs_and_those_that_others_started_from(out: Path) -> None:
+    removed = said("gc", "--keep-runs", 1, "--out", out)
+    assert [(entry["what"], entry["run"]) for entry in removed] == [("run", "second"), ("run", "first")]
+    assert set(listed(out)) == {"open", "third"}
+
+
+def test_gc_keeps_a_run_that_a_kept_one_started_from(out: Path) -> None:
+    assert [entry["run"] for entry in said("gc", "--keep-runs", 2, "--out", out)] == []
+    assert set(listed(out)) == {"open", "third", "second", "first"}
+
+
+def test_gc_thins_rounds_by_flag_and_by_each_runs_configuration(out: Path) -> None:
+    store = Store.in_folder(out)
+    played(store, "tidy", 4, {(number, "a"): 0 for number in range(1, 6)}, keep_rounds=3)
+    store.close()
+    assert [entry["run"] for entry in said("gc", "--out", out)] == ["tidy"]
+    said("gc", "--keep-rounds", 1, "--out", out)
+    store = Store.in_folder(out)
+    assert [store.run(name).thinned for name in ("tidy", "open", "first")] == [4, 4, 4]
+    assert {entry.used_in for entry in store.results("open")} == {4, 5}
+    store.close()
+    assert said("gc", "--keep-rounds", 1, "--out", out) == []
+
+
+def test_gc_leaves_a_run_that_is_served(out: Path) -> None:
+    held = lock_run(out / "third", "third")
+    assert said("gc", "--keep-runs", 0, "--out", out)
+    assert "third" in listed(out)
+    os.close(held)

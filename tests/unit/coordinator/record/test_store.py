@@ -1,0 +1,328 @@
+"""A run's record: what was written is there after any end of the process."""
+
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator.record.store import Store
+from coordinator.record.tables import Asked, ResultRecord, SavedState, TaskRecord
+from fedvit.errors import ConfigError, StorageFailed
+from fedvit.resources import Budget, ResourceUse
+from fedvit.wire.messages import Manifest, Result
+from profiles.prediction import Expected, MemoryPhase, Prediction
+
+DIGEST = "blake3:" + "5" * 64
+CONFIG: dict[str, Any] = {"method": "fedavg", "options": {"lr": 0.5}, "cohort": 1.0, "devices": 1, "classes": ["a"]}
+
+WRITER = """
+# Write round after round, saying each call that has returned, until killed.
+import pathlib, sys
+from coordinator.record.store import Store
+from coordinator.record.tables import SavedState
+from fedvit.resources import ResourceUse
+from fedvit.wire.messages import Result
+
+store = Store.in_folder(pathlib.Path(sys.argv[1]))
+store.create_run("r", {"method": "fedavg"})
+for number in range(1, 1_000_000):
+    store.open_round("r", number, ["a", "b"])
+    print("open", number, flush=True)
+    for device in ("a", "b"):
+        store.add_result(device, Result("r", number, "train", number, {"loss": 0.5}, ResourceUse()))
+        print("result", number, flush=True)
+    store.close_round("r", number, SavedState({"g": f"state {number}"}, None, {}), {"took": number})
+    print("close", number, flush=True)
+"""
+
+
+def result(number: int = 1, **changed: Any) -> Result:
+    use = ResourceUse(
+        train_s=1.5, step_s=0.25, steps=6, flops=10**15, peak_rss_bytes=2**40, received_bytes=1, sent_bytes=2
+    )
+    given = Result("r", number, "train", 20, {"loss": 0.125, "other": 1e-300}, use, Manifest(DIGEST, 100, 1024))
+    return msgspec.structs.replace(given, **changed)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """With one run, `r`."""
+    opened = Store.in_folder(tmp_path / "runs")
+    opened.create_run("r", CONFIG)
+    yield opened
+    opened.close()
+
+
+def reopened(store: Store, tmp_path: Path) -> Store:
+    store.close()
+    return Store.in_folder(tmp_path / "runs")
+
+
+def test_a_run_comes_back(store: Store, tmp_path: Path) -> None:
+    store.update_run("r", classes=["ant", "bee"], status="running")
+    store.update_run("r", program=DIGEST)
+    store.update_run("r", status="failed", reason="disk full: näh \u2026")
+    record = reopened(store, tmp_path).run("r")
+    assert record.config == CONFIG
+    assert type(record.config["cohort"]) is float, "1.0 is a share, 1 would be a number"
+    assert type(record.config["devices"]) is int
+    assert (record.id, record.status, record.classes) == ("r", "failed", ("ant", "bee"))
+    assert (record.program, record.reason) == (DIGEST, "disk full: näh \u2026")
+    assert datetime.fromisoformat(record.created_at).utcoffset() is not None
+
+
+def test_a_new_run_waits_and_has_no_classes(store: Store) -> None:
+    record = store.run("r")
+    assert (record.status, record.classes, record.program, record.reason) == ("waiting", (), None, None)
+
+
+def test_runs_are_listed_newest_first(store: Store) -> None:
+    for name in ("b", "a", "c"):
+        store.create_run(name, {})
+    listed = store.runs()
+    assert [record.created_at for record in listed] == sorted((record.created_at for record in listed), reverse=True)
+    assert {record.id for record in listed} == {"r", "a", "b", "c"}
+
+
+def test_an_unknown_run_is_named(store: Store) -> None:
+    with pytest.raises(ConfigError, match="'nope'"):
+        store.run("nope")
+
+
+def test_a_run_cannot_be_made_twice(store: Store) -> None:
+    with pytest.raises(StorageFailed, match="UNIQUE"):
+        store.create_run("r", {})
+
+
+def test_rounds_come_back(store: Store, tmp_path: Path) -> None:
+    state = SavedState({"global": DIGEST, "head": DIGEST}, DIGEST, {"pi": DIGEST})
+    store.open_round("r", 2, ["b", "a"])
+    store.open_round("r", 1, ["a"])
+    store.close_round("r", 1, state, {"loss": 0.5, "took_s": 3.0})
+    store.round_evaluated("r", 1)
+    store.create_run("other", {})
+    store.open_round("other", 1, ["x"])
+    first, second = reopened(store, tmp_path).rounds("r")
+    assert (first.run, first.round, first.cohort, first.evaluated) == ("r", 1, ["a"], True)
+    assert (first.state, first.figures) == (state, {"loss": 0.5, "took_s": 3.0})
+    assert first.closed_at is not None
+    assert first.closed_at >= first.opened_at
+    assert (second.round, second.cohort, second.closed_at) == (2, ["b", "a"], None)
+    assert (second.state, second.figures, second.evaluated) == (None, {}, False)
+
+
+def test_a_round_asked_anew_has_the_new_cohort(store: Store) -> None:
+    store.open_round("r", 1, ["a"])
+    store.open_round("r", 1, ["b", "c"])
+    [record] = store.rounds("r")
+    assert (record.cohort, record.closed_at) == (["b", "c"], None)
+
+
+def test_a_round_of_no_run_cannot_be_opened(store: Store) -> None:
+    with pytest.raises(StorageFailed, match="FOREIGN KEY"):
+        store.open_round("nope", 1, ["a"])
+
+
+def test_results_come_back_sorted(store: Store, tmp_path: Path) -> None:
+    store.add_result("b", result())
+    store.add_result("a", result(upload=None, use=ResourceUse()))
+    store.add_result("a", result(kind="evaluate", samples=5, metrics={"correct": 4.0}, upload=None))
+    store.add_result("c", result(2))
+    again = reopened(store, tmp_path)
+    first = result()
+    assert [(entry.round, entry.device) for entry in again.results("r")] == [(1, "a"), (1, "a"), (1, "b"), (2, "c")]
+    assert again.results("r", 1, "train")[1] == ResultRecord(
+        "r", 1, "b", "train", 20, first.metrics, first.use, DIGEST, 1
+    )
+    assert again.results("r", 1, "train")[0].use == ResourceUse()
+    assert again.results("r", 1, "train")[0].upload is None
+    assert [entry.metrics for entry in again.results("r", 1, "evaluate")] == [{"correct": 4.0}]
+    assert [entry.device for entry in again.results("r", 2)] == ["c"]
+    assert [entry.device for entry in again.results("r", kind="train")] == ["a", "b", "c"]
+    assert again.results("other") == []
+
+
+def test_a_result_counts_once(store: Store) -> None:
+    """By run, round, device and kind; the first one stands."""
+    store.add_result("a", result(samples=20))
+    store.add_result("a", result(samples=7, upload=None))
+    [kept] = store.results("r")
+    assert (kept.samples, kept.upload) == (20, DIGEST)
+    store.add_result("a", result(2))
+    store.add_result("a", result(kind="evaluate"))
+    store.add_result("b", result())
+    assert len(store.results("r")) == 4
+
+
+def test_refusals_come_back_in_order(store: Store, tmp_path: Path) -> None:
+    store.add_refusal("r", 3, "a", "train", "NaN in [head]\n…")
+    store.add_refusal("r", None, "b", "hello", "another version")
+    store.add_refusal("other", 1, "c", "train", "late")
+    first, second = reopened(store, tmp_path).refusals("r")
+    assert (first.round, first.device, first.kind, first.reason) == (3, "a", "train", "NaN in [head]\n…")
+    assert (second.round, second.device, second.kind, second.reason) == (None, "b", "hello", "another version")
+    assert first.at <= second.at
+
+
+def test_two_processes_may_read_and_write(store: Store, tmp_path: Path) -> None:
+    """`coordinator show` while a run is going."""
+    reader = Store.in_folder(tmp_path / "runs")
+    assert reader.runs()[0].id == "r"
+    store.open_round("r", 1, ["a"])
+    assert [record.round for record in reader.rounds("r")] == [1]
+    reader.add_refusal("r", 1, "a", "train", "late")
+    assert len(store.refusals("r")) == 1
+    reader.close()
+
+
+@pytest.mark.parametrize("content", [b"this is no database, but it is quite a bit of text" * 50, b"short"])
+def test_a_file_that_is_no_database_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "fedvit.db").write_bytes(content)
+    with pytest.raises(StorageFailed, match=r"fedvit\.db.*not a database"):
+        Store.in_folder(tmp_path)
+    assert (tmp_path / "fedvit.db").read_bytes() == content
+
+
+def test_a_folder_in_the_databases_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "fedvit.db").mkdir()
+    with pytest.raises(StorageFailed, match=r"fedvit\.db"):
+        Store.in_folder(tmp_path)
+
+
+def test_a_run_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ConfigError, match="runs"):
+        Store.in_folder(tmp_path / "runs")
+
+
+def test_a_tables_loss_is_named(store: Store, tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "runs" / "fedvit.db") as database:
+        database.execute("DROP TABLE results")
+    database.close()
+    with pytest.raises(StorageFailed, match="no such table: results"):
+        store.results("r")
+
+
+def test_what_a_killed_process_had_written_is_there(tmp_path: Path) -> None:
+    """kill -9 after some hundred calls: every call that had returned is in the record, and at most one more."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    lines = [writer.stdout.readline() for _ in range(151)]
+    writer.send_signal(signal.SIGKILL)
+    lines += writer.communicate(timeout=60)[0].splitlines(keepends=True)
+    said = [line.split() for line in lines if line.endswith("\n")]
+    assert len(said) >= 151
+    store = Store.in_folder(tmp_path)
+    rounds, results = store.rounds("r"), store.results("r")
+    written = {
+        "open": len(rounds),
+        "result": len(results),
+        "close": sum(record.closed_at is not None for record in rounds),
+    }
+    counts = {kind: sum(word == kind for word, _ in said) for kind in written}
+    assert all(0 <= written[kind] - counts[kind] <= 1 for kind in written), (written, counts)
+    assert sum(written.values()) - sum(counts.values()) <= 1
+    for record in rounds[:-1]:
+        assert record.state == SavedState({"g": f"state {record.round}"}, None, {})
+        assert [entry.samples for entry in results if entry.round == record.round] == [record.round] * 2
+    store.open_round("r", len(rounds) + 1, ["a"])
+    store.close()
+
+
+def test_a_refusal_says_which_budget_was_broken(store: Store, tmp_path: Path) -> None:
+    store.add_refusal("r", 3, "a", "train", "too much memory", "memory")
+    store.add_refusal("r", 3, "b", "train", "NaN")
+    assert [entry.broke for entry in reopened(store, tmp_path).refusals("r")] == ["memory", None]
+
+
+EXPECTED = Expected(
+    prediction=Prediction(
+        device="a",
+        source="measured",
+        mode=None,
+        step_s=0.1 + 0.2,  # all its digits come back
+        train_s=12.5,
+        evaluate_s=None,
+        bound="memory",
+        memory=[MemoryPhase(phase="train", parts={"software": 87_000_000, "weights": 5})],
+        peak_rss_bytes=87_000_005,
+        energy_j=None,
+        power_w=None,
+        over=("time", "upload"),
+    ),
+    flops=10**15,
+    bytes_down=3,
+    bytes_up=4,
+    budget=Budget(memory_bytes=10**9, round_deadline_s=0.5),
+    changes={"micro_batch": 4, "frozen_precision": "int8", "recompute": True, "threshold": 0.5},
+    kept=0.49,
+)
+
+
+def task(number: int, device: str, expected: Expected | None) -> TaskRecord:
+    return TaskRecord(number, device, DIGEST, {"head": DIGEST}, expected)
+
+
+def test_what_was_expected_of_devices_comes_back(store: Store, tmp_path: Path) -> None:
+    """By round and device; equal expectations are kept once."""
+    bare = msgspec.structs.replace(EXPECTED, budget=Budget(), changes={}, kept=1.0)
+    store.add_tasks("r", [task(1, "a", EXPECTED), task(1, "b", bare)])
+    store.add_tasks("r", [task(2, "a", EXPECTED), task(2, "b", None)])
+    assert reopened(store, tmp_path).expected("r") == {(1, "a"): EXPECTED, (1, "b"): bare, (2, "a"): EXPECTED}
+    with closing(sqlite3.connect(tmp_path / "runs" / "fedvit.db")) as database:
+        assert database.execute("SELECT count(*) FROM expectations").fetchone() == (2,)
+
+
+def test_what_is_expected_anew_stands(store: Store) -> None:
+    store.add_tasks("r", [task(1, "a", None)])
+    store.add_tasks("r", [task(1, "a", EXPECTED)])
+    assert store.expected("r") == {(1, "a"): EXPECTED}
+
+
+# --- tasks, and results that count in a later round ---------------------------------------------------
+
+
+def test_a_late_result_counts_in_the_round_it_was_taken_for(store: Store, tmp_path: Path) -> None:
+    """Made for round 1 by b, used in round 3; said again for another round it stays there."""
+    store.add_result("a", result(), 1)
+    store.add_result("b", result(), 3)
+    store.add_result("b", result(), 4)
+    store.add_result("c", result(3))
+    store.add_result("c", result(3, kind="evaluate", samples=5, metrics={"correct": 4.0}, upload=None), 3)
+    again = reopened(store, tmp_path)
+    found = [(entry.device, entry.round, entry.used_in) for entry in again.used_in("r", 3)]
+    assert found == [("b", 1, 3), ("c", 3, 3)]
+    assert (again.counted("r", 1), again.counted("r", 2), again.counted("r", 3)) == ({"a"}, set(), {"b", "c"})
+    assert [entry.device for entry in again.used_in("r", 3, "evaluate")] == ["c"]
+
+
+def test_unanswered_tasks_come_back_and_an_outcome_stands(store: Store, tmp_path: Path) -> None:
+    first, second = TaskRecord(1, "a", DIGEST, {"g": DIGEST}), TaskRecord(2, "b", DIGEST, {})
+    store.add_tasks("r", [second, first, TaskRecord(1, "b", DIGEST, {})])
+    store.end_tasks("r", [(1, "b")], "accepted")
+    store.end_tasks("r", [(1, "b")], "lost")
+    again = reopened(store, tmp_path)
+    assert again.unanswered("r") == [first, second]
+    assert again.asked("r") == {}, "no round is closed"
+    for number in (1, 2):
+        again.open_round("r", number, ["a", "b"])
+        again.close_round("r", number, SavedState({}, None, {}), {})
+        assert again.asked("r") == {"a": Asked(1, 1), "b": Asked(number, number)}
+    again.add_tasks("r", [TaskRecord(1, "b", DIGEST, {})])
+    assert [task.device for task in again.unanswered("r")] == ["a", "b", "b"]
+
+
+def test_corrections_of_predictions_come_back(store: Store, tmp_path: Path) -> None:
+    assert store.run("r").corrections == {}
+    store.update_run("r", corrections={"a": {"memory": 1.5}})
+    assert reopened(store, tmp_path).run("r").corrections == {"a": {"memory": 1.5}}

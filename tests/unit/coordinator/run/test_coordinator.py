@@ -1,0 +1,1494 @@
+"""Whole runs over the memory transport: the coordinator is real, the devices do what the test wants of them."""
+
+import secrets
+import shutil
+import sqlite3
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from coordinator.compute.engine import Engine
+from coordinator.planning.planner import PROTOCOLS
+from coordinator.record.store import Store
+from coordinator.run import collector as results_module
+from coordinator.run import validation as admission_module
+from coordinator.run.coordinator import ATTEMPTS, Coordinator
+from coordinator.run.display import Display
+from coordinator.run.inbox import Interrupted
+from fedvit.blobs import BlobStore, digest_of
+from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
+from fedvit.methods import METHODS
+from fedvit.methods.base import GroupRule, ServerRule
+from fedvit.methods.calculus import Named
+from fedvit.methods.fedavg import FedAvg
+from fedvit.methods.generators.base import Generator, drawing
+from fedvit.methods.optimizers import Sgd
+from fedvit.methods.rules.generator_update import GeneratorUpdate
+from fedvit.methods.rules.together import Together
+from fedvit.methods.rules.weighted_mean import WeightedMean
+from fedvit.models.vit import PatchViT
+from fedvit.program import Program, Role, decode_program
+from fedvit.resources import DeviceProfile, ResourceUse
+from fedvit.tensors import Tensors, pack, unpack
+from fedvit.transport import exchange as exchange_module
+from fedvit.transport.base import Connected, Received, Will
+from fedvit.transport.exchange import BlobExchange
+from fedvit.transport.memory import MemoryBroker, MemoryTransport
+from fedvit.wire.messages import (
+    INLINE_BYTES,
+    CoordinatorState,
+    DeviceState,
+    Done,
+    Failed,
+    FromCoordinator,
+    FromDevice,
+    Hello,
+    Manifest,
+    Progress,
+    Refused,
+    Result,
+    ResultAck,
+    RunEnded,
+    Task,
+    Want,
+    Welcome,
+    decode,
+    encode,
+)
+from fedvit.wire.topics import Topics
+
+if TYPE_CHECKING:
+    from tests.unit.coordinator.conftest import Configure
+
+WAIT_S = 120.0
+"""Bound of every wait; only a failing test waits so long."""
+CLASSES = ("0", "1", "2")
+SMALLEST = {"image_size": 8, "patch_size": 8, "width": 4, "depth": 1, "heads": 1}
+"""Every run traces its graphs anew, and of a smaller model sooner."""
+
+
+@dataclass(frozen=True)
+class Biases(Generator):
+    """A bias for each device: phi times its embedding z."""
+
+    def shared(self, draw: torch.Generator) -> dict[str, Tensor]:
+        return {"phi": torch.tensor(2.0)}
+
+    def personal(self, draw: torch.Generator) -> dict[str, Tensor]:
+        return {"z": torch.randn(len(CLASSES), generator=draw)}
+
+    def generate(self, shared: Named, personal: Named) -> dict[str, Tensor]:
+        return {"head.bias": shared["phi"] * personal["z"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated(FedAvg):
+    """FedAvg of everything but the bias of the head, which the server makes for each device."""
+
+    source: ClassVar[str] = "made for these tests"
+
+    def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
+        return (GroupRule("bias", Role.GENERATED, ("head.bias",)), GroupRule("model", Role.SHARED, ("*",)))
+
+    def server_rule(self, vit: PatchViT) -> ServerRule:
+        return Together((WeightedMean(), GeneratorUpdate(generator=Biases(), optimizer=Sgd(), lr=0.5)))
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method above by name."""
+    monkeypatch.setitem(METHODS, "generated", Generated)
+
+
+Kind = TypeVar("Kind", bound=FromCoordinator)
+Answer = Callable[["Fake", Task], None]
+
+
+def honest(device: "Fake", task: Task) -> None:
+    """Answer at once: `value` in every tensor, all test images right."""
+    device.bring(device.answer(task))
+
+
+def silent(device: "Fake", task: Task) -> None:
+    """Take the task and never speak of it."""
+
+
+class Fake:
+    """A device that trains nothing: it speaks the messages, and `on_task` decides what it says to a task."""
+
+    def __init__(self, stage: "Stage", name: str, *, samples: int = 10, value: float = 1.0, **announced: Any) -> None:
+        self.stage = stage
+        self.name = name
+        self.value = value
+        self.on_task: Answer = honest
+        self.serves = True  # answers what the coordinator wants of its uploads
+        self.heard: list[FromCoordinator] = []
+        self.pending: dict[tuple[str, int, str], Result] = {}  # not acknowledged
+        self.instance = secrets.token_hex(8)
+        profile = DeviceProfile(host=announced.pop("host", "desk"), machine="made", cores=1, threads=1)
+        self.hello = Hello(self.instance, "0.1", profile, CLASSES, samples, 5)
+        self.hello = msgspec.structs.replace(self.hello, **announced)
+        self.blobs = BlobStore(stage.folder / f"{name}-{self.instance}")
+        self.topics = Topics("home")
+        self.transport = MemoryTransport(SimpleQueue(), stage.broker, f"{name}-{self.instance}")
+        self.exchange = BlobExchange(
+            self.transport,
+            self.blobs,
+            tell=lambda peer, message: self.say(message),
+            topic_for=lambda digest: self.topics.upload(name, digest),
+            may_read=lambda peer, digest: True,
+        )
+        self.transport.subscribe(self.topics.coordinator_state, 1)
+        self.transport.subscribe(self.topics.to_device(name), 1)
+        will = encode(DeviceState(self.instance, online=False))
+        self.transport.open(Will(self.topics.device_state(name), will))
+
+    # --- speaking -------------------------------------------------------------------------------------
+
+    def say(self, message: FromDevice) -> None:
+        self.say_raw(encode(message))
+
+    def say_raw(self, raw: bytes) -> None:
+        self.transport.publish(self.topics.from_device(self.name), raw)
+
+    def answer(self, task: Task, tensors: Tensors | None = None) -> Result:
+        """An honest answer, with other tensors if given."""
+        if task.kind == "evaluate":
+            right = {"correct": float(self.hello.test_samples)}
+            return Result(task.run, task.round, "evaluate", self.hello.test_samples, right, ResourceUse())
+        content = pack(self.upload(task) if tensors is None else tensors)
+        manifest = self.blobs.put(content)
+        return Result(task.run, task.round, "train", self.hello.train_samples, {"loss": 0.5}, ResourceUse(), manifest)
+
+    def upload(self, task: Task) -> Tensors:
+        """What the program asks for: `value` everywhere, or features drawn from (device, round)."""
+        expected = self.stage.program(task).expected_upload()
+        if "labels" not in expected:
+            return {name: np.full(shape, self.value, dtype) for name, (shape, dtype) in expected.items()}
+        [name] = expected.keys() - {"labels"}
+        shape, dtype = expected[name]
+        draw = np.random.default_rng(zlib.crc32(f"{self.name} {task.round}".encode()))
+        features = draw.normal(size=(6, *shape[1:])).astype(dtype)
+        return {name: features, "labels": draw.integers(0, len(CLASSES), 6)}
+
+    def bring(self, result: Result) -> None:
+        self.pending[result.run, result.round, result.kind] = result
+        self.say(result)
+
+    def fail(self, task: Task, reason: str) -> None:
+        self.say(Failed(task.run, task.round, task.kind, reason))
+
+    # --- hearing --------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Deal with what has come."""
+        greet = False
+        while True:
+            try:
+                event = self.transport.inbox.get_nowait()
+            except Empty:
+                break
+            greet |= isinstance(event, Connected)
+            if isinstance(event, Received) and "/all/b/" in event.topic:
+                self.exchange.heard(event.topic, event.payload)
+            elif isinstance(event, Received):
+                self._on_received(event.payload)
+                last = self.heard[-1]
+                greet |= isinstance(last, CoordinatorState) and last.alive
+        if greet:
+            self.say(self.hello)
+        self.exchange.tick()
+
+    def _on_received(self, payload: bytes) -> None:
+        message: Any = decode(payload)
+        self.heard.append(message)
+        match message:
+            case Welcome() if message.instance == self.instance:
+                for result in self.pending.values():
+                    self.say(result)
+            case Task() if message.instance == self.instance:
+                if waiting := self.pending.get((message.run, message.round, message.kind)):
+                    self.say(waiting)
+                elif message.kind == "evaluate":
+                    honest(self, message)
+                else:
+                    self.on_task(self, message)
+            case ResultAck():
+                self.pending.pop((message.run, message.round, message.kind), None)
+            case Want() if self.serves:
+                self.exchange.on_want("coordinator", message)
+            case Done():
+                self.exchange.on_done("coordinator", message)
+
+    def got(self, kind: type[Kind]) -> list[Kind]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def tasks(self, kind: str = "train") -> list[int]:
+        """Rounds that it was asked to train (or evaluate) for, in order."""
+        return [task.round for task in self.got(Task) if task.kind == kind]
+
+    def answers(self, kind: str = "train") -> list[tuple[int, bool]]:
+        """(round, accepted) of every acknowledgement."""
+        return [(ack.round, ack.accepted) for ack in self.got(ResultAck) if ack.kind == kind]
+
+    def reasons(self) -> list[str]:
+        return [ack.reason for ack in self.got(ResultAck) if not ack.accepted]
+
+
+class Said(Display):
+    """Keeps what the operator would read."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def line(self, text: str) -> None:
+        self._lines.append(text)
+
+
+class Stage:
+    """A broker, a folder of runs, one coordinator at a time in a thread, and any number of devices."""
+
+    def __init__(self, folder: Path, configure: "Configure", graph_cache: Path) -> None:
+        self.folder = folder
+        self.out = folder / "runs"
+        self.broker = MemoryBroker()
+        self.fakes: list[Fake] = []
+        self.coordinator: Coordinator | None = None
+        self.store: Store
+        self.outcome: str | BaseException | None = None
+        self.lines: list[str] = []  # that coordinators said
+        self._configure = configure
+        self._graph_cache = graph_cache
+        self._thread: threading.Thread | None = None
+
+    def fake(self, name: str, on_task: Answer = honest, **options: Any) -> Fake:
+        device = Fake(self, name, **options)
+        device.on_task = on_task
+        self.fakes.append(device)
+        return device
+
+    def start(self, *, method: str = "fedavg", resume: bool = False, run: str = "r", **values: Any) -> None:
+        """Begin the run `r`, or go on with it in a new coordinator; another name has to be in the store already."""
+        settings: dict[str, Any] = {"classes": CLASSES, "deadline_s": 600.0, "rejoin_grace_s": 600.0, "rounds": 1}
+        if method != "eftvit":
+            settings["model_options"] = SMALLEST
+        config = self._configure(method, **{**settings, **values})
+        self.store = Store.in_folder(self.out)
+        if not resume and run == "r":
+            self.store.create_run(run, msgspec.to_builtins(config))
+        self.outcome = None
+        self.coordinator = Coordinator(
+            run=run,
+            config=config,
+            transport=MemoryTransport(SimpleQueue(), self.broker, f"coordinator-{secrets.token_hex(4)}"),
+            store=self.store,
+            folder=self.out / run,
+            display=Said(self.lines),
+            compute=Engine(
+                run=run, config=config, store=self.store, folder=self.out / run, graph_cache=self._graph_cache
+            ),
+        )
+        self._thread = threading.Thread(target=self._serve, args=(self.coordinator,), daemon=True)
+        self._thread.start()
+
+    def _serve(self, coordinator: Coordinator) -> None:
+        try:
+            coordinator.serve()
+            self.outcome = "finished"
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.outcome = error
+
+    def program(self, task: Task) -> Program:
+        return decode_program(BlobStore(self.out / "r" / "blobs").get(task.program))
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Let all devices live until something holds."""
+        deadline = time.monotonic() + WAIT_S
+        while not until():
+            assert time.monotonic() < deadline, f"did not happen; the coordinator: {self.outcome!r}"
+            for device in self.fakes:
+                device.step()
+            time.sleep(0.002)
+
+    def finish(self) -> str | BaseException:
+        """Let the run end by itself."""
+        self.drive(lambda: self.outcome is not None)
+        assert self._thread is not None
+        self._thread.join(WAIT_S)
+        assert self.outcome is not None
+        self.drive(lambda: True)
+        for device in self.fakes:
+            device.step()
+        return self.outcome
+
+    def stop(self) -> None:
+        """Ctrl-C."""
+        if self.coordinator is not None and self.outcome is None:
+            self.coordinator.stop()
+            self.finish()
+            assert isinstance(self.outcome, Interrupted), self.outcome
+        if self.coordinator is not None:
+            self.store.close()
+            self.coordinator = None
+
+    def refusals(self, device: str) -> list[str]:
+        """What was refused of a device in the record, as 'kind: reason'."""
+        return [f"{entry.kind}: {entry.reason}" for entry in self.store.refusals("r") if entry.device == device]
+
+    def accepted(self, number: int, kind: Any = "train") -> list[str]:
+        return [result.device for result in self.store.results("r", number, kind)]
+
+    def sent(self, digest: str) -> Tensors:
+        """What a task brings under a digest; in the store as long as the round is open."""
+        return unpack(BlobStore(self.out / "r" / "blobs").get(digest))
+
+    def model(self) -> Tensors:
+        """The tensors that the finished run left."""
+        return unpack((self.out / "r" / "model.safetensors").read_bytes())
+
+
+@pytest.fixture
+def stage(tmp_path: Path, configure: "Configure", graph_cache: Path) -> Iterator[Stage]:
+    made = Stage(tmp_path, configure, graph_cache)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory, configure: "Configure", graph_cache: Path) -> Tensors:
+    """FedAvg's tensors before the first round: what a run with updates of 0 ends with."""
+    stage = Stage(tmp_path_factory.mktemp("first"), configure, graph_cache)
+    stage.fake("a", value=0.0)
+    stage.start()
+    assert stage.finish() == "finished"
+    return stage.model()
+
+
+def assert_moved_by(stage: Stage, first: Tensors, step: float) -> None:
+    """Every number of the model went this far since before the first round."""
+    model = stage.model()
+    assert model.keys() == first.keys()
+    for name, value in first.items():
+        np.testing.assert_allclose(model[name], value + step, atol=1e-5, err_msg=name)
+
+
+# --- rounds as they should be -------------------------------------------------------------------------
+
+
+def test_updates_are_weighed_by_samples(stage: Stage, first: Tensors) -> None:
+    """Sizes 1 and 3, updates 0 and 4: (1 * 0 + 3 * 4) / 4 = 3 in each of two rounds, 6 in all.
+
+    Right answers 5 of 5 and 5 of 5; and the run's record is complete.
+    """
+    a, b = stage.fake("a", samples=1, value=0.0), stage.fake("b", samples=3, value=4.0)
+    stage.start(devices=2, rounds=2)
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 6.0)
+    for device in (a, b):
+        assert [(task.kind, task.round) for task in device.got(Task)] == [
+            ("train", 1), ("evaluate", 1), ("train", 2), ("evaluate", 2),
+        ]  # fmt: skip
+        assert all(ack.accepted for ack in device.got(ResultAck))
+        assert device.got(RunEnded) == [RunEnded("r", "finished")]
+        assert device.got(CoordinatorState)[-1] == CoordinatorState(0, alive=False)
+    record = stage.store.run("r")
+    assert (record.status, record.classes, record.reason) == ("finished", CLASSES, None)
+    assert [(entry.round, entry.cohort, entry.evaluated) for entry in stage.store.rounds("r")] == [
+        (1, ["a", "b"], True),
+        (2, ["a", "b"], True),
+    ]
+    assert stage.accepted(1) == stage.accepted(2) == stage.accepted(1, "evaluate") == ["a", "b"]
+    assert stage.store.refusals("r") == []
+    [task, *_] = a.got(Task)
+    assert (task.run, task.seed, task.lr_scale, set(task.groups)) == ("r", 0, 1.0, {"model"})
+    assert {manifest.digest for manifest in task.blobs} >= {task.program, *task.groups.values()}
+    assert {task.groups["model"] for task in a.got(Task)} != {task.groups["model"]}, "each round has its own"
+
+
+def test_small_blobs_come_and_go_inside_messages(stage: Stage, first: Tensors) -> None:
+    """Updates of 2 that nobody fetched; what a task brings along is what its groups name."""
+
+    def inside(device: Fake, task: Task) -> None:
+        result = device.answer(task)
+        assert result.upload is not None
+        device.bring(msgspec.structs.replace(result, inline=device.blobs.get(result.upload.digest)))
+
+    device = stage.fake("a", inside, value=2.0)
+    device.serves = False
+    stage.start()
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 2.0)
+    [task, *_] = device.got(Task)
+    small = {digest for digest in task.groups.values() if stage_manifest(task, digest).size <= INLINE_BYTES}
+    assert {digest_of(content) for content in task.inline} == small
+    assert not device.got(Want)
+
+
+def stage_manifest(task: Task, digest: str) -> Manifest:
+    return next(manifest for manifest in task.blobs if manifest.digest == digest)
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_large_upload_is_looked_at_while_results_of_others_are_taken(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, good: bool
+) -> None:
+    """Every upload counts as large here; b's comes inside its result. That of a is looked at until b's was accepted."""
+    taken, check = threading.Event(), results_module.check_upload
+
+    def slow(upload: Path | bytes, program: Program, what: str) -> Tensors:
+        if isinstance(upload, Path):
+            assert taken.wait(WAIT_S / 2), "the result of b was not taken"
+        return check(upload, program, what)
+
+    def inside(device: Fake, task: Task) -> None:
+        result = device.answer(task)
+        assert result.upload is not None
+        device.bring(msgspec.structs.replace(result, inline=device.blobs.get(result.upload.digest)))
+
+    monkeypatch.setattr(results_module, "LARGE_BYTES", 0)
+    monkeypatch.setattr(results_module, "check_upload", slow)
+    a, b = stage.fake("a", value=1.0 if good else float("nan")), stage.fake("b", inside)
+    stage.start(devices=2)
+    stage.drive(lambda: b.answers() == [(1, True)])
+    assert a.answers() == []
+    taken.set()
+    assert stage.finish() == "finished"
+    assert a.answers() == [(1, good)]
+    assert stage.accepted(1) == (["a", "b"] if good else ["b"])
+
+
+def test_an_upload_inside_a_result_must_be_the_one_it_names(stage: Stage) -> None:
+    def wrong(device: Fake, task: Task) -> None:
+        device.bring(msgspec.structs.replace(device.answer(task), inline=b"something else"))
+
+    stage.fake("a", wrong)
+    b = stage.fake("b")
+    stage.start(devices=2)
+    assert stage.finish() == "finished"
+    [refusal] = stage.refusals("a")
+    assert "the upload of 14 bytes has digest" in refusal
+    assert b.answers() == [(1, True)]
+
+
+def test_an_upload_for_which_there_is_no_room_is_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device says so much that the disk would be full: it is told so, nothing is fetched, and the round goes on."""
+    large = stage.fake("a", claimed(upload=Manifest(digest_of(b"x"), 20_000, 1024)))
+    stage.fake("b")
+    monkeypatch.setattr(results_module, "free_disk_bytes", lambda folder: 10_000)
+    monkeypatch.setattr(admission_module, "ROOM_BYTES", 0)
+    stage.start(devices=2)
+    assert stage.finish() == "finished"
+    assert "an upload of 20000 bytes (20 kB), the coordinator has 10 kB free" in stage.refusals("a")[0]
+    assert any("the coordinator has" in reason for reason in large.reasons())
+    assert not large.got(Want)
+    assert stage.accepted(1) == ["b"]
+
+
+def test_old_blobs_are_deleted(stage: Stage) -> None:
+    """After three rounds: the program, three graphs, and the newest tensors; nothing of the rounds before."""
+    device = stage.fake("a")
+    stage.start(rounds=3, backup_every=0)
+    stage.finish()
+    last = device.got(Task)[-1]
+    kept = {path.name for path in (stage.out / "r" / "blobs").glob("*/*")}
+    wanted = {last.program, last.groups["model"], *(manifest.digest for manifest in last.blobs)}
+    assert kept == {digest.partition(":")[2] for digest in wanted}
+    assert len(kept) == 5
+
+
+def test_a_round_more_is_kept_than_its_copy_of_the_record_needs(stage: Stage) -> None:
+    """The tensors of the round before, and the upload that moved them."""
+    stage.fake("a")
+    stage.start(rounds=3)
+    stage.finish()
+    kept = {path.name for path in (stage.out / "r" / "blobs").glob("*/*")}
+    _, second, third = stage.store.rounds("r")
+    assert second.state
+    assert third.state
+    [upload] = [result.upload for result in stage.store.results("r", 3, "train")]
+    needed = {second.state.groups["model"], third.state.groups["model"], upload}
+    assert kept >= {str(digest).partition(":")[2] for digest in needed}
+    assert len(kept) == 5 + 2
+
+
+def test_only_the_cohort_is_asked_and_everybody_is_evaluated(stage: Stage, first: Tensors) -> None:
+    """One of three per round; each update is 1. A result of somebody who was not asked is refused."""
+    fakes = [stage.fake(name) for name in ("a", "b", "c")]
+    stage.start(devices=3, rounds=4, cohort=1)
+    stage.drive(lambda: any(device.tasks() for device in fakes))
+    [task] = [device.got(Task)[0] for device in fakes if device.tasks()]
+    outsider = next(device for device in fakes if not device.tasks())
+    asked = next(device for device in fakes if device.tasks())
+    asked_first = asked.name
+    outsider.bring(outsider.answer(task))
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 4.0)
+    cohorts = [entry.cohort for entry in stage.store.rounds("r")]
+    assert cohorts[0] == [asked_first]
+    assert all(len(cohort) == 1 for cohort in cohorts)
+    for device in fakes:
+        assert device.tasks() == [number + 1 for number, cohort in enumerate(cohorts) if cohort == [device.name]]
+        assert device.tasks("evaluate") == [1, 2, 3, 4]
+    assert (1, False) in outsider.answers()
+    [refusal] = stage.refusals(outsider.name)
+    assert "was not asked in round 1" in refusal or "late: round 1" in refusal
+
+
+def test_evaluation_every_few_rounds_and_after_the_last(stage: Stage) -> None:
+    device = stage.fake("a")
+    stage.start(rounds=5, evaluate_every=2)
+    stage.finish()
+    assert device.tasks() == [1, 2, 3, 4, 5]
+    assert device.tasks("evaluate") == [2, 4, 5]
+
+
+def test_classes_are_those_of_the_first_devices(stage: Stage) -> None:
+    """A device that comes later with a class more is refused for good, and told which."""
+    stage.fake("a", silent, classes=("1", "0"))
+    stage.fake("b", silent, classes=("2",))
+    stage.start(devices=2, classes=())
+    stage.drive(lambda: bool(stage.fakes[0].tasks()))
+    assert stage.store.run("r").classes == CLASSES
+    late = stage.fake("late", classes=("0", "7"))
+    stage.drive(lambda: bool(late.got(Refused)))
+    [refused] = late.got(Refused)
+    assert (refused.instance, refused.final) == (late.instance, True)
+    assert refused.reason == "its class folder '7' is not among this run's 3 classes: 0, 1, 2"
+    [said] = [line for line in stage.lines if line.startswith("the run has")]
+    assert said.startswith("the run has the 3 classes '0', '1', '2', as brought by 'a', 'b'; `classes` in the")
+    assert stage.refusals("late") == [f"hello: {refused.reason}"]
+    assert late.got(Task) == []
+
+
+def test_a_first_device_cannot_bring_thousands_of_classes(stage: Stage, first: Tensors) -> None:
+    """It is told what the bound is and who can raise it, and the run is that of the next device."""
+    flood = stage.fake("flood", classes=tuple(map(str, range(8000))))
+    stage.start(classes=(), max_classes=3)
+    stage.drive(lambda: bool(flood.got(Refused)))
+    [refused] = flood.got(Refused)
+    assert refused.final
+    assert refused.reason == (
+        "it has 8000 class folders, and devices may bring 3 to this run; its operator can list `classes`, "
+        "or raise `max_classes`"
+    )
+    stage.fake("a")
+    assert stage.finish() == "finished"
+    assert stage.store.run("r").classes == CLASSES
+    assert stage.refusals("flood") == [f"hello: {refused.reason}"]
+    assert_moved_by(stage, first, 1.0)
+
+
+def test_classes_that_devices_bring_together_are_bounded_too(stage: Stage) -> None:
+    stage.fake("a", silent, classes=("0", "1"))
+    stage.start(classes=(), max_classes=3, devices=2)
+    stage.drive(lambda: bool(stage.fakes[0].got(Welcome)))
+    second = stage.fake("b", silent, classes=("2", "3"))
+    stage.drive(lambda: bool(second.got(Refused)))
+    assert second.got(Refused)[0].reason.startswith(
+        "it has 2 class folders, with those of other devices 4, and devices may bring 3"
+    )
+    third = stage.fake("c", silent, classes=("1", "2"))
+    stage.drive(lambda: bool(third.tasks()))
+    assert stage.store.run("r").classes == CLASSES
+
+
+def test_the_operators_classes_are_the_runs_whoever_comes_first(stage: Stage, first: Tensors) -> None:
+    """A first device with others is refused, and the bound on what devices bring does not hold for the list."""
+    odd = stage.fake("odd", classes=("x", "y"))
+    stage.start(classes=CLASSES, max_classes=2)
+    stage.drive(lambda: bool(odd.got(Refused)))
+    assert odd.got(Refused)[0].reason == "its class folders 'x', 'y' are not among this run's 3 classes: 0, 1, 2"
+    stage.fake("a")
+    assert stage.finish() == "finished"
+    assert stage.store.run("r").classes == CLASSES
+    assert not [line for line in stage.lines if line.startswith("the run has")], "nobody else decided anything"
+    assert_moved_by(stage, first, 1.0)
+
+
+def test_a_hello_that_cannot_be_read_is_answered(stage: Stage) -> None:
+    """Names of classes are at most 255 letters long; the device is told, and does not wait for a welcome in vain."""
+    device = stage.fake("a")
+    device.hello = msgspec.structs.replace(device.hello, classes=("x" * 256, "y"))
+    stage.start(classes=())
+    stage.drive(lambda: bool(device.got(Refused)))
+    [refused] = device.got(Refused)
+    assert (refused.instance, refused.final) == (device.instance, True)
+    assert "length <= 255" in refused.reason
+    assert stage.refusals("a")[0].startswith("message: a message of ")
+
+
+def test_a_run_needs_two_classes(stage: Stage) -> None:
+    device = stage.fake("a", classes=("0",))
+    stage.start(classes=())
+    ended = stage.finish()
+    assert isinstance(ended, ConfigError)
+    assert "at least two classes" in str(ended)
+    record = stage.store.run("r")
+    assert (record.status, record.reason) == ("failed", str(ended))
+    assert device.got(RunEnded)[0].status.startswith("failed: a run needs at least two classes")
+
+
+# --- devices that misbehave ---------------------------------------------------------------------------
+
+
+def spoiled(change: Callable[[Tensors], Any]) -> Answer:
+    """Honest but for its tensors."""
+
+    def answer(device: Fake, task: Task) -> None:
+        tensors = device.upload(task)
+        change(tensors)
+        device.bring(device.answer(task, tensors))
+
+    return answer
+
+
+def claimed(**changed: Any) -> Answer:
+    """Honest but for its message."""
+
+    def answer(device: Fake, task: Task) -> None:
+        device.bring(msgspec.structs.replace(device.answer(task), **changed))
+
+    return answer
+
+
+def put(name: str, value: Any) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.__setitem__(name, value)
+
+
+def garbage(device: Fake, task: Task) -> None:
+    manifest = device.blobs.put(b"these are no tensors")
+    device.bring(msgspec.structs.replace(device.answer(task), upload=manifest))
+
+
+def other_content(device: Fake, task: Task) -> None:
+    """Announce one digest, serve other bytes under it."""
+    result = device.answer(task)
+    assert result.upload is not None
+    path = device.blobs.path(result.upload.digest)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    device.bring(result)
+
+
+def then_give_up(answer: Answer) -> Answer:
+    """Say something that closes nothing, then that it cannot."""
+
+    def both(device: Fake, task: Task) -> None:
+        answer(device, task)
+        device.fail(task, "gives up")
+
+    return both
+
+
+def raw(*messages: bytes) -> Answer:
+    def answer(device: Fake, task: Task) -> None:
+        for message in messages:
+            device.say_raw(message)
+        device.fail(task, "gives up")
+
+    return answer
+
+
+def other_direction(device: Fake, task: Task) -> None:
+    device.say_raw(encode(task))
+
+
+FAR = 2**63
+"""More than a database's integers hold."""
+
+MISBEHAVIOUR: dict[str, tuple[Answer, str]] = {
+    "nan": (spoiled(put("head.bias", np.full(3, np.nan, np.float32))), "'head.bias' holds 3 values that are NaN"),
+    "infinite": (spoiled(put("head.bias", np.full(3, np.inf, np.float32))), "'head.bias' holds 3 values"),
+    "shape": (spoiled(put("head.bias", np.zeros((1, 3), np.float32))), "'head.bias' has shape (1, 3), expected (3)"),
+    "dtype": (spoiled(put("head.bias", np.zeros(3))), "'head.bias' has dtype float64, expected float32"),
+    "missing": (spoiled(lambda tensors: tensors.pop("head.bias")), "1 tensors are missing, the first is 'head.bias'"),
+    "extra": (spoiled(put("more", np.zeros(3, np.float32))), "1 tensors were not asked for, the first is 'more'"),
+    "garbage": (garbage, "20 bytes are not safetensors"),
+    "digest": (other_content, "has digest blake3:"),
+    "name": (claimed(upload=Manifest("nonsense", 100, 1024)), "'nonsense' is no blake3 digest"),
+    "path": (claimed(upload=Manifest("blake3:../../x", 100, 1024)), "is no blake3 digest"),
+    "huge": (claimed(upload=Manifest(digest_of(b"x"), 10**11, 126_976)), "an upload of 100000000000 bytes"),
+    "bare": (claimed(upload=None), "the upload is missing"),
+    "many": (claimed(samples=11), "it claims 11 samples, the device announced 10"),
+    "metric": (claimed(metrics={"loss": float("nan")}), "metric 'loss' is nan"),
+    "run": (then_give_up(claimed(run="yesterday")), "run 'yesterday' is not served here, this is 'r'"),
+    "round": (then_give_up(claimed(round=7)), "round 7"),
+    "zero": (then_give_up(claimed(round=0)), "round 0"),
+    "far": (then_give_up(claimed(round=FAR)), "cannot be read"),
+    "early": (then_give_up(claimed(kind="evaluate", upload=None, metrics={"correct": 1.0}, samples=5)), "gives up"),
+    "fails": (lambda device, task: device.fail(task, "no memory left"), "no memory left"),
+    "astray": (then_give_up(lambda device, task: device.say(Failed("r", 99, "train", "lost"))), "lost"),
+    "farther": (then_give_up(lambda device, task: device.say(Failed("r", FAR, "train", "lost"))), "cannot be read"),
+    "noise": (raw(b"", b"\x01", b"\x01\xff\xff", b"\x01" + b"\x91" * 5000), "cannot be read"),
+    "wordy": (raw(b"\x01" + bytes(70_000)), "exceeds the limit of 65536 bytes"),
+    "backwards": (then_give_up(other_direction), "a Task is not for the coordinator"),
+    "curious": (then_give_up(lambda device, task: device.say(Want(digest_of(b"?"), ((0, 1),)))), "it was not offered"),
+    "greedy": (then_give_up(lambda device, task: device.say(Want(task.program, ((5, 10**9),)))), "wants chunks 5 to"),
+    "newer": (then_give_up(lambda device, task: device.say_raw(b"\x09" + bytes(10))), "wire version 9"),
+}
+"""By name of the device: what it does when it is asked to train, and what the record says of it."""
+
+
+@pytest.fixture(scope="module")
+def misbehaved(tmp_path_factory: pytest.TempPathFactory, configure: "Configure", graph_cache: Path) -> Iterator[Stage]:
+    """One round with one honest device and every other kind."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(exchange_module, "STALL_S", 0.05)  # content that is wrong is fetched again three times
+    patch.setattr(exchange_module, "FRESH_S", 0.01)
+    stage = Stage(tmp_path_factory.mktemp("misbehaved"), configure, graph_cache)
+    stage.fake("honest")
+    for name, (answer, _) in MISBEHAVIOUR.items():
+        stage.fake(name, answer, value=1000.0)
+    stage.start(devices=len(stage.fakes))
+    stage.finish()
+    yield stage
+    stage.stop()
+    patch.undo()
+
+
+def test_the_round_closes_with_the_honest_device_alone(misbehaved: Stage, first: Tensors) -> None:
+    assert misbehaved.outcome == "finished"
+    assert misbehaved.accepted(1) == ["honest"]
+    assert_moved_by(misbehaved, first, 1.0)
+    [entry] = misbehaved.store.rounds("r")
+    assert entry.figures["cohort"] == 1 + len(MISBEHAVIOUR)
+    assert entry.figures["accepted"] == 1
+
+
+@pytest.mark.parametrize("name", MISBEHAVIOUR)
+def test_misbehaviour_is_recorded_and_the_device_stays_in_the_run(misbehaved: Stage, name: str) -> None:
+    [device] = [fake for fake in misbehaved.fakes if fake.name == name]
+    recorded = misbehaved.refusals(name)
+    reason = MISBEHAVIOUR[name][1]
+    assert any(reason in said for said in recorded), recorded
+    assert len(recorded) <= 5
+    if name in ("nan", "shape", "garbage", "digest", "name", "huge", "bare", "many", "metric", "run", "round"):
+        assert any(reason in said for said in device.reasons()), "the device is told why"
+    assert device.tasks() == [1]
+    assert device.answers("evaluate")[-1] == (1, True)
+    assert name in misbehaved.accepted(1, "evaluate")
+
+
+@pytest.mark.parametrize(
+    ("announced", "named"),
+    [
+        ({"samples": 0}, "it has no training images"),
+        ({"classes": ("0", "wasp")}, "its class folder 'wasp' is not among this run's 3 classes"),
+    ],
+)
+def test_a_device_that_cannot_take_part_is_told_so(stage: Stage, announced: dict[str, Any], named: str) -> None:
+    """While the run waits for its first device; no program is made for this."""
+    device = stage.fake("a", **announced)
+    stage.start()
+    stage.drive(lambda: bool(device.got(Refused)))
+    [refused] = device.got(Refused)
+    assert refused.final
+    assert refused.instance == device.instance
+    assert named in refused.reason
+    assert stage.refusals("a") == [f"hello: {refused.reason}"]
+    assert device.got(Welcome) == []
+
+
+def test_a_device_of_another_version_is_answered_in_the_version_byte(stage: Stage) -> None:
+    """It cannot read more; the answer's first byte is our version, and the text is for whoever can read it."""
+    device = stage.fake("a")
+    device.hello = msgspec.structs.replace(device.hello, train_samples=0)  # stays out of the run
+    stage.start()
+    stage.drive(lambda: bool(device.got(Refused)))  # the coordinator is listening; each hello is refused
+
+    def texts() -> list[str]:
+        return [refused.reason for refused in device.got(Refused) if "version" in refused.reason]
+
+    device.say_raw(bytes([2]) + encode(device.hello)[1:])
+    stage.drive(lambda: bool(texts()))
+    assert texts() == [
+        "the other side speaks wire version 2, this side speaks version 1; install the same version on both sides"
+    ]
+    assert all(refused.final for refused in device.got(Refused))
+
+
+def test_two_devices_with_one_name(stage: Stage, first: Tensors) -> None:
+    """The one that is here stays; the other is told where it is, and comes in when that one leaves."""
+    one = stage.fake("pi", silent, host="kitchen")
+    stage.start()
+    stage.drive(lambda: one.tasks() == [1])
+    other = stage.fake("pi", host="cellar")
+    stage.drive(lambda: bool(other.got(Refused)))
+    refused = next(refused for refused in other.got(Refused) if refused.instance == other.instance)
+    assert not refused.final
+    assert "'pi' is online already (on kitchen)" in refused.reason
+    assert "--id" in refused.reason
+    assert stage.refusals("pi") == [f"hello: {refused.reason}"]
+    assert other.got(Welcome) == []
+    other.say(DeviceState(other.instance, online=False))  # the rival's farewell takes nobody away
+    stage.fakes.remove(one)
+    one.transport.vanish()
+    stage.drive(lambda: bool(other.step() or other.say(other.hello) or other.got(Welcome)))
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 1.0)
+
+
+# --- how a round closes -------------------------------------------------------------------------------
+
+
+def test_duplicates_count_once(stage: Stage, first: Tensors) -> None:
+    """Said three times, and three times more, with other content, after it was accepted: 1 and 3 make 2."""
+
+    def thrice(device: Fake, task: Task) -> None:
+        result = device.answer(task)
+        for _ in range(3):
+            device.bring(result)
+
+    a, b = stage.fake("a", thrice, value=1.0), stage.fake("b", silent, value=3.0)
+    stage.start(devices=2)
+    stage.drive(lambda: (1, True) in a.answers() and bool(b.tasks()))
+    [task] = a.got(Task)
+    different = a.answer(task, {name: value * 50 for name, value in a.upload(task).items()})
+    before = len(a.answers())
+    for _ in range(3):
+        a.bring(different)
+    stage.drive(lambda: len(a.answers()) == before + 3)
+    b.bring(b.answer(b.got(Task)[0]))
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 2.0)
+    assert all(accepted for _, accepted in a.answers())
+    assert stage.accepted(1) == ["a", "b"]
+    assert stage.store.refusals("r") == []
+
+
+def test_a_quorum_closes_the_round_and_what_comes_later_is_refused(stage: Stage, first: Tensors) -> None:
+    """Half of three devices is 1.5, so two answers close it: (1 + 3) / 2 = 2. The third comes in round 2."""
+    late = stage.fake("late", silent, value=1000.0)
+    stage.fake("a", value=1.0)
+    stage.fake("b", value=3.0)
+    stage.start(devices=3, rounds=2, quorum=0.5, evaluate_every=9)
+    stage.drive(lambda: late.tasks() == [1, 2])
+    late.bring(late.answer(late.got(Task)[0]))
+    stage.drive(lambda: (1, False) in late.answers())
+    assert "late" in late.reasons()[0]
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 4.0)
+    assert stage.accepted(1) == stage.accepted(2) == ["a", "b"]
+    assert [said.startswith("train: late: round 1") for said in stage.refusals("late")] == [True]
+
+
+def test_uploads_that_wait_for_their_turn_when_the_round_closes_are_late(
+    stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven results, one is enough, four are fetched at a time: six are late, and count in no round but theirs.
+
+    The model moves by the update of the one that was fetched, and by the mean of those of round 2.
+    """
+    monkeypatch.setattr("coordinator.run.collector.CHUNKS_AT_ONCE", 4)  # each upload is one
+    fakes = [stage.fake(f"d{number}", value=float(number)) for number in range(7)]
+    for device in fakes:
+        device.serves = False
+    stage.start(devices=7, rounds=2, quorum=0.1, evaluate_every=9)
+    stage.drive(lambda: sum(bool(device.got(Want)) for device in fakes) == 4)
+    served = next(device for device in fakes if device.got(Want))
+    served.serves = True
+    served.exchange.on_want("coordinator", served.got(Want)[-1])
+    stage.drive(lambda: all(device.tasks() == [1, 2] for device in fakes))
+    for device in fakes:
+        device.serves = True
+        if device is not served and device.got(Want):
+            device.exchange.on_want("coordinator", device.got(Want)[-1])
+    assert stage.finish() == "finished"
+    assert stage.accepted(1) == [served.name]
+    second = [device.value for device in fakes if device.name in stage.accepted(2)]
+    assert_moved_by(stage, first, served.value + sum(second) / len(second))
+    for device in fakes:
+        if device is not served:
+            assert (1, True) not in device.answers()
+
+
+def test_a_deadline_closes_the_round(stage: Stage, first: Tensors) -> None:
+    stage.fake("a")
+    slow = stage.fake("slow", silent, value=1000.0)
+    stage.start(devices=2, deadline_s=0.4)
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 1.0)
+    assert stage.refusals("slow") == ["train: no result: deadline"]
+    assert 0 < slow.got(Task)[0].deadline_s <= 1.0
+
+
+def test_a_device_that_left_is_waited_for_no_longer_than_the_grace(stage: Stage, first: Tensors) -> None:
+    """Its deadline is ten minutes away."""
+
+    def leave(device: Fake, task: Task) -> None:
+        device.transport.vanish()
+
+    stage.fake("a")
+    stage.fake("gone", leave)
+    stage.start(devices=2, rejoin_grace_s=0.2)
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 1.0)
+    assert stage.refusals("gone") == ["train: no result: offline"]
+    assert stage.accepted(1, "evaluate") == ["a"]
+
+
+def test_a_device_that_comes_back_in_time_is_asked_again(stage: Stage, first: Tensors) -> None:
+    """The same name, another process: the task is for the new one. (1 + 5) / 2 = 3."""
+    stage.fake("a", value=1.0)
+    gone = stage.fake("b", silent)
+    stage.start(devices=2)
+    stage.drive(lambda: gone.tasks() == [1] and stage.accepted(1) == ["a"])
+    stage.fakes.remove(gone)
+    gone.transport.vanish()
+    back = stage.fake("b", value=5.0)
+    assert stage.finish() == "finished"
+    assert back.tasks() == [1]
+    assert back.got(Task)[0].instance == back.instance
+    assert_moved_by(stage, first, 3.0)
+
+
+def test_a_device_that_leaves_while_its_upload_is_fetched_brings_it_again(stage: Stage, first: Tensors) -> None:
+    """It finds the result in its vault; here: it is handed over."""
+    gone = stage.fake("b")
+    gone.serves = False
+    stage.start()
+    stage.drive(lambda: bool(gone.got(Want)))
+    stage.fakes.remove(gone)
+    gone.transport.vanish()
+    back = stage.fake("b")
+    back.pending = gone.pending
+    for result in gone.pending.values():
+        assert result.upload is not None
+        back.blobs.put(gone.blobs.get(result.upload.digest))
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 1.0)
+    assert stage.store.refusals("r") == []
+
+
+def test_the_round_goes_on_after_the_link_broke(stage: Stage, first: Tensors) -> None:
+    """A new epoch makes all devices say hello; who had not answered is asked again, who had is not."""
+    done, late = stage.fake("done"), stage.fake("late", silent)
+    stage.start(devices=2)
+    stage.drive(lambda: stage.accepted(1) == ["done"] and late.tasks() == [1])
+    epochs = {state.epoch for state in late.got(CoordinatorState)}
+    stage.broker.stop()
+    stage.broker.start()
+    stage.drive(lambda: late.got(Task)[-1].epoch != late.got(Task)[0].epoch)
+    assert {state.epoch for state in late.got(CoordinatorState) if state.alive} > {epoch for epoch in epochs if epoch}
+    late.on_task = honest
+    late.bring(late.answer(late.got(Task)[-1]))
+    assert stage.finish() == "finished"
+    assert done.tasks() == [1]
+    assert_moved_by(stage, first, 1.0)
+
+
+def test_a_device_that_left_while_nobody_could_tell_is_not_waited_for(stage: Stage, first: Tensors) -> None:
+    """The broker dies and takes the last will with it: after the link is back, only who says hello is here."""
+    stage.fake("a")
+    gone = stage.fake("gone", silent)
+    stage.start(devices=2, rejoin_grace_s=0.2)
+    stage.drive(lambda: stage.accepted(1) == ["a"] and gone.tasks() == [1])
+    stage.broker.stop()
+    stage.fakes.remove(gone)
+    gone.transport.close()
+    stage.broker.start()
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 1.0)
+    assert stage.refusals("gone") == ["train: no result: offline"]
+
+
+def test_progress_is_shown_and_changes_nothing(stage: Stage, first: Tensors) -> None:
+    def chatty(device: Fake, task: Task) -> None:
+        for done in (1, 2, 2**31 - 1):
+            device.say(Progress(task.run, task.round, task.kind, done, 2, float("nan")))
+        honest(device, task)
+
+    stage.fake("a", chatty)
+    stage.start()
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 1.0)
+
+
+# --- what devices may have ----------------------------------------------------------------------------
+
+
+def test_a_device_cannot_have_what_another_uploaded(stage: Stage) -> None:
+    """While the round is open the upload lies in the coordinator's store; the program may be had."""
+    a, b = stage.fake("a"), stage.fake("b", silent)
+    stage.start(devices=2)
+    stage.drive(lambda: (1, True) in a.answers() and b.tasks() == [1])
+    [upload] = [result.upload for result in stage.store.results("r", 1, "train")]
+    assert upload is not None
+    assert BlobStore(stage.out / "r" / "blobs").has(upload)
+    [task] = b.got(Task)
+    heard: SimpleQueue[object] = SimpleQueue()
+    listener = MemoryTransport(heard, stage.broker, "listener")
+    listener.subscribe("fl1/home/all/b/+", 0)
+    listener.open()
+    b.say(Want(upload, ((0, 1),)))
+    b.say(Want(task.program, ((0, 1),)))
+    stage.drive(lambda: listener.received_bytes > 0)
+    stage.drive(lambda: bool(stage.refusals("b")))
+    assert stage.refusals("b") == [f"blob: b asks for blob {upload}, which it was not offered"]
+    topics = set()
+    while not heard.empty():
+        event = heard.get()
+        if isinstance(event, Received):
+            topics.add(event.topic)
+    assert topics == {Topics("home").broadcast(task.program)}
+
+
+# --- what the server makes for each device ------------------------------------------------------------
+
+
+def first_z(device: str) -> np.ndarray:
+    """A device's embedding before its first round, in a run of seed 0."""
+    return torch.randn(len(CLASSES), generator=drawing(0, "device", device)).numpy()
+
+
+def test_each_device_gets_what_was_made_for_it(stage: Stage) -> None:
+    """Two devices of 1 and 3 images send deltas of 1 and 4. The bias is phi z with phi = 2; at a rate of 0.5 the mean's
+    gradient makes of phi: 2 + 0.5 * (1/4 * sum(1 * z_a) + 3/4 * sum(4 * z_b)), and of each embedding: z + 0.5 * share *
+    delta * 2. The rest of the model moves by the mean, 13/4."""
+    a, b = stage.fake("a", silent, samples=1, value=1.0), stage.fake("b", silent, samples=3, value=4.0)
+    stage.start(method="generated", devices=2)
+    stage.drive(lambda: a.tasks() == b.tasks() == [1])
+    for device in (a, b):
+        [task] = [task for task in device.got(Task) if task.kind == "train"]
+        assert set(task.groups) == {"bias", "model"}
+        np.testing.assert_allclose(stage.sent(task.groups["bias"])["head.bias"], 2 * first_z(device.name), rtol=1e-6)
+        assert {manifest.digest for manifest in task.blobs} >= set(task.groups.values())
+    first = stage.sent(b.got(Task)[0].groups["model"])
+    assert "head.bias" not in first
+    assert a.got(Task)[0].groups["model"] == b.got(Task)[0].groups["model"]
+    assert a.got(Task)[0].groups["bias"] != b.got(Task)[0].groups["bias"]
+    assert stage.coordinator is not None
+    asked = [stage.coordinator._asked_and_here(b.got(Task)[0].groups[group]) for group in ("model", "bias")]
+    assert asked == [2, 1], "nobody is waited for who will not ask for it"
+    for device in (a, b):
+        honest(device, device.got(Task)[0])
+    assert stage.finish() == "finished"
+    za, zb = first_z("a"), first_z("b")
+    phi = 2 + 0.5 * (za.sum() / 4 + 3 * zb.sum())
+    for name, z in (("a", za + 0.5 * 2 * 1 / 4), ("b", zb + 0.5 * 2 * 3)):
+        made = unpack((stage.out / "r" / "generated" / f"{name}.safetensors").read_bytes())
+        np.testing.assert_allclose(made["head.bias"], phi * z, rtol=1e-5, atol=1e-5)
+    assert stage.model().keys() == first.keys()
+    for name, value in first.items():
+        np.testing.assert_allclose(stage.model()[name], value + 13 / 4, atol=1e-5, err_msg=name)
+
+
+def test_an_evaluation_brings_the_newest_that_was_made(stage: Stage) -> None:
+    """That of the next round: what training made of the generator is tested."""
+    device = stage.fake("a")
+    stage.start(method="generated", rounds=2)
+    assert stage.finish() == "finished"
+    groups = {(task.kind, task.round): task.groups["bias"] for task in device.got(Task)}
+    assert groups["evaluate", 1] == groups["train", 2]
+    assert len(set(groups.values())) == 3
+
+
+def test_a_device_cannot_have_what_was_made_for_another(stage: Stage) -> None:
+    """Nor what was made for itself in an earlier round."""
+    a, b = stage.fake("a"), stage.fake("b", silent)
+    stage.start(method="generated", devices=2, rounds=2, evaluate_every=2)
+    stage.drive(lambda: (1, True) in a.answers() and b.tasks() == [1])
+    mine, others = b.got(Task)[0].groups["bias"], a.got(Task)[0].groups["bias"]
+    b.say(Want(mine, ((0, 1),)))
+    b.say(Want(others, ((0, 1),)))
+    stage.drive(lambda: bool(stage.refusals("b")))
+    assert stage.refusals("b") == [f"blob: b asks for blob {others}, which it was not offered"]
+    assert stage.coordinator is not None
+    assert [stage.coordinator.assignments.may_read(name, mine) for name in ("a", "b", "c")] == [False, True, False]
+    honest(b, b.got(Task)[0])
+    stage.drive(lambda: b.tasks() == [1, 2])
+    assert not stage.coordinator.assignments.may_read("b", mine)
+    honest(b, b.got(Task)[-1])
+    assert stage.finish() == "finished"
+
+
+def test_a_device_that_trained_in_no_round_gets_its_own_too(stage: Stage) -> None:
+    """It joins when all rounds but the evaluation are under way: made of the newest generator and of an embedding that
+    follows from its name."""
+    a = stage.fake("a", silent)
+    stage.start(method="generated")
+    stage.drive(lambda: a.tasks() == [1])
+    novel = stage.fake("novel")
+    stage.drive(lambda: bool(novel.got(Welcome)))
+    honest(a, a.got(Task)[0])
+    stage.drive(lambda: bool(novel.tasks("evaluate")))
+    assert stage.finish() == "finished"
+    assert novel.tasks() == []
+    phi = 2 + 0.5 * first_z("a").sum()
+    made = unpack((stage.out / "r" / "generated" / "novel.safetensors").read_bytes())
+    np.testing.assert_allclose(made["head.bias"], phi * first_z("novel"), rtol=1e-5)
+    [task] = novel.got(Task)
+    assert task.groups["bias"] == digest_of(pack(made))
+    assert task.groups["model"] == a.got(Task)[-1].groups["model"]
+
+
+def test_what_was_made_for_one_round_is_deleted_after_it(stage: Stage) -> None:
+    """Left are the program, three graphs, the model, the generator, and what was made for the last evaluation."""
+    device = stage.fake("a")
+    stage.start(method="generated", rounds=3, backup_every=0)
+    assert stage.finish() == "finished"
+    last = device.got(Task)[-1]
+    kept = {path.name for path in (stage.out / "r" / "blobs").glob("*/*")}
+    assert {digest.partition(":")[2] for digest in (last.program, *last.groups.values())} <= kept
+    assert len(kept) == 1 + 3 + 1 + 1 + 1
+
+
+# --- devices with programs of their own ---------------------------------------------------------------
+
+
+def test_devices_of_two_splits_train_one_model(stage: Stage) -> None:
+    """One has one block of three, the other two: each is asked for its features, told by the block that they enter, and
+    what both get from the server is the same."""
+    pi, jetson = stage.fake("pi"), stage.fake("jetson-1")
+    stage.start(method="eftvit", devices=2, variants={"jetson-*": {"local_blocks": 2}})
+    assert stage.finish() == "finished"
+    small, large = pi.got(Task)[0], jetson.got(Task)[0]
+    assert small.program != large.program
+    assert set(small.groups) == {"head", "norm", "block.1", "block.2"}
+    assert large.groups == {group: small.groups[group] for group in ("head", "norm", "block.2")}
+    assert stage.accepted(1) == ["jetson-1", "pi"]
+    assert stage.store.refusals("r") == []
+    [record] = stage.store.rounds("r")
+    assert (record.figures["server_features"], record.figures["stored_devices"]) == (12, 2)
+    assert {name.split(".")[1] for name in stage.model() if name.startswith("blocks.")} == {"1", "2"}
+
+
+def test_a_result_is_held_against_the_program_of_its_device(stage: Stage) -> None:
+    """Features of the other split are not what this device was asked for."""
+
+    def of_the_other(device: Fake, task: Task) -> None:
+        upload = device.upload(task)
+        upload["features.1"] = upload.pop("features.2")
+        device.bring(device.answer(task, upload))
+
+    stage.fake("pi")
+    stage.fake("jetson-1", of_the_other)
+    stage.start(method="eftvit", devices=2, variants={"jetson-*": {"local_blocks": 2}})
+    assert stage.finish() == "finished"
+    assert stage.accepted(1) == ["pi"]
+    assert "features.2" in stage.refusals("jetson-1")[0]
+
+
+def test_the_store_of_features_drops_the_oldest_round_and_its_file(stage: Stage) -> None:
+    """Four devices in turn, one a round, and room for the uploads of two: the run is stopped behind the third round,
+    and a second process still knows which is the oldest. Files of what was dropped are deleted."""
+
+    def leave(device: Fake, task: Task) -> None:
+        if task.round < 4:
+            honest(device, task)
+
+    run: dict[str, Any] = {
+        "method": "eftvit", "devices": 4, "cohort": 1, "selection": "fair", "rounds": 4, "seed": 3,
+        "options": {"feature_store_bytes": 20_000}, "backup_every": 0,  # copies of the record need older uploads
+    }  # fmt: skip
+    for name in "abcd":
+        stage.fake(name, leave)
+    stage.start(**run)
+    stage.drive(lambda: any(4 in device.tasks() for device in stage.fakes))
+    stage.stop()
+    for device in stage.fakes:
+        device.on_task = honest
+    stage.start(resume=True, **run)
+    assert stage.finish() == "finished"
+    came = [stage.accepted(number)[0] for number in (1, 2, 3, 4)]
+    assert sorted(came) == ["a", "b", "c", "d"]
+    assert came != sorted(came), "devices' names say nothing of their age"
+    records = stage.store.rounds("r")
+    kept = [list(record.state.uploads) for record in records if record.state]
+    assert kept == [came[:1], came[:2], came[1:3], came[2:4]]
+    assert [record.figures["dropped_devices"] for record in records] == [0, 0, 1, 1]
+    uploads = {result.device: result.upload for result in stage.store.results("r") if result.kind == "train"}
+    blobs = BlobStore(stage.out / "r" / "blobs")
+    assert [blobs.has(uploads[name] or "") for name in came] == [False, False, True, True]
+    assert records[-1].figures["stored_bytes"] == sum(blobs.manifest(uploads[name] or "").size for name in came[2:])
+
+
+# --- beginning where another run ended ----------------------------------------------------------------
+
+
+def test_a_run_can_begin_where_another_ended(stage: Stage, first: Tensors) -> None:
+    """Two rounds of 1 each in one run, a third in the next: 3 in all."""
+    stage.fake("a")
+    stage.start(rounds=2)
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 2.0)
+    stage.stop()
+    (stage.out / "r").rename(stage.out / "monday")
+    with sqlite3.connect(stage.out / "fedvit.db") as database:
+        for table, column in (("runs", "id"), ("rounds", "run"), ("results", "run")):
+            database.execute(f"UPDATE {table} SET {column} = 'monday', seal = NULL")
+    database.close()
+    stage.start(start_from="monday")
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 3.0)
+
+
+def test_a_run_to_begin_from_must_be_there_and_have_got_somewhere(stage: Stage) -> None:
+    stage.fake("a")
+    stage.start(start_from="monday")
+    ended = stage.finish()
+    assert isinstance(ended, ConfigError)
+    assert "no run 'monday'" in str(ended)
+    assert stage.store.run("r").reason == str(ended)
+    stage.store.create_run("monday", {})
+    stage.stop()
+    stage.start(start_from="monday", resume=True)
+    assert str(stage.finish()) == "start_from = 'monday': that run closed no round"
+
+
+def test_how_accuracy_is_measured_is_in_the_record(stage: Stage) -> None:
+    stage.fake("a")
+    stage.start(evaluation="pre_aggregation")
+    assert stage.finish() == "finished"
+    assert stage.store.run("r").protocol == PROTOCOLS["pre_aggregation"]
+
+
+# --- when it cannot go on -----------------------------------------------------------------------------
+
+
+def test_a_round_that_brings_nothing_is_tried_again_and_then_the_run_gives_up(stage: Stage) -> None:
+    devices = [stage.fake(name, lambda device, task: device.fail(task, "no memory left")) for name in ("a", "b")]
+    stage.start(devices=2)
+    ended = stage.finish()
+    assert isinstance(ended, EmptyCohort)
+    assert "round 1: no usable result in 3 attempts" in str(ended)
+    assert ATTEMPTS == 3
+    for device in devices:
+        assert device.tasks() == [1, 1, 1]
+        assert stage.refusals(device.name) == ["train: no memory left"] * 3
+        assert device.got(RunEnded) == [RunEnded("r", f"failed: {ended}")]
+    record = stage.store.run("r")
+    assert (record.status, record.reason) == ("failed", str(ended))
+    assert [entry.closed_at for entry in stage.store.rounds("r")] == [None]
+
+
+def test_a_record_that_cannot_be_written_ends_the_run(stage: Stage) -> None:
+    """Not before: whoever was told that a result is safe must be able to rely on it."""
+    device = stage.fake("a", silent)
+    stage.start()
+    stage.drive(lambda: device.tasks() == [1])
+    with sqlite3.connect(stage.out / "fedvit.db") as database:
+        database.execute("ALTER TABLE results RENAME COLUMN metrics TO gone")
+    database.close()
+    honest(device, device.got(Task)[0])
+    ended = stage.finish()
+    assert isinstance(ended, StorageFailed)
+    assert "metrics" in str(ended)
+    assert device.answers() == []
+    assert stage.store.run("r").status == "failed"
+
+
+def test_a_round_that_brings_something_in_its_second_try_counts(stage: Stage, first: Tensors) -> None:
+    def once_more(device: Fake, task: Task) -> None:
+        if len(device.tasks()) == 1:
+            device.fail(task, "try me again")
+        else:
+            honest(device, task)
+
+    device = stage.fake("a", once_more)
+    stage.start(rounds=2)
+    assert stage.finish() == "finished"
+    assert device.tasks() == [1, 1, 2]
+    assert_moved_by(stage, first, 2.0)
+
+
+def test_a_failed_run_can_go_on_when_the_reason_is_gone(stage: Stage, first: Tensors) -> None:
+    device = stage.fake("a", lambda device, task: device.fail(task, "no memory left"))
+    stage.start()
+    assert isinstance(stage.finish(), EmptyCohort)
+    stage.stop()
+    device.on_task = honest
+    stage.start(resume=True)
+    assert stage.finish() == "finished"
+    assert stage.store.run("r").status == "finished"
+    assert_moved_by(stage, first, 1.0)
+
+
+def test_a_run_does_not_go_on_with_another_program(stage: Stage) -> None:
+    stage.fake("a", silent)
+    stage.start()
+    stage.drive(lambda: bool(stage.fakes[0].tasks()))
+    stage.stop()
+    assert stage.store.run("r").status == "interrupted"
+    stage.start(resume=True, options={"lr": 0.07})
+    ended = stage.finish()
+    assert isinstance(ended, ConfigError)
+    assert "resume it with the versions it began with" in str(ended)
+
+
+# --- going on after an end ----------------------------------------------------------------------------
+
+
+def by_round(device: Fake, task: Task) -> None:
+    """Honest, with an update that differs by device and round."""
+    device.value = zlib.crc32(f"{device.name} {task.round}".encode()) / 2**32
+    honest(device, task)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "eftvit", "generated"])
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_a_coordinator_started_again_goes_on_where_it_was(
+    tmp_path: Path, configure: "Configure", graph_cache: Path, method: str, end: str
+) -> None:
+    """In round 2 of 3 one of two results is in when it ends; the final tensors are those of a run without an end.
+
+    "killed" goes on with a copy of the folder that was made while the coordinator was running: what a
+    kill -9 leaves. EFTViT's server has an optimizer and features to remember as well, another a generator: what it
+    made for a device in round 2 it makes again, to the bit.
+    """
+    whole = Stage(tmp_path / "whole", configure, graph_cache)
+    for name, samples in (("a", 30), ("b", 40)):
+        whole.fake(name, by_round, samples=samples)
+    whole.start(method=method, devices=2, rounds=3)
+    assert whole.finish() == "finished"
+    whole.stop()
+
+    broken = Stage(tmp_path / "broken", configure, graph_cache)
+    a = broken.fake("a", by_round, samples=30)
+    b = broken.fake("b", by_round, samples=40)
+    b.on_task = lambda device, task: by_round(device, task) if task.round == 1 else None
+    broken.start(method=method, devices=2, rounds=3)
+    broken.drive(lambda: b.tasks() == [1, 2] and broken.accepted(2) == ["a"])
+    if end == "killed":
+        shutil.copytree(broken.out, tmp_path / "left")
+    broken.stop()
+    if end == "killed":
+        shutil.rmtree(broken.out)
+        shutil.move(tmp_path / "left", broken.out)
+    b.on_task = by_round
+    if end == "stopped":
+        by_round(b, b.got(Task)[-1])  # said to nobody; said again after the welcome
+    broken.start(method=method, resume=True, devices=2, rounds=3)
+    assert broken.finish() == "finished"
+    assert a.tasks() == [1, 2, 3], "its result of round 2 was kept"
+    assert b.tasks() == [1, 2, 2, 3]
+    assert [entry.cohort for entry in broken.store.rounds("r")] == [["a", "b"]] * 3
+    assert broken.accepted(2) == ["a", "b"]
+    assert broken.store.refusals("r") == []
+    assert [task.groups for task in b.got(Task) if (task.round, task.kind) == (2, "train")] == [
+        next(task.groups for task in whole.fakes[1].got(Task) if task.round == 2)
+    ] * 2
+    want, got = whole.model(), broken.model()
+    for name in ("a", "b"):
+        made = [stage.out / "r" / "generated" / f"{name}.safetensors" for stage in (whole, broken)]
+        assert [file.exists() for file in made] == [method == "generated"] * 2
+        assert method != "generated" or made[0].read_bytes() == made[1].read_bytes()
+    broken.stop()
+    assert want.keys() == got.keys()
+    for name, value in want.items():
+        assert value.tobytes() == got[name].tobytes(), name
+
+
+def test_a_result_of_an_interrupted_run_is_kept_by_its_device(stage: Stage) -> None:
+    """Another run of the same folder was interrupted and may be resumed: its result is neither taken nor refused."""
+    store = Store.in_folder(stage.out)
+    store.create_run("yesterday", {})
+    store.update_run("yesterday", status="interrupted")
+    store.close()
+    device = stage.fake("a", then_give_up(claimed(run="yesterday")))
+    stage.fake("b")
+    stage.start(devices=2)
+    assert stage.finish() == "finished"
+    assert not [ack for ack in device.got(ResultAck) if ack.run == "yesterday"]
+
+
+# --- devices that lie ---------------------------------------------------------------------------------
+
+
+def poisoned(device: Fake, task: Task) -> None:
+    """What no honest device sends."""
+    device.bring(device.answer(task, {name: value * np.nan for name, value in device.upload(task).items()}))
+
+
+def test_the_run_s_aggregator_decides(stage: Stage, first: Tensors) -> None:
+    """Updates 1, 2, 900: their median is 2."""
+    for name, value in (("a", 1.0), ("b", 2.0), ("c", 900.0)):
+        stage.fake(name, value=value)
+    stage.start(devices=3, protection={"aggregator": "median"})
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 2.0)
+
+
+def test_what_is_out_of_scale_is_left_out_and_leads_to_quarantine(stage: Stage, first: Tensors) -> None:
+    """Updates of 1 but for 900: in rounds 1 and 2 left out, then not asked any more; each round moves by 1."""
+    fakes = [stage.fake(name) for name in ("a", "b", "c")]
+    liar = stage.fake("d", value=900.0)
+    stage.start(devices=4, rounds=4, protection={"reject_scale": 5.0, "strikes": 2})
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 4.0)
+    assert liar.tasks() == [1, 2]
+    [refused] = liar.got(Refused)
+    assert refused.final
+    assert "quarantine until it is released: 2 strikes, the last: its update has norm" in refused.reason
+    assert "coordinator quarantine r --release d" in refused.reason
+    assert all(reason.startswith("train: left out: its update has norm") for reason in stage.refusals("d"))
+    assert len(stage.refusals("d")) == 2
+    assert all(device.tasks() == [1, 2, 3, 4] for device in fakes)
+
+
+def test_a_quarantine_of_some_rounds_is_waited_for(stage: Stage, first: Tensors) -> None:
+    """Refused in round 1, kept out of round 2, asked again in round 3."""
+    stage.fake("a")
+    liar = stage.fake("b", poisoned)
+    stage.start(devices=2, rounds=3, protection={"strikes": 1, "quarantine_rounds": 1})
+    stage.drive(lambda: bool(liar.answers()))
+    liar.on_task = honest
+    assert stage.finish() == "finished"
+    assert (liar.tasks(), liar.tasks("evaluate")) == ([1, 3], [3])
+    assert liar.got(Refused) == []
+    assert_moved_by(stage, first, 3.0)
+
+
+def test_a_restart_knows_who_is_in_quarantine(stage: Stage) -> None:
+    stage.fake("a")
+    liar = stage.fake("b", poisoned)
+    stage.start(devices=2, rounds=50, protection={"strikes": 1})
+    stage.drive(lambda: bool(liar.got(Refused)))
+    stage.stop()
+    stage.fakes.remove(liar)
+    back = stage.fake("b")
+    stage.start(resume=True, rounds=50)
+    stage.drive(lambda: bool(back.got(Refused)))
+    assert back.tasks() == []
+
+
+def test_failures_are_no_strikes(stage: Stage) -> None:
+    stage.fake("a")
+    unable = stage.fake("b", lambda device, task: device.fail(task, "out of memory"))
+    stage.start(devices=2, rounds=3, protection={"strikes": 1})
+    assert stage.finish() == "finished"
+    assert unable.tasks() == [1, 2, 3]
+    assert stage.store.strikes("r") == []
+
+
+def test_no_noise_is_no_privacy_and_no_other_bit(stage: Stage, first: Tensors) -> None:
+    """Weights by samples, nothing clipped: as in `test_updates_are_weighed_by_samples`, and no epsilon."""
+    stage.fake("a", samples=1, value=0.0)
+    stage.fake("b", samples=3, value=4.0)
+    stage.start(devices=2, rounds=2, privacy={"noise_multiplier": 0.0, "clip": 1e-3})
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 6.0)
+    assert all("dp_epsilon" not in entry.figures for entry in stage.store.rounds("r"))
+
+
+def test_a_private_mean(stage: Stage, first: Tensors) -> None:
+    """Two devices of equal updates: each is shortened to norm 1, and all of it moves the model by about that."""
+    for name in ("a", "b"):
+        stage.fake(name, value=100.0)
+    stage.start(devices=2, rounds=2, privacy={"noise_multiplier": 1e-3, "clip": 1.0})
+    assert stage.finish() == "finished"
+    moved = np.sqrt(sum(float(np.square(stage.model()[name] - value).sum()) for name, value in first.items()))
+    assert moved == pytest.approx(2.0, rel=0.05)
+    told = [entry.figures["dp_epsilon"] for entry in stage.store.rounds("r")]
+    assert told[1] > told[0] > 0

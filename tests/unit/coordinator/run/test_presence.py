@@ -1,0 +1,95 @@
+"""Who is alive."""
+
+import time
+
+import pytest
+
+from coordinator.run.presence import LONGEST_REST_S, Presence
+from fedvit.resources import DeviceProfile
+from fedvit.wire.messages import DeviceState, Hello
+
+
+def hello(instance: str, host: str = "desk") -> Hello:
+    profile = DeviceProfile(host=host, machine="aarch64", cores=4, threads=4)
+    return Hello(instance, "0.1", profile, ("ant", "bee"), 10, 5)
+
+
+@pytest.fixture
+def presence() -> Presence:
+    """b and a are here."""
+    known = Presence()
+    known.arrived("b", hello("b1"))
+    known.arrived("a", hello("a1"))
+    return known
+
+
+def test_who_said_hello_is_here(presence: Presence) -> None:
+    assert presence.online() == ["a", "b"]
+    assert presence.is_online("a")
+    assert not presence.is_online("c")
+    assert presence["a"].hello.instance == "a1"
+    with pytest.raises(KeyError):
+        presence["c"]
+
+
+def test_a_will_or_farewell_takes_a_device_away_and_a_hello_brings_it_back(presence: Presence) -> None:
+    assert presence.state_changed("a", DeviceState("a1", online=False))
+    assert presence.online() == ["b"]
+    assert presence["a"].hello.train_samples == 10, "what it said is still known"
+    assert not presence.state_changed("a", DeviceState("a1", online=False)), "it is told once"
+    presence.arrived("a", hello("a2"))
+    assert presence.online() == ["a", "b"]
+
+
+def test_the_late_will_of_an_earlier_process_changes_nothing(presence: Presence) -> None:
+    presence.arrived("a", hello("a2"))
+    assert not presence.state_changed("a", DeviceState("a1", online=False))
+    assert presence.is_online("a")
+
+
+def test_the_will_of_a_stranger_changes_nothing(presence: Presence) -> None:
+    assert not presence.state_changed("c", DeviceState("c1", online=False))
+    assert not presence.state_changed("c", DeviceState("c1", online=True))
+    assert presence.online() == ["a", "b"]
+
+
+def test_a_second_process_with_a_name_that_is_taken_is_a_rival(presence: Presence) -> None:
+    rival = presence.rival("a", hello("other", "elsewhere"))
+    assert rival is not None
+    assert rival.hello.profile.host == "desk"
+    assert presence.rival("a", hello("a1")) is None, "the same process says hello again"
+    assert presence.rival("c", hello("c1")) is None
+    presence.state_changed("a", DeviceState("a1", online=False))
+    assert presence.rival("a", hello("other")) is None, "the name is free again"
+
+
+def test_when_our_own_link_breaks_nobody_is_known_to_be_here(presence: Presence) -> None:
+    presence.all_offline()
+    assert presence.online() == []
+    assert presence.rival("a", hello("other")) is None
+    presence.arrived("a", hello("a1"))
+    assert presence.online() == ["a"]
+
+
+def test_a_device_that_declined_rests_while_it_is_the_same_process(presence: Presence) -> None:
+    presence.rest("a", "hot", 600.0)
+    presence.rest("stranger", "hot", 600.0)
+    assert presence.online() == ["a", "b"]
+    assert presence.available() == ["b"]
+    assert [(device.name, device.rests_because) for device in presence.resting()] == [("a", "hot")]
+    presence.arrived("a", hello("a1"))
+    assert presence.available() == ["b"], "it only said hello again"
+    presence.arrived("a", hello("a2"))
+    assert presence.available() == ["a", "b"]
+
+
+@pytest.mark.parametrize("forever", [float("nan"), float("inf"), 1e300])
+def test_nobody_rests_for_ever(presence: Presence, forever: float) -> None:
+    presence.rest("a", "busy", forever)
+    assert presence.available() == ["b"]
+    assert presence["a"].rests_until <= time.monotonic() + LONGEST_REST_S
+
+
+def test_a_rest_ends(presence: Presence) -> None:
+    presence.rest("a", "busy", 0.0)
+    assert presence.available() == ["a", "b"]

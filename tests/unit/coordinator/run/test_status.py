@@ -1,0 +1,69 @@
+"""What `coordinator status` says; that a coordinator writes it is tested where rounds end."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from coordinator.run.status import FILE, STALE_S, AtWork, Resting, Status, lines, read_status
+from fedvit.errors import ConfigError
+
+
+def at(seconds: float) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat(timespec="seconds")
+
+
+def local(text: str) -> str:
+    return datetime.fromisoformat(text).astimezone().strftime("%H:%M:%S")
+
+
+def status(age_s: float = 0.0) -> Status:
+    working = AtWork(
+        device="pi-1", round=2, kind="train", state="working", done_steps=3, total_steps=40, since=at(-60), until=at(90)
+    )
+    fetching = AtWork(
+        device="pi-2", round=2, kind="train", state="fetching", done_steps=0, total_steps=0, since=at(-60), until=at(90)
+    )
+    resting = Resting(device="pi-3", reason="quiet hours until 06:30", until=at(3600))
+    return Status(at=at(-age_s), doing="round 2/9: train", waiting_for=[working, fetching], resting=[resting], online=3)
+
+
+def test_a_run_that_waits_says_for_whom_and_until_when() -> None:
+    told = status()
+    pi_1, pi_2 = told.waiting_for
+    assert lines("r", "running", told) == [
+        "run r: running; round 2/9: train",
+        f"  pi-1: train of round 2, working 3/40, since {local(pi_1.since)}, until {local(pi_1.until)}",
+        f"  pi-2: train of round 2, fetching, since {local(pi_2.since)}, until {local(pi_2.until)}",
+        f"  pi-3: declined (quiet hours until 06:30), asked again after {local(told.resting[0].until)}",
+    ]
+
+
+def test_a_run_that_nobody_serves_says_how_to_go_on() -> None:
+    told = status(age_s=STALE_S + 5)
+    [first, *_] = lines("r", "running", told)
+    assert first == f"run r: running; nobody serves it since {local(told.at)}: coordinator start --resume r"
+
+
+def test_a_run_that_is_over_waits_for_nobody() -> None:
+    assert lines("r", "finished", status(age_s=1000)) == ["run r: finished"]
+
+
+BROKEN = b'{"at": "2026-13-01", "doing": "", "waiting_for": [], "resting": [], "online": 0}'
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no coordinator has served the run"),
+        (b"{", "cannot be read"),
+        (b"[1]", "Expected `object`"),
+        (BROKEN, "month must be"),
+    ],
+)
+def test_a_status_that_is_missing_or_broken_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as refused:
+        read_status(tmp_path)
+    assert str(tmp_path) in str(refused.value)

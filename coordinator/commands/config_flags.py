@@ -45,7 +45,7 @@ def _flag(
     if isinstance(default, bool) and name != "pretrained":
         return click.option(f"{flag}/--no-{name.replace('_', '-')}", name, **common)
     numbers = {int: int, float: float}
-    return click.option(flag, name, type=str if name == "cohort" else numbers.get(type(default), str), **common)
+    return click.option(flag, name, type=str if name.endswith("cohort") else numbers.get(type(default), str), **common)
 
 
 def _description(hint: Any) -> str:
@@ -59,6 +59,7 @@ def _description(hint: Any) -> str:
 
 _NUMBER_OR_TEXT = {
     "cohort",
+    "evaluation_cohort",
     "keep_rounds",
     "keep_runs",
     "pretrained",

@@ -98,6 +98,15 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     evaluate_every: Annotated[
         int, Meta(ge=1, description="Rounds between evaluations on all devices; the last round always has one.")
     ] = 1
+    evaluation_cohort: (
+        Annotated[
+            float, Meta(gt=0, le=1, description="Devices asked per evaluation: a share (0.1, 1.0) or a number (8).")
+        ]
+        | Annotated[int, Meta(ge=1)]
+    ) = 1.0
+    evaluation_quorum: Annotated[
+        float, Meta(gt=0, le=1, description="Share of the evaluation's cohort whose results close it at once.")
+    ] = 1.0
     evaluation: Annotated[
         Literal["newest", "pre_aggregation"],
         Meta(

@@ -14,9 +14,6 @@ from coordinator.record.tables import RefusalRecord, ResultRecord, RoundRecord
 from profiles.prediction import Expected
 from profiles.report.document import DeviceRound, Refusal, RunDevice, RunDocument, RunPrivacy, RunRound
 
-LOST = "no result: "
-"""Begins the reason of a refusal that says that nothing came."""
-
 Expectations = Mapping[tuple[int, str], Expected]
 """(round, device) -> what was expected of it when it was asked."""
 
@@ -34,7 +31,7 @@ def run_document(store: Store, run: str) -> RunDocument:
         if result.kind == "train":
             by_device[result.device][result.round] = result
     tried = [entry for entry in refusals if entry.kind != "evaluate"]
-    missing = {(entry.device, entry.round): entry.reason for entry in tried}  # the newest
+    missing = {(entry.device, entry.round): entry for entry in tried}  # the newest
     devices = [
         _device(name, known.get(name), rounds, by_device[name], missing, summary.rounds, expected)
         for name in sorted(asked | set(known))
@@ -53,8 +50,8 @@ def run_document(store: Store, run: str) -> RunDocument:
         protocol=summary.protocol,
         rounds=[_round(entry) for entry in summary.rounds],
         devices=devices,
-        refusals=_counted(entry for entry in refusals if not entry.reason.startswith(LOST)),
-        dropouts=_counted(entry for entry in refusals if entry.reason.startswith(LOST)),
+        refusals=_counted(entry for entry in refusals if not entry.lost),
+        dropouts=_counted(entry for entry in refusals if entry.lost),
         privacy=_privacy(record.config.get("privacy", {})),
         warnings=[*_thinned(record.thinned), *_warnings(devices, expected)],
     )
@@ -92,7 +89,7 @@ def _device(
     summary: DeviceSummary | None,
     rounds: list[RoundRecord],
     trained: dict[int, ResultRecord],
-    missing: Mapping[tuple[str, int | None], str],
+    missing: Mapping[tuple[str, int | None], RefusalRecord],
     summaries: list[RoundSummary],
     expected: Expectations,
 ) -> RunDevice:
@@ -104,8 +101,8 @@ def _device(
         result = trained.get(record.round)
         if result is None and record.closed_at is None:
             continue  # it is still at work
-        reason = None if result else missing.get((name, record.round))
-        refused = reason is not None and not reason.startswith(LOST)
+        refusal = None if result else missing.get((name, record.round))
+        refused = refusal is not None and not refusal.lost
         entries.append(
             DeviceRound(
                 round=record.round,
@@ -113,7 +110,7 @@ def _device(
                 expected=expected.get((record.round, name)),
                 measured=result.use if result else None,
                 accuracy=accuracy.get(record.round),
-                reason=reason,
+                reason=refusal.reason if refusal else None,
             )
         )
     return RunDevice(

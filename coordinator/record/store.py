@@ -140,6 +140,8 @@ class Store:
         from coordinator.record.migrations import migrate  # Alembic: time that nobody else need spend
 
         migrate(connection)
+        if schema is not None and schema >= "0002":  # it has totals
+            return
         closed = select(ROUNDS.c.run, ROUNDS.c.round, ROUNDS.c.evaluated).where(ROUNDS.c.closed_at.is_not(None))
         for run, number, evaluated in connection.execute(closed.order_by(ROUNDS.c.run, ROUNDS.c.round)).all():
             self._sum_up_training(connection, run, number)
@@ -251,11 +253,11 @@ class Store:
         known = ", ".join(record.id for record in self.runs()[:5]) or "none yet"
         raise ConfigError(f"no run {run!r}; the newest runs are: {known}")
 
-    def is_unfinished(self, run: str) -> bool:
-        """Whether there is a run of that name that may be resumed."""
+    def has_ended(self, run: str) -> bool:
+        """Whether there is a run of that name, and nobody will resume it."""
         with self._transaction() as connection:
             status = connection.execute(select(RUNS.c.status).where(RUNS.c.id == run)).scalar()
-            return status not in (None, "finished")
+            return status in ("finished", "cancelled")
 
     def remove_run(self, run: str) -> None:
         """Everything that the record has of a run."""
@@ -447,7 +449,7 @@ class Store:
             _replace(connection, TASKS, rows)
 
     def end_tasks(self, run: str, tasks: Sequence[tuple[int, str]], outcome: str) -> None:
-        """Tasks (round, device) are accepted, failed, declined, cancelled or lost; what each was first, it stays."""
+        """Tasks (round, device) are over, see `TaskState`; what each was first, it stays."""
         if not tasks:
             return
         this = (TASKS.c.run == run, TASKS.c.round == bindparam("number"), TASKS.c.device == bindparam("name"))
@@ -457,10 +459,20 @@ class Store:
                 [{"number": number, "name": device} for number, device in tasks],
             )
 
-    def unanswered(self, run: str) -> list[TaskRecord]:
-        """Tasks that devices are at work on, the newest last; without what was expected of them."""
-        query = select(TASKS.c.round, TASKS.c.device, TASKS.c.program, TASKS.c.groups)
+    def count_attempt(self, run: str, round_number: int, device: str, attempt: int) -> None:
+        """A device is given its task again, since its process ended at it."""
+        this = (TASKS.c.run == run, TASKS.c.round == round_number, TASKS.c.device == device)
+        with self._transaction() as connection:
+            connection.execute(update(TASKS).where(*this).values(attempt=attempt))
+
+    def unanswered(self, run: str, round_number: int | None = None) -> list[TaskRecord]:
+        """Tasks that devices are at work on, of one round or of all, the newest last."""
+        columns = (TASKS.c.round, TASKS.c.device, TASKS.c.program, TASKS.c.groups, TASKS.c.attempt)
+        there = and_(EXPECTATIONS.c.run == TASKS.c.run, EXPECTATIONS.c.id == TASKS.c.expected)
+        query = select(*columns, EXPECTATIONS.c.content.label("expected")).outerjoin(EXPECTATIONS, there)
         query = query.where(TASKS.c.run == run, TASKS.c.outcome.is_(None)).order_by(TASKS.c.round)
+        if round_number is not None:
+            query = query.where(TASKS.c.round == round_number)
         with self._transaction() as connection:
             return [_record(TaskRecord, row) for row in _rows(connection, query)]
 
@@ -572,10 +584,14 @@ class Store:
         kind: str,
         reason: str,
         broke: BudgetKind | None = None,
+        *,
+        lost: bool = False,
     ) -> None:
-        """Something that was not accepted: counted and shown, never fatal. `broke`: a device stopped by its budget."""
+        """Something that was not accepted, or with `lost` never came: counted and shown, never fatal. `broke`: a device
+        stopped by its budget."""
+        refusal = RefusalRecord(round_number, device, kind, reason, _now(), broke, lost)
         with self._transaction() as connection:
-            _insert(connection, REFUSALS, [RefusalRecord(round_number, device, kind, reason, _now(), broke)], run=run)
+            _insert(connection, REFUSALS, [refusal], run=run)
             if broke:
                 self._add_broken(connection, run, device, broke)
 

@@ -73,7 +73,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     classes: tuple[str, ...]
     rounds: list[RoundSummary]
     devices: list[DeviceSummary]
-    refusals: list[dict[str, str | int | None]]
+    refusals: list[dict[str, str | int | bool | None]]
     strikes: dict[str, int] = {}  # by device, over the whole run
     quarantined: dict[str, str] = {}  # devices that are in quarantine -> why
     epsilon: float | None = None  # differential privacy of devices' updates after the last round; None: none

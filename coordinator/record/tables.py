@@ -16,7 +16,7 @@ from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.wire.messages import TaskKind
 from profiles.prediction import Expected
 
-SCHEMA = "0002"
+SCHEMA = "0003"
 """Of the newest migration in `coordinator.record.migrations`."""
 
 SEAL = "seal"
@@ -116,6 +116,7 @@ class TaskRecord(Struct, frozen=True):
     program: str  # digest
     groups: dict[str, str]  # group -> digest; empty once it is answered
     expected: Expected | None = None  # what it should cost
+    attempt: int = 1  # how often the device was given it
 
 
 class ResultRecord(Struct, frozen=True):
@@ -137,6 +138,7 @@ class RefusalRecord(Struct, frozen=True):
     reason: str
     at: str
     broke: BudgetKind | None = None  # the budget that the device did not keep
+    lost: bool = False  # nothing came that could have been accepted
 
 
 class StrikeRecord(Struct, frozen=True):
@@ -228,7 +230,7 @@ TASKS = Table(
     Column("run", String, primary_key=True),
     *_columns(TaskRecord, "round", "device", without=("expected",)),
     Column("asked_at", String, nullable=False),
-    Column("outcome", String),  # accepted, failed, declined, cancelled, lost; empty: at work
+    Column("outcome", String),  # an end of `TaskState`; empty: under way
     Column("expected", String),  # id of a row of `expectations`
 )
 Index("tasks_at_work", TASKS.c.run, TASKS.c.round, sqlite_where=TASKS.c.outcome.is_(None))

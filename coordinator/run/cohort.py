@@ -17,10 +17,11 @@ def cohort_size(cohort: float | int, devices: int) -> int:
     return min(wanted, devices)
 
 
-def select_uniform(devices: Iterable[str], wanted: int, seed: int, round_number: int) -> list[str]:
+def select_uniform(devices: Iterable[str], wanted: int, seed: int, round_number: int, *purpose: int) -> list[str]:
     """A uniformly random subset, sorted.
 
-    The same devices, seed and round always give the same cohort, whatever the order of arrival.
+    The same devices, seed and round always give the same cohort, whatever the order of arrival; with another `purpose`
+    another one.
 
     >>> select_uniform(["c", "a", "b"], 3, seed=0, round_number=1)
     ['a', 'b', 'c']
@@ -28,7 +29,7 @@ def select_uniform(devices: Iterable[str], wanted: int, seed: int, round_number:
     names = sorted(devices)
     if wanted >= len(names):
         return names
-    draw = np.random.default_rng([seed, round_number])
+    draw = np.random.default_rng([seed, round_number, *purpose])
     return sorted(str(name) for name in draw.choice(names, wanted, replace=False))
 
 

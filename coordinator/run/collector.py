@@ -1,29 +1,24 @@
-"""Results as they come in: fetched, checked, kept, and answered exactly once with yes or no."""
+"""Results as they come in: fetched, checked, kept, and answered exactly once with yes or no. And how tasks end."""
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import msgspec
 
-from coordinator.config import RunConfig
-from coordinator.record.backups import Accepted
-from coordinator.record.store import Store
-from coordinator.run.deadlines import Links
-from coordinator.run.open_round import OpenRound
-from coordinator.run.presence import Presence
-from coordinator.run.tasks import Assignment, Assignments
+from coordinator.record.backups import Accepted, Backups
+from coordinator.run.device_profiles import DeviceProfiles
+from coordinator.run.open_round import Missing
+from coordinator.run.state import RunState
+from coordinator.run.tasks import Task, TaskState
 from coordinator.run.validation import check_labels, check_result, check_room, check_upload
-from fedvit.blobs import BlobStore, digest_of
+from fedvit.blobs import digest_of
 from fedvit.errors import BadPayload
 from fedvit.program import LABELS
-from fedvit.resources import BudgetKind
 from fedvit.transport.exchange import LARGE_BYTES, BlobExchange
-from fedvit.wire.messages import Declined, Failed, Manifest, Result, ResultAck
-from fedvit.wire.topics import Topics
+from fedvit.wire.messages import Cancel, Declined, Failed, Manifest, Result, ResultAck
 from fedvit.wire.transfer import WINDOW_CHUNKS
 from profiles.probes.host import free_disk_bytes
 
@@ -35,265 +30,243 @@ large uploads with full windows, or as many more as are small."""
 
 GATHER_S = 0.05
 """Longest wait of a result for others that are put into the store with it."""
-REFUSALS_KEPT = 2000
-"""Of one device, written down by one process: more would let it fill the disk, and tell nobody anything new."""
+
+_MISSING = {
+    TaskState.DECLINED: Missing.DECLINED,
+    TaskState.FAILED: Missing.FAILED,
+    TaskState.LATE: Missing.FAILED,
+}
 
 
-class Answer(NamedTuple):
-    """A result, and the task that it is the result of."""
+class Strike(NamedTuple):
+    """A result that no honest device brings."""
 
-    assignment: Assignment
-    result: Result
-    content: bytes | None = None  # of the upload, where it came inside the message and is not on the disk yet
+    device: str
+    round: int
+    reason: str
 
 
 class ResultCollector:
-    """The desk for one run's results; `opened` is the round that is being asked, None between rounds.
+    """One run's.
 
-    A device may bring what it was assigned. What comes for the round that is open counts in it; what comes later
-    counts in the round that is open then (`counts_in`), where the run uses late results, and is refused elsewhere.
-    `strike(device, round, reason)` hears of results that no honest device brings; `note(accepted)` keeps what was
-    accepted apart from the store, before it is in there.
-    Idempotent by (run, round, kind, device). Whatever is refused is counted in the store, answered with the
-    reason, and never fatal. `released(device)` hears that a device is free for its next task.
+    A device may bring what it was given. What comes for the round that is open counts in it; what comes later counts
+    in the round that is open then (`RunState.counts_in`), where the run uses late results, and is refused elsewhere.
+    Idempotent by (run, round, kind, device). Whatever is refused is counted in the store, answered with the reason,
+    and never fatal. What follows from it for others is asked for with `take_freed`, `take_strikes`, `take_to_tell`.
     """
 
-    def __init__(
-        self,
-        *,
-        run: str,
-        config: RunConfig,
-        store: Store,
-        blobs: BlobStore,
-        exchange: BlobExchange,
-        topics: Topics,
-        presence: Presence,
-        assignments: Assignments,
-        answer: Callable[[str, ResultAck], None],
-        released: Callable[[str], None],
-        say: Callable[[str], None],
-        strike: Callable[[str, int, str], None],
-        note: Callable[[Accepted], None],
-    ) -> None:
-        self.opened: OpenRound | None = None
-        self.counts_in = 1  # the round whose server step takes what is accepted now
-        self.counted: set[str] = set()  # devices with a result for that round: each counts once in it
-        self.links = Links()
-        self._run = run
-        self._config = config
-        self._store = store
-        self._blobs = blobs
+    def __init__(self, state: RunState, exchange: BlobExchange, backups: Backups, profiles: DeviceProfiles) -> None:
+        self._state = state
         self._exchange = exchange
-        self._topics = topics
-        self._presence = presence
-        self._assignments = assignments
-        self._answer = answer
-        self._released = released
-        self._say = say
-        self._queue: dict[str, Answer] = {}  # by device: uploads that wait for their turn, in the order they came
-        self._under_way: dict[str, Answer] = {}  # uploads that are being fetched
+        self._backups = backups
+        self._profiles = profiles
+        self._waiting: dict[str, Task] = {}  # uploads that wait for their turn, in the order they came
+        self._fetching: dict[str, Task] = {}  # uploads that are being fetched, or looked at
+        self._checked: dict[str, Task] = {}  # good, not in the store yet
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="upload-check")
-        self._checking: dict[str, tuple[Answer, Future[None]]] = {}  # large ones, of those that are under way
-        self._checked: dict[str, Answer] = {}  # good, not in the store yet
-        self._keep_at = 0.0  # when they have waited long enough for others
-        self._refused: Counter[str] = Counter()  # by device
-        self._strike = strike
-        self._note = note
+        self._keep_at = 0.0  # when what is checked has waited long enough for others
+        self._freed: list[str] = []
+        self._strikes: list[Strike] = []
+        self._to_tell: list[Task] = []
 
-    # --- the round --------------------------------------------------------------------------------------
+    # --- what follows -----------------------------------------------------------------------------------
 
-    def open(self, opened: OpenRound) -> None:
-        """From now on results are for this round. What the store has of it is accepted already."""
-        self.opened = opened
-        if opened.kind == "train":
-            self.count_in(opened.number)
-        opened.accepted |= self._store.answered(self._run, opened.number, opened.kind).intersection(opened.cohort)
+    def take_freed(self) -> list[str]:
+        """Devices whose task has ended since this was asked last."""
+        freed, self._freed = self._freed, []
+        return freed
 
-    def count_in(self, number: int) -> None:
-        """Training results are for the server step of this round from now on."""
-        self.counts_in = number
-        self.counted = self._store.counted(self._run, number)
+    def take_strikes(self) -> list[Strike]:
+        strikes, self._strikes = self._strikes, []
+        return strikes
 
-    def close(self) -> None:
-        """The round is over; what was assigned for it and is not late beyond use may still come."""
-        self.keep(now=True)
-        opened, self.opened = self.opened, None
-        if opened and opened.kind == "train":
-            self.count_in(opened.number + 1)
-
-    def pause(self) -> None:
-        """The round will be opened again by this process: what is under way is begun anew then."""
-        self.opened = None
-        self._checked.clear()  # nothing of it was acknowledged
-        self._queue.clear()
-        for device in list(self._under_way):
-            del self._under_way[device]
-            self._exchange.cancel(device)
-        for assignment in self._assignments:
-            self._assignments.end(assignment.device)
-
-    def cancel(self, assignment: Assignment, reason: str, outcome: str = "cancelled") -> None:
-        """A task's result is not wanted any more; an upload that is announced already is refused as late."""
-        device = assignment.device
-        if device in self._checked:
-            self.keep(now=True)
-            return
-        announced = self._under_way.pop(device, None) or self._queue.pop(device, None)
-        self._end([assignment], outcome)
-        if announced:
-            self._exchange.cancel(device)
-            self._reject(device, announced.result, reason)
-            self.grant_uploads()
+    def take_to_tell(self) -> list[Task]:
+        """Tasks that devices brought something else for: they are to be told again."""
+        tasks, self._to_tell = self._to_tell, []
+        return tasks
 
     # --- what devices say -------------------------------------------------------------------------------
 
     def on_result(self, device: str, result: Result) -> None:
         """Take a result, or refuse it; one that was taken before is only acknowledged again."""
-        assignment = self._assignments.meant(device, result)
-        if result.run != self._run:
-            # a run that was interrupted may be resumed: the device keeps its result till then
-            if not self._store.is_unfinished(result.run):
-                self._reject(device, result, f"run {result.run!r} is not served here, this is {self._run!r}")
-        elif assignment is None:
-            if self._store.has_result(self._run, result.round, result.kind, device):
+        state = self._state
+        task = state.tasks.meant(device, result)
+        if result.run != state.run:
+            self._answer_other_run(device, result)
+        elif task is None:
+            if state.store.has_result(state.run, result.round, result.kind, device):
                 self._acknowledge(device, result)
             elif reason := self._why_never(device, result):
-                self._reject(device, result, reason)
+                self._refuse(device, result, reason)
             # else its round will be opened again, by this process after a restart: the device keeps it till then
-        elif device in self._checked or self.is_uploading(device) or not self._presence.is_online(device):
+        elif task.state in (TaskState.UPLOADING, TaskState.CHECKED) or not state.presence.is_online(device):
             return  # the answer will follow, at the latest when the device has said hello
+        elif not task.is_same(result) or result.program not in ("", task.work.digest):
+            # no fault of the device: what is asked has changed since
+            self._refuse(device, result, f"it is of task {result.task}, asked is {task.id}: the device is told again")
+            self._to_tell.append(task)
         elif why := self._too_late(result):
-            self._reject(device, result, why)
+            self._reject(task, result, why, TaskState.LATE)
         else:
-            try:
-                check_result(result, assignment.work.program, self._presence[device].hello)
-            except BadPayload as error:
-                self._reject(device, result, str(error))
-                self._strike(device, result.round, str(error))
-                return
-            if result.upload is None:
-                self._accept(Answer(assignment, result))
-            elif result.inline:
-                self._take_inline(assignment, result)
-            else:
-                self._await_upload(Answer(assignment, result), result.upload)
+            self._take_in(task, result)
 
-    def _await_upload(self, answer: Answer, upload: Manifest) -> None:
-        """Fetch it when it is its turn, if there is room for it."""
-        device = answer.assignment.device
+    def _take_in(self, task: Task, result: Result) -> None:
+        """A result that may count."""
         try:
-            check_room(upload, free_disk_bytes(self._blobs.folder))
+            check_result(result, task.work.program, self._state.presence[task.device].hello)
         except BadPayload as error:
-            self._reject(device, answer.result, str(error))
+            self._strike(task, result, str(error))
             return
-        self._queue[device] = answer
+        task.result = result
+        if result.upload is None:
+            self._set_checked(task)
+        elif result.inline:
+            self._take_inline(task, result)
+        else:
+            self._await_upload(task, result, result.upload)
+
+    def _answer_other_run(self, device: str, result: Result) -> None:
+        """A result of a run that ended is not wanted; any other may yet be resumed, here or elsewhere: the device keeps
+        it, and sends it when it is welcomed anew."""
+        state = self._state
+        if state.store.has_ended(result.run):
+            self._refuse(device, result, f"run {result.run!r} has ended")
+        else:
+            reason = f"run {result.run!r} is not served here now, this is {state.run!r}"
+            state.send(
+                device, ResultAck(result.run, result.round, result.kind, accepted=False, reason=reason, keep=True)
+            )
+
+    def _await_upload(self, task: Task, result: Result, upload: Manifest) -> None:
+        """Fetch it when it is its turn, if there is room for it."""
+        try:
+            check_room(upload, free_disk_bytes(self._state.blobs.folder))
+        except BadPayload as error:
+            self._reject(task, result, str(error))
+            return
+        task.to(TaskState.UPLOADING)
+        self._waiting[task.device] = task
         self.grant_uploads()
 
-    def _take_inline(self, assignment: Assignment, result: Result) -> None:
+    def _take_inline(self, task: Task, result: Result) -> None:
         """The upload came with the result."""
-        device, content = assignment.device, result.inline
-        result = msgspec.structs.replace(result, inline=b"")
+        content = result.inline
+        task.result = result = msgspec.structs.replace(result, inline=b"")
         assert result.upload is not None  # asked for by the caller
         if digest_of(content) != result.upload.digest:
             reason = f"the upload of {len(content)} bytes has digest {digest_of(content)}"
-            self._reject(device, result, f"{reason}, expected {result.upload.digest}")
+            self._reject(task, result, f"{reason}, expected {result.upload.digest}")
             return
-        self._take(Answer(assignment, result, content))
+        task.content = content
+        self._take(task)
 
     def on_failed(self, device: str, failed: Failed) -> None:
         """A device says that it cannot do its task."""
-        self.refuse(device, failed.kind, failed.reason, failed.round, failed.broke)
-        if failed.run == self._run and (assignment := self._assignments.meant(device, failed)):
-            self._lose(assignment, failed.reason, "failed")
-            self._say(f"{device} cannot {failed.kind} in round {failed.round}: {failed.reason}")
+        state = self._state
+        state.refuse(device, failed.kind, failed.reason, failed.round, failed.broke)
+        state.send(device, ResultAck(failed.run, failed.round, failed.kind, accepted=False, reason="noted"))
+        task = state.tasks.meant(device, failed)
+        if task and task.is_same(failed) and task.state is not TaskState.CHECKED:
+            self._profiles.learn(device, task.work.expected, (failed.broke,) if failed.broke else (), failed.use)
+            self._leave_upload(task)
+            self._lose(task, TaskState.FAILED)
+            state.say(f"{device} cannot {failed.kind} in round {failed.round}: {failed.reason}")
 
     def on_declined(self, device: str, declined: Declined) -> None:
         """A device does not work now: it is left out without blame, and asked again when it said."""
-        if declined.run != self._run or not (assignment := self._assignments.meant(device, declined)):
+        state = self._state
+        state.send(device, ResultAck(declined.run, declined.round, declined.kind, accepted=False, reason="noted"))
+        task = state.tasks.meant(device, declined)
+        if task is None or not task.is_same(declined) or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
             return
         reason = f"{declined.reason[:200]}; asked again in {declined.again_s:.0f} s"
-        self._store.add_refusal(self._run, declined.round, device, "declined", reason, None)
-        self._presence.rest(device, declined.reason, declined.again_s)
-        if self.opened and self.opened.waits_for(device):
-            self.opened.declined.add(device)
-        self._lose(assignment, f"declined: {declined.reason}", "declined")
-        self._say(f"{device} declines to {declined.kind} in round {declined.round}: {reason}")
+        state.store.add_refusal(state.run, declined.round, device, "declined", reason, None)
+        state.presence.rest(device, declined.reason, declined.again_s)
+        self._lose(task, TaskState.DECLINED)
+        state.say(f"{device} declines to {declined.kind} in round {declined.round}: {reason}")
 
     def device_left(self, device: str) -> None:
         """It may come back; what it was sending is begun anew then."""
-        self._under_way.pop(device, None)
-        self._queue.pop(device, None)
-        if assignment := self._assignments.of(device):
-            assignment.progress = None
+        if task := self._state.tasks.of(device):
+            task.progress = None
+            if task.state is TaskState.UPLOADING:
+                self._leave_upload(task)
+                task.to(TaskState.OFFERED)
         self.grant_uploads()
 
     # --- uploads ----------------------------------------------------------------------------------------
 
-    def is_uploading(self, device: str) -> bool:
-        return device in self._under_way or device in self._queue
+    def waiting(self) -> set[str]:
+        """Devices that this side keeps waiting for the turn of their uploads."""
+        return set(self._waiting)
 
-    def uploading(self) -> set[str]:
-        return {*self._under_way, *self._queue}
-
-    def waits_for_its_turn(self, device: str) -> bool:
-        """Whether it is this side that keeps the device waiting."""
-        return device in self._queue
+    def uploads(self) -> list[Task]:
+        """Tasks whose uploads are fetched or wait for their turn."""
+        return [*self._fetching.values(), *self._waiting.values()]
 
     def grant_uploads(self) -> None:
         """Fetch waiting uploads, a few at a time."""
-        chunks = sum(window_of(announced.result.upload) for announced in self._under_way.values())
-        while self._queue:
-            device, announced = next(iter(self._queue.items()))
-            result = announced.result
-            assert result.upload is not None  # only those are queued
-            chunks += window_of(result.upload)
-            if self._under_way and chunks > CHUNKS_AT_ONCE:
+        chunks = sum(map(_window_of, self._fetching.values()))
+        while self._waiting:
+            device, task = next(iter(self._waiting.items()))
+            assert task.result is not None  # only those are queued
+            assert task.result.upload is not None
+            chunks += _window_of(task)
+            if self._fetching and chunks > CHUNKS_AT_ONCE:
                 return
-            self._under_way[device] = self._queue.pop(device)
-            topic = self._topics.upload(device, result.upload.digest)
-            self._exchange.fetch(result.upload, device, topic, self._upload_finished(announced))
+            self._fetching[device] = self._waiting.pop(device)
+            upload = task.result.upload
+            topic = self._state.topics.upload(device, upload.digest)
+            self._exchange.fetch(upload, device, topic, self._upload_finished(task, task.result))
 
-    def _upload_finished(self, announced: Answer) -> Callable[[Manifest, Exception | None], None]:
-        assignment, result = announced.assignment, announced.result
-        device, began = assignment.device, time.monotonic()
+    def _upload_finished(self, task: Task, result: Result) -> Callable[[Manifest, Exception | None], None]:
+        device, began = task.device, time.monotonic()
 
         def finished(manifest: Manifest, error: Exception | None) -> None:
-            if self._under_way.get(device) is not announced:
+            if self._fetching.get(device) is not task or task.result is not result:
                 return  # it left, or is not wanted any more
             if error is None:
-                self.links.measured(device, manifest.size, time.monotonic() - began)
+                self._state.links.measured(device, manifest.size, time.monotonic() - began)
                 if manifest.size >= LARGE_BYTES:  # looked at while messages and other uploads come
-                    self._checking[device] = announced, self._checker.submit(self._check_of(announced))
+                    task.check = self._checker.submit(self._check_of(task))
                     return
-            del self._under_way[device]
+            del self._fetching[device]
             if error is None:
-                self._take(announced)
+                self._take(task)
             elif isinstance(error, BadPayload):
-                self._reject(device, result, str(error))
+                self._reject(task, result, str(error))
             else:
                 raise error
             self.grant_uploads()
 
         return finished
 
-    def _take_checked(self) -> None:
+    def _take_looked_at(self) -> None:
         """Large uploads that were looked at."""
-        for device, (answer, check) in list(self._checking.items()):
-            if check.done():
-                del self._checking[device]
-                if self._under_way.get(device) is answer:  # else it left, or is not wanted any more
-                    del self._under_way[device]
-                    self._take(answer, check.result)
-                    self.grant_uploads()
+        for device, task in list(self._fetching.items()):
+            if task.check is not None and task.check.done():
+                del self._fetching[device]
+                self._take(task, task.check.result)
+                self.grant_uploads()
 
-    def _check_of(self, answer: Answer) -> Callable[[], None]:
+    def _leave_upload(self, task: Task) -> None:
+        """What is under way of it is not fetched any more."""
+        fetched = self._fetching.pop(task.device, None)
+        self._waiting.pop(task.device, None)
+        task.result = task.content = task.check = None
+        task.deadline.interrupted()
+        if fetched:
+            self._exchange.cancel(task.device)
+
+    def _check_of(self, task: Task) -> Callable[[], None]:
         """What looks at an upload, in any thread. It raises BadPayload."""
-        assignment, result, content = answer
-        assert result.upload is not None  # only those get here
-        device, program = assignment.device, assignment.work.program
-        hello = self._presence[device].hello if device in self._presence else None
-        what = f"result of {device} for round {result.round}"
-        upload = self._blobs.path(result.upload.digest) if content is None else content
+        result, content, program = task.result, task.content, task.work.program
+        assert result is not None  # only those get here
+        assert result.upload is not None
+        presence = self._state.presence
+        hello = presence[task.device].hello if task.device in presence else None
+        what = f"result of {task.device} for round {result.round}"
+        upload = self._state.blobs.path(result.upload.digest) if content is None else content
 
         def check() -> None:
             tensors = check_upload(upload, program, what)
@@ -302,144 +275,199 @@ class ResultCollector:
 
         return check
 
-    def _take(self, answer: Answer, check: Callable[[], None] | None = None) -> None:
+    def _take(self, task: Task, check: Callable[[], None] | None = None) -> None:
         """The upload is here: see whether it is good, by `check` where it was looked at before."""
-        device, result = answer.assignment.device, answer.result
+        result = task.result
+        assert result is not None  # only those get here
         if why := self._too_late(result):
-            self._reject(device, result, why)
+            self._reject(task, result, why, TaskState.LATE)
             return
         try:
-            (check or self._check_of(answer))()
+            (check or self._check_of(task))()
         except BadPayload as bad:
-            self._reject(device, result, str(bad))
-            self._strike(device, result.round, str(bad))
+            self._strike(task, result, str(bad))
         else:
-            self._accept(answer)
+            self._set_checked(task)
 
-    # --- yes and no -------------------------------------------------------------------------------------
+    # --- yes --------------------------------------------------------------------------------------------
 
-    def refuse(
-        self,
-        device: str,
-        kind: str,
-        reason: str,
-        round_number: int | None = None,
-        broke: BudgetKind | None = None,
-    ) -> None:
-        """Count something that was not accepted; `broke`: because of a budget of the device."""
-        self._refused[device] += 1
-        if self._refused[device] > REFUSALS_KEPT:
-            return
-        if self._refused[device] == REFUSALS_KEPT:
-            reason = f"{reason[:400]} (the last one of this device that is written down)"
-        number = round_number if round_number is not None else (self.opened.number if self.opened else None)
-        self._store.add_refusal(self._run, number, device, kind, reason, broke)
-        log.warning("refused", extra={"device": device, "kind": kind, "reason": reason})
-
-    def _why_never(self, device: str, result: Result) -> str | None:
-        """Why a result that is not assigned can never count; None when it still may."""
-        record = self._store.round(self._run, result.round)
-        if record is None:
-            return f"round {result.round} was never asked"
-        if self.opened and self.opened.asked(result):
-            if device not in self.opened.cohort:
-                return f"{device} was not asked in round {result.round}"
-            late = self.opened.failed.get(device) in ("deadline", "offline")
-            return f"late: round {result.round} does not wait for it any more" if late else None
-        over = record.closed_at is not None if result.kind == "train" else record.evaluated
-        return f"late: round {result.round} is closed for {result.kind} results" if over else None
-
-    def _too_late(self, result: Result) -> str | None:
-        """Why a result was made from a state that is too old for the round it would count in; None when it was not."""
-        if result.kind == "evaluate" or result.round == self.counts_in:
-            return None
-        if self.counts_in > self._config.rounds:
-            return f"late: round {result.round} is closed for train results, and no other follows"
-        staleness, most = self.counts_in - result.round, self._config.max_staleness
-        if staleness > most:
-            return f"late: made for round {result.round}, {staleness} rounds ago; at most {most} are allowed"
-        return None
-
-    def _accept(self, answer: Answer) -> None:
+    def _set_checked(self, task: Task) -> None:
+        task.to(TaskState.CHECKED)
+        task.deadline.interrupted()
         if not self._checked:
             self._keep_at = time.monotonic() + GATHER_S
-        self._checked[answer.assignment.device] = answer
+        self._checked[task.device] = task
 
     def keep(self, *, now: bool = False) -> None:
         """Put what was checked into the store, then acknowledge it. To be called when what arrived was handled.
 
         Unless it has to be `now`, a result waits a moment for others that may come; not where the round is complete.
         """
-        self._take_checked()
+        self._take_looked_at()
         if not self._checked or not (now or time.monotonic() >= self._keep_at or self._is_complete()):
             return
         kept, self._checked = list(self._checked.values()), {}
-        with self._blobs.gathering() as gathering:
-            for answer in kept:
-                if answer.content is not None:
-                    gathering.put(answer.content)
-        used_in = {"train": self.counts_in, "evaluate": None}
-        accepted = [(answer.assignment.device, answer.result, used_in[answer.result.kind]) for answer in kept]
-        number, cohort, needed = self.counts_in, None, None
-        if self.opened:
-            number = self.opened.number
-            if self.opened.kind == "train":
-                cohort, needed = self.opened.cohort, self.opened.needed
-        self._note(Accepted(number, cohort, needed, accepted))
-        self._store.add_results(accepted)
-        self._end([answer.assignment for answer in kept], "accepted")
-        for assignment, result, _ in kept:
-            device = assignment.device
-            if result.kind == "train":
-                self.counted.add(device)
-            if self.opened and device in self.opened.cohort and self.opened.kind == result.kind:
-                self.opened.accept(device)
-            self._acknowledge(device, result)
-            for what in result.damaged:
-                self.refuse(device, "damage", what, result.round)
-                self._say(f"{device}: {what}")
-            log.info(
-                "result accepted",
-                extra={
-                    "device": device, "round": result.round, "kind": result.kind, "samples": result.samples,
-                    "staleness": (used_in[result.kind] or result.round) - result.round,
-                },
-            )  # fmt: skip
-            self._released(device)
+        self._write(kept)
+        self._end(kept, TaskState.ACCEPTED)
+        for task in kept:
+            self._accept(task)
+
+    def _write(self, kept: list[Task]) -> None:
+        """First the uploads, then a note apart from the record, then the record."""
+        state = self._state
+        with state.blobs.gathering() as gathering:
+            for task in kept:
+                if task.content is not None:
+                    gathering.put(task.content)
+        used_in = {"train": state.counts_in, "evaluate": None}
+        accepted = [(task.device, task.result, used_in[task.kind]) for task in kept if task.result]
+        number, cohort, needed = state.counts_in, None, None
+        if state.opened:
+            number = state.opened.number
+            if state.opened.kind == "train":
+                cohort, needed = sorted(state.opened.cohort), state.opened.needed
+        self._backups.note(Accepted(number, cohort, needed, accepted))
+        state.store.add_results(accepted)
+
+    def _accept(self, task: Task) -> None:
+        """It is in the store."""
+        state, device, result = self._state, task.device, task.result
+        assert result is not None  # it was checked
+        if task.kind == "train":
+            state.counted.add(device)
+        if state.opened and device in state.opened.cohort and state.opened.kind == task.kind:
+            state.opened.accept(device)
+        state.presence.finished(device)
+        self._profiles.learn(device, task.work.expected, result.use.broke, result.use)
+        self._acknowledge(device, result)
+        for what in result.damaged:
+            state.refuse(device, "damage", what, result.round)
+            state.say(f"{device}: {what}")
+        staleness = state.counts_in - result.round if task.kind == "train" else 0
+        figures = {"round": result.round, "kind": result.kind, "samples": result.samples, "staleness": staleness}
+        log.info("result accepted", extra={"device": device, **figures})
 
     def _is_complete(self) -> bool:
         """Whether with what was checked the open round has all that it waits for."""
-        opened = self.opened
+        opened = self._state.opened
         if opened is None:
             return True
         answered = len(opened.accepted) + len(self._checked)
         return answered >= opened.needed or answered + len(opened.failed) >= len(opened.cohort)
 
     def _acknowledge(self, device: str, result: Result) -> None:
-        self._answer(device, ResultAck(result.run, result.round, result.kind, accepted=True))
+        self._state.send(device, ResultAck(result.run, result.round, result.kind, accepted=True))
 
-    def _reject(self, device: str, result: Result, reason: str) -> None:
-        self.refuse(device, result.kind, reason, result.round)
-        self._answer(device, ResultAck(result.run, result.round, result.kind, accepted=False, reason=reason[:500]))
-        if result.run == self._run and (assignment := self._assignments.meant(device, result)):
-            self._say(f"{device}: {result.kind} result of round {result.round} refused: {reason}")
-            self._lose(assignment, reason, "failed")
+    # --- no ---------------------------------------------------------------------------------------------
 
-    def _lose(self, assignment: Assignment, reason: str, outcome: str) -> None:
+    def _why_never(self, device: str, result: Result) -> str | None:
+        """Why a result that belongs to no task can never count; None when it still may."""
+        state = self._state
+        record = state.store.round(state.run, result.round)
+        if record is None:
+            return f"round {result.round} was never asked"
+        if state.opened and state.opened.asked(result):
+            if device not in state.opened.cohort:
+                return f"{device} was not asked in round {result.round}"
+            late = state.opened.failed.get(device) in (Missing.DEADLINE, Missing.OFFLINE, Missing.CRASHED)
+            return f"late: round {result.round} does not wait for it any more" if late else None
+        over = record.closed_at is not None if result.kind == "train" else record.evaluated
+        return f"late: round {result.round} is closed for {result.kind} results" if over else None
+
+    def _too_late(self, result: Result) -> str | None:
+        """Why a result was made from a state that is too old for the round it would count in; None when it was not."""
+        config, counts_in = self._state.config, self._state.counts_in
+        if result.kind == "evaluate" or result.round == counts_in:
+            return None
+        if counts_in > config.rounds:
+            return f"late: round {result.round} is closed for train results, and no other follows"
+        staleness, most = counts_in - result.round, config.max_staleness
+        if staleness > most:
+            return f"late: made for round {result.round}, {staleness} rounds ago; at most {most} are allowed"
+        return None
+
+    def _refuse(self, device: str, result: Result, reason: str) -> None:
+        """The device is answered no; a task that it has goes on."""
+        self._state.refuse(device, result.kind, reason, result.round)
+        answer = ResultAck(result.run, result.round, result.kind, accepted=False, reason=reason[:500])
+        self._state.send(device, answer)
+
+    def _reject(self, task: Task, result: Result, reason: str, end: TaskState = TaskState.FAILED) -> None:
+        """The result of a task does not count, and the task ends with it."""
+        self._refuse(task.device, result, reason)
+        self._state.say(f"{task.device}: {result.kind} result of round {result.round} refused: {reason}")
+        self._lose(task, end)
+
+    def _strike(self, task: Task, result: Result, reason: str) -> None:
+        self._reject(task, result, reason)
+        self._strikes.append(Strike(task.device, result.round, reason))
+
+    # --- how tasks end ----------------------------------------------------------------------------------
+
+    def give_up(self, task: Task, why: Missing, reason: str) -> None:
+        """Its device brought nothing in time; `reason` is for people."""
+        state = self._state
+        if state.opened and state.opened.kind == task.kind:
+            state.opened.fail(task.device, why)
+        state.refuse(task.device, task.kind, reason, task.round, lost=True)
+        self.dismiss([task], f"late: round {task.round} does not wait for it any more", TaskState.LOST)
+
+    def dismiss(self, tasks: Iterable[Task], reason: str, end: TaskState = TaskState.CANCELLED) -> None:
+        """Devices need not go on: nothing of their task is kept, here or there. An upload that is announced already is
+        refused with the reason; a result that was checked counts."""
+        for task in tasks:
+            self._state.send(task.device, Cancel(task.run, task.round, task.kind, reason))
+            if task.state is TaskState.CHECKED:
+                self.keep(now=True)
+                continue
+            result = task.result
+            self._leave_upload(task)
+            self._end([task], end)
+            if result:
+                self._refuse(task.device, result, reason)
+            self.grant_uploads()
+
+    def fail(self, task: Task, reason: str) -> None:
+        """The task ends because of a fault on this side."""
+        self._checked.pop(task.device, None)
+        self._leave_upload(task)
+        self._state.send(task.device, Cancel(task.run, task.round, task.kind, reason[:500]))
+        if task.state is TaskState.CHECKED:
+            task.state = TaskState.UPLOADING  # nobody was told that it is good
+        self._lose(task, TaskState.FAILED)
+
+    def pause(self) -> None:
+        """The round will be opened again by this process: what is under way is begun anew then."""
+        self._state.opened = None
+        self._checked.clear()  # nothing of it was acknowledged
+        for task in self._state.tasks:  # to the store they are still under way
+            self._leave_upload(task)
+            self._state.tasks.end(task, TaskState.CANCELLED)
+
+    def close_round(self) -> None:
+        """The round is over; what was given for it and is not late beyond use may still come."""
+        self.keep(now=True)
+        state = self._state
+        opened, state.opened = state.opened, None
+        if opened and opened.kind == "train":
+            state.count_in(opened.number + 1)
+
+    def _lose(self, task: Task, end: TaskState) -> None:
         """The device brings nothing that counts."""
-        if self.opened and self.opened.kind == assignment.kind:
-            self.opened.fail(assignment.device, reason)
-        self._end([assignment], outcome)
-        self._released(assignment.device)
+        opened = self._state.opened
+        if opened and opened.kind == task.kind:
+            opened.fail(task.device, _MISSING[end])
+        self._end([task], end)
 
-    def _end(self, assignments: list[Assignment], outcome: str) -> None:
-        trained = [(one.round, one.device) for one in assignments if one.kind == "train"]
-        self._store.end_tasks(self._run, trained, outcome)
-        for assignment in assignments:
-            if self._assignments.of(assignment.device) is assignment:
-                self._assignments.end(assignment.device)
+    def _end(self, tasks: list[Task], end: TaskState) -> None:
+        trained = [(task.round, task.device) for task in tasks if task.kind == "train"]
+        self._state.store.end_tasks(self._state.run, trained, end)
+        for task in tasks:
+            self._state.tasks.end(task, end)
+            self._freed.append(task.device)
 
 
-def window_of(upload: Manifest | None) -> int:
-    """Chunks of an upload that are under way at most."""
+def _window_of(task: Task) -> int:
+    """Chunks of its upload that are under way at most."""
+    upload = task.result.upload if task.result else None
     return min(upload.chunks, WINDOW_CHUNKS) if upload else 0

@@ -1,55 +1,47 @@
 """The run: waits for devices, asks them round by round, and turns their results into the next state.
 
 Whatever a device is told is in the store first: after `kill -9` the same round goes on with the devices that
-come back.
+come back. This is the one place that connects the parts: each is given what it needs, and what follows from what it
+did is done here (`_follow_up`).
 """
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from coordinator.compute.messages import (
-    Compute,
-    FindOutliers,
-    Finish,
-    LearningRates,
-    Prepare,
-    Request,
-    Step,
-    Stepped,
-)
+from coordinator.compute.messages import Compute, FindOutliers, Finish, Prepare, Request, Step, Stepped
 from coordinator.config import RunConfig
 from coordinator.record.backups import Backups
-from coordinator.record.integrity import DamagedBlob, SoundBlobs, beyond_repair, essential, what_it_held
+from coordinator.record.integrity import DamagedBlob, SoundBlobs
 from coordinator.record.retention import oldest_kept
 from coordinator.record.store import Store
 from coordinator.record.summary import round_line
 from coordinator.record.tables import ResultRecord, RoundRecord
 from coordinator.run.collector import ResultCollector
-from coordinator.run.device_profiles import Targets
-from coordinator.run.display import Display, View
+from coordinator.run.device_profiles import DeviceProfiles
+from coordinator.run.display import Display
 from coordinator.run.inbox import Inbox, Interrupted
+from coordinator.run.lease import Lease
 from coordinator.run.membership import Membership
 from coordinator.run.modes import MODES
-from coordinator.run.open_round import OpenRound
-from coordinator.run.presence import Presence
+from coordinator.run.open_round import Missing, OpenRound
 from coordinator.run.quarantine import Quarantine
-from coordinator.run.scheduler import TaskScheduler
+from coordinator.run.recovery import DAMAGED_HERE, Recovery
+from coordinator.run.round_runner import RoundRunner
+from coordinator.run.scheduler import Overdue, TaskScheduler
 from coordinator.run.selector import CohortSelector
 from coordinator.run.state import RunState
-from coordinator.run.status import Reporter
-from coordinator.run.tasks import Assignments, Work
+from coordinator.run.status import Reporter, view
 from coordinator.run.validation import ROOM_BYTES, listed
 from fedvit.descriptors import USED_UP
-from fedvit.errors import BadPayload, ConfigError, EmptyCohort, FedvitError, NoRoom, StorageFailed
+from fedvit.errors import ConfigError, EmptyCohort, FedvitError, NoRoom, StorageFailed
 from fedvit.files import atomic_write, storage_failed
-from fedvit.resources import Budget, BudgetKind, ResourceUse
-from fedvit.transport.base import Transport, Will
+from fedvit.resources import Budget
+from fedvit.transport.base import Transport
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
     AnyMessage,
@@ -64,7 +56,6 @@ from fedvit.wire.messages import (
     Result,
     RunEnded,
     Want,
-    encode,
 )
 from fedvit.wire.topics import Topics
 
@@ -72,16 +63,12 @@ log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-DAMAGED_HERE = "is damaged on the coordinator's disk"
 ROOM_EVERY_S = 2.0
 """How often a paused run tries whether the disk takes a file of ROOM_BYTES."""
 PARTIAL_KEPT_S = 24 * 3600.0
 """How long half an upload is kept for a device that may go on with it."""
 ATTEMPTS = 3
 """Times that a round which brought no usable result is tried before the run gives up."""
-DAMAGES = 3
-"""Times that the same file is made anew, and that a round is asked again for damaged results: then the disk is at fault
-and the run gives up."""
 
 
 class Coordinator:
@@ -99,100 +86,52 @@ class Coordinator:
         compute: Compute,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
-        self.run = run
-        self.config = config
         self.transport = transport
-        self.store = store
-        self.folder = folder
-        self.blobs = SoundBlobs(folder / "blobs")
         self.display = display
         self.compute = compute
-        self.topics = Topics(config.federation)
-        self.presence = Presence()
-        self.assignments = Assignments()
-        self.course = RunState(run, config, store, self.blobs, self._say, config.classes)
-        compute.progress = self.course.set_doing
-        self.inbox = Inbox(
-            transport,
-            self.topics,
-            on_message=self._on_message,
-            on_chunk=lambda topic, payload: self.exchange.heard(topic, payload),
-            on_link=self._on_link,
-            refuse=lambda device, kind, reason: self.results.refuse(device, kind, reason),
-            each_tick=self._tick,
+        self.backups = Backups(store, run, folder, config.backup_every)
+        self.inbox = Inbox(transport, Topics(config.federation), self)
+        self.state = state = RunState(
+            run,
+            config,
+            store,
+            SoundBlobs(folder / "blobs"),
+            Topics(config.federation),
             say=self._say,
+            send=self.inbox.send,
+            classes=config.classes,
         )
+        compute.progress = state.set_doing
+        self.lease = Lease(transport, state.topics, run, self._say)
         self.exchange = BlobExchange(
             transport,
-            self.blobs,
-            tell=self.inbox.tell,
-            topic_for=self.topics.broadcast,
-            may_read=self.assignments.may_read,
-            receivers=self._asked_and_here,
-            lane_for=self.topics.lane,
+            state.blobs,
+            tell=self.inbox.send,
+            topic_for=state.topics.broadcast,
+            may_read=state.tasks.may_read,
+            receivers=state.expected_receivers,
+            lane_for=state.topics.lane,
         )
-        protection = config.protection
-        self.quarantine = Quarantine(
-            run,
-            store,
-            limit=protection.strikes,
-            rounds=protection.quarantine_rounds,
-            began=lambda device: self.reception.put_away(device),
+        self.quarantine = Quarantine(run, store, config.protection)
+        self.profiles = DeviceProfiles(run, store, state.presence, config.budget.limits())
+        self.membership = Membership(state, self.exchange, self.quarantine)
+        self.scheduler = TaskScheduler(state, self.exchange)
+        self.collector = ResultCollector(state, self.exchange, self.backups, self.profiles)
+        self.recovery = Recovery(state, self.exchange, self.backups, compute)
+        self.runner = RoundRunner(
+            state,
+            self.inbox,
+            compute,
+            selector=CohortSelector(state, self.quarantine),
+            profiles=self.profiles,
+            membership=self.membership,
+            scheduler=self.scheduler,
+            collector=self.collector,
         )
-        self.backups = Backups(store, run, folder, config.backup_every)
-        self.results = ResultCollector(
-            run=run,
-            config=config,
-            store=store,
-            blobs=self.blobs,
-            exchange=self.exchange,
-            topics=self.topics,
-            presence=self.presence,
-            assignments=self.assignments,
-            answer=self.inbox.tell,
-            released=lambda device: self.dispatch.give_open(device),
-            say=self._say,
-            strike=self.quarantine.strike,
-            note=self.backups.note,
-        )
-        self.dispatch = TaskScheduler(
-            course=self.course,
-            presence=self.presence,
-            assignments=self.assignments,
-            results=self.results,
-            exchange=self.exchange,
-            tell=self.inbox.tell,
-            epoch=lambda: self.inbox.epoch,
-        )
-        self.reception = Membership(
-            course=self.course,
-            presence=self.presence,
-            quarantine=self.quarantine,
-            results=self.results,
-            dispatch=self.dispatch,
-            exchange=self.exchange,
-            tell=self.inbox.tell,
-            epoch=lambda: self.inbox.epoch,
-        )
-        self.targets = Targets(run, store, self.presence, config.budget.limits())
-        self.asking = CohortSelector(
-            course=self.course,
-            compute=compute,
-            inbox=self.inbox,
-            presence=self.presence,
-            quarantine=self.quarantine,
-            targets=self.targets,
-            assignments=self.assignments,
-            results=self.results,
-            dispatch=self.dispatch,
-            reception=self.reception,
-        )
-        self.mode = MODES[config.mode](self.asking)
+        self.mode = MODES[config.mode](self.runner)
+        self._folder = folder
         self._watch = watch
         self._reporter = Reporter(folder)
-        self._made_good: Counter[str] = Counter()  # digests of blobs that were damaged, and how often
-        self._excused: set[tuple[str, str]] = set()  # (device, digest): it got a damaged blob from here
-        self._restoring = False
 
     # --- the course of a run --------------------------------------------------------------------------
 
@@ -202,43 +141,45 @@ class Coordinator:
 
     def expel(self, device: str, reason: str) -> None:
         """The device may not take part any more: nothing is awaited from it. Call it in the thread of `serve`."""
-        self.reception.expel(device, reason)
+        self.membership.expel(device, reason)
+        self.collector.device_left(device)
+        self._follow_up()
 
     def serve(self) -> None:
         """Run, or go on with, all rounds. Raises Interrupted, and FedvitError when the run cannot go on."""
-        self.course.classes = self.store.run(self.run).classes or self.config.classes
-        self.targets.load()
-        for topic in self.topics.from_all_devices:
+        state = self.state
+        state.classes = state.store.run(state.run).classes or state.config.classes
+        self.profiles.load()
+        for topic in (*state.topics.from_all_devices, state.topics.coordinator_state):
             self.transport.subscribe(topic, 1)
-        farewell = encode(CoordinatorState(0, alive=False))
-        self.transport.open(Will(self.topics.coordinator_state, farewell))
+        self.transport.open(self.lease.will)
         try:
             self._say("connecting to the broker")
             self._with_room(partial(self.inbox.pump, lambda: self.inbox.connected))
             self.backups.check_record()
             self._with_room(partial(self.backups.put_back, self._say))
             self._with_room(self._gather)
-            self._with_room(self._course)
+            self._with_room(self._all_rounds)
         except Interrupted:
             with suppress(StorageFailed):  # a run that is not finished can be resumed, whatever its status is
-                self.store.update_run(self.run, status="interrupted")
+                state.store.update_run(state.run, status="interrupted")
             raise
         except (FedvitError, OSError) as error:
             with suppress(StorageFailed):
-                self.store.update_run(self.run, status="failed", reason=str(error))
-            self._tell_all(RunEnded(self.run, f"failed: {error}"[:400]))
+                state.store.update_run(state.run, status="failed", reason=str(error))
+            self._send_all(RunEnded(state.run, f"failed: {error}"[:400]))
             raise
         finally:
             if self.inbox.connected:
-                self.transport.publish(self.topics.coordinator_state, farewell, qos=1)
+                self.lease.end()
             self.transport.close()
             self.inbox.close()
 
-    def _course(self) -> None:
+    def _all_rounds(self) -> None:
         """Everything that is not done yet, going by the store: after a pause it begins as after a restart."""
         self._prepare()
         self._take_up()
-        self._go_on()
+        self._remaining_rounds()
         self._finish()
 
     def _with_room(self, work: Callable[[], object]) -> None:
@@ -254,48 +195,18 @@ class Coordinator:
                 if error.errno not in USED_UP:
                     raise
                 self._wait_for_room(storage_failed("cannot open a file or connection", error))
-            except DamagedBlob as error:
-                self._begin_restoring(error)
-
-    def _begin_restoring(self, error: DamagedBlob) -> None:
-        """A file of this run is damaged: nobody is served with it any more, and what is done next makes it anew.
-
-        Devices stay at their tasks, as in a pause. Raises Damaged where that did not help.
-        """
-        self._made_good[error.digest] += 1
-        if self._made_good[error.digest] > DAMAGES:
-            held = what_it_held(error.digest, self.run, self.store, self.blobs)
-            raise beyond_repair(self.run, error.path, held, f"it was damaged {DAMAGES} times", self._copies())
-        self._restoring = True
-        self.results.pause()
-        self._tell_of_damage()
-        self.exchange.stop_sending(error.digest)
-
-    def _tell_of_damage(self) -> None:
-        """Name every file that was found to be damaged; devices that are being sent it ask again."""
-        for digest in self.compute.damaged():
-            self.blobs.report(digest)
-        for digest in self.blobs.found():
-            self._made_good.setdefault(digest, 0)
-            self.exchange.stop_sending(digest)
-            held = what_it_held(digest, self.run, self.store, self.blobs)
-            path = self.blobs.path(digest)
-            self._say(f"run {self.run}: {path} {DAMAGED_HERE}: it held {held}")
-            log.error("damaged file", extra={"path": str(path), "held": held})
-
-    def _copies(self) -> str:
-        """Older records of the run, for the operator."""
-        files = [str(self.backups.file(number)) for number in self.backups.rounds()]
-        return f", or put back an older record ({', '.join(files)}; docs/survival.md says how)" if files else ""
+            except DamagedBlob as error:  # devices stay at their tasks, as in a pause
+                self.recovery.begin(error)
+                self.collector.pause()
 
     def _wait_for_room(self, error: StorageFailed) -> None:
         """Nothing is lost: devices keep their results, and answer to hellos is given meanwhile."""
-        self.results.pause()
-        self._restoring = True  # all of it is looked at before the run goes on
-        self.course.doing = f"paused, waiting for room: {error}"
-        self._say(f"paused: {error}; goes on by itself when there is room again")
+        self.collector.pause()
+        self.recovery.restoring = True  # all of it is looked at before the run goes on
+        self.state.doing = f"paused, waiting for room: {error}"
+        self._say(f"paused: {error}; it resumes automatically when there is room")
         log.error("paused", extra={"reason": str(error)})
-        probe = self.folder / "room"
+        probe = self._folder / "room"
         while True:
             try:
                 self.inbox.pump(lambda: False, deadline=time.monotonic() + ROOM_EVERY_S)
@@ -307,47 +218,49 @@ class Coordinator:
             except OSError as again:
                 if again.errno not in USED_UP:
                     raise
-        self._say("there is room again: the run goes on")
-        log.info("goes on")
+        self._say("there is room again: run resumed")
+        log.info("run resumed")
 
     def _gather(self) -> None:
         """Wait for the first devices; their classes are the run's, unless it has some already."""
-        wanted = self.config.devices
+        state, wanted = self.state, self.state.config.devices
 
         def enough() -> bool:
-            online = self.presence.count_online()
-            self.course.doing = f"waiting for devices: {online} of {wanted} are here"
+            online = state.presence.count_online()
+            state.doing = f"waiting for devices: {online} of {wanted} are here"
             return online >= wanted
 
         self._say(f"waiting for {wanted} device{'s' if wanted > 1 else ''}")
         self.inbox.pump(enough)
-        if not self.course.classes:
-            brought = {name: self.presence[name].hello.classes for name in self.presence.online()}
-            self.course.classes = tuple(sorted({name for classes in brought.values() for name in classes}))
+        if not state.classes:
+            brought = {name: state.presence[name].hello.classes for name in state.presence.online()}
+            state.classes = tuple(sorted({name for classes in brought.values() for name in classes}))
             self._say(
-                f"the run has the {len(self.course.classes)} classes {listed(self.course.classes)}, "
+                f"the run has the {len(state.classes)} classes {listed(state.classes)}, "
                 f"as brought by {listed(list(brought))}; `classes` in the configuration decides them beforehand"
             )
             for device, classes in brought.items():
                 log.info("classes taken", extra={"device": device, "classes": len(classes)})
-        if len(self.course.classes) < 2:
-            raise ConfigError(f"a run needs at least two classes, the devices have {list(self.course.classes)}")
-        self.store.update_run(self.run, classes=list(self.course.classes), status="running")
+        if len(state.classes) < 2:
+            raise ConfigError(f"a run needs at least two classes, the devices have {list(state.classes)}")
+        state.store.update_run(state.run, classes=list(state.classes), status="running")
 
     def _prepare(self) -> None:
         """Make the Program; take up the newest saved state, if there is one."""
+        state = self.state
+        hellos = [state.presence[name].hello for name in state.presence.online()]
         prepared = self._ask(
             Prepare(
-                classes=self.course.classes,
-                budgets=any(self.presence[name].hello.profile.budget != Budget() for name in self.presence.online()),
-                copies=self._copies(),
+                classes=state.classes,
+                budgets=any(hello.profile.budget != Budget() for hello in hellos),
+                copies=self.recovery.copies(),
             )
         )
-        self.store.update_run(self.run, program=prepared.program, protocol=prepared.protocol)
-        self.course.saved = prepared.saved
+        state.store.update_run(state.run, program=prepared.program, protocol=prepared.protocol)
+        state.saved = prepared.saved
         for number in prepared.remade:
             self._say(f"round {number}: its state was made anew, with the same numbers")
-        self._restoring = False
+        self.recovery.restoring = False
         log.info(
             "program ready",
             extra={"program": prepared.program, "groups": prepared.groups, "accelerator": prepared.accelerator},
@@ -362,70 +275,69 @@ class Coordinator:
 
         Which of them go on, the mode knows.
         """
-        newest = self.store.newest_closed(self.run)
+        state = self.state
+        newest = state.store.newest_closed(state.run)
         open_round = newest.round + 1 if newest else 1
-        self.results.count_in(open_round)  # before anybody can bring a late result
-        if not self.config.uses_late_results():
+        state.count_in(open_round)  # before any device can bring a late result
+        if not state.config.uses_late_results():
             return
-        tasks = [
-            task
-            for task in self.store.unanswered(self.run)
-            if self.mode.goes_on(task.round, open_round)
-            and all(map(self.blobs.has, (task.program, *task.groups.values())))
-        ]
-        asked = LearningRates(tasks=[(task.device, task.round) for task in tasks])
-        scales = self._ask(asked) if tasks else []
-        for task, scale in zip(tasks, scales, strict=True):
-            program = self.course.program(task.program)
-            work = Work(task.program, program, task.groups, expected=None, lr_scale=scale)
-            self.dispatch.give(task.device, task.round, "train", work)
+        unanswered = state.store.unanswered(state.run)
+        for number in sorted({task.round for task in unanswered if self.mode.goes_on(task.round, open_round)}):
+            work = self.runner.recorded(task for task in unanswered if task.round == number)
+            for device, part in work.items():
+                self.runner.give(device, number, "train", part)
 
-    def _go_on(self) -> None:
+    def _remaining_rounds(self) -> None:
         """All rounds that are not done yet, from wherever an earlier process got to."""
-        first_open = min((record.round for record in self.store.open_rounds(self.run)), default=None)
-        done = first_open - 1 if first_open else self.store.last_round(self.run)
-        for number in range(max(1, done), self.config.rounds + 1):  # the last that is closed may lack its evaluation
-            record = self.store.round(self.run, number)
-            self.course.number = number
+        state, rounds = self.state, self.state.config.rounds
+        first_open = min((record.round for record in state.store.open_rounds(state.run)), default=None)
+        done = first_open - 1 if first_open else state.store.last_round(state.run)
+        for number in range(max(1, done), rounds + 1):  # the last that is closed may lack its evaluation
+            record = state.store.round(state.run, number)
+            state.number = number
             if record is None or record.closed_at is None:
                 self._train(number, record)
                 record = None
-            due = number % self.config.evaluate_every == 0 or number == self.config.rounds
+            due = number % state.config.evaluate_every == 0 or number == rounds
             if due and not (record and record.evaluated):
-                self.asking.evaluate(leave=self.mode.busy())
-                self.store.round_evaluated(self.run, number)
+                self.runner.evaluate(leave=self.mode.busy())
+                state.store.round_evaluated(state.run, number)
             if record is None:
                 self._report(number)
 
+    def _report(self, number: int) -> None:
+        self._say(round_line(self.state.store, self.state.run, number, self.state.config.rounds))
+
     def _finish(self) -> None:
-        self._ask(Finish(saved=self.course.newest()))
-        self.store.update_run(self.run, status="finished")
-        self._tell_all(RunEnded(self.run, "finished"))
-        log.info("run finished", extra={"run": self.run})
+        run = self.state.run
+        self._ask(Finish(saved=self.state.newest()))
+        self.state.store.update_run(run, status="finished")
+        self._send_all(RunEnded(run, "finished"))
+        log.info("run finished", extra={"run": run})
 
     # --- one round ------------------------------------------------------------------------------------
 
     def _train(self, number: int, record: RoundRecord | None) -> None:
         """Ask devices to train, and move the state. Raises EmptyCohort after ATTEMPTS fruitless tries."""
-        course = self.course
+        state, run = self.state, self.state.run
         fruitless, damaged = 0, 0
         while fruitless < ATTEMPTS:
             began = time.monotonic()
             opened = self.mode.train(record)
             record = None
-            results = self.store.used_in(self.run, number)
+            results = state.store.used_in(run, number)
             if gone := opened.accepted - {result.device for result in results}:
-                raise self.store.damaged(f"the result of {min(gone)} for round {number} is not in it any more")
-            if lost := self.inbox.in_background(partial(self._damaged_of, results)):
+                raise state.store.damaged(f"the result of {min(gone)} for round {number} is not in it any more")
+            if lost := self.inbox.in_background(partial(self.recovery.damaged_of, results)):
                 damaged += 1
-                self._ask_again_for(lost, give_up=damaged > DAMAGES)
-                record = self.store.round(self.run, number)
+                self.recovery.ask_again_for(lost, damaged)
+                record = state.store.round(run, number)
                 continue
             trained_s = time.monotonic() - began
             try:
                 stepped = self._step(opened, results)
             except EmptyCohort as error:
-                if opened.failed and opened.failed.keys() <= opened.declined:  # nobody is to blame: they are waited for
+                if opened.failed and opened.failed.keys() <= opened.declined():  # none is to blame: they are waited for
                     continue
                 fruitless += 1
                 self._say(f"round {number}: {error}; asking again ({fruitless} of {ATTEMPTS})")
@@ -433,173 +345,169 @@ class Coordinator:
                 continue
             figures = stepped.figures | {
                 "cohort": float(len(opened.cohort)), "accepted": float(len(results)), "devices_s": trained_s,
-                "server_s": time.monotonic() - began - trained_s, "declined": float(len(opened.declined)),
+                "server_s": time.monotonic() - began - trained_s, "declined": float(len(opened.declined())),
                 "late": float(sum(result.round < number for result in results)),
             }  # fmt: skip
-            course.saved = stepped.saved
-            self.store.close_round(self.run, number, course.saved, figures)
-            self.inbox.in_background(partial(self.backups.after_round, number))
-            oldest = oldest_kept(number, self.config.keep_rounds, self.backups.since(number))
-            if oldest is not None:
-                self.store.thin(self.run, oldest)
-            if number == self.config.rounds:
-                self.dispatch.dismiss(self.assignments, "the last round is closed")
-            freed = self.blobs.prune(stepped.needed | self._still_needed(number), PARTIAL_KEPT_S)
-            log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
+            self._close(number, stepped, figures)
             return
-        raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `coordinator show {self.run}`")
+        raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `coordinator show {run}`")
+
+    def _close(self, number: int, stepped: Stepped, figures: dict[str, float]) -> None:
+        """The round's state is the run's; what nothing needs any more is removed."""
+        state = self.state
+        state.saved = stepped.saved
+        state.store.close_round(state.run, number, stepped.saved, figures)
+        self.inbox.in_background(partial(self.backups.after_round, number))
+        oldest = oldest_kept(number, state.config.keep_rounds, self.backups.since(number))
+        if oldest is not None:
+            state.store.thin(state.run, oldest)
+        if number == state.config.rounds:
+            self.collector.dismiss(state.tasks, "the last round is closed")
+            self._follow_up()
+        freed = state.blobs.prune(stepped.needed | self.recovery.still_needed(number), PARTIAL_KEPT_S)
+        log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
 
     def _step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
         """The next state; devices stay served meanwhile. Raises EmptyCohort when there is nothing to make it of."""
-        course, number = self.course, opened.number
+        state, number = self.state, opened.number
         if not results:
             raise EmptyCohort(f"none of the devices that were asked brought a result for round {number}")
-        course.doing = f"round {number}/{self.config.rounds}: server step"
+        state.doing = f"round {number}/{state.config.rounds}: server step"
         # the quarantines that follow hold in this step already
-        for device, reason in self._ask(FindOutliers(round=number)) if self.config.protection.reject_scale else ():
-            self.results.refuse(device, "train", f"left out: {reason}", number)
+        for device, reason in self._ask(FindOutliers(round=number)) if state.config.protection.reject_scale else ():
+            state.refuse(device, "train", f"left out: {reason}", number)
             self._say(f"round {number}: {device} is left out: {reason}")
-            self.quarantine.strike(device, number, reason)
-        stepped = self._ask(Step(round=number, saved=course.newest(), drawn=opened.drawn))
+            self._strike(device, number, reason)
+        stepped = self._ask(Step(round=number, saved=state.newest(), drawn=opened.drawn))
         for device, digest in stepped.damaged.items():
             reason = f"its upload of an earlier round {DAMAGED_HERE}"
-            self.results.refuse(device, "train", f"left out: {reason}: {self.blobs.path(digest)}", number)
+            state.refuse(device, "train", f"left out: {reason}: {state.blobs.path(digest)}", number)
             self._say(f"{device}: {reason}, and is used no more")
         return stepped
 
-    def _damaged_of(self, results: list[ResultRecord]) -> list[ResultRecord]:
-        return [result for result in results if result.upload and not self.blobs.is_sound(result.upload)]
-
-    def _ask_again_for(self, lost: list[ResultRecord], *, give_up: bool) -> None:
-        """Results whose uploads were damaged since they came: they count no more, and their devices are asked again.
-
-        No device is to blame. Raises Damaged when it was of no use before.
-        """
-        self._tell_of_damage()
-        for result in lost:
-            path = self.blobs.path(result.upload or "")
-            if give_up:
-                held = f"the upload of {result.device} for round {result.round}"
-                why = f"devices were asked again {DAMAGES} times, and what they brought was damaged each time"
-                raise beyond_repair(self.run, path, held, why, self._copies())
-            self.store.drop_result(self.run, result.round, result.kind, result.device)
-            reason = f"its upload {DAMAGED_HERE}: {path}; it is asked again"
-            self.results.refuse(result.device, result.kind, reason, result.round)
-            self._say(f"round {self.course.number}: {result.device}: {reason}")
-
-    def _still_needed(self, number: int) -> set[str]:
-        """Blobs of devices that are at work, results that wait for the next server step, and all that it takes to go on
-        from the oldest copy of the record: a damaged state is made anew from it, too."""
-        since, copies = self.backups.since(number), self.backups.rounds()
-        later = self.store.uploads_since(self.run, since + 1)
-        for copied in copies if since < number else ():
-            if (record := self.store.round(self.run, copied)) and record.state:
-                later |= essential(record.state) | set(record.state.uploads.values())
-        return later.union(*(assignment.work.offered() for assignment in self.assignments))
-
     # --- what arrives ---------------------------------------------------------------------------------
 
-    def _tick(self) -> None:
-        for line in self.compute.keep():
-            self._say(line)
-        self._tell_of_damage()
-        self.exchange.tick()
-        self.results.keep()
-        self.dispatch.keep_time()
-        self._watch()
-        if self.display.due():
-            self.display.show(self._view())
-        self._reporter.tick(self.course.doing, self.assignments, self.results, self.presence)
+    def on_message(self, device: str, message: AnyMessage) -> None:
+        """An error in it is one of this device: the run goes on, unless its record or disk cannot be used."""
+        try:
+            self._handle(device, message)
+            self._follow_up()
+        except (StorageFailed, Interrupted):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in USED_UP:
+                raise
+            self._isolate(device, type(message).__name__, error)
 
-    def _on_link(self, up: bool) -> None:
+    def on_chunk(self, device: str, topic: str, payload: bytes) -> None:
+        try:
+            self.exchange.heard(topic, payload)
+        except StorageFailed:
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in USED_UP:
+                raise
+            self._isolate(device, "chunk", error)
+
+    def on_unreadable(self, device: str, kind: str, reason: str) -> None:
+        self.state.refuse(device, kind, reason)
+
+    def on_coordinator(self, state: CoordinatorState) -> None:
+        self.lease.heard(state)
+
+    def on_link(self, *, up: bool, trouble: str) -> None:
+        if trouble:
+            self._say(f"broker: {trouble}; trying again")
         if up:
+            self.state.epoch = self.lease.renew()
             self.exchange.reconnected()
         else:
-            self.presence.all_offline()
+            self.state.presence.all_offline()
 
-    def _on_message(self, device: str, message: AnyMessage) -> None:
+    def on_tick(self) -> None:
+        for line in self.compute.keep():
+            self._say(line)
+        self.recovery.tell()
+        self.exchange.tick()
+        self.collector.keep()
+        for overdue in self.scheduler.overdue(self.collector.uploads(), self.collector.waiting()):
+            self._give_up(overdue)
+        self._follow_up()
+        self._watch()
+        if self.display.due():
+            self.display.show(view(self.state))
+        self._reporter.tick(self.state)
+
+    def _handle(self, device: str, message: AnyMessage) -> None:
         match message:
             case Hello():
-                self.reception.on_hello(device, message)
+                if arrival := self.membership.on_hello(device, message):
+                    overdue = self.scheduler.on_arrival(device, was_away=arrival.was_away)
+                    if overdue:
+                        self._give_up(overdue)
+                return
             case DeviceState():
-                self.reception.on_state(device, message)
+                if self.membership.on_state(device, message):
+                    self.collector.device_left(device)
+                return
             case Result():
-                self._learn(device, message, message.use.broke, message.use)
-                self.results.on_result(device, message)
-            case Failed() if self._is_excused(device, message):
-                self.dispatch.give_again(device, anew=False)
+                self.collector.on_result(device, message)
             case Failed():
-                self._learn(device, message, (message.broke,) if message.broke else (), message.use)
-                self.results.on_failed(device, message)
-            case Declined():
-                self.results.on_declined(device, message)
-            case Progress():
-                self.dispatch.progressed(device, message)
-            case Want():
-                if not self._can_serve(device, message.digest):
-                    return
-                try:
-                    self.exchange.on_want(device, message)
-                except BadPayload as error:
-                    self.results.refuse(device, "blob", str(error))
+                task = self.state.tasks.of(device)
+                if task and self.recovery.is_excused(device, message):
+                    self.scheduler.tell(task)
                 else:
-                    self.dispatch.wanted(device, message)
+                    self.collector.on_failed(device, message)
+            case Declined():
+                self.collector.on_declined(device, message)
+            case Progress():
+                self.scheduler.on_progress(device, message)
+            case Want():
+                if self.recovery.can_serve(device, message.digest):
+                    self.scheduler.on_want(device, message)
             case Done():
                 self.exchange.on_done(device, message)
             case _:
-                self.results.refuse(device, "message", f"a {type(message).__name__} is not for the coordinator")
+                self.state.refuse(device, "message", f"a {type(message).__name__} is not for the coordinator")
+        if self.state.presence.is_thought_offline(device):
+            # an epoch that it does not know makes a device say hello
+            self.inbox.send(device, CoordinatorState(self.state.epoch + 1, alive=True))
 
-    def _can_serve(self, device: str, digest: str) -> bool:
-        """Whether a blob is as it was written. Raises DamagedBlob when it is not, once: then it is being restored."""
-        if not self.assignments.may_read(device, digest) or self.blobs.is_sound(digest):
-            return True
-        if not self._restoring:
-            self.blobs.check(digest)
-        return False  # the device asks again
+    def _follow_up(self) -> None:
+        """What follows from what the parts did: the one place that connects them."""
+        for task in self.collector.take_to_tell():
+            self.scheduler.tell(task)
+        for strike in self.collector.take_strikes():
+            self._strike(*strike)
+        for device in self.collector.take_freed():
+            self.scheduler.give_open(device)
 
-    def _is_excused(self, device: str, message: Failed) -> bool:
-        """Whether a task failed since a blob that it names was damaged here. Raises DamagedBlob when it still is."""
-        named = [digest for digest in self.assignments.offered(device) if digest in message.reason]
-        for digest in named:
-            if not self._restoring:
-                self.blobs.check(digest, anew=True)
-        ours = {(device, digest) for digest in named if digest in self._made_good} - self._excused
-        self._excused |= ours
-        return bool(ours)
+    def _strike(self, device: str, number: int, reason: str) -> None:
+        if self.quarantine.strike(device, number, reason):
+            self.membership.put_away(device)
 
-    def _learn(
-        self, device: str, message: Result | Failed, broke: tuple[BudgetKind, ...], use: ResourceUse | None
-    ) -> None:
-        if assignment := self.assignments.meant(device, message):
-            self.targets.learn(device, assignment.work.expected, broke, use)
+    def _give_up(self, overdue: Overdue) -> None:
+        task, why, reason = overdue
+        if why is Missing.CRASHED:
+            rest_s = self.state.presence.crashed(task.device, reason)
+            self._say(f"{task.device}: {reason}; it is asked again in {rest_s:.0f} s at the earliest")
+        self.collector.give_up(task, why, reason)
 
-    def _asked_and_here(self, digest: str) -> int:
-        """Devices that have got a task with this blob and not answered it: those that will ask for it."""
-        return sum(map(self.presence.is_online, self.assignments.takers(digest)))
+    def _isolate(self, device: str, what: str, error: Exception) -> None:
+        """A fault of ours with one device's message: logged, counted, and the end of that device's task."""
+        log.error("error in handling a message", extra={"device": device, "message_type": what}, exc_info=error)
+        reason = f"an error in handling its {what}: {type(error).__name__}: {error}"[:500]
+        self.state.refuse(device, "error", reason)
+        self._say(f"{device}: {reason}; its task ends, the run goes on (the log has details)")
+        if task := self.state.tasks.of(device):
+            self.collector.fail(task, reason)
 
     # --- talking --------------------------------------------------------------------------------------
 
-    def _tell_all(self, message: FromCoordinator) -> None:
-        for device in self.presence.online():
-            self.inbox.tell(device, message)
+    def _send_all(self, message: FromCoordinator) -> None:
+        for device in self.state.presence.online():
+            self.inbox.send(device, message)
 
     def _say(self, text: str) -> None:
         # what a device sends may be quoted in it, and must not steer the terminal
         self.display.line("".join(character if character.isprintable() else "?" for character in text))
-
-    def _report(self, number: int) -> None:
-        self._say(round_line(self.store, self.run, number, self.config.rounds))
-
-    def _view(self) -> View:
-        opened = self.results.opened
-        if opened is None:
-            return View(self.course.doing)
-        now = time.monotonic()
-        missing = opened.waiting_for()
-        known = [assignment for device in missing if (assignment := self.assignments.of(device))]
-        until_s = max((assignment.deadline.at - opened.opened_at for assignment in known), default=0.0)
-        tail = f", waiting for {len(missing)} since {now - opened.opened_at:.0f} s (until {until_s:.0f} s)"
-        tail = tail if missing else ""
-        return View(
-            f"{self.course.doing}{tail}", opened.lines(self.presence, self.assignments, self.results.uploading())
-        )

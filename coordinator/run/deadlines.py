@@ -38,6 +38,7 @@ class Deadline:
     _longest_gap_s: float = 0.0
     _first: tuple[float, int] | None = None  # when how many steps were done, by the first progress
     _done: int = 0
+    _back_since_sign: bool = False
 
     @classmethod
     def fixed(cls, now: float, seconds: float, limit_s: float = 0.0) -> "Deadline":
@@ -55,6 +56,7 @@ class Deadline:
 
     def sign(self, now: float) -> None:
         """Something of the device's work moved: a step, or bytes."""
+        self._back_since_sign = False
         if self._sign_at is not None:
             self._longest_gap_s = max(self._longest_gap_s, now - self._sign_at)
         self._sign_at = now
@@ -95,8 +97,15 @@ class Deadline:
             self.at = min(self.latest, now + max(FLOOR_S, min(FIRST_S, SLACK * left_s)))
         self.sign(now)
 
+    def reconnected(self, now: float) -> None:
+        """The device is back over another link, in the same process: it has a moment to say how far it is. A link that
+        comes and goes gains nothing else by it."""
+        if not self._back_since_sign:
+            self._back_since_sign = True
+            self._extend(now + FLOOR_S)
+
     def restart(self, now: float) -> None:
-        """The device begins anew, in another process or over another link."""
+        """The device begins anew, in another process."""
         self._sign_at = self._first = None
         self._done = 0
         self._extend(now + self._patience_s())

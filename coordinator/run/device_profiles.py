@@ -12,7 +12,7 @@ LEAST_CORRECTION = 1.1
 """By which a prediction is raised at least when a device exceeded its budget."""
 
 
-class Targets:
+class DeviceProfiles:
     """The devices of one run as a plan sees them. Corrections are in the store: a restart knows them."""
 
     def __init__(self, run: str, store: Store, presence: Presence, limits: Budget) -> None:

@@ -6,12 +6,11 @@ So the course of a run reads from top to bottom, and nothing of its state needs 
 import logging
 import math
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Wake
@@ -31,35 +30,38 @@ class Interrupted(Exception):
     """The operator asked to stop; the run can be resumed."""
 
 
+class Handler(Protocol):
+    """What is done with what arrives."""
+
+    def on_message(self, device: str, message: AnyMessage) -> None: ...
+
+    def on_chunk(self, device: str, topic: str, payload: bytes) -> None: ...
+
+    def on_unreadable(self, device: str, kind: str, reason: str) -> None:
+        """A message that cannot be read; its device was answered, where it can be."""
+        ...
+
+    def on_coordinator(self, state: CoordinatorState) -> None:
+        """A coordinator of this federation told what it is: this one, or another."""
+        ...
+
+    def on_link(self, *, up: bool, trouble: str) -> None:
+        """The link to the broker; `trouble`: why it is down, where that is news."""
+        ...
+
+    def on_tick(self) -> None:
+        """Called several times a second."""
+        ...
+
+
 class Inbox:
-    """What comes over the transport, and the way back.
+    """What comes over the transport, and the way back."""
 
-    `on_message(device, message)` and `on_chunk(topic, payload)` take what was read, `refuse(device, kind, reason)` what
-    cannot be read. `on_link(up)` hears of the link, and `each_tick` is called several times a second.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        topics: Topics,
-        *,
-        on_message: Callable[[str, AnyMessage], None],
-        on_chunk: Callable[[str, bytes], None],
-        on_link: Callable[[bool], None],
-        refuse: Callable[[str, str, str], None],
-        each_tick: Callable[[], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self.epoch = 0
+    def __init__(self, transport: Transport, topics: Topics, handler: Handler) -> None:
         self.connected = False
         self._transport = transport
         self._topics = topics
-        self._on_message = on_message
-        self._on_chunk = on_chunk
-        self._on_link = on_link
-        self._refuse = refuse
-        self._each_tick = each_tick
-        self._say = say
+        self._handler = handler
         self._stop = threading.Event()
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._background: threading.Thread | None = None
@@ -73,7 +75,8 @@ class Inbox:
         """Nothing more will be done in the background; what is being done is not waited for."""
         self._waiting.put(None)
 
-    def tell(self, device: str, message: FromCoordinator) -> None:
+    def send(self, device: str, message: FromCoordinator) -> None:
+        """Raises BadPayload for a message that is too large."""
         self._transport.publish(self._topics.to_device(device), encode(message), qos=1)
 
     def pump(self, until: Callable[[], bool], deadline: float = math.inf) -> bool:
@@ -90,7 +93,7 @@ class Inbox:
                     self._on_event(inbox.get_nowait())
             except queue.Empty:
                 pass
-            self._each_tick()
+            self._handler.on_tick()
         return True
 
     def in_background(self, work: Callable[[], Outcome]) -> Outcome:
@@ -121,19 +124,25 @@ class Inbox:
             case Connected():
                 self.connected = True
                 self._link_trouble = ""
-                # a new epoch makes every device say hello: while we were away we heard no last will
-                self.epoch = secrets.randbits(48) + 1
-                state = encode(CoordinatorState(self.epoch, alive=True))
-                self._transport.publish(self._topics.coordinator_state, state, qos=1)
-                self._on_link(True)
+                self._handler.on_link(up=True, trouble="")
             case Disconnected(reason=reason):
-                if reason != self._link_trouble:
-                    self._say(f"broker: {reason}; trying again")
-                    self._link_trouble = reason
                 self.connected = False
-                self._on_link(False)
+                news, self._link_trouble = reason if reason != self._link_trouble else "", reason
+                self._handler.on_link(up=False, trouble=news)
             case Received(topic=topic, payload=payload):
-                self._on_received(topic, payload)
+                if topic == self._topics.coordinator_state:
+                    self._on_coordinator(payload)
+                else:
+                    self._on_received(topic, payload)
+
+    def _on_coordinator(self, payload: bytes) -> None:
+        try:
+            message = decode(payload)
+        except (BadPayload, PeerRefused) as error:
+            log.warning("message dropped", extra={"reason": f"a coordinator's state: {error}"})
+            return
+        if isinstance(message, CoordinatorState):
+            self._handler.on_coordinator(message)
 
     def _on_received(self, topic: str, payload: bytes) -> None:
         device = self._topics.device_of(topic)
@@ -141,17 +150,17 @@ class Inbox:
             log.warning("message dropped", extra={"reason": f"{device[:64]!r} cannot be the name of a device"})
             return
         if "/up/b/" in topic:
-            self._on_chunk(topic, payload)
+            self._handler.on_chunk(device, topic, payload)
             return
         try:
             message = decode(payload)
         except PeerRefused as error:
             # the version is the first byte, so even an unknown one can be answered
-            self._refuse(device, "hello", str(error))
-            self.tell(device, Refused("", f"{error}; install the same version on both sides", final=True))
+            self._handler.on_unreadable(device, "hello", str(error))
+            self.send(device, Refused("", f"{error}; install the same version on both sides", final=True))
         except BadPayload as error:
-            self._refuse(device, "message", str(error))
+            self._handler.on_unreadable(device, "message", str(error))
             if instance := unread_hello(payload):
-                self.tell(device, Refused(instance, f"its hello: {error}", final=True))
+                self.send(device, Refused(instance, f"its hello: {error}", final=True))
         else:
-            self._on_message(device, message)
+            self._handler.on_message(device, message)

@@ -1,109 +1,106 @@
-"""Devices that come and go: who is let in, who is told to wait, and who is sent away."""
+"""Devices that come and go: which are let in, told to wait, and sent away."""
 
 import logging
-from collections.abc import Callable
+from typing import NamedTuple
 
-from coordinator.run.collector import ResultCollector
-from coordinator.run.presence import Presence
+from coordinator.run.open_round import Missing
 from coordinator.run.quarantine import Quarantine
-from coordinator.run.scheduler import TaskScheduler
 from coordinator.run.state import RunState
 from coordinator.run.validation import check_hello, check_new_classes
 from fedvit.errors import PeerRefused
 from fedvit.transport.exchange import BlobExchange
-from fedvit.wire.messages import DeviceState, FromCoordinator, Hello, Refused, Welcome
+from fedvit.wire.messages import DeviceState, Hello, Refused, Welcome
 
 log = logging.getLogger(__name__)
 
+REFUSALS_SAID = 1000
+"""Of one process: the record has the others, too."""
+
+
+class Arrival(NamedTuple):
+    """A device that was let in; `was_away`: it was not here before this hello."""
+
+    device: str
+    was_away: bool
+
 
 class Membership:
-    """One run's. `tell(device, message)` sends; `epoch()` is that of the link, which welcomes carry."""
+    """One run's."""
 
-    def __init__(
-        self,
-        *,
-        course: RunState,
-        presence: Presence,
-        quarantine: Quarantine,
-        results: ResultCollector,
-        dispatch: TaskScheduler,
-        exchange: BlobExchange,
-        tell: Callable[[str, FromCoordinator], None],
-        epoch: Callable[[], int],
-    ) -> None:
-        self._course = course
-        self._presence = presence
-        self._quarantine = quarantine
-        self._results = results
-        self._dispatch = dispatch
+    def __init__(self, state: RunState, exchange: BlobExchange, quarantine: Quarantine) -> None:
+        self._state = state
         self._exchange = exchange
-        self._tell = tell
-        self._epoch = epoch
+        self._quarantine = quarantine
+        self._said: set[tuple[str, str]] = set()  # (device, reason) of refusals that the operator was told
 
-    def on_hello(self, device: str, hello: Hello) -> None:
-        if rival := self._presence.rival(device, hello):
+    def on_hello(self, device: str, hello: Hello) -> Arrival | None:
+        """Let a device in; None where it is refused."""
+        state = self._state
+        if rival := state.presence.rival(device, hello):
             where = rival.hello.profile.host
             reason = f"a device with id {device!r} is online already (on {where}); choose another with --id"
             self._refuse(device, hello, reason, final=False)
-            return
+            return None
         try:
-            check_hello(hello, self._course.classes)
-            if not self._course.classes:
-                others = [self._presence[name].hello.classes for name in self._presence.online() if name != device]
-                brought = {name for classes in others for name in classes}
-                check_new_classes(hello, brought, self._course.config.max_classes)
+            check_hello(hello, state.classes)
+            if not state.classes:
+                others = [state.presence[name].hello.classes for name in state.presence.online() if name != device]
+                check_new_classes(hello, {name for classes in others for name in classes}, state.config.max_classes)
         except PeerRefused as error:
             self._refuse(device, hello, str(error), final=True)
-            return
+            return None
         if banned := self._banned(device):
             self._refuse(device, hello, banned, final=True)
-            return
-        fresh = not self._presence.is_online(device)
-        self._presence.arrived(device, hello)
-        if fresh:
-            log.info(
-                "device joined", extra={"device": device, "train": hello.train_samples, "host": hello.profile.host}
-            )
-            self._course.say(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
-        following = self._quarantine.why_not(device, self._course.number) or self._course.doing
-        self._tell(device, Welcome(hello.instance, self._epoch(), following))
-        self._dispatch.give_again(device, anew=fresh)
+            return None
+        was_away = not state.presence.is_online(device)
+        state.presence.arrived(device, hello)
+        if was_away:
+            figures = {"train": hello.train_samples, "host": hello.profile.host}
+            log.info("device joined", extra={"device": device, **figures})
+            state.say(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
+        following = self._quarantine.why_not(device, state.number) or state.doing
+        state.send(device, Welcome(hello.instance, state.epoch, following))
+        return Arrival(device, was_away)
 
-    def on_state(self, device: str, state: DeviceState) -> None:
-        if self._presence.state_changed(device, state) and not state.online:
-            log.info("device left", extra={"device": device})
-            self._course.say(f"{device} left")
-            self._exchange.drop_peer(device)
-            self._results.device_left(device)
+    def on_state(self, device: str, device_state: DeviceState) -> bool:
+        """A last will or a farewell; True where the device has left."""
+        if not self._state.presence.state_changed(device, device_state) or device_state.online:
+            return False
+        log.info("device left", extra={"device": device})
+        self._state.say(f"{device} left")
+        self._exchange.drop_peer(device)
+        return True
 
     def expel(self, device: str, reason: str) -> None:
         """The device may not take part any more: nothing is awaited from it."""
-        opened = self._results.opened
-        self._results.refuse(device, "revoked", reason, opened.number if opened else None)
-        if device in self._presence:
-            self._presence.dismiss(device)
-        if opened:
-            opened.fail(device, reason)
+        state = self._state
+        state.refuse(device, "revoked", reason)
+        if device in state.presence:
+            state.presence.dismiss(device)
+        if state.opened:
+            state.opened.fail(device, Missing.REVOKED)
         self._exchange.drop_peer(device)
-        self._results.device_left(device)
         log.warning("device expelled", extra={"device": device, "reason": reason})
 
     def put_away(self, device: str) -> None:
-        """A quarantine began: who has to wait long is sent away."""
-        self._course.say(f"{device}: {self._quarantine.why_not(device, self._course.number)}")
-        if (banned := self._banned(device)) and self._presence.is_online(device):
+        """A quarantine began: a device that would wait long is sent away."""
+        self._state.say(f"{device}: {self._quarantine.why_not(device, self._state.number)}")
+        if (banned := self._banned(device)) and self._state.presence.is_online(device):
             self.send_away(device, banned[:500])
 
     def send_away(self, device: str, reason: str) -> None:
         """It is told why there is nothing for it in this run."""
-        self._tell(device, Refused(self._presence[device].hello.instance, reason, final=True))
-        self._presence.dismiss(device)
+        self._state.send(device, Refused(self._state.presence[device].hello.instance, reason, final=True))
+        self._state.presence.dismiss(device)
 
     def _refuse(self, device: str, hello: Hello, reason: str, *, final: bool) -> None:
-        self._results.refuse(device, "hello", reason)
-        self._tell(device, Refused(hello.instance, reason, final=final))
+        self._state.refuse(device, "hello", reason)
+        if final and (device, reason) not in self._said and len(self._said) < REFUSALS_SAID:
+            self._said.add((device, reason))
+            self._state.say(f"{device} was refused: {reason}")
+        self._state.send(device, Refused(hello.instance, reason, final=final))
 
     def _banned(self, device: str) -> str | None:
         """Why a device need not wait: nothing but the operator ends its quarantine."""
-        record = self._quarantine.record_of(device, self._course.number)
-        return None if record is None or record.until_round else self._quarantine.why_not(device, self._course.number)
+        record = self._quarantine.record_of(device, self._state.number)
+        return None if record is None or record.until_round else self._quarantine.why_not(device, self._state.number)

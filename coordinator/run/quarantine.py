@@ -6,8 +6,9 @@ nothing, and an operator's release in another process is heard at once.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+from coordinator.config import ProtectionConfig
 from coordinator.record.store import Store
 from coordinator.record.tables import QuarantineRecord
 
@@ -15,31 +16,29 @@ log = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """One run's. `limit` strikes are too many, 0 counts none; `rounds` None means until the operator says otherwise.
+    """One run's, with the limits of its table [protection].
 
-    `began(device)` hears of every new quarantine. A device gets one strike a round at most, so that work which is
-    done again after a restart counts nothing twice.
+    A device gets one strike a round at most, so that work which is done again after a restart counts nothing twice.
     """
 
-    def __init__(self, run: str, store: Store, *, limit: int, rounds: int | None, began: Callable[[str], None]) -> None:
+    def __init__(self, run: str, store: Store, protection: ProtectionConfig) -> None:
         self._run = run
         self._store = store
-        self._limit = limit
-        self._rounds = rounds
-        self._began = began
+        self._limit = protection.strikes  # so many are too many; 0 counts none
+        self._rounds = protection.quarantine_rounds  # None: until the operator says otherwise
 
-    def strike(self, device: str, round_number: int, reason: str) -> None:
-        """Count a fault; the one that is too many puts the device into quarantine."""
+    def strike(self, device: str, round_number: int, reason: str) -> bool:
+        """Count a fault; True where it is the one too many, which puts the device into quarantine."""
         if not self._limit:
-            return
+            return False
         count = self._store.add_strike(self._run, round_number, device, reason)
         log.warning("strike", extra={"device": device, "round": round_number, "count": count, "reason": reason})
         if count < self._limit or self.record_of(device, round_number):
-            return
+            return False
         until = None if self._rounds is None else round_number + self._rounds
         strikes = f"{count} strike{'s' if count > 1 else ''}, the last: {reason}"
         self._store.add_quarantine(self._run, device, round_number, until, strikes)
-        self._began(device)
+        return True
 
     def record_of(self, device: str, round_number: int) -> QuarantineRecord | None:
         """The quarantine that keeps a device out of a round."""

@@ -1,170 +1,245 @@
-"""Tasks on their way: each device gets one at a time, has so long for it, and may be told to leave it."""
+"""Giving tasks to devices, and keeping their time."""
 
+import heapq
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 
-from coordinator.run.collector import ResultCollector
 from coordinator.run.deadlines import Deadline
-from coordinator.run.presence import Presence
+from coordinator.run.open_round import Missing
 from coordinator.run.state import RunState
-from coordinator.run.tasks import Assignment, Assignments, Work, most_steps, predicted_s
+from coordinator.run.tasks import Task, TaskState, Work, most_steps, predicted_s
+from fedvit.errors import BadPayload
 from fedvit.transport.exchange import BlobExchange
-from fedvit.wire.messages import Cancel, Extended, FromCoordinator, Progress, Task, TaskKind, Want, inline_room
+from fedvit.wire import messages
+from fedvit.wire.messages import Extended, Progress, TaskKind, Want, inline_room
 
 log = logging.getLogger(__name__)
 
 KEEP_TIME_EVERY_S = 0.1
+ATTEMPTS = 3
+"""Times that a device is given the same task when its process ends at it."""
+BACK_OFF_S = 2.0
+"""Before a device that was started again is given its task for the second time; twice as long before the third."""
+PROGRESS_S = 0.5
+LONGEST_PROGRESS_S = 10.0
+"""A third of the shortest silence after which a device is given up."""
+PROGRESS_PER_S = 200.0
+"""Messages about progress that all devices of a cohort send together, as far as LONGEST_PROGRESS_S allows."""
+
+
+class Overdue(NamedTuple):
+    """A task whose device is waited for no longer; `reason` is for people."""
+
+    task: Task
+    why: Missing
+    reason: str
 
 
 class TaskScheduler:
-    """One run's. `tell(device, message)` sends; `epoch()` is that of the link, which tasks carry."""
+    """One run's."""
 
-    def __init__(
-        self,
-        *,
-        course: RunState,
-        presence: Presence,
-        assignments: Assignments,
-        results: ResultCollector,
-        exchange: BlobExchange,
-        tell: Callable[[str, FromCoordinator], None],
-        epoch: Callable[[], int],
-    ) -> None:
-        self._run, self._config, self._store, self._blobs = course.run, course.config, course.store, course.blobs
-        self._presence = presence
-        self._assignments = assignments
-        self._results = results
+    def __init__(self, state: RunState, exchange: BlobExchange) -> None:
+        self._state = state
         self._exchange = exchange
-        self._tell = tell
-        self._epoch = epoch
         self._time_kept_at = -math.inf
+        self._to_look_at: list[tuple[float, int, Task]] = []  # a heap: when, a number that no other has, task
+        self._numbers = itertools.count()
+        self._cannot_be_told: list[Overdue] = []
+        self._delayed: list[tuple[float, int, Task]] = []  # a heap: tasks that are told later
+
+    # --- giving -----------------------------------------------------------------------------------------
 
     def give(self, device: str, number: int, kind: TaskKind, work: Work) -> None:
         """The device's task from now on; it is told if it is here, else when it says hello."""
-        now, limit_s = time.monotonic(), self._config.deadline_limit_s
-        if self._config.deadline_s == "auto":
-            predicted = predicted_s(work, kind, self._results.links, device, self._blobs)
+        state = self._state
+        now, limit_s = time.monotonic(), state.config.deadline_limit_s
+        if state.config.deadline_s == "auto":
+            predicted = predicted_s(work, kind, state.links, device, state.blobs)
             deadline = Deadline.expected(now, limit_s, predicted)
         else:
-            late_s = limit_s if self.may_be_late(kind) else 0.0
-            deadline = Deadline.fixed(now, self._config.deadline_s, late_s)
-        self._assignments.give(Assignment(device, number, kind, work, deadline))
-        self._send(device)
+            late_s = limit_s if state.waits_for_late(kind) else 0.0
+            deadline = Deadline.fixed(now, state.config.deadline_s, late_s)
+        task = Task(state.run, device, number, kind, work, deadline, work.attempt)
+        state.tasks.give(task)
+        self.note_deadline(task)
+        self.tell(task)
 
     def give_open(self, device: str) -> None:
         """A device is free: it gets its part of the open round, if that waits for it."""
-        opened = self._results.opened
-        if opened and device in opened.work and opened.waits_for(device) and device not in self._assignments:
+        state, opened = self._state, self._state.opened
+        if opened and device in opened.work and opened.waits_for(device) and device not in state.tasks:
             self.give(device, opened.number, opened.kind, opened.work[device])
 
-    def give_again(self, device: str, *, anew: bool) -> None:
-        """A device said hello: it is told what it is to do; `anew`: in a new process, or after it was away."""
-        assignment = self._assignments.of(device)
-        if assignment is None or self._results.is_uploading(device):
+    def on_arrival(self, device: str, *, was_away: bool) -> Overdue | None:
+        """A device said hello: it is told what it is to do.
+
+        Its task, where the device's process ended at it too often.
+        """
+        task = self._state.tasks.of(device)
+        if task is None or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
+            return None
+        now, instance = time.monotonic(), self._state.presence[device].hello.instance
+        if task.instance not in ("", instance):  # another process of the device
+            if task.attempt >= ATTEMPTS:
+                reason = f"no result: its process ended {task.attempt} times at this task"
+                return Overdue(task, Missing.CRASHED, reason)
+            self._attempt_again(task, now)
+        elif was_away:
+            task.deadline.reconnected(now)
+        self.tell(task)
+        return None
+
+    def _attempt_again(self, task: Task, now: float) -> None:
+        """After a rest, the longer the more often."""
+        if task.attempt > 1:
+            task.offered_at = now + BACK_OFF_S * 2 ** (task.attempt - 2)
+        task.attempt += 1
+        task.progress = None
+        task.to(TaskState.OFFERED)
+        task.deadline.restart(max(now, task.offered_at))
+        if task.kind == "train":
+            self._state.store.count_attempt(self._state.run, task.round, task.device, task.attempt)
+        log.warning("task given again", extra={"device": task.device, "round": task.round, "attempt": task.attempt})
+
+    def tell(self, task: Task) -> None:
+        """Tell a device its task, if it is here, and not earlier than it may be."""
+        state, device = self._state, task.device
+        if not state.presence.is_online(device):
             return
-        if anew:
-            assignment.deadline.restart(time.monotonic())
-        self._send(device)
-
-    def may_be_late(self, kind: TaskKind) -> bool:
-        """Whether a device goes on with its task when its round is over."""
-        return kind == "train" and self._config.mode == "rounds" and self._config.late != "refuse"
-
-    # --- time -----------------------------------------------------------------------------------------------
-
-    def wanted(self, device: str, want: Want) -> None:
-        """The device says what it lacks of a blob that it may have: bytes that arrived there are a sign of life."""
-        assignment = self._assignments.of(device)
-        if assignment and (size := assignment.fetched(want)) is not None:
-            assignment.deadline.moved(time.monotonic(), size)
-
-    def progressed(self, device: str, progress: Progress) -> None:
-        """The device says how far it is with its task."""
-        if progress.run == self._run and (assignment := self._assignments.meant(device, progress)):
-            assignment.progress = progress
-            if device in self._presence:
-                most = most_steps(assignment.work.program, assignment.kind, self._presence[device].hello)
-                total = min(progress.total_steps, most)  # else a device could make steps for ever
-                assignment.deadline.progressed(time.monotonic(), progress.done_steps, total)
-
-    def keep_time(self) -> None:
-        """Whose deadline has passed is given up; who is on its way is told that it has longer."""
-        now = time.monotonic()
-        if now - self._time_kept_at < KEEP_TIME_EVERY_S:
+        if time.monotonic() < task.offered_at:
+            heapq.heappush(self._delayed, (task.offered_at, next(self._numbers), task))
             return
-        self._time_kept_at = now
-        for assignment in self._assignments:
-            device, deadline = assignment.device, assignment.deadline
-            self._watch_upload(assignment, now)
-            late = self.may_be_late(assignment.kind)
-            opened = self._results.opened
-            asked = (opened.number, opened.kind) if opened else None
-            if opened and now >= deadline.at and asked == (assignment.round, assignment.kind):
-                opened.fail(device, "deadline")
-            if now >= (deadline.latest if late else deadline.at) or now >= deadline.upload_until:
-                if now >= deadline.upload_until:
-                    log.warning("upload too slow", extra={"device": device, "round": assignment.round})
-                self.give_up(assignment, "deadline")
-            elif not late and self._presence.is_online(device) and (more_s := deadline.extension(now)):
-                deadline.told = deadline.at
-                self._tell(device, Extended(self._run, assignment.round, assignment.kind, more_s))
-
-    def _watch_upload(self, assignment: Assignment, now: float) -> None:
-        """An upload moves the deadline on while its bytes come; and it takes the place of others, so they must come."""
-        device, deadline = assignment.device, assignment.deadline
-        if self._results.waits_for_its_turn(device):
-            deadline.waits(now)
-            return
-        if not (self._results.is_uploading(device) and self._presence.is_online(device)):
-            deadline.interrupted()
-        elif deadline.upload_until == math.inf:
-            deadline.fetching(now)
-        moved_at, size = self._exchange.take_moved(device)
-        if size:
-            deadline.moved(moved_at, size)
-
-    # --- taking tasks away ----------------------------------------------------------------------------------
-
-    def give_up(self, assignment: Assignment, reason: str) -> None:
-        """Its device brought nothing in time."""
-        number, kind = assignment.round, assignment.kind
-        if self._results.opened and self._results.opened.kind == kind:
-            self._results.opened.fail(assignment.device, reason)
-        self._store.add_refusal(self._run, number, assignment.device, kind, f"no result: {reason}")
-        self.dismiss([assignment], f"late: round {number} does not wait for it any more", "lost")
-
-    def dismiss(self, assignments: Iterable[Assignment], reason: str, outcome: str = "cancelled") -> None:
-        """Devices need not go on: nothing of their task is kept, here or there."""
-        for assignment in assignments:
-            self._tell(assignment.device, Cancel(self._run, assignment.round, assignment.kind, reason))
-            self._results.cancel(assignment, reason, outcome)
-            self.give_open(assignment.device)
-
-    def _send(self, device: str) -> None:
-        """Tell a device what it is assigned, if it is here."""
-        assignment = self._assignments.of(device)
-        if assignment is None or not self._presence.is_online(device):
-            return
-        self._assignments.offer(device)
-        work, deadline = assignment.work, assignment.deadline
-        deadline.told = deadline.latest if self.may_be_late(assignment.kind) else deadline.at
-        task = Task(
-            instance=self._presence[device].hello.instance,
-            epoch=self._epoch(),
-            run=self._run,
-            round=assignment.round,
-            kind=assignment.kind,
-            seed=self._config.seed,
+        state.tasks.offer(task)
+        task.instance = state.presence[device].hello.instance
+        work, deadline = task.work, task.deadline
+        deadline.told = deadline.latest if state.waits_for_late(task.kind) else deadline.at
+        self.note_deadline(task)
+        asked = len(state.opened.cohort) if state.opened else 1
+        message = messages.Task(
+            instance=task.instance,
+            epoch=state.epoch,
+            run=state.run,
+            round=task.round,
+            kind=task.kind,
+            seed=state.config.seed,
             program=work.digest,
             groups=work.groups,
-            blobs=tuple(self._blobs.manifest(digest) for digest in work.named()),
+            blobs=tuple(state.blobs.manifest(digest) for digest in work.named()),
             deadline_s=max(1.0, deadline.told - time.monotonic()),
             lr_scale=work.lr_scale,
             recipes=work.recipes,
+            task=task.id,
+            attempt=task.attempt,
+            progress_s=min(LONGEST_PROGRESS_S, max(PROGRESS_S, asked / PROGRESS_PER_S)),
         )
-        inline = self._blobs.small(assignment.once(), inline_room(task))
-        self._tell(device, msgspec.structs.replace(task, inline=inline))
+        try:
+            inline = state.blobs.small(task.once(), inline_room(message))
+            state.send(device, msgspec.structs.replace(message, inline=inline))
+        except BadPayload as error:  # too much is asked of it for one message
+            self._cannot_be_told.append(Overdue(task, Missing.FAILED, f"no result: its task cannot be told: {error}"))
+
+    # --- time -------------------------------------------------------------------------------------------
+
+    def on_want(self, device: str, want: Want) -> None:
+        """A device lacks chunks of a blob. Bytes that arrived there are a sign of life."""
+        state = self._state
+        try:
+            self._exchange.on_want(device, want)
+        except BadPayload as error:
+            state.refuse(device, "blob", str(error))
+            return
+        task = state.tasks.of(device)
+        if task and (size := task.fetched(want)) is not None:
+            task.deadline.moved(time.monotonic(), size)
+            if task.state is TaskState.OFFERED:
+                task.to(TaskState.FETCHING)
+
+    def on_progress(self, device: str, progress: Progress) -> None:
+        """The device says how far it is with its task."""
+        state = self._state
+        task = state.tasks.meant(device, progress)
+        if task is None or not task.is_same(progress) or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
+            return
+        task.progress = progress
+        task.to(TaskState.WORKING)
+        if device in state.presence:
+            most = most_steps(task.work.program, task.kind, state.presence[device].hello)
+            total = min(progress.total_steps, most)  # else a device could make steps for ever
+            task.deadline.progressed(time.monotonic(), progress.done_steps, total)
+            self.note_deadline(task)  # the deadline may be earlier now
+
+    def overdue(self, uploads: list[Task], waiting: set[str]) -> list[Overdue]:
+        """Tasks whose devices are given up; those that are on their way are told that they have longer.
+
+        `uploads` are tasks whose uploads are fetched; `waiting` are devices of these whose turn has not come.
+        """
+        now = time.monotonic()
+        if now - self._time_kept_at < KEEP_TIME_EVERY_S:
+            return []
+        self._time_kept_at = now
+        while self._delayed and self._delayed[0][0] <= now:
+            *_, task = heapq.heappop(self._delayed)
+            if self._state.tasks.is_current(task):
+                self.tell(task)
+        for task in uploads:
+            self._watch_upload(task, now, waits=task.device in waiting)
+        overdue, self._cannot_be_told = self._cannot_be_told, []
+        while self._to_look_at and self._to_look_at[0][0] <= now:
+            at, _, task = heapq.heappop(self._to_look_at)
+            if at != task.look_at or not self._state.tasks.is_current(task):
+                continue  # it was looked at since, or is over
+            task.look_at = math.inf
+            if found := self._look_at(task, now):
+                overdue.append(found)
+            else:
+                self.note_deadline(task)
+        return overdue
+
+    def _look_at(self, task: Task, now: float) -> Overdue | None:
+        state, deadline, device = self._state, task.deadline, task.device
+        late, opened = state.waits_for_late(task.kind), state.opened
+        if opened and now >= deadline.at and (opened.number, opened.kind) == (task.round, task.kind):
+            opened.fail(device, Missing.DEADLINE)
+        if now >= (deadline.latest if late else deadline.at) or now >= deadline.upload_until:
+            if now >= deadline.upload_until:
+                log.warning("upload too slow", extra={"device": device, "round": task.round})
+            return Overdue(task, Missing.DEADLINE, "no result: deadline")
+        if not late and state.presence.is_online(device) and (more_s := deadline.extension(now)):
+            deadline.told = deadline.at
+            state.send(device, Extended(state.run, task.round, task.kind, more_s))
+        return None
+
+    def note_deadline(self, task: Task) -> None:
+        """Note when the task's deadline has to be looked at next: to be called where that may be earlier now."""
+        deadline, now = task.deadline, time.monotonic()
+        at = min(deadline.upload_until, deadline.latest if now >= deadline.at else deadline.at)
+        if (
+            deadline.told > 0
+            and not self._state.waits_for_late(task.kind)
+            and self._state.presence.is_online(task.device)
+        ):
+            at = min(at, max(now, now + (deadline.told - now) / 2))
+        at = max(at, now + KEEP_TIME_EVERY_S)
+        if at < task.look_at - KEEP_TIME_EVERY_S:
+            task.look_at = at
+            heapq.heappush(self._to_look_at, (at, next(self._numbers), task))
+
+    def _watch_upload(self, task: Task, now: float, *, waits: bool) -> None:
+        """An upload moves the deadline on while its bytes come; and it takes the place of others, so they must come."""
+        deadline = task.deadline
+        if waits:
+            deadline.waits(now)
+            return
+        if not self._state.presence.is_online(task.device):
+            deadline.interrupted()
+        elif deadline.upload_until == math.inf:
+            deadline.fetching(now)
+        moved_at, size = self._exchange.take_moved(task.device)
+        if size:
+            deadline.moved(moved_at, size)
+        self.note_deadline(task)

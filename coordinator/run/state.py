@@ -1,5 +1,7 @@
-"""A run as its rooms share it: what it is, and how far it has got, which only the run itself moves on."""
+"""The state of one run while it is served: all that its parts share."""
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -7,24 +9,46 @@ from coordinator.config import RunConfig
 from coordinator.record.integrity import SoundBlobs
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
+from coordinator.run.deadlines import Links
+from coordinator.run.open_round import OpenRound
+from coordinator.run.presence import Presence
+from coordinator.run.tasks import Tasks
 from fedvit.errors import LinkDown
 from fedvit.program import Program, decode_program
+from fedvit.resources import BudgetKind
+from fedvit.wire.messages import FromCoordinator
+from fedvit.wire.topics import Topics
+
+log = logging.getLogger(__name__)
+
+REFUSALS_KEPT = 2000
+"""Of one device, written down by one process: more would let it fill the disk, and tell nobody anything new."""
 
 
 @dataclass
 class RunState:
-    """`say(line)` is for the operator to read later, `doing` for who looks now."""
+    """`say(line)` is for the operator to read later, `doing` for who looks now; `send(device, message)` is the wire."""
 
     run: str
     config: RunConfig
     store: Store
     blobs: SoundBlobs
+    topics: Topics
     say: Callable[[str], None]
+    send: Callable[[str, FromCoordinator], None]
     classes: tuple[str, ...]  # empty while the first devices are gathered, whose they will be
     number: int = 1  # the round that is asked, or was asked last
     doing: str = ""
+    epoch: int = 0  # of the link to the broker
     saved: SavedState | None = None  # the newest
+    presence: Presence = field(default_factory=Presence)
+    tasks: Tasks = field(default_factory=Tasks)
+    links: Links = field(default_factory=Links)
+    opened: OpenRound | None = None  # None between rounds
+    counts_in: int = 1  # the round whose server step takes what is accepted now
+    counted: set[str] = field(default_factory=set)  # devices with a result for that round: each counts once in it
     _programs: dict[str, Program] = field(default_factory=dict)  # by digest
+    _refused: Counter[str] = field(default_factory=Counter)  # by device
 
     def newest(self) -> SavedState:
         if self.saved is None:
@@ -39,3 +63,46 @@ class RunState:
 
     def set_doing(self, text: str) -> None:
         self.doing = text
+
+    def open(self, opened: OpenRound) -> None:
+        """From now on results are for this round. What the store has of it is accepted already."""
+        self.opened = opened
+        if opened.kind == "train":
+            self.count_in(opened.number)
+        for device in self.store.answered(self.run, opened.number, opened.kind):
+            if device in opened.cohort:
+                opened.accept(device)
+
+    def count_in(self, number: int) -> None:
+        """Training results are for the server step of this round from now on."""
+        self.counts_in = number
+        self.counted = self.store.counted(self.run, number)
+
+    def waits_for_late(self, kind: str) -> bool:
+        """Whether a device goes on with its task when its round is over."""
+        return kind == "train" and self.config.mode == "rounds" and self.config.late != "refuse"
+
+    def expected_receivers(self, digest: str) -> int:
+        """Devices that have got a task with this blob, are here and have not answered: those that will ask for it."""
+        return sum(map(self.presence.is_online, self.tasks.receivers(digest)))
+
+    def refuse(
+        self,
+        device: str,
+        kind: str,
+        reason: str,
+        round_number: int | None = None,
+        broke: BudgetKind | None = None,
+        *,
+        lost: bool = False,
+    ) -> None:
+        """Count something that was not accepted, or with `lost` never came; `broke`: because of a budget of the
+        device."""
+        self._refused[device] += 1
+        if self._refused[device] > REFUSALS_KEPT:
+            return
+        if self._refused[device] == REFUSALS_KEPT:
+            reason = f"{reason[:400]} (the last one of this device that is written down)"
+        number = round_number if round_number is not None else (self.opened.number if self.opened else None)
+        self.store.add_refusal(self.run, number, device, kind, reason, broke, lost=lost)
+        log.warning("refused", extra={"device": device, "kind": kind, "reason": reason})

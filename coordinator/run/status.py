@@ -11,9 +11,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from coordinator.run.collector import ResultCollector
+from coordinator.run.display import DeviceLine, View
+from coordinator.run.open_round import Missing, OpenRound
 from coordinator.run.presence import Presence
-from coordinator.run.tasks import Assignments
+from coordinator.run.state import RunState
+from coordinator.run.tasks import Task, TaskState
 from fedvit.errors import ConfigError
 from fedvit.wire.messages import TaskKind
 
@@ -29,11 +31,12 @@ class AtWork(Struct, frozen=True, kw_only=True):
     device: str
     round: int
     kind: TaskKind
-    state: str  # working, fetching, uploading, offline
+    state: str  # of its task (see TaskState), or offline
     done_steps: int
     total_steps: int
     since: str  # ISO 8601, UTC
     until: str  # given up then, if nothing is heard of it
+    attempt: int = 1  # how often the device was given the task
 
 
 class Resting(Struct, frozen=True, kw_only=True):
@@ -65,7 +68,7 @@ class Reporter:
         self._path = folder / FILE
         self._written_at = -EVERY_S
 
-    def tick(self, doing: str, assignments: Assignments, results: ResultCollector, presence: Presence) -> None:
+    def tick(self, state: RunState) -> None:
         now = time.monotonic()
         if now - self._written_at < EVERY_S:
             return
@@ -75,38 +78,67 @@ class Reporter:
         def said(at: float) -> str:
             return (clock + timedelta(seconds=at - now)).isoformat(timespec="seconds")
 
-        uploading = results.uploading()
-        at_work = []
-        for assignment in assignments:
-            device, progress = assignment.device, assignment.progress
-            state = "working" if progress else "fetching"
-            if device in uploading:
-                state = "uploading"
-            elif not presence.is_online(device):
-                state = "offline"
-            at_work.append(
-                AtWork(
-                    device=device,
-                    round=assignment.round,
-                    kind=assignment.kind,
-                    state=state,
-                    done_steps=progress.done_steps if progress else 0,
-                    total_steps=progress.total_steps if progress else 0,
-                    since=said(assignment.deadline.began),
-                    until=said(assignment.deadline.at),
-                )
+        presence = state.presence
+        at_work = [
+            AtWork(
+                device=task.device,
+                round=task.round,
+                kind=task.kind,
+                state=_state_of(task, presence),
+                attempt=task.attempt,
+                done_steps=task.progress.done_steps if task.progress else 0,
+                total_steps=task.progress.total_steps if task.progress else 0,
+                since=said(task.deadline.began),
+                until=said(task.deadline.at),
             )
+            for task in state.tasks
+        ]
         resting = [
             Resting(device=device.name, reason=device.rests_because, until=said(device.rests_until))
             for device in presence.resting()
         ]
-        status = Status(at=said(now), doing=doing, waiting_for=at_work, resting=resting, online=len(presence.online()))
+        online = presence.count_online()
+        status = Status(at=said(now), doing=state.doing, waiting_for=at_work, resting=resting, online=online)
         # renamed, so that a reader sees the old or the new; not synced, since nobody needs it after a power cut
         fresh = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):  # a run does not end because nobody can read what it waits for
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_bytes(msgspec.json.format(msgspec.json.encode(status)))
             fresh.replace(self._path)
+
+
+def _state_of(task: Task, presence: Presence) -> str:
+    uploads = task.state in (TaskState.UPLOADING, TaskState.CHECKED)
+    return "offline" if not uploads and not presence.is_online(task.device) else task.state
+
+
+def view(state: RunState) -> View:
+    """What is going on now, and what each device of the open round does."""
+    opened = state.opened
+    if opened is None:
+        return View(state.doing)
+    now, missing = time.monotonic(), opened.waiting_for()
+    known = [task for device in missing if (task := state.tasks.of(device))]
+    until_s = max((task.deadline.at - opened.opened_at for task in known), default=0.0)
+    tail = f", waiting for {len(missing)} since {now - opened.opened_at:.0f} s (until {until_s:.0f} s)"
+    lines = [_line(device, opened, state) for device in sorted(opened.cohort)]
+    return View(f"{state.doing}{tail if missing else ''}", lines)
+
+
+def _line(device: str, opened: OpenRound, state: RunState) -> DeviceLine:
+    task = state.tasks.of(device)
+    progress = task.progress if task else None
+    if device in opened.accepted:
+        said = "done"
+    elif why := opened.failed.get(device):
+        said = "declined" if why is Missing.DECLINED else "failed"
+    elif task:
+        said = _state_of(task, state.presence)
+    else:
+        said = "waiting" if state.presence.is_online(device) else "offline"
+    said = opened.kind if said == TaskState.WORKING else said
+    done, total = (progress.done_steps, progress.total_steps) if progress else (0, 1)
+    return DeviceLine(device, said, done, total, progress.loss if progress else None)
 
 
 def read_status(folder: Path) -> Status:

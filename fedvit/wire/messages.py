@@ -84,7 +84,7 @@ class CoordinatorState(Message, frozen=True, tag="coordinator"):
     owner: Name = ""  # random, new for each process of a coordinator
     run: Name = ""
     host: Name = ""  # of the coordinator's machine
-    since_s: Annotated[float, Meta(ge=0.0, le=1e12)] = 0.0  # Unix time at which this process took over the federation
+    held_s: Annotated[float, Meta(ge=0.0, le=1e12)] = 0.0  # for how long this process has served the federation
 
 
 # --- device to coordinator ----------------------------------------------------------------------------

@@ -480,8 +480,8 @@ def _must_go_on(part: Part, coordinator: Coordinator, store: Store, peer: Peer, 
     until = time.monotonic() + 2 * HANG_S
     while time.monotonic() < until:
         for name in HOSTILE:
-            if coordinator.presence.is_online(name):
-                leaving = DeviceState(coordinator.presence[name].hello.instance, online=False)
+            if coordinator.state.presence.is_online(name):
+                leaving = DeviceState(coordinator.state.presence[name].hello.instance, online=False)
                 peer.say(encode(leaving), topics.device_state(name))
         peer.listen()
         if "healthy" in {result.device for result in store.results(RUN, wanted, "train")}:

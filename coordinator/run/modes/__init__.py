@@ -2,7 +2,7 @@
 
 from coordinator.run.modes.buffered import Buffered
 from coordinator.run.modes.synchronous import Synchronous
-from coordinator.run.selector import Mode
+from coordinator.run.round_runner import Mode
 
 MODES: dict[str, type[Mode]] = {"rounds": Synchronous, "buffered": Buffered}
 """By `mode` of a run's configuration."""

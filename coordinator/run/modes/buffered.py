@@ -1,8 +1,8 @@
-"""Rounds without a cohort: FedBuff (Nguyen et al. 2022). Whoever is free works; enough results make a server step."""
+"""Rounds without a cohort: FedBuff (Nguyen et al. 2022). Each free device works; enough results make a server step."""
 
 from coordinator.record.tables import RoundRecord
 from coordinator.run.open_round import OpenRound
-from coordinator.run.selector import CohortSelector
+from coordinator.run.round_runner import RoundRunner
 
 
 class Buffered:
@@ -12,59 +12,59 @@ class Buffered:
     bring the same again.
     """
 
-    def __init__(self, asking: CohortSelector) -> None:
-        self._asking = asking
+    def __init__(self, runner: RoundRunner) -> None:
+        self._runner = runner
 
     def train(self, record: RoundRecord | None) -> OpenRound:
-        asking, number, wanted = self._asking, self._asking.course.number, self._asking.config.buffer
+        runner, state, wanted = self._runner, self._runner.state, self._runner.state.config.buffer
         asked = list(record.cohort) if record else []
-        asking.store.open_round(asking.run, number, asked, wanted)
-        at_work = {assignment.device for assignment in asking.assignments}
-        opened = OpenRound(asking.run, number, "train", sorted(at_work), wanted)
-        asking.begin(opened)
-        opened.cohort = sorted(at_work | asking.results.counted)
-        opened.accepted |= asking.results.counted
+        state.store.open_round(state.run, state.number, asked, wanted)
+        opened = OpenRound(state.run, state.number, "train", (task.device for task in state.tasks), wanted)
+        runner.open(opened)
+        opened.extend(state.counted)
+        for device in state.counted:
+            opened.accept(device)
         while True:
-            asking.inbox.pump(lambda: self._is_full(opened) or self._vacancies(opened) > 0 or self._is_stuck(opened))
+            runner.wait(lambda: self._is_full(opened) or self._vacancies(opened) > 0 or self._is_stuck(opened))
             if self._is_full(opened) or not (vacancies := self._vacancies(opened)):
                 break
-            work = asking.work(asking.select(self._candidates(opened), vacancies))
+            work = runner.plan(runner.selector.select(self._candidates(opened), vacancies))
             asked += work
-            asking.store.open_round(asking.run, number, asked, wanted)
+            state.store.open_round(state.run, state.number, asked, wanted)
             opened.work |= work
-            asking.record_tasks(work)
-            opened.cohort = sorted({*opened.cohort, *work})
+            runner.write_down(work)
+            opened.extend(work)
             for device, part in work.items():
-                asking.dispatch.give(device, number, "train", part)
-        asking.end(opened)
+                runner.give(device, state.number, "train", part)
+        runner.close(opened)
         return opened
 
     def goes_on(self, assigned_in: int, open_round: int) -> bool:
         return True
 
     def busy(self) -> list[str]:
-        """Nobody: somebody always is at work, so all are asked when they have answered, and nobody trains meanwhile."""
+        """None: some device always is at work, so all are asked when they have answered, and none trains meanwhile."""
         return []
 
     def _is_full(self, opened: OpenRound) -> bool:
-        return len(opened.accepted) >= self._asking.config.buffer
+        return len(opened.accepted) >= self._runner.state.config.buffer
 
     def _candidates(self, opened: OpenRound) -> list[str]:
-        return [device for device in self._asking.free() if device not in opened.failed]
+        return [device for device in self._runner.selector.free() if device not in opened.failed]
 
     def _vacancies(self, opened: OpenRound) -> int:
-        """How many devices can be asked now; who is at work but offline takes no place."""
-        asking, candidates = self._asking, len(self._candidates(opened))
-        if asking.config.concurrency is None:
+        """How many devices can be asked now; one that is at work but offline takes no place."""
+        state, candidates = self._runner.state, len(self._candidates(opened))
+        if state.config.concurrency is None:
             return candidates
-        at_work = sum(asking.presence.is_online(assignment.device) for assignment in asking.assignments)
-        return min(candidates, max(0, asking.config.concurrency - at_work))
+        at_work = sum(state.presence.is_online(task.device) for task in state.tasks)
+        return min(candidates, max(0, state.config.concurrency - at_work))
 
     def _is_stuck(self, opened: OpenRound) -> bool:
-        """Whether nobody is left who could bring another result; those who may come back have the grace to do so."""
+        """Whether no device is left that could bring another result; those that may come back have the grace for it."""
         if not (opened.accepted or opened.failed):
             return False
-        asking, at_work = self._asking, list(self._asking.assignments)
-        nobody = not any(asking.presence.is_online(assignment.device) for assignment in at_work)
-        grace_s = asking.config.rejoin_grace_s if at_work or asking.presence.resting() else 0.0
+        state, at_work = self._runner.state, list(self._runner.state.tasks)
+        nobody = not any(state.presence.is_online(task.device) for task in at_work)
+        grace_s = state.config.rejoin_grace_s if at_work or state.presence.resting() else 0.0
         return opened.alone(nobody and not self._candidates(opened), grace_s)

@@ -5,40 +5,48 @@ import math
 from coordinator.record.tables import RoundRecord
 from coordinator.run.cohort import cohort_size
 from coordinator.run.open_round import OpenRound
-from coordinator.run.selector import CohortSelector
+from coordinator.run.round_runner import RoundRunner
+from coordinator.run.tasks import Work
 
 
 class Synchronous:
-    """One cohort after the other. Who is late for one may still answer it, where the run uses late results."""
+    """One cohort after the other. A device that is late may still answer, where the run uses late results."""
 
-    def __init__(self, asking: CohortSelector) -> None:
-        self._asking = asking
+    def __init__(self, runner: RoundRunner) -> None:
+        self._runner = runner
 
     def train(self, record: RoundRecord | None) -> OpenRound:
-        asking, config, number = self._asking, self._asking.config, self._asking.course.number
+        runner, state, selector = self._runner, self._runner.state, self._runner.selector
         drawn: tuple[int, int] | None = None
+        known: dict[str, Work] = {}
         if record is None:
-            asking.results.count_in(number)
-            asking.inbox.pump(lambda: asking.all_are_back() and bool(asking.free() or asking.results.counted))
-            here = asking.admitted(asking.presence.online())
-            free, wanted = asking.free(), cohort_size(config.cohort, len(here))
-            cohort = asking.select(free, math.ceil((1 + config.over_select) * wanted - 1e-9))
+            state.count_in(state.number)
+            runner.wait(lambda: selector.all_are_back() and bool(selector.free() or state.counted))
+            here = selector.admitted(state.presence.online())
+            free, wanted = selector.free(), cohort_size(state.config.cohort, len(here))
+            cohort = selector.select(free, math.ceil((1 + state.config.over_select) * wanted - 1e-9))
             drawn = (len(free), len(cohort))
-            needed = asking.quorum(min(wanted, len(cohort)))
-            asking.store.open_round(asking.run, number, cohort, needed)
-        else:  # who is in quarantine since need not be waited for
-            cohort = asking.admitted(record.cohort) or record.cohort
-            needed = record.needed or asking.quorum(len(record.cohort))
-        work = asking.work(cohort)
+            needed = selector.quorum(min(wanted, len(cohort)))
+            state.store.open_round(state.run, state.number, cohort, needed)
+        else:  # what is in quarantine since need not be waited for
+            cohort = selector.admitted(record.cohort) or record.cohort
+            needed = record.needed or selector.quorum(len(record.cohort))
+            asked = {task.device: task for task in state.store.unanswered(state.run, state.number)}
+            # of a device that is not here yet nothing is known but what it was asked
+            known = runner.recorded(
+                asked[device] for device in cohort if device in asked.keys() - state.presence.names()
+            )
+        planned = runner.plan([device for device in cohort if device not in known])
+        work = {device: part for device in cohort if (part := known.get(device) or planned.get(device))}
         if len(work) < len(cohort):
-            cohort, needed = list(work), min(needed, asking.quorum(len(work)))
-            asking.store.open_round(asking.run, number, cohort, needed)
-        asking.record_tasks(work)
-        return asking.ask(OpenRound(asking.run, number, "train", cohort, needed, work, drawn))
+            cohort, needed = list(work), min(needed, selector.quorum(len(work)))
+            state.store.open_round(state.run, state.number, cohort, needed)
+        runner.write_down(work)
+        return runner.ask(OpenRound(state.run, state.number, "train", cohort, needed, work, drawn))
 
     def goes_on(self, assigned_in: int, open_round: int) -> bool:
-        """Tasks of the open round are made again with it."""
+        """Tasks of the open round are given again with it."""
         return assigned_in < open_round
 
     def busy(self) -> list[str]:
-        return [assignment.device for assignment in self._asking.assignments]
+        return [task.device for task in self._runner.state.tasks]

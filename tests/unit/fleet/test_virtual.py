@@ -65,7 +65,7 @@ def test_nothing_accumulates(
     assert outcome.summary.status == "finished"
     assert [entry.accepted for entry in outcome.summary.rounds] == [DEVICES] * ROUNDS
     assert seen[1] == seen[-1]
-    assert seen[1]["coordinator.presence._devices"] == DEVICES
+    assert seen[1]["coordinator.state.presence._devices"] == DEVICES
     [host] = hosts
     for name, agent in host.agents.items():
         held = sizes(agent, name)

@@ -65,7 +65,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     made.round_evaluated(RUN, 1)
     made.open_round(RUN, 2, ["a", "b"])
     trained(made, 2, "a", 30, 0.5, step_s=0.020, flops=600)
-    made.add_refusal(RUN, 1, "c", "train", "no result: deadline")
+    made.add_refusal(RUN, 1, "c", "train", "no result: deadline", lost=True)
     made.add_refusal(RUN, None, "e", "hello", "its class folder [wasp] is unknown [/b]")
     yield made
     made.close()

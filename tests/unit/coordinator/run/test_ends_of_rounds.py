@@ -148,9 +148,18 @@ def hold(stage: Stage, on_task: Answer = silent) -> tuple[Fake, deadlines.Deadli
 
 def deadline_of(stage: Stage, device: Fake) -> deadlines.Deadline:
     assert stage.coordinator is not None
-    assignment = stage.coordinator.assignments.of(device.name)
+    assignment = stage.coordinator.state.tasks.of(device.name)
     assert assignment is not None
     return assignment.deadline
+
+
+def end_in(stage: Stage, device: Fake, seconds: float) -> None:
+    """Its deadline is so near."""
+    assert stage.coordinator is not None
+    task = stage.coordinator.state.tasks.of(device.name)
+    assert task is not None
+    task.deadline.at = time.monotonic() + seconds
+    stage.coordinator.scheduler.note_deadline(task)
 
 
 def is_given_up(stage: Stage, holder: Fake, first: Tensors) -> None:
@@ -236,7 +245,7 @@ def test_steps_that_a_device_cannot_have_hold_no_round(
     stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten images are a few steps; after those a device that says ever more of them is not waited for."""
-    holder, deadline = hold(stage)
+    holder, _ = hold(stage)
     steps = 0
 
     def works() -> bool:
@@ -248,7 +257,7 @@ def test_steps_that_a_device_cannot_have_hold_no_round(
     with monkeypatch.context() as patched:
         for patience in ("FIRST_S", "FLOOR_S"):
             patched.setattr(deadlines, patience, 0.5)
-        deadline.at = time.monotonic() + 0.5
+        end_in(stage, holder, 0.5)
         stage.drive(works)
     is_given_up(stage, holder, first)
 
@@ -257,7 +266,7 @@ def test_asking_for_the_same_bytes_again_holds_no_round(
     stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that fetches what it was offered, and what it was not, for ever."""
-    holder, deadline = hold(stage)
+    holder, _ = hold(stage)
     offered = newest(holder).blobs
 
     def asks() -> bool:
@@ -271,7 +280,7 @@ def test_asking_for_the_same_bytes_again_holds_no_round(
     with monkeypatch.context() as patched:
         for patience in ("FIRST_S", "FLOOR_S"):
             patched.setattr(deadlines, patience, 0.5)
-        deadline.at = time.monotonic() + 0.5
+        end_in(stage, holder, 0.5)
         stage.drive(asks)
     is_given_up(stage, holder, first)
 

@@ -64,7 +64,6 @@ TICK_S = 0.1
 HELLO_AGAIN_S = 5.0
 """A hello or a result that stays unanswered is sent again after about this long; the wait doubles to a minute."""
 AGAIN_MAX_S = 60.0
-PROGRESS_EVERY_S = 0.5
 SAME_ID_PATIENCE_S = 75.0
 """How long a device waits for its own last will, when its id is said to be taken: 1.5 keepalives and some."""
 

@@ -892,6 +892,16 @@ def test_a_result_survives_the_device(world: World, fedavg: "Setting") -> None:
     world.server.wait(lambda: again.vault.pending() == [])
 
 
+def test_progress_is_said_as_often_as_the_task_asks(world: World, fedavg: "Setting") -> None:
+    """At the first step, at the last, and in between only where the interval has passed: here it never has."""
+    world.device()
+    result = world.result(fedavg, program=with_epochs(fedavg.program, 150), progress_s=3600.0)
+    said = [
+        (message.done_steps, message.total_steps) for message in world.server.heard if isinstance(message, Progress)
+    ]
+    assert said == [(1, result.use.steps), (result.use.steps, result.use.steps)]
+
+
 def test_what_a_device_says_of_a_task_names_the_task(world: World, fedavg: "Setting", tmp_path: Path) -> None:
     """A result does, and names its Program, also when another process of the device sends it again."""
     first, server = world.device(), world.server

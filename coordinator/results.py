@@ -200,7 +200,8 @@ class Results:
         self._take(Answer(assignment, result, content))
 
     def on_failed(self, device: str, failed: Failed) -> None:
-        """A device says that it cannot do its task."""
+        """A device says that it cannot do its task; it repeats that until it is answered."""
+        self._answer(device, ResultAck(failed.run, failed.round, failed.kind, accepted=False))
         self.refuse(device, failed.kind, failed.reason, failed.round, failed.broke)
         if failed.run == self._run and (assignment := self._assignments.meant(device, failed)):
             self._lose(assignment, failed.reason, "failed")
@@ -208,6 +209,7 @@ class Results:
 
     def on_declined(self, device: str, declined: Declined) -> None:
         """A device does not work now: it is left out without blame, and asked again when it said."""
+        self._answer(device, ResultAck(declined.run, declined.round, declined.kind, accepted=False))
         if declined.run != self._run or not (assignment := self._assignments.meant(device, declined)):
             return
         reason = f"{declined.reason[:200]}; asked again in {declined.again_s:.0f} s"

@@ -200,7 +200,7 @@ def serve(
 ) -> None:
     """Connect the parts and take part until stopped."""
     # onnxruntime and the data readers are imported here, so that --help and typing errors answer at once
-    from edge_client.agent import Agent
+    from edge_client.agent import RETURN_SPREAD_S, Agent
     from edge_client.guard import Guard
     from edge_client.identity import Renewal
     from edge_client.readiness import Hours, Readiness
@@ -241,7 +241,8 @@ def serve(
     speed = speed_at_start(folder, threads, measure=profile or budget != Budget())
     if memory_budget is not None:
         ready_for_memory_budget(memory_budget)
-    transport = MqttTransport(SimpleQueue(), way.address, client_id=f"{name}-{secrets.token_hex(4)}")
+    client_id = f"{name}-{secrets.token_hex(4)}"
+    transport = MqttTransport(SimpleQueue(), way.address, client_id, return_spread_s=RETURN_SPREAD_S)
     agent = Agent(
         device=name,
         federation=way.federation,

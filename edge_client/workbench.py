@@ -23,7 +23,7 @@ from fedvit.errors import BadPayload
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, check_finite, check_tensors, delta, mapped, packed_pieces
-from fedvit.wire.messages import Cancel, Extended, Manifest, Progress, Result, Task
+from fedvit.wire.messages import Cancel, Extended, Manifest, Progress, Result, ResultAck, Task
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Job:
     def key(self) -> tuple[str, int, str]:
         return self.task.run, self.task.round, self.task.kind
 
-    def is_meant(self, message: Extended | Cancel) -> bool:
+    def is_meant(self, message: Extended | Cancel | ResultAck) -> bool:
         return self.key == (message.run, message.round, message.kind)
 
 

@@ -62,9 +62,13 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 HELLO_AGAIN_S = 5.0
-"""A hello or a result that stays unanswered is sent again after about this long; the wait doubles to a minute."""
+"""A hello, or what a task came to, is sent again after about this long without an answer; the wait doubles to a
+minute."""
 AGAIN_MAX_S = 60.0
-PROGRESS_EVERY_S = 0.5
+HELLO_SPREAD_S = 1.0
+"""The devices of a fleet that stayed connected say hello to a new coordinator spread over this time."""
+RETURN_SPREAD_S = 4.0
+"""The devices of a fleet that lost its broker connect again spread over this time."""
 SAME_ID_PATIENCE_S = 75.0
 """How long a device waits for its own last will, when its id is said to be taken: 1.5 keepalives and some."""
 
@@ -113,14 +117,22 @@ class Resend:
         self._due = time.monotonic() + self._wait_s * random.uniform(0.75, 1.25)
         return True
 
+    def hasten(self, within_s: float) -> None:
+        """Let it be due at some time in the next `within_s` seconds."""
+        self._due = min(self._due, time.monotonic() + random.uniform(0.0, within_s))
+
 
 @dataclass
 class _Pending:
-    """A result that is not acknowledged yet."""
+    """What a task came to, and the coordinator has not acknowledged yet."""
 
-    result: Result
-    not_known_in: int | None = None  # the epoch in which the coordinator does not serve the result's run
+    answer: Result | Failed | Declined
+    not_known_in: int | None = None  # the epoch in which the coordinator does not serve the task's run
     resend: Resend = field(default_factory=Resend)
+
+    @property
+    def is_result(self) -> bool:
+        return isinstance(self.answer, Result)
 
 
 class Agent:
@@ -190,8 +202,7 @@ class Agent:
         self._job: Job | None = None
         self._begin = begin
         self._worker: Work | None = None
-        self._pending: dict[tuple[str, int, str], _Pending] = {}
-        self._lost: list[Failed] = []  # results that are damaged here, which the coordinator does not know yet
+        self._pending: dict[tuple[str, int, str], _Pending] = {}  # by run, round and kind
         self._ended: RunEnded | None = None
         self._programs: dict[str, Program] = {}
         try:
@@ -223,9 +234,9 @@ class Agent:
             self._integrity.report(mended.what)
             if mended.lost:
                 run, number = mended.lost
-                self._lost.append(Failed(run, number, "train", mended.what[:500]))
+                self._keep(Failed(run, number, "train", mended.what[:500]))
         for result in self.vault.pending():
-            self._pending[result.run, result.round, result.kind] = _Pending(result)
+            self._keep(result)
         self.transport.subscribe(self.topics.coordinator_state, 1)
         self.transport.subscribe(self.topics.to_device(self.device), 1)
         if self.renewal:
@@ -297,7 +308,7 @@ class Agent:
         if self._hello is None:
             for pending in list(self._pending.values()):
                 if pending.not_known_in is None and pending.resend.due():
-                    self._send_result(pending.result)
+                    self._send_answer(pending.answer)
 
     # --- messages -------------------------------------------------------------------------------------
 
@@ -360,7 +371,9 @@ class Agent:
         if not state.alive:
             log.info("the coordinator left; waiting for it")
         elif state.epoch != self._epoch:
-            self._say_hello()
+            # a hello that is under way may be answered before another one is due
+            self._hello = self._hello or Resend()
+            self._hello.hasten(HELLO_SPREAD_S)
 
     def _say_hello(self, resend: Resend | None = None) -> None:
         self._hello = resend or Resend()
@@ -386,12 +399,10 @@ class Agent:
         self._hello = None
         self._refused_since = None
         self._other_version = None
-        while self._lost:
-            self._send(self._lost.pop())
         for pending in list(self._pending.values()):
             if pending.not_known_in != welcome.epoch:
                 pending.not_known_in = None
-                self._send_result(pending.result)
+                self._send_answer(pending.answer)
 
     def _on_refused(self, refused: Refused) -> None:
         if refused.final:
@@ -411,7 +422,10 @@ class Agent:
             job.expires_at = now + extended.deadline_s
 
     def _on_cancel(self, cancel: Cancel) -> None:
-        """Nothing of a task that is at work is kept; a result that is done waits for its answer."""
+        """Nothing of a task that is at work is kept, nor that it could not be done; a result waits for its answer."""
+        key = (cancel.run, cancel.round, cancel.kind)
+        if (pending := self._pending.get(key)) and not pending.is_result:
+            del self._pending[key]
         if self._job and self._job.is_meant(cancel):
             log.info("task cancelled", extra={"round": cancel.round, "kind": cancel.kind, "reason": cancel.reason})
             self._drop_job()
@@ -420,21 +434,25 @@ class Agent:
         key = (ack.run, ack.round, ack.kind)
         pending = self._pending.get(key)
         if pending is None:
+            if self._job and self._job.is_meant(ack) and not ack.keep:  # it was given again before this was heard
+                self._drop_job()
             return
         if ack.keep:
             log.info("result kept for later", extra={"run": ack.run, "round": ack.round, "reason": ack.reason})
             pending.not_known_in = self._epoch
             return
         del self._pending[key]
+        if not isinstance(pending.answer, Result):
+            return
         if ack.kind == "train":
             self._settle(ack.run, ack.round, accepted=ack.accepted)
         if not ack.accepted:
             log.warning(
                 "result refused", extra={"run": ack.run, "round": ack.round, "kind": ack.kind, "reason": ack.reason}
             )
-            if pending.result.upload:
+            if pending.answer.upload:
                 with contextlib.suppress(Damaged, StorageFailed):  # it may be why, and is then told
-                    self._integrity.check([pending.result.upload.digest], afresh=True)
+                    self._integrity.check([pending.answer.upload.digest], afresh=True)
 
     def _settle(self, run: str, number: int, *, accepted: bool) -> None:
         try:
@@ -444,8 +462,9 @@ class Agent:
 
     def _on_run_ended(self, ended: RunEnded) -> None:
         log.info("run ended", extra={"run": ended.run, "status": ended.status})
-        if ended.status == "finished":  # nobody will acknowledge what is still unsent; a failed run may be resumed
-            for key in [key for key in self._pending if key[0] == ended.run]:
+        finished = ended.status == "finished"  # then nobody will acknowledge results; a failed run may be resumed
+        for key, pending in list(self._pending.items()):
+            if key[0] == ended.run and (finished or not pending.is_result):
                 del self._pending[key]
         if self._job and self._job.task.run != ended.run:
             return  # an earlier run's end, late
@@ -460,13 +479,14 @@ class Agent:
         if self._job and self._job.key == key:  # told again: the coordinator was started again, or the link was cut
             self._job.expires_at = time.monotonic() + task.deadline_s
             return
-        if pending := self._pending.get(key):
-            self._send_result(pending.result)
+        if (pending := self._pending.get(key)) and isinstance(pending.answer, Result):
+            self._send_result(pending.answer)
             return
+        self._pending = {key: pending for key, pending in self._pending.items() if pending.is_result}
         self._drop_job()
         if not_now := self.readiness.not_now():
             log.info("task declined", extra={"round": task.round, "kind": task.kind, "reason": not_now.reason})
-            self._send(Declined(task.run, task.round, task.kind, not_now.reason, not_now.again_s, task.task))
+            self._answer(Declined(task.run, task.round, task.kind, not_now.reason, not_now.again_s, task.task))
             return
         job = self._job = Job(task, time.monotonic() + task.deadline_s, task.deadline_s)
         log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
@@ -585,8 +605,7 @@ class Agent:
         job = worked.job
         if worked.result:
             result = msgspec.structs.replace(worked.result, damaged=self._integrity.reports())
-            self._pending[job.key] = _Pending(result)
-            self._send_result(result)
+            self._answer(result)
             log.info(
                 "task done",
                 extra={"round": result.round, "kind": result.kind, "samples": result.samples, **result.metrics},
@@ -608,7 +627,7 @@ class Agent:
         reason = str(error) if isinstance(error, FedvitError) else f"{type(error).__name__}: {error}"
         self._drop_job()
         broke, use = (error.broke, error.use) if isinstance(error, Exceeded) else (None, None)
-        self._send(Failed(task.run, task.round, task.kind, reason[:500], broke, use, task.task))
+        self._answer(Failed(task.run, task.round, task.kind, reason[:500], broke, use, task.task))
 
     def _drop_job(self) -> None:
         if self._job:
@@ -625,6 +644,20 @@ class Agent:
     def _tell_progress(self, progress: Progress) -> None:
         """From the thread that works."""
         self.transport.publish(self.topics.from_device(self.device), encode(progress), qos=0)
+
+    def _keep(self, answer: Result | Failed | Declined) -> None:
+        """From now on the answer is sent again until it is acknowledged."""
+        self._pending[answer.run, answer.round, answer.kind] = _Pending(answer)
+
+    def _answer(self, answer: Result | Failed | Declined) -> None:
+        self._keep(answer)
+        self._send_answer(answer)
+
+    def _send_answer(self, answer: Result | Failed | Declined) -> None:
+        if isinstance(answer, Result):
+            self._send_result(answer)
+        else:
+            self._send(answer)
 
     def _send_result(self, result: Result) -> None:
         """With its upload inside, if that is small. An upload that is not what it was is not sent."""
@@ -649,10 +682,9 @@ class Agent:
     def _forget(self, result: Result, reason: str) -> None:
         """A result that cannot be sent: a newer task tidied up before it was known, or its file was deleted."""
         log.error("result lost", extra={"run": result.run, "round": result.round, "reason": reason})
-        self._pending.pop((result.run, result.round, result.kind), None)
         if result.kind == "train":
             self._settle(result.run, result.round, accepted=False)
-        self._send(Failed(result.run, result.round, result.kind, reason[:500], task=result.task))
+        self._answer(Failed(result.run, result.round, result.kind, reason[:500], task=result.task))
 
     def _tell_blob(self, peer: str, message: Want | Done | Apart) -> None:
         assert not isinstance(message, Apart)  # only the coordinator serves several at once
@@ -662,7 +694,8 @@ class Agent:
         return self.topics.upload(self.device, digest)
 
     def _pinned(self) -> set[str]:
-        return {pending.result.upload.digest for pending in self._pending.values() if pending.result.upload}
+        answers = (pending.answer for pending in self._pending.values())
+        return {answer.upload.digest for answer in answers if isinstance(answer, Result) and answer.upload}
 
     def _may_read(self, peer: str, digest: str) -> bool:
         return digest in self._pinned()

@@ -1,5 +1,6 @@
 """Where a device does a task once its blobs are here: what goes into the step, the step, and what comes of it."""
 
+import math
 import threading
 import time
 from collections import Counter
@@ -22,9 +23,7 @@ from fedvit.errors import BadPayload
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, check_finite, check_tensors, delta, mapped, packed_pieces
-from fedvit.wire.messages import Cancel, Extended, Manifest, Progress, Result, Task
-
-PROGRESS_EVERY_S = 0.5
+from fedvit.wire.messages import Cancel, Extended, Manifest, Progress, Result, ResultAck, Task
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Job:
     def key(self) -> tuple[str, int, str]:
         return self.task.run, self.task.round, self.task.kind
 
-    def is_meant(self, message: Extended | Cancel) -> bool:
+    def is_meant(self, message: Extended | Cancel | ResultAck) -> bool:
         return self.key == (message.run, message.round, message.kind)
 
 
@@ -226,14 +225,16 @@ class Workbench:
         return values
 
     def _progress(self, job: Job) -> Callable[[int, int, float | None], None]:
-        last = 0.0
+        """Tells how far the job is: at its first and last step, and else not sooner than the task says after the
+        message before."""
+        last = -math.inf
 
         def step(done: int, total: int, loss: float | None) -> None:
             nonlocal last
             now = time.monotonic()
-            if now - last >= PROGRESS_EVERY_S or done == total:
+            task = job.task
+            if now - last >= task.progress_s or done == total:
                 last = now
-                task = job.task
                 self._tell(Progress(task.run, task.round, task.kind, done, total, loss, task.task))
 
         return step

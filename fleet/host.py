@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from edge_client.agent import RETURN_SPREAD_S
 from edge_client.cli import lock_state
 from fedvit import command_line
 from fedvit.files import make_private, private_files
@@ -76,7 +77,9 @@ def host_command(
     host = Host(
         mine,
         federation=check_name(federation, "federation"),
-        transport=lambda name, inbox: SharedMqttTransport(inbox, address, f"{name}-{secrets.token_hex(4)}", loop),
+        transport=lambda name, inbox: SharedMqttTransport(
+            inbox, address, f"{name}-{secrets.token_hex(4)}", loop, return_spread_s=RETURN_SPREAD_S
+        ),
         state=state,
         blobs=state / f"host-{number}" / "blobs",
         threads=threads,

@@ -17,6 +17,10 @@ from fedvit.tensors import Tensors, pack, unpack
 from fedvit.updates import NONE, Codec, decode, make_codec
 from fedvit.wire.messages import Recipe
 
+MAX_LINKS = 32
+"""Of one group: a task names each as a recipe of about 250 bytes, and 64 kB hold about 250 of all its groups together.
+A device that was away for more rounds gets the group whole."""
+
 
 class Link(Struct, frozen=True):
     """A step to a reference, as digests; see `Recipe`."""
@@ -89,9 +93,9 @@ def _coded(members: Tensors, before: Reference | None, down: Codec, whole: Codec
 
 
 def _smaller_than(size: int, links: list[Link], blobs: BlobStore) -> tuple[Link, ...]:
-    """The newest links whose patches together are smaller: others would help nobody."""
+    """The newest links whose patches together are smaller: others would help nobody. At most MAX_LINKS of them."""
     kept: list[Link] = []
-    for link in reversed(links):
+    for link in reversed(links[-MAX_LINKS:]):
         size -= blobs.manifest(link.patch).size
         if size <= 0:
             break

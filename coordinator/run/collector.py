@@ -161,10 +161,10 @@ class ResultCollector:
         self._take(task)
 
     def on_failed(self, device: str, failed: Failed) -> None:
-        """A device says that it cannot do its task."""
+        """A device says that it cannot do its task; it repeats that until it is answered."""
         state = self._state
         state.refuse(device, failed.kind, failed.reason, failed.round, failed.broke)
-        state.send(device, ResultAck(failed.run, failed.round, failed.kind, accepted=False, reason="noted"))
+        state.send(device, ResultAck(failed.run, failed.round, failed.kind, accepted=False))
         task = state.tasks.meant(device, failed)
         if task and task.is_same(failed) and task.state is not TaskState.CHECKED:
             self._profiles.learn(device, task.work.expected, (failed.broke,) if failed.broke else (), failed.use)
@@ -175,7 +175,7 @@ class ResultCollector:
     def on_declined(self, device: str, declined: Declined) -> None:
         """A device does not work now: it is left out without blame, and asked again when it said."""
         state = self._state
-        state.send(device, ResultAck(declined.run, declined.round, declined.kind, accepted=False, reason="noted"))
+        state.send(device, ResultAck(declined.run, declined.round, declined.kind, accepted=False))
         task = state.tasks.meant(device, declined)
         if task is None or not task.is_same(declined) or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
             return

@@ -10,7 +10,6 @@ import collections
 import contextlib
 import itertools
 import logging
-import random
 import select
 import socket
 import ssl
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.transport import packets
+from fedvit.transport.backoff import Backoff
 from fedvit.transport.base import BulkSink
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ KEEPALIVE_S = 30
 CONNECT_S = 10.0
 IDLE_S = 30.0
 """So long after the last chunk the connection is closed."""
-FIRST_RETRY_S = 0.25
-LAST_RETRY_S = 10.0
-SETTLED_S = 10.0
 READ_BYTES = 256 * 1024
 """Read at once: more falls out of a small processor's cache before it is written to the file."""
 PIECES = 32
@@ -50,6 +47,7 @@ class BulkLink:
     """Publishes and hears chunks on a connection that comes and goes with them.
 
     `woken` is called, in the link's thread, when the connection is up; `received` with the size of what came.
+    `backoff` says when a connection that was lost is tried again.
     """
 
     def __init__(
@@ -61,6 +59,7 @@ class BulkLink:
         largest_packet: int,
         woken: Callable[[], None],
         received: Callable[[int], None],
+        backoff: Backoff,
     ) -> None:
         self._address = address
         self._client_id = client_id
@@ -68,6 +67,7 @@ class BulkLink:
         self._largest_packet = largest_packet
         self._woken = woken
         self._received = received
+        self._backoff = backoff
         self._lock = threading.Lock()
         self._sinks: dict[str, BulkSink] = {}
         self._by_name: dict[bytes, tuple[str, BulkSink]] = {}
@@ -76,6 +76,7 @@ class BulkLink:
         self._packet_ids = itertools.cycle(range(1, 0x10000))
         self._asked: dict[int, str] = {}  # packet id -> topic of a subscription that is not confirmed
         self._up = False
+        self._up_at: float | None = None
         self._used_at = 0.0
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -157,9 +158,8 @@ class BulkLink:
     # --- the link's thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        failures = 0
         while not self._closing.is_set():
-            began = time.monotonic()
+            self._up_at = None
             reason = self._connection()
             with self._lock:
                 self._up = False
@@ -172,10 +172,8 @@ class BulkLink:
             if reason is None:
                 continue  # wanted again since
             log.info("bulk connection lost; trying again", extra={"reason": f"{self._address}: {reason}"})
-            if time.monotonic() - began > SETTLED_S:
-                failures = 0
-            self._closing.wait(min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.5))
-            failures += 1
+            up_s = None if self._up_at is None else time.monotonic() - self._up_at
+            self._closing.wait(self._backoff.wait_s(up_s))
 
     def _is_idle(self) -> bool:
         return not self._sinks and not self._out and time.monotonic() - self._used_at > IDLE_S
@@ -189,6 +187,7 @@ class BulkLink:
             mine.setblocking(False)
             self._waker.setblocking(False)
             opened = self._connected()
+            self._up_at = time.monotonic()
             with self._lock:
                 self._up = True
                 for topic in self._sinks:

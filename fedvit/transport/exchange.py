@@ -92,7 +92,7 @@ class _Sending:
             want = msgspec.structs.replace(want, stalled=False)
         self.outgoing.update(peer, want)
         self.heard_at[peer] = now
-        if len(self.outgoing.takers) >= self.receivers:
+        if self.outgoing.receiver_count >= self.receivers:
             self.starts_at = now
 
     def drop(self, peer: str) -> None:
@@ -366,7 +366,7 @@ class BlobExchange:
             self.cancel(peer)
 
     def _forget_if_idle(self, key: tuple[str, str], sending: _Sending) -> None:
-        if not sending.outgoing.takers:
+        if not sending.outgoing.receiver_count:
             del self._sending[key]  # its file stays mapped until the last chunk has left
 
     def _pump(self, sending: _Sending) -> None:

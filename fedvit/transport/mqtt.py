@@ -9,7 +9,7 @@ What paho leaves to its user, and where it is done here:
   So each connection gets a client of its own: what was handed over before a loss is gone with it.
 - An exception in a callback ends paho's thread while `is_connected()` stays true. The thread is ours, and
   callbacks only put events into the inbox.
-- Reconnecting has no jitter, a failed attempt no reason. Both are in `_run`.
+- Reconnecting has no jitter, a failed attempt no reason. The first is in `backoff`, the second in `_connection`.
 - A message over the broker's limit is sent again for ever. The size is checked before publishing.
 - TCP_NODELAY is never set; with the broker's delayed acknowledgement that costs 40 ms per message.
 """
@@ -17,7 +17,6 @@ What paho leaves to its user, and where it is done here:
 import contextlib
 import functools
 import logging
-import random
 import re
 import socket
 import ssl
@@ -43,6 +42,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from fedvit.errors import BadPayload, ConfigError
+from fedvit.transport.backoff import Backoff
 from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Taken, Transport, Wake, Will, WillMaker
 from fedvit.transport.bulk import BulkLink
 
@@ -56,10 +56,6 @@ FILTERS_PER_SUBSCRIBE = 8
 BOTH_VERSIONS = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
 VERSION_S = 5.0
 """A broker that does not answer to version 5 for so long is asked in 3.1.1."""
-FIRST_RETRY_S = 0.5
-LAST_RETRY_S = 10.0
-SETTLED_S = 10.0
-"""A link that held this long was a good one: the next loss is retried quickly."""
 FAREWELL_S = 2.0
 _HEADER_BYTES = 9  # at most: fixed header 5, length of the topic 2, packet id 2
 
@@ -212,7 +208,8 @@ class _Link:
 class MqttTransport(Transport):
     """A link to an MQTT broker that comes back by itself, for ever.
 
-    With `tell_taken` each acknowledgement of the broker arrives in the inbox, as Taken.
+    With `tell_taken` each acknowledgement of the broker arrives in the inbox, as Taken. After the loss of a link the
+    first attempt to come back is made within `return_spread_s` seconds and some: one of many clients gives several.
 
     Raises ConfigError when the address names certificates that cannot be read.
     """
@@ -226,6 +223,7 @@ class MqttTransport(Transport):
         max_packet_bytes: int = MAX_PACKET_BYTES,
         versions: Sequence[MQTTProtocolVersion] = BOTH_VERSIONS,
         tell_taken: bool = False,
+        return_spread_s: float = 0.0,
     ) -> None:
         super().__init__(inbox)
         self._tell_taken = tell_taken
@@ -244,7 +242,10 @@ class MqttTransport(Transport):
             largest_packet=max_packet_bytes,
             woken=lambda: inbox.put(Wake()),
             received=self._count_received,
+            backoff=Backoff(return_spread_s),
         )
+        self._backoff = Backoff(return_spread_s)
+        self._up_at: float | None = None
         self._lock = threading.Lock()
         self._filters: dict[str, int] = {}
         self._link: _Link | None = None
@@ -332,21 +333,19 @@ class MqttTransport(Transport):
     # --- the network thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        failures = 0
         while not self._closing.is_set():
-            began = time.monotonic()
             reason = self._connection()
             if reason is None:
                 continue
             if self._closing.is_set():
                 return
             self.inbox.put(Disconnected(reason))
-            if time.monotonic() - began > SETTLED_S:
-                failures = 0
-            # jitter, so that a fleet that lost its broker does not come back as one wave
-            delay_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.5)
-            failures += 1
-            self._closing.wait(delay_s)
+            self._closing.wait(self._retry_s())
+
+    def _retry_s(self) -> float:
+        """Seconds until the next attempt, now that a link or an attempt has ended."""
+        up_at, self._up_at = self._up_at, None
+        return self._backoff.wait_s(None if up_at is None else time.monotonic() - up_at)
 
     def _connection(self) -> str | None:
         """Connect and serve the link until it ends; the answer is why it did, None to try another version at once."""
@@ -460,6 +459,7 @@ class MqttTransport(Transport):
     def _up_if_subscribed(self, link: _Link) -> None:
         if not link.up and not link.awaited and not self._closing.is_set():
             link.up = True
+            self._up_at = time.monotonic()
             self.inbox.put(Connected())
             while link.early:
                 self.inbox.put(link.early.pop(0))

@@ -9,7 +9,6 @@ import contextlib
 import heapq
 import itertools
 import logging
-import random
 import selectors
 import socket
 import threading
@@ -24,9 +23,6 @@ from fedvit.errors import ConfigError
 from fedvit.transport.base import Disconnected, Will, WillMaker
 from fedvit.transport.mqtt import (
     FAREWELL_S,
-    FIRST_RETRY_S,
-    LAST_RETRY_S,
-    SETTLED_S,
     Address,
     MqttTransport,
     _Link,
@@ -172,7 +168,6 @@ class MqttLoop:
         if transport.is_closing:
             self._forget(transport)
             return
-        transport.began = time.monotonic()
         try:
             link = transport._link = _Link(transport._new_client(transport._versions[0]))
         except ConfigError as error:
@@ -201,13 +196,8 @@ class MqttLoop:
             self._forget(transport)
             return
         transport.inbox.put(Disconnected(reason))
-        now = time.monotonic()
-        if now - transport.began > SETTLED_S:
-            transport.failures = 0
-        delay_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(transport.failures, 10)) * random.uniform(0.5, 1.5)
-        transport.failures += 1
         transport.waits = True
-        heapq.heappush(self._due, (now + delay_s, next(self._number), transport))
+        heapq.heappush(self._due, (time.monotonic() + transport._retry_s(), next(self._number), transport))
 
     def _forget(self, transport: "SharedMqttTransport") -> None:
         self._members.discard(transport)
@@ -233,11 +223,18 @@ class MqttLoop:
 class SharedMqttTransport(MqttTransport):
     """One link of many on a `MqttLoop`, which is closed after them."""
 
-    def __init__(self, inbox: SimpleQueue[object], address: Address, client_id: str, loop: MqttLoop) -> None:
-        super().__init__(inbox, address, client_id, versions=(MQTTProtocolVersion.MQTTv311,))
+    def __init__(
+        self,
+        inbox: SimpleQueue[object],
+        address: Address,
+        client_id: str,
+        loop: MqttLoop,
+        *,
+        return_spread_s: float = 0.0,
+    ) -> None:
+        versions = (MQTTProtocolVersion.MQTTv311,)
+        super().__init__(inbox, address, client_id, versions=versions, return_spread_s=return_spread_s)
         self.waits = False  # for its next try to connect
-        self.failures = 0
-        self.began = 0.0
         self.gone = threading.Event()  # closed, and its socket with it
         self._loop = loop
         self._closed_at: float | None = None

@@ -321,6 +321,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 600.0)  # what is said again is said for another reason
+    monkeypatch.setattr(agent_module, "HELLO_SPREAD_S", 0.0)
     broker = MemoryBroker()
     world = World(broker, Server(broker, tmp_path / "server"), digits, tmp_path)
     yield world
@@ -432,6 +433,20 @@ def test_every_epoch_of_the_coordinator_gets_one_hello(world: World) -> None:
     server.is_here(9)
     server.welcome()
     assert server.count(Hello) == before + 2
+
+
+def test_hello_that_is_answered_is_not_said_again_for_the_new_epoch(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator heard the hello of a new connection before its own words about its epoch got to the device."""
+    monkeypatch.setattr(agent_module, "HELLO_SPREAD_S", 600.0)
+    world.device(joined=False)
+    server = world.server
+    server.instance = server.expect(Hello).instance
+    server.is_here(7)
+    server.tell(Welcome(server.instance, 7, "tests"))
+    server.mark()
+    assert server.count(Hello) == 1
 
 
 def test_an_unanswered_hello_is_said_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -856,6 +871,75 @@ def test_once_leaves_when_the_run_has_ended(world: World, fedavg: "Setting") -> 
 # --- results stay until they are acknowledged ---------------------------------------------------------
 
 
+@pytest.fixture
+def repeating(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not answered is said again at once."""
+    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.0)
+    monkeypatch.setattr(agent_module, "AGAIN_MAX_S", 0.0)
+
+
+ANSWERS_TO_A_REFUSAL: dict[str, Callable[[Failed | Declined], FromCoordinator]] = {
+    "acknowledged": lambda said: ResultAck(said.run, said.round, said.kind, accepted=False),
+    "cancelled": lambda said: Cancel(said.run, said.round, said.kind, "the round is over"),
+    "run ended": lambda said: RunEnded(said.run, "failed"),
+}
+
+
+@pytest.mark.usefixtures("repeating")
+@pytest.mark.parametrize("answer", ANSWERS_TO_A_REFUSAL.values(), ids=ANSWERS_TO_A_REFUSAL)
+@pytest.mark.parametrize("kind", [Failed, Declined])
+def test_failures_and_refusals_are_repeated_until_they_are_answered(
+    world: World,
+    fedavg: "Setting",
+    tmp_path: Path,
+    kind: type[Failed | Declined],
+    answer: Callable[[Failed | Declined], FromCoordinator],
+) -> None:
+    busy, server = tmp_path / "busy", world.server
+    world.device(readiness=Readiness(busy_file=busy))
+    if kind is Declined:
+        busy.touch()
+    world.give(fedavg, groups={}, task="what nobody can do")
+    said = server.expect(kind)
+    assert [server.expect(kind) for _ in range(3)] == [said] * 3
+    server.tell(ResultAck("other", said.round, said.kind, accepted=False))  # about another run
+    assert [server.expect(kind) for _ in range(3)] == [said] * 3
+    busy.unlink(missing_ok=True)
+    server.tell(answer(said))
+    server.is_here(server.epoch + 1)
+    server.expect(Hello)  # by now the device knows the answer
+    before = server.count(kind)
+    server.tell(Welcome(server.instance, server.epoch, "tests"))  # with which all that is pending is said again
+    server.mark()
+    assert server.count(kind) == before
+
+
+@pytest.mark.usefixtures("repeating")
+def test_failure_that_was_lost_with_the_link_is_said_after_the_next_welcome(world: World, fedavg: "Setting") -> None:
+    device, server = world.device(), world.server
+    world.give(fedavg, program=with_epochs(fedavg.program, 500_000), deadline_s=600.0)
+    server.expect(Progress)
+    world.broker.stop()
+    assert device.agent._job is not None
+    device.agent._job.expires_at = 0.0  # the deadline passes while nobody can be told
+    server.wait(lambda: device.agent._job is None)
+    world.broker.start()
+    server.is_here(server.epoch + 1)
+    server.welcome()
+    assert "not done within the deadline" in server.expect(Failed).reason
+
+
+def test_task_that_was_given_again_is_left_when_its_failure_is_acknowledged(world: World, fedavg: "Setting") -> None:
+    """The coordinator heard of the failure after all; to go on would only cost energy."""
+    device, server = world.device(), world.server
+    world.give(fedavg, groups={})
+    failed = server.expect(Failed)
+    world.give(fedavg, program=with_epochs(fedavg.program, 500_000))
+    server.expect(Progress)
+    server.tell(ResultAck(failed.run, failed.round, failed.kind, accepted=False))
+    server.wait(lambda: device.agent._job is None)
+
+
 def test_a_result_is_sent_until_it_is_acknowledged(
     world: World, fedavg: "Setting", monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -890,6 +974,16 @@ def test_a_result_survives_the_device(world: World, fedavg: "Setting") -> None:
     assert pack(world.server.fetch(result.upload)) == upload
     world.server.acknowledge(result)
     world.server.wait(lambda: again.vault.pending() == [])
+
+
+def test_progress_is_said_as_often_as_the_task_asks(world: World, fedavg: "Setting") -> None:
+    """At the first step, at the last, and in between only where the interval has passed: here it never has."""
+    world.device()
+    result = world.result(fedavg, program=with_epochs(fedavg.program, 150), progress_s=3600.0)
+    said = [
+        (message.done_steps, message.total_steps) for message in world.server.heard if isinstance(message, Progress)
+    ]
+    assert said == [(1, result.use.steps), (result.use.steps, result.use.steps)]
 
 
 def test_what_a_device_says_of_a_task_names_the_task(world: World, fedavg: "Setting", tmp_path: Path) -> None:

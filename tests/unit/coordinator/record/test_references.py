@@ -2,16 +2,17 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from coordinator.config import UpdatesConfig
-from coordinator.record.references import Reference, references, snapshot
+from coordinator.record.references import MAX_LINKS, Reference, references, snapshot
 from edge_client.downlink import make_blob, routes
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
 from fedvit.tensors import Tensors, pack, unpack
-from fedvit.wire.messages import Manifest, Recipe
+from fedvit.wire.messages import Manifest, Recipe, Task, encode
 
 WAYS = [
     UpdatesConfig(down="int8"),
@@ -93,6 +94,25 @@ def test_a_chain_is_followed_as_long_as_it_is_cheaper(tmp_path: Path) -> None:
         device = BlobStore(tmp_path / f"missed-{missed}")
         device.put(server.get(found[5 - missed].digest))
         assert (hand_over(found[5], server, device) < whole) is cheaper
+
+
+def test_chain_of_tiny_patches_is_capped_so_that_a_task_can_name_it(tmp_path: Path) -> None:
+    """Patches of top-k are so small that hundreds would be cheaper than the whole, and larger than a message."""
+    blobs = BlobStore(tmp_path)
+    rng = np.random.default_rng(0)
+    state = {"w": rng.normal(size=100_000).astype(np.float32)}
+    reference, rounds = Reference(blobs.put(pack(state)).digest), MAX_LINKS + 3
+    for _ in range(rounds):
+        state = {"w": state["w"] + rng.normal(0, 1e-3, 100_000).astype(np.float32)}
+        found = references({"g": state}, {"g": reference}, UpdatesConfig(down="top_k:share=0.001"), blobs)
+        reference = found["g"]
+    assert len(reference.links) == MAX_LINKS
+    assert reference.links[-1].target == reference.digest
+    groups = {f"group-{number}": reference.digest for number in range(4)}
+    named = [reference.digest, *(link.patch for link in reference.links)]
+    manifests = tuple(blobs.manifest(digest) for digest in named)
+    task = Task("i" * 64, 1, "r" * 64, 1, "train", 1, reference.digest, groups, manifests, 60.0)
+    encode(msgspec.structs.replace(task, recipes=4 * reference.recipes(blobs)))  # raises for one that is too large
 
 
 @each_way

@@ -16,7 +16,7 @@ from fedvit.blobs import digest_of
 from fedvit.errors import EmptyCohort
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
-from fedvit.wire.messages import Cancel, Declined, Done, Extended, Manifest, Progress, Result, Task, Want
+from fedvit.wire.messages import Cancel, Declined, Done, Extended, Manifest, Progress, Result, ResultAck, Task, Want
 from fedvit.wire.transfer import Chunk
 from tests.unit.coordinator.run.test_coordinator import (
     Answer,
@@ -494,6 +494,7 @@ def test_a_device_that_declines_is_left_out_without_blame(stage: Stage, first: T
     stage.start(devices=2, rounds=2, evaluate_every=9)
     stage.drive(lambda: a.tasks() == [1, 2])
     assert hot.tasks() == [1]
+    assert hot.answers() == [(1, False)], "it repeats what is not answered"
     assert stage.refusals("hot") == ["declined: hot: 81 C; asked again in 3600 s"]
     assert stage.finish() == "finished"
     assert [record.figures["declined"] for record in stage.store.rounds("r")] == [1, 0]
@@ -524,8 +525,14 @@ def test_a_decline_of_what_nobody_asked_changes_nothing(stage: Stage, first: Ten
         device.say(Declined(task.run, 7, "train", "busy", 60.0))
         honest(device, task)
 
-    stage.fake("a", astray)
+    device = stage.fake("a", astray)
     stage.start(rounds=2)
     assert stage.finish() == "finished"
     assert stage.store.refusals("r") == []
+    assert [(ack.run, ack.round) for ack in device.got(ResultAck) if not ack.accepted] == [
+        ("yesterday", 1),
+        ("r", 7),
+        ("yesterday", 1),
+        ("r", 7),
+    ]
     assert_moved_by(stage, first, 2.0)

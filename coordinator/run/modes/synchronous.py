@@ -2,11 +2,10 @@
 
 import math
 
-from coordinator.record.tables import RoundRecord
+from coordinator.record.tables import RoundRecord, TaskRecord
 from coordinator.run.cohort import cohort_size
 from coordinator.run.open_round import OpenRound
 from coordinator.run.round_runner import RoundRunner
-from coordinator.run.tasks import Work
 
 
 class Synchronous:
@@ -18,7 +17,7 @@ class Synchronous:
     def train(self, record: RoundRecord | None) -> OpenRound:
         runner, state, selector = self._runner, self._runner.state, self._runner.selector
         drawn: tuple[int, int] | None = None
-        known: dict[str, Work] = {}
+        asked: dict[str, TaskRecord] = {}
         if record is None:
             state.count_in(state.number)
             runner.wait(lambda: selector.all_are_back() and bool(selector.free() or state.counted))
@@ -32,14 +31,16 @@ class Synchronous:
             cohort = selector.admitted(record.cohort) or record.cohort
             needed = record.needed or selector.quorum(len(record.cohort))
             asked = {task.device: task for task in state.store.unanswered(state.run, state.number)}
-            # of a device that is not here yet nothing is known but what it was asked
-            known = runner.recorded(
-                asked[device] for device in cohort if device in asked.keys() - state.presence.names()
-            )
+        # of a device that is not here yet nothing is known but what it was asked before
+        absent = set(cohort) - state.presence.names() if asked else set()
+        known = runner.recorded(asked[device] for device in sorted(absent & asked.keys()))
         planned = runner.plan([device for device in cohort if device not in known])
-        work = {device: part for device in cohort if (part := known.get(device) or planned.get(device))}
+        work = known | {
+            device: part._replace(attempt=asked[device].attempt) if device in asked else part
+            for device, part in planned.items()
+        }
         if len(work) < len(cohort):
-            cohort, needed = list(work), min(needed, selector.quorum(len(work)))
+            cohort, needed = [device for device in cohort if device in work], min(needed, selector.quorum(len(work)))
             state.store.open_round(state.run, state.number, cohort, needed)
         runner.write_down(work)
         return runner.ask(OpenRound(state.run, state.number, "train", cohort, needed, work, drawn))

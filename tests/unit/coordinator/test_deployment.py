@@ -1,5 +1,6 @@
 """Deployments: their files, joining by token, replacement, renewal and revocation, at a real mosquitto."""
 
+import contextlib
 import json
 import os
 import signal
@@ -27,8 +28,9 @@ from coordinator.broker.process import Broker
 from coordinator.cli import _deployed, cli
 from coordinator.config import BrokerConfig, RunConfig, StartConfig
 from coordinator.deployment.authority import DAY_S, Authority
+from coordinator.deployment.broker_log import MOST_CONNECTIONS
 from coordinator.deployment.folder import COORDINATOR, Deployment, make_token, own_hosts
-from coordinator.deployment.misuse import MOST_CONNECTIONS
+from coordinator.deployment.registry import Device, OpenToken
 from coordinator.deployment.service import Service, served
 from coordinator.quarantine import Quarantine
 from coordinator.store import Store
@@ -89,6 +91,22 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity_module, "ASK_AGAIN_S", 0.5)
 
 
+def known(deployment: Deployment, name: str) -> Device | None:
+    with deployment.registry.read() as rows:
+        return rows.device(name)
+
+
+def joined(deployment: Deployment, name: str) -> Device:
+    device = known(deployment, name)
+    assert device is not None
+    return device
+
+
+def open_tokens(deployment: Deployment, name: str) -> list[OpenToken]:
+    with deployment.registry.read() as rows:
+        return rows.open_tokens(time.time(), name)
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, list(arguments))
 
@@ -101,7 +119,7 @@ def test_what_is_secret_can_be_read_by_its_owner_alone(tmp_path: Path) -> None:
     make_token(deployment, "pi", 60.0)
     for path in (deployment.folder, deployment.run):
         assert path.stat().st_mode & 0o777 == 0o700
-    secret = {"authority.key", "server.key", "coordinator.key", "registry.json", "enrolment.passwords"}
+    secret = {"authority.key", "server.key", "coordinator.key", "registry.db", "enrolment.passwords"}
     for path in deployment.folder.iterdir():
         text = path.read_bytes() if path.is_file() else b""
         assert (b"PRIVATE KEY" in text) == path.name.endswith(".key")
@@ -178,7 +196,7 @@ def test_no_device_is_enrolled_whose_name_is_an_option_of_a_command(stage: Stage
     failed = run("enroll", "--no-wait", "--deployment", str(stage.deployment.folder), "--", "-rf")
     assert isinstance(failed.exception, ConfigError)
     assert str(failed.exception).startswith("device name '-rf' must be 1 to 64 letters, digits, '-' or '_'")
-    assert not stage.deployment.registry.read().tokens
+    assert not open_tokens(stage.deployment, "-rf")
 
 
 # --- certificates -------------------------------------------------------------------------------------
@@ -271,9 +289,9 @@ def test_a_join_whose_answer_got_lost_is_taken_up(stage: Stage, tmp_path: Path) 
     question = seal(JoinRequest(b"0" * 16, token.device, request), token.secret, FROM_DEVICE)
     with Client(stage.deployment.address, "instead") as client:
         client.publish(HOME.enrolment(token.id), question)
-    wait_for(lambda: "pi-lost" in stage.deployment.registry.read().devices, "the certificate")
+    wait_for(lambda: known(stage.deployment, "pi-lost"), "the certificate")
     assert join(token, tmp_path / "identity").trouble is None
-    assert len(stage.deployment.registry.read().devices["pi-lost"].certificates) == 1
+    assert len(joined(stage.deployment, "pi-lost").certificates) == 1
 
 
 def test_tokens_that_are_worth_nothing(stage: Stage, tmp_path: Path) -> None:
@@ -293,10 +311,11 @@ def test_tokens_that_are_worth_nothing(stage: Stage, tmp_path: Path) -> None:
 
 
 def test_a_token_for_a_name_that_is_taken(stage: Stage, tmp_path: Path) -> None:
-    """Two tokens for one name are given out; who comes second is refused. And no third is given out."""
+    """Of two tokens for one name the second is withdrawn when a device joins with the first. No third is given out."""
     tokens = [make_token(stage.deployment, "pi-twice", 60.0) for _ in range(2)]
     join(tokens[0], tmp_path / "first")
-    with pytest.raises(PeerRefused, match="--replace"):
+    assert not open_tokens(stage.deployment, "pi-twice")
+    with pytest.raises(PeerRefused, match="was withdrawn: 'pi-twice' has joined with another one"):
         join(tokens[1], tmp_path / "second")
     with pytest.raises(ConfigError, match="--replace"):
         make_token(stage.deployment, "pi-twice", 60.0)
@@ -355,10 +374,10 @@ def test_strangers_at_the_desk(stage: Stage) -> None:
         wrong = seal(JoinRequest(b"1" * 16, "pi-1", request), token.secret, FROM_DEVICE)
         client.publish(HOME.enrolment(token.id), wrong)
         wait_for(lambda: client.seen, "an answer to the one that is sealed, for a name that is not the token's")
-        assert "pi-stranger" not in stage.deployment.registry.read().devices
+        assert known(stage.deployment, "pi-stranger") is None
         client.publish(HOME.enrolment(token.id), sealed)
         wait_for(lambda: len(client.seen) == 2, "the certificate")
-    assert "pi-stranger" in stage.deployment.registry.read().devices
+    assert known(stage.deployment, "pi-stranger")
 
 
 def test_a_broker_that_only_pretends(tmp_path: Path) -> None:
@@ -366,9 +385,8 @@ def test_a_broker_that_only_pretends(tmp_path: Path) -> None:
     theirs = make_deployment(tmp_path / "theirs")
     ours = make_deployment(tmp_path / "ours")
     token = make_token(ours, "pi-1", 60.0)
-    with theirs.change() as registry:  # the broker knows what the device shows it: the login, not the secret
-        registry.tokens[token.id] = ours.registry.read().tokens[token.id]
-        registry.generation += 1
+    with theirs.change() as rows:  # the broker knows what the device shows it: the login, not the secret
+        rows.add_token(open_tokens(ours, "pi-1")[0])
     ports = {"port": theirs.settings.port, "enrolment_port": theirs.settings.enrolment_port}
     with running(theirs), Client(theirs.address, "impostor", [HOME.enrolment(token.id)]) as impostor:
         ended = threading.Event()
@@ -456,8 +474,8 @@ def test_a_certificate_is_renewed_in_its_last_third(stage: Stage, tmp_path: Path
     assert renewed.not_valid_after_utc.timestamp() > time.time() + 89 * DAY_S
     assert renewed.subject.rfc4514_string() == "CN=pi-old"
     assert Client(identity.address(), "renewed").connected
-    assert len(stage.deployment.registry.read().devices["pi-old"].certificates) == 2
-    wait_for(lambda: stage.deployment.registry.read().devices["pi-old"].last_seen, "when it was seen")
+    assert len(joined(stage.deployment, "pi-old").certificates) == 2
+    wait_for(lambda: joined(stage.deployment, "pi-old").last_seen, "when it was seen")
     run("revoke", "pi-old", "--deployment", str(stage.deployment.folder))
     wait_for(lambda: not Client(identity.address(), "later").connected, "the end of all its certificates")
 
@@ -487,25 +505,45 @@ def test_a_certificate_for_another_key_is_not_taken(stage: Stage, tmp_path: Path
 # --- revocation ---------------------------------------------------------------------------------------
 
 
-def test_revoke_ends_the_connection(stage: Stage, tmp_path: Path) -> None:
+def test_revoke_ends_all_connections_of_one_device_and_of_no_other(stage: Stage, tmp_path: Path) -> None:
+    """As soon as the command has ended. It is still shut out when the broker has been started again."""
     lost = join(make_token(stage.deployment, "pi-gone", 60.0), tmp_path / "gone").identity
     kept = join(make_token(stage.deployment, "pi-kept", 60.0), tmp_path / "kept").identity
-    inbox: SimpleQueue[object] = SimpleQueue()
-    other = MqttTransport(inbox, kept.address(), client_id="kept")
-    other.open()
-    assert isinstance(inbox.get(timeout=20), Connected)
-    with Client(lost.address(), "gone") as gone:
-        assert gone.connected
-        done = run("revoke", "pi-gone", "--deployment", str(stage.deployment.folder))
-        assert done.exit_code == 0, done.exception
-        assert not Client(lost.address(), "gone again").connected  # as soon as the command has ended
-        wait_for(lambda: not gone.connected, "the end of its connection")
-    assert stage.service.revoked.get(timeout=5) == "pi-gone" or not stage.service.revoked.empty()
-    inbox.get(timeout=20)  # the others lose theirs, too, and come back by themselves
-    wait_for(lambda: not inbox.empty() and isinstance(inbox.get(), Connected), "the other device")
-    other.close()
+    pid = stage.broker.pid
+    ids = ("gone", "", "pi-kept-2", "gone disconnected", "x (p2, c1, k60, u'pi-kept').", "Ünï çödé [no")
+    with contextlib.ExitStack() as open_now:
+        other = open_now.enter_context(Client(kept.address(), "kept", [HOME.to_device("pi-kept")]))
+        gone = [open_now.enter_context(Client(lost.address(), client_id)) for client_id in ids]
+        with Client(lost.address(), "gone disconnected"):  # the broker closes the older one of that id
+            done = run("revoke", "pi-gone", "--deployment", str(stage.deployment.folder))
+            assert done.exit_code == 0, done.exception
+            assert not Client(lost.address(), "gone again").connected
+            wait_for(lambda: not any(client.connected for client in gone), "the end of its connections")
+        with Client(stage.deployment.address, "coordinator") as coordinator:
+            coordinator.publish(HOME.to_device("pi-kept"), b"still here")
+        wait_for(lambda: other.seen, "a message for the other device")
+        assert other.outcome == ["Success"]
+    assert stage.broker.pid == pid
+    told = [stage.service.revoked.get(timeout=5) for _ in range(stage.service.revoked.qsize())]
+    assert told.count("pi-gone") == 1
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: stage.broker.pid != pid and stage.broker.up, "the broker")
+    assert not Client(lost.address(), "after a restart").connected
+    assert Client(kept.address(), "after a restart").connected
     unknown = run("revoke", "pi-unknown", "--deployment", str(stage.deployment.folder))
     assert "no device is called 'pi-unknown'" in str(unknown.exception)
+
+
+def test_revoke_restarts_the_broker_where_a_client_id_hides_its_device(stage: Stage, tmp_path: Path) -> None:
+    """mosquitto cuts the lines of its log, before the user where the id is long."""
+    hidden = join(make_token(stage.deployment, "pi-hidden", 60.0), tmp_path / "hidden").identity
+    pid = stage.broker.pid
+    with Client(hidden.address(), "x" * 2000) as client:
+        assert client.connected
+        assert run("revoke", "pi-hidden", "--deployment", str(stage.deployment.folder)).exit_code == 0
+        wait_for(lambda: not client.connected, "the end of its connection")
+    assert stage.broker.pid != pid
+    wait_for(lambda: "an id that hides which device it is" in "\n".join(stage.said), "what was done")
 
 
 def test_only_one_process_serves_a_deployment(stage: Stage) -> None:
@@ -529,9 +567,8 @@ def test_a_session_that_stays_is_counted(stage: Stage, tmp_path: Path) -> None:
     device_address(stage.deployment, tmp_path, "pi-framed")
     forged = "x (p2, c0, k60, u'pi-framed')."
     Client(address, forged, persistent=True).close()
-    devices = stage.deployment.registry
-    wait_for(lambda: devices.read().devices["pi-hoards"].misuses == 1, "the count")
-    assert devices.read().devices["pi-framed"].misuses == 0
+    wait_for(lambda: joined(stage.deployment, "pi-hoards").misuses == 1, "the count")
+    assert joined(stage.deployment, "pi-framed").misuses == 0
     assert "pi-hoards keeps a session at the broker" in "\n".join(stage.said)
     listed = json.loads(run("devices", "--json", "--deployment", str(stage.deployment.folder)).output)
     assert {entry["device"]: entry["misuses"] for entry in listed}["pi-hoards"] == 1
@@ -548,7 +585,7 @@ def test_who_opens_too_many_connections_is_shut_out(stage: Stage, tmp_path: Path
     finally:
         for client in crowd:
             client.close()
-    assert stage.deployment.registry.read().devices["pi-crowds"].revoked_at is not None
+    assert joined(stage.deployment, "pi-crowds").revoked_at is not None
     assert f"pi-crowds opened {MOST_CONNECTIONS + 1} connections at once" in "\n".join(stage.said)
 
 

@@ -327,7 +327,7 @@ class Registry:
         with self._transaction("BEGIN") as connection:
             found = connection.execute(text("PRAGMA quick_check(1)")).scalar()
             if found != "ok":
-                raise self._damaged(str(found))
+                raise self._damaged(" ".join(str(found).split()))
 
     def create(self, former: Path | None = None) -> None:
         """Make the tables, and take over the JSON file of an older version; all of it or nothing.

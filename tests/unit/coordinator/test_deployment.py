@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import ssl
 import threading
 import time
@@ -49,7 +50,7 @@ from fedvit.transport.base import Connected, Received
 from fedvit.transport.mqtt import Address, MqttTransport, tls_context
 from fedvit.wire.enrolment import FROM_DEVICE, JoinRequest, RenewRequest, Token, encode_enrolment, seal
 from fedvit.wire.topics import Topics
-from fleet.pentest.client import Client, wait_for
+from fleet.pentest.client import Client, context_of, wait_for
 from fleet.pentest.parties import device_address, make_deployment, make_request, running
 
 HOME = Topics("home")
@@ -534,6 +535,29 @@ def test_revoke_ends_all_connections_of_one_device_and_of_no_other(stage: Stage,
     assert "no device is called 'pi-unknown'" in str(unknown.exception)
 
 
+def test_replace_ends_a_connection_that_was_accepted_before_and_is_used_after(stage: Stage, tmp_path: Path) -> None:
+    """Its certificate was valid when it was looked at, and its name is valid afterwards: it is the new card's, too."""
+    old_card = join(make_token(stage.deployment, "pi-held", 60.0), tmp_path / "first").identity.address()
+    pid = stage.broker.pid
+    with (
+        socket.create_connection((old_card.host, old_card.port), 30) as plain,
+        context_of(old_card).wrap_socket(plain, server_hostname=old_card.host) as held,
+    ):
+        assert Client(stage.deployment.address, "barrier").connected  # by now the handshake is over
+        token = make_token(stage.deployment, "pi-held", 60.0, replaces=True)
+        new_card = join(token, tmp_path / "second").identity.address()
+        wait_for(lambda: not Client(old_card, "old card").connected, "the replacement")
+        with Client(new_card, "new card", [HOME.to_device("pi-held")]) as new:
+            held.sendall(b"\x10\x10\0\x04MQTT\x04\x02\0\x3c\0\x04held")
+            while held.recv(100):  # it is let in, which the log tells, and ended
+                pass
+            with Client(stage.deployment.address, "coordinator") as coordinator:
+                coordinator.publish(HOME.to_device("pi-held"), b"for the new card")
+            wait_for(lambda: new.seen, "a message for the new card")
+            assert new.outcome == ["Success"]
+    assert stage.broker.pid == pid
+
+
 def test_revoke_restarts_the_broker_where_a_client_id_hides_its_device(stage: Stage, tmp_path: Path) -> None:
     """mosquitto cuts the lines of its log, before the user where the id is long."""
     hidden = join(make_token(stage.deployment, "pi-hidden", 60.0), tmp_path / "hidden").identity
@@ -631,6 +655,11 @@ def test_the_doctor_of_a_device_that_has_joined(stage: Stage, tmp_path: Path) ->
     assert "revoked" in str(last.remedy)
     *_, elsewhere = check_broker(replace(patient, address=identity.address("127.0.0.2")))
     assert elsewhere.level == "error"
+    foreign = make_deployment(tmp_path / "foreign")
+    with running(foreign):
+        *_, moved = check_broker(replace(patient, address=identity.address(f"127.0.0.1:{foreign.settings.port}")))
+    assert (moved.check, moved.level) == ("tls", "error")
+    assert "join again with a token of the deployment that is there now" in str(moved.remedy)
 
 
 def way(**given: object) -> Way:
@@ -663,6 +692,35 @@ def test_the_command_line_joins(stage: Stage, tmp_path: Path) -> None:
     given = ["join", token, "--state", str(tmp_path)]
     assert "joined as 'pi-typed'" in CliRunner().invoke(edge_cli, given).stdout
     assert isinstance(CliRunner().invoke(edge_cli, given).exception, ConfigError)
+
+
+def test_enroll_prints_a_line_that_needs_no_flag(tmp_path: Path) -> None:
+    """The token says where the broker is."""
+    deployment = make_deployment(tmp_path / "made")
+    printed = run("enroll", "pi-1", "--no-wait", "--deployment", str(deployment.folder)).stdout
+    _, command, token = printed.strip().split(" ")
+    assert (command, Token.parse(token).host) == ("join", deployment.settings.hosts[0])
+
+
+def test_enroll_ends_when_its_token_is_withdrawn(stage: Stage) -> None:
+    """Not only when it expires."""
+    done: list[Result] = []
+    given = ["enroll", "pi-waits", "--deployment", str(stage.deployment.folder)]
+    command = threading.Thread(target=lambda: done.append(run(*given)))
+    command.start()
+    wait_for(lambda: open_tokens(stage.deployment, "pi-waits"), "the token")
+    run("revoke", "pi-waits", "--deployment", str(stage.deployment.folder))
+    command.join(60)
+    assert "this token for pi-waits was withdrawn" in str(done[0].exception)
+
+
+def test_start_takes_no_deployment_from_the_environment() -> None:
+    """A run has the broker that its command line or its file names; the other commands may find the folder there."""
+    [start] = [option for option in cli.commands["start"].params if "--deployment" in option.opts]
+    assert start.envvar is None
+    for name in ("enroll", "devices", "revoke"):
+        [other] = [option for option in cli.commands[name].params if "--deployment" in option.opts]
+        assert other.envvar == "FEDVIT_DEPLOYMENT"
 
 
 def test_one_list_says_who_is_here_and_who_is_in_quarantine(tmp_path: Path) -> None:

@@ -69,7 +69,10 @@ class BrokerLog:
 
     def expect_reload(self, devices: Iterable[str]) -> None:
         """To be called when the broker's lists are written, before it is told to read them."""
-        self._expected_from = self._log_file.stat().st_size
+        try:
+            self._expected_from = self._log_file.stat().st_size
+        except OSError:
+            self._expected_from = 0
         self._expected = list(devices)
 
     @property
@@ -86,7 +89,8 @@ class BrokerLog:
                     self._expected_from = None if self._expected_from is None else 0
                 log.seek(self._position)
                 read = log.read(READ_BYTES)
-        except OSError:
+        except OSError:  # somebody took it away; the next broker makes a new one
+            self.overlooked = True
             return []
         end = self._position - len(self._rest)
         self._position += len(read)

@@ -37,7 +37,8 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from fedvit.errors import ConfigError, Damaged, StorageFailed
+from fedvit.descriptors import are_used_up, how_many
+from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
 from fedvit.files import storage_failed, sync_folder
 
 FORGET_TOKENS_S = 30 * 86_400.0
@@ -48,6 +49,7 @@ MIGRATED = ".migrated"
 """Added to the name of the JSON file that older versions kept, once the database has everything in it."""
 
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ")
+_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
 _FOREIGN = ("no such table", "no such column", "Could not decode to UTF-8")
 
 _TABLES = MetaData()
@@ -294,7 +296,7 @@ class Registry:
     """The database at `path`.
 
     Raises ConfigError where it is missing, Damaged, with what to do, where it does not hold what was written to it,
-    StorageFailed where it cannot be read or written.
+    StorageFailed where it cannot be read or written, NoRoom for want of room or descriptors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -363,7 +365,10 @@ class Registry:
             name = getattr(cause, "sqlite_errorname", None) or ""
             if name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN):
                 raise self._damaged(str(cause)) from error
-            raise StorageFailed(f"the deployment's registry {self.path}: {cause}") from error
+            if are_used_up():  # SQLite only says that it cannot open a file
+                raise TooManyOpenFiles(f"the deployment's registry {self.path}: {cause}; {how_many()}") from error
+            kind = DiskFull if name in _FULL else StorageFailed
+            raise kind(f"the deployment's registry {self.path}: {cause}") from error
 
     def _damaged(self, what: str) -> Damaged:
         return Damaged(f"the deployment's registry {self.path} is damaged: {what}; {_REMEDY}")

@@ -157,6 +157,17 @@ def test_log_that_was_put_aside_may_have_had_more(log: Log) -> None:
     assert log.read.to_end == {"one"}
 
 
+def test_log_that_is_gone_hides_who_is_connected(log: Log) -> None:
+    log.connect("one", "pi")
+    log.file.unlink()
+    assert log.read.look() == []
+    assert log.read.overlooked
+    log.read.expect_reload(["pi"])
+    log.write("mosquitto version 2.0.11 starting")
+    assert log.read.reloaded
+    assert not log.read.overlooked
+
+
 def test_crowd_is_counted_by_connections_that_are_open(log: Log) -> None:
     for number in range(3 * MOST_CONNECTIONS):
         log.connect(f"{number}", "pi")

@@ -128,6 +128,8 @@ def test_what_is_secret_can_be_read_by_its_owner_alone(tmp_path: Path) -> None:
             assert path.stat().st_mode & 0o777 == 0o600, path
             secret.discard(path.name)
     assert not secret
+    beside = [path for path in deployment.folder.glob("registry.db*") if path.stat().st_mode & 0o777 == 0o600]
+    assert len(beside) == len([*deployment.folder.glob("registry.db*")]) == 3  # SQLite's journals
     deployment.folder.chmod(0o755)
     with pytest.raises(ConfigError, match="can be read by others"):
         Deployment.open(deployment.folder)

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import event
 
 from coordinator.deployment.folder import Deployment, make_token
 from coordinator.deployment.registry import FORGET_TOKENS_S, Certificate, OpenToken
-from fedvit.errors import ConfigError, Damaged
+from fedvit.errors import ConfigError, Damaged, DiskFull
 from fleet.pentest.parties import make_deployment
 
 NOW = 1_700_000_000.0
@@ -179,6 +181,26 @@ def test_change_that_fails_changes_nothing(deployment: Deployment) -> None:
     with deployment.registry.read() as rows:
         assert (rows.devices(), rows.revoked_serials(), rows.generation()) == ([], [], 0)
     assert "pi-1" not in (deployment.folder / "devices.acl").read_text()
+
+
+def test_registry_without_room_says_so_and_stays_whole(deployment: Deployment) -> None:
+    """As the coordinator needs it to pause, and to resume."""
+
+    def no_room(connection: Any, *_: object) -> None:
+        connection.execute("PRAGMA max_page_count=1")  # no more pages than it has
+
+    def many_join() -> None:
+        with deployment.change() as rows:
+            for number in range(1000):
+                rows.put_device(f"pi-{number}", Certificate(f"{number:x}", NOW, NOW + 100.0), NOW)
+
+    event.listen(deployment.registry._engine, "checkout", no_room)
+    with pytest.raises(DiskFull, match=r"registry\.db: database or disk is full"):
+        many_join()
+    event.remove(deployment.registry._engine, "checkout", no_room)
+    deployment.registry.close()
+    deployment.registry.check()
+    many_join()
 
 
 TOKENS = """

@@ -272,7 +272,7 @@ def check_broker(patient: Patient) -> Iterator[Finding]:
                 with tls_context(address).wrap_socket(plain, server_hostname=address.host) as secured:
                     yield Finding(check=step, level="ok", what=f"{secured.version()}, the certificate is trusted")
     except OSError as error:
-        remedy = _reach_remedy(error, address) if step == "broker" else _tls_remedy(error)
+        remedy = _reach_remedy(error, address) if step == "broker" else _tls_remedy(error, address)
         yield Finding(check=step, level="error", what=f"{address}: {in_words(error)}", remedy=remedy)
         return
     except ConfigError as error:
@@ -350,6 +350,11 @@ def _few(names: tuple[str, ...]) -> str:
 def _reach_remedy(error: OSError, address: Address) -> str:
     if isinstance(error, socket.gaierror):
         return f"no such name: is {address.host!r} written rightly? Try the server's IP address"
+    if isinstance(error, ConnectionRefusedError) and address.cert_file is not None:
+        return (
+            "nobody listens there: is the coordinator running, with coordinator start --deployment DIR? This is where "
+            "the device joined; if the server has another name, address or port by now: --broker HOST:PORT"
+        )
     if isinstance(error, ConnectionRefusedError):
         return (
             f"nobody listens there: is the coordinator running, with --listen 0.0.0.0 and --port {address.port}? "
@@ -358,7 +363,12 @@ def _reach_remedy(error: OSError, address: Address) -> str:
     return "is the server on, in the same network, and does its firewall let this port through?"
 
 
-def _tls_remedy(error: OSError) -> str:
+def _tls_remedy(error: OSError, address: Address) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError) and address.cert_file is not None:
+        return (
+            "this device trusts the deployment that it joined and no other: set the clock, use a name that coordinator "
+            "init gave the server (--host), or join again with a token of the deployment that is there now"
+        )
     if isinstance(error, ssl.SSLCertVerificationError):
         return "give the broker's certificate authority with --ca-file, use the name in the certificate, set the clock"
     return "does this port speak TLS? Without it the address is mqtt://"

@@ -2,18 +2,22 @@
 
 import base64
 import hashlib
+import logging
 import os
 import re
 import secrets
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-from coordinator.broker.process import FLEET_USER, Broker
+from coordinator.broker.process import FLEET_USER, START_S, Broker
 from fedvit.files import atomic_write
 from fedvit.transport.mqtt import MAX_PACKET_BYTES, Address
+
+log = logging.getLogger(__name__)
 
 PASSWORD_ITERATIONS = 2_000
 """The broker is one thread and computes this for every connection: a fleet that comes back must not wait."""
@@ -82,11 +86,13 @@ def start_mosquitto(program: Path, folder: Path, listen: str, address: Address) 
     return run_mosquitto(program, config, address, folder / "mosquitto.log")
 
 
-def run_mosquitto(program: Path, config: Path, address: Address, log_file: Path) -> Broker:
-    """Raises ConfigError when it does not come up."""
+def run_mosquitto(
+    program: Path, config: Path, address: Address, log_file: Path, say: Callable[[str], None] = log.warning
+) -> Broker:
+    """Raises ConfigError when it does not come up; `say` is called where it is slow."""
     kind = f"mosquitto {_version(program)} ({program})"
     command = [str(program), "-c", str(config)]
-    return Broker(kind, address, command, os.environ, log_file, most_bytes=watched_bytes())
+    return Broker(kind, address, command, os.environ, log_file, most_bytes=watched_bytes(), say=say)
 
 
 def configuration(listen: str, address: Address, password_file: Path) -> str:
@@ -155,6 +161,10 @@ def password_line(user: str, password: str) -> str:
 
 
 def _version(program: Path) -> str:
-    said = subprocess.run([str(program), "-h"], capture_output=True, text=True, timeout=10, check=False).stdout
+    command = [str(program), "-h"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):  # the start will say what is wrong with it
+        said = ""
     found = re.search(r"mosquitto version (\S+)", said)
     return found[1] if found else "of unknown version"

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import logging
 import math
 import os
 import shutil
@@ -13,31 +14,41 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
 import psutil
 
 from fedvit.errors import ConfigError
-from fedvit.quantities import format_bytes
+from fedvit.quantities import format_bytes, format_seconds
 from fedvit.transport.mqtt import Address
 
 FLEET_USER = "fedvit"
 """The one user name of a fleet; its secret is the password that the operator chose."""
-START_S = 10.0
+START_S = 300.0
+"""So long a broker may take until it accepts connections, while its process lives."""
+SLOW_S = 5.0
+"""After so long it is said that it is slow; and who starts a broker again does not wait for longer."""
+POLL_S = 0.02
+FIRST_RETRY_S = 1.0
+LAST_RETRY_S = 60.0
 STOP_S = 3.0
 MOST_LOG_BYTES = 16 * 1024 * 1024
 """A log that is longer takes the place of the one before: who connects again and again must not fill the disk."""
 _PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
+
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Broker:
-    """A running broker of ours. Raises ConfigError when it does not come up.
+    """A running broker of ours. Raises ConfigError when it cannot be started, or accepts no connection within START_S.
 
-    `kind` is for people; `address` is where clients of this machine find it, with the fleet's credentials. `tend` bears
-    `most_bytes` of resident memory.
+    `kind` is for people; `address` is where clients of this machine find it, with the fleet's credentials. `tend` must
+    be called often: it starts a broker again that died, or that has more than `most_bytes` of resident memory. `say` is
+    called where the first start is slow.
     """
 
     def __init__(
@@ -49,14 +60,23 @@ class Broker:
         log_file: Path,
         *,
         most_bytes: float = math.inf,
+        say: Callable[[str], None] = log.warning,
     ) -> None:
         self.kind = kind
         self.address = address
         self._command = command
         self._environment = environment
         self.log_file = log_file
+        self.log_position = 0
+        """Where the log of the broker begins that was started last."""
+        self.up = False
+        """Whether it has accepted a connection since it was started."""
         self._most_bytes = most_bytes
+        self._started_at = 0.0  # time.monotonic()
+        self._retry_at = 0.0
+        self._pause_s = FIRST_RETRY_S
         self._start()
+        self._wait_until_up(say)
 
     @property
     def pid(self) -> int:
@@ -78,28 +98,33 @@ class Broker:
             if self.log_file.stat().st_size > MOST_LOG_BYTES:
                 shutil.copyfile(self.log_file, self.log_file.with_suffix(".old"))
                 os.truncate(self.log_file, 0)  # the broker appends to it
-        if self.restart_if_dead():
-            return "it had died and was started again"
+        if not self.up:
+            return self._tend_start()
+        if not self.alive():
+            return f"it had died and {self._start_again()}"
         if (rss_bytes := self.rss_bytes()) > self._most_bytes:
-            self.restart()
-            return f"it had grown to {format_bytes(rss_bytes)}, more than a fleet needs, and was started again"
+            return f"it had grown to {format_bytes(rss_bytes)}, more than a fleet needs, and {self.restart()}"
         return None
 
-    def restart_if_dead(self) -> bool:
-        """True when it had died and was started again on the same port."""
-        if self.alive():
-            return False
-        self._start()
-        return True
+    def _tend_start(self) -> str | None:
+        """A broker that was started again, and has accepted no connection yet."""
+        now_s = time.monotonic()
+        if not self.alive():
+            return None if now_s < self._retry_at else f"it {self._start_again()}"
+        if self._accepts():
+            return f"it accepts connections again, after {format_seconds(now_s - self._started_at)}"
+        if now_s - self._started_at > START_S:
+            return f"it accepted no connection within {START_S:.0f} s and {self.restart()}"
+        return None
 
     def reload(self) -> None:
         """Let mosquitto read its lists of passwords, rules and revoked certificates anew; connections stay."""
         self._child.send_signal(signal.SIGHUP)
 
-    def restart(self) -> None:
-        """End all connections; whoever is still let in comes back by itself."""
+    def restart(self) -> str:
+        """End all connections; whoever is still let in comes back by itself. What came of it, for people."""
         self.stop()
-        self._start()
+        return self._start_again()
 
     def stop(self) -> None:
         self._child.terminate()
@@ -109,21 +134,53 @@ class Broker:
             self._child.kill()
             self._child.wait()
 
+    def _start_again(self) -> str:
+        """Start it on the same port. What fails, `tend` tries again, in growing intervals; the answer is for people."""
+        try:
+            self._start()
+            until = time.monotonic() + SLOW_S
+            while not self._accepts():
+                self._check_alive()
+                if time.monotonic() > until:
+                    return f"was started again; it is slow, has accepted no connection after {SLOW_S:.0f} s"
+                time.sleep(POLL_S)
+        except ConfigError as error:
+            self._retry_at, pause_s = time.monotonic() + self._pause_s, self._pause_s
+            self._pause_s = min(LAST_RETRY_S, 2 * self._pause_s)
+            return f"could not be started again, which is tried anew in {format_seconds(pause_s)}: {error}"
+        return "was started again"
+
     def _start(self) -> None:
+        self.up = False
         # else whoever took the port meanwhile would pass for our broker
         claim_port(self.address.host, self.address.port)
+        self.log_position = self.log_file.stat().st_size if self.log_file.exists() else 0
         self._child = _spawn(self._command, self._environment, self.log_file)
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if not self.alive():
-                raise ConfigError(f"{self.kind} ended at once: {self._last_words()} (log: {self.log_file})")
-            try:
-                socket.create_connection((self.address.host, self.address.port), 1.0).close()
-                return
-            except OSError:
-                time.sleep(0.02)
-        self.stop()
-        raise ConfigError(f"{self.kind} accepted no connection within {START_S:.0f} s (log: {self.log_file})")
+        self._started_at = time.monotonic()
+
+    def _wait_until_up(self, say: Callable[[str], None]) -> None:
+        slow_at, late_at = self._started_at + SLOW_S, self._started_at + START_S
+        while not self._accepts():
+            self._check_alive()
+            if time.monotonic() > late_at:
+                self.stop()
+                raise ConfigError(f"{self.kind} accepted no connection within {START_S:.0f} s (log: {self.log_file})")
+            if time.monotonic() > slow_at:
+                say(f"{self.kind} is slow to start; waiting up to {START_S:.0f} s for it (log: {self.log_file})")
+                slow_at = math.inf
+            time.sleep(POLL_S)
+
+    def _check_alive(self) -> None:
+        if not self.alive():
+            raise ConfigError(f"{self.kind} ended at once: {self._last_words()} (log: {self.log_file})")
+
+    def _accepts(self) -> bool:
+        try:
+            socket.create_connection((self.address.host, self.address.port), 1.0).close()
+        except OSError:
+            return False
+        self.up, self._pause_s = True, FIRST_RETRY_S
+        return True
 
     def _last_words(self) -> str:
         lines = self.log_file.read_text(errors="replace").strip().splitlines()

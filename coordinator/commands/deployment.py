@@ -14,11 +14,13 @@ from fedvit.quantities import format_seconds, parse_seconds
 
 if TYPE_CHECKING:  # the library of certificates is loaded where one is made
     from coordinator.deployment.folder import Deployment
-    from coordinator.deployment.registry import Device, Registry
+    from coordinator.deployment.registry import Device
 
 DEFAULT_FOLDER = Path("deployment")
 TICK_S = 0.1
 APPLY_S = 10.0
+MOST_NAMED = 20
+"""Devices that an error message names."""
 LINGER_S = 5.0
 """So long the broker stays for a device that has just got its certificate."""
 
@@ -100,7 +102,7 @@ def _wait_for_device(deployment: "Deployment", token: str, name: str, valid_s: f
         else:
             service = stack.enter_context(served(deployment, lambda line: click.echo(line, err=True)))
             click.echo("waiting for it; Ctrl-C leaves, and the token stays valid", err=True)
-        while deployment.registry.read().tokens[token].request is None:
+        while not _is_used(deployment, token, name):
             if time.monotonic() > until:
                 raise LinkDown(f"{name} did not come within {format_seconds(valid_s)}; the token has expired")
             if service:
@@ -111,6 +113,15 @@ def _wait_for_device(deployment: "Deployment", token: str, name: str, valid_s: f
             service.watch()
             time.sleep(TICK_S)
     click.echo(f"{name} has joined", err=True)
+
+
+def _is_used(deployment: "Deployment", token_id: str, name: str) -> bool:
+    """Whether the device has joined. Raises ConfigError when it cannot do so any more."""
+    with deployment.registry.read() as rows:
+        token = rows.token(token_id)
+    if token is None or token.withdrawn:
+        raise ConfigError(f"this token for {name} was withdrawn: {name} has joined with another one, or was revoked")
+    return token.request is not None
 
 
 @click.command()
@@ -130,8 +141,9 @@ def devices(folder: Path, out: Path | None, run: str | None, as_json: bool) -> N
 
     if run and out is None:
         raise ConfigError(f"--run {run}: --out is missing, the folder of all runs")
-    registry = Deployment.open(folder).registry.read()
-    listed = [_as_json(device) for _, device in sorted(registry.devices.items())]
+    with Deployment.open(folder).registry.read() as rows:
+        listed = [_as_json(device) for device in rows.devices()]
+        waiting = rows.open_tokens(time.time())
     if out is not None:
         run = _add_standings(listed, out, run)
     if as_json:
@@ -150,8 +162,8 @@ def devices(folder: Path, out: Path | None, run: str | None, as_json: bool) -> N
         )  # fmt: skip
     console = Console()
     console.print(table if listed else "no device has joined; coordinator enroll NAME lets one in")
-    for open_token in _open_tokens(registry):
-        console.print(open_token)
+    for token in waiting:
+        console.print(f"a token for {token.device} can be used until {_iso(token.expires_at)}")
 
 
 def _add_standings(listed: list[dict[str, Any]], out: Path, run: str | None) -> str:
@@ -199,12 +211,6 @@ def _as_json(device: "Device") -> dict[str, Any]:
     }
 
 
-def _open_tokens(registry: "Registry") -> list[str]:
-    here = time.time()
-    waiting = [token for token in registry.tokens.values() if token.is_open(here)]
-    return [f"a token for {token.device} can be used until {_iso(token.expires_at)}" for token in waiting]
-
-
 def _iso(seconds: float | None) -> str | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
@@ -223,17 +229,16 @@ def revoke(name: str, folder: Path) -> None:
     from coordinator.deployment.service import applied_generation, is_served
 
     deployment = Deployment.open(folder)
-    with deployment.change() as registry:
-        tokens = [token for token in registry.tokens.values() if token.device == name and token.is_open(time.time())]
-        known = registry.devices.get(name)
-        if known is None and not tokens:
-            there = ", ".join(sorted(registry.devices)) or "none"
-            raise ConfigError(f"no device is called {name!r} in {deployment.folder}; there are: {there}")
-        for token in tokens:
-            token.withdrawn = True
+    with deployment.change() as rows:
+        known = rows.device(name)
+        if known is None and not rows.open_tokens(time.time(), name):
+            devices = [device.name for device in rows.devices()]
+            there = ", ".join(devices[:MOST_NAMED]) + (", ..." if len(devices) > MOST_NAMED else "")
+            raise ConfigError(f"no device is called {name!r} in {deployment.folder}; there are: {there or 'none'}")
+        rows.withdraw_tokens(name)
         if known is not None:
-            deployment.revoke(registry, known)
-        generation = registry.generation
+            rows.revoke(name, time.time())
+        generation = rows.generation()
     until = time.monotonic() + APPLY_S
     while is_served(deployment) and applied_generation(deployment) < generation:
         if time.monotonic() > until:

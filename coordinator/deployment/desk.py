@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.deployment.authority import DEVICE_DAYS
 from coordinator.deployment.folder import Deployment
-from coordinator.deployment.registry import Certificate, Device, OpenToken, Registry, now
+from coordinator.deployment.registry import Certificate, Device, OpenToken, Rows, now
 from fedvit.errors import BadPayload, FedvitError, PeerRefused
 from fedvit.transport.base import Received
 from fedvit.transport.mqtt import Address, MqttTransport
@@ -97,7 +97,8 @@ class Desk:
     # --- the first certificate ------------------------------------------------------------------------
 
     def _on_join(self, token_id: str, raw: bytes) -> None:
-        token = self._deployment.registry.read().tokens.get(token_id)
+        with self._deployment.registry.read() as rows:
+            token = rows.token(token_id)
         if token is None:
             raise BadPayload(f"token {token_id} is not known")
         message = unseal(raw, token.secret_bytes, FROM_DEVICE)
@@ -105,8 +106,8 @@ class Desk:
             raise BadPayload(f"a {type(message).__name__} is no request to join")
         answer: JoinGranted | JoinRefused
         try:
-            with self._deployment.change() as registry:
-                certificate = self._grant(registry, registry.tokens[token_id], message)
+            with self._deployment.change() as rows:
+                certificate = self._grant(rows, token_id, message)
             answer = JoinGranted(message.nonce, token.device, certificate, self._deployment.authority.der)
         except PeerRefused as refusal:
             log.warning("device not enrolled", extra={"device": token.device, "reason": str(refusal)})
@@ -115,19 +116,23 @@ class Desk:
         sealed = seal(answer, token.secret_bytes, FROM_COORDINATOR)
         self._transport.publish(self._topics.enrolled(token_id), sealed, qos=1)
 
-    def _grant(self, registry: Registry, token: OpenToken, message: JoinRequest) -> bytes:
+    def _grant(self, rows: Rows, token_id: str, message: JoinRequest) -> bytes:
         """The certificate for a request, DER; the same again for the same request. Raises PeerRefused."""
+        token = rows.token(token_id)
+        if token is None:
+            raise BadPayload(f"token {token_id} is not known any more")
         digest = sha256(message.request).hexdigest()
-        known = registry.devices.get(token.device)
+        known = rows.device(token.device)
         if token.request == digest and token.certificate and known and known.revoked_at is None:
             return base64.b64decode(token.certificate)
         _check_token(token, message, known)
         if known is not None:
-            self._deployment.discard(registry, known)
+            rows.discard(known.name)
         certificate = self._issue(token.device, message.request)
-        registry.devices[token.device] = Device(token.device, now(), [_record(certificate)], last_seen=now())
+        rows.put_device(token.device, _record(certificate), now())
         der = certificate.public_bytes(Encoding.DER)
-        token.request, token.certificate = digest, base64.b64encode(der).decode()
+        rows.use_token(token.id, digest, base64.b64encode(der).decode())
+        rows.withdraw_tokens(token.device)  # else another device could take its place with one of them
         log.info("device enrolled", extra={"device": token.device})
         self.news.put(f"{token.device} has joined this deployment")
         return der
@@ -139,14 +144,15 @@ class Desk:
         if not isinstance(message, RenewRequest):
             raise BadPayload(f"a {type(message).__name__} is no request for renewal")
         self._seen[device] = now()
-        known = self._deployment.registry.read().devices.get(device)
-        if known is None or known.revoked_at is not None or not _is_due(known):
-            return
+        with self._deployment.registry.read() as rows:
+            if not _may_be_renewed(rows.device(device)):
+                return
         certificate = self._issue(device, message.request)
-        with self._deployment.change() as registry:
-            kept = registry.devices[device]
-            valid = [entry for entry in kept.certificates if entry.expires_at > now()]
-            kept.certificates = [*valid, _record(certificate)]
+        with self._deployment.change() as rows:
+            if not _may_be_renewed(rows.device(device)):  # it was revoked or renewed meanwhile
+                return
+            rows.drop_expired(device, now())
+            rows.add_certificate(device, _record(certificate))
         log.info("certificate renewed", extra={"device": device})
         self.news.put(f"{device} got its next certificate")
         answer = encode_enrolment(Renewed(certificate.public_bytes(Encoding.DER)))
@@ -159,10 +165,8 @@ class Desk:
         """Together, for a fleet comes back as one."""
         seen, self._seen = self._seen, {}
         try:
-            with self._deployment.change() as registry:
-                for device, when in seen.items():
-                    if device in registry.devices:
-                        registry.devices[device].last_seen = when
+            with self._deployment.change() as rows:
+                rows.note_seen(seen)
         except (FedvitError, OSError) as error:
             log.error("registry cannot be written", extra={"reason": str(error)})
 
@@ -170,7 +174,10 @@ class Desk:
 def _check_token(token: OpenToken, message: JoinRequest, known: Device | None) -> None:
     """Raises PeerRefused, in words for who stands at the device."""
     if token.withdrawn:
-        raise PeerRefused("this token was withdrawn; ask for a new one (coordinator enroll)")
+        raise PeerRefused(
+            f"this token was withdrawn: {token.device!r} has joined with another one, or was revoked; "
+            f"ask for a new one (coordinator enroll {token.device} --replace)"
+        )
     if token.request is not None:
         raise PeerRefused("this token was used already, and works only once; ask for a new one (coordinator enroll)")
     if token.expires_at <= now():
@@ -184,7 +191,9 @@ def _check_token(token: OpenToken, message: JoinRequest, known: Device | None) -
         )
 
 
-def _is_due(device: Device) -> bool:
+def _may_be_renewed(device: Device | None) -> bool:
+    if device is None or device.revoked_at is not None:
+        return False
     newest = max(device.certificates, key=lambda certificate: certificate.expires_at)
     return newest.expires_at - now() < RENEW_BELOW * (newest.expires_at - newest.issued_at)
 

@@ -5,20 +5,22 @@ DIR/authority.pem .key     who vouches for everybody
 DIR/server.pem .key        the broker
 DIR/coordinator.pem .key   the coordinator, one client among others
 DIR/revoked.pem            certificates that are not valid any more
-DIR/registry.json          devices and tokens
+DIR/registry.db            devices and tokens
 DIR/mosquitto.conf         the broker's configuration, and what it reads beside it:
 DIR/devices.acl, enrolment.acl, enrolment.passwords
 DIR/run/                   logs, and who serves this deployment now
 """
 
 import base64
+import contextlib
+import fcntl
 import ipaddress
+import os
 import re
 import secrets
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -30,9 +32,9 @@ from msgspec import Struct
 from coordinator.broker.access import device_rules, enrolment_rules
 from coordinator.broker.mosquitto import password_line, secured_configuration
 from coordinator.deployment.authority import Authority
-from coordinator.deployment.registry import Device, OpenToken, Registry, RegistryFile, now
+from coordinator.deployment.registry import OpenToken, Registry, Rows, now
 from fedvit.errors import ConfigError, StorageFailed
-from fedvit.files import atomic_write
+from fedvit.files import atomic_write, storage_failed
 from fedvit.transport.mqtt import Address
 from fedvit.wire.enrolment import SECRET_BYTES, Token, login_of
 from fedvit.wire.topics import check_name
@@ -41,6 +43,10 @@ COORDINATOR = "fedvit.coordinator"
 """The coordinator's user name at the broker. No device can be called so: names of devices have no dot."""
 
 
+FORMER_REGISTRY = "registry.json"
+"""What versions before the database kept instead of it."""
+_LOGIN = re.compile(r"([0-9a-f]{16}):\$7\$\d+\$[A-Za-z0-9+/=]+\$[A-Za-z0-9+/]{86}==")
+"""A whole line of the list of logins; what a crash left of one is none."""
 _HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]*:[0-9a-fA-F:.]+")
 
 
@@ -61,6 +67,7 @@ class Deployment:
     folder: Path
     settings: Settings
     authority: Authority
+    registry: Registry
 
     @classmethod
     def create(cls, folder: Path, settings: Settings) -> "Deployment":
@@ -76,7 +83,7 @@ class Deployment:
         try:
             new.mkdir(parents=True, mode=0o700)
             (new / "run").mkdir(mode=0o700)
-            made = cls(new, settings, authority)
+            made = cls(new, settings, authority, _registry_in(new))
             made._write_new()
             if folder.exists():
                 folder.rmdir()
@@ -85,13 +92,17 @@ class Deployment:
             raise StorageFailed(f"cannot make folder {folder}: {error.strerror}") from error
         finally:
             shutil.rmtree(new, ignore_errors=True)
-        deployment = cls(folder.resolve(), settings, authority)
+        folder = folder.resolve()
+        deployment = cls(folder, settings, authority, _registry_in(folder))
         deployment.write_configuration()
         return deployment
 
     @classmethod
     def open(cls, folder: Path) -> "Deployment":
-        """Raises ConfigError when there is no deployment in `folder`, or others may read it."""
+        """Raises ConfigError when there is no deployment in `folder`, or others may read it.
+
+        The registry of an older version, a JSON file, becomes a database; ConfigError while that version still serves.
+        """
         folder = folder.resolve()
         file = folder / "deployment.json"
         if not file.is_file():
@@ -104,13 +115,13 @@ class Deployment:
             certificate, key = (folder / "authority.pem").read_bytes(), (folder / "authority.key").read_bytes()
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(f"the deployment in {folder} cannot be read: {error}") from error
-        return cls(folder, settings, Authority.load(certificate, key))
+        registry = _registry_in(folder)
+        if (former := folder / FORMER_REGISTRY).exists():
+            with alone(folder):
+                registry.create(former)
+        return cls(folder, settings, Authority.load(certificate, key), registry)
 
     # --- where things are -----------------------------------------------------------------------------
-
-    @property
-    def registry(self) -> RegistryFile:
-        return RegistryFile(self.folder / "registry.json")
 
     @property
     def configuration(self) -> Path:
@@ -144,27 +155,17 @@ class Deployment:
 
     # --- changes --------------------------------------------------------------------------------------
 
-    @contextmanager
-    def change(self) -> Iterator[Registry]:
-        """Alter devices or tokens; what the broker reads follows from them and is written with them."""
-        with self.registry.locked() as registry:
-            before = registry.generation, registry.cuts
-            yield registry
-            if (registry.generation, registry.cuts) != before:
-                self._write_derived(registry)
-            self.registry.write(registry)
-
-    def revoke(self, registry: Registry, device: Device) -> None:
-        """Inside `change`: none of the device's certificates is valid any more, and its name may do nothing."""
-        device.revoked_at = now()
-        self.discard(registry, device)
-
-    def discard(self, registry: Registry, device: Device) -> None:
-        """Inside `change`: the certificates that the device has now are not valid any more."""
-        serials = [certificate.serial for certificate in device.certificates]
-        registry.revoked_serials += [serial for serial in serials if serial not in registry.revoked_serials]
-        registry.generation += 1
-        registry.cuts += 1
+    @contextlib.contextmanager
+    def change(self) -> Iterator[Rows]:
+        """Alter devices or tokens; what a broker has to read anew because of it is written first."""
+        with self.registry.change() as rows:
+            yield rows
+            if rows.revocations_changed:
+                self._write_revocations(rows)
+            if rows.tokens_forgotten:
+                self._write_logins(rows)
+            elif rows.new_tokens:
+                self._add_logins(rows.new_tokens)
 
     def _write_new(self) -> None:
         atomic_write(self.folder / "deployment.json", msgspec.json.format(msgspec.json.encode(self.settings)))
@@ -174,7 +175,8 @@ class Deployment:
         for name, issued in (("server", server), ("coordinator", coordinator)):
             atomic_write(self.folder / f"{name}.pem", issued.certificate)
             atomic_write(self.folder / f"{name}.key", issued.key, private=True)
-        self.registry.write(Registry())
+        self.registry.create()
+        self.registry.close()  # the folder is about to get its name
 
     def write_configuration(self) -> None:
         """What mosquitto reads; written anew at each start, for the folder may have been moved."""
@@ -182,18 +184,63 @@ class Deployment:
         text = secured_configuration(self.folder, settings.listen, settings.port, settings.enrolment_port)
         atomic_write(self.configuration, text.encode())
         atomic_write(self.folder / "enrolment.acl", enrolment_rules(settings.federation).encode())
-        with self.registry.locked() as registry:
-            self._write_derived(registry)
+        self.registry.check()
+        with self.registry.change() as rows:
+            self._write_revocations(rows)
+            self._write_logins(rows)
 
-    def _write_derived(self, registry: Registry) -> None:
-        revoked = [device.name for device in registry.devices.values() if device.revoked_at is not None]
-        rules = device_rules(self.settings.federation, COORDINATOR, revoked)
+    def _write_revocations(self, rows: Rows) -> None:
+        rules = device_rules(self.settings.federation, COORDINATOR, rows.revoked_devices())
         atomic_write(self.folder / "devices.acl", rules.encode())
-        logins = [password_line(token.id, login_of(token.secret_bytes)) for token in registry.tokens.values()]
-        atomic_write(self.folder / "enrolment.passwords", "".join(logins).encode(), private=True)
-        serials = [int(serial, 16) for serial in registry.revoked_serials]
-        revocations = self.authority.revocations(serials, registry.generation + 1, now())
+        serials = [int(serial, 16) for serial in rows.revoked_serials()]
+        revocations = self.authority.revocations(serials, rows.generation() + 1, now())
         atomic_write(self.folder / "revoked.pem", revocations)
+
+    @property
+    def _logins(self) -> Path:
+        return self.folder / "enrolment.passwords"
+
+    def _write_logins(self, rows: Rows) -> None:
+        """All of them. Lines that are there already are kept, for each takes milliseconds to make."""
+        there = self._logins.read_text(errors="replace").splitlines() if self._logins.exists() else []
+        kept = {found[1]: f"{line}\n" for line in there if (found := _LOGIN.fullmatch(line))}
+        lines = [kept.get(token.id) or _login(token) for token in rows.tokens()]
+        atomic_write(self._logins, "".join(lines).encode(), private=True)
+
+    def _add_logins(self, tokens: Sequence[OpenToken]) -> None:
+        """At the end of the list, so that a token costs the same in every fleet; the next start checks all lines."""
+        try:
+            with self._logins.open("ab") as file:
+                file.write("".join(map(_login, tokens)).encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise storage_failed(f"cannot write {self._logins}", error) from error
+
+
+def _registry_in(folder: Path) -> Registry:
+    return Registry(folder / "registry.db")
+
+
+def _login(token: OpenToken) -> str:
+    return password_line(token.id, login_of(token.secret_bytes))
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Be the one process that serves the deployment in `folder`. Raises ConfigError, naming it, when another one is."""
+    handle = os.open(folder / "run" / "served", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(handle, 32, 0).decode().strip()
+            raise ConfigError(f"{folder} is being served by process {owner}") from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(handle)
 
 
 def own_hosts(names: Sequence[str], listen: str, addresses: Sequence[str]) -> tuple[str, ...]:
@@ -234,15 +281,14 @@ def make_token(deployment: Deployment, device: str, valid_s: float, *, replaces:
     made = OpenToken(
         secrets.token_hex(8), device, base64.b64encode(secret).decode(), now() + valid_s, replaces=replaces
     )
-    with deployment.change() as registry:
-        if device in registry.devices and not replaces:
+    with deployment.change() as rows:
+        if not replaces and rows.device(device) is not None:
             raise ConfigError(
                 f"a device called {device!r} has joined already; choose another name, or let a new device take its "
                 f"place: coordinator enroll {device} --replace"
             )
-        registry.forget_old_tokens(now())
-        registry.tokens[made.id] = made
-        registry.generation += 1
+        rows.forget_tokens(now())
+        rows.add_token(made)
     return Token(
         made.id,
         secret,

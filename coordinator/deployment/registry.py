@@ -1,32 +1,112 @@
-"""Which devices belong to a deployment, and which tokens may still make one: a file, changed under a lock."""
+"""Which devices belong to a deployment, and which tokens may still make one: a SQLite database.
+
+A change is one transaction, and touches the rows that it is about. Several processes may make changes: SQLite lets them
+in one after the other. The database has mode 0600, and SQLite gives the same to the files that it makes beside it.
+"""
 
 import base64
-import fcntl
 import os
+import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
+from sqlalchemy import (
+    Boolean,
+    Column,
+    ColumnElement,
+    Float,
+    Integer,
+    MetaData,
+    Select,
+    String,
+    Table,
+    create_engine,
+    delete,
+    event,
+    inspect,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
 
-from fedvit.errors import ConfigError
-from fedvit.files import atomic_write, storage_failed
+from fedvit.descriptors import are_used_up, how_many
+from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
+from fedvit.files import storage_failed, sync_folder
 
 FORGET_TOKENS_S = 30 * 86_400.0
 """So long a device that brings a used or expired token is told which of the two it is."""
+LOCK_S = 30.0
+"""So long a change waits for those of other processes."""
+MIGRATED = ".migrated"
+"""Added to the name of the JSON file that older versions kept, once the database has everything in it."""
+
+_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ")
+_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
+_FOREIGN = ("no such table", "no such column", "Could not decode to UTF-8")
+
+_TABLES = MetaData()
+
+_DEVICES = Table(
+    "devices",
+    _TABLES,
+    Column("name", String, primary_key=True),
+    Column("joined_at", Float, nullable=False),
+    Column("last_seen", Float),
+    Column("revoked_at", Float),
+    Column("misuses", Integer, nullable=False),
+)
+
+_CERTIFICATES = Table(
+    "certificates",
+    _TABLES,
+    Column("serial", String, primary_key=True),
+    Column("device", String, nullable=False, index=True),
+    Column("issued_at", Float, nullable=False),
+    Column("expires_at", Float, nullable=False),
+)
+
+_TOKENS = Table(
+    "tokens",
+    _TABLES,
+    Column("id", String, primary_key=True),
+    Column("device", String, nullable=False, index=True),
+    Column("secret", String, nullable=False),
+    Column("expires_at", Float, nullable=False, index=True),
+    Column("replaces", Boolean, nullable=False),
+    Column("request", String),
+    Column("certificate", String),
+    Column("withdrawn", Boolean, nullable=False),
+)
+
+_REVOKED = Table(
+    "revoked",
+    _TABLES,
+    Column("serial", String, primary_key=True),
+    Column("device", String, nullable=False),
+    Column("generation", Integer, nullable=False, index=True),
+)
+
+_COUNTERS = Table("counters", _TABLES, Column("generation", Integer, nullable=False))
+"""One row. `generation` counts the changes of what a broker reads."""
 
 
 class Certificate(Struct, frozen=True):
     """One that was issued; times are seconds since 1970 by this machine's clock."""
 
-    serial: str  # hexadecimal: msgpack and JSON have no numbers of 160 bits
+    serial: str  # hexadecimal: SQLite and JSON have no numbers of 160 bits
     issued_at: float
     expires_at: float
 
 
-class Device(Struct):
+class Device(Struct, frozen=True):
     """A device that has joined."""
 
     name: str
@@ -34,14 +114,14 @@ class Device(Struct):
     certificates: list[Certificate]
     last_seen: float | None = None  # when it connected last
     revoked_at: float | None = None
-    misuses: int = 0  # of the broker, see coordinator.deployment.misuse
+    misuses: int = 0  # of the broker, see coordinator.deployment.broker_log
 
     @property
     def expires_at(self) -> float:
         return max(certificate.expires_at for certificate in self.certificates)
 
 
-class OpenToken(Struct):
+class OpenToken(Struct, frozen=True):
     """A token that was given out, and what became of it."""
 
     id: str
@@ -62,55 +142,304 @@ class OpenToken(Struct):
         return self.request is None and not self.withdrawn and self.expires_at > now_s
 
 
-class Registry(Struct):
-    """All devices and tokens. `generation` counts what a broker must read anew, `cuts` what must end connections."""
+class Rows:
+    """The registry within one transaction. Methods that change something may be called within `Registry.change` only.
 
-    devices: dict[str, Device] = field(default_factory=dict)
-    tokens: dict[str, OpenToken] = field(default_factory=dict)
-    revoked_serials: list[str] = field(default_factory=list)
-    generation: int = 0
-    cuts: int = 0
+    What a broker has to read anew because of the changes so far is in `revocations_changed`, `new_tokens` and
+    `tokens_forgotten`.
+    """
 
-    def forget_old_tokens(self, now_s: float) -> None:
-        self.tokens = {name: token for name, token in self.tokens.items() if token.expires_at > now_s - FORGET_TOKENS_S}
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.revocations_changed = False
+        self.new_tokens: list[OpenToken] = []
+        self.tokens_forgotten = False
+
+    # --- what there is --------------------------------------------------------------------------------
+
+    def generation(self) -> int:
+        found: int = self._connection.execute(select(_COUNTERS.c.generation)).scalar_one()
+        return found
+
+    def device(self, name: str) -> Device | None:
+        found = self._devices(_DEVICES.c.name == name, _CERTIFICATES.c.device == name)
+        return found[0] if found else None
+
+    def devices(self) -> list[Device]:
+        """All, by name."""
+        return self._devices(None, None)
+
+    def _devices(
+        self, of_devices: ColumnElement[bool] | None, of_certificates: ColumnElement[bool] | None
+    ) -> list[Device]:
+        certificates: dict[str, list[Certificate]] = {}
+        query = select(_CERTIFICATES).order_by(_CERTIFICATES.c.issued_at)
+        for row in self._mappings(query if of_certificates is None else query.where(of_certificates)):
+            entry = Certificate(row["serial"], row["issued_at"], row["expires_at"])
+            certificates.setdefault(row["device"], []).append(entry)
+        known = select(_DEVICES).order_by(_DEVICES.c.name)
+        return [
+            Device(certificates=certificates.get(row["name"], []), **row)
+            for row in self._mappings(known if of_devices is None else known.where(of_devices))
+        ]
+
+    def token(self, token_id: str) -> OpenToken | None:
+        return next(self._tokens(_TOKENS.c.id == token_id), None)
+
+    def tokens(self) -> list[OpenToken]:
+        """All that are not forgotten yet, also those that are used or expired."""
+        return list(self._tokens(_TOKENS.c.id.is_not(None)))
+
+    def open_tokens(self, now_s: float, device: str | None = None) -> list[OpenToken]:
+        """Tokens with which a device, or the one of that name, may still join."""
+        return list(self._tokens(_is_open(now_s) if device is None else _is_open(now_s) & (_TOKENS.c.device == device)))
+
+    def _tokens(self, which: ColumnElement[bool]) -> Iterator[OpenToken]:
+        for row in self._mappings(select(_TOKENS).where(which).order_by(_TOKENS.c.expires_at)):
+            yield OpenToken(**row)
+
+    def revoked_devices(self) -> list[str]:
+        query = select(_DEVICES.c.name).where(_DEVICES.c.revoked_at.is_not(None)).order_by(_DEVICES.c.name)
+        return list(self._connection.execute(query).scalars())
+
+    def revoked_serials(self) -> list[str]:
+        return list(self._connection.execute(select(_REVOKED.c.serial)).scalars())
+
+    def cut_since(self, generation: int) -> list[str]:
+        """Devices of whose certificates any was revoked after this generation."""
+        query = select(_REVOKED.c.device).where(_REVOKED.c.generation > generation).distinct()
+        return list(self._connection.execute(query.order_by(_REVOKED.c.device)).scalars())
+
+    def _mappings(self, query: Select[Any]) -> Iterator[dict[str, Any]]:
+        return (dict(row) for row in self._connection.execute(query).mappings())
+
+    # --- devices --------------------------------------------------------------------------------------
+
+    def put_device(self, name: str, certificate: Certificate, when_s: float) -> None:
+        """A device has joined; what was known of another one of that name is forgotten."""
+        self.remove_device(name)
+        values = {"name": name, "joined_at": when_s, "last_seen": when_s, "misuses": 0}
+        self._connection.execute(insert(_DEVICES).values(**values))
+        self.add_certificate(name, certificate)
+
+    def remove_device(self, name: str) -> None:
+        self._connection.execute(delete(_CERTIFICATES).where(_CERTIFICATES.c.device == name))
+        self._connection.execute(delete(_DEVICES).where(_DEVICES.c.name == name))
+
+    def add_certificate(self, name: str, certificate: Certificate) -> None:
+        self._connection.execute(insert(_CERTIFICATES).values(device=name, **msgspec.structs.asdict(certificate)))
+
+    def drop_expired(self, name: str, now_s: float) -> None:
+        """Forget the certificates of a device that have expired."""
+        of_device = _CERTIFICATES.c.device == name
+        self._connection.execute(delete(_CERTIFICATES).where(of_device, _CERTIFICATES.c.expires_at <= now_s))
+
+    def note_seen(self, seen: Mapping[str, float]) -> None:
+        for name, when_s in seen.items():
+            self._connection.execute(update(_DEVICES).where(_DEVICES.c.name == name).values(last_seen=when_s))
+
+    def count_misuse(self, name: str) -> None:
+        counted = update(_DEVICES).where(_DEVICES.c.name == name).values(misuses=_DEVICES.c.misuses + 1)
+        self._connection.execute(counted)
+
+    def revoke(self, name: str, when_s: float) -> None:
+        """None of the device's certificates is valid any more, and its name may do nothing."""
+        self._connection.execute(update(_DEVICES).where(_DEVICES.c.name == name).values(revoked_at=when_s))
+        self.discard(name)
+
+    def discard(self, name: str) -> None:
+        """The certificates that the device has now are not valid any more."""
+        query = select(_CERTIFICATES.c.serial).where(_CERTIFICATES.c.device == name)
+        self.revoke_serials(name, list(self._connection.execute(query).scalars()))
+
+    def revoke_serials(self, name: str, serials: Iterable[str]) -> None:
+        """These certificates, which were issued for `name`, are not valid any more."""
+        generation = self._next_generation()
+        for serial in serials:
+            added = insert(_REVOKED).values(serial=serial, device=name, generation=generation)
+            again = added.on_conflict_do_update(index_elements=["serial"], set_={"generation": generation})
+            self._connection.execute(again)
+        self.revocations_changed = True
+
+    # --- tokens ---------------------------------------------------------------------------------------
+
+    def add_token(self, token: OpenToken) -> None:
+        self._connection.execute(insert(_TOKENS).values(**msgspec.structs.asdict(token)))
+        self._next_generation()
+        self.new_tokens.append(token)
+
+    def use_token(self, token_id: str, request: str, certificate: str) -> None:
+        used = update(_TOKENS).where(_TOKENS.c.id == token_id)
+        self._connection.execute(used.values(request=request, certificate=certificate))
+
+    def withdraw_tokens(self, device: str) -> None:
+        """No token for this device that was not used can be used any more."""
+        unused = update(_TOKENS).where(_TOKENS.c.device == device, _TOKENS.c.request.is_(None))
+        self._connection.execute(unused.values(withdrawn=True))
+
+    def forget_tokens(self, now_s: float) -> None:
+        """Those that expired so long ago that nobody asks for them any more."""
+        old = delete(_TOKENS).where(_TOKENS.c.expires_at <= now_s - FORGET_TOKENS_S)
+        if self._connection.execute(old).rowcount:
+            self.tokens_forgotten = True
+
+    def remove_tokens(self, device: str) -> None:
+        self._connection.execute(delete(_TOKENS).where(_TOKENS.c.device == device))
+        self.tokens_forgotten = True
+
+    def _next_generation(self) -> int:
+        self._connection.execute(update(_COUNTERS).values(generation=_COUNTERS.c.generation + 1))
+        return self.generation()
 
 
-class RegistryFile:
-    """The file; several processes may change it, one after the other."""
+class Registry:
+    """The database at `path`.
+
+    Raises ConfigError where it is missing, Damaged, with what to do, where it does not hold what was written to it,
+    StorageFailed where it cannot be read or written, NoRoom for want of room or descriptors.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._engine: Engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": LOCK_S})
+        event.listen(self._engine, "connect", _prepare)
 
-    def read(self) -> Registry:
-        """Raises ConfigError when it is not there or not readable."""
-        try:
-            return msgspec.json.decode(self.path.read_bytes(), type=Registry)
-        except OSError as error:
-            raise ConfigError(f"{self.path} cannot be read: {error.strerror}") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self.path} is damaged: {error}") from error
-
-    def write(self, registry: Registry) -> None:
-        atomic_write(self.path, msgspec.json.format(msgspec.json.encode(registry)), private=True)
+    def close(self) -> None:
+        self._engine.dispose()
 
     @contextmanager
-    def locked(self) -> Iterator[Registry]:
-        """The registry; nobody else changes it meanwhile. What the caller changes is written by `write`."""
-        lock = self.path.with_suffix(".lock")
-        try:
-            handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise storage_failed(f"cannot lock {lock}", error) from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield self.read()
-        finally:
-            os.close(handle)
+    def read(self) -> Iterator[Rows]:
+        """The rows as they are at one moment."""
+        with self._transaction("BEGIN") as connection:
+            yield Rows(connection)
 
-    def stamp(self) -> tuple[int, int]:
-        """Differs whenever the file was written anew."""
-        found = self.path.stat()
-        return found.st_mtime_ns, found.st_ino
+    @contextmanager
+    def change(self) -> Iterator[Rows]:
+        """The rows, to be changed: everything that the caller does, or nothing when it raises. Nobody else changes
+        them meanwhile."""
+        with self._transaction("BEGIN IMMEDIATE") as connection:
+            yield Rows(connection)
+
+    def generation(self) -> int:
+        with self.read() as rows:
+            return rows.generation()
+
+    def check(self) -> None:
+        """Read all of it. Raises Damaged."""
+        with self._transaction("BEGIN") as connection:
+            found = connection.execute(text("PRAGMA quick_check(1)")).scalar()
+            if found != "ok":
+                raise self._damaged(" ".join(str(found).split()))
+
+    def create(self, former: Path | None = None) -> None:
+        """Make the tables, and take over the JSON file of an older version; all of it or nothing.
+
+        The JSON file gets another name, so that it is taken over once. Raises ConfigError when it cannot be read.
+        """
+        content = _Former() if former is None else _read_former(former)
+        try:
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise storage_failed(f"cannot make {self.path}", error) from error
+        with self._transaction("BEGIN IMMEDIATE") as connection:
+            if not inspect(connection).has_table(_COUNTERS.name):
+                _TABLES.create_all(connection)
+                _insert_former(connection, content)
+        if former is not None:
+            try:
+                former.replace(former.with_name(former.name + MIGRATED))
+                sync_folder(former.parent)
+            except OSError as error:
+                raise storage_failed(f"cannot rename {former}", error) from error
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[Connection]:
+        if not self.path.is_file():  # SQLite would make an empty one
+            raise ConfigError(f"{self.path} is missing: it holds the deployment's devices; {_REMEDY}")
+        try:
+            with self._engine.begin() as connection:
+                connection.exec_driver_sql(begin)
+                yield connection
+        except (SQLAlchemyError, sqlite3.Error) as error:
+            cause = getattr(error, "orig", None) or error
+            name = getattr(cause, "sqlite_errorname", None) or ""
+            if name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN):
+                raise self._damaged(str(cause)) from error
+            if are_used_up():  # SQLite only says that it cannot open a file
+                raise TooManyOpenFiles(f"the deployment's registry {self.path}: {cause}; {how_many()}") from error
+            kind = DiskFull if name in _FULL else StorageFailed
+            raise kind(f"the deployment's registry {self.path}: {cause}") from error
+
+    def _damaged(self, what: str) -> Damaged:
+        return Damaged(f"the deployment's registry {self.path} is damaged: {what}; {_REMEDY}")
+
+
+_REMEDY = (
+    "put back a copy of it (devices that joined since then stay valid, and cannot be revoked); without a copy make a "
+    "new deployment (coordinator init) and let each device join again"
+)
+
+
+class _FormerDevice(Struct):
+    name: str
+    joined_at: float
+    certificates: list[Certificate]
+    last_seen: float | None = None
+    revoked_at: float | None = None
+    misuses: int = 0
+
+
+class _Former(Struct):
+    """What versions before the database kept, as JSON."""
+
+    devices: dict[str, _FormerDevice] = {}
+    tokens: dict[str, OpenToken] = {}
+    revoked_serials: list[str] = []
+    generation: int = 0
+
+
+def _read_former(path: Path) -> _Former:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Former)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}, of an older version, is damaged: {error}") from error
+
+
+def _insert_former(connection: Connection, former: _Former) -> None:
+    owners = {entry.serial: device.name for device in former.devices.values() for entry in device.certificates}
+    rows: dict[Table, list[dict[str, Any]]] = {
+        _DEVICES: [
+            {name: value for name, value in msgspec.structs.asdict(device).items() if name != "certificates"}
+            for device in former.devices.values()
+        ],
+        _CERTIFICATES: [
+            {"device": device.name, **msgspec.structs.asdict(entry)}
+            for device in former.devices.values()
+            for entry in device.certificates
+        ],
+        _TOKENS: [msgspec.structs.asdict(token) for token in former.tokens.values()],
+        _REVOKED: [
+            {"serial": serial, "device": owners.get(serial, ""), "generation": former.generation}
+            for serial in former.revoked_serials
+        ],
+        _COUNTERS: [{"generation": former.generation}],
+    }
+    for table, values in rows.items():
+        if values:
+            connection.execute(insert(table), values)
+
+
+def _is_open(now_s: float) -> ColumnElement[bool]:
+    return _TOKENS.c.request.is_(None) & ~_TOKENS.c.withdrawn & (_TOKENS.c.expires_at > now_s)
+
+
+def _prepare(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")  # what a device was told must survive a power cut
+    cursor.close()
 
 
 def now() -> float:

@@ -1,23 +1,28 @@
-"""Serving a deployment: its broker, its enrolment desk, and what must follow when somebody joins or is revoked."""
+"""Serving a deployment: its broker, its enrolment desk, and what must follow when somebody joins or is revoked.
+
+mosquitto reads its lists anew at SIGHUP, and no connection ends by it. But of two connections with one client id it
+closes the older one. So the coordinator connects once under each client id of a device that was revoked: the
+connections of that device end at once, and nobody else's.
+"""
 
 import contextlib
-import fcntl
 import logging
+import math
 import os
 import queue
 import secrets
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
 from coordinator.broker.mosquitto import find_mosquitto, run_mosquitto
 from coordinator.broker.process import Broker, claim_port
 from coordinator.deployment.authority import DEVICE_DAYS
+from coordinator.deployment.broker_log import BrokerLog, Misuse
 from coordinator.deployment.desk import Desk
-from coordinator.deployment.folder import COORDINATOR, Deployment
-from coordinator.deployment.misuse import Misuse, MisuseWatch
-from coordinator.deployment.registry import Registry
+from coordinator.deployment.folder import COORDINATOR, Deployment, alone
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
 from fedvit.transport.base import Connected
@@ -26,14 +31,24 @@ from fedvit.transport.mqtt import Address, MqttTransport
 log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
+RELOAD_S = 5.0
+"""A broker that has not read its lists for so long is started again where a device has to be shut out."""
 
 
 class Service:
     """A deployment that is being served by this process. `watch` must be called often, from one thread."""
 
     def __init__(
-        self, deployment: Deployment, broker: Broker | None, address: Address, desk: Desk, say: Callable[[str], None]
+        self,
+        deployment: Deployment,
+        broker: Broker | None,
+        address: Address,
+        desk: Desk,
+        say: Callable[[str], None],
+        *,
+        applied: int,
     ) -> None:
+        """`applied` is the generation of the registry from before the broker was started."""
         self.broker = broker  # None: it runs by itself
         self.address = address
         self.revoked: SimpleQueue[str] = SimpleQueue()
@@ -41,60 +56,101 @@ class Service:
         self._deployment = deployment
         self._desk = desk
         self._say = say
-        self._stamp = deployment.registry.stamp()
-        self._done = deployment.registry.read()
-        self._misuse = MisuseWatch(broker.log_file) if broker else None
-        self._report(self._done)
+        self._log = BrokerLog(broker.log_file, broker.log_position) if broker else None
+        self._applied = self._applying = applied
+        self._cut: list[str] = []  # devices of whose certificates some are revoked by what is being applied
+        self._apply_until = math.inf
+        self._report()
 
     def watch(self) -> None:
         """Start the broker again if it died, let it know what changed in the registry, and see to who misuses it."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._say(self._desk.news.get_nowait())
-        if self.broker and (done := self.broker.tend()):
-            self._say(f"broker: {done}")
-        for misuse in self._misuse.look() if self._misuse else ():
-            self._on_misuse(misuse)
-        stamp = self._deployment.registry.stamp()
-        if stamp != self._stamp:
-            self._stamp = stamp
-            self._apply(self._deployment.registry.read())
+        if self.broker and self._log:
+            for misuse in self._log.look():
+                self._on_misuse(misuse)
+            if done := self.broker.tend():
+                self._say(f"broker: {done}")
+            self._end_connections(self.broker, self._log)
+        if self._applying != self._applied:
+            self._look_after_reload()
+        elif self._deployment.registry.generation() != self._applied:
+            self._apply()
 
-    def _apply(self, registry: Registry) -> None:
-        before, self._done = self._done, registry
-        if self.broker is None:
-            if registry.generation != before.generation:
-                self._say(_reload_theirs(self._deployment.run / "mosquitto.pid"))
-        elif registry.cuts != before.cuts:
-            self.broker.restart()
-        elif registry.generation != before.generation:
+    def _apply(self) -> None:
+        """Let the broker read what is new in its lists, which were written before the generation grew."""
+        with self._deployment.registry.read() as rows:
+            self._applying = rows.generation()
+            self._cut = rows.cut_since(self._applied)
+        if self.broker is None or self._log is None:
+            self._say(_reload_theirs(self._deployment.run / "mosquitto.pid"))
+            self._on_applied()
+        elif self._cut and self._log.overlooked:
+            self._restart(self.broker, "a client has an id that hides which device it is")
+        else:
+            self._log.expect_reload(self._cut)
+            self._apply_until = time.monotonic() + RELOAD_S
             self.broker.reload()
-        self._report(registry)
-        for name, device in registry.devices.items():
-            known = before.devices.get(name)
-            if device.revoked_at is not None and (known is None or known.revoked_at is None):
-                self._say(f"{name} was revoked")
-                self.revoked.put(name)
+
+    def _look_after_reload(self) -> None:
+        assert self.broker is not None
+        assert self._log is not None
+        if not self.broker.up:
+            return  # it reads them when it starts
+        if self._log.reloaded and not self._log.to_end:
+            self._on_applied()
+        elif time.monotonic() > self._apply_until:
+            if self._cut:
+                self._restart(self.broker, f"it did not read its lists within {RELOAD_S:.0f} s")
+            else:
+                self._on_applied()
+
+    def _end_connections(self, broker: Broker, broker_log: BrokerLog) -> None:
+        """Of devices that were revoked or replaced. The log says afterwards that they have ended."""
+        ending = broker_log.to_end.copy()
+        if not ending or not broker.up:
+            return
+        if _take_over(self.address, ending):
+            broker_log.to_end -= ending
+        else:
+            self._restart(broker, "it did not end the connections of a device that was shut out")
+
+    def _restart(self, broker: Broker, why: str) -> None:
+        """The last resort: it ends all connections, and whoever is still let in comes back."""
+        self._say(f"broker: {why}; it {broker.restart()}")
+        self._on_applied()
+
+    def _on_applied(self) -> None:
+        with self._deployment.registry.read() as rows:
+            devices = [rows.device(name) for name in self._cut]
+        self._applied = self._applying
+        self._report()
+        for device in devices:
+            if device is not None and device.revoked_at is not None:  # else another one has taken its place
+                self._say(f"{device.name} was revoked")
+                self.revoked.put(device.name)
+        self._cut = []
 
     def _on_misuse(self, misuse: Misuse) -> None:
         """Count it for `coordinator devices`; revoke who keeps others from the broker."""
         name, what, shut_out = misuse
         if name == COORDINATOR:
             return
-        with self._deployment.change() as registry:
-            device = registry.devices.get(name)
+        with self._deployment.change() as rows:
+            device = rows.device(name)
             if device is None or device.revoked_at is not None:
                 return
-            device.misuses += 1
+            rows.count_misuse(name)
             if shut_out:
-                self._deployment.revoke(registry, device)
+                rows.revoke(name, time.time())
         log.warning("broker misused", extra={"device": name, "reason": what})
         remedy = "it is shut out" if shut_out else f"to shut it out: coordinator revoke {name}"
         self._say(f"{name} {what}; {remedy}")
 
-    def _report(self, registry: Registry) -> None:
+    def _report(self) -> None:
         """For `coordinator revoke`, which waits for it."""
-        atomic_write(self._deployment.run / "applied", str(registry.generation).encode())
+        atomic_write(self._deployment.run / "applied", str(self._applied).encode())
 
 
 @contextlib.contextmanager
@@ -111,14 +167,15 @@ def served(
     ConfigError when another process serves it, there is no mosquitto, or its port is taken.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_alone(deployment))
+        stack.enter_context(alone(deployment.folder))
         deployment.write_configuration()
-        own = None if broker else _start(deployment)
+        applied = deployment.registry.generation()
+        own = None if broker else _start(deployment, say)
         if own:
             stack.callback(own.stop)
         address = broker or deployment.address
         desk = Desk(deployment, address, device_days=device_days)
-        service = Service(deployment, own, address, desk, say)
+        service = Service(deployment, own, address, desk, say, applied=applied)
         desk.open()
         stack.callback(desk.close)
         yield service
@@ -127,7 +184,7 @@ def served(
 def is_served(deployment: Deployment) -> bool:
     """Whether a process serves this deployment now."""
     try:
-        with _alone(deployment):
+        with alone(deployment.folder):
             return False
     except ConfigError:
         return True
@@ -141,23 +198,7 @@ def applied_generation(deployment: Deployment) -> int:
         return -1
 
 
-@contextlib.contextmanager
-def _alone(deployment: Deployment) -> Iterator[None]:
-    handle = os.open(deployment.run / "served", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(handle, 32, 0).decode().strip()
-            raise ConfigError(f"{deployment.folder} is being served by process {owner}") from None
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _start(deployment: Deployment) -> Broker | None:
+def _start(deployment: Deployment, say: Callable[[str], None]) -> Broker | None:
     """mosquitto with the deployment's configuration; None when one runs already."""
     address, settings = deployment.address, deployment.settings
     try:
@@ -173,20 +214,33 @@ def _start(deployment: Deployment) -> Broker | None:
             "mosquitto was not found on this machine, and the embedded broker cannot ask for certificates: "
             "sudo apt-get install mosquitto"
         )
-    return run_mosquitto(program, deployment.configuration, address, deployment.run / "mosquitto.log")
+    log_file = deployment.run / "mosquitto.log"
+    return run_mosquitto(program, deployment.configuration, address, log_file, lambda line: say(f"broker: {line}"))
 
 
 def _lets_in(address: Address) -> bool:
     """Whether a broker is there that this deployment's authority vouches for, and that knows the coordinator."""
-    inbox: SimpleQueue[object] = SimpleQueue()
-    transport = MqttTransport(inbox, address, client_id=f"preflight-{secrets.token_hex(4)}")
-    transport.open()
-    try:
-        return isinstance(inbox.get(timeout=ANSWER_S), Connected)
-    except queue.Empty:
-        return False
-    finally:
-        transport.close()
+    return _take_over(address, [f"preflight-{secrets.token_hex(4)}"])
+
+
+def _take_over(address: Address, client_ids: Iterable[str]) -> bool:
+    """Connect once under each client id, so that whatever was connected under it no longer is.
+
+    False where one of them did not come to be connected.
+    """
+    until = time.monotonic() + ANSWER_S
+    inboxes: list[SimpleQueue[object]] = []
+    with contextlib.ExitStack() as stack:
+        for client_id in client_ids:
+            inboxes.append(SimpleQueue())
+            transport = MqttTransport(inboxes[-1], address, client_id)
+            transport.open()
+            stack.callback(transport.close)
+        try:
+            events = [inbox.get(timeout=max(0.0, until - time.monotonic())) for inbox in inboxes]
+        except queue.Empty:
+            return False
+    return all(isinstance(event, Connected) for event in events)
 
 
 def _reload_theirs(pid_file: Path) -> str:

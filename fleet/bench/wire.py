@@ -272,7 +272,7 @@ class _Bench:
             sides[1].go()
             assert sides[1].answer()["third"]
             os.kill(self.broker.pid, signal.SIGKILL)
-            while not self.broker.restart_if_dead():
+            while not self.broker.tend():
                 time.sleep(0.01)
             at = sides[1].answer()["at"]
             sides[0].end_input()

@@ -150,7 +150,7 @@ class MqttWorld(World):
         wait_until(lambda: not self.broker.alive())
 
     def bring_broker_back(self) -> None:
-        assert self.broker.restart_if_dead()
+        assert self.broker.tend()
 
     def doomed(self, client_id: str, will: Will) -> Callable[[], None]:
         return self._other_process(client_id, will).kill

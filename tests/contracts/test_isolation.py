@@ -219,8 +219,8 @@ def test_revoked_at_once(stage: Stage) -> None:
         Client(lost, "pi-5", [HOME.to_device("pi-5"), HOME.broadcast(DIGEST)]) as pi_5,
         Client(stage.pi_1, "pi-1", [HOME.to_device("pi-1"), HOME.broadcast(DIGEST)]) as pi_1,
     ):
-        with deployment.change() as registry:
-            deployment.revoke(registry, registry.devices["pi-5"])
+        with deployment.change() as rows:
+            rows.revoke("pi-5", time.time())
         stage.broker.reload()
         wait_for(lambda: not Client(lost, "again").connected, "the revocation")
         pi_5.publish(HOME.from_device("pi-5"), b"too late")

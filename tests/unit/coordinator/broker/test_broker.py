@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.broker import FLEET_USER, Broker, start_broker
-from coordinator.broker.mosquitto import find_mosquitto
-from coordinator.broker.process import MOST_LOG_BYTES
+from coordinator.broker import FLEET_USER, Broker, process, start_broker
+from coordinator.broker.mosquitto import configuration, find_mosquitto, run_mosquitto
+from coordinator.broker.process import MOST_LOG_BYTES, claim_port
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.transport.base import Connected, Disconnected
 from fedvit.transport.mqtt import Address, MqttTransport
@@ -156,21 +156,81 @@ def test_the_password_is_in_no_file_and_no_command_line(start: Start, kind: str,
 def test_a_broker_that_died_comes_back_on_its_port(start: Start, kind: str) -> None:
     broker = start(kind, password="secret")
     pid = broker.pid
-    assert not broker.restart_if_dead()
+    assert broker.tend() is None
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not broker.alive())
-    assert broker.restart_if_dead()
+    assert broker.tend() == "it had died and was started again"
     assert broker.pid != pid
     assert first_event(broker.address) == Connected()
-    assert not broker.restart_if_dead()
+    assert broker.tend() is None
 
 
 @BOTH
-def test_a_port_that_was_taken_meanwhile_ends_in_an_error(start: Start, kind: str) -> None:
+def test_a_broker_whose_port_was_taken_meanwhile_comes_back_when_it_is_free(
+    start: Start, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again and again, in growing intervals, and nothing is raised."""
+    monkeypatch.setattr(process, "FIRST_RETRY_S", 0.01)
     broker = start(kind)
     broker.stop()
-    with socket.create_server(("127.0.0.1", broker.address.port)), pytest.raises(ConfigError, match="in use"):
-        broker.restart_if_dead()
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", broker.address.port)):
+        wait_until(lambda: said.append(broker.tend() or "") or len(list(filter(None, said))) == 3)  # type: ignore[func-returns-value]
+    first, second, third = filter(None, said)
+    port = f"port {broker.address.port} on 127.0.0.1 is in use"
+    assert first.startswith(f"it had died and could not be started again, which is tried anew in 10 ms: {port}")
+    assert second.startswith(f"it could not be started again, which is tried anew in 20 ms: {port}")
+    assert third.startswith(f"it could not be started again, which is tried anew in 40 ms: {port}")
+    wait_until(lambda: bool(broker.tend()) or broker.up)
+    assert first_event(broker.address) == Connected()
+
+
+def test_a_slow_broker_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At its first start, where its slowness is said; and when it is started again, while other things go on."""
+    monkeypatch.setattr(process, "SLOW_S", 0.1)
+    slow, gate = tmp_path / "mosquitto", tmp_path / "gate"
+    wait = f"while [ ! -e {gate} ]; do sleep 0.02; done"
+    slow.write_text(f'#!/bin/sh\n[ "$1" = -h ] || {{ {wait}; }}\nexec {find_mosquitto()} "$@"\n')
+    slow.chmod(0o755)
+    address = Address("127.0.0.1", claim_port("127.0.0.1", 0))
+    config = tmp_path / "mosquitto.conf"
+    config.write_text(configuration("127.0.0.1", address, tmp_path / "none"))
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        gate.touch()
+
+    broker = run_mosquitto(slow, config, address, tmp_path / "log", say)
+    try:
+        assert len(said) == 1
+        assert " is slow to start; waiting up to 300 s for it" in said[0]
+        assert first_event(address) == Connected()
+        gate.unlink()
+        os.kill(broker.pid, signal.SIGKILL)
+        wait_until(lambda: not broker.alive())
+        assert str(broker.tend()).startswith("it had died and was started again; it is slow")
+        assert broker.tend() is None  # it does not wait here
+        assert not broker.up
+        pid = broker.pid
+        gate.touch()
+        wait_until(lambda: str(broker.tend()).startswith("it accepts connections again"))
+        assert broker.pid == pid
+        assert first_event(address) == Connected()
+    finally:
+        broker.stop()
+
+
+def test_a_broker_that_ends_at_once_when_it_is_started_again_is_tried_anew(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "FIRST_RETRY_S", 0.01)
+    broker = start("mosquitto")
+    broker._command = ["/bin/sh", "-c", "echo cannot read the disk >&2; exit 1"]
+    os.kill(broker.pid, signal.SIGKILL)
+    wait_until(lambda: not broker.alive())
+    assert "ended at once: cannot read the disk" in str(broker.tend())
+    wait_until(lambda: "ended at once: cannot read the disk" in str(broker.tend()))
 
 
 @BOTH

@@ -1,8 +1,10 @@
 """Deployments: their files, joining by token, replacement, renewal and revocation, at a real mosquitto."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import ssl
 import threading
 import time
@@ -28,8 +30,9 @@ from coordinator.cli import cli
 from coordinator.commands.start import _deployed
 from coordinator.config import BrokerConfig, RunConfig, StartConfig
 from coordinator.deployment.authority import DAY_S, Authority
+from coordinator.deployment.broker_log import MOST_CONNECTIONS
 from coordinator.deployment.folder import COORDINATOR, Deployment, make_token, own_hosts
-from coordinator.deployment.misuse import MOST_CONNECTIONS
+from coordinator.deployment.registry import Device, OpenToken
 from coordinator.deployment.service import Service, served
 from coordinator.record.store import Store
 from coordinator.run.quarantine import Quarantine
@@ -48,7 +51,7 @@ from fedvit.transport.base import Connected, Received
 from fedvit.transport.mqtt import Address, MqttTransport, tls_context
 from fedvit.wire.enrolment import FROM_DEVICE, JoinRequest, RenewRequest, Token, encode_enrolment, seal
 from fedvit.wire.topics import Topics
-from fleet.pentest.client import Client, wait_for
+from fleet.pentest.client import Client, context_of, wait_for
 from fleet.pentest.parties import device_address, make_deployment, make_request, running
 
 HOME = Topics("home")
@@ -90,6 +93,22 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity_module, "ASK_AGAIN_S", 0.5)
 
 
+def known(deployment: Deployment, name: str) -> Device | None:
+    with deployment.registry.read() as rows:
+        return rows.device(name)
+
+
+def joined(deployment: Deployment, name: str) -> Device:
+    device = known(deployment, name)
+    assert device is not None
+    return device
+
+
+def open_tokens(deployment: Deployment, name: str) -> list[OpenToken]:
+    with deployment.registry.read() as rows:
+        return rows.open_tokens(time.time(), name)
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, list(arguments))
 
@@ -102,7 +121,7 @@ def test_what_is_secret_can_be_read_by_its_owner_alone(tmp_path: Path) -> None:
     make_token(deployment, "pi", 60.0)
     for path in (deployment.folder, deployment.run):
         assert path.stat().st_mode & 0o777 == 0o700
-    secret = {"authority.key", "server.key", "coordinator.key", "registry.json", "enrolment.passwords"}
+    secret = {"authority.key", "server.key", "coordinator.key", "registry.db", "enrolment.passwords"}
     for path in deployment.folder.iterdir():
         text = path.read_bytes() if path.is_file() else b""
         assert (b"PRIVATE KEY" in text) == path.name.endswith(".key")
@@ -110,6 +129,8 @@ def test_what_is_secret_can_be_read_by_its_owner_alone(tmp_path: Path) -> None:
             assert path.stat().st_mode & 0o777 == 0o600, path
             secret.discard(path.name)
     assert not secret
+    beside = [path for path in deployment.folder.glob("registry.db*") if path.stat().st_mode & 0o777 == 0o600]
+    assert len(beside) == len([*deployment.folder.glob("registry.db*")]) == 3  # SQLite's journals
     deployment.folder.chmod(0o755)
     with pytest.raises(ConfigError, match="can be read by others"):
         Deployment.open(deployment.folder)
@@ -179,7 +200,7 @@ def test_no_device_is_enrolled_whose_name_is_an_option_of_a_command(stage: Stage
     failed = run("enroll", "--no-wait", "--deployment", str(stage.deployment.folder), "--", "-rf")
     assert isinstance(failed.exception, ConfigError)
     assert str(failed.exception).startswith("device name '-rf' must be 1 to 64 letters, digits, '-' or '_'")
-    assert not stage.deployment.registry.read().tokens
+    assert not open_tokens(stage.deployment, "-rf")
 
 
 # --- certificates -------------------------------------------------------------------------------------
@@ -272,9 +293,9 @@ def test_a_join_whose_answer_got_lost_is_taken_up(stage: Stage, tmp_path: Path) 
     question = seal(JoinRequest(b"0" * 16, token.device, request), token.secret, FROM_DEVICE)
     with Client(stage.deployment.address, "instead") as client:
         client.publish(HOME.enrolment(token.id), question)
-    wait_for(lambda: "pi-lost" in stage.deployment.registry.read().devices, "the certificate")
+    wait_for(lambda: known(stage.deployment, "pi-lost"), "the certificate")
     assert join(token, tmp_path / "identity").trouble is None
-    assert len(stage.deployment.registry.read().devices["pi-lost"].certificates) == 1
+    assert len(joined(stage.deployment, "pi-lost").certificates) == 1
 
 
 def test_tokens_that_are_worth_nothing(stage: Stage, tmp_path: Path) -> None:
@@ -294,10 +315,11 @@ def test_tokens_that_are_worth_nothing(stage: Stage, tmp_path: Path) -> None:
 
 
 def test_a_token_for_a_name_that_is_taken(stage: Stage, tmp_path: Path) -> None:
-    """Two tokens for one name are given out; who comes second is refused. And no third is given out."""
+    """Of two tokens for one name the second is withdrawn when a device joins with the first. No third is given out."""
     tokens = [make_token(stage.deployment, "pi-twice", 60.0) for _ in range(2)]
     join(tokens[0], tmp_path / "first")
-    with pytest.raises(PeerRefused, match="--replace"):
+    assert not open_tokens(stage.deployment, "pi-twice")
+    with pytest.raises(PeerRefused, match="was withdrawn: 'pi-twice' has joined with another one"):
         join(tokens[1], tmp_path / "second")
     with pytest.raises(ConfigError, match="--replace"):
         make_token(stage.deployment, "pi-twice", 60.0)
@@ -356,10 +378,10 @@ def test_strangers_at_the_desk(stage: Stage) -> None:
         wrong = seal(JoinRequest(b"1" * 16, "pi-1", request), token.secret, FROM_DEVICE)
         client.publish(HOME.enrolment(token.id), wrong)
         wait_for(lambda: client.seen, "an answer to the one that is sealed, for a name that is not the token's")
-        assert "pi-stranger" not in stage.deployment.registry.read().devices
+        assert known(stage.deployment, "pi-stranger") is None
         client.publish(HOME.enrolment(token.id), sealed)
         wait_for(lambda: len(client.seen) == 2, "the certificate")
-    assert "pi-stranger" in stage.deployment.registry.read().devices
+    assert known(stage.deployment, "pi-stranger")
 
 
 def test_a_broker_that_only_pretends(tmp_path: Path) -> None:
@@ -367,9 +389,8 @@ def test_a_broker_that_only_pretends(tmp_path: Path) -> None:
     theirs = make_deployment(tmp_path / "theirs")
     ours = make_deployment(tmp_path / "ours")
     token = make_token(ours, "pi-1", 60.0)
-    with theirs.change() as registry:  # the broker knows what the device shows it: the login, not the secret
-        registry.tokens[token.id] = ours.registry.read().tokens[token.id]
-        registry.generation += 1
+    with theirs.change() as rows:  # the broker knows what the device shows it: the login, not the secret
+        rows.add_token(open_tokens(ours, "pi-1")[0])
     ports = {"port": theirs.settings.port, "enrolment_port": theirs.settings.enrolment_port}
     with running(theirs), Client(theirs.address, "impostor", [HOME.enrolment(token.id)]) as impostor:
         ended = threading.Event()
@@ -457,8 +478,8 @@ def test_a_certificate_is_renewed_in_its_last_third(stage: Stage, tmp_path: Path
     assert renewed.not_valid_after_utc.timestamp() > time.time() + 89 * DAY_S
     assert renewed.subject.rfc4514_string() == "CN=pi-old"
     assert Client(identity.address(), "renewed").connected
-    assert len(stage.deployment.registry.read().devices["pi-old"].certificates) == 2
-    wait_for(lambda: stage.deployment.registry.read().devices["pi-old"].last_seen, "when it was seen")
+    assert len(joined(stage.deployment, "pi-old").certificates) == 2
+    wait_for(lambda: joined(stage.deployment, "pi-old").last_seen, "when it was seen")
     run("revoke", "pi-old", "--deployment", str(stage.deployment.folder))
     wait_for(lambda: not Client(identity.address(), "later").connected, "the end of all its certificates")
 
@@ -488,25 +509,68 @@ def test_a_certificate_for_another_key_is_not_taken(stage: Stage, tmp_path: Path
 # --- revocation ---------------------------------------------------------------------------------------
 
 
-def test_revoke_ends_the_connection(stage: Stage, tmp_path: Path) -> None:
+def test_revoke_ends_all_connections_of_one_device_and_of_no_other(stage: Stage, tmp_path: Path) -> None:
+    """As soon as the command has ended. It is still shut out when the broker has been started again."""
     lost = join(make_token(stage.deployment, "pi-gone", 60.0), tmp_path / "gone").identity
     kept = join(make_token(stage.deployment, "pi-kept", 60.0), tmp_path / "kept").identity
-    inbox: SimpleQueue[object] = SimpleQueue()
-    other = MqttTransport(inbox, kept.address(), client_id="kept")
-    other.open()
-    assert isinstance(inbox.get(timeout=20), Connected)
-    with Client(lost.address(), "gone") as gone:
-        assert gone.connected
-        done = run("revoke", "pi-gone", "--deployment", str(stage.deployment.folder))
-        assert done.exit_code == 0, done.exception
-        assert not Client(lost.address(), "gone again").connected  # as soon as the command has ended
-        wait_for(lambda: not gone.connected, "the end of its connection")
-    assert stage.service.revoked.get(timeout=5) == "pi-gone" or not stage.service.revoked.empty()
-    inbox.get(timeout=20)  # the others lose theirs, too, and come back by themselves
-    wait_for(lambda: not inbox.empty() and isinstance(inbox.get(), Connected), "the other device")
-    other.close()
+    pid = stage.broker.pid
+    ids = ("gone", "", "pi-kept-2", "gone disconnected", "x (p2, c1, k60, u'pi-kept').", "Ünï çödé [no")
+    with contextlib.ExitStack() as open_now:
+        other = open_now.enter_context(Client(kept.address(), "kept", [HOME.to_device("pi-kept")]))
+        gone = [open_now.enter_context(Client(lost.address(), client_id)) for client_id in ids]
+        with Client(lost.address(), "gone disconnected"):  # the broker closes the older one of that id
+            done = run("revoke", "pi-gone", "--deployment", str(stage.deployment.folder))
+            assert done.exit_code == 0, done.exception
+            assert not Client(lost.address(), "gone again").connected
+            wait_for(lambda: not any(client.connected for client in gone), "the end of its connections")
+        with Client(stage.deployment.address, "coordinator") as coordinator:
+            coordinator.publish(HOME.to_device("pi-kept"), b"still here")
+        wait_for(lambda: other.seen, "a message for the other device")
+        assert other.outcome == ["Success"]
+    assert stage.broker.pid == pid
+    told = [stage.service.revoked.get(timeout=5) for _ in range(stage.service.revoked.qsize())]
+    assert told.count("pi-gone") == 1
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: stage.broker.pid != pid and stage.broker.up, "the broker")
+    assert not Client(lost.address(), "after a restart").connected
+    assert Client(kept.address(), "after a restart").connected
     unknown = run("revoke", "pi-unknown", "--deployment", str(stage.deployment.folder))
     assert "no device is called 'pi-unknown'" in str(unknown.exception)
+
+
+def test_replace_ends_a_connection_that_was_accepted_before_and_is_used_after(stage: Stage, tmp_path: Path) -> None:
+    """Its certificate was valid when it was looked at, and its name is valid afterwards: it is the new card's, too."""
+    old_card = join(make_token(stage.deployment, "pi-held", 60.0), tmp_path / "first").identity.address()
+    pid = stage.broker.pid
+    with (
+        socket.create_connection((old_card.host, old_card.port), 30) as plain,
+        context_of(old_card).wrap_socket(plain, server_hostname=old_card.host) as held,
+    ):
+        assert Client(stage.deployment.address, "barrier").connected  # by now the handshake is over
+        token = make_token(stage.deployment, "pi-held", 60.0, replaces=True)
+        new_card = join(token, tmp_path / "second").identity.address()
+        wait_for(lambda: not Client(old_card, "old card").connected, "the replacement")
+        with Client(new_card, "new card", [HOME.to_device("pi-held")]) as new:
+            held.sendall(b"\x10\x10\0\x04MQTT\x04\x02\0\x3c\0\x04held")
+            while held.recv(100):  # it is let in, which the log tells, and ended
+                pass
+            with Client(stage.deployment.address, "coordinator") as coordinator:
+                coordinator.publish(HOME.to_device("pi-held"), b"for the new card")
+            wait_for(lambda: new.seen, "a message for the new card")
+            assert new.outcome == ["Success"]
+    assert stage.broker.pid == pid
+
+
+def test_revoke_restarts_the_broker_where_a_client_id_hides_its_device(stage: Stage, tmp_path: Path) -> None:
+    """mosquitto cuts the lines of its log, before the user where the id is long."""
+    hidden = join(make_token(stage.deployment, "pi-hidden", 60.0), tmp_path / "hidden").identity
+    pid = stage.broker.pid
+    with Client(hidden.address(), "x" * 2000) as client:
+        assert client.connected
+        assert run("revoke", "pi-hidden", "--deployment", str(stage.deployment.folder)).exit_code == 0
+        wait_for(lambda: not client.connected, "the end of its connection")
+    assert stage.broker.pid != pid
+    wait_for(lambda: "an id that hides which device it is" in "\n".join(stage.said), "what was done")
 
 
 def test_only_one_process_serves_a_deployment(stage: Stage) -> None:
@@ -530,9 +594,8 @@ def test_a_session_that_stays_is_counted(stage: Stage, tmp_path: Path) -> None:
     device_address(stage.deployment, tmp_path, "pi-framed")
     forged = "x (p2, c0, k60, u'pi-framed')."
     Client(address, forged, persistent=True).close()
-    devices = stage.deployment.registry
-    wait_for(lambda: devices.read().devices["pi-hoards"].misuses == 1, "the count")
-    assert devices.read().devices["pi-framed"].misuses == 0
+    wait_for(lambda: joined(stage.deployment, "pi-hoards").misuses == 1, "the count")
+    assert joined(stage.deployment, "pi-framed").misuses == 0
     assert "pi-hoards keeps a session at the broker" in "\n".join(stage.said)
     listed = json.loads(run("devices", "--json", "--deployment", str(stage.deployment.folder)).output)
     assert {entry["device"]: entry["misuses"] for entry in listed}["pi-hoards"] == 1
@@ -549,7 +612,7 @@ def test_who_opens_too_many_connections_is_shut_out(stage: Stage, tmp_path: Path
     finally:
         for client in crowd:
             client.close()
-    assert stage.deployment.registry.read().devices["pi-crowds"].revoked_at is not None
+    assert joined(stage.deployment, "pi-crowds").revoked_at is not None
     assert f"pi-crowds opened {MOST_CONNECTIONS + 1} connections at once" in "\n".join(stage.said)
 
 
@@ -595,6 +658,11 @@ def test_the_doctor_of_a_device_that_has_joined(stage: Stage, tmp_path: Path) ->
     assert "revoked" in str(last.remedy)
     *_, elsewhere = check_broker(replace(patient, address=identity.address("127.0.0.2")))
     assert elsewhere.level == "error"
+    foreign = make_deployment(tmp_path / "foreign")
+    with running(foreign):
+        *_, moved = check_broker(replace(patient, address=identity.address(f"127.0.0.1:{foreign.settings.port}")))
+    assert (moved.check, moved.level) == ("tls", "error")
+    assert "join again with a token of the deployment that is there now" in str(moved.remedy)
 
 
 def way(**given: object) -> Way:
@@ -627,6 +695,35 @@ def test_the_command_line_joins(stage: Stage, tmp_path: Path) -> None:
     given = ["join", token, "--state", str(tmp_path)]
     assert "joined as 'pi-typed'" in CliRunner().invoke(edge_cli, given).stdout
     assert isinstance(CliRunner().invoke(edge_cli, given).exception, ConfigError)
+
+
+def test_enroll_prints_a_line_that_needs_no_flag(tmp_path: Path) -> None:
+    """The token says where the broker is."""
+    deployment = make_deployment(tmp_path / "made")
+    printed = run("enroll", "pi-1", "--no-wait", "--deployment", str(deployment.folder)).stdout
+    _, command, token = printed.strip().split(" ")
+    assert (command, Token.parse(token).host) == ("join", deployment.settings.hosts[0])
+
+
+def test_enroll_ends_when_its_token_is_withdrawn(stage: Stage) -> None:
+    """Not only when it expires."""
+    done: list[Result] = []
+    given = ["enroll", "pi-waits", "--deployment", str(stage.deployment.folder)]
+    command = threading.Thread(target=lambda: done.append(run(*given)))
+    command.start()
+    wait_for(lambda: open_tokens(stage.deployment, "pi-waits"), "the token")
+    run("revoke", "pi-waits", "--deployment", str(stage.deployment.folder))
+    command.join(60)
+    assert "this token for pi-waits was withdrawn" in str(done[0].exception)
+
+
+def test_start_takes_no_deployment_from_the_environment() -> None:
+    """A run has the broker that its command line or its file names; the other commands may find the folder there."""
+    [start] = [option for option in cli.commands["start"].params if "--deployment" in option.opts]
+    assert start.envvar is None
+    for name in ("enroll", "devices", "revoke"):
+        [other] = [option for option in cli.commands[name].params if "--deployment" in option.opts]
+        assert other.envvar == "FEDVIT_DEPLOYMENT"
 
 
 def test_one_list_says_who_is_here_and_who_is_in_quarantine(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_an_error_in_handling_a_message_of_one_device_ends_its_task_alone(
 
     monkeypatch.setattr(owner, name, broken)
     stage.fake("good")
-    bad = stage.fake("bad", on_task, value=1000.0, samples=1000)
+    stage.fake("bad", on_task, value=1000.0, samples=1000)
     stage.start(devices=1 if what == "Hello" else 2, evaluate_every=9)
     stage.drive(lambda: any("bad: an error in handling" in line for line in stage.lines))
     assert stage.finish() == "finished"

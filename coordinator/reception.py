@@ -1,19 +1,27 @@
 """Devices that come and go: who is let in, who is told to wait, and who is sent away."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
-from coordinator.admission import check_hello, check_new_classes
+import msgspec
+
+from coordinator.admission import check_class_list, check_hello, check_new_classes
 from coordinator.course import Course
 from coordinator.dispatch import Dispatch
 from coordinator.presence import Presence
 from coordinator.quarantine import Quarantine
 from coordinator.results import Results
-from fedvit.errors import PeerRefused
+from fedvit.errors import BadPayload, PeerRefused
 from fedvit.transport.exchange import BlobExchange
-from fedvit.wire.messages import DeviceState, FromCoordinator, Hello, Refused, Welcome
+from fedvit.wire.messages import DeviceState, FromCoordinator, Hello, Manifest, Refused, Welcome, decode_class_list
+from fedvit.wire.topics import Topics
 
 log = logging.getLogger(__name__)
+
+MAX_CLASS_LISTS = 10
+"""That one process fetches from one device: more would let the device fill the disk."""
 
 
 class Reception:
@@ -39,12 +47,18 @@ class Reception:
         self._exchange = exchange
         self._tell = tell
         self._epoch = epoch
+        self._topics = Topics(course.config.federation)
+        self._fetching: dict[str, Hello] = {}  # by device: the newest hello, whose list of classes is on its way
+        self._class_lists: Counter[str] = Counter()  # by device
 
     def on_hello(self, device: str, hello: Hello) -> None:
         if rival := self._presence.rival(device, hello):
             where = rival.hello.profile.host
             reason = f"a device with id {device!r} is online already (on {where}); choose another with --id"
             self._refuse(device, hello, reason, final=False)
+            return
+        if hello.class_list is not None:
+            self._fetch_classes(device, hello, hello.class_list)
             return
         try:
             check_hello(hello, self._course.classes)
@@ -69,12 +83,51 @@ class Reception:
         self._tell(device, Welcome(hello.instance, self._epoch(), following))
         self._dispatch.give_again(device, anew=fresh)
 
+    def _fetch_classes(self, device: str, hello: Hello, described: Manifest) -> None:
+        """Classes that do not fit into the hello are fetched before the device is let in."""
+        try:
+            check_class_list(hello, described)
+        except PeerRefused as error:
+            self._refuse(device, hello, str(error), final=True)
+            return
+        before = self._fetching.get(device)
+        self._fetching[device] = hello
+        if before and before.class_list == described:
+            return  # it only says hello again
+        if not self._course.blobs.has(described.digest):
+            self._class_lists[device] += 1
+            if self._class_lists[device] > MAX_CLASS_LISTS:
+                del self._fetching[device]
+                reason = f"it brought {MAX_CLASS_LISTS} different lists of classes already"
+                self._refuse(device, hello, reason, final=True)
+                return
+        topic = self._topics.upload(device, described.digest)
+        self._exchange.fetch(described, device, topic, partial(self._classes_came, device))
+
+    def _classes_came(self, device: str, described: Manifest, error: Exception | None) -> None:
+        hello = self._fetching.get(device)
+        if hello is None or hello.class_list != described:
+            return  # it said hello with another list since
+        del self._fetching[device]
+        try:
+            if error:
+                raise error
+            classes = decode_class_list(self._course.blobs.get(described.digest))
+        except BadPayload as bad:
+            self._refuse(device, hello, f"its list of classes: {bad}", final=True)
+        else:
+            self.on_hello(device, msgspec.structs.replace(hello, classes=classes, class_list=None))
+
     def on_state(self, device: str, state: DeviceState) -> None:
         if self._presence.state_changed(device, state) and not state.online:
             log.info("device left", extra={"device": device})
             self._course.say(f"{device} left")
-            self._exchange.drop_peer(device)
+            self._drop_transfers(device)
             self._results.device_left(device)
+
+    def _drop_transfers(self, device: str) -> None:
+        self._fetching.pop(device, None)
+        self._exchange.drop_peer(device)
 
     def expel(self, device: str, reason: str) -> None:
         """The device may not take part any more: nothing is awaited from it."""
@@ -84,7 +137,7 @@ class Reception:
             self._presence.dismiss(device)
         if opened:
             opened.fail(device, reason)
-        self._exchange.drop_peer(device)
+        self._drop_transfers(device)
         self._results.device_left(device)
         log.warning("device expelled", extra={"device": device, "reason": reason})
 

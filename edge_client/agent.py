@@ -54,6 +54,7 @@ from fedvit.wire.messages import (
     Welcome,
     decode,
     encode,
+    encode_class_list,
     inline_room,
 )
 from fedvit.wire.topics import Topics, check_name
@@ -203,14 +204,10 @@ class Agent:
         self._begin = begin
         self._worker: Work | None = None
         self._pending: dict[tuple[str, int, str], _Pending] = {}  # by run, round and kind
+        self._class_list: Manifest | None = None
         self._ended: RunEnded | None = None
         self._programs: dict[str, Program] = {}
-        try:
-            encode(self._announced())
-        except BadPayload as error:
-            raise DataError(
-                f"{len(data.classes)} class folders: their names do not fit into a hello: {error}"
-            ) from error
+        self._class_list = self._classes_apart()
 
     # --- the loop -------------------------------------------------------------------------------------
 
@@ -385,12 +382,25 @@ class Agent:
             instance=self.instance,
             software=self.software,
             profile=self.profile,
-            classes=data.classes,
+            classes=() if self._class_list else data.classes,
             train_samples=len(data.train),
             test_samples=len(data.test),
             labels=self.labels,
             connection=self.transport.connection,
+            class_list=self._class_list,
         )
+
+    def _classes_apart(self) -> Manifest | None:
+        """The blob that names the classes where they do not fit into a hello. Raises DataError where they are too many
+        for that, too, and StorageFailed."""
+        try:
+            encode(self._announced())
+        except BadPayload:
+            try:
+                return self.blobs.put(encode_class_list(self.data.classes))
+            except BadPayload as error:
+                raise DataError(f"{len(self.data.classes)} class folders cannot be announced: {error}") from error
+        return None
 
     def _on_welcome(self, welcome: Welcome) -> None:
         if self._epoch != welcome.epoch:
@@ -695,7 +705,8 @@ class Agent:
 
     def _pinned(self) -> set[str]:
         answers = (pending.answer for pending in self._pending.values())
-        return {answer.upload.digest for answer in answers if isinstance(answer, Result) and answer.upload}
+        uploads = {answer.upload.digest for answer in answers if isinstance(answer, Result) and answer.upload}
+        return uploads | {self._class_list.digest} if self._class_list else uploads
 
     def _may_read(self, peer: str, digest: str) -> bool:
         return digest in self._pinned()

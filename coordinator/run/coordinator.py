@@ -441,10 +441,7 @@ class Coordinator:
     def _handle(self, device: str, message: AnyMessage) -> None:
         match message:
             case Hello():
-                if arrival := self.membership.on_hello(device, message):
-                    overdue = self.scheduler.on_arrival(device, was_away=arrival.was_away)
-                    if overdue:
-                        self._give_up(overdue)
+                self.membership.on_hello(device, message)
                 return
             case DeviceState():
                 if self.membership.on_state(device, message):
@@ -475,6 +472,9 @@ class Coordinator:
 
     def _follow_up(self) -> None:
         """What follows from what the parts did: the one place that connects them."""
+        for arrival in self.membership.take_arrivals():
+            if overdue := self.scheduler.on_arrival(arrival.device, was_away=arrival.was_away):
+                self._give_up(overdue)
         for task in self.collector.take_to_tell():
             self.scheduler.tell(task)
         for strike in self.collector.take_strikes():

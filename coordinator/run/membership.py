@@ -1,20 +1,26 @@
 """Devices that come and go: which are let in, told to wait, and sent away."""
 
 import logging
+from collections import Counter
+from functools import partial
 from typing import NamedTuple
+
+import msgspec
 
 from coordinator.run.open_round import Missing
 from coordinator.run.quarantine import Quarantine
 from coordinator.run.state import RunState
-from coordinator.run.validation import check_hello, check_new_classes
-from fedvit.errors import PeerRefused
+from coordinator.run.validation import check_class_list, check_hello, check_new_classes
+from fedvit.errors import BadPayload, PeerRefused
 from fedvit.transport.exchange import BlobExchange
-from fedvit.wire.messages import DeviceState, Hello, Refused, Welcome
+from fedvit.wire.messages import DeviceState, Hello, Manifest, Refused, Welcome, decode_class_list
 
 log = logging.getLogger(__name__)
 
 REFUSALS_SAID = 1000
 """Of one process: the record has the others, too."""
+MAX_CLASS_LISTS = 10
+"""That one process fetches from one device: more would let the device fill the disk."""
 
 
 class Arrival(NamedTuple):
@@ -25,22 +31,33 @@ class Arrival(NamedTuple):
 
 
 class Membership:
-    """One run's."""
+    """One run's. Which devices came is asked for with `take_arrivals`."""
 
     def __init__(self, state: RunState, exchange: BlobExchange, quarantine: Quarantine) -> None:
         self._state = state
         self._exchange = exchange
         self._quarantine = quarantine
         self._said: set[tuple[str, str]] = set()  # (device, reason) of refusals that the operator was told
+        self._arrivals: list[Arrival] = []
+        self._fetching: dict[str, Hello] = {}  # by device: the newest hello, whose list of classes is on its way
+        self._class_lists: Counter[str] = Counter()  # by device
 
-    def on_hello(self, device: str, hello: Hello) -> Arrival | None:
-        """Let a device in; None where it is refused."""
+    def take_arrivals(self) -> list[Arrival]:
+        """Devices that were let in since this was asked last."""
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def on_hello(self, device: str, hello: Hello) -> None:
+        """Let a device in, or refuse it."""
         state = self._state
         if rival := state.presence.rival(device, hello):
             where = rival.hello.profile.host
             reason = f"a device with id {device!r} is online already (on {where}); choose another with --id"
             self._refuse(device, hello, reason, final=False)
-            return None
+            return
+        if hello.class_list is not None:
+            self._fetch_classes(device, hello, hello.class_list)
+            return
         try:
             check_hello(hello, state.classes)
             if not state.classes:
@@ -48,10 +65,10 @@ class Membership:
                 check_new_classes(hello, {name for classes in others for name in classes}, state.config.max_classes)
         except PeerRefused as error:
             self._refuse(device, hello, str(error), final=True)
-            return None
+            return
         if banned := self._banned(device):
             self._refuse(device, hello, banned, final=True)
-            return None
+            return
         was_away = not state.presence.is_online(device)
         state.presence.arrived(device, hello)
         if was_away:
@@ -60,7 +77,43 @@ class Membership:
             state.say(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
         following = self._quarantine.why_not(device, state.number) or state.doing
         state.send(device, Welcome(hello.instance, state.epoch, following))
-        return Arrival(device, was_away)
+        self._arrivals.append(Arrival(device, was_away))
+
+    def _fetch_classes(self, device: str, hello: Hello, described: Manifest) -> None:
+        """Classes that do not fit into the hello are fetched before the device is let in."""
+        state = self._state
+        try:
+            check_class_list(hello, described)
+        except PeerRefused as error:
+            self._refuse(device, hello, str(error), final=True)
+            return
+        before = self._fetching.get(device)
+        self._fetching[device] = hello
+        if before and before.class_list == described:
+            return  # it only says hello again
+        if not state.blobs.has(described.digest):
+            self._class_lists[device] += 1
+            if self._class_lists[device] > MAX_CLASS_LISTS:
+                del self._fetching[device]
+                reason = f"it brought {MAX_CLASS_LISTS} different lists of classes already"
+                self._refuse(device, hello, reason, final=True)
+                return
+        topic = state.topics.upload(device, described.digest)
+        self._exchange.fetch(described, device, topic, partial(self._classes_came, device))
+
+    def _classes_came(self, device: str, described: Manifest, error: Exception | None) -> None:
+        hello = self._fetching.get(device)
+        if hello is None or hello.class_list != described:
+            return  # it said hello with another list since
+        del self._fetching[device]
+        try:
+            if error:
+                raise error
+            classes = decode_class_list(self._state.blobs.get(described.digest))
+        except BadPayload as bad:
+            self._refuse(device, hello, f"its list of classes: {bad}", final=True)
+        else:
+            self.on_hello(device, msgspec.structs.replace(hello, classes=classes, class_list=None))
 
     def on_state(self, device: str, device_state: DeviceState) -> bool:
         """A last will or a farewell; True where the device has left."""
@@ -68,8 +121,12 @@ class Membership:
             return False
         log.info("device left", extra={"device": device})
         self._state.say(f"{device} left")
-        self._exchange.drop_peer(device)
+        self._drop_transfers(device)
         return True
+
+    def _drop_transfers(self, device: str) -> None:
+        self._fetching.pop(device, None)
+        self._exchange.drop_peer(device)
 
     def expel(self, device: str, reason: str) -> None:
         """The device may not take part any more: nothing is awaited from it."""
@@ -79,7 +136,7 @@ class Membership:
             state.presence.dismiss(device)
         if state.opened:
             state.opened.fail(device, Missing.REVOKED)
-        self._exchange.drop_peer(device)
+        self._drop_transfers(device)
         log.warning("device expelled", extra={"device": device, "reason": reason})
 
     def put_away(self, device: str) -> None:

@@ -13,7 +13,7 @@ from fedvit.program import LABELS, Program, Role
 from fedvit.quantities import format_bytes
 from fedvit.tensors import Array, Tensors, check_finite, check_tensors, let_go, mapped, unpack
 from fedvit.updates import decode_one
-from fedvit.wire.messages import Hello, Manifest, Result
+from fedvit.wire.messages import MAX_CLASS_LIST_BYTES, Hello, Manifest, Result
 
 _OVERHEAD_BYTES = 64 * 1024
 """Room for the names and shapes in an upload's header, per hundred tensors."""
@@ -30,6 +30,16 @@ def check_hello(hello: Hello, classes: tuple[str, ...]) -> None:
     if classes and unknown:
         which = f"class folder {unknown[0]!r} is" if len(unknown) == 1 else f"class folders {listed(unknown)} are"
         raise PeerRefused(f"its {which} not among this run's {len(classes)} classes: {', '.join(_few(classes))}")
+
+
+def check_class_list(hello: Hello, described: Manifest) -> None:
+    """Raises PeerRefused when the blob that is to name a device's classes is none that a device would describe."""
+    if hello.classes:
+        raise PeerRefused(f"it names {len(hello.classes)} classes in its hello, and others in a blob")
+    if not _DIGEST.fullmatch(described.digest):
+        raise PeerRefused(f"the name {described.digest[:80]!r} of its list of classes is no {ALGORITHM} digest")
+    if described.size > MAX_CLASS_LIST_BYTES:
+        raise PeerRefused(f"its list of classes has {described.size} bytes, at most {MAX_CLASS_LIST_BYTES} may be")
 
 
 def check_new_classes(hello: Hello, brought: Collection[str], most: int) -> None:

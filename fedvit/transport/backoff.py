@@ -23,7 +23,7 @@ class Backoff:
         """Seconds until the next attempt; `up_s` is how long the link that ended was up, None if it never was."""
         if up_s is not None and up_s > SETTLED_S:
             self._failures = 0
-        shortest_s: float = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(self._failures, 10))
+        shortest_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._failures, 10))
         self._failures += 1
         spread_s = 0.0 if up_s is None else random.uniform(0.0, self._spread_s)
         return shortest_s * random.uniform(0.5, 1.5) + spread_s

@@ -30,6 +30,8 @@ Reason = Annotated[str, Meta(max_length=1000)]
 """Texts that a device sends are bounded one by one: an answer that quotes them must still be one message."""
 MAX_LABELS = 16
 """Of one device."""
+MAX_CLASS_LIST_BYTES = 1 << 20
+"""Of the blob that names a device's classes where they do not fit into its hello."""
 MAX_CHUNK_BYTES = 1 << 20
 """No broker of ours lets through larger messages; and what is kept of a transfer counts with 32 bits."""
 MAX_BLOB_CHUNKS = 1 << 20
@@ -110,6 +112,7 @@ class Hello(Message, frozen=True, tag="hello"):
     test_samples: Count
     labels: Annotated[dict[Name, Name], Meta(max_length=MAX_LABELS)] = {}  # given by the device's operator
     connection: Count = 0  # rises with every connection of one process; the last will of the connection has it, too
+    class_list: Manifest | None = None  # where `classes` do not fit: they are empty, and fetched by the coordinator
 
 
 class Progress(Message, frozen=True, tag="progress"):
@@ -276,6 +279,7 @@ AnyMessage = FromDevice | FromCoordinator
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_class_list_decoder = msgspec.msgpack.Decoder(tuple[ClassName, ...])
 
 
 def encode(message: AnyMessage) -> bytes:
@@ -285,6 +289,23 @@ def encode(message: AnyMessage) -> bytes:
         kind = type(message).__name__
         raise BadPayload(f"a {kind} message of {len(raw)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes")
     return raw
+
+
+def encode_class_list(classes: tuple[str, ...]) -> bytes:
+    """The content of the blob that `Hello.class_list` describes. Raises BadPayload when it is too large."""
+    raw = _encoder.encode(classes)
+    if len(raw) > MAX_CLASS_LIST_BYTES:
+        count = len(classes)
+        raise BadPayload(f"a list of {count} classes has {len(raw)} bytes, at most {MAX_CLASS_LIST_BYTES} may be")
+    return raw
+
+
+def decode_class_list(raw: bytes) -> tuple[str, ...]:
+    """Undo `encode_class_list`. Raises BadPayload."""
+    try:
+        return _class_list_decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadPayload(f"a list of classes of {len(raw)} bytes cannot be read: {error}") from error
 
 
 def unread_hello(raw: bytes) -> str | None:

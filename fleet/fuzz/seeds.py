@@ -76,6 +76,7 @@ def from_device(instance: str, classes: tuple[str, ...], task: Task, upload: Man
     return [
         hello(instance, classes),
         hello(instance, classes),  # it has the most fields
+        msgspec.structs.replace(hello(instance, ()), class_list=upload),
         DeviceState(instance, online=False, connection=1),
         Progress(run, number, "train", 12, 40, 0.5, task.task),
         Result(run, number, "train", 120, {"loss": 0.25}, USE, upload, task=task.task, program=task.program),

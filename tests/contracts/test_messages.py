@@ -23,6 +23,7 @@ from fedvit.resources import Budget, DeviceProfile, ProductRate, ResourceUse, Sp
 from fedvit.wire import messages
 from fedvit.wire.messages import (
     MAX_CHUNK_BYTES,
+    MAX_CLASS_LIST_BYTES,
     MAX_MESSAGE_BYTES,
     WIRE_VERSION,
     AnyMessage,
@@ -49,7 +50,9 @@ from fedvit.wire.messages import (
     Want,
     Welcome,
     decode,
+    decode_class_list,
     encode,
+    encode_class_list,
     unread_hello,
 )
 
@@ -123,6 +126,17 @@ EXAMPLES: dict[str, AnyMessage] = {
         30,
         {"site": "berlin", "board": "pi-4"},
         3,
+    ),
+    "hello-5": Hello(
+        "8f14e45fceea167a",
+        "0.1.0",
+        DeviceProfile(host="pi", machine="aarch64", cores=4, threads=3),
+        (),
+        120,
+        30,
+        {},
+        1,
+        MANIFEST,
     ),
     "progress": Progress("run-1", 7, "train", 12, 40, 0.5),
     "progress-2": Progress("run-1", 7, "train", 12, 40, 0.5, TASK_ID),
@@ -494,6 +508,16 @@ def test_a_changed_byte_is_another_message_or_refused(name: str, data: st.DataOb
     raw[position] = data.draw(st.integers(0, 255))
     with contextlib.suppress(BadPayload):
         assert isinstance(decode(bytes(raw)), TYPES)
+
+
+def test_class_lists_are_read_as_they_were_written_and_bounded() -> None:
+    classes = ("cat", "dög", "x" * 255)
+    assert decode_class_list(encode_class_list(classes)) == classes
+    with pytest.raises(BadPayload, match=f"at most {MAX_CLASS_LIST_BYTES} may be"):
+        encode_class_list(("x" * 255,) * 20_000)
+    for raw in (b"", b"\xc1", encode_class_list(("x" * 256,)), msgspec.msgpack.encode(["cat", 5])):
+        with pytest.raises(BadPayload, match="cannot be read"):
+            decode_class_list(raw)
 
 
 def ended(size: int) -> RunEnded:

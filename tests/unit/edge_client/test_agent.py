@@ -51,6 +51,7 @@ from fedvit.wire.messages import (
     Want,
     Welcome,
     decode,
+    decode_class_list,
     encode,
 )
 from fedvit.wire.topics import Topics
@@ -231,13 +232,16 @@ class Server:
         self.mark()
 
     def fetch(self, manifest: Manifest | None) -> Tensors:
+        return unpack(self.fetch_bytes(manifest))
+
+    def fetch_bytes(self, manifest: Manifest | None) -> bytes:
         assert manifest is not None
         ended: list[Exception | None] = []
         topic = self.topics.upload("pi", manifest.digest)
         self.exchange.fetch(manifest, "pi", topic, lambda _, error: ended.append(error))
         self.wait(lambda: bool(ended))
         assert ended == [None]
-        return unpack(self.blobs.get(manifest.digest))
+        return self.blobs.get(manifest.digest)
 
 
 class World:
@@ -396,26 +400,36 @@ def test_a_device_announces_itself(world: World) -> None:
     assert len(hello.instance) == 16
 
 
-def test_class_folders_that_fit_into_no_hello_are_said_before_anything_is_connected(
-    digits: Path, tmp_path: Path
+def crowded(world: World, digits: Path, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the device's folder has so many classes."""
+    names = tuple(f"class-{number:06}" for number in range(classes))
+    data = replace(DeviceData.open(digits), classes=names)
+    monkeypatch.setattr(DeviceData, "open", lambda folder: data)
+
+
+def test_class_folders_that_fit_into_no_hello_travel_as_a_blob(
+    world: World, fedavg: "Setting", digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = DeviceData.open(digits)
-    crowded = replace(data, classes=tuple(f"class-{number:05}" for number in range(8000)))
-    broker = MemoryBroker()
-    with pytest.raises(
-        DataError, match=r"^8000 class folders: their names do not fit into a hello: .* exceeds the limit"
-    ):
-        Agent(
-            device="pi",
-            federation="home",
-            transport=MemoryTransport(SimpleQueue(), broker, "pi"),
-            data=crowded,
-            vault=Vault(tmp_path / "vault"),
-            blobs=BlobStore(tmp_path / "blobs"),
-            runtime=Runtime(1),
-            profile=PROFILE,
-            software="9.9",
-        )
+    """It is served again after a task has tidied up what no task names: to the coordinator's next process."""
+    crowded(world, digits, 8000, monkeypatch)
+    world.device()
+    server = world.server
+    [hello] = [message for message in server.heard if isinstance(message, Hello)]
+    assert hello.classes == ()
+    for _ in range(2):
+        raw = server.fetch_bytes(hello.class_list)
+        assert decode_class_list(raw) == tuple(f"class-{number:06}" for number in range(8000))
+        assert hello.class_list is not None
+        server.blobs.path(hello.class_list.digest).unlink()
+        world.failure(fedavg, groups={})
+
+
+def test_class_folders_that_fit_into_no_blob_are_said_before_anything_is_connected(
+    world: World, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowded(world, digits, 100_000, monkeypatch)
+    with pytest.raises(DataError, match=r"^100000 class folders cannot be announced: .* at most 1048576 may be"):
+        world.device(joined=False)
 
 
 def test_every_epoch_of_the_coordinator_gets_one_hello(world: World) -> None:

@@ -26,6 +26,7 @@ from coordinator.run import validation as admission_module
 from coordinator.run.coordinator import ATTEMPTS, Coordinator
 from coordinator.run.display import Display
 from coordinator.run.inbox import Interrupted
+from coordinator.run.membership import MAX_CLASS_LISTS
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.methods import METHODS
@@ -65,6 +66,7 @@ from fedvit.wire.messages import (
     Welcome,
     decode,
     encode,
+    encode_class_list,
 )
 from fedvit.wire.topics import Topics
 
@@ -588,6 +590,62 @@ def test_a_first_device_cannot_bring_thousands_of_classes(stage: Stage, first: T
     assert stage.store.run("r").classes == CLASSES
     assert stage.refusals("flood") == [f"hello: {refused.reason}"]
     assert_moved_by(stage, first, 1.0)
+
+
+def with_class_list(device: Fake, content: bytes, **changed: Any) -> None:
+    """The device announces its classes as a blob with this content; `changed` is what it says of the blob instead."""
+    described = msgspec.structs.replace(device.blobs.put(content), **changed)
+    device.hello = msgspec.structs.replace(device.hello, classes=(), class_list=described)
+
+
+def test_classes_that_do_not_fit_into_a_hello_are_fetched(stage: Stage, first: Tensors) -> None:
+    device = stage.fake("a")
+    with_class_list(device, encode_class_list(CLASSES))
+    stage.start(classes=())
+    assert stage.finish() == "finished"
+    assert stage.store.run("r").classes == CLASSES
+    assert_moved_by(stage, first, 1.0)
+
+
+def test_classes_that_are_fetched_are_checked_like_others(stage: Stage) -> None:
+    flood = stage.fake("flood")
+    with_class_list(flood, encode_class_list(tuple(map(str, range(8000)))))
+    stage.start(classes=(), max_classes=3)
+    stage.drive(lambda: bool(flood.got(Refused)))
+    assert flood.got(Refused)[0].reason.startswith("it has 8000 class folders, and devices may bring 3 to this run")
+
+
+@pytest.mark.parametrize(
+    ("content", "changed", "reason"),
+    [
+        (b"\xc1", {}, "its list of classes: a list of classes of 1 bytes cannot be read"),
+        (b"x", {"size": 2**21}, "its list of classes has 2097152 bytes, at most 1048576 may be"),
+        (
+            b"x",
+            {"digest": "../../etc/passwd"},
+            "the name '../../etc/passwd' of its list of classes is no blake3 digest",
+        ),
+    ],
+)
+def test_class_list_that_is_none_is_refused(stage: Stage, content: bytes, changed: dict[str, Any], reason: str) -> None:
+    device = stage.fake("a")
+    with_class_list(device, content, **changed)
+    stage.start(classes=())
+    stage.drive(lambda: bool(device.got(Refused)))
+    assert device.got(Refused)[0].final
+    assert device.got(Refused)[0].reason.startswith(reason)
+
+
+def test_class_lists_of_one_device_are_bounded(stage: Stage) -> None:
+    """Each is another blob on the coordinator's disk."""
+    device = stage.fake("a")
+    stage.start(classes=(), max_classes=2)
+    for number in range(MAX_CLASS_LISTS + 1):
+        with_class_list(device, encode_class_list((str(number), "x", "y")))
+        device.say(device.hello)
+        stage.drive(lambda: len(device.got(Refused)) > number)  # noqa: B023 - it is called here
+    assert device.got(Refused)[-2].reason.startswith("it has 3 class folders")
+    assert device.got(Refused)[-1].reason == "it brought 10 different lists of classes already"
 
 
 def test_classes_that_devices_bring_together_are_bounded_too(stage: Stage) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:  # the device's tests run without torch
     from export.graphs import Exported
@@ -33,6 +34,9 @@ if sys.dont_write_bytecode:
     sys.dont_write_bytecode, sys.pycache_prefix = False, str(compiled)
     os.environ["PYTHONPYCACHEPREFIX"] = str(compiled)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# how long an example takes says how busy the machine is
+settings.register_profile("fedvit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fedvit")
 # no test reaches the network, and none finds what an earlier process downloaded
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "fedvit-no-such-cache")

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
@@ -101,7 +101,6 @@ def test_the_same_seed_gives_the_same_damage() -> None:
     assert [first.message(raw, other) for _ in range(200)] == [second.message(raw, other) for _ in range(200)]
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 2**32))
 def test_decoders_raise_nothing_but_their_own_errors(noise: bytes, seed: int) -> None:
     damaged = Mutator(seed).message(encode(TASK), b"\x01\xc0")[1]

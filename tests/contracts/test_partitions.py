@@ -131,7 +131,7 @@ def test_the_table_is_complete() -> None:
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_disjoint_complete_and_seeded(name: str, data: st.DataObject) -> None:
     case = data.draw(CASES[name]())
@@ -149,7 +149,7 @@ def test_disjoint_complete_and_seeded(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.data())
 def test_a_device_is_tested_with_what_it_trains_with(name: str, data: st.DataObject) -> None:
     """The share of a class in train and in test, both of the device, differ by what rounding one sample makes."""
@@ -187,7 +187,7 @@ def test_one_device_gets_everything(name: str) -> None:
 
 
 @pytest.mark.parametrize("cap", [False, True])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 8), st.integers(0, 2**32))
 def test_large_alpha_approaches_uniform(cap: bool, devices: int, seed: int) -> None:
     """The variance of a share is (1/N)(1 - 1/N) / (alpha N + 1): with alpha 1e10 below 1e-11, so shares are 1/N
@@ -198,7 +198,7 @@ def test_large_alpha_approaches_uniform(cap: bool, devices: int, seed: int) -> N
         assert np.abs(counts - 100 / devices).max() <= 2
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(2, 8), st.integers(0, 2**32))
 def test_small_alpha_gives_each_class_to_one_device(devices: int, seed: int) -> None:
     """With alpha 1e-9 the chance that a class is visibly divided is about alpha N times a logarithm: below 1e-6."""
@@ -226,7 +226,7 @@ def test_alpha_orders_how_uneven_devices_are() -> None:
     assert many < 0.15
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(pathological(), st.integers(0, 2**32))
 def test_pathological_gives_at_most_c_classes_and_uses_every_class(case: Case, seed: int) -> None:
     """Fewer than q samples of each class are left out, so at least n - (q - 1) of n are dealt out."""
@@ -238,14 +238,14 @@ def test_pathological_gives_at_most_c_classes_and_uses_every_class(case: Case, s
     assert (np.bincount(labels) - dealt <= case.left_out // classes).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(pachinko(), st.integers(0, 2**32))
 def test_pachinko_gives_everybody_equally_much(case: Case, seed: int) -> None:
     sizes = {len(part) for part in deal("pachinko", case, seed)}
     assert sizes == {len(case.samples) // case.devices}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(coarse_iid(), st.integers(0, 2**32))
 def test_coarse_iid_gives_equal_shares_of_one_coarse_label(case: Case, seed: int) -> None:
     """Devices t j .. t j + t - 1 have coarse label j; counts of a fine label differ by at most one among them."""
@@ -260,7 +260,7 @@ def test_coarse_iid_gives_equal_shares_of_one_coarse_label(case: Case, seed: int
         assert max(counts) - min(counts) <= 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(disjoint(), st.integers(0, 2**32))
 def test_disjoint_has_no_class_on_two_devices(case: Case, seed: int) -> None:
     labels = case.samples.labels
@@ -269,7 +269,7 @@ def test_disjoint_has_no_class_on_two_devices(case: Case, seed: int) -> None:
     assert sum(map(len, held)) == len(set.union(*held))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(domain(), st.integers(0, 2**32))
 def test_domain_gives_every_device_one_domain(case: Case, seed: int) -> None:
     domains = case.samples.domains

@@ -102,7 +102,7 @@ def test_demo_interrupted_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     demo = Forked("fleet.cli", arguments, tmp_path / "log", environment)
 
     def children() -> list[str]:
-        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _readable(path)]
+        lines = map(_command_line, Path("/proc").glob("[0-9]*/cmdline"))
         mine = [line.replace(b"\0", b" ").decode() for line in lines if str(tmp_path).encode() in line]
         return mine
 
@@ -117,12 +117,12 @@ def test_demo_interrupted_leaves_nothing(tmp_path: Path, cache: Path) -> None:
         demo.kill()
 
 
-def _readable(path: Path) -> bool:
+def _command_line(path: Path) -> bytes:
+    """Empty for a process that has ended since."""
     try:
-        path.read_bytes()
+        return path.read_bytes()
     except OSError:
-        return False
-    return True
+        return b""
 
 
 def test_second_device_with_the_same_id(stage: Stage) -> None:

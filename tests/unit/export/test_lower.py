@@ -684,7 +684,7 @@ def moved(values: list[Tensor], kind: str, choice: int) -> Tensor | None:
     return None
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(MOVES, min_size=1, max_size=10), st.integers(0, 3))
 def test_any_program_of_views_and_arithmetic(moves: list[Move], also: int) -> None:
     """Small whole numbers, so that float32 is exact: the graph gives the very numbers."""

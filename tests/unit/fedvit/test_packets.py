@@ -26,7 +26,6 @@ def test_subscribe_and_unsubscribe_as_the_standard_writes_them() -> None:
     assert packets.unsubscribe(258, "a/b") == b"\xa2\x07\x01\x02\x00\x03a/b"
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=50), st.binary(max_size=300))
 def test_what_is_published_is_read_again(topic: str, payload: bytes) -> None:
     raw = packets.publish_head(topic, len(payload)) + payload
@@ -38,7 +37,7 @@ def test_what_is_published_is_read_again(topic: str, payload: bytes) -> None:
     assert all(read(raw[:cut]) is None for cut in range(1, len(raw)))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.binary(max_size=400))
 def test_any_bytes_are_packets_or_refused(raw: bytes) -> None:
     """Reading always comes to an end, within what came."""

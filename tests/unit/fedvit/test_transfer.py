@@ -140,13 +140,12 @@ def losing(pattern: list[bool]) -> Iterator[bool]:
         yield False
 
 
-unhurried = settings(deadline=None)
 sizes = st.integers(1, 3 * WINDOW_CHUNKS)
 choices = st.lists(st.integers(0, 10_000), max_size=400)
 patterns = st.lists(st.booleans(), max_size=200) | st.lists(st.integers(0, 9).map(lambda draw: draw == 0), max_size=400)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sizes, choices, patterns)
 def test_every_transfer_ends_and_each_loss_costs_one_chunk(chunks: int, order: list[int], lost: list[bool]) -> None:
     """One receiver: n chunks and one more for each that was lost, never one that was not needed."""
@@ -156,7 +155,7 @@ def test_every_transfer_ends_and_each_loss_costs_one_chunk(chunks: int, order: l
     assert simulation.outgoing.sent_chunks == chunks + simulation.losses
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes, choices, patterns, st.integers(2, 4))
 def test_several_receivers_end_too(chunks: int, order: list[int], lost: list[bool], receivers: int) -> None:
     """All ask before the first chunk: again n chunks, and at most one more for each loss."""
@@ -168,7 +167,7 @@ def test_several_receivers_end_too(chunks: int, order: list[int], lost: list[boo
     assert chunks <= simulation.outgoing.sent_chunks <= chunks + simulation.losses
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes, st.data())
 def test_the_window_is_never_exceeded(chunks: int, data: st.DataObject) -> None:
     """What was sent and not yet heard of is at most a window, at every moment and for every delay."""
@@ -185,7 +184,6 @@ def test_the_window_is_never_exceeded(chunks: int, data: st.DataObject) -> None:
     assert simulation.sent == list(range(chunks))
 
 
-@unhurried
 @given(st.integers(1, 200), st.integers(0, 200), st.integers(1, 10_000))
 def test_a_sender_that_was_started_again_sends_what_is_missing_once(chunks: int, had: int, last_seq: int) -> None:
     """It counts from 1 again, below what the receiver saw from its predecessor."""
@@ -199,7 +197,6 @@ def test_a_sender_that_was_started_again_sends_what_is_missing_once(chunks: int,
     assert simulation.outgoing.sent_chunks == missing
 
 
-@unhurried
 @given(st.integers(2 * WINDOW_CHUNKS, 4 * WINDOW_CHUNKS), st.integers(0, WINDOW_CHUNKS))
 def test_a_late_joiner_is_sent_the_beginning_and_shares_the_rest(chunks: int, before: int) -> None:
     """What was sent before it asked is lost to it, and is all that is sent twice."""
@@ -310,7 +307,6 @@ def test_a_want_for_chunks_that_do_not_exist_is_refused(missing: tuple[int, int]
     assert outgoing.receiver_count == 0
 
 
-@unhurried
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.binary(max_size=50))
 def test_a_chunk_survives_its_encoding(index: int, seq: int, size: int, payload: bytes) -> None:
     sent = Chunk(DIGEST, index, 7, size, seq, payload)
@@ -318,7 +314,6 @@ def test_a_chunk_survives_its_encoding(index: int, seq: int, size: int, payload:
     assert len(sent.encode()) == 64 + len(payload)
 
 
-@unhurried
 @given(st.binary(max_size=200))
 def test_anything_else_is_no_chunk(raw: bytes) -> None:
     with pytest.raises(BadPayload):
@@ -331,7 +326,6 @@ def test_a_cut_chunk_is_refused(cut: int) -> None:
         decode_chunk(Chunk(DIGEST, 0, 1, 6, 1, b"sample").encode()[:cut])
 
 
-@unhurried
 @given(st.sets(st.integers(0, 300)))
 def test_ranges_name_exactly_the_indices(indices: set[int]) -> None:
     ranges = missing_ranges(bytes(index not in indices for index in range(301)), limit=1000)

@@ -81,7 +81,7 @@ rounds_played = st.integers(1, 6)
 lateness = st.dictionaries(st.tuples(st.integers(1, 7), st.sampled_from("ab")), st.integers(0, 2))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(rounds=rounds_played, results=lateness, before=st.lists(st.integers(0, 9), min_size=1, max_size=2))
 def test_thinning_changes_nothing_that_is_to_stay(
     tmp_path_factory: pytest.TempPathFactory, rounds: int, results: dict[tuple[int, str], int], before: list[int]

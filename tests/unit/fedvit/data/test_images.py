@@ -155,7 +155,7 @@ class TestReadImage:
         assert header_problem(path) is not None
 
     @pytest.mark.filterwarnings("ignore")  # pillow complains about the damage, rightly
-    @settings(deadline=None, max_examples=200)
+    @settings(max_examples=200)
     @given(st.data())
     def test_damage_never_raises_anything_but_data_error(self, data: st.DataObject) -> None:
         """Any byte of a real file may be any other."""
@@ -252,7 +252,6 @@ class TestUnfold:
 
 
 class TestMasking:
-    @settings(deadline=None)
     @given(st.integers(0, 5), st.integers(1, 30), st.data())
     def test_rows_are_ascending_subsets(self, samples: int, patches: int, data: st.DataObject) -> None:
         keep = data.draw(st.integers(1, patches))

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedvit.data.dirichlet import Dirichlet
@@ -327,7 +327,6 @@ class TestSplit:
         assert sorted([*train, *test]) == [6, 7, 8, 9]
         assert len(test) == 1
 
-    @settings(deadline=None)
     @given(st.lists(st.integers(0, 4), max_size=80), st.floats(0.05, 0.95), st.integers(0, 9))
     def test_stratified(self, held: list[int], share: float, seed: int) -> None:
         """Both parts hold every class that has two samples, and no class is off its share by more than one sample."""

@@ -110,7 +110,7 @@ def updates(devices: int) -> st.SearchStrategy[np.ndarray]:
 @pytest.mark.parametrize("name", EVERY)
 class TestLaws:
     @given(hnp.arrays(np.float32, 4, elements=st.floats(-100, 100, width=32)))
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     def test_of_equal_updates_is_that_update(self, name: Name, row: np.ndarray) -> None:
         np.testing.assert_allclose(combined(make_aggregator(name, 0.2), *[row] * 7), row, rtol=1e-6, atol=1e-30)
 
@@ -139,7 +139,7 @@ class TestLaws:
 
 class TestAgainstAMinority:
     @given(updates(6), updates(3))
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @pytest.mark.parametrize("name", ["median", "trimmed_mean"])
     def test_every_coordinate_is_among_the_honest_ones(
         self, name: Name, honest: np.ndarray, malicious: np.ndarray
@@ -150,7 +150,7 @@ class TestAgainstAMinority:
         assert (got <= honest.max(axis=0) + 1e-4).all()
 
     @given(updates(6), updates(3))
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     def test_krum_picks_an_honest_one(self, honest: np.ndarray, malicious: np.ndarray) -> None:
         """Honest updates within 1 of each other, malicious ones at 1000 and further, and not all together."""
         near = honest / 1000

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -66,7 +66,6 @@ def drawn(seed: int, scale: float) -> tuple[list[Tensor], list[list[Tensor]]]:
     return values, [[gradient(at) for at in range(len(SHAPES))] for _ in range(STEPS)]
 
 
-@settings(deadline=None)
 @given(
     RULES,
     st.lists(RATES, min_size=STEPS, max_size=STEPS),

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedvit.errors import BadPayload, ConfigError
@@ -36,7 +36,6 @@ def tensors(draw: st.DrawFn) -> np.ndarray:
 
 @each_codec
 @given(value=tensors())
-@settings(deadline=None)
 def test_what_is_decoded_is_within_the_stated_error(codec: Codec, value: np.ndarray) -> None:
     got = decode_one("w", codec.encode({"w": value}), value.shape)
     assert (got.shape, got.dtype) == (value.shape, np.dtype(np.float32))
@@ -46,7 +45,6 @@ def test_what_is_decoded_is_within_the_stated_error(codec: Codec, value: np.ndar
 
 @each_codec
 @given(value=tensors())
-@settings(deadline=None)
 def test_bytes_are_known_beforehand_and_the_same_every_time(codec: Codec, value: np.ndarray) -> None:
     given = {"w": value, "b": np.ones(3, np.float32)}
     coded = codec.encode(given)
@@ -62,7 +60,6 @@ def test_bytes_are_known_beforehand_and_the_same_every_time(codec: Codec, value:
 
 @each_codec
 @given(value=tensors() | st.just(np.random.default_rng(0).normal(size=(3, BLOCK)).astype(np.float32)), data=st.data())
-@settings(deadline=None)
 def test_any_part_is_decoded_by_itself(codec: Codec, value: np.ndarray, data: st.DataObject) -> None:
     """Bit by bit as of the whole, also of a tensor that spans several blocks of top_k's places."""
     coded = codec.encode({"w": value})

@@ -10,6 +10,7 @@ import msgspec
 
 from coordinator.record.backups import Accepted, Backups
 from coordinator.run.device_profiles import DeviceProfiles
+from coordinator.run.isolation import ends_run
 from coordinator.run.open_round import Missing
 from coordinator.run.state import RunState
 from coordinator.run.tasks import Task, TaskState
@@ -68,6 +69,7 @@ class ResultCollector:
         self._freed: list[str] = []
         self._strikes: list[Strike] = []
         self._to_tell: list[Task] = []
+        self._errors: list[tuple[str, Exception]] = []
 
     # --- what follows -----------------------------------------------------------------------------------
 
@@ -79,6 +81,11 @@ class ResultCollector:
     def take_strikes(self) -> list[Strike]:
         strikes, self._strikes = self._strikes, []
         return strikes
+
+    def take_errors(self) -> list[tuple[str, Exception]]:
+        """Faults of ours with the results of devices."""
+        errors, self._errors = self._errors, []
+        return errors
 
     def take_to_tell(self) -> list[Task]:
         """Tasks that devices brought something else for: they are to be told again."""
@@ -286,6 +293,10 @@ class ResultCollector:
             (check or self._check_of(task))()
         except BadPayload as bad:
             self._strike(task, result, str(bad))
+        except Exception as error:
+            if ends_run(error):
+                raise
+            self._errors.append((task.device, error))
         else:
             self._set_checked(task)
 
@@ -310,7 +321,12 @@ class ResultCollector:
         self._write(kept)
         self._end(kept, TaskState.ACCEPTED)
         for task in kept:
-            self._accept(task)
+            try:
+                self._accept(task)
+            except Exception as error:
+                if ends_run(error):
+                    raise
+                self._errors.append((task.device, error))
 
     def _write(self, kept: list[Task]) -> None:
         """First the uploads, then a note apart from the record, then the record."""

@@ -25,7 +25,8 @@ from coordinator.run.collector import ResultCollector
 from coordinator.run.device_profiles import DeviceProfiles
 from coordinator.run.display import Display
 from coordinator.run.inbox import Inbox, Interrupted
-from coordinator.run.lease import Lease
+from coordinator.run.isolation import ends_run
+from coordinator.run.lease import FederationTaken, Lease
 from coordinator.run.membership import Membership
 from coordinator.run.modes import MODES
 from coordinator.run.open_round import Missing, OpenRound
@@ -160,6 +161,10 @@ class Coordinator:
             self._with_room(partial(self.backups.put_back, self._say))
             self._with_room(self._gather)
             self._with_room(self._all_rounds)
+        except FederationTaken as error:  # its devices are the other coordinator's
+            with suppress(StorageFailed):
+                state.store.update_run(state.run, status="interrupted", reason=str(error))
+            raise
         except Interrupted:
             with suppress(StorageFailed):  # a run that is not finished can be resumed, whatever its status is
                 state.store.update_run(state.run, status="interrupted")
@@ -170,7 +175,7 @@ class Coordinator:
             self._send_all(RunEnded(state.run, f"failed: {error}"[:400]))
             raise
         finally:
-            if self.inbox.connected:
+            if self.inbox.connected and self.lease.is_held:
                 self.lease.end()
             self.transport.close()
             self.inbox.close()
@@ -392,20 +397,16 @@ class Coordinator:
         try:
             self._handle(device, message)
             self._follow_up()
-        except (StorageFailed, Interrupted):
-            raise
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in USED_UP:
+            if ends_run(error):
                 raise
             self._isolate(device, type(message).__name__, error)
 
     def on_chunk(self, device: str, topic: str, payload: bytes) -> None:
         try:
             self.exchange.heard(topic, payload)
-        except StorageFailed:
-            raise
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in USED_UP:
+            if ends_run(error):
                 raise
             self._isolate(device, "chunk", error)
 
@@ -475,6 +476,8 @@ class Coordinator:
         for arrival in self.membership.take_arrivals():
             if overdue := self.scheduler.on_arrival(arrival.device, was_away=arrival.was_away):
                 self._give_up(overdue)
+        for device, error in self.collector.take_errors():
+            self._isolate(device, "Result", error)
         for task in self.collector.take_to_tell():
             self.scheduler.tell(task)
         for strike in self.collector.take_strikes():

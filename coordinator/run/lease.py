@@ -30,6 +30,7 @@ class Lease:
 
     def __init__(self, transport: Transport, topics: Topics, run: str, say: Callable[[str], None]) -> None:
         self.owner = secrets.token_hex(8)
+        self.is_held = True  # until another coordinator is found to have the federation
         self._transport = transport
         self._topics = topics
         self._run = run
@@ -62,6 +63,7 @@ class Lease:
         if other.run == self._run:  # it was taken up elsewhere: the older process is one that everybody gave up
             first = not first
         if first:
+            self.is_held = False
             raise FederationTaken(
                 f"federation {self._topics.federation!r} is served by another coordinator: run {other.run!r} on "
                 f"{other.host or 'a host without a name'}, for {format_seconds(other.held_s)}. "

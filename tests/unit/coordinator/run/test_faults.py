@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from coordinator.record.store import Store
-from coordinator.run import scheduler
+from coordinator.run import collector, scheduler
 from coordinator.run.collector import ResultCollector
 from coordinator.run.device_profiles import DeviceProfiles
 from coordinator.run.inbox import Inbox
@@ -236,6 +236,25 @@ def test_an_error_in_handling_a_message_of_one_device_ends_its_task_alone(
     assert stage.finish() == "finished"
     assert f"error: an error in handling its {what}: KeyError: 'a fault of ours'" in stage.refusals("bad")
     assert "good" in stage.accepted(1)
+
+
+def test_an_error_in_looking_at_the_upload_of_one_device_ends_its_task_alone(
+    stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = collector.check_upload
+
+    def broken(upload: Any, program: Any, what: str) -> Any:
+        if "of bad for" in what:
+            raise KeyError("a fault of ours")
+        return check(upload, program, what)
+
+    monkeypatch.setattr(collector, "check_upload", broken)
+    stage.fake("good")
+    stage.fake("bad", value=1000.0, samples=1000)
+    stage.start(devices=2, rounds=2)
+    assert stage.finish() == "finished"
+    assert stage.refusals("bad") == 2 * ["error: an error in handling its Result: KeyError: 'a fault of ours'"]
+    assert_moved_by(stage, first, 2.0)
 
 
 def test_a_task_that_fits_no_message_is_the_end_of_that_task_alone(

@@ -1,0 +1,11 @@
+"""Which errors end a run, and which end the task of one device alone."""
+
+from coordinator.run.inbox import Interrupted
+from fedvit.descriptors import USED_UP
+from fedvit.errors import StorageFailed
+
+
+def ends_run(error: Exception) -> bool:
+    """Whether an error in handling what a device sent concerns more than that device: the record or the disk cannot be
+    used, or the operator asked to stop."""
+    return isinstance(error, StorageFailed | Interrupted) or (isinstance(error, OSError) and error.errno in USED_UP)

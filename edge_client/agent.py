@@ -64,7 +64,6 @@ TICK_S = 0.1
 HELLO_AGAIN_S = 5.0
 """A hello or a result that stays unanswered is sent again after about this long; the wait doubles to a minute."""
 AGAIN_MAX_S = 60.0
-PROGRESS_EVERY_S = 0.5
 SAME_ID_PATIENCE_S = 75.0
 """How long a device waits for its own last will, when its id is said to be taken: 1.5 keepalives and some."""
 
@@ -119,6 +118,7 @@ class _Pending:
     """A result that is not acknowledged yet."""
 
     result: Result
+    not_known_in: int | None = None  # the epoch in which the coordinator does not serve the result's run
     resend: Resend = field(default_factory=Resend)
 
 
@@ -150,6 +150,7 @@ class Agent:
         exchange: Callable[..., BlobExchange] = BlobExchange,
         readiness: Readiness | None = None,
         integrity: Integrity | None = None,
+        labels: dict[str, str] | None = None,
     ) -> None:
         self.device = check_name(device, "device id")
         self.topics = Topics(check_name(federation, "federation"))
@@ -160,6 +161,7 @@ class Agent:
         self.blobs = blobs
         self.profile = profile
         self.software = software
+        self.labels = labels or {}
         self._integrity = integrity or Integrity(blobs, vault.files)
         self._bench = self.workbench(
             device=self.device,
@@ -223,12 +225,15 @@ class Agent:
                 self._lost.append(Failed(run, number, "train", mended.what[:500]))
         for result in self.vault.pending():
             self._pending[result.run, result.round, result.kind] = _Pending(result)
-        will = encode(DeviceState(self.instance, online=False))
         self.transport.subscribe(self.topics.coordinator_state, 1)
         self.transport.subscribe(self.topics.to_device(self.device), 1)
         if self.renewal:
             self.transport.subscribe(self.renewal.answers, 1)
-        self.transport.open(Will(self.topics.device_state(self.device), will))
+        self.transport.open(self._will)
+
+    def _will(self, connection: int) -> Will:
+        farewell = DeviceState(self.instance, online=False, connection=connection)
+        return Will(self.topics.device_state(self.device), encode(farewell))
 
     @property
     def over(self) -> str | None:
@@ -245,8 +250,8 @@ class Agent:
         self.halt()
         self.exchange.cancel()
         if self._connected:
-            farewell = encode(DeviceState(self.instance, online=False))
-            self.transport.publish(self.topics.device_state(self.device), farewell, qos=1)
+            farewell = self._will(self.transport.connection)
+            self.transport.publish(farewell.topic, farewell.payload, qos=1)
         self.transport.close()
         if self._worker:
             self._worker.join(timeout=30)
@@ -290,7 +295,7 @@ class Agent:
             self._say_hello(self._hello)
         if self._hello is None:
             for pending in list(self._pending.values()):
-                if pending.resend.due():
+                if pending.not_known_in is None and pending.resend.due():
                     self._send_result(pending.result)
 
     # --- messages -------------------------------------------------------------------------------------
@@ -362,7 +367,16 @@ class Agent:
 
     def _announced(self) -> Hello:
         data = self.data
-        return Hello(self.instance, self.software, self.profile, data.classes, len(data.train), len(data.test))
+        return Hello(
+            instance=self.instance,
+            software=self.software,
+            profile=self.profile,
+            classes=data.classes,
+            train_samples=len(data.train),
+            test_samples=len(data.test),
+            labels=self.labels,
+            connection=self.transport.connection,
+        )
 
     def _on_welcome(self, welcome: Welcome) -> None:
         if self._epoch != welcome.epoch:
@@ -374,7 +388,9 @@ class Agent:
         while self._lost:
             self._send(self._lost.pop())
         for pending in list(self._pending.values()):
-            self._send_result(pending.result)
+            if pending.not_known_in != welcome.epoch:
+                pending.not_known_in = None
+                self._send_result(pending.result)
 
     def _on_refused(self, refused: Refused) -> None:
         if refused.final:
@@ -400,9 +416,15 @@ class Agent:
             self._drop_job()
 
     def _on_ack(self, ack: ResultAck) -> None:
-        pending = self._pending.pop((ack.run, ack.round, ack.kind), None)
+        key = (ack.run, ack.round, ack.kind)
+        pending = self._pending.get(key)
         if pending is None:
             return
+        if ack.keep:
+            log.info("result kept for later", extra={"run": ack.run, "round": ack.round, "reason": ack.reason})
+            pending.not_known_in = self._epoch
+            return
+        del self._pending[key]
         if ack.kind == "train":
             self._settle(ack.run, ack.round, accepted=ack.accepted)
         if not ack.accepted:
@@ -443,7 +465,7 @@ class Agent:
         self._drop_job()
         if not_now := self.readiness.not_now():
             log.info("task declined", extra={"round": task.round, "kind": task.kind, "reason": not_now.reason})
-            self._send(Declined(task.run, task.round, task.kind, not_now.reason, not_now.again_s))
+            self._send(Declined(task.run, task.round, task.kind, not_now.reason, not_now.again_s, task.task))
             return
         job = self._job = Job(task, time.monotonic() + task.deadline_s, task.deadline_s)
         log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
@@ -585,7 +607,7 @@ class Agent:
         reason = str(error) if isinstance(error, FedvitError) else f"{type(error).__name__}: {error}"
         self._drop_job()
         broke, use = (error.broke, error.use) if isinstance(error, Exceeded) else (None, None)
-        self._send(Failed(task.run, task.round, task.kind, reason[:500], broke, use))
+        self._send(Failed(task.run, task.round, task.kind, reason[:500], broke, use, task.task))
 
     def _drop_job(self) -> None:
         if self._job:
@@ -629,7 +651,7 @@ class Agent:
         self._pending.pop((result.run, result.round, result.kind), None)
         if result.kind == "train":
             self._settle(result.run, result.round, accepted=False)
-        self._send(Failed(result.run, result.round, result.kind, reason[:500]))
+        self._send(Failed(result.run, result.round, result.kind, reason[:500], task=result.task))
 
     def _tell_blob(self, peer: str, message: Want | Done | Apart) -> None:
         assert not isinstance(message, Apart)  # only the coordinator serves several at once

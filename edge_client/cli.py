@@ -31,6 +31,7 @@ from fedvit.files import atomic_write, make_private, private_files
 from fedvit.logs import configure_logging
 from fedvit.quantities import parse_bytes, parse_celsius, parse_flops, parse_seconds
 from fedvit.resources import Budget, Speed, image_cache_bytes
+from fedvit.wire.messages import MAX_LABELS
 from fedvit.wire.topics import Topics, check_name
 from profiles.probes.host import device_profile, fast_cores, resident_bytes, usable_cores
 from profiles.probes.meter import Sensors
@@ -41,7 +42,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LABEL = re.compile(r"([A-Za-z0-9._-]{1,64})=([A-Za-z0-9._-]{1,64})")
+
 CLOCK_REMEDY = "set the clock: sudo timedatectl set-ntp true"
+
+
+def _labels(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    """Raises ConfigError naming the label that cannot be used."""
+    labels = dict[str, str]()
+    for text in given:
+        read = _LABEL.fullmatch(text)
+        if read is None:
+            raise ConfigError(
+                f"--label {text[:200]!r} cannot be used: expected KEY=VALUE, each 1 to 64 letters, digits, '.', '_' "
+                "or '-'"
+            )
+        key, value = read.groups()
+        if labels.setdefault(key, value) != value:
+            raise ConfigError(f"--label {text!r}: {key} is {labels[key]!r} already; give each key once")
+    if len(labels) > MAX_LABELS:
+        raise ConfigError(f"{len(labels)} labels are given with --label, a device can have {MAX_LABELS}")
+    return labels
 
 
 @click.group(invoke_without_command=True, context_settings={"show_default": True})
@@ -123,6 +144,16 @@ CLOCK_REMEDY = "set the clock: sudo timedatectl set-ntp true"
     help="Decline a task while the battery holds less and no charger is connected.",
 )
 @click.option("--busy-file", type=click.Path(path_type=Path), help="Decline a task while this file exists.")
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    envvar="FEDVIT_LABELS",
+    callback=_labels,
+    metavar="KEY=VALUE",
+    help="What the operator says of this device, e.g. site=berlin; may be given several times. Or set FEDVIT_LABELS to "
+    "several, with spaces between them.",
+)
 @click.option("--quiet-hours", metavar="HH:MM-HH:MM", help="Decline a task at this time of day, e.g. 22:00-06:30.")
 @click.option(
     "--vault-key",
@@ -161,6 +192,7 @@ def serve(
     min_battery: int | None,
     busy_file: Path | None,
     quiet_hours: str | None,
+    labels: dict[str, str],
     vault_key: Path | None,
     profile: bool,
     once: bool,
@@ -223,6 +255,7 @@ def serve(
         guard=Guard(budget, temperature_limit_c=temperature_limit, sensors=sensors, owns_process=True),
         readiness=readiness,
         renewal=Renewal(way.identity, Topics(way.federation)) if way.identity else None,
+        labels=labels,
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

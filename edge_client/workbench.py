@@ -1,5 +1,6 @@
 """Where a device does a task once its blobs are here: what goes into the step, the step, and what comes of it."""
 
+import math
 import threading
 import time
 from collections import Counter
@@ -22,9 +23,7 @@ from fedvit.errors import BadPayload
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, check_finite, check_tensors, delta, mapped, packed_pieces
-from fedvit.wire.messages import Cancel, Extended, Progress, Result, Task
-
-PROGRESS_EVERY_S = 0.5
+from fedvit.wire.messages import Cancel, Extended, Manifest, Progress, Result, Task
 
 
 @dataclass
@@ -122,7 +121,7 @@ class Workbench:
             evaluated = self._runtime.evaluate(program, values, data, seeds, watch)
             use = self._use(job, guarded, evaluated.flops)
             correct = float(evaluated.correct)
-            return Result(task.run, task.round, task.kind, evaluated.samples, {"correct": correct}, use)
+            return self._result(task, evaluated.samples, {"correct": correct}, use)
         trained = self._runtime.train(program, values, data.train, seeds, task.lr_scale, watch)
         check_finite(trained.tensors, f"training diverged in round {task.round}, nothing of it is kept")
         kept = {
@@ -138,12 +137,26 @@ class Workbench:
             self._integrity.check([manifest.digest])  # here, and not in the loop that sends it
         guarded.upload_bytes = manifest.size if manifest else 0
         use = self._use(job, guarded)
-        metrics = {"loss": trained.loss}
-        result = Result(task.run, task.round, task.kind, trained.samples, metrics, use, manifest)
+        result = self._result(task, trained.samples, {"loss": trained.loss}, use, manifest)
         if job.stop.is_set() or "upload" in use.broke:  # what must not be sent is not kept either
             raise Stopped("the task was stopped")
         self._vault.commit(result, kept, left, owed)
         return result
+
+    def _result(
+        self, task: Task, samples: int, metrics: dict[str, float], use: ResourceUse, upload: Manifest | None = None
+    ) -> Result:
+        return Result(
+            run=task.run,
+            round=task.round,
+            kind=task.kind,
+            samples=samples,
+            metrics=metrics,
+            use=use,
+            upload=upload,
+            task=task.task,
+            program=task.program,
+        )
 
     def _check(self, job: Job, program: Program) -> None:
         """What the task reads is as it was written: blobs by their digests, the vault by its sums. No part of the work
@@ -212,15 +225,17 @@ class Workbench:
         return values
 
     def _progress(self, job: Job) -> Callable[[int, int, float | None], None]:
-        last = 0.0
+        """Tells how far the job is: at its first and last step, and else not sooner than the task says after the
+        message before."""
+        last = -math.inf
 
         def step(done: int, total: int, loss: float | None) -> None:
             nonlocal last
             now = time.monotonic()
-            if now - last >= PROGRESS_EVERY_S or done == total:
+            task = job.task
+            if now - last >= task.progress_s or done == total:
                 last = now
-                task = job.task
-                self._tell(Progress(task.run, task.round, task.kind, done, total, loss))
+                self._tell(Progress(task.run, task.round, task.kind, done, total, loss, task.task))
 
         return step
 

@@ -5,7 +5,7 @@ worker threads, becomes an event there. So no program state needs a lock.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -42,6 +42,10 @@ class Will(NamedTuple):
     payload: bytes
 
 
+WillMaker = Callable[[int], Will]
+"""Makes the will of one connection from the connection's number."""
+
+
 class BulkSink(Protocol):
     """Who takes bulk messages. Both methods may be called from any thread."""
 
@@ -56,17 +60,24 @@ class Transport(ABC):
     """One program's way to the broker: one link for control, and one for bulk that exists while bulk moves.
 
     All methods may be called from any thread and never block on the network. `sent_bytes` and
-    `received_bytes` count payloads since construction.
+    `received_bytes` count payloads since construction. `connection` is the number of the newest connection, or attempt
+    at one: 0 before the first, and one more with each.
     """
 
     def __init__(self, inbox: SimpleQueue[object]) -> None:
         self.inbox = inbox
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.connection = 0
 
     @abstractmethod
-    def open(self, will: Will | None = None) -> None:
+    def open(self, will: Will | WillMaker | None = None) -> None:
         """Begin to connect; Connected arrives in the inbox each time the link comes up."""
+
+    def _begin_connection(self, will: Will | WillMaker | None) -> Will | None:
+        """To be called before each attempt to connect: its will."""
+        self.connection += 1
+        return will(self.connection) if callable(will) else will
 
     @abstractmethod
     def subscribe(self, topic_filter: str, qos: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from fedvit.errors import BadPayload
-from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Transport, Will
+from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Transport, Will, WillMaker
 from fedvit.wire.topics import covers
 
 
@@ -84,14 +84,15 @@ class MemoryTransport(Transport):
     def __init__(self, inbox: SimpleQueue[object], broker: MemoryBroker, client_id: str) -> None:
         super().__init__(inbox)
         self.client_id = client_id
-        self.will: Will | None = None
+        self.will: Will | None = None  # of the newest connection
+        self._will: Will | WillMaker | None = None
         self.filters: dict[str, int] = {}
         self._broker = broker
         self._lock = threading.Lock()
         self._up = False
 
-    def open(self, will: Will | None = None) -> None:
-        self.will = will
+    def open(self, will: Will | WillMaker | None = None) -> None:
+        self._will = will
         self._broker.attach(self)
 
     def subscribe(self, topic_filter: str, qos: int) -> None:
@@ -144,6 +145,8 @@ class MemoryTransport(Transport):
 
     def link_changed(self, event: Connected | Disconnected) -> None:
         self._up = isinstance(event, Connected)
+        if self._up:
+            self.will = self._begin_connection(self._will)
         self.inbox.put(event)
 
     def deliver(self, topic: str, payload: bytes) -> None:

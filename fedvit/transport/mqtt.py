@@ -43,7 +43,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Taken, Transport, Wake, Will
+from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Taken, Transport, Wake, Will, WillMaker
 from fedvit.transport.bulk import BulkLink
 
 log = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class MqttTransport(Transport):
         self._versions = deque(versions)  # the first is tried next
         if address.tls:
             tls_context(address)  # says now what is wrong with its files
-        self._will: Will | None = None
+        self._will: Will | WillMaker | None = None
         self._bulk = BulkLink(
             address,
             f"{client_id}.b",
@@ -251,7 +251,7 @@ class MqttTransport(Transport):
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def open(self, will: Will | None = None) -> None:
+    def open(self, will: Will | WillMaker | None = None) -> None:
         self._will = will
         self._thread = threading.Thread(target=self._run, name=f"mqtt-{self._client_id}", daemon=True)
         self._thread.start()
@@ -397,8 +397,8 @@ class MqttTransport(Transport):
             client.username_pw_set(self.address.user, self.address.password)
         if self.address.tls:
             client.tls_set_context(tls_context(self.address))  # certificates are renewed while programs run
-        if self._will is not None:
-            client.will_set(self._will.topic, self._will.payload, 1)
+        if (will := self._begin_connection(self._will)) is not None:
+            client.will_set(will.topic, will.payload, 1)
         client.max_inflight_messages_set(INFLIGHT_MESSAGES)
         client.on_socket_open = _never_raises(self._on_socket_open)
         client.on_connect = _never_raises(self._on_connect)

@@ -21,7 +21,7 @@ from paho.mqtt.client import MQTT_ERR_SUCCESS, Client
 from paho.mqtt.enums import MQTTErrorCode, MQTTProtocolVersion
 
 from fedvit.errors import ConfigError
-from fedvit.transport.base import Disconnected, Will
+from fedvit.transport.base import Disconnected, Will, WillMaker
 from fedvit.transport.mqtt import (
     FAREWELL_S,
     FIRST_RETRY_S,
@@ -246,7 +246,7 @@ class SharedMqttTransport(MqttTransport):
     def is_closing(self) -> bool:
         return self._closed_at is not None
 
-    def open(self, will: Will | None = None) -> None:
+    def open(self, will: Will | WillMaker | None = None) -> None:
         self._will = will
         self._loop.add(self)
 

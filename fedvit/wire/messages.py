@@ -28,6 +28,8 @@ Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
 ClassName = Annotated[str, Meta(max_length=255)]
 Reason = Annotated[str, Meta(max_length=1000)]
 """Texts that a device sends are bounded one by one: an answer that quotes them must still be one message."""
+MAX_LABELS = 16
+"""Of one device."""
 MAX_CHUNK_BYTES = 1 << 20
 """No broker of ours lets through larger messages; and what is kept of a transfer counts with 32 bits."""
 MAX_BLOB_CHUNKS = 1 << 20
@@ -72,20 +74,29 @@ class Recipe(Struct, frozen=True, array_like=True):
 
 
 class CoordinatorState(Message, frozen=True, tag="coordinator"):
-    """Retained: whether a coordinator is there. A new epoch makes every device say hello again."""
+    """Whether a coordinator is there. A new epoch makes every device say hello again.
+
+    The fields behind `alive` tell coordinators apart: two that serve one federation by mistake can name each other.
+    """
 
     epoch: int
     alive: bool
+    owner: Name = ""  # random, new for each process of a coordinator
+    run: Name = ""
+    host: Name = ""  # of the coordinator's machine
+    since_s: Annotated[float, Meta(ge=0.0, le=1e12)] = 0.0  # Unix time at which this process took over the federation
 
 
 # --- device to coordinator ----------------------------------------------------------------------------
 
 
 class DeviceState(Message, frozen=True, tag="device"):
-    """The device's last will, and its farewell."""
+    """The device's last will, and its farewell. A will is about the connection that it names: one that arrives after
+    the hello of a newer connection says nothing any more."""
 
     instance: Name
     online: bool
+    connection: Count = 0
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -97,6 +108,8 @@ class Hello(Message, frozen=True, tag="hello"):
     classes: tuple[ClassName, ...]  # class folders that it has, with or without images
     train_samples: Count
     test_samples: Count
+    labels: Annotated[dict[Name, Name], Meta(max_length=MAX_LABELS)] = {}  # given by the device's operator
+    connection: Count = 0  # rises with every connection of one process; the last will of the connection has it, too
 
 
 class Progress(Message, frozen=True, tag="progress"):
@@ -108,6 +121,7 @@ class Progress(Message, frozen=True, tag="progress"):
     done_steps: Count
     total_steps: Count
     loss: float | None = None
+    task: Name = ""  # the identity that the Task had
 
 
 class Result(Message, frozen=True, tag="result"):
@@ -122,6 +136,8 @@ class Result(Message, frozen=True, tag="result"):
     upload: Manifest | None = None  # what the roles send back; fetched by the coordinator
     inline: bytes = b""  # the upload itself, when it is small: then nothing is fetched
     damaged: Annotated[tuple[Reason, ...], Meta(max_length=8)] = ()  # found on the device's disk since its last result
+    task: Name = ""  # the identity that the Task had
+    program: Annotated[str, Meta(max_length=80)] = ""  # digest of the Program that was run
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -133,6 +149,7 @@ class Failed(Message, frozen=True, tag="failed"):
     reason: Reason
     broke: BudgetKind | None = None  # the budget that the task would not keep
     use: ResourceUse | None = None  # with `broke`: what was measured until the task was stopped
+    task: Name = ""  # the identity that the Task had
 
 
 class Declined(Message, frozen=True, tag="declined"):
@@ -143,6 +160,7 @@ class Declined(Message, frozen=True, tag="declined"):
     kind: TaskKind
     reason: Reason  # "hot", "busy", "low battery", "quiet hours", with what was found
     again_s: Annotated[float, Meta(ge=0.0, le=1e9)]
+    task: Name = ""  # the identity that the Task had
 
 
 # --- coordinator to one device ------------------------------------------------------------------------
@@ -180,6 +198,9 @@ class Task(Message, frozen=True, tag="task"):
     lr_scale: Annotated[float, Meta(ge=0.0, le=1e38)] = 1.0  # the schedule's factor for this round
     inline: tuple[bytes, ...] = ()  # small blobs of this round themselves: they need not be fetched
     recipes: tuple[Recipe, ...] = ()  # cheaper ways to blobs among `groups`
+    task: Name = ""  # identity of what is asked: the same for each device of which the same is asked
+    attempt: Count = 1  # how often this device was given this task, this time included
+    progress_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 0.5  # least interval between Progress messages
 
 
 class Extended(Message, frozen=True, tag="extended"):
@@ -201,13 +222,18 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 class ResultAck(Message, frozen=True, tag="ack"):
-    """The coordinator has the result safely on disk (accepted) or will never want it (not accepted)."""
+    """The coordinator has the result safely on disk (accepted) or will never want it (not accepted).
+
+    With `keep` it is neither: this run is not known here now. The device keeps the result, and sends it again only
+    after the next Welcome of another epoch.
+    """
 
     run: Name
     round: Count
     kind: TaskKind
     accepted: bool
     reason: str = ""
+    keep: bool = False
 
 
 class RunEnded(Message, frozen=True, tag="ended"):

@@ -67,7 +67,7 @@ USE = ResourceUse(
 
 
 def hello(instance: str, classes: tuple[str, ...]) -> Hello:
-    return Hello(instance, "0.1.0", PROFILE, classes, 120, 30)
+    return Hello(instance, "0.1.0", PROFILE, classes, 120, 30, {"site": "berlin"}, 1)
 
 
 def from_device(instance: str, classes: tuple[str, ...], task: Task, upload: Manifest) -> list[AnyMessage]:
@@ -76,13 +76,13 @@ def from_device(instance: str, classes: tuple[str, ...], task: Task, upload: Man
     return [
         hello(instance, classes),
         hello(instance, classes),  # it has the most fields
-        DeviceState(instance, online=False),
-        Progress(run, number, "train", 12, 40, 0.5),
-        Result(run, number, "train", 120, {"loss": 0.25}, USE, upload),
+        DeviceState(instance, online=False, connection=1),
+        Progress(run, number, "train", 12, 40, 0.5, task.task),
+        Result(run, number, "train", 120, {"loss": 0.25}, USE, upload, task=task.task, program=task.program),
         Result(run, number, "train", 120, {"loss": 0.25}, USE, upload, b"not what was announced"),
         Result(run, number, "evaluate", 30, {"correct": 12.0}, USE),
-        Failed(run, number, "train", "no memory", "memory", USE),
-        Declined(run, number, "train", "hot: 71.5 C", 0.05),
+        Failed(run, number, "train", "no memory", "memory", USE, task.task),
+        Declined(run, number, "train", "hot: 71.5 C", 0.05, task.task),
         Want(task.program, ((0, 1),), 1),
         Want(task.blobs[0].digest, ((0, 1),), 1, stalled=True),
         Want(task.blobs[-1].digest, ((0, 1),), 1, apart=True),
@@ -94,7 +94,7 @@ def from_device(instance: str, classes: tuple[str, ...], task: Task, upload: Man
 def from_coordinator(instance: str, task: Task, kept: str) -> list[AnyMessage]:
     """What a coordinator could say; `kept` is the digest of something that the device has."""
     return [
-        CoordinatorState(task.epoch, alive=True),
+        CoordinatorState(task.epoch, True, "owner", task.run, "host", 1.5e9),
         Welcome(instance, task.epoch, "round 1/2: train"),
         Refused("another instance", "unknown class", final=False),
         task,
@@ -103,6 +103,7 @@ def from_coordinator(instance: str, task: Task, kept: str) -> list[AnyMessage]:
         Extended(task.run, task.round, task.kind, 60.0),
         Cancel(task.run, task.round, task.kind, "the round is over"),
         ResultAck(task.run, task.round, task.kind, accepted=True),
+        ResultAck(task.run, task.round, task.kind, accepted=False, reason="another run is served", keep=True),
         RunEnded(task.run, "finished"),
         Want(kept, ((0, 1),), 1),
         Done(kept),

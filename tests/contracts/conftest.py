@@ -16,7 +16,7 @@ import pytest
 from paho.mqtt.enums import MQTTProtocolVersion
 
 from coordinator.broker import Broker, start_broker
-from fedvit.transport.base import Connected, Received, Transport, Will
+from fedvit.transport.base import Connected, Received, Transport, Will, WillMaker
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.transport.mqtt import BOTH_VERSIONS, MqttTransport
 
@@ -74,7 +74,7 @@ class World(ABC):
     def transport(self, client_id: str) -> Transport:
         """A transport that is not opened yet."""
 
-    def client(self, client_id: str, *filters: tuple[str, int], will: Will | None = None) -> Client:
+    def client(self, client_id: str, *filters: tuple[str, int], will: Will | WillMaker | None = None) -> Client:
         """A connected client that hears `filters`."""
         client = Client(self.new_transport(client_id))
         for topic_filter, qos in filters:

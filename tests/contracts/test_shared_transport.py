@@ -16,6 +16,7 @@ from tests.contracts.test_transport import (  # noqa: F401 - the contract, held 
     test_closing_is_a_farewell_without_a_will,
     test_filters_with_wildcards_hear_what_they_cover,
     test_the_will_of_a_client_that_vanishes_is_published,
+    test_the_will_of_each_connection_has_its_number,
 )
 
 LINKS = 30

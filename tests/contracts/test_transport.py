@@ -86,6 +86,24 @@ def test_a_client_id_that_comes_back_ends_its_old_link_first(world: "World") -> 
     assert witness.messages(2) == [(p + "will", b"gone"), (p + "marker", b"here")]
 
 
+def test_the_will_of_each_connection_has_its_number(world: "World") -> None:
+    """So that a will which arrives late can be told from one of the connection that is there now."""
+    p = world.prefix
+    witness = world.client("witness", ("will", 1))
+    same = world.client("same", will=lambda number: Will(p + "will", str(number).encode()))
+    first = same.transport.connection
+    world.kill_broker()
+    for client in (witness, same):
+        client.event(Disconnected)
+    world.bring_broker_back()
+    for client in (witness, same):
+        client.event(Connected)
+    second = same.transport.connection
+    assert second > first > 0
+    world.client("same")  # takes its place, so that the broker publishes the will
+    assert witness.messages(1) == [(p + "will", str(second).encode())]
+
+
 def test_after_unsubscribing_nothing_more_comes(world: "World") -> None:
     p = world.prefix
     client = world.client("client", ("a", 1), ("b", 1))

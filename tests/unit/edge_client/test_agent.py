@@ -391,7 +391,7 @@ def assert_same_bits(one: Tensors, other: Tensors) -> None:
 def test_a_device_announces_itself(world: World) -> None:
     world.device(joined=False)
     hello = world.server.expect(Hello)
-    assert hello == Hello(hello.instance, "9.9", PROFILE, ("0", "1", "2"), 20, 12)
+    assert hello == Hello(hello.instance, "9.9", PROFILE, ("0", "1", "2"), 20, 12, {}, 1)
     assert len(hello.instance) == 16
 
 
@@ -515,10 +515,21 @@ def test_what_cannot_be_read_is_dropped(world: World, raw: bytes) -> None:
 def test_a_device_says_farewell_and_its_will_speaks_when_it_cannot(world: World) -> None:
     device = world.device()
     assert device.stop() == "stopped"
-    assert world.server.expect(DeviceState) == DeviceState(world.server.instance, online=False)
+    assert world.server.expect(DeviceState) == DeviceState(world.server.instance, online=False, connection=1)
     again = world.device()
     again.transport.vanish()
-    assert world.server.expect(DeviceState) == DeviceState(world.server.instance, online=False)
+    assert world.server.expect(DeviceState) == DeviceState(world.server.instance, online=False, connection=1)
+
+
+def test_hello_and_last_will_name_their_connection(world: World) -> None:
+    """So that a will which arrives after the hello of the next connection is known to be about the one before."""
+    device, server = world.device(joined=False), world.server
+    assert server.expect(Hello).connection == 1
+    world.broker.stop()
+    world.broker.start()
+    assert server.expect(Hello).connection == 2
+    device.transport.vanish()
+    assert server.expect(DeviceState).connection == 2
 
 
 # --- a task from end to end ---------------------------------------------------------------------------
@@ -879,6 +890,62 @@ def test_a_result_survives_the_device(world: World, fedavg: "Setting") -> None:
     assert pack(world.server.fetch(result.upload)) == upload
     world.server.acknowledge(result)
     world.server.wait(lambda: again.vault.pending() == [])
+
+
+def test_progress_is_said_as_often_as_the_task_asks(world: World, fedavg: "Setting") -> None:
+    """At the first step, at the last, and in between only where the interval has passed: here it never has."""
+    world.device()
+    result = world.result(fedavg, program=with_epochs(fedavg.program, 150), progress_s=3600.0)
+    said = [
+        (message.done_steps, message.total_steps) for message in world.server.heard if isinstance(message, Progress)
+    ]
+    assert said == [(1, result.use.steps), (result.use.steps, result.use.steps)]
+
+
+def test_what_a_device_says_of_a_task_names_the_task(world: World, fedavg: "Setting", tmp_path: Path) -> None:
+    """A result does, and names its Program, also when another process of the device sends it again."""
+    first, server = world.device(), world.server
+    task = world.task(fedavg, task="digest of what is asked")
+    server.tell(task)
+    assert server.expect(Progress).task == task.task
+    result = server.expect(Result)
+    assert (result.task, result.program) == (task.task, task.program)
+    first.stop()
+    busy = tmp_path / "busy"
+    world.device(readiness=Readiness(busy_file=busy))
+    assert server.expect(Result) == result
+    busy.touch()
+    server.tell(world.task(fedavg, round=2, task="another"))
+    assert server.expect(Declined).task == "another"
+
+
+def test_a_failure_names_its_task(world: World, fedavg: "Setting") -> None:
+    world.device()
+    world.give(fedavg, groups={}, task="nothing is brought")
+    assert world.server.expect(Failed).task == "nothing is brought"
+
+
+def test_a_result_of_a_run_that_is_not_known_now_is_kept_and_sent_in_the_next_epoch(
+    world: World, fedavg: "Setting", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, server = world.device(), world.server
+    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.0)  # of results from now on
+    monkeypatch.setattr(agent_module, "AGAIN_MAX_S", 0.0)
+    result = world.result(fedavg)
+    assert server.expect(Result) == result, "it is repeated until it is answered"
+    server.tell(ResultAck(result.run, result.round, result.kind, False, "run 'other' is served here", keep=True))
+    server.mark()
+    said = server.count(Result)
+    server.tell(Welcome(server.instance, server.epoch, "tests"))  # the same epoch: nothing is new
+    for _ in range(5):
+        server.mark()
+    assert server.count(Result) == said
+    assert device.vault.pending() == [result]
+    server.is_here(server.epoch + 1)
+    server.welcome()
+    server.wait(lambda: server.count(Result) > said)
+    server.acknowledge(result)
+    server.wait(lambda: device.vault.pending() == [])
 
 
 def test_a_result_survives_other_tasks(world: World, fedavg: "Setting") -> None:

@@ -255,6 +255,19 @@ def test_a_budget_that_cannot_be_read_is_named(run: Run, digits: Path, flag: str
     assert_refused(run("--data", digits, flag, value), ConfigError.exit_code, flag, repr(value), "expected")
 
 
+@pytest.mark.parametrize("label", ["berlin", "=berlin", "site=", "site=berlin mitte", "site=a=b", "site=" + "x" * 65])
+def test_label_that_cannot_be_used_is_named(run: Run, digits: Path, label: str) -> None:
+    expected = "expected KEY=VALUE, each 1 to 64 letters, digits, '.', '_' or '-'"
+    assert_refused(run("--data", digits, "--label", label), ConfigError.exit_code, "--label", repr(label), expected)
+
+
+def test_labels_that_contradict_each_other_or_are_too_many_are_refused(run: Run, digits: Path) -> None:
+    twice = run("--data", digits, "--label", "site=berlin", "--label", "site=rome")
+    assert_refused(twice, ConfigError.exit_code, "'site=rome'", "site is 'berlin' already")
+    many = [word for number in range(17) for word in ("--label", f"l{number}=x")]
+    assert_refused(run("--data", digits, *many), ConfigError.exit_code, "17 labels", "16")
+
+
 def hello_of(broker: Broker, serve: Callable[..., Serving], *arguments: object) -> tuple[Hello, str]:
     """What a device that starts with these arguments says, and its log until it was ready."""
     inbox: SimpleQueue[Any] = SimpleQueue()
@@ -270,12 +283,23 @@ def hello_of(broker: Broker, serve: Callable[..., Serving], *arguments: object) 
     return hello, started.said
 
 
-def test_budgets_and_the_known_speed_go_with_the_hello(
+def test_labels_are_read_from_the_environment(
+    broker: Broker, serve: Callable[..., Serving], digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the service file sets them: several in one variable."""
+    monkeypatch.setenv("FEDVIT_LABELS", "site=berlin room=kitchen")
+    hello, _ = hello_of(broker, serve, "--data", digits, "--state", tmp_path / "new", "--threads", 1)
+    assert hello.labels == {"site": "berlin", "room": "kitchen"}
+
+
+def test_budgets_labels_and_the_known_speed_go_with_the_hello(
     broker: Broker, serve: Callable[..., Serving], digits: Path, state: Path
 ) -> None:
     budgets = ("--memory-budget", "512MB", "--flops-budget", "2TFLOP", "--round-deadline", "10m")
     given = ("--data", digits, "--state", state, "--threads", 1, *budgets, "--upload-budget", "5MB")
-    hello, said = hello_of(broker, serve, *given, "--temperature-limit", "80")
+    labels = ("--label", "site=berlin", "--label", "board=pi-4.1")
+    hello, said = hello_of(broker, serve, *given, "--temperature-limit", "80", *labels)
+    assert hello.labels == {"site": "berlin", "board": "pi-4.1"}
     assert hello.profile.budget == Budget(
         memory_bytes=512_000_000, flops_per_round=2 * 10**12, round_deadline_s=600.0, upload_bytes=5_000_000
     )

@@ -576,6 +576,17 @@ def test_a_medium_that_fails_is_damage(two_rounds: Vault, monkeypatch: pytest.Mo
 # --- vaults that an earlier version wrote -------------------------------------------------------------
 
 
+def test_a_pending_result_without_task_and_program_is_read(vault: Vault) -> None:
+    given = msgspec.structs.replace(result(3), task="a task", program="blake3:00")
+    vault.commit(given, personal(1.0))
+    assert vault.pending() == [given]
+    [folder] = folders(vault)
+    fields = msgspec.msgpack.decode((folder / "result.msgpack").read_bytes())
+    (folder / "result.msgpack").write_bytes(msgspec.msgpack.encode(fields[:-2]))
+    (folder / "SUMS").unlink()
+    assert Vault(vault.folder).pending() == [result(3)]
+
+
 @pytest.fixture
 def old(vault: Vault) -> Vault:
     """As version 0.9 left it: no sums, one round, notes without a digest."""

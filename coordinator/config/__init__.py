@@ -3,12 +3,13 @@
 A table is a file here, and a row of `run.TABLES`.
 """
 
-from coordinator.config.broker import BrokerConfig
+from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.protection import ProtectionConfig
 from coordinator.config.reading import StartConfig, make_config, read_toml
+from coordinator.config.resuming import resumed_config
 from coordinator.config.run import TABLES, RunConfig
 from coordinator.config.updates import UpdatesConfig
 
@@ -24,4 +25,6 @@ __all__ = [
     "UpdatesConfig",
     "make_config",
     "read_toml",
+    "resumed_config",
+    "with_listen_port",
 ]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from coordinator.config.broker import BrokerConfig
+from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.run import TABLES, RunConfig
 from fedvit.errors import ConfigError
 
@@ -37,7 +37,10 @@ def make_config(values: dict[str, Any], where: str) -> StartConfig:
     broker = values.pop("broker", {})
     if not isinstance(broker, dict):
         raise ConfigError(f'{where}: broker = {broker!r} must be a table: [broker] with broker = "..."')
-    return StartConfig(_convert(values, RunConfig, where), _convert(broker, BrokerConfig, f"{where} [broker]"))
+    table = f"{where} [broker]"
+    return StartConfig(
+        _convert(values, RunConfig, where), _convert(with_listen_port(broker, table), BrokerConfig, table)
+    )
 
 
 Config = TypeVar("Config", bound=Struct)

@@ -84,6 +84,10 @@ DAMAGES = 3
 and the run gives up."""
 
 
+class Cancelled(Interrupted):
+    """The operator asked for the end of the run; it cannot be resumed."""
+
+
 class Coordinator:
     """One run of one federation. `serve` returns when the run is finished; raises Interrupted when stopped."""
 
@@ -193,6 +197,7 @@ class Coordinator:
         self._made_good: Counter[str] = Counter()  # digests of blobs that were damaged, and how often
         self._excused: set[tuple[str, str]] = set()  # (device, digest): it got a damaged blob from here
         self._restoring = False
+        self._cancelled: str | None = None  # why the run is to end
 
     # --- the course of a run --------------------------------------------------------------------------
 
@@ -200,12 +205,18 @@ class Coordinator:
         """Ask `serve` to end; safe from a signal handler."""
         self.inbox.stop()
 
+    def cancel(self, reason: str) -> None:
+        """Ask `serve` to end the run for good; safe from any thread."""
+        self._cancelled = reason
+        self.inbox.stop()
+
     def expel(self, device: str, reason: str) -> None:
         """The device may not take part any more: nothing is awaited from it. Call it in the thread of `serve`."""
         self.reception.expel(device, reason)
 
     def serve(self) -> None:
-        """Run, or go on with, all rounds. Raises Interrupted, and FedvitError when the run cannot go on."""
+        """Run, or go on with, all rounds. Raises Interrupted when it was stopped, Cancelled when it was cancelled, and
+        FedvitError when the run cannot go on."""
         self.course.classes = self.store.run(self.run).classes or self.config.classes
         self.targets.load()
         for topic in self.topics.from_all_devices:
@@ -220,6 +231,11 @@ class Coordinator:
             self._with_room(self._gather)
             self._with_room(self._course)
         except Interrupted:
+            if self._cancelled is not None:
+                self.store.update_run(self.run, status="cancelled", reason=self._cancelled)
+                self._tell_all(RunEnded(self.run, "cancelled"))
+                log.info("run cancelled", extra={"run": self.run, "reason": self._cancelled})
+                raise Cancelled from None
             with suppress(StorageFailed):  # a run that is not finished can be resumed, whatever its status is
                 self.store.update_run(self.run, status="interrupted")
             raise

@@ -163,7 +163,12 @@ class Stage:
             config = self.folder / "run.toml"
             config.write_text(toml({**CONFIG, "devices": len(DEVICES)}))
             given += ["--config", str(config), "--run", "run"]
-        process = Forked("coordinator.cli", [*given, *arguments], self.log_path("coordinator"), self.environment)
+        return self.keep(
+            Forked("coordinator.cli", [*given, *arguments], self.log_path("coordinator"), self.environment)
+        )
+
+    def keep(self, process: Forked) -> Forked:
+        """A program that ends with the stage."""
         self._processes.append(process)
         return process
 

@@ -75,12 +75,12 @@ def start(
     with ExitStack() as stack:
         worker = Worker()
         stack.callback(worker.close)
-        store = _opened(out, stack) if (out / "fedvit.db").exists() else None
+        store = opened_store(out, stack) if (out / "fedvit.db").exists() else None
         record = _to_resume(store, resume, name if resume_or_new else None)
         display = choose_display(quiet)
         if record is None:
-            run = check_name(name or _usual_name(make_config(values, where).run), "--run")
-            _check_new(store, run)
+            run = check_name(name or usual_name(make_config(values, where).run), "--run")
+            check_new(store, run)
             stack.enter_context(display)
             config, server = _checked(values, where, run, display, worker)
         else:
@@ -101,7 +101,7 @@ def start(
         broker_folder = out / run / "broker"
         point = stack.enter_context(meeting_point(config.broker, config.run.federation, broker_folder, display.line))
         transport = _transport(point)
-        store = store or _opened(out, stack)
+        store = store or opened_store(out, stack)
         if record is None:
             store.create_run(run, msgspec.to_builtins(config.run), point.as_record())
         else:
@@ -111,7 +111,7 @@ def start(
         _serve(store, out, run, config.run, point, transport, display, worker)
 
 
-def _opened(out: Path, stack: ExitStack) -> "Store":
+def opened_store(out: Path, stack: ExitStack) -> "Store":
     """The record of all runs, and none of their files open to others."""
     from coordinator.record.store import Store
 
@@ -132,11 +132,11 @@ def _described(config: RunConfig) -> str:
     return f"{config.method} on {config.model}, {config.rounds} rounds"
 
 
-def _usual_name(config: RunConfig) -> str:
+def usual_name(config: RunConfig) -> str:
     return f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-{config.method}-{secrets.token_hex(2)}"
 
 
-def _check_new(store: "Store | None", run: str) -> None:
+def check_new(store: "Store | None", run: str) -> None:
     """Raises ConfigError when there is a run of that name."""
     if store and run in {record.id for record in store.runs()}:
         raise ConfigError(f"run {run!r} exists already; go on with it by --resume {run}, or choose another --run")

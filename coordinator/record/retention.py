@@ -13,13 +13,14 @@ from pathlib import Path
 from msgspec import Struct
 
 from coordinator.record.store import COPIES, Store
-from coordinator.record.tables import RunRecord
+from coordinator.record.tables import ENDED, RunRecord
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.files import WRITING, storage_failed
 from fedvit.program import Program, decode_program
 
 LOCK = "lock"
+SERVICE_LOCK = "service.lock"
 BLOBS = "blobs"
 
 
@@ -45,6 +46,17 @@ def lock_run(folder: Path, run: str) -> int:
     except BlockingIOError:
         os.close(handle)
         raise ConfigError(f"run {run!r} is being served by another coordinator") from None
+    return handle
+
+
+def lock_service(out: Path) -> int:
+    """Only one service takes the runs of a folder: its lock, an open file. Raises ConfigError when another has it."""
+    handle = os.open(out / SERVICE_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"the runs of {out} are being served by another `coordinator serve`") from None
     return handle
 
 
@@ -81,9 +93,11 @@ def remove_runs(store: Store, folder: Path, names: list[str], *, force: bool = F
     """Remove runs, first from the record. Raises ConfigError, before anything is removed, when a run is unknown or is
     being served, or, without `force`, when another run started from it."""
     for name in names:
-        store.run(name)
+        record = store.run(name)
         if is_served(folder / name):
-            raise ConfigError(f"run {name!r} is being served: stop its coordinator first")
+            raise ConfigError(f"run {name!r} is being served: stop its coordinator first, or cancel the run")
+        if record.submitted_at and record.status not in (*ENDED, "failed"):
+            raise ConfigError(f"run {name!r} is {record.status}, and a service will go on with it: cancel it first")
     for record in store.runs():
         start = record.config.get("start_from")
         if start in names and record.id not in names and not force:

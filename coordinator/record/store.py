@@ -236,6 +236,15 @@ class Store:
         with self._transaction() as connection:
             _insert(connection, RUNS, [RunRecord(run, now, "queued", config, submitted_at=now)])
 
+    def submitted(self) -> list[RunRecord]:
+        """Runs for a service that are not over: first those that began, then the queue, each in order of submission."""
+        waiting = select(RUNS).where(
+            RUNS.c.submitted_at.is_not(None), RUNS.c.status.in_(("queued", "waiting", "running", "interrupted"))
+        )
+        order = (RUNS.c.status == "queued", RUNS.c.submitted_at, RUNS.c.id)
+        with self._transaction() as connection:
+            return list(self._records(connection, RunRecord, RUNS, waiting.order_by(*order)))
+
     def take_from_queue(self, run: str, config: dict[str, Any], broker: dict[str, Any]) -> bool:
         """A queued run begins now, with this configuration; False when it is not queued any more."""
         with self._transaction() as connection:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+from coordinator.config import why_not_asked
 from coordinator.run.collector import ResultCollector
 from coordinator.run.presence import Presence
 from coordinator.run.quarantine import Quarantine
@@ -41,6 +42,9 @@ class Membership:
         self._epoch = epoch
 
     def on_hello(self, device: str, hello: Hello) -> None:
+        if why := why_not_asked(self._course.config.devices_where, hello.labels):
+            self._tell(device, Welcome(hello.instance, self._epoch(), f"run {self._course.run}: {why}"))
+            return
         if rival := self._presence.rival(device, hello):
             where = rival.hello.profile.host
             reason = f"a device with id {device!r} is online already (on {where}); choose another with --id"

@@ -16,7 +16,10 @@ class Received(NamedTuple):
 
 
 class Connected(NamedTuple):
-    """The link is up; subscriptions are in place again."""
+    """The link is up; subscriptions are in place again. `epoch` is that of the coordinator which shares its link with
+    others; 0: each connection begins one of its own."""
+
+    epoch: int = 0
 
 
 class Disconnected(NamedTuple):

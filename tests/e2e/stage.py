@@ -98,6 +98,11 @@ class Observer:
                     self._messages.append((topic, decode(payload)))
         return self.seen
 
+    def messages(self) -> list[AnyMessage]:
+        """Every control message that went by so far."""
+        self.drain()
+        return [message for _, message in self._messages]
+
     def find(self, kind: type[AnyMessage], /, *, since_start: bool = False, **wanted: Any) -> Callable[[], Any]:
         """A condition for `wait_for`: a message of this type, with these fields, goes by (`device` is in the topic).
 

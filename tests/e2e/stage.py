@@ -177,6 +177,20 @@ class Stage:
         self._processes.append(process)
         return process
 
+    def command(self, *arguments: str) -> Any:
+        """What a command of the coordinator that succeeds prints as JSON."""
+        name = f"command-{len(self._processes)}"
+        process = self.keep(Forked("coordinator.cli", [*arguments, "--json"], self.log_path(name), self.environment))
+        assert self.finish(process, name) == 0, self.log(name)
+        said = self.log(name)
+        return json.loads(said[said.index("{") :])
+
+    def submit(self, run: str, **more: Any) -> Any:
+        """Put a run into the queue, by default of one round."""
+        file = self.folder / f"{run}.toml"
+        file.write_text(toml({**CONFIG, "variants": {}, "rounds": 1, **more}))
+        return self.command("submit", str(file), "--run", run, "--out", str(self.out))
+
     def device(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [*program("edge_client.cli"), "--broker", f"127.0.0.1:{self.port}", "--data", str(self.parts / name)]
         command += ["--state", str(self.folder / "state" / name), "--id", name, "--threads", "1", "--once"]

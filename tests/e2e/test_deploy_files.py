@@ -5,7 +5,6 @@ import shlex
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -15,12 +14,6 @@ from tests.forked import Forked
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TRAINED = ("device-0", "device-1")  # the second one trains for so long that a kill comes in the middle of a round
-
-
-def run_toml(stage: Stage, **more: Any) -> str:
-    file = stage.folder / "run.toml"
-    file.write_text(toml({**CONFIG, "rounds": 2, **more}))
-    return str(file)
 
 
 def exec_start() -> list[str]:
@@ -59,8 +52,8 @@ def check_outcome(stage: Stage, devices: dict[str, "subprocess.Popen[bytes]"]) -
 
 
 def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> None:
-    """Killed twice, and started by the unit's own line, then by the line that docs/deploy.md gives: that one says
-    nothing of a broker."""
+    """Killed twice, and started by the unit's own line, then by hand with a line that says nothing of a broker: the
+    broker is recorded with the run. Once more there is nothing to do."""
     folder = str(stage.folder / "deployment")
     ports = [str(claim_port("127.0.0.1", 0)) for _ in range(2)]
 
@@ -72,8 +65,9 @@ def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> No
         "coordinator.cli", "init", folder, "--listen", "127.0.0.1", "--host", "localhost", "--port", ports[0],
         "--enrolment-port", ports[1],
     )  # fmt: skip
-    file = run_toml(stage, devices=2, broker={"deployment": folder})
-    paths = {"/etc/fedvit/run.toml": file, "/var/lib/fedvit/runs": str(stage.out)}
+    file = stage.folder / "service.toml"
+    file.write_text(toml({"broker": {"deployment": folder}}))
+    paths = {"/etc/fedvit/service.toml": str(file), "/var/lib/fedvit/runs": str(stage.out)}
     line = [paths.get(word, word) for word in exec_start()]
     coordinator = begin(stage, line)
     wait_for(lambda: "for devices of" in stage.log("coordinator"), "the deployment's broker")
@@ -84,31 +78,29 @@ def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> No
         said("edge_client.cli", "join", token, "--state", state)
         command = [*program("edge_client.cli"), "--data", str(stage.parts / name), "--state", state]
         devices[name] = stage.start(name, [*command, "--threads", "1", "--once"])
+    stage.submit("main", devices=2, rounds=2, variants=CONFIG["variants"])
     killed_in_round(stage, coordinator, 1)
     coordinator = begin(stage, line)
     killed_in_round(stage, coordinator, 2)
-    coordinator = begin(stage, ["start", "--resume", "--out", str(stage.out)])
-    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
+    by_hand = ["start", "--resume-or-new", "--run", "main", "--out", str(stage.out)]
+    assert stage.finish(begin(stage, by_hand), "coordinator") == 0, stage.log("coordinator")
     check_outcome(stage, devices)
+    assert stage.finish(begin(stage, by_hand), "coordinator") == 0, stage.log("coordinator")
+    assert "run main is finished: there is nothing to do" in stage.log("coordinator")
     assert stage.log("coordinator").count(f":{ports[0]}, for devices of {folder} alone") == 3
 
 
 def test_container_resumes_its_run_with_its_broker(stage: Stage) -> None:
-    """The command of compose.yaml, killed and started again; a third start has nothing to do, and begins no new run."""
+    """The command of compose.yaml, killed and started again."""
     stage.environment["FEDVIT_BROKER_PASSWORD"] = "a-password"
-    file = run_toml(stage)
-    changed = {"/config/run.toml": file, "/state/runs": str(stage.out), "3": "2"}
-    line = [changed.get(word, word) for word in composed()]
+    line = [str(stage.out) if word == "/state/runs" else word for word in composed()]
     line[line.index("--listen") + 1] += f":{stage.port}"
     coordinator = begin(stage, line)
-    devices = {}
-    for name in TRAINED:
-        broker = f"mqtt://fedvit:a-password@127.0.0.1:{stage.port}"
-        devices[name] = stage.device(name, "--broker", broker)
+    broker = f"mqtt://fedvit:a-password@127.0.0.1:{stage.port}"
+    devices = {name: stage.device(name, "--broker", broker) for name in TRAINED}
+    stage.submit("main", devices=2, rounds=2, variants=CONFIG["variants"])
     killed_in_round(stage, coordinator, 1)
-    del stage.environment["FEDVIT_BROKER_PASSWORD"]  # it is recorded
-    assert stage.finish(begin(stage, line), "coordinator") == 0, stage.log("coordinator")
+    coordinator = begin(stage, line)
     check_outcome(stage, devices)
-    assert stage.finish(begin(stage, line), "coordinator") == 0, stage.log("coordinator")
-    assert "run main is finished: there is nothing to do" in stage.log("coordinator")
-    assert stage.query("select id from runs") == [("main",)]
+    coordinator.send_signal(signal.SIGTERM)
+    assert stage.finish(coordinator, "coordinator") == 130

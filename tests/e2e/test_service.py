@@ -1,16 +1,11 @@
 """`coordinator serve`: runs from a queue on devices that stay, with real processes."""
 
-import json
 import signal
 import subprocess
-from typing import Any
 
-from click.testing import CliRunner
-
-from coordinator.cli import cli
 from fedvit.wire.messages import Hello, Task
-from tests.e2e.stage import CONFIG, Stage, program, toml, wait_for
-from tests.forked import Forked, ForkedWorker
+from tests.e2e.stage import Stage, program, wait_for
+from tests.forked import Forked
 
 SITES = {"device-0": "berlin", "device-1": "munich"}
 SLOW = {"*": {"epochs": 90}}
@@ -26,19 +21,6 @@ def device(stage: Stage, name: str) -> "subprocess.Popen[bytes]":
     command = [*program("edge_client.cli"), "--broker", f"127.0.0.1:{stage.port}", "--data", str(stage.parts / name)]
     command += ["--state", str(stage.folder / "state" / name), "--id", name, "--threads", "1"]
     return stage.start(name, [*command, "--label", f"site={SITES[name]}"])
-
-
-def command(*arguments: str) -> Any:
-    """What a command prints as JSON; it runs in this process, which has torch already."""
-    done = CliRunner().invoke(cli, [*arguments, "--json"], catch_exceptions=False)
-    return json.loads(done.stdout)
-
-
-def submit(stage: Stage, monkeypatch: Any, run: str, **more: Any) -> Any:
-    monkeypatch.setattr("coordinator.compute.process.spawn", ForkedWorker)
-    file = stage.folder / f"{run}.toml"
-    file.write_text(toml({**CONFIG, "variants": {}, "rounds": 1, **more}))
-    return command("submit", str(file), "--run", run, "--out", str(stage.out))
 
 
 def statuses(stage: Stage) -> dict[str, str]:
@@ -59,22 +41,22 @@ def check_that_nobody_left(stage: Stage, devices: "dict[str, subprocess.Popen[by
     assert "Traceback" not in stage.log("service")
 
 
-def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage, monkeypatch: Any) -> None:
+def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) -> None:
     """Two runs on disjoint devices at the same time, then one on all of them: the devices join once."""
-    assert submit(stage, monkeypatch, "berlin", devices_where="site=berlin", variants=SLOW)["status"] == "queued"
-    submit(stage, monkeypatch, "munich", devices_where="site=munich", variants=SLOW)
-    submit(stage, monkeypatch, "all", devices=2)
+    assert stage.submit("berlin", devices_where="site=berlin", variants=SLOW)["status"] == "queued"
+    stage.submit("munich", devices_where="site=munich", variants=SLOW)
+    stage.submit("all", devices=2)
     assert statuses(stage) == dict.fromkeys(("berlin", "munich", "all"), "queued"), "without a service"
     service = serve(stage, "--side-by-side", "2")
     devices = {name: device(stage, name) for name in SITES}
     observer = stage.observer()
     wait_for(lambda: is_at_work(stage, "berlin") and is_at_work(stage, "munich"), "both runs to be at work")
-    shown = command("status", "--out", str(stage.out))["service"]
+    shown = stage.command("status", "--out", str(stage.out))["service"]
     assert (shown["begun"], shown["queued"]) == (["berlin", "munich"], ["all"])
     assert {member["device"]: member["run"] for member in shown["members"]} == {
         "device-0": "berlin", "device-1": "munich",
     }  # fmt: skip
-    warned = submit(stage, monkeypatch, "nowhere", devices_where="site=paris")
+    warned = stage.submit("nowhere", devices_where="site=paris")
     assert "labels that there are: site=berlin (1 device), site=munich (1 device)" in warned["warning"]
     wait_for(lambda: statuses(stage)["all"] == "finished", "the last run")
     assert statuses(stage) | {"nowhere": ""} == {
@@ -84,7 +66,7 @@ def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage, 
     trained = stage.query("select run, device from results where kind = 'train' order by run, device")
     assert trained == [("all", "device-0"), ("all", "device-1"), ("berlin", "device-0"), ("munich", "device-1")]
     wait_for(lambda: statuses(stage)["nowhere"] == "waiting", "the next run")
-    assert command("cancel", "nowhere", "--out", str(stage.out))["run"] == "nowhere"
+    assert stage.command("cancel", "nowhere", "--out", str(stage.out))["run"] == "nowhere"
     wait_for(lambda: statuses(stage)["nowhere"] == "cancelled", "the run to be cancelled")
     check_that_nobody_left(stage, devices, joined=1)
     asked = [message for message in observer.messages() if isinstance(message, Task | Hello)]
@@ -93,27 +75,32 @@ def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage, 
     assert stage.finish(service, "service") == 130
 
 
-def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage, monkeypatch: Any) -> None:
-    """A cancelled run makes room for the next; that one goes on after kill -9, and then the queue's turn comes."""
+def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -> None:
+    """A cancelled run makes room for the next; that one is resumed after kill -9, and then the queue's turn comes, in
+    which a run that fails holds up nobody."""
     where = {"devices_where": "site=berlin"}
-    submit(stage, monkeypatch, "dropped", **where, variants=SLOW, rounds=9)
-    submit(stage, monkeypatch, "kept", **where, variants=SLOW, rounds=2)
-    submit(stage, monkeypatch, "queued", **where)
-    submit(stage, monkeypatch, "never", **where)
+    stage.submit("dropped", **where, variants=SLOW, rounds=9)
+    stage.submit("kept", **where, variants=SLOW, rounds=2)
+    stage.submit("wrong", **where, start_from="nosuch")
+    stage.submit("queued", **where)
+    stage.submit("never", **where)
     service = serve(stage)
     devices = {"device-0": device(stage, "device-0")}
     wait_for(lambda: is_at_work(stage, "dropped"), "the first run to be at work")
-    assert command("cancel", "never", "--out", str(stage.out)) == {"run": "never", "status": "cancelled"}
-    command("cancel", "dropped", "--out", str(stage.out))
+    assert stage.command("cancel", "never", "--out", str(stage.out)) == {"run": "never", "status": "cancelled"}
+    stage.command("cancel", "dropped", "--out", str(stage.out))
     wait_for(lambda: is_at_work(stage, "kept"), "the second run to be at work")
     assert "run ended" in stage.log("device-0")
     wait_for(lambda: stage.query("select 1 from results where run = 'kept' and kind = 'train'"), "a result of it")
     service.kill()
     assert service.wait(60) == -signal.SIGKILL
-    assert statuses(stage) == {"dropped": "cancelled", "kept": "running", "queued": "queued", "never": "cancelled"}
+    over = {"dropped": "cancelled", "never": "cancelled"}
+    assert statuses(stage) == {**over, "kept": "running", "wrong": "queued", "queued": "queued"}
     service = serve(stage)
     wait_for(lambda: statuses(stage)["queued"] == "finished", "the run of the queue")
-    assert statuses(stage) == {"dropped": "cancelled", "kept": "finished", "queued": "finished", "never": "cancelled"}
+    assert statuses(stage) == {**over, "kept": "finished", "wrong": "failed", "queued": "finished"}
+    [(reason,)] = stage.query("select reason from runs where id = 'wrong'")
+    assert reason.startswith("no run 'nosuch'")
     assert "run kept is resumed" in stage.log("service")
     assert stage.query("select count(*) from results where run = 'kept' and kind = 'train'") == [(2,)]
     check_that_nobody_left(stage, devices, joined=2)  # once with each service

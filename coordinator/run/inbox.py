@@ -118,11 +118,11 @@ class Inbox:
 
     def _on_event(self, event: object) -> None:
         match event:
-            case Connected(epoch=shared):
+            case Connected():
                 self.connected = True
                 self._link_trouble = ""
                 # a new epoch makes every device say hello: while we were away we heard no last will
-                self.epoch = shared or secrets.randbits(48) + 1
+                self.epoch = self._transport.shared_epoch or secrets.randbits(48) + 1
                 state = encode(CoordinatorState(self.epoch, alive=True))
                 self._transport.publish(self._topics.coordinator_state, state, qos=1)
                 self._on_link(True)

@@ -200,7 +200,7 @@ class Router:
             case _Opened(transport=transport):
                 self._runs.append(transport)
                 if self.connected:
-                    transport.inbox.put(Connected(self.epoch))
+                    self._connect(transport)
                 self._offer_all()
             case _Closed(transport=transport):
                 self._runs.remove(transport)
@@ -226,7 +226,12 @@ class Router:
             self.epoch, alive=True, owner=self._owner, host=socket.gethostname()[:64], since_s=self._since_s
         )
         self.link.publish(self.topics.coordinator_state, encode(state))
-        self._to_all_runs(Connected(self.epoch))
+        for transport in self._runs:
+            self._connect(transport)
+
+    def _connect(self, transport: RunTransport) -> None:
+        transport.shared_epoch = self.epoch
+        transport.inbox.put(Connected())
 
     def _on_received(self, event: Received) -> None:
         device = self.topics.device_of(event.topic)

@@ -9,7 +9,6 @@ import logging
 import queue
 import secrets
 import socket
-import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -146,7 +145,6 @@ class Router:
         self._is_unfinished = is_unfinished
         self._say = say
         self._owner = secrets.token_hex(8)
-        self._since_s = time.time()
         self._runs: list[RunTransport] = []  # in the order in which they take devices
         self._presence = Presence()
         self._places: dict[str, _Place] = {}
@@ -222,9 +220,7 @@ class Router:
         self.connected = True
         self._link_trouble = ""
         self.epoch = secrets.randbits(48) + 1  # every device says hello: while we were away we heard no last will
-        state = CoordinatorState(
-            self.epoch, alive=True, owner=self._owner, host=socket.gethostname()[:64], since_s=self._since_s
-        )
+        state = CoordinatorState(self.epoch, alive=True, owner=self._owner, host=socket.gethostname()[:64])
         self.link.publish(self.topics.coordinator_state, encode(state))
         for transport in self._runs:
             self._connect(transport)

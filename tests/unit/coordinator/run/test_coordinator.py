@@ -617,6 +617,20 @@ def test_the_operators_classes_are_the_runs_whoever_comes_first(stage: Stage, fi
     assert_moved_by(stage, first, 1.0)
 
 
+def test_membership_asks_devices_with_the_runs_labels_alone(stage: Stage) -> None:
+    """The others are welcome, are told why they are not asked, and are not of the run."""
+    inside = stage.fake("a", labels={"site": "berlin", "board": "rpi5"})
+    outside = stage.fake("b", labels={"site": "munich"})
+    stage.start(devices_where="site=berlin", devices=1)
+    assert stage.finish() == "finished"
+    assert inside.tasks() == [1]
+    assert outside.got(Task) == []
+    assert {welcome.waiting_for for welcome in outside.got(Welcome)} == {
+        "run r: it is for devices with site=berlin, and this one has site=munich"
+    }
+    assert [result.device for result in stage.store.used_in("r", 1)] == ["a"]
+
+
 def test_a_hello_that_cannot_be_read_is_answered(stage: Stage) -> None:
     """Names of classes are at most 255 letters long; the device is told, and does not wait for a welcome in vain."""
     device = stage.fake("a")

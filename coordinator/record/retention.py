@@ -141,7 +141,7 @@ def collect(
         keep_runs = records[0].config.get("keep_runs")
     gone = _runs_beyond(records, keep_runs, folder)
     for name in gone:
-        why = f"finished, and older than the {keep_runs} that are kept"
+        why = f"over, and older than the {keep_runs} that are kept"
         yield _of_run(folder, name, why) if dry_run else _remove_run(store, folder, name, why)
     known = {record.id for record in records}
     for place in sorted(folder.iterdir()):
@@ -169,11 +169,11 @@ def _done(removal: Removal, remove: Callable[[], object], dry_run: bool) -> Remo
 
 
 def _runs_beyond(records: list[RunRecord], keep: int | None, folder: Path) -> list[str]:
-    """Finished runs, the oldest last, beyond the newest ones that are kept; not those that another started from."""
+    """Runs that are over, the oldest last, beyond the newest that are kept; not those that another started from."""
     if keep is None:
         return []
-    finished = [record.id for record in records if record.status == "finished"]
-    gone = [name for name in finished[keep:] if not is_served(folder / name)]
+    over = [record.id for record in records if record.status in ENDED]
+    gone = [name for name in over[keep:] if not is_served(folder / name)]
     while needed := [
         record.config.get("start_from")
         for record in records

@@ -175,10 +175,12 @@ class Router:
             for name, place in sorted(self._places.items())
         ]
 
-    def forget(self, device: str) -> None:
-        """The device may not come any more."""
+    def expel(self, device: str) -> str | None:
+        """The device may not come any more; the answer is the run that it belonged to."""
+        place = self._places.pop(device, None)
         if device in self._presence:
             self._presence.dismiss(device)
+        return place.owner.run if place and place.owner else None
 
     # --- what arrives -------------------------------------------------------------------------------------
 
@@ -239,10 +241,9 @@ class Router:
         try:
             message = None if "/up/b/" in event.topic else decode(event.payload)
         except (PeerRefused, BadPayload) as error:
-            if owner is None:
-                self._answer_unreadable(device, event.payload, error)
+            if self._answer_unreadable(device, event.payload, error):
                 return
-            message = None  # its run answers
+            message = None  # its run counts it
         match message:
             case Hello():
                 self._on_hello(device, message, event)
@@ -255,11 +256,15 @@ class Router:
         if owner:
             owner.inbox.put(event)
 
-    def _answer_unreadable(self, device: str, payload: bytes, error: PeerRefused | BadPayload) -> None:
+    def _answer_unreadable(self, device: str, payload: bytes, error: PeerRefused | BadPayload) -> bool:
+        """Refuse a device that no run can take part with; False for a message that says nothing of the kind."""
         if isinstance(error, PeerRefused):
             self._tell(device, Refused("", f"{error}; install the same version on both sides", final=True))
         elif instance := unread_hello(payload):
             self._tell(device, Refused(instance, f"its hello: {error}", final=True))
+        else:
+            return False
+        return True
 
     def _answer_result(self, device: str, result: Result) -> None:
         """Of a run that the device does not belong to any more."""
@@ -292,8 +297,8 @@ class Router:
         self._offer(device)
 
     def _on_unwanted(self, transport: RunTransport, device: str, reason: str) -> None:
-        place = self._places[device]
-        if place.owner is transport:
+        place = self._places.get(device)
+        if place and place.owner is transport:
             place.owner = None
             place.refused[transport.run] = reason
             self._offer(device)

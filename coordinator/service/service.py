@@ -182,8 +182,8 @@ class RunService:
     def _watch(self) -> None:
         self._point.watch()
         for device in self._point.revoked():
-            self._router.forget(device)
-            for run in self._running.values():
+            run = self._running.get(self._router.expel(device) or "")
+            if run:
                 run.expel(device)
 
     def _look(self) -> None:

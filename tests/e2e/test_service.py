@@ -65,6 +65,9 @@ def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) 
     }
     trained = stage.query("select run, device from results where kind = 'train' order by run, device")
     assert trained == [("all", "device-0"), ("all", "device-1"), ("berlin", "device-0"), ("munich", "device-1")]
+    logs = {run: (stage.out / run / "coordinator.log").read_text() for run in ("berlin", "munich")}
+    assert all("run finished" in log for log in logs.values())
+    assert "device-1" not in logs["berlin"], "of the other run"
     wait_for(lambda: statuses(stage)["nowhere"] == "waiting", "the next run")
     assert stage.command("cancel", "nowhere", "--out", str(stage.out))["run"] == "nowhere"
     wait_for(lambda: statuses(stage)["nowhere"] == "cancelled", "the run to be cancelled")

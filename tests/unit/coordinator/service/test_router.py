@@ -254,3 +254,28 @@ def test_router_whose_link_breaks_takes_devices_back_where_they_were(hall: Hall)
     device.say(device.hello)
     assert messages(first) == [("pi-1", device.hello)]
     assert messages(second) == []
+
+
+def test_router_answers_a_device_of_another_version_whose_name_a_run_knows(hall: Hall) -> None:
+    """What else cannot be read is for the run, which counts it."""
+    run = hall.run("a")
+    device = Device(hall, "pi-1")
+    device.say(device.hello)
+    drained(run.inbox)
+    device.transport.publish(TOPICS.from_device("pi-1"), b"\x63" + encode(device.hello)[1:])
+    device.transport.publish(TOPICS.from_device("pi-1"), encode(device.hello)[:1] + b"noise")
+    hall.settle()
+    assert [type(message) for message in device.heard()] == [Refused]
+    [noise] = drained(run.inbox)
+    assert isinstance(noise, Received)
+    assert noise.payload.endswith(b"noise")
+
+
+def test_router_expels_a_device_from_its_run_alone(hall: Hall) -> None:
+    hall.run("a", "site=berlin")
+    device = Device(hall, "pi-1", site="berlin")
+    device.say(device.hello)
+    assert hall.router.expel("pi-1") == "a"
+    assert hall.router.expel("pi-1") is None
+    assert hall.router.expel("nobody") is None
+    assert hall.router.members() == []

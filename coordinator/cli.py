@@ -9,6 +9,7 @@ from coordinator.commands.methods import methods
 from coordinator.commands.quarantine import quarantine
 from coordinator.commands.retention import gc, rm
 from coordinator.commands.runs import runs, show, status
+from coordinator.commands.service import cancel, serve, submit
 from coordinator.commands.start import start
 from fedvit import command_line
 
@@ -20,8 +21,8 @@ def cli() -> None:
 
 
 for command in (
-    boards, devices, enroll, export, gc, init, methods, plan, profile, quarantine, report, revoke, rm, runs, show,
-    start, status,
+    boards, cancel, devices, enroll, export, gc, init, methods, plan, profile, quarantine, report, revoke, rm, runs,
+    serve, show, start, status, submit,
 ):  # fmt: skip
     cli.add_command(command)
 

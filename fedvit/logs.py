@@ -1,6 +1,9 @@
 """Log lines for people and for machines: constant text, values as fields."""
 
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -43,3 +46,20 @@ def configure_logging(*, level: int = logging.INFO, file: Path | None = None, st
     for handler in handlers:
         handler.setFormatter(KeyValueFormatter())
         root.addHandler(handler)
+
+
+@contextmanager
+def thread_log(file: Path) -> Iterator[None]:
+    """What the calling thread logs within the block goes into a file of its own, too."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES)
+    handler.setFormatter(KeyValueFormatter())
+    mine = threading.get_ident()
+    handler.addFilter(lambda record: record.thread == mine)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()

@@ -9,19 +9,28 @@ import msgspec
 from msgspec import Meta, Struct
 
 from coordinator.commands.flags import key_value, literal
-from coordinator.config import TABLES, BrokerConfig, PrivacyConfig, ProtectionConfig, RunConfig
+from coordinator.config import TABLES, BrokerConfig, PrivacyConfig, ProtectionConfig, RunConfig, ServiceConfig
 from fedvit.errors import ConfigError
 
 
-def config_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one flag for every key of the configuration; an unset flag is None."""
-    kinds: tuple[type[Struct], ...] = (BrokerConfig, *TABLES.values(), RunConfig)
-    for kind in kinds:
-        for field in reversed(msgspec.structs.fields(kind)):
-            if field.name in TABLES:
-                continue
-            command = _flag(kind, field.name, field.type, field.default)(command)
-    return command
+def flags_of(*kinds: type[Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one flag for every key of some tables; an unset flag is None."""
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        for kind in kinds:
+            for field in reversed(msgspec.structs.fields(kind)):
+                if field.name not in TABLES:
+                    command = _flag(kind, field.name, field.type, field.default)(command)
+        return command
+
+    return give
+
+
+run_flags = flags_of(*TABLES.values(), RunConfig)
+"""Of a run alone."""
+config_flags = flags_of(BrokerConfig, *TABLES.values(), RunConfig)
+"""Of a run, and of where its devices meet it."""
+service_flags = flags_of(BrokerConfig, ServiceConfig)
 
 
 def _flag(

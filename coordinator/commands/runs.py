@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from coordinator.commands.flags import existing_store
 from fedvit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coordinator.record.store import Store
 
 
 @click.command()
@@ -56,14 +59,22 @@ def show(run: str, out: Path, as_json: bool) -> None:
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(run: str | None, out: Path, as_json: bool) -> None:
-    """Say what RUN, by default the newest, is waiting for, since when and until when."""
+    """Say what RUN is waiting for, since when and until when; by default what the service does, or the newest run."""
     from coordinator.run.status import lines, read_status
 
     store = existing_store(out)
+    if run is None and _service_status(store, out, as_json=as_json):
+        return
     runs = store.runs()
     if run is None and not runs:
         raise ConfigError(f"there is no run in {out}")
     record = store.run(run) if run else runs[0]
+    if record.status == "queued":
+        waits = {"run": record.id, "status": record.status}
+        click.echo(
+            json.dumps(waits, indent=2) if as_json else f"run {record.id}: queued; `coordinator serve` begins it"
+        )
+        return
     found = read_status(out / record.id)
     if as_json:
         said = {"run": record.id, "status": record.status, **msgspec.to_builtins(found), "stale": found.is_stale()}
@@ -80,3 +91,41 @@ def print_summary(summary: Any) -> None:
 
     console = Console()
     console.print(report(summary, console.width))
+
+
+def _service_status(store: "Store", out: Path, *, as_json: bool) -> bool:
+    """Print what the service of a folder does; False where there is none, and nothing waits for one."""
+    from coordinator.service.status import read_service_status
+
+    status, submitted = read_service_status(out), store.submitted()
+    alive = status is not None and not status.is_stale()
+    if not submitted and not alive:
+        return False
+    queued = [record.id for record in submitted if record.status == "queued"]
+    begun = [record.id for record in submitted if record.status != "queued"]
+    if as_json:
+        seen = msgspec.to_builtins(status) if status else {}
+        click.echo(json.dumps({"service": {**seen, "alive": alive, "queued": queued, "begun": begun}}, indent=2))
+        return True
+    if status and alive:
+        click.echo(f"service: federation {status.federation} at {status.broker}")
+    else:
+        click.echo(f"service: not running; `coordinator serve --out {out}` goes on with the runs below")
+    for name in begun:
+        click.echo(f"  run {name}: {_doing(out / name)}")
+    click.echo(f"  queue: {', '.join(queued) or 'empty'}")
+    for member in status.members if status and alive else ():
+        labels = "".join(f" {name}={value}" for name, value in member.labels.items())
+        where = f"in run {member.run}" if member.run else "no run has work for it now"
+        click.echo(f"  {member.device}{labels}: {where if member.online else 'offline'}")
+    return True
+
+
+def _doing(folder: Path) -> str:
+    from coordinator.run.status import read_status
+
+    try:
+        status = read_status(folder)
+    except ConfigError:
+        return "begins"
+    return "interrupted" if status.is_stale() else status.doing

@@ -2,10 +2,10 @@
 
 import os
 import secrets
+import shutil
 import signal
 import typing
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,17 +15,17 @@ import click
 import msgspec
 
 from coordinator.commands.config_flags import config_flags, merge_flags
-from coordinator.config import RunConfig, StartConfig, make_config, read_toml
+from coordinator.config import RunConfig, StartConfig, make_config, read_toml, resumed_config, with_listen_port
 from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
 
 if typing.TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from coordinator.compute.process import Worker
-    from coordinator.deployment.service import Service
     from coordinator.record.store import Store
+    from coordinator.record.tables import RunRecord
     from coordinator.run.display import Display
+    from coordinator.service.broker import MeetingPoint
+    from fedvit.transport.base import Transport
 
 
 @click.command()
@@ -37,52 +37,81 @@ if typing.TYPE_CHECKING:
     flag_value="newest",
     default=None,
     metavar="[RUN]",
-    help="Go on with an interrupted run; without a name the newest.",
+    help="Go on with an interrupted run, where its devices expect it; without a name the newest.",
 )
 @click.option(
     "--run", "name", metavar="NAME", default=None, help="Name of the new run; by default date, time and method."
 )
+@click.option(
+    "--resume-or-new",
+    is_flag=True,
+    help="Go on with the run that --run names, or begin it where there is none; nothing to do where it is finished.",
+)
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @config_flags
 @private_files()
-def start(file: Path | None, out: Path, resume: str | None, name: str | None, quiet: bool, **flags: Any) -> None:
+def start(
+    file: Path | None,
+    out: Path,
+    resume: str | None,
+    name: str | None,
+    resume_or_new: bool,
+    quiet: bool,
+    **flags: Any,
+) -> None:
     """Start a broker if none is given, wait for devices, and train."""
-    from coordinator.compute.messages import Check
     from coordinator.compute.process import Worker
     from coordinator.record.retention import lock_run
+    from coordinator.record.tables import ENDED
     from coordinator.run.display import choose_display
+    from coordinator.service.broker import meeting_point
     from fedvit.wire.topics import check_name
 
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
-    if resume is None:
-        values = _with_federation(values)
-    config = make_config(values, where)
+    if resume_or_new and (name is None or resume is not None):
+        raise ConfigError("--resume-or-new wants the name of the run by --run NAME, and goes without --resume")
+    make_config(values, where)  # says what is wrong with it before anything is opened
     with ExitStack() as stack:
         worker = Worker()
         stack.callback(worker.close)
-        if resume is None:
-            run = check_name(name or _usual_name(config.run), "--run")
-            if (out / "fedvit.db").exists():
-                _check_new(_opened(out, stack), run)
-            display = stack.enter_context(choose_display(quiet))
-            display.line(f"run {run}: checking its configuration")
-            # a run that could never begin leaves nothing behind
-            server = worker.ask(Check(config=config.run, where=where))
-            store = _opened(out, stack)
-            store.create_run(run, msgspec.to_builtins(config.run))
-            stack.callback(os.close, lock_run(out / run, run))
+        store = opened_store(out, stack) if (out / "fedvit.db").exists() else None
+        record = _to_resume(store, resume, name if resume_or_new else None)
+        display = choose_display(quiet)
+        if record is None:
+            run = check_name(name or usual_name(make_config(values, where).run), "--run")
+            check_new(store, run)
+            stack.enter_context(display)
+            config, server = _checked(values, where, run, display, worker)
         else:
-            store = _opened(out, stack)
-            run, config = _resumed(store, resume, values, config)
-            stack.callback(os.close, lock_run(out / run, run))
-            display = stack.enter_context(choose_display(quiet))
+            run, config = record.id, _resumed(record, values, where)
+            if record.status in ENDED and (record.status == "cancelled" or config.run == _config_of(record)):
+                if not resume_or_new:
+                    raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")
+                display.line(f"run {run} is {record.status}: there is nothing to do")
+                return
             server = config.run.accelerator
+        made = stack.enter_context(ExitStack())  # what is undone unless the run gets as far as into the record
+        if not (out / run).exists():
+            made.callback(_remove, out, run)
+        stack.callback(os.close, lock_run(out / run, run))
+        if record is not None:
+            stack.enter_context(display)
         display.line(f"run {run}: {_described(config.run)}, server on {server}")
-        _serve(store, out, run, config, display, worker)
+        broker_folder = out / run / "broker"
+        point = stack.enter_context(meeting_point(config.broker, config.run.federation, broker_folder, display.line))
+        transport = _transport(point)
+        store = store or opened_store(out, stack)
+        if record is None:
+            store.create_run(run, msgspec.to_builtins(config.run), point.as_record())
+        else:
+            status = "interrupted" if record.status == "finished" else record.status
+            store.update_run(run, config=msgspec.to_builtins(config.run), broker=point.as_record(), status=status)
+        made.pop_all()
+        _serve(store, out, run, config.run, point, transport, display, worker)
 
 
-def _opened(out: Path, stack: ExitStack) -> "Store":
+def opened_store(out: Path, stack: ExitStack) -> "Store":
     """The record of all runs, and none of their files open to others."""
     from coordinator.record.store import Store
 
@@ -92,127 +121,139 @@ def _opened(out: Path, stack: ExitStack) -> "Store":
     return store
 
 
+def _remove(out: Path, run: str) -> None:
+    """The folder of a run that never began, and the folder of all runs where it was made for that one."""
+    shutil.rmtree(out / run, ignore_errors=True)
+    with suppress(OSError):  # there are others in it
+        out.rmdir()
+
+
 def _described(config: RunConfig) -> str:
     return f"{config.method} on {config.model}, {config.rounds} rounds"
 
 
-def _with_federation(values: dict[str, Any]) -> dict[str, Any]:
-    """A deployment says how its federation is called; a run need not."""
-    settings = values.get("broker")
-    folder = settings.get("deployment") if isinstance(settings, dict) else None
-    if not isinstance(folder, str) or "federation" in values:
-        return values
-    from coordinator.deployment.folder import Deployment
-
-    return {**values, "federation": Deployment.open(Path(folder)).settings.federation}
-
-
-def _usual_name(config: RunConfig) -> str:
+def usual_name(config: RunConfig) -> str:
     return f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-{config.method}-{secrets.token_hex(2)}"
 
 
-def _check_new(store: "Store", run: str) -> None:
+def check_new(store: "Store | None", run: str) -> None:
     """Raises ConfigError when there is a run of that name."""
-    if any(record.id == run for record in store.runs()):
+    if store and run in {record.id for record in store.runs()}:
         raise ConfigError(f"run {run!r} exists already; go on with it by --resume {run}, or choose another --run")
 
 
-def _resumed(store: "Store", which: str, values: dict[str, Any], config: StartConfig) -> tuple[str, StartConfig]:
-    """An unfinished run with the configuration it began with. Raises ConfigError when there is none."""
-    if set(values) - {"broker"}:
-        changed = sorted(set(values) - {"broker"})
-        raise ConfigError(f"--resume goes on with the run's own configuration; {changed[0]!r} cannot be changed")
-    if which == "newest":
-        unfinished = [record for record in store.runs() if record.status != "finished"]
-        if not unfinished:
-            raise ConfigError("no run to resume: every run here is finished, or there is none")
-        record = unfinished[0]
-    else:
-        record = store.run(which)
-        if record.status == "finished":
-            raise ConfigError(f"run {which!r} is finished; there is nothing to resume")
-    return record.id, StartConfig(make_config(record.config, f"run {record.id}").run, config.broker)
+def _checked(
+    values: dict[str, Any], where: str, run: str, display: "Display", worker: "Worker"
+) -> tuple[StartConfig, str]:
+    """The configuration of a new run, and the torch device of its server. Raises ConfigError when it could never
+    begin."""
+    from coordinator.compute.messages import Check
+    from coordinator.service.broker import federation_of
+
+    config = make_config(federation_of(values), where)
+    display.line(f"run {run}: checking its configuration")
+    return config, worker.ask(Check(config=config.run, where=where))
 
 
-def _serve(store: "Store", out: Path, run: str, config: StartConfig, display: "Display", worker: "Worker") -> None:
-    """Connect the parts and run; every part is taken down again, whatever happens."""
-    from coordinator.broker import start_broker
-    from coordinator.run.coordinator import Coordinator
+# --- an earlier run -------------------------------------------------------------------------------------
+
+
+def _to_resume(store: "Store | None", resume: str | None, named: str | None) -> "RunRecord | None":
+    """The run that is meant: by `resume`, or, if there is one of that name, by `named`; None for a new one.
+
+    Raises ConfigError when there is none to resume.
+    """
+    from coordinator.record.tables import ENDED
+
+    records = store.runs() if store else []
+    if resume is None:
+        return next((record for record in records if record.id == named), None)
+    if resume != "newest":
+        if store is None:
+            raise ConfigError(f"no run {resume!r}: there is no run yet")
+        return store.run(resume)
+    unfinished = [record for record in records if record.status not in (*ENDED, "queued")]
+    if not unfinished:
+        raise ConfigError("no run to resume: every run here is finished, or there is none")
+    return unfinished[0]
+
+
+def _config_of(record: "RunRecord") -> RunConfig:
+    return make_config(record.config, f"run {record.id}").run
+
+
+def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartConfig:
+    """The configuration with which a run goes on: its own, and its own broker, where nothing else is said.
+
+    Raises ConfigError where something is said that cannot be changed.
+    """
+    if record.status == "queued":
+        raise ConfigError(f"run {record.id!r} is queued: `coordinator serve` begins it")
+    broker = dict(record.broker)
+    if os.environ.get("FEDVIT_BROKER_PASSWORD"):  # it may have been changed
+        broker.pop("password", None)
+    broker |= with_listen_port(values.get("broker", {}), where)
+    config = resumed_config(record.id, record.config, values, where)
+    return StartConfig(config, make_config({"broker": broker}, where).broker)
+
+
+# --- the run --------------------------------------------------------------------------------------------
+
+
+def _transport(point: "MeetingPoint") -> "Transport":
+    """Raises ConfigError when the broker's address names files that cannot be used."""
+    from fedvit.transport.mqtt import MqttTransport
+
+    return MqttTransport(SimpleQueue(), point.address, client_id=f"coordinator-{secrets.token_hex(4)}")
+
+
+def _serve(
+    store: "Store",
+    out: Path,
+    run: str,
+    config: RunConfig,
+    point: "MeetingPoint",
+    transport: "Transport",
+    display: "Display",
+    worker: "Worker",
+) -> None:
+    """Serve the run to its end. Raises KeyboardInterrupt when it was interrupted."""
+    from coordinator.run.coordinator import Cancelled, Coordinator
     from coordinator.run.inbox import Interrupted
+    from coordinator.service.cancelling import Cancellation
     from fedvit.logs import configure_logging
-    from fedvit.transport.mqtt import Address, MqttTransport
 
     folder = out / run
     log_file = folder / "coordinator.log"
     configure_logging(file=log_file, stderr=False)
-    worker.begin(run=run, config=config.run, folder=folder, log_file=log_file)
-    with ExitStack() as stack:
-        settings = config.broker
-        ca_file = Path(settings.ca_file) if settings.ca_file else None
-        watch: Callable[[], None] = lambda: None  # noqa: E731 - replaced where the broker is ours
-        if settings.deployment is not None:
-            service = stack.enter_context(_deployed(config, display.line))
-            address = service.address
-            kind = service.broker.kind if service.broker else "one that runs by itself"
-            display.line(f"broker: {kind} at {address}, for devices of {settings.deployment} alone")
+    worker.begin(run=run, config=config, folder=folder, log_file=log_file)
+    cancellation = Cancellation(store, run)
 
-            def watch() -> None:
-                service.watch()
-                while not service.revoked.empty():
-                    coordinator.expel(service.revoked.get(), "its certificate was revoked")
-        elif settings.broker in ("auto", "mosquitto", "embedded"):
-            password = settings.password or os.environ.get("FEDVIT_BROKER_PASSWORD")
-            broker = start_broker(settings.broker, folder / "broker", settings.listen, settings.port, password)
-            stack.callback(broker.stop)
-            address = broker.address
-            display.line(f"broker: {broker.kind} at {address.host}:{address.port}")
-            if password is not None:
-                display.line("broker: one password for all, and nothing is encrypted; `coordinator init` does better")
+    def watch() -> None:
+        point.watch()
+        for device in point.revoked():
+            coordinator.expel(device, "its certificate was revoked")
+        if cancellation.is_asked_for():
+            coordinator.cancel("cancelled by the operator")
 
-            def watch() -> None:
-                if done := broker.tend():
-                    display.line(f"broker: {done}")
-        else:
-            address = Address.parse(settings.broker, ca_file=ca_file)
-            display.line(f"broker: {address.host}:{address.port}")
-        transport = MqttTransport(SimpleQueue(), address, client_id=f"coordinator-{secrets.token_hex(4)}")
-        coordinator = Coordinator(
-            run=run,
-            config=config.run,
-            transport=transport,
-            store=store,
-            folder=folder,
-            display=display,
-            compute=worker,
-            watch=watch,
-        )
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: coordinator.stop())
-        try:
-            coordinator.serve()
-        except Interrupted:
-            display.line(f"interrupted; go on with: coordinator start --resume {run} --out {out}")
-            raise KeyboardInterrupt from None
-        display.line(f"finished; tensors: {folder / 'model.safetensors'}, log: {log_file}")
-
-
-def _deployed(config: StartConfig, say: Callable[[str], None]) -> "AbstractContextManager[Service]":
-    """The broker and the enrolment desk of a deployment. Raises ConfigError when they do not go with the run."""
-    from coordinator.deployment.folder import Deployment
-    from coordinator.deployment.service import served
-    from fedvit.transport.mqtt import Address
-
-    settings = config.broker
-    deployment = Deployment.open(Path(settings.deployment or ""))
-    federation = deployment.settings.federation
-    if config.run.federation != federation:
-        raise ConfigError(f"federation = {config.run.federation!r}: the deployment is for {federation!r}")
-    if settings.broker == "embedded":
-        raise ConfigError("broker = 'embedded' cannot ask for certificates; a deployment needs mosquitto")
-    if settings.password is not None or settings.ca_file is not None:
-        raise ConfigError("password and ca_file do not go with a deployment: it has certificates of its own")
-    theirs = None
-    if settings.broker not in ("auto", "mosquitto"):
-        given = Address.parse(settings.broker)
-        theirs = deployment.address_at(given.host, given.port)
-    return served(deployment, say, broker=theirs)
+    coordinator = Coordinator(
+        run=run,
+        config=config,
+        transport=transport,
+        store=store,
+        folder=folder,
+        display=display,
+        compute=worker,
+        watch=watch,
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: coordinator.stop())
+    try:
+        coordinator.serve()
+    except Cancelled:
+        display.line(f"run {run} is cancelled")
+        return
+    except Interrupted:
+        display.line(f"interrupted; go on with: coordinator start --resume {run} --out {out}")
+        raise KeyboardInterrupt from None
+    display.line(f"finished; tensors: {folder / 'model.safetensors'}, log: {log_file}")

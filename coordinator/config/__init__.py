@@ -3,13 +3,16 @@
 A table is a file here, and a row of `run.TABLES`.
 """
 
-from coordinator.config.broker import BrokerConfig
+from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
+from coordinator.config.labels import why_not_asked
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.protection import ProtectionConfig
 from coordinator.config.reading import StartConfig, make_config, read_toml
+from coordinator.config.resuming import resumed_config
 from coordinator.config.run import TABLES, RunConfig
+from coordinator.config.service import ServiceConfig, make_service_config
 from coordinator.config.updates import UpdatesConfig
 
 __all__ = [
@@ -20,8 +23,13 @@ __all__ = [
     "PrivacyConfig",
     "ProtectionConfig",
     "RunConfig",
+    "ServiceConfig",
     "StartConfig",
     "UpdatesConfig",
     "make_config",
+    "make_service_config",
     "read_toml",
+    "resumed_config",
+    "why_not_asked",
+    "with_listen_port",
 ]

@@ -1,19 +1,26 @@
 """The table [broker]."""
 
-from typing import Annotated
+import re
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from fedvit.errors import ConfigError
+
 
 class BrokerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where messages meet: the table [broker]. Not part of a run; a resumed run may use another."""
+    """Where messages meet: the table [broker]. It is recorded with a run; a resumed run may use another."""
 
     broker: Annotated[
         str,
         Meta(description="auto, mosquitto, embedded, or a broker that is there: mqtt(s)://[USER:PASSWORD@]HOST:PORT."),
     ] = "auto"
     listen: Annotated[
-        str, Meta(description="Address that our own broker listens on; beyond this machine it needs a password.")
+        str,
+        Meta(
+            description="Address, or ADDRESS:PORT, that our own broker listens on; beyond this machine it needs a "
+            "password."
+        ),
     ] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port of our own broker; 0 takes a free one.")] = 1883
     password: Annotated[
@@ -24,3 +31,23 @@ class BrokerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str | None,
         Meta(description="Folder of `coordinator init`: mosquitto lets in its devices alone, by their certificates."),
     ] = None
+
+
+def with_listen_port(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The table [broker] where `listen` may be ADDRESS:PORT: its port is `port` then.
+
+    Raises ConfigError when `port` is given, too, and is another one.
+
+    >>> with_listen_port({"listen": "127.0.0.1:18831"}, "flags")
+    {'listen': '127.0.0.1', 'port': 18831}
+    """
+    listen = values.get("listen")
+    found = re.fullmatch(r"(?:([^:\[\]]+)|\[(.+)\]):(\d+)", listen) if isinstance(listen, str) else None
+    if found is None:
+        return values
+    port = int(found[3])
+    if values.get("port", port) != port:
+        raise ConfigError(
+            f"{where}: listen = {listen!r} says port {port}, and port = {values['port']!r}: give the port once"
+        )
+    return {**values, "listen": found[1] or found[2], "port": port}

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from coordinator.config.broker import BrokerConfig
+from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.run import TABLES, RunConfig
 from fedvit.errors import ConfigError
 
@@ -34,16 +34,23 @@ def make_config(values: dict[str, Any], where: str) -> StartConfig:
     Raises ConfigError naming the key, its value and what is allowed.
     """
     values = dict(values)
-    broker = values.pop("broker", {})
-    if not isinstance(broker, dict):
-        raise ConfigError(f'{where}: broker = {broker!r} must be a table: [broker] with broker = "..."')
-    return StartConfig(_convert(values, RunConfig, where), _convert(broker, BrokerConfig, f"{where} [broker]"))
+    broker = convert_broker(values.pop("broker", {}), where)
+    return StartConfig(convert_table(values, RunConfig, where), broker)
+
+
+def convert_broker(values: Any, where: str) -> BrokerConfig:
+    """The table [broker]. Raises ConfigError."""
+    if not isinstance(values, dict):
+        raise ConfigError(f'{where}: broker = {values!r} must be a table: [broker] with broker = "..."')
+    table = f"{where} [broker]"
+    return convert_table(with_listen_port(values, table), BrokerConfig, table)
 
 
 Config = TypeVar("Config", bound=Struct)
 
 
-def _convert(values: dict[str, Any], kind: type[Config], where: str) -> Config:
+def convert_table(values: dict[str, Any], kind: type[Config], where: str) -> Config:
+    """Values as a table's class. Raises ConfigError naming the key, its value and what is allowed."""
     known = kind.__struct_fields__
     for key in values:
         if key not in known:
@@ -53,7 +60,7 @@ def _convert(values: dict[str, Any], kind: type[Config], where: str) -> Config:
     for table, inner in TABLES.items() if kind is RunConfig else ():
         given = values.get(table)
         if isinstance(given, dict):
-            values = {**values, table: _convert(given, inner, f"{where} [{table}]")}
+            values = {**values, table: convert_table(given, inner, f"{where} [{table}]")}
     for key, value in values.items():  # one key at a time, so that the message can name key and value
         try:
             msgspec.convert({key: value} if not isinstance(value, Struct) else {}, _alone(kind, key))

@@ -7,6 +7,7 @@ from msgspec import Meta, Struct, field
 
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
+from coordinator.config.labels import parse_labels
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.protection import ProtectionConfig
 from coordinator.config.updates import UpdatesConfig
@@ -46,6 +47,9 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rounds: Annotated[int, Meta(ge=1, description="Rounds to train.")] = 10
     seed: Annotated[int, Meta(ge=0, le=2**31 - 1, description="Every random draw of the run follows from it.")] = 0
     devices: Annotated[int, Meta(ge=1, description="Devices to wait for before the first round.")] = 1
+    devices_where: Annotated[
+        str, Meta(description="Labels of the devices that the run is for: site=berlin,board=rpi5; by default all are.")
+    ] = ""
     cohort: (
         Annotated[float, Meta(gt=0, le=1, description="Devices asked per round: a share (0.1, 1.0) or a number (8).")]
         | Annotated[int, Meta(ge=1)]
@@ -137,6 +141,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")
+        parse_labels(self.devices_where)
         if len(set(self.classes)) != len(self.classes):
             twice = sorted({name for name in self.classes if self.classes.count(name) > 1})
             raise ConfigError(f"classes: {twice[0]!r} is listed more than once")

@@ -13,13 +13,14 @@ from pathlib import Path
 from msgspec import Struct
 
 from coordinator.record.store import COPIES, Store
-from coordinator.record.tables import RunRecord
+from coordinator.record.tables import ENDED, RunRecord
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.files import WRITING, storage_failed
 from fedvit.program import Program, decode_program
 
 LOCK = "lock"
+SERVICE_LOCK = "service.lock"
 BLOBS = "blobs"
 
 
@@ -45,6 +46,17 @@ def lock_run(folder: Path, run: str) -> int:
     except BlockingIOError:
         os.close(handle)
         raise ConfigError(f"run {run!r} is being served by another coordinator") from None
+    return handle
+
+
+def lock_service(out: Path) -> int:
+    """Only one service takes the runs of a folder: its lock, an open file. Raises ConfigError when another has it."""
+    handle = os.open(out / SERVICE_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"the runs of {out} are being served by another `coordinator serve`") from None
     return handle
 
 
@@ -81,9 +93,11 @@ def remove_runs(store: Store, folder: Path, names: list[str], *, force: bool = F
     """Remove runs, first from the record. Raises ConfigError, before anything is removed, when a run is unknown or is
     being served, or, without `force`, when another run started from it."""
     for name in names:
-        store.run(name)
+        record = store.run(name)
         if is_served(folder / name):
-            raise ConfigError(f"run {name!r} is being served: stop its coordinator first")
+            raise ConfigError(f"run {name!r} is being served: stop its coordinator first, or cancel the run")
+        if record.submitted_at and record.status not in (*ENDED, "failed"):
+            raise ConfigError(f"run {name!r} is {record.status}, and a service will go on with it: cancel it first")
     for record in store.runs():
         start = record.config.get("start_from")
         if start in names and record.id not in names and not force:
@@ -127,7 +141,7 @@ def collect(
         keep_runs = records[0].config.get("keep_runs")
     gone = _runs_beyond(records, keep_runs, folder)
     for name in gone:
-        why = f"finished, and older than the {keep_runs} that are kept"
+        why = f"over, and older than the {keep_runs} that are kept"
         yield _of_run(folder, name, why) if dry_run else _remove_run(store, folder, name, why)
     known = {record.id for record in records}
     for place in sorted(folder.iterdir()):
@@ -155,11 +169,11 @@ def _done(removal: Removal, remove: Callable[[], object], dry_run: bool) -> Remo
 
 
 def _runs_beyond(records: list[RunRecord], keep: int | None, folder: Path) -> list[str]:
-    """Finished runs, the oldest last, beyond the newest ones that are kept; not those that another started from."""
+    """Runs that are over, the oldest last, beyond the newest that are kept; not those that another started from."""
     if keep is None:
         return []
-    finished = [record.id for record in records if record.status == "finished"]
-    gone = [name for name in finished[keep:] if not is_served(folder / name)]
+    over = [record.id for record in records if record.status in ENDED]
+    gone = [name for name in over[keep:] if not is_served(folder / name)]
     while needed := [
         record.config.get("start_from")
         for record in records

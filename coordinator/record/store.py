@@ -38,6 +38,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from coordinator.record import totals
 from coordinator.record.tables import (
     DEVICES,
+    ENDED,
     EXPECTATIONS,
     QUARANTINES,
     REFUSALS,
@@ -226,12 +227,50 @@ class Store:
 
     # --- runs -----------------------------------------------------------------------------------------
 
-    def create_run(self, run: str, config: dict[str, Any]) -> None:
+    def create_run(self, run: str, config: dict[str, Any], broker: dict[str, Any] | None = None) -> None:
+        """A run that begins now."""
         with self._transaction() as connection:
-            _insert(connection, RUNS, [RunRecord(run, _now(), "waiting", config)])
+            _insert(connection, RUNS, [RunRecord(run, _now(), "waiting", config, broker=broker or {})])
+
+    def submit_run(self, run: str, config: dict[str, Any]) -> None:
+        """A run that waits in the queue of a service."""
+        now = _now()
+        with self._transaction() as connection:
+            _insert(connection, RUNS, [RunRecord(run, now, "queued", config, submitted_at=now)])
+
+    def submitted(self) -> list[RunRecord]:
+        """Runs for a service that are not over: first those that began, then the queue, each in order of submission."""
+        waiting = select(RUNS).where(
+            RUNS.c.submitted_at.is_not(None), RUNS.c.status.in_(("queued", "waiting", "running", "interrupted"))
+        )
+        order = (RUNS.c.status == "queued", RUNS.c.submitted_at, RUNS.c.id)
+        with self._transaction() as connection:
+            return list(self._records(connection, RunRecord, RUNS, waiting.order_by(*order)))
+
+    def take_from_queue(self, run: str, config: dict[str, Any], broker: dict[str, Any]) -> bool:
+        """A queued run begins now, with this configuration; False when it is not queued any more."""
+        with self._transaction() as connection:
+            queued = (RUNS.c.id == run, RUNS.c.status == "queued")
+            values = {"status": "waiting", "config": config, "broker": broker}
+            taken = connection.execute(update(RUNS).where(*queued).values(**values)).rowcount == 1
+            _seal(connection, RUNS, RUNS.c.id == run)
+            return taken
+
+    def cancel_run(self, run: str) -> None:
+        """Ask for the end of a run; one that is queued is cancelled by this."""
+        with self._transaction() as connection:
+            queued = (RUNS.c.id == run, RUNS.c.status == "queued")
+            connection.execute(update(RUNS).where(*queued).values(status="cancelled"))
+            connection.execute(update(RUNS).where(RUNS.c.id == run).values(cancelled_at=_now()))
+            _seal(connection, RUNS, RUNS.c.id == run)
+
+    def is_cancelled(self, run: str) -> bool:
+        """Whether the operator asked for the run's end."""
+        with self._transaction() as connection:
+            return connection.execute(select(RUNS.c.cancelled_at).where(RUNS.c.id == run)).scalar() is not None
 
     def update_run(self, run: str, **values: Any) -> None:
-        """Set status, classes, program, protocol, reason or corrections."""
+        """Set status, config, broker, classes, program, protocol, reason or corrections."""
         with self._transaction() as connection:
             connection.execute(update(RUNS).where(RUNS.c.id == run).values(**values))
             _seal(connection, RUNS, RUNS.c.id == run)
@@ -257,7 +296,7 @@ class Store:
         """Whether there is a run of that name, and nobody will resume it."""
         with self._transaction() as connection:
             status = connection.execute(select(RUNS.c.status).where(RUNS.c.id == run)).scalar()
-            return status in ("finished", "cancelled")
+            return status in ENDED
 
     def remove_run(self, run: str) -> None:
         """Everything that the record has of a run."""

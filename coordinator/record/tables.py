@@ -5,7 +5,7 @@ column may be empty where the field may be None, and where it is JSON with a def
 """
 
 import typing
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -16,7 +16,7 @@ from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.wire.messages import TaskKind
 from profiles.prediction import Expected
 
-SCHEMA = "0003"
+SCHEMA = "0004"
 """Of the newest migration in `coordinator.record.migrations`."""
 
 SEAL = "seal"
@@ -81,10 +81,15 @@ class DeviceTotals(Struct, frozen=True, kw_only=True):
     broke: dict[BudgetKind, int] = {}  # how often each budget was broken
 
 
+RunStatus = Literal["queued", "waiting", "running", "interrupted", "finished", "failed", "cancelled"]
+ENDED: tuple[RunStatus, ...] = ("finished", "cancelled")
+"""A run with one of these is over for good, and is not resumed."""
+
+
 class RunRecord(Struct, frozen=True):
     id: str
     created_at: str  # ISO 8601, UTC
-    status: str  # waiting, running, interrupted, finished, failed
+    status: RunStatus
     config: dict[str, Any]
     classes: tuple[str, ...] = ()
     program: str | None = None  # digest
@@ -92,6 +97,9 @@ class RunRecord(Struct, frozen=True):
     reason: str | None = None  # why it failed
     corrections: dict[str, dict[BudgetKind, float]] = {}  # by device: factors by which predictions were too low
     thinned: int | None = None  # of rounds before this one only totals are left
+    broker: dict[str, Any] = {}  # the table [broker] with which it was served last
+    submitted_at: str | None = None  # ISO 8601, UTC; None: it was begun by `start`, and no service takes it
+    cancelled_at: str | None = None  # ISO 8601, UTC: the operator asked for its end
 
 
 class RoundRecord(Struct, frozen=True):

@@ -72,6 +72,10 @@ ATTEMPTS = 3
 """Times that a round which brought no usable result is tried before the run gives up."""
 
 
+class Cancelled(Interrupted):
+    """The operator asked for the end of the run; it cannot be resumed."""
+
+
 class Coordinator:
     """One run of one federation. `serve` returns when the run is finished; raises Interrupted when stopped."""
 
@@ -133,11 +137,17 @@ class Coordinator:
         self._folder = folder
         self._watch = watch
         self._reporter = Reporter(folder)
+        self._cancelled: str | None = None  # why the run is to end
 
     # --- the course of a run --------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Ask `serve` to end; safe from a signal handler."""
+        self.inbox.stop()
+
+    def cancel(self, reason: str) -> None:
+        """Ask `serve` to end the run for good; safe from any thread."""
+        self._cancelled = reason
         self.inbox.stop()
 
     def expel(self, device: str, reason: str) -> None:
@@ -147,7 +157,8 @@ class Coordinator:
         self._follow_up()
 
     def serve(self) -> None:
-        """Run, or go on with, all rounds. Raises Interrupted, and FedvitError when the run cannot go on."""
+        """Run, or go on with, all rounds. Raises Interrupted when it was stopped, Cancelled when it was cancelled, and
+        FedvitError when the run cannot go on."""
         state = self.state
         state.classes = state.store.run(state.run).classes or state.config.classes
         self.profiles.load()
@@ -166,6 +177,11 @@ class Coordinator:
                 state.store.update_run(state.run, status="interrupted", reason=str(error))
             raise
         except Interrupted:
+            if self._cancelled is not None:
+                state.store.update_run(state.run, status="cancelled", reason=self._cancelled)
+                self._send_all(RunEnded(state.run, "cancelled"))
+                log.info("run cancelled", extra={"run": state.run, "reason": self._cancelled})
+                raise Cancelled from None
             with suppress(StorageFailed):  # a run that is not finished can be resumed, whatever its status is
                 state.store.update_run(state.run, status="interrupted")
             raise

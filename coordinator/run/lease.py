@@ -26,7 +26,7 @@ class FederationTaken(ConfigError):
 
 
 class Lease:
-    """Of one process and one run; `say(line)` is for the operator."""
+    """Of one process; `run` is empty where it is a service with several; `say(line)` is for the operator."""
 
     def __init__(self, transport: Transport, topics: Topics, run: str, say: Callable[[str], None]) -> None:
         self.owner = secrets.token_hex(8)
@@ -46,7 +46,7 @@ class Lease:
 
     def renew(self) -> int:
         """The link is up: a new epoch, which makes every device say hello, since wills may have been missed."""
-        self._epoch = secrets.randbits(48) + 1
+        self._epoch = self._transport.shared_epoch or secrets.randbits(48) + 1
         self._tell()
         return self._epoch
 
@@ -60,18 +60,18 @@ class Lease:
             return
         mine = (time.monotonic() - self._since, self.owner)
         first = (other.held_s, other.owner) > mine
-        if other.run == self._run:  # it was taken up elsewhere: the older process is one that everybody gave up
+        if other.run == self._run != "":  # it was taken up elsewhere: the older process is one that everybody gave up
             first = not first
         if first:
             self.is_held = False
             raise FederationTaken(
-                f"federation {self._topics.federation!r} is served by another coordinator: run {other.run!r} on "
-                f"{other.host or 'a host without a name'}, for {format_seconds(other.held_s)}. "
-                "Stop that one, or give this run another --federation"
+                f"federation {self._topics.federation!r} is served by another coordinator: {_named(other)}, for "
+                f"{format_seconds(other.held_s)}. "
+                "Stop that one, or take another --federation"
             )
         if other.owner not in self._warned:
             self._warned.add(other.owner)
-            self._say(f"another coordinator (run {other.run} on {other.host}) began to serve this federation, and ends")
+            self._say(f"another coordinator ({_named(other)}) began to serve this federation, and ends")
             log.warning("another coordinator", extra={"run": other.run, "host": other.host})
         self._tell()
 
@@ -85,3 +85,8 @@ class Lease:
             held_s=time.monotonic() - self._since,
         )
         self._transport.publish(self._topics.coordinator_state, encode(told), qos=1)
+
+
+def _named(other: CoordinatorState) -> str:
+    what = f"run {other.run!r}" if other.run else "a service (`coordinator serve`)"
+    return f"{what} on {other.host or 'a host without a name'}"

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from coordinator.config import why_not_asked
 from coordinator.run.open_round import Missing
 from coordinator.run.quarantine import Quarantine
 from coordinator.run.state import RunState
@@ -50,6 +51,9 @@ class Membership:
     def on_hello(self, device: str, hello: Hello) -> None:
         """Let a device in, or refuse it."""
         state = self._state
+        if why := why_not_asked(state.config.devices_where, hello.labels):
+            state.send(device, Welcome(hello.instance, state.epoch, f"run {state.run}: {why}"))
+            return
         if rival := state.presence.rival(device, hello):
             where = rival.hello.profile.host
             reason = f"a device with id {device!r} is online already (on {where}); choose another with --id"

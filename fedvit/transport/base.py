@@ -61,7 +61,8 @@ class Transport(ABC):
 
     All methods may be called from any thread and never block on the network. `sent_bytes` and
     `received_bytes` count payloads since construction. `connection` is the number of the newest connection, or attempt
-    at one: 0 before the first, and one more with each.
+    at one: 0 before the first, and one more with each. `shared_epoch` is that of several coordinators of one process
+    which share a link: a device joins all of them at once; 0: the coordinator has one of its own.
     """
 
     def __init__(self, inbox: SimpleQueue[object]) -> None:
@@ -69,6 +70,7 @@ class Transport(ABC):
         self.sent_bytes = 0
         self.received_bytes = 0
         self.connection = 0
+        self.shared_epoch = 0
 
     @abstractmethod
     def open(self, will: Will | WillMaker | None = None) -> None:

@@ -98,6 +98,11 @@ class Observer:
                     self._messages.append((topic, decode(payload)))
         return self.seen
 
+    def messages(self) -> list[AnyMessage]:
+        """Every control message that went by so far."""
+        self.drain()
+        return [message for _, message in self._messages]
+
     def find(self, kind: type[AnyMessage], /, *, since_start: bool = False, **wanted: Any) -> Callable[[], Any]:
         """A condition for `wait_for`: a message of this type, with these fields, goes by (`device` is in the topic).
 
@@ -163,9 +168,28 @@ class Stage:
             config = self.folder / "run.toml"
             config.write_text(toml({**CONFIG, "devices": len(DEVICES)}))
             given += ["--config", str(config), "--run", "run"]
-        process = Forked("coordinator.cli", [*given, *arguments], self.log_path("coordinator"), self.environment)
+        return self.keep(
+            Forked("coordinator.cli", [*given, *arguments], self.log_path("coordinator"), self.environment)
+        )
+
+    def keep(self, process: Forked) -> Forked:
+        """A program that ends with the stage."""
         self._processes.append(process)
         return process
+
+    def command(self, *arguments: str) -> Any:
+        """What a command of the coordinator that succeeds prints as JSON."""
+        name = f"command-{len(self._processes)}"
+        process = self.keep(Forked("coordinator.cli", [*arguments, "--json"], self.log_path(name), self.environment))
+        assert self.finish(process, name) == 0, self.log(name)
+        said = self.log(name)
+        return json.loads(said[said.index("{") :])
+
+    def submit(self, run: str, **more: Any) -> Any:
+        """Put a run into the queue, by default of one round."""
+        file = self.folder / f"{run}.toml"
+        file.write_text(toml({**CONFIG, "variants": {}, "rounds": 1, **more}))
+        return self.command("submit", str(file), "--run", run, "--out", str(self.out))
 
     def device(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [*program("edge_client.cli"), "--broker", f"127.0.0.1:{self.port}", "--data", str(self.parts / name)]

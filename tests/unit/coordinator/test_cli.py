@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -186,9 +187,46 @@ def test_there_may_be_nothing_to_resume(tmp_path: Path, out: Path) -> None:
     assert "'other'" in refused("start", "--resume", "other", "--out", out)
 
 
-def test_a_resumed_run_keeps_its_configuration(out: Path) -> None:
-    said = refused("start", "--resume", "half", "--rounds", "9", "--out", out)
-    assert said == "--resume goes on with the run's own configuration; 'rounds' cannot be changed"
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--rounds", 2), "rounds = 3, and now rounds = 2 is asked for: a run that is resumed can have more rounds"),
+        (("--devices", 2), "devices = 1, and now devices = 2 is asked for: a run that is resumed can wait for fewer"),
+        (("--seed", 6), "seed = 5, and now seed = 6 is asked for: a run is resumed with its own configuration"),
+        (("--flip",), "images.flip = False, and now images.flip = True is asked for"),
+        (("-o", "lr=0.5"), "options.lr = None, and now options.lr = 0.5 is asked for"),
+    ],
+)
+def test_resume_refuses_what_differs(out: Path, flags: tuple[object, ...], complaint: str) -> None:
+    assert f"run 'half' began with {complaint}" in refused("start", "--resume", "half", *flags, "--out", out)
+
+
+def test_start_whose_port_is_busy_leaves_nothing_behind(out: Path, tmp_path: Path, forked_worker: None) -> None:
+    """Neither a run in the record nor its folder, nor a folder of runs that was not there before."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        for folder in (out, tmp_path / "fresh"):
+            complaint = refused("start", "--listen", listen, "--run", "new", "--out", folder, "--quiet")
+            assert complaint.startswith(f"port {listen.partition(':')[2]} on 127.0.0.1 is in use")
+    assert not (tmp_path / "fresh").exists()
+    assert not (out / "new").exists()
+    assert "new" not in [record.id for record in Store.in_folder(out).runs()]
+
+
+def test_start_resume_or_new_wants_a_name(out: Path) -> None:
+    assert "wants the name of the run by --run NAME" in refused("start", "--resume-or-new", "--out", out)
+
+
+def test_start_resume_or_new_has_nothing_to_do_for_a_finished_run(out: Path) -> None:
+    """Also with the file that it began with; a service manager may start it as often as it likes."""
+    file = out / "run.toml"
+    file.write_text('method = "fedavg"\nrounds = 3\nseed = 5\n')
+    done = said("start", "--config", file, "--run", "done", "--resume-or-new", "--out", out)
+    assert done.exit_code == 0
+    assert done.exception is None
+    assert "run done is finished: there is nothing to do" in done.stderr
 
 
 @pytest.mark.parametrize("how", [("--resume",), ("--resume", "half")])

@@ -67,6 +67,7 @@ evaluate_every = 2
 evaluation = "pre_aggregation"
 accelerator = "cpu"
 federation = "lab-1"
+devices_where = "site=berlin"
 
 [images]
 crop_padding = 4
@@ -174,6 +175,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             rounds=7,
             seed=5,
             devices=3,
+            devices_where="site=berlin",
             cohort=2,
             quorum=0.5,
             over_select=0.25,

@@ -23,7 +23,7 @@ from coordinator.planning.planner import PROTOCOLS
 from coordinator.record.store import Store
 from coordinator.run import collector as results_module
 from coordinator.run import validation as admission_module
-from coordinator.run.coordinator import ATTEMPTS, Coordinator
+from coordinator.run.coordinator import ATTEMPTS, Cancelled, Coordinator
 from coordinator.run.display import Display
 from coordinator.run.inbox import Interrupted
 from coordinator.run.membership import MAX_CLASS_LISTS
@@ -673,6 +673,45 @@ def test_the_operators_classes_are_the_runs_whoever_comes_first(stage: Stage, fi
     assert stage.store.run("r").classes == CLASSES
     assert not [line for line in stage.lines if line.startswith("the run has")], "nobody else decided anything"
     assert_moved_by(stage, first, 1.0)
+
+
+def test_coordinator_goes_on_with_a_finished_run_that_has_more_rounds_now(stage: Stage) -> None:
+    device = stage.fake("a")
+    stage.start(rounds=1)
+    assert stage.finish() == "finished"
+    stage.start(rounds=3, resume=True)
+    assert stage.finish() == "finished"
+    assert stage.store.closed_rounds("r") == [1, 2, 3]
+    assert device.tasks() == [1, 2, 3]
+    assert device.tasks("evaluate") == [1, 2, 3]
+
+
+def test_coordinator_that_is_cancelled_ends_its_run_for_good(stage: Stage) -> None:
+    """Its devices are told, and drop what they do."""
+    device = stage.fake("a", lambda device, task: None)
+    stage.start(rounds=3)
+    stage.drive(lambda: device.tasks() == [1])
+    assert stage.coordinator
+    stage.coordinator.cancel("cancelled by the operator")
+    assert isinstance(stage.finish(), Cancelled)
+    stage.drive(lambda: device.got(RunEnded) == [RunEnded("r", "cancelled")])
+    record = stage.store.run("r")
+    assert (record.status, record.reason) == ("cancelled", "cancelled by the operator")
+    assert stage.store.has_ended("r")
+
+
+def test_membership_asks_devices_with_the_runs_labels_alone(stage: Stage) -> None:
+    """The others are welcome, are told why they are not asked, and are not of the run."""
+    inside = stage.fake("a", labels={"site": "berlin", "board": "rpi5"})
+    outside = stage.fake("b", labels={"site": "munich"})
+    stage.start(devices_where="site=berlin", devices=1)
+    assert stage.finish() == "finished"
+    assert inside.tasks() == [1]
+    assert outside.got(Task) == []
+    assert {welcome.waiting_for for welcome in outside.got(Welcome)} == {
+        "run r: it is for devices with site=berlin, and this one has site=munich"
+    }
+    assert [result.device for result in stage.store.used_in("r", 1)] == ["a"]
 
 
 def test_a_hello_that_cannot_be_read_is_answered(stage: Stage) -> None:

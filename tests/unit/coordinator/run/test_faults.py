@@ -336,7 +336,7 @@ def test_a_second_coordinator_of_a_federation_ends_and_names_the_first(
     device.on_task = honest
     honest(device, device.got(Task)[0])
     assert stage.finish() == "finished"
-    assert any("another coordinator (run s on " in line for line in stage.lines)
+    assert any("another coordinator (run 's' on " in line for line in stage.lines)
     assert stage.store.refusals("r") == [], "no result was dropped for the other's"
     assert_moved_by(stage, first, 2.0)
 

@@ -1,0 +1,27 @@
+"""Which devices a run is for, by their labels: `site=berlin,board=rpi5`."""
+
+from fedvit.errors import ConfigError
+
+
+def parse_labels(text: str) -> dict[str, str]:
+    """Labels that a device must have, all of them; none where the text is empty. Raises ConfigError.
+
+    >>> parse_labels("site=berlin, board=rpi5")
+    {'site': 'berlin', 'board': 'rpi5'}
+    """
+    wanted: dict[str, str] = {}
+    for part in text.split(",") if text else ():
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and value) or name in wanted:
+            raise ConfigError(f"devices_where = {text!r} must be written LABEL=VALUE,LABEL=VALUE, each label once")
+        wanted[name] = value
+    return wanted
+
+
+def why_not_asked(devices_where: str, labels: dict[str, str]) -> str | None:
+    """Why a device with these labels is not one of those that a run is for; None: it is."""
+    for name, value in parse_labels(devices_where).items():
+        if labels.get(name) != value:
+            has = f"has {name}={labels[name]}" if name in labels else f"has no label {name}"
+            return f"it is for devices with {name}={value}, and this one {has}"
+    return None

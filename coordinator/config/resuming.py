@@ -1,0 +1,52 @@
+"""A run is resumed with the configuration that it began with; it may have more rounds, and wait for fewer devices."""
+
+from typing import Any
+
+import msgspec
+
+from coordinator.config.reading import make_config
+from coordinator.config.run import RunConfig
+from fedvit.errors import ConfigError
+
+
+def resumed_config(run: str, recorded: dict[str, Any], given: dict[str, Any], where: str) -> RunConfig:
+    """The configuration that a run is resumed with: the recorded one, with what a file and flags change.
+
+    Raises ConfigError, naming the key and both values, where they differ in anything else.
+    """
+    began = make_config(recorded, f"run {run}").run
+    asked = _plain(make_config(given, where).run)
+    before = _plain(began)
+    for key in given:
+        if key != "broker" and (differs := _difference(key, before[key], asked[key], given[key])):
+            _check_change(run, *differs)
+    changed = {key: asked[key] for key in ("rounds", "devices") if key in given}
+    return msgspec.structs.replace(began, **changed)
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    """As the record holds it: lists for tuples."""
+    return dict(msgspec.json.decode(msgspec.json.encode(config)))
+
+
+def _difference(key: str, before: Any, asked: Any, given: Any) -> tuple[str, Any, Any] | None:
+    """The first key that has another value; of a table those keys that were given."""
+    if isinstance(given, dict) and isinstance(before, dict) and isinstance(asked, dict):
+        inner = (_difference(f"{key}.{name}", before.get(name), asked.get(name), given[name]) for name in given)
+        return next((found for found in inner if found), None)
+    return (key, before, asked) if before != asked else None
+
+
+def _check_change(run: str, key: str, before: Any, asked: Any) -> None:
+    """Raises ConfigError when a resumed run cannot have the new value."""
+    if key == "rounds":
+        if asked > before:
+            return
+        hint = "a run that is resumed can have more rounds, not fewer"
+    elif key == "devices":
+        if asked < before:
+            return
+        hint = "a run that is resumed can wait for fewer devices, not for more"
+    else:
+        hint = "a run is resumed with its own configuration; only rounds and devices may change"
+    raise ConfigError(f"run {run!r} began with {key} = {before!r}, and now {key} = {asked!r} is asked for: {hint}")

@@ -1,0 +1,28 @@
+"""What an operator can say of a service: `coordinator serve`."""
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from coordinator.config.broker import BrokerConfig
+from coordinator.config.reading import convert_broker, convert_table
+from fedvit.wire.topics import check_name
+
+
+class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One service. Raises ConfigError on construction."""
+
+    federation: Annotated[str, Meta(description="Name under which devices and service meet at the broker.")] = "home"
+    side_by_side: Annotated[
+        int, Meta(ge=1, description="Runs that are served at the same time; each device belongs to one of them.")
+    ] = 1
+
+    def __post_init__(self) -> None:
+        check_name(self.federation, "federation")
+
+
+def make_service_config(values: dict[str, Any], where: str) -> tuple[ServiceConfig, BrokerConfig]:
+    """Validate what a file and flags said together. Raises ConfigError naming the key and what is allowed."""
+    values = dict(values)
+    broker = convert_broker(values.pop("broker", {}), where)
+    return convert_table(values, ServiceConfig, where), broker

@@ -1,0 +1,23 @@
+"""The operator's wish that a run ends, as `coordinator cancel` leaves it in the record."""
+
+import time
+
+from coordinator.record.store import Store
+
+EVERY_S = 1.0
+
+
+class Cancellation:
+    """Looks into the record about once a second, however often it is asked."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store = store
+        self._run = run
+        self._looked_at = time.monotonic()
+
+    def is_asked_for(self) -> bool:
+        now = time.monotonic()
+        if now - self._looked_at < EVERY_S:
+            return False
+        self._looked_at = now
+        return self._store.is_cancelled(self._run)

@@ -1,0 +1,259 @@
+"""The service: takes runs from the queue of the record, and serves them over one link until it is stopped."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+
+from coordinator.compute.messages import Compute
+from coordinator.config import RunConfig, ServiceConfig, make_config
+from coordinator.record.retention import lock_run
+from coordinator.record.store import Store
+from coordinator.record.tables import RunRecord
+from coordinator.run.coordinator import Cancelled, Coordinator
+from coordinator.run.display import Display
+from coordinator.run.inbox import Interrupted
+from coordinator.service.broker import MeetingPoint
+from coordinator.service.router import Router, RunTransport
+from coordinator.service.status import MemberStatus, write_service_status
+from fedvit.errors import ConfigError, FedvitError, NoRoom, StorageFailed
+from fedvit.logs import thread_log
+from fedvit.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+LOOK_EVERY_S = 1.0
+"""How often the record is asked for new runs and for runs that are to end."""
+
+ComputeOf = Callable[[str, RunConfig, Path], Compute]
+"""Starts the compute side of a run: of this name, configuration and folder."""
+
+
+class ServedRun:
+    """One run in a thread of its own. Raises ConfigError when another process serves it."""
+
+    def __init__(
+        self, record: RunRecord, config: RunConfig, transport: RunTransport, store: Store, out: Path, display: Display
+    ) -> None:
+        self.name = record.id
+        self._config = config
+        self._transport = transport
+        self._store = store
+        self._folder = out / record.id
+        self._display = display
+        self._revoked: SimpleQueue[str] = SimpleQueue()
+        self._stack = ExitStack()
+        self._stack.callback(os.close, lock_run(self._folder, record.id))
+        self._coordinator: Coordinator | None = None
+        self._thread = threading.Thread(target=self._serve, name=f"run-{record.id}", daemon=True)
+
+    def begin(self, compute_of: ComputeOf) -> None:
+        try:
+            compute = compute_of(self.name, self._config, self._folder)
+            self._stack.callback(compute.close)
+            self._coordinator = Coordinator(
+                run=self.name,
+                config=self._config,
+                transport=self._transport,
+                store=self._store,
+                folder=self._folder,
+                display=RunDisplay(self.name, self._display),
+                compute=compute,
+                watch=self._watch,
+            )
+        except BaseException:
+            self._stack.close()
+            raise
+        self._thread.start()
+
+    def release(self) -> None:
+        """It is not begun after all."""
+        self._stack.close()
+
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def cancel(self) -> None:
+        if self._coordinator:
+            self._coordinator.cancel("cancelled by the operator")
+
+    def interrupt(self) -> None:
+        if self._coordinator:
+            self._coordinator.stop()
+
+    def expel(self, device: str) -> None:
+        """The device may not take part any more."""
+        self._revoked.put(device)
+
+    def _watch(self) -> None:
+        with suppress(Empty):
+            while self._coordinator:
+                self._coordinator.expel(self._revoked.get_nowait(), "its certificate was revoked")
+
+    def _serve(self) -> None:
+        assert self._coordinator is not None
+        line = self._display.line
+        try:
+            with thread_log(self._folder / "coordinator.log"):
+                self._coordinator.serve()
+            line(f"run {self.name} is finished")
+        except Cancelled:
+            line(f"run {self.name} is cancelled")
+        except Interrupted:
+            line(f"run {self.name} is interrupted")
+        except (FedvitError, OSError) as error:
+            line(f"run {self.name} failed: {error}")
+        except Exception as error:
+            log.exception("run failed", extra={"run": self.name})
+            with suppress(StorageFailed):
+                self._store.update_run(self.name, status="failed", reason=f"{type(error).__name__}: {error}"[:1000])
+            line(f"run {self.name} failed unexpectedly: {error}; service.log has the traceback")
+        finally:
+            self._stack.close()
+
+
+class RunDisplay(Display):
+    """Lines of one run among those of others."""
+
+    def __init__(self, run: str, display: Display) -> None:
+        super().__init__()
+        self._run = run
+        self._display = display
+
+    def line(self, text: str) -> None:
+        self._display.line(f"{self._run}: {text}")
+
+
+class RunService:
+    """Serves the runs that were submitted to the record in `out`. `serve` returns when `stop` was called."""
+
+    def __init__(
+        self,
+        *,
+        out: Path,
+        config: ServiceConfig,
+        store: Store,
+        link: Transport,
+        point: MeetingPoint,
+        display: Display,
+        compute_of: ComputeOf,
+    ) -> None:
+        self._out = out
+        self._config = config
+        self._store = store
+        self._point = point
+        self._display = display
+        self._compute_of = compute_of
+        self._router = Router(link, config.federation, has_ended=store.has_ended, say=display.line)
+        self._running: dict[str, ServedRun] = {}
+        self._stop = threading.Event()
+        self._looked_at = -LOOK_EVERY_S
+        self._trouble = ""
+
+    def stop(self) -> None:
+        """Ask `serve` to end; safe from a signal handler."""
+        self._stop.set()
+
+    def serve(self) -> None:
+        """Its runs are interrupted at the end, and the next service resumes them."""
+        self._router.open()
+        try:
+            while not self._stop.is_set():
+                self._router.pump(TICK_S)
+                self._watch()
+                if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
+                    self._looked_at = time.monotonic()
+                    self._look()
+        finally:
+            for run in self._running.values():
+                run.interrupt()
+            while not all(run.is_over() for run in self._running.values()):
+                self._router.pump(TICK_S)
+            self._router.close()
+
+    def _watch(self) -> None:
+        self._point.watch()
+        for device in self._point.revoked():
+            run = self._running.get(self._router.expel(device) or "")
+            if run:
+                run.expel(device)
+
+    def _look(self) -> None:
+        """See to what the operator did since, and to runs that are over. A full disk, or too many open files, is waited
+        for."""
+        try:
+            for name, run in list(self._running.items()):
+                if run.is_over():
+                    del self._running[name]
+                elif self._store.is_cancelled(name):
+                    run.cancel()
+            for record in self._store.submitted():
+                if len(self._running) >= self._config.side_by_side:
+                    break
+                if record.id not in self._running:
+                    self._begin(record)
+            self._trouble = ""
+        except NoRoom as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                self._display.line(f"paused: {error}")
+        members = [MemberStatus(**member._asdict()) for member in self._router.members()]
+        write_service_status(
+            self._out, federation=self._config.federation, broker=str(self._point.address),
+            running=sorted(self._running), members=members,
+        )  # fmt: skip
+
+    def _begin(self, record: RunRecord) -> None:
+        """Serve a run, unless another process does; one that cannot begin is marked as failed."""
+        try:
+            config = self._config_of(record)
+        except ConfigError as error:
+            self._failed(record, error)
+            return
+        transport = RunTransport(self._router, record.id, config.devices_where)
+        try:
+            run = ServedRun(record, config, transport, self._store, self._out, self._display)
+        except ConfigError:  # by `coordinator start --resume`
+            return
+        if not self._recorded(record, config):
+            run.release()
+            return
+        what = "begins" if record.status == "queued" else "is resumed"
+        self._display.line(f"run {record.id} {what}: {config.method} on {config.model}, {config.rounds} rounds")
+        try:
+            run.begin(self._compute_of)
+        except NoRoom:
+            raise
+        except (FedvitError, OSError) as error:
+            self._failed(record, error)
+        else:
+            self._running[record.id] = run
+
+    def _config_of(self, record: RunRecord) -> RunConfig:
+        """Raises ConfigError when the run is not for this federation, or cannot be any more."""
+        federation = self._config.federation
+        values: dict[str, Any] = {"federation": federation, **record.config}
+        config = make_config(values, f"run {record.id}").run
+        if config.federation != federation:
+            raise ConfigError(f"federation = {config.federation!r}: this service serves {federation!r}")
+        return config
+
+    def _recorded(self, record: RunRecord, config: RunConfig) -> bool:
+        """Whether the run is still there to begin."""
+        broker = self._point.as_record()
+        if record.status == "queued":
+            return self._store.take_from_queue(record.id, msgspec.to_builtins(config), broker)
+        self._store.update_run(record.id, broker=broker)
+        return True
+
+    def _failed(self, record: RunRecord, error: Exception) -> None:
+        self._store.update_run(record.id, status="failed", reason=str(error))
+        self._display.line(f"run {record.id} failed: {error}")

@@ -1,0 +1,65 @@
+"""What a service does, in a small file beside its runs: for `coordinator status` and `submit`."""
+
+import contextlib
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+FILE = "service.json"
+STALE_S = 10.0
+"""A service that lives writes far more often."""
+
+
+class MemberStatus(Struct, frozen=True, kw_only=True):
+    """A device that said hello since the service began."""
+
+    device: str
+    labels: dict[str, str]
+    online: bool
+    run: str | None  # that it belongs to now
+
+
+class ServiceStatus(Struct, frozen=True, kw_only=True):
+    """What a service was doing when it wrote this."""
+
+    at: str  # ISO 8601, UTC
+    federation: str
+    broker: str
+    running: list[str]
+    members: list[MemberStatus]
+
+    def is_stale(self) -> bool:
+        """Whether the service has ended, or hangs."""
+        return datetime.now(UTC) - datetime.fromisoformat(self.at) > timedelta(seconds=STALE_S)
+
+
+def write_service_status(
+    out: Path, *, federation: str, broker: str, running: list[str], members: list[MemberStatus]
+) -> None:
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    status = ServiceStatus(at=at, federation=federation, broker=broker, running=running, members=members)
+    fresh = out / f"{FILE}.new"
+    with contextlib.suppress(OSError):  # runs do not end because nobody can read what they wait for
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(status)))
+        fresh.replace(out / FILE)
+
+
+def read_service_status(out: Path) -> ServiceStatus | None:
+    """None where no service ever wrote one that can be read."""
+    try:
+        status = msgspec.json.decode((out / FILE).read_bytes(), type=ServiceStatus)
+        datetime.fromisoformat(status.at)
+    except (OSError, ValueError):
+        return None
+    return status
+
+
+def labels_seen(status: ServiceStatus) -> list[str]:
+    """Every label that a device has, and how many devices have it."""
+    counted: dict[str, int] = {}
+    for member in status.members:
+        for name, value in member.labels.items():
+            counted[f"{name}={value}"] = counted.get(f"{name}={value}", 0) + 1
+    return [f"{label} ({count} device{'s' if count > 1 else ''})" for label, count in sorted(counted.items())]

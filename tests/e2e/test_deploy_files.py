@@ -1,0 +1,106 @@
+"""What deploy/ starts, killed and started again by the same line: the run goes on, where its devices expect it."""
+
+import re
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+import yaml
+
+from coordinator.broker.process import claim_port
+from tests.e2e.stage import CONFIG, Stage, program, toml, wait_for
+from tests.forked import Forked
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+TRAINED = ("device-0", "device-1")  # the second one trains for so long that a kill comes in the middle of a round
+
+
+def exec_start() -> list[str]:
+    unit = (DEPLOY / "systemd" / "fedvit-coordinator.service").read_text()
+    [line] = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
+    program_path, *arguments = shlex.split(line)
+    assert Path(program_path).name == "coordinator"
+    return arguments
+
+
+def composed() -> list[str]:
+    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+    return [str(word) for word in compose["services"]["coordinator"]["command"]]
+
+
+def begin(stage: Stage, arguments: list[str]) -> Forked:
+    return stage.keep(Forked("coordinator.cli", arguments, stage.log_path("coordinator"), stage.environment))
+
+
+def killed_in_round(stage: Stage, process: Forked, number: int) -> None:
+    """kill -9 when the first device has brought its result of a round, and the second one is still at work."""
+    result = f"select 1 from results where kind = 'train' and round = {number}"
+    wait_for(lambda: stage.query(result), f"a result of round {number}")
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+
+
+def check_outcome(stage: Stage, devices: dict[str, "subprocess.Popen[bytes]"]) -> None:
+    """One run, all results accepted, by devices that were there all the while."""
+    for name, device in devices.items():
+        assert stage.finish(device, name) == 0, stage.log(name)
+        assert "run ended" in stage.log(name)
+    assert stage.query("select id, status from runs") == [("main", "finished")]
+    brought = stage.query("select round, count(*) from results where kind = 'train' group by round order by round")
+    assert brought == [(1, len(TRAINED)), (2, len(TRAINED))]
+
+
+def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> None:
+    """Killed twice, and started by the unit's own line, then by hand with a line that says nothing of a broker: the
+    broker is recorded with the run. Once more there is nothing to do."""
+    folder = str(stage.folder / "deployment")
+    ports = [str(claim_port("127.0.0.1", 0)) for _ in range(2)]
+
+    def said(module: str, *arguments: str) -> str:
+        command = [*program(module), *arguments]
+        return subprocess.run(command, env=stage.environment, capture_output=True, text=True, check=True).stdout
+
+    said(
+        "coordinator.cli", "init", folder, "--listen", "127.0.0.1", "--host", "localhost", "--port", ports[0],
+        "--enrolment-port", ports[1],
+    )  # fmt: skip
+    file = stage.folder / "service.toml"
+    file.write_text(toml({"broker": {"deployment": folder}}))
+    paths = {"/etc/fedvit/service.toml": str(file), "/var/lib/fedvit/runs": str(stage.out)}
+    line = [paths.get(word, word) for word in exec_start()]
+    coordinator = begin(stage, line)
+    wait_for(lambda: "for devices of" in stage.log("coordinator"), "the deployment's broker")
+    devices = {}
+    for name in TRAINED:
+        token = said("coordinator.cli", "enroll", name, "--deployment", folder, "--no-wait").split()[-1]
+        state = str(stage.folder / "state" / name)
+        said("edge_client.cli", "join", token, "--state", state)
+        command = [*program("edge_client.cli"), "--data", str(stage.parts / name), "--state", state]
+        devices[name] = stage.start(name, [*command, "--threads", "1", "--once"])
+    stage.submit("main", devices=2, rounds=2, variants=CONFIG["variants"])
+    killed_in_round(stage, coordinator, 1)
+    coordinator = begin(stage, line)
+    killed_in_round(stage, coordinator, 2)
+    by_hand = ["start", "--resume-or-new", "--run", "main", "--out", str(stage.out)]
+    assert stage.finish(begin(stage, by_hand), "coordinator") == 0, stage.log("coordinator")
+    check_outcome(stage, devices)
+    assert stage.finish(begin(stage, by_hand), "coordinator") == 0, stage.log("coordinator")
+    assert "run main is finished: there is nothing to do" in stage.log("coordinator")
+    assert stage.log("coordinator").count(f":{ports[0]}, for devices of {folder} alone") == 3
+
+
+def test_container_resumes_its_run_with_its_broker(stage: Stage) -> None:
+    """The command of compose.yaml, killed and started again."""
+    stage.environment["FEDVIT_BROKER_PASSWORD"] = "a-password"
+    line = [str(stage.out) if word == "/state/runs" else word for word in composed()]
+    line[line.index("--listen") + 1] += f":{stage.port}"
+    coordinator = begin(stage, line)
+    broker = f"mqtt://fedvit:a-password@127.0.0.1:{stage.port}"
+    devices = {name: stage.device(name, "--broker", broker) for name in TRAINED}
+    stage.submit("main", devices=2, rounds=2, variants=CONFIG["variants"])
+    killed_in_round(stage, coordinator, 1)
+    coordinator = begin(stage, line)
+    check_outcome(stage, devices)
+    coordinator.send_signal(signal.SIGTERM)
+    assert stage.finish(coordinator, "coordinator") == 130

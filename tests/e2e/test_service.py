@@ -1,0 +1,111 @@
+"""`coordinator serve`: runs from a queue on devices that stay, with real processes."""
+
+import signal
+import subprocess
+
+from fedvit.wire.messages import Hello, Task
+from tests.e2e.stage import Stage, program, wait_for
+from tests.forked import Forked
+
+SITES = {"device-0": "berlin", "device-1": "munich"}
+SLOW = {"*": {"epochs": 90}}
+
+
+def serve(stage: Stage, *arguments: str) -> Forked:
+    given = ["serve", "--out", str(stage.out), "--broker", "embedded", "--port", str(stage.port), *arguments]
+    return stage.keep(Forked("coordinator.cli", given, stage.log_path("service"), stage.environment))
+
+
+def device(stage: Stage, name: str) -> "subprocess.Popen[bytes]":
+    """One that stays when a run ends."""
+    command = [*program("edge_client.cli"), "--broker", f"127.0.0.1:{stage.port}", "--data", str(stage.parts / name)]
+    command += ["--state", str(stage.folder / "state" / name), "--id", name, "--threads", "1"]
+    return stage.start(name, [*command, "--label", f"site={SITES[name]}"])
+
+
+def statuses(stage: Stage) -> dict[str, str]:
+    return dict(stage.query("select id, status from runs"))
+
+
+def is_at_work(stage: Stage, run: str) -> bool:
+    """Whether a device has begun a training task of the run."""
+    return bool(stage.query(f"select 1 from tasks where run = '{run}' and outcome is null"))
+
+
+def check_that_nobody_left(stage: Stage, devices: "dict[str, subprocess.Popen[bytes]]", *, joined: int) -> None:
+    for name, process in devices.items():
+        assert process.poll() is None, stage.log(name)
+        said = stage.log(name)
+        assert said.count(" joined ") == joined, said
+        assert "Traceback" not in said
+    assert "Traceback" not in stage.log("service")
+
+
+def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) -> None:
+    """Two runs on disjoint devices at the same time, then one on all of them: the devices join once."""
+    assert stage.submit("berlin", devices_where="site=berlin", variants=SLOW)["status"] == "queued"
+    stage.submit("munich", devices_where="site=munich", variants=SLOW)
+    stage.submit("all", devices=2)
+    assert statuses(stage) == dict.fromkeys(("berlin", "munich", "all"), "queued"), "without a service"
+    service = serve(stage, "--side-by-side", "2")
+    devices = {name: device(stage, name) for name in SITES}
+    observer = stage.observer()
+    wait_for(lambda: is_at_work(stage, "berlin") and is_at_work(stage, "munich"), "both runs to be at work")
+    shown = stage.command("status", "--out", str(stage.out))["service"]
+    assert (shown["begun"], shown["queued"]) == (["berlin", "munich"], ["all"])
+    assert {member["device"]: member["run"] for member in shown["members"]} == {
+        "device-0": "berlin", "device-1": "munich",
+    }  # fmt: skip
+    warned = stage.submit("nowhere", devices_where="site=paris")
+    assert "labels that there are: site=berlin (1 device), site=munich (1 device)" in warned["warning"]
+    wait_for(lambda: statuses(stage)["all"] == "finished", "the last run")
+    assert statuses(stage) | {"nowhere": ""} == {
+        **dict.fromkeys(("berlin", "munich", "all"), "finished"),
+        "nowhere": "",
+    }
+    trained = stage.query("select run, device from results where kind = 'train' order by run, device")
+    assert trained == [("all", "device-0"), ("all", "device-1"), ("berlin", "device-0"), ("munich", "device-1")]
+    logs = {run: (stage.out / run / "coordinator.log").read_text() for run in ("berlin", "munich")}
+    assert all("run finished" in log for log in logs.values())
+    assert "device-1" not in logs["berlin"], "of the other run"
+    wait_for(lambda: statuses(stage)["nowhere"] == "waiting", "the next run")
+    assert stage.command("cancel", "nowhere", "--out", str(stage.out))["run"] == "nowhere"
+    wait_for(lambda: statuses(stage)["nowhere"] == "cancelled", "the run to be cancelled")
+    check_that_nobody_left(stage, devices, joined=1)
+    asked = [message for message in observer.messages() if isinstance(message, Task | Hello)]
+    assert len({message.instance for message in asked}) == len(devices), "no device began anew"
+    service.send_signal(signal.SIGTERM)
+    assert stage.finish(service, "service") == 130
+
+
+def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -> None:
+    """A cancelled run makes room for the next; that one is resumed after kill -9, and then the queue's turn comes, in
+    which a run that fails holds up nobody."""
+    where = {"devices_where": "site=berlin"}
+    stage.submit("dropped", **where, variants=SLOW, rounds=9)
+    stage.submit("kept", **where, variants=SLOW, rounds=2)
+    stage.submit("wrong", **where, start_from="nosuch")
+    stage.submit("queued", **where)
+    stage.submit("never", **where)
+    service = serve(stage)
+    devices = {"device-0": device(stage, "device-0")}
+    wait_for(lambda: is_at_work(stage, "dropped"), "the first run to be at work")
+    assert stage.command("cancel", "never", "--out", str(stage.out)) == {"run": "never", "status": "cancelled"}
+    stage.command("cancel", "dropped", "--out", str(stage.out))
+    wait_for(lambda: is_at_work(stage, "kept"), "the second run to be at work")
+    assert "run ended" in stage.log("device-0")
+    wait_for(lambda: stage.query("select 1 from results where run = 'kept' and kind = 'train'"), "a result of it")
+    service.kill()
+    assert service.wait(60) == -signal.SIGKILL
+    over = {"dropped": "cancelled", "never": "cancelled"}
+    assert statuses(stage) == {**over, "kept": "running", "wrong": "queued", "queued": "queued"}
+    service = serve(stage)
+    wait_for(lambda: statuses(stage)["queued"] == "finished", "the run of the queue")
+    assert statuses(stage) == {**over, "kept": "finished", "wrong": "failed", "queued": "finished"}
+    [(reason,)] = stage.query("select reason from runs where id = 'wrong'")
+    assert reason.startswith("no run 'nosuch'")
+    assert "run kept is resumed" in stage.log("service")
+    assert stage.query("select count(*) from results where run = 'kept' and kind = 'train'") == [(2,)]
+    check_that_nobody_left(stage, devices, joined=2)  # once with each service
+    service.send_signal(signal.SIGINT)
+    assert stage.finish(service, "service") == 130

@@ -1,0 +1,182 @@
+"""`submit`, `cancel`, and what other commands say of runs that wait for a service."""
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from coordinator.cli import cli
+from coordinator.commands import service as service_module
+from coordinator.compute.engine import Engine
+from coordinator.config import RunConfig
+from coordinator.record.store import Store
+from coordinator.service.status import MemberStatus, write_service_status
+from fedvit.errors import ConfigError
+from tests.forked import ForkedWorker
+
+CONFIG = msgspec.to_builtins(RunConfig(method="fedavg"))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A folder with two queued runs, one that was interrupted, and a finished one."""
+    folder = tmp_path / "runs"
+    store = Store.in_folder(folder)
+    store.create_run("done", CONFIG)
+    store.update_run("done", status="finished")
+    for name in ("begun", "first", "second"):
+        store.submit_run(name, CONFIG)
+    assert store.take_from_queue("begun", CONFIG, {"port": 7})
+    store.update_run("begun", status="interrupted")
+    store.close()
+    return folder
+
+
+@pytest.fixture
+def forked_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker process that has torch at once."""
+    assert Engine
+    monkeypatch.setattr("coordinator.compute.process.spawn", ForkedWorker)
+
+
+def said(*arguments: object) -> str:
+    result = CliRunner().invoke(cli, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def refused(*arguments: object) -> str:
+    result = CliRunner().invoke(cli, list(map(str, arguments)))
+    assert isinstance(result.exception, ConfigError), (result.output, result.exception)
+    return str(result.exception)
+
+
+def statuses(out: Path) -> dict[str, str]:
+    store = Store.in_folder(out)
+    try:
+        return {record.id: record.status for record in store.runs()}
+    finally:
+        store.close()
+
+
+def members(out: Path, **labels: str) -> None:
+    member = MemberStatus(device="pi-1", labels=labels, online=True, run=None)
+    write_service_status(out, federation="home", broker="localhost:1883", running=[], members=[member])
+
+
+def test_submit_prints_the_name_of_the_run(tmp_path: Path, forked_worker: None) -> None:
+    """And its service decides the federation, where the configuration does not."""
+    out, file = tmp_path / "runs", tmp_path / "run.toml"
+    file.write_text('method = "fedavg"\n[model_options]\ndepth = 2\n')
+    assert said("submit", file, "--run", "one", "--rounds", 3, "--out", out) == "one\n"
+    name = json.loads(said("submit", file, "--federation", "home", "--out", out, "--json"))["run"]
+    store = Store.in_folder(out)
+    assert [record.id for record in store.submitted()] == ["one", name]
+    config = store.run("one").config
+    assert (config["rounds"], config["model_options"]) == (3, {"depth": 2})
+    assert "federation" not in config
+    assert store.run(name).config["federation"] == "home"
+    assert "run 'one' exists already" in refused("submit", file, "--run", "one", "--out", out)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("quorun = 0.5", "unknown key 'quorun'; did you mean 'quorum'?"),
+        ("[broker]\nport = 7", "[broker] is for `coordinator start` and `serve`"),
+        ('devices_where = "berlin"', "devices_where = 'berlin' must be written LABEL=VALUE,LABEL=VALUE"),
+    ],
+)
+def test_submit_refuses_as_start_does(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert complaint in refused("submit", file, "--out", tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "labels", "warns"),
+    [
+        ("", {}, False),
+        ("site=berlin", {"site": "berlin", "board": "rpi5"}, False),
+        ("site=berlin", {"site": "munich"}, True),
+    ],
+)
+def test_submit_warns_of_labels_that_no_device_has(out: Path, where: str, labels: Any, warns: bool) -> None:
+    members(out, **labels)
+    warning = service_module._warning(RunConfig(devices_where=where), out)
+    assert (warning is not None) == warns
+    assert warning is None or "labels that there are: site=munich (1 device)." in warning
+
+
+@pytest.mark.parametrize("run", ["first", "begun"])
+def test_cancel_ends_a_run_that_nobody_serves_at_once(out: Path, run: str) -> None:
+    assert said("cancel", run, "--out", out) == f"run {run}: cancelled\n"
+    assert statuses(out)[run] == "cancelled"
+    assert refused("cancel", run, "--out", out) == f"run {run!r} is cancelled already"
+    store = Store.in_folder(out)
+    assert run not in [record.id for record in store.submitted()]
+    assert store.has_ended(run), "results of it are refused"
+    assert not store.take_from_queue(run, CONFIG, {})
+    store.close()
+    assert f"run {run!r} is cancelled" in refused("start", "--resume", run, "--out", out)
+
+
+def test_cancel_leaves_a_run_that_is_served_to_its_coordinator(out: Path) -> None:
+    (out / "begun").mkdir()
+    with open(out / "begun" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert json.loads(said("cancel", "begun", "--out", out, "--json")) == {"run": "begun", "status": "interrupted"}
+    store = Store.in_folder(out)
+    assert store.is_cancelled("begun")
+    assert not store.is_cancelled("first")
+    store.close()
+
+
+def test_cancel_names_runs_that_are_over_or_unknown(out: Path) -> None:
+    assert refused("cancel", "done", "--out", out) == "run 'done' is finished already"
+    assert "no run 'nosuch'" in refused("cancel", "nosuch", "--out", out)
+
+
+@pytest.mark.parametrize("run", ["first", "begun"])
+def test_rm_refuses_runs_that_a_service_will_serve(out: Path, run: str) -> None:
+    assert "a service will go on with it: cancel it first" in refused("rm", run, "--out", out)
+    said("cancel", run, "--out", out)
+    said("rm", run, "--out", out)
+    assert run not in statuses(out)
+
+
+def test_start_does_not_resume_a_queued_run(out: Path) -> None:
+    assert "run 'first' is queued: `coordinator serve` begins it" in refused("start", "--resume", "first", "--out", out)
+
+
+def test_serve_serves_a_folder_once(out: Path) -> None:
+    with open(out / "service.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "being served by another `coordinator serve`" in refused("serve", "--out", out, "--port", 0)
+
+
+def test_status_says_what_the_service_does(out: Path) -> None:
+    members(out, site="berlin")
+    lines = said("status", "--out", out).splitlines()
+    assert lines == [
+        "service: federation home at localhost:1883",
+        "  run begun: begins",
+        "  queue: first, second",
+        "  pi-1 site=berlin: no run has work for it now",
+    ]
+    shown = json.loads(said("status", "--out", out, "--json"))["service"]
+    assert (shown["alive"], shown["begun"], shown["queued"]) == (True, ["begun"], ["first", "second"])
+    (out / "service.json").unlink()
+    assert "service: not running" in said("status", "--out", out)
+    assert said("status", "first", "--out", out) == "run first: queued; `coordinator serve` begins it\n"
+
+
+def test_runs_lists_the_queue(out: Path) -> None:
+    listed = {entry["run"]: entry["status"] for entry in json.loads(said("runs", "--out", out, "--json"))}
+    assert listed == {"done": "finished", "begun": "interrupted", "first": "queued", "second": "queued"}

@@ -1,0 +1,47 @@
+"""What may differ when a run is resumed."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator.config import make_config, resumed_config
+from fedvit.errors import ConfigError
+
+BEGAN: dict[str, Any] = {
+    "method": "fedavg", "rounds": 10, "devices": 3, "options": {"lr": 0.1, "batch_size": 8}, "classes": ["ant", "bee"],
+    "images": {"flip": True, "crop_padding": 4}, "variants": {"pi-*": {"epochs": 2}},
+}  # fmt: skip
+
+
+def recorded() -> dict[str, Any]:
+    return dict(msgspec.json.decode(msgspec.json.encode(make_config(BEGAN, "test").run)))
+
+
+def resumed(given: dict[str, Any]) -> Any:
+    return resumed_config("r", recorded(), given, "flags")
+
+
+@pytest.mark.parametrize("given", [{}, BEGAN, {"images": {"flip": True}}, {"options": {"lr": 0.1}}, {"seed": 0}])
+def test_resumed_config_takes_what_is_equal(given: dict[str, Any]) -> None:
+    assert resumed(given) == make_config(BEGAN, "test").run
+
+
+def test_resumed_config_takes_more_rounds_and_fewer_devices() -> None:
+    assert resumed({"rounds": 50, "devices": 2}) == make_config({**BEGAN, "rounds": 50, "devices": 2}, "test").run
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"rounds": 9}, "rounds = 10, and now rounds = 9 "),
+        ({"devices": 4}, "devices = 3, and now devices = 4 "),
+        ({"images": {"crop_padding": 2}}, "images.crop_padding = 4, and now images.crop_padding = 2 "),
+        ({"variants": {"pi-*": {"epochs": 3}}}, "variants.pi-*.epochs = 2, and now variants.pi-*.epochs = 3 "),
+        ({"classes": ["bee", "ant"]}, "classes = ['ant', 'bee'], and now classes = ['bee', 'ant'] "),
+    ],
+)
+def test_resumed_config_refuses_any_other_change(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match="run 'r' began with") as error:
+        resumed(given)
+    assert named in str(error.value)

@@ -1,0 +1,281 @@
+"""The router over the memory transport: runs are what the test makes of their transports, devices what it says."""
+
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import pytest
+
+from coordinator.service.router import NO_WORK, Router, RunTransport
+from fedvit.resources import DeviceProfile, ResourceUse
+from fedvit.transport.base import Connected, Disconnected, Received, Will
+from fedvit.transport.memory import MemoryBroker, MemoryTransport
+from fedvit.wire.messages import (
+    CoordinatorState,
+    Declined,
+    DeviceState,
+    FromDevice,
+    Hello,
+    Refused,
+    Result,
+    ResultAck,
+    RunEnded,
+    Welcome,
+    decode,
+    encode,
+)
+from fedvit.wire.topics import Topics
+
+TOPICS = Topics("home")
+PROFILE = DeviceProfile(host="desk", machine="made", cores=1, threads=1)
+
+
+class Device:
+    """One device at the broker, and what it heard."""
+
+    def __init__(self, hall: "Hall", name: str, instance: str = "i1", **labels: str) -> None:
+        self.hall, self.name = hall, name
+        self.hello = Hello(instance, "0.1", PROFILE, ("ant", "bee"), 5, 5, labels=labels)
+        self.transport = MemoryTransport(SimpleQueue(), hall.broker, f"{name}-{instance}")
+        self.transport.subscribe(TOPICS.to_device(name), 1)
+        self.transport.subscribe(TOPICS.coordinator_state, 1)
+        self.transport.open(Will(TOPICS.device_state(name), encode(DeviceState(instance, online=False))))
+
+    def say(self, message: FromDevice) -> None:
+        self.transport.publish(TOPICS.from_device(self.name), encode(message))
+        self.hall.settle()
+
+    def heard(self) -> list[Any]:
+        return [decode(event.payload) for event in drained(self.transport.inbox) if isinstance(event, Received)]
+
+
+class Hall:
+    """A broker, a router, and runs that only listen."""
+
+    def __init__(self) -> None:
+        self.broker = MemoryBroker()
+        self.said: list[str] = []
+        self.ended: set[str] = set()
+        link = MemoryTransport(SimpleQueue(), self.broker, "coordinator")
+        self.router = Router(link, "home", has_ended=lambda run: run in self.ended, say=self.said.append)
+        self.router.open()
+        self.settle()
+
+    def run(self, name: str, devices_where: str = "") -> RunTransport:
+        transport = RunTransport(self.router, name, devices_where)
+        transport.open()
+        self.settle()
+        return transport
+
+    def settle(self) -> None:
+        while not self.router.events.empty():
+            self.router.pump(0.0)
+
+    def belongs(self) -> dict[str, str | None]:
+        return {member.device: member.run for member in self.router.members()}
+
+
+@pytest.fixture
+def hall() -> Hall:
+    return Hall()
+
+
+def drained(inbox: "SimpleQueue[object]") -> list[object]:
+    events = []
+    while True:
+        try:
+            events.append(inbox.get_nowait())
+        except Empty:
+            return events
+
+
+def messages(transport: RunTransport) -> list[tuple[str, Any]]:
+    """What a run heard from devices since this was asked last: (device, message)."""
+    events = [event for event in drained(transport.inbox) if isinstance(event, Received)]
+    return [(TOPICS.device_of(event.topic), decode(event.payload)) for event in events]
+
+
+def refuse(transport: RunTransport, device: Device, reason: str, *, final: bool) -> None:
+    refused = Refused(device.hello.instance, reason, final=final)
+    transport.publish(TOPICS.to_device(device.name), encode(refused))
+
+
+def test_router_without_runs_welcomes_a_device(hall: Hall) -> None:
+    device = Device(hall, "pi-1")
+    device.say(device.hello)
+    assert device.heard() == [Welcome("i1", hall.router.epoch, NO_WORK)]
+    assert hall.belongs() == {"pi-1": None}
+
+
+def test_router_gives_a_device_that_waits_to_a_run_that_begins(hall: Hall) -> None:
+    """By its last hello; the run's epoch is that of all runs, so that the device need not join again."""
+    device = Device(hall, "pi-1")
+    device.say(device.hello)
+    run = hall.run("a")
+    assert drained(run.inbox)[0] == Connected()
+    assert run.shared_epoch == hall.router.epoch
+    device.say(Declined("a", 1, "train", "hot", 9.0))
+    assert [message for _, message in messages(run)] == [Declined("a", 1, "train", "hot", 9.0)]
+    assert hall.belongs() == {"pi-1": "a"}
+
+
+def test_router_gives_each_device_to_the_first_run_whose_labels_it_has(hall: Hall) -> None:
+    berlin, munich, rest = hall.run("b", "site=berlin"), hall.run("m", "site=munich,board=rpi5"), hall.run("r")
+    devices = [
+        Device(hall, "d-1", site="berlin"),
+        Device(hall, "d-2", site="munich", board="rpi5"),
+        Device(hall, "d-3", site="munich", board="rpi4"),
+    ]
+    for device in devices:
+        device.say(device.hello)
+        device.say(Declined("x", 1, "train", device.name, 9.0))
+    assert hall.belongs() == {"d-1": "b", "d-2": "m", "d-3": "r"}
+    for run, device in zip((berlin, munich, rest), devices, strict=True):
+        assert messages(run) == [
+            (device.name, device.hello),
+            (device.name, Declined("x", 1, "train", device.name, 9.0)),
+        ]
+
+
+def test_router_says_why_no_run_wants_a_device(hall: Hall) -> None:
+    hall.run("b", "site=berlin")
+    device = Device(hall, "d-1", site="munich")
+    device.say(device.hello)
+    [welcome] = device.heard()
+    assert welcome.waiting_for == "run b: it is for devices with site=berlin, and this one has site=munich"
+
+
+def test_router_gives_devices_of_a_run_that_ends_to_the_next(hall: Hall) -> None:
+    """What the first run says at its end reaches them, and the router's state topic is the router's alone."""
+    first, second = hall.run("a"), hall.run("b")
+    device = Device(hall, "pi-1")
+    device.say(device.hello)
+    assert messages(second) == []
+    device.heard()
+    first.publish(TOPICS.to_device("pi-1"), encode(RunEnded("a", "finished")))
+    first.publish(TOPICS.coordinator_state, encode(CoordinatorState(0, alive=False)))
+    first.close()
+    hall.settle()
+    assert device.heard() == [RunEnded("a", "finished")]
+    assert messages(second) == [("pi-1", device.hello)]
+    second.close()
+    hall.settle()
+    assert device.heard() == [Welcome("i1", hall.router.epoch, NO_WORK)]
+
+
+def test_router_offers_a_device_that_one_run_refuses_to_others(hall: Hall) -> None:
+    """A refusal that is final for one run is not for the service. One that is not final reaches the device."""
+    first, second = hall.run("a"), hall.run("b")
+    device = Device(hall, "pi-1")
+    device.say(device.hello)
+    refuse(first, device, "a twin", final=False)
+    assert device.heard() == [Refused("i1", "a twin", final=False)]
+    refuse(first, device, "other classes", final=True)
+    hall.settle()
+    assert messages(second) == [("pi-1", device.hello)]
+    refuse(second, device, "too small", final=True)
+    hall.settle()
+    assert device.heard() == [Welcome("i1", hall.router.epoch, "run a: other classes; run b: too small")]
+
+
+def test_router_passes_a_last_will_on_and_forgets_nothing(hall: Hall) -> None:
+    run = hall.run("a")
+    device = Device(hall, "pi-1")
+    device.say(device.hello)
+    messages(run)
+    device.transport.vanish()
+    hall.settle()
+    assert messages(run) == [("pi-1", DeviceState("i1", online=False))]
+    assert [(member.online, member.run) for member in hall.router.members()] == [(False, "a")]
+    run.close()
+    other = hall.run("b")
+    assert messages(other) == [], "it is not there"
+    back = Device(hall, "pi-1", instance="i2")
+    back.say(back.hello)
+    assert messages(other) == [("pi-1", back.hello)]
+
+
+def test_router_moves_a_device_whose_labels_changed(hall: Hall) -> None:
+    berlin, munich = hall.run("b", "site=berlin"), hall.run("m", "site=munich")
+    device = Device(hall, "pi-1", site="berlin")
+    device.say(device.hello)
+    messages(berlin)
+    device.transport.vanish()
+    moved = Device(hall, "pi-1", instance="i2", site="munich")
+    moved.say(moved.hello)
+    assert messages(berlin)[-1][1].online is False
+    assert messages(munich) == [("pi-1", moved.hello)]
+
+
+def test_router_refuses_a_second_device_of_the_same_name(hall: Hall) -> None:
+    device = Device(hall, "pi-1")
+    device.say(device.hello)
+    twin = Device(hall, "pi-1", instance="i2")
+    twin.say(twin.hello)
+    refused = twin.heard()[-1]
+    assert isinstance(refused, Refused)
+    assert not refused.final
+    assert "online already (on desk)" in refused.reason
+
+
+@pytest.mark.parametrize(("ended", "keep"), [(False, True), (True, False)])
+def test_router_answers_results_of_other_runs(hall: Hall, ended: bool, keep: bool) -> None:
+    hall.ended = {"old"} if ended else set()
+    device = Device(hall, "pi-1")
+    device.say(device.hello)
+    device.say(Result("old", 3, "train", 5, {}, ResourceUse()))
+    ack = device.heard()[-1]
+    assert isinstance(ack, ResultAck)
+    assert (ack.run, ack.round, ack.accepted, ack.keep) == ("old", 3, False, keep)
+
+
+def test_router_answers_a_hello_that_cannot_be_read(hall: Hall) -> None:
+    device = Device(hall, "pi-1")
+    device.transport.publish(TOPICS.from_device("pi-1"), b"\x63" + encode(device.hello)[1:])
+    hall.settle()
+    [refused] = device.heard()
+    assert refused.final
+    assert "wire version 99" in refused.reason
+
+
+def test_router_whose_link_breaks_takes_devices_back_where_they_were(hall: Hall) -> None:
+    """With another epoch, so that every device says hello."""
+    first, second = hall.run("a", "site=berlin"), hall.run("b", "site=berlin")
+    device = Device(hall, "pi-1", site="berlin")
+    device.say(device.hello)
+    before = hall.router.epoch
+    hall.broker.stop()
+    hall.settle()
+    hall.broker.start()
+    hall.settle()
+    assert hall.router.epoch != before
+    links = [event for event in drained(first.inbox) if not isinstance(event, Received)]
+    assert [type(event) for event in links] == [Connected, Disconnected, Connected]
+    assert first.shared_epoch == hall.router.epoch
+    device.say(device.hello)
+    assert messages(first) == [("pi-1", device.hello)]
+    assert messages(second) == []
+
+
+def test_router_answers_a_device_of_another_version_whose_name_a_run_knows(hall: Hall) -> None:
+    """What else cannot be read is for the run, which counts it."""
+    run = hall.run("a")
+    device = Device(hall, "pi-1")
+    device.say(device.hello)
+    drained(run.inbox)
+    device.transport.publish(TOPICS.from_device("pi-1"), b"\x63" + encode(device.hello)[1:])
+    device.transport.publish(TOPICS.from_device("pi-1"), encode(device.hello)[:1] + b"noise")
+    hall.settle()
+    assert [type(message) for message in device.heard()] == [Refused]
+    [noise] = drained(run.inbox)
+    assert isinstance(noise, Received)
+    assert noise.payload.endswith(b"noise")
+
+
+def test_router_expels_a_device_from_its_run_alone(hall: Hall) -> None:
+    hall.run("a", "site=berlin")
+    device = Device(hall, "pi-1", site="berlin")
+    device.say(device.hello)
+    assert hall.router.expel("pi-1") == "a"
+    assert hall.router.expel("pi-1") is None
+    assert hall.router.expel("nobody") is None
+    assert hall.router.members() == []

@@ -17,7 +17,7 @@ from fedvit import command_line
 @click.group(context_settings={"show_default": True})
 @click.version_option(package_name="fedvit")
 def cli() -> None:
-    """Dispatch federated rounds to a fleet of devices, and keep what comes of them."""
+    """Train models on a fleet of devices, round by round."""
 
 
 for command in (

@@ -23,7 +23,7 @@ from fedvit.wire.topics import Topics, check_name
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 3600.0
-"""A question may meet a desk that is just coming back, too."""
+"""A question may meet a coordinator that is just coming back, too."""
 
 
 class Membership(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Brokers that the coordinator brings along, for whoever has none: mosquitto where it is installed, else amqtt."""
+"""Brokers that the coordinator starts itself: mosquitto where it is installed, else amqtt."""
 
 import ipaddress
 import os

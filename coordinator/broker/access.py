@@ -1,6 +1,6 @@
-"""Who may say and hear what, as mosquitto reads it: the topics of a device, and nothing of any other device.
+"""Access rules, as mosquitto reads them: the topics of a device, and nothing of any other device.
 
-No topic can be both written and read by devices: who could hear itself would fill the broker's queues by itself.
+No topic can be both written and read by devices: a device that heard itself could fill the broker's queues.
 A device's name is the one in its certificate (%u), never what the client calls itself.
 """
 

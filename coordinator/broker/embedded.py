@@ -32,11 +32,11 @@ LINGER_S = 0.3
 TAKE_OVER_S = 5.0
 FIRST_BYTES_S = 10.0
 UNKNOWN_VERSION = b"\x20\x02\x00\x01"
-"""The answer of a broker of 3.1.1 to whoever asks for another version; the client asks again."""
+"""The answer of a broker of 3.1.1 to a client of another version; the client asks again."""
 
 
 class FleetPassword(BaseAuthPlugin):  # type: ignore[misc]
-    """Lets in who knows the fleet's password."""
+    """Lets in clients that know the fleet's password."""
 
     @dataclass
     class Config:

@@ -27,13 +27,13 @@ DEPLOYED_PACKET_BYTES = 256 * 1024
 """Of a packet at a deployment's broker: twice a chunk's message, the largest that a fleet sends."""
 LEAST_MEMORY_BYTES = 2**30
 WATCHED_SHARE = 0.75
-"""Of its hard limit: a broker that has grown so far is started again by who watches it, before it refuses anybody."""
+"""Of its hard limit: a broker that has grown so far is started again by its coordinator, before it refuses clients."""
 MAX_KEEPALIVE_S = 120
 """A client that says nothing for longer is taken for gone, whatever it announces itself."""
 _COMMON = [
     "# written by the coordinator at each start",
     "set_tcp_nodelay true",
-    # a retained message stays for good, for each topic that a client makes up; who retains is disconnected
+    # a retained message stays for good, for each topic that a client makes up; a client that retains is disconnected
     "retain_available false",
     # no client of ours leaves a session behind; this is the shortest time that mosquitto knows
     "persistent_client_expiration 1h",
@@ -147,7 +147,7 @@ def _common(packet_bytes: int) -> list[str]:
 
 def _text(lines: list[str]) -> str:
     if os.geteuid() == 0:
-        # started by root it becomes the user mosquitto, who cannot read this folder; the change of user
+        # started by root it becomes the user mosquitto, which cannot read this folder; the change of user
         # would also clear the signal that ends it with its parent
         lines = [lines[0], "user root", *lines[1:]]
     return "\n".join(lines) + "\n"

@@ -29,13 +29,13 @@ FLEET_USER = "fedvit"
 START_S = 300.0
 """So long a broker may take until it accepts connections, while its process lives."""
 SLOW_S = 5.0
-"""After so long it is said that it is slow; and who starts a broker again does not wait for longer."""
+"""After that time it is said to be slow; a restart does not wait for longer."""
 POLL_S = 0.02
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 60.0
 STOP_S = 3.0
 MOST_LOG_BYTES = 16 * 1024 * 1024
-"""A log that is longer takes the place of the one before: who connects again and again must not fill the disk."""
+"""A longer log takes the place of the one before: a client that connects again and again must not fill the disk."""
 _PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Broker:
         self._child.send_signal(signal.SIGHUP)
 
     def restart(self) -> str:
-        """End all connections; whoever is still let in comes back by itself. What came of it, for people."""
+        """End all connections; clients that are still let in come back. What came of it, for people."""
         self.stop()
         return self._start_again()
 
@@ -152,7 +152,7 @@ class Broker:
 
     def _start(self) -> None:
         self.up = False
-        # else whoever took the port meanwhile would pass for our broker
+        # else a program that took the port meanwhile would pass for our broker
         claim_port(self.address.host, self.address.port)
         self.log_position = self.log_file.stat().st_size if self.log_file.exists() else 0
         self._child = _spawn(self._command, self._environment, self.log_file)

@@ -104,7 +104,7 @@ def profile(
     as_json: bool,
     **budgets: Any,
 ) -> None:
-    """Predict what a method costs on boards: FLOPs, bytes, time, memory, energy; and who fits its budget.
+    """Predict what a method costs on boards: FLOPs, bytes, time, memory, energy; and which boards keep their budgets.
 
     Every --mask is combined with every --split. Ends with exit code 8 when a device fits none of the variants.
     """

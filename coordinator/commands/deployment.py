@@ -50,7 +50,7 @@ _deployment = click.option(
 )
 @click.option("--federation", default="home", help="Name under which devices and coordinator meet at the broker.")
 def init(folder: Path, hosts: tuple[str, ...], listen: str, port: int, enrolment_port: int, federation: str) -> None:
-    """Make a deployment: its own authority, certificates, and a broker's configuration that lets in nobody else."""
+    """Make a deployment: its authority, certificates, and a broker's configuration that lets in its devices alone."""
     from coordinator.broker.process import claim_port
     from coordinator.deployment.folder import Deployment, Settings, own_addresses, own_hosts
 
@@ -63,7 +63,7 @@ def init(folder: Path, hosts: tuple[str, ...], listen: str, port: int, enrolment
     )
     deployment = Deployment.create(folder, settings)
     given = "" if folder == DEFAULT_FOLDER else f" --deployment {folder}"
-    click.echo(f"deployment: {deployment.folder} (keep it secret: who has it can let in devices)")
+    click.echo(f"deployment: {deployment.folder} (keep it secret: with it devices can be let in)")
     click.echo(f"the broker's certificate is for: {', '.join(settings.hosts)}")
     click.echo(f"next: coordinator start{given or f' --deployment {folder}'}, and for each device: "
                f"coordinator enroll NAME{given}")  # fmt: skip
@@ -75,7 +75,7 @@ def init(folder: Path, hosts: tuple[str, ...], listen: str, port: int, enrolment
 @click.option("--valid", default="1h", callback=amount(parse_seconds), metavar="TIME", help="How long it can be used.")
 @click.option("--replace", is_flag=True, help="NAME may exist: what it has now is revoked when the token is used.")
 @click.option(
-    "--wait/--no-wait", default=True, help="Wait until the device has joined, and answer it where nobody does."
+    "--wait/--no-wait", default=True, help="Wait until the device has joined, and answer it where no coordinator does."
 )
 def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool) -> None:
     """Print a token with which one device can join, once, under NAME."""
@@ -127,7 +127,9 @@ def _is_used(deployment: "Deployment", token_id: str, name: str) -> bool:
 @click.command()
 @_deployment
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder of all runs: also who has strikes or is in quarantine there."
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Folder of all runs: devices with strikes or in quarantine there are marked.",
 )
 @click.option("--run", help="With --out: in this run and not in the newest.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
@@ -242,7 +244,9 @@ def revoke(name: str, folder: Path) -> None:
     until = time.monotonic() + APPLY_S
     while is_served(deployment) and applied_generation(deployment) < generation:
         if time.monotonic() > until:
-            raise LinkDown(f"{name} is revoked, but whoever serves the deployment does not answer: restart the broker")
+            raise LinkDown(
+                f"{name} is revoked, but the coordinator that serves the deployment does not answer: restart the broker"
+            )
         time.sleep(TICK_S)
     click.echo(f"{name} is revoked")
     if not is_served(deployment):

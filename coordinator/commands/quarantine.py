@@ -1,4 +1,4 @@
-"""`coordinator quarantine`: who has strikes or is in quarantine, and an end to it."""
+"""`coordinator quarantine`: devices with strikes or in quarantine, and an end to it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ def standings(store: "Store", run: str) -> list[Standing]:
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def quarantine(run: str, released: tuple[str, ...], out: Path, as_json: bool) -> None:
-    """List devices with strikes, and who is in quarantine; or release some, also while the run is on.
+    """List devices with strikes or in quarantine; or release some, also while the run is on.
 
     A device that was sent away has to be started again.
     """

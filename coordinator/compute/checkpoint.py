@@ -18,7 +18,7 @@ def save_state(
     updates: UpdatesConfig = AS_IT_IS,
     before: SavedState | None = None,
 ) -> SavedState:
-    """Put a state into `blobs`, one blob a group; and what devices get of it, who have what they got `before`."""
+    """Put a state into `blobs`, one blob a group; and what devices get of it that have what they got `before`."""
     members = {group: {name: state.tensors[name] for name in names} for group, names in groups.items()}
     saved = {group: blobs.put(pack(tensors)).digest for group, tensors in members.items()}
     memory = blobs.put(pack(state.memory)).digest if state.memory else None

@@ -35,15 +35,15 @@ class Screen:
     """The limits of one run; those that are None do not hold."""
 
     clip_norm: float | Literal["median"] | None = None  # longer deltas are scaled down to this norm
-    reject_scale: float | None = None  # > 1; longer than so many medians is left out
-    max_weight: float | None = None  # >= 1; samples count up to so many times the cohort's median
+    reject_scale: float | None = None  # > 1; what is longer than that multiple of the median is left out
+    max_weight: float | None = None  # >= 1; samples count up to that multiple of the cohort's median
 
     @classmethod
     def of(cls, config: ProtectionConfig) -> "Screen":
         return cls(clip_norm=config.clip_norm, reject_scale=config.reject_scale, max_weight=config.max_weight)
 
     def apply(self, uploads: Sequence[Upload]) -> Screened:
-        """Reads every upload once where it has to; order and content of what is kept do not depend on who came when."""
+        """Reads every upload once where it has to; what is kept, and its order, do not depend on the order of arrival."""
         if self == Screen() or not uploads:
             return Screened(list(uploads), [], {})
         kept, outliers = list(uploads), list[Outlier]()

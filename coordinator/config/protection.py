@@ -29,10 +29,10 @@ class ProtectionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     reject_scale: Annotated[
         float | None,
-        Meta(description="Updates longer than so many medians of the cohort are left out, and features so far off."),
+        Meta(description="Updates longer than this multiple of their median are left out, and features as far off."),
     ] = None
     max_weight: Annotated[
-        float | None, Meta(description="A device's samples count up to so many times the cohort's median.")
+        float | None, Meta(description="A device's samples count up to this multiple of the cohort's median.")
     ] = None
     strikes: Annotated[
         int, Meta(ge=0, description="Refused or out-of-scale results that put a device into quarantine; 0: none do.")

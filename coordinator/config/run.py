@@ -62,7 +62,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0.0
     selection: Annotated[
         Literal["uniform", "fair"],
-        Meta(description="Who is asked: anybody at random, or who was not asked for the longest time."),
+        Meta(description="Which devices are asked: uniformly random, or those not asked for the longest time."),
     ] = "uniform"
     deadline_s: (
         Annotated[
@@ -175,7 +175,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.mode == "buffered" or self.late != "refuse"
 
     def discount(self, staleness: int) -> float:
-        """Weight of a result that was made from a state so many rounds old (FedBuff, arXiv:2106.06639, section 5)."""
+        """Weight of a result made from a state `staleness` rounds old (FedBuff, arXiv:2106.06639, section 5)."""
         discounted = self.mode == "buffered" or self.late == "discount"
         return (1 + staleness) ** -0.5 if discounted else 1.0
 

@@ -1,4 +1,4 @@
-"""The deployment's own certificate authority: who may speak at the broker, and under which name.
+"""The deployment's own certificate authority: which devices may speak at the broker, and under which names.
 
 Keys are P-256. No clock need agree with another to better than a day: what is issued to a device is valid from a day
 ago on, and the server's certificates from the authority's own beginning to its end.

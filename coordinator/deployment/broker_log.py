@@ -1,4 +1,4 @@
-"""What mosquitto's log says of a deployment's broker: who is connected, who misuses it, and when it has read its lists.
+"""What mosquitto's log says of a deployment's broker: its connections, its misuse, and when it has read its lists.
 
 mosquitto counts neither a user's connections nor its sessions, and lists none. Its log names the user of each
 connection, from the certificate, at the end of a line whose beginning no client chooses; so no device can be made to

@@ -1,14 +1,14 @@
 """A deployment: one folder with everything that makes a fleet's broker safe by default.
 
 DIR/deployment.json        names, addresses and ports
-DIR/authority.pem .key     who vouches for everybody
+DIR/authority.pem .key     the authority of all certificates
 DIR/server.pem .key        the broker
 DIR/coordinator.pem .key   the coordinator, one client among others
 DIR/revoked.pem            certificates that are not valid any more
 DIR/registry.db            devices and tokens
 DIR/mosquitto.conf         the broker's configuration, and what it reads beside it:
 DIR/devices.acl, enrolment.acl, enrolment.passwords
-DIR/run/                   logs, and who serves this deployment now
+DIR/run/                   logs, and which process serves this deployment now
 """
 
 import base64

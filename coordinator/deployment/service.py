@@ -1,8 +1,8 @@
-"""Serving a deployment: its broker, its enrolment desk, and what must follow when somebody joins or is revoked.
+"""Serving a deployment: its broker, its enrolment service, and what follows when a device joins or is revoked.
 
 mosquitto reads its lists anew at SIGHUP, and no connection ends by it. But of two connections with one client id it
 closes the older one. So the coordinator connects once under each client id of a device that was revoked: the
-connections of that device end at once, and nobody else's.
+connections of that device end at once, and no other device's.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from coordinator.broker.mosquitto import find_mosquitto, run_mosquitto
 from coordinator.broker.process import Broker, claim_port
 from coordinator.deployment.authority import DEVICE_DAYS
 from coordinator.deployment.broker_log import BrokerLog, Misuse
-from coordinator.deployment.desk import Desk
+from coordinator.deployment.enrolment import EnrolmentService
 from coordinator.deployment.folder import COORDINATOR, Deployment, alone
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
@@ -43,7 +43,7 @@ class Service:
         deployment: Deployment,
         broker: Broker | None,
         address: Address,
-        desk: Desk,
+        enrolment: EnrolmentService,
         say: Callable[[str], None],
         *,
         applied: int,
@@ -54,7 +54,7 @@ class Service:
         self.revoked: SimpleQueue[str] = SimpleQueue()
         """Devices that were revoked while this process serves."""
         self._deployment = deployment
-        self._desk = desk
+        self._enrolment = enrolment
         self._say = say
         self._log = BrokerLog(broker.log_file, broker.log_position) if broker else None
         self._applied = self._applying = applied
@@ -63,10 +63,10 @@ class Service:
         self._report()
 
     def watch(self) -> None:
-        """Start the broker again if it died, let it know what changed in the registry, and see to who misuses it."""
+        """Start the broker again if it died, tell it what changed in the registry, and see to devices that misuse it."""
         with contextlib.suppress(queue.Empty):
             while True:
-                self._say(self._desk.news.get_nowait())
+                self._say(self._enrolment.news.get_nowait())
         if self.broker and self._log:
             for misuse in self._log.look():
                 self._on_misuse(misuse)
@@ -117,7 +117,7 @@ class Service:
             self._restart(broker, "it did not end the connections of a device that was shut out")
 
     def _restart(self, broker: Broker, why: str) -> None:
-        """The last resort: it ends all connections, and whoever is still let in comes back."""
+        """The last resort: it ends all connections, and devices that are still let in come back."""
         self._say(f"broker: {why}; it {broker.restart()}")
         self._on_applied()
 
@@ -133,7 +133,7 @@ class Service:
         self._cut = []
 
     def _on_misuse(self, misuse: Misuse) -> None:
-        """Count it for `coordinator devices`; revoke who keeps others from the broker."""
+        """Count it for `coordinator devices`; revoke devices that keep others from the broker."""
         name, what, shut_out = misuse
         if name == COORDINATOR:
             return
@@ -174,10 +174,10 @@ def served(
         if own:
             stack.callback(own.stop)
         address = broker or deployment.address
-        desk = Desk(deployment, address, device_days=device_days)
-        service = Service(deployment, own, address, desk, say, applied=applied)
-        desk.open()
-        stack.callback(desk.close)
+        enrolment = EnrolmentService(deployment, address, device_days=device_days)
+        service = Service(deployment, own, address, enrolment, say, applied=applied)
+        enrolment.open()
+        stack.callback(enrolment.close)
         yield service
 
 
@@ -251,5 +251,5 @@ def _reload_theirs(pid_file: Path) -> str:
             raise ProcessLookupError
         os.kill(pid, signal.SIGHUP)
     except (OSError, ValueError):
-        return "broker: reload it now (systemctl reload mosquitto, or kill -HUP): who may come in has changed"
-    return f"broker: mosquitto, process {pid}, was told who may come in"
+        return "broker: reload it now (systemctl reload mosquitto, or kill -HUP): which devices may connect has changed"
+    return f"broker: mosquitto, process {pid}, was told which devices may connect"

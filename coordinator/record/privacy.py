@@ -1,7 +1,7 @@
 """Differential privacy of a run: what a round costs, added up over the rounds that the store holds.
 
-Two promises that have nothing to do with each other. Of shared tensors' updates: whoever sees every model of the run
-can hardly tell whether one device took part. Of uploaded features: the server itself can hardly tell one row from
+Two promises that have nothing to do with each other. Of shared tensors' updates: an observer of every model of the
+run can hardly tell whether one device took part. Of uploaded features: the server itself can hardly tell one row from
 another. Both are for one delta; what they leave open is in docs/security.md.
 """
 
@@ -49,8 +49,10 @@ def cohort_seed(config: RunConfig) -> int:
 
 
 def spent(steps: Iterable[Step] | Mapping[Step, int], privacy: PrivacyConfig) -> float:
-    """Epsilon of all steps together, for the run's delta and under its assumption on who is asked; equal steps may be
-    given as their number."""
+    """Epsilon of all steps together, for the run's delta and under its assumption on which devices are asked.
+
+    Equal steps may be given as their number.
+    """
     times = Counter(steps)
     if not times:
         return 0.0

@@ -817,7 +817,7 @@ def _devices(connection: Connection, run: str, names: Iterable[str]) -> dict[str
 def _add_to_devices(
     connection: Connection, run: str, number: int, results: list[ResultRecord], asked: Iterable[str]
 ) -> None:
-    """A round's results, and who was asked in it, in the totals of its devices."""
+    """A round's results, and the devices asked in it, in the totals of its devices."""
     asked = set(asked)
     known = _devices(connection, run, asked | {result.device for result in results})
     for name in asked:

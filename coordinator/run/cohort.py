@@ -1,4 +1,4 @@
-"""Who is asked in a round."""
+"""Which devices are asked in a round."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,7 +8,7 @@ from coordinator.record.tables import Asked
 
 
 def cohort_size(cohort: float | int, devices: int) -> int:
-    """How many results a round wants of so many devices: a share (float, rounded, at least one) or a number.
+    """How many results a round wants of its devices: a share (float, rounded, at least one) or a number.
 
     >>> cohort_size(0.25, 10), cohort_size(0.01, 10), cohort_size(8, 3)
     (2, 1, 3)

@@ -23,7 +23,7 @@ Outcome = TypeVar("Outcome")
 
 TICK_S = 0.1
 EVENTS_AT_ONCE = 500
-"""After so many, deadlines and Ctrl-C are looked at, however fast a device sends."""
+"""After this many events, deadlines and Ctrl-C are looked at, however fast a device sends."""
 
 
 class Interrupted(Exception):

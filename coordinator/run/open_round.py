@@ -1,4 +1,4 @@
-"""One question to a cohort, while it is being answered: who was asked, who answered, who is missing."""
+"""One question to a cohort, while it is being answered: devices that were asked, that answered, that are missing."""
 
 import enum
 import time

@@ -1,4 +1,4 @@
-"""Who is alive: hellos, last wills, and two devices that claim one name."""
+"""Which devices are here: hellos, last wills, and two devices that claim one name."""
 
 import math
 import time
@@ -55,11 +55,11 @@ class Presence:
         return sum(device.online for device in self._devices.values())
 
     def available(self) -> list[str]:
-        """Who can be asked: online, and not resting."""
+        """Devices that can be asked: online, and not resting."""
         return [name for name in self.online() if not self._devices[name].rests()]
 
     def resting(self) -> list[Device]:
-        """Who is online, but declined to work for a while."""
+        """Devices that are online, but are not asked for a while."""
         return [self._devices[name] for name in self.online() if self._devices[name].rests()]
 
     def rest(self, name: str, reason: str, seconds: float) -> None:
@@ -97,7 +97,7 @@ class Presence:
         return True
 
     def may_return(self, grace_s: float) -> list[str]:
-        """Who went offline so recently that it may well come back."""
+        """Devices that went offline so recently that they may well come back."""
         since = time.monotonic() - grace_s
         return [name for name, device in self._devices.items() if device.left_at is not None and device.left_at > since]
 

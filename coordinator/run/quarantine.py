@@ -24,7 +24,7 @@ class Quarantine:
     def __init__(self, run: str, store: Store, protection: ProtectionConfig) -> None:
         self._run = run
         self._store = store
-        self._limit = protection.strikes  # so many are too many; 0 counts none
+        self._limit = protection.strikes  # the last of them puts a device into quarantine; 0 counts none
         self._rounds = protection.quarantine_rounds  # None: until the operator says otherwise
 
     def strike(self, device: str, round_number: int, reason: str) -> bool:

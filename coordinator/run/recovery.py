@@ -1,4 +1,4 @@
-"""Files of a run that were damaged: who is not served with them, what is made anew, and when the run gives up."""
+"""Files of a run that were damaged: no device is served with them, and they are made anew where they can be."""
 
 import logging
 from collections import Counter

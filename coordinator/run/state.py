@@ -27,7 +27,7 @@ REFUSALS_KEPT = 2000
 
 @dataclass
 class RunState:
-    """`say(line)` is for the operator to read later, `doing` for who looks now; `send(device, message)` is the wire."""
+    """`say(line)` tells the operator, `doing` is for `coordinator status`; `send(device, message)` is the wire."""
 
     run: str
     config: RunConfig

@@ -115,7 +115,7 @@ def _absolute(path: str | None) -> str | None:
 
 @contextmanager
 def _deployed(settings: BrokerConfig, federation: str, say: Callable[[str], None]) -> Iterator[Service]:
-    """The broker and the enrolment desk of a deployment. Raises ConfigError when they do not go with the run."""
+    """The broker and the enrolment service of a deployment. Raises ConfigError when they do not go with the run."""
     deployment = Deployment.open(Path(settings.deployment or ""))
     theirs_is = deployment.settings.federation
     if federation != theirs_is:

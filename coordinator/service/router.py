@@ -38,7 +38,7 @@ NO_WORK = "no run has work for it now"
 EVENTS_AT_ONCE = 500
 """After this many the runs themselves are looked after, however much devices say."""
 _HEAD_BYTES = 16
-"""A message's type is within so many bytes of its beginning."""
+"""A message's type is within its first bytes."""
 
 
 class RunTransport(Transport):

@@ -340,7 +340,7 @@ def test_a_new_device_takes_the_place_of_an_old_one(stage: Stage, tmp_path: Path
 
     wait_for(comes_in, "the new card to come in, as soon as the broker has begun anew")
     assert not Client(first.address(), "old card").connected
-    join(make_token(stage.deployment, "pi-next", 60.0), tmp_path / "next")  # the desk comes back to the broker, too
+    join(make_token(stage.deployment, "pi-next", 60.0), tmp_path / "next")  # enrolment comes back to the broker, too
 
 
 @pytest.mark.parametrize(
@@ -485,7 +485,7 @@ def test_a_certificate_is_renewed_in_its_last_third(stage: Stage, tmp_path: Path
 
 
 def test_a_certificate_is_not_renewed_earlier(stage: Stage, tmp_path: Path) -> None:
-    """Of 90 days 59 are over: 31 are left. The desk's next answer comes, so this question is behind it."""
+    """Of 90 days 59 are over: 31 are left. The next answer comes, so this question is behind it."""
     young = identity_of(stage.deployment, tmp_path / "young", "pi-young", age_days=59.0)
     old = identity_of(stage.deployment, tmp_path / "old", "pi-older", age_days=80.0)
     before, old_before = young.certificate.read_bytes(), old.certificate.read_bytes()

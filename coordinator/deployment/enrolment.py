@@ -1,4 +1,4 @@
-"""The enrolment desk: answers devices that bring a token, and those whose certificate is two thirds used up."""
+"""Enrolment: answers devices that bring a token, and those whose certificate is two thirds used up."""
 
 import base64
 import logging
@@ -41,7 +41,7 @@ RENEW_BELOW = 1 / 3
 """A certificate is renewed when less than this share of its time is left."""
 
 
-class Desk:
+class EnrolmentService:
     """A thread with a connection of its own to the broker; `news` is what people should know of it, line by line."""
 
     def __init__(self, deployment: Deployment, address: Address, *, device_days: float = DEVICE_DAYS) -> None:
@@ -53,7 +53,7 @@ class Desk:
         self._transport = MqttTransport(self._inbox, address, client_id=f"enrolment-{secrets.token_hex(4)}")
         self._seen: dict[str, float] = {}
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="enrolment-desk", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="enrolment", daemon=True)
 
     def open(self) -> None:
         self._transport.subscribe(self._topics.enrolment("+"), 1)
@@ -81,7 +81,7 @@ class Desk:
         self._note_seen()
 
     def _answer(self, event: Received) -> None:
-        """Whatever a stranger sends, the desk stays open."""
+        """Whatever a stranger sends, enrolment stays open."""
         who = self._topics.device_of(event.topic)
         try:
             if event.topic == self._topics.enrolment(who):
@@ -172,7 +172,7 @@ class Desk:
 
 
 def _check_token(token: OpenToken, message: JoinRequest, known: Device | None) -> None:
-    """Raises PeerRefused, in words for who stands at the device."""
+    """Raises PeerRefused, in words for the person at the device."""
     if token.withdrawn:
         raise PeerRefused(
             f"this token was withdrawn: {token.device!r} has joined with another one, or was revoked; "

@@ -43,7 +43,7 @@ class Screen:
         return cls(clip_norm=config.clip_norm, reject_scale=config.reject_scale, max_weight=config.max_weight)
 
     def apply(self, uploads: Sequence[Upload]) -> Screened:
-        """Reads every upload once where it has to; what is kept, and its order, do not depend on the order of arrival."""
+        """Reads every upload once where it has to; what is kept and its order do not depend on the order of arrival."""
         if self == Screen() or not uploads:
             return Screened(list(uploads), [], {})
         kept, outliers = list(uploads), list[Outlier]()

@@ -63,7 +63,7 @@ class Service:
         self._report()
 
     def watch(self) -> None:
-        """Start the broker again if it died, tell it what changed in the registry, and see to devices that misuse it."""
+        """Start the broker again if it died, tell it what changed in the registry, see to devices that misuse it."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._say(self._enrolment.news.get_nowait())

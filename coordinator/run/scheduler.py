@@ -1,7 +1,5 @@
 """Giving tasks to devices, and keeping their time."""
 
-import heapq
-import itertools
 import logging
 import math
 import time
@@ -47,10 +45,7 @@ class TaskScheduler:
         self._state = state
         self._exchange = exchange
         self._time_kept_at = -math.inf
-        self._to_look_at: list[tuple[float, int, Task]] = []  # a heap: when, a number that no other has, task
-        self._numbers = itertools.count()
         self._cannot_be_told: list[Overdue] = []
-        self._delayed: list[tuple[float, int, Task]] = []  # a heap: tasks that are told later
 
     # --- giving -----------------------------------------------------------------------------------------
 
@@ -112,7 +107,7 @@ class TaskScheduler:
         if not state.presence.is_online(device):
             return
         if time.monotonic() < task.offered_at:
-            heapq.heappush(self._delayed, (task.offered_at, next(self._numbers), task))
+            self.note_deadline(task)
             return
         state.tasks.offer(task)
         task.instance = state.presence[device].hello.instance
@@ -182,17 +177,12 @@ class TaskScheduler:
         if now - self._time_kept_at < KEEP_TIME_EVERY_S:
             return []
         self._time_kept_at = now
-        while self._delayed and self._delayed[0][0] <= now:
-            *_, task = heapq.heappop(self._delayed)
-            if self._state.tasks.is_current(task):
-                self.tell(task)
         for task in uploads:
             self._watch_upload(task, now, waits=task.device in waiting)
         overdue, self._cannot_be_told = self._cannot_be_told, []
-        while self._to_look_at and self._to_look_at[0][0] <= now:
-            at, _, task = heapq.heappop(self._to_look_at)
-            if at != task.look_at or not self._state.tasks.is_current(task):
-                continue  # it was looked at since, or is over
+        for task in self._state.tasks:
+            if task.look_at > now:
+                continue
             task.look_at = math.inf
             if found := self._look_at(task, now):
                 overdue.append(found)
@@ -202,6 +192,9 @@ class TaskScheduler:
 
     def _look_at(self, task: Task, now: float) -> Overdue | None:
         state, deadline, device = self._state, task.deadline, task.device
+        if -math.inf < task.offered_at <= now:
+            task.offered_at = -math.inf
+            self.tell(task)
         late, opened = state.waits_for_late(task.kind), state.opened
         if opened and now >= deadline.at and (opened.number, opened.kind) == (task.round, task.kind):
             opened.fail(device, Missing.DEADLINE)
@@ -224,10 +217,9 @@ class TaskScheduler:
             and self._state.presence.is_online(task.device)
         ):
             at = min(at, max(now, now + (deadline.told - now) / 2))
-        at = max(at, now + KEEP_TIME_EVERY_S)
-        if at < task.look_at - KEEP_TIME_EVERY_S:
-            task.look_at = at
-            heapq.heappush(self._to_look_at, (at, next(self._numbers), task))
+        if task.offered_at > now:  # it is told then
+            at = min(at, task.offered_at)
+        task.look_at = min(task.look_at, max(at, now + KEEP_TIME_EVERY_S))
 
     def _watch_upload(self, task: Task, now: float, *, waits: bool) -> None:
         """An upload moves the deadline on while its bytes come; and it takes the place of others, so they must come."""

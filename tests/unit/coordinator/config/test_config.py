@@ -64,6 +64,8 @@ mode = "rounds"
 buffer = 5
 concurrency = 6
 evaluate_every = 2
+evaluation_cohort = 0.5
+evaluation_quorum = 0.25
 evaluation = "pre_aggregation"
 accelerator = "cpu"
 federation = "lab-1"
@@ -192,6 +194,8 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             buffer=5,
             concurrency=6,
             evaluate_every=2,
+            evaluation_cohort=0.5,
+            evaluation_quorum=0.25,
             evaluation="pre_aggregation",
             accelerator="cpu",
             federation="lab-1",

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -27,8 +26,7 @@ from cryptography.x509.oid import NameOID
 from coordinator.broker.mosquitto import memory_limit_bytes
 from coordinator.broker.process import Broker
 from coordinator.cli import cli
-from coordinator.commands.start import _deployed
-from coordinator.config import BrokerConfig, RunConfig, StartConfig
+from coordinator.config import BrokerConfig, ProtectionConfig
 from coordinator.deployment.authority import DAY_S, Authority
 from coordinator.deployment.broker_log import MOST_CONNECTIONS
 from coordinator.deployment.folder import COORDINATOR, Deployment, make_token, own_hosts
@@ -36,6 +34,7 @@ from coordinator.deployment.registry import Device, OpenToken
 from coordinator.deployment.service import Service, served
 from coordinator.record.store import Store
 from coordinator.run.quarantine import Quarantine
+from coordinator.service.broker import meeting_point
 from edge_client import identity as identity_module
 from edge_client import join as join_module
 from edge_client.cli import Way, way_to_broker
@@ -735,7 +734,7 @@ def test_one_list_says_who_is_here_and_who_is_in_quarantine(tmp_path: Path) -> N
     for record, device, limit in (("older", "pi-2", 1), ("newest", "pi-1", 3)):
         store.create_run(record, {})
         store.open_round(record, 1, ["pi-1", "pi-2"])
-        Quarantine(record, store, limit=limit, rounds=4, began=lambda _: None).strike(device, 1, "NaN")
+        Quarantine(record, store, ProtectionConfig(strikes=limit, quarantine_rounds=4)).strike(device, 1, "NaN")
     store.close()
     listed = ["devices", "--deployment", str(deployment.folder)]
     assert all("strikes" not in entry for entry in json.loads(run(*listed, "--json").stdout))
@@ -810,12 +809,11 @@ def test_a_clock_that_may_be_right_is_believed(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_do_not_go_with_a_deployment(
-    stage: Stage, broker: dict[str, str], federation: str, words: str
+    stage: Stage, tmp_path: Path, broker: dict[str, str], federation: str, words: str
 ) -> None:
     settings = BrokerConfig(deployment=str(stage.deployment.folder), **broker)
-    config = StartConfig(cast(RunConfig, SimpleNamespace(federation=federation)), settings)  # a whole one loads torch
-    with pytest.raises(ConfigError, match=words):
-        _deployed(config, lambda _: None)
+    with pytest.raises(ConfigError, match=words), meeting_point(settings, federation, tmp_path, lambda _: None):
+        pass
 
 
 def test_a_way_that_was_given_wins_over_the_kept_one(stage: Stage, tmp_path: Path) -> None:

@@ -163,12 +163,12 @@ def test_a_device_keeps_the_newest_vaults_that_it_should(world: World, fedavg: S
     kept(vault, "resumable")
     vault.settle("resumable", 1)
     kept(vault, "waiting", upload=BlobStore(world.state / "blobs").put(b"upload"))
-    over(vault, "newest but one")
+    over(vault, "second")
     device = world.device(once=True)
     device.agent.keep_runs = 2
     world.server.acknowledge(world.result(fedavg))
     finish(world, device)
-    assert vault.runs() == ["run", "newest but one", "waiting", "resumable"]
+    assert vault.runs() == ["run", "second", "waiting", "resumable"]
     assert [result.run for result in vault.pending()] == ["waiting"]
 
 

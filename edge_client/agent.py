@@ -22,6 +22,7 @@ from edge_client.guard import Exceeded, Guard
 from edge_client.identity import Renewal
 from edge_client.integrity import Damaged, Integrity
 from edge_client.readiness import Readiness
+from edge_client.retention import blobs_of_model, retired
 from edge_client.runtime import Runtime, Stopped
 from edge_client.vault import Vault
 from edge_client.workbench import Job, Workbench
@@ -80,6 +81,8 @@ FETCHED_ANEW = 2
 """So often a task fetches a blob again that this device's disk does not keep as it was written."""
 
 COORDINATOR = "coordinator"
+OVER = ("finished", "cancelled")
+"""How a run ends that is not resumed."""
 
 
 class Work(Protocol):
@@ -165,6 +168,7 @@ class Agent:
         readiness: Readiness | None = None,
         integrity: Integrity | None = None,
         labels: dict[str, str] | None = None,
+        keep_runs: int | None = None,
     ) -> None:
         self.device = check_name(device, "device id")
         self.topics = Topics(check_name(federation, "federation"))
@@ -176,6 +180,7 @@ class Agent:
         self.profile = profile
         self.software = software
         self.labels = labels or {}
+        self.keep_runs = keep_runs  # vaults of older runs that are over are removed; None: all stay
         self._integrity = integrity or Integrity(blobs, vault.files)
         self._bench = self.workbench(
             device=self.device,
@@ -227,6 +232,7 @@ class Agent:
 
     def open(self) -> None:
         """Begin to connect; what an earlier process left unacknowledged is sent again. Raises StorageFailed."""
+        self.vault.finish_removals()
         for mended in self.vault.mend_all():
             self._integrity.report(mended.what)
             if mended.lost:
@@ -472,14 +478,38 @@ class Agent:
 
     def _on_run_ended(self, ended: RunEnded) -> None:
         log.info("run ended", extra={"run": ended.run, "status": ended.status})
-        finished = ended.status == "finished"  # then nobody will acknowledge results; a failed run may be resumed
+        over = ended.status in OVER and self._end(ended.run)
         for key, pending in list(self._pending.items()):
-            if key[0] == ended.run and (finished or not pending.is_result):
+            if key[0] == ended.run and (over or not pending.is_result):
                 del self._pending[key]
         if self._job and self._job.task.run != ended.run:
             return  # an earlier run's end, late
         self._drop_job()
         self._ended = ended
+        if over:
+            self._make_room(ended.run)
+
+    def _end(self, run: str) -> bool:
+        """Whether the vault knows from now on that nobody will acknowledge results of the run."""
+        try:
+            self.vault.end(run)
+        except FedvitError as error:  # the device stays; results of the run wait on
+            log.error("end of the run not noted", extra={"run": run, "reason": str(error)})
+            return False
+        return True
+
+    def _make_room(self, run: str) -> None:
+        """After a run: its blobs go, but those that the device's own model is made of; and vaults of older runs."""
+        try:
+            if run in self.vault.runs()[:1] and (note := self.vault.noted(run)):
+                needed = blobs_of_model(self._program(note.program), note, self.vault)
+                freed = self.blobs.prune(keep=needed | self._pinned())
+                log.info("blobs removed", extra={"run": run, "bytes": freed})
+            for old in [] if self.keep_runs is None else retired(self.vault, self.keep_runs):
+                self.vault.remove(old)
+                log.info("vault removed", extra={"run": old, "kept": self.keep_runs})
+        except (FedvitError, OSError) as error:  # it costs room, and nothing else
+            log.error("what the run left stays on the disk", extra={"run": run, "reason": str(error)})
 
     # --- a task ---------------------------------------------------------------------------------------
 
@@ -507,6 +537,7 @@ class Agent:
         task = job.task
         manifests = {manifest.digest: manifest for manifest in task.blobs}
         try:
+            self.vault.reopen(task.run)
             inline, new_bytes = self._keep_inline(task, manifests)
             job.fetched_bytes += new_bytes
             recipes = task.recipes if self._bench.takes_recipes else ()
@@ -614,6 +645,9 @@ class Agent:
     def _on_worked(self, worked: _Worked) -> None:
         job = worked.job
         if worked.result:
+            if self.vault.is_over(worked.result.run):  # it was done just when the run ended
+                self._end(worked.result.run)
+                return
             result = msgspec.structs.replace(worked.result, damaged=self._integrity.reports())
             self._answer(result)
             log.info(

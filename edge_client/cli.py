@@ -161,6 +161,13 @@ def _labels(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> di
     help="Encrypt personal tensors with the key in this file, which is made where it is missing.",
 )
 @click.option("--profile", is_flag=True, help="Measure the compute speed at the start, where it is not known yet.")
+@click.option(
+    "--keep-runs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Remove the vaults of finished runs that are older than the newest N runs of this device, whenever a run has "
+    "finished. By default all stay.",
+)
 @click.option("--once", is_flag=True, help="Leave when the run has ended instead of waiting for the next.")
 @click.option("--quiet", is_flag=True, help="Say only what is wrong.")
 @click.version_option(version("fedvit"))
@@ -195,6 +202,7 @@ def serve(
     labels: dict[str, str],
     vault_key: Path | None,
     profile: bool,
+    keep_runs: int | None,
     once: bool,
     quiet: bool,
 ) -> None:
@@ -257,6 +265,7 @@ def serve(
         readiness=readiness,
         renewal=Renewal(way.identity, Topics(way.federation)) if way.identity else None,
         labels=labels,
+        keep_runs=keep_runs,
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -540,8 +549,7 @@ def export(
 
     given = context.parent.params if context.parent else {}
     data, state, threads = data or given["data"], state or given["state"], threads or given["threads"]
-    if not (folder := state or (default_state(data) if data else None)):
-        raise ConfigError("--data or --state is missing: where this device's images or its state are")
+    folder = _state_folder(data, state)
     check_new(out)
     if not (folder / "device-id").is_file():
         raise ConfigError(f"no device has kept its state in {folder}; --state names another folder")
@@ -616,6 +624,66 @@ def predict(
         raise DataError(f"{failed} of {len(images)} images cannot be read")
 
 
+# --- room on the disk ---------------------------------------------------------------------------------
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+_DRY_RUN = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+
+
+@as_for_training("data", "state")
+@cli.command()
+@click.option(
+    "--keep-runs", type=click.IntRange(min=1), default=1, metavar="N", help="The newest runs, whose vaults stay."
+)
+@_DRY_RUN
+@_JSON
+@click.pass_context
+def gc(context: click.Context, /, *, keep_runs: int, dry_run: bool, as_json: bool, **own: Any) -> None:
+    """Remove the vaults of finished runs but the newest, blobs that no run needs, and files that were half written.
+
+    A run whose result was not acknowledged stays, and so does one whose end this device did not hear.
+    """
+    from edge_client.retention import collect, lines, locked
+
+    state = _there(_given(context, own))
+    with locked(state, lock_state):
+        report = collect(state, keep_runs=keep_runs, dry_run=dry_run)
+    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))
+
+
+@as_for_training("data", "state")
+@cli.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--force", is_flag=True, help="Also a run whose end this device did not hear.")
+@_DRY_RUN
+@_JSON
+@click.pass_context
+def rm(
+    context: click.Context, /, *, runs: tuple[str, ...], force: bool, dry_run: bool, as_json: bool, **own: Any
+) -> None:
+    """Remove the vaults of RUNS, the newest too. Never one whose result was not acknowledged."""
+    from edge_client.retention import lines, locked, remove_runs
+
+    state = _there(_given(context, own))
+    with locked(state, lock_state):
+        report = remove_runs(state, list(dict.fromkeys(runs)), force=force, dry_run=dry_run)
+    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))
+
+
+def _state_folder(data: Path | None, state: Path | None) -> Path:
+    if folder := state or (default_state(data) if data else None):
+        return folder
+    raise ConfigError("--data or --state is missing: where this device's images or its state are")
+
+
+def _there(given: Mapping[str, Any]) -> Path:
+    """The state folder of a device that has kept something already."""
+    folder = _state_folder(given["data"], given["state"])
+    if not (folder / "vault").is_dir():
+        raise ConfigError(f"no device has kept a run in {folder}; --state names another folder")
+    return folder
+
+
 # --- the device's state -------------------------------------------------------------------------------
 
 
@@ -645,7 +713,8 @@ def lock_state(folder: Path) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         owner = os.pread(handle, 32, 0).decode().strip()
-        raise ConfigError(f"state folder {folder} is in use by process {owner}; choose another with --state") from None
+        remedy = "stop that process, or choose another folder with --state"
+        raise ConfigError(f"state folder {folder} is in use by process {owner}: {remedy}") from None
     with contextlib.suppress(OSError):  # on a full disk the lock holds without a name on it
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)

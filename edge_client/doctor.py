@@ -18,6 +18,7 @@ from edge_client.vault import Vault
 from fedvit.blobs import ALGORITHM, is_whole
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown, StorageFailed
+from fedvit.files import folder_bytes
 from fedvit.quantities import format_bytes
 from fedvit.transport.mqtt import Address, in_words, tls_context
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
@@ -112,13 +113,15 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
 
 
 def check_disk(patient: Patient) -> Iterator[Finding]:
-    free = None if patient.state is None else free_disk_bytes(patient.state)
-    if free is None:
+    state = patient.state
+    free = None if state is None else free_disk_bytes(state)
+    if state is None or free is None:
         yield Finding(check="disk", level="ok", what="not measured")
         return
-    what = f"{format_bytes(free)} are free where the state is ({patient.state})"
+    taken = format_bytes(folder_bytes(state))
+    what = f"{format_bytes(free)} are free where the state is ({state}), which takes {taken}"
     level: Level = "error" if free < LEAST_DISK_BYTES else "warning" if free < LITTLE_DISK_BYTES else "ok"
-    remedy = "delete what is not needed, or put the state elsewhere with --state"
+    remedy = "delete what is not needed (edge-client gc: runs that are over), or put the state elsewhere with --state"
     yield Finding(check="disk", level=level, what=what, remedy=None if level == "ok" else remedy)
 
 

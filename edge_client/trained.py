@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from edge_client.retention import given_blob, own_groups
 from edge_client.runtime import Runtime, Seeds, Watch
 from edge_client.vault import TaskNote, Vault
 from edge_client.vault_key import VaultKey
@@ -20,7 +21,7 @@ from export.bundle.write import Trained
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.program import Gather, Program, Role, decode_program
+from fedvit.program import Gather, Program, decode_program
 from fedvit.tensors import Array, Tensors, check_tensors, mapped
 
 
@@ -45,7 +46,7 @@ def trained_here(
     try:
         program = decode_program(blobs.get(note.program))
         values, personal = _values(note, program, vault, blobs)
-        graphs = {graph: blobs.get(spec.digest) for graph, spec in program.graphs.items()}
+        graphs = {name: blobs.get(program.graphs[name].digest) for name in program.graphs_for("evaluate")}
     except BadPayload as error:
         newest = vault.runs()[0]
         if newest != run:
@@ -98,16 +99,13 @@ def _values(note: TaskNote, program: Program, vault: Vault, blobs: BlobStore) ->
     """Every tensor as the device's next evaluation would have it, and how many of them are its own."""
     values: Tensors = {}
     stored = vault.local(note.run) or {}
-    kept = program.evaluate.kept
-    if program.evaluate.kept_of_this_round and vault.round_of(note.run) != note.round:
-        kept = ()
+    own = own_groups(program, note, vault)
     personal = 0
-    for group, spec in program.groups.items():
-        own = spec.role is Role.LOCAL or group in kept
-        tensors = {name: stored[name] for name in program.names(group) if own and name in stored}
+    for group in program.groups:
+        tensors = {name: stored[name] for name in program.names(group) if group in own and name in stored}
         personal += len(tensors)
         if not tensors:  # not trained here yet
-            digest = note.groups.get(group) if spec.role.from_server_each_round else spec.initial
+            digest = given_blob(program, note, group)
             if digest is None:
                 raise BadPayload(f"group {group!r} has no value")
             tensors = mapped(blobs.path(digest))

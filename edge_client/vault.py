@@ -2,7 +2,8 @@
 
 Layout: `RUN/round-7-XXXXXXXX/{local.safetensors,result.msgpack,PENDING,SUMS}`; the file `RUN/CURRENT` names the
 newest complete round and is replaced atomically. So personal tensors and the result that belongs to them
-change together, or not at all. `RUN/TASK` says what the newest task of the run was made of.
+change together, or not at all. `RUN/TASK` says what the newest task of the run was made of, and `RUN/OVER` that the
+run is over for good. A run that is removed is first renamed to `.removed/XXXX`: it is there whole, or not at all.
 
 Where what is sent back is coded, `left.safetensors` holds what coding left out of the round's result, and
 `owed.safetensors` what results before it left out: that is what is owed until the result is accepted.
@@ -28,7 +29,7 @@ from edge_client.sums import SUMS, Sums, closed, opened, read_file, read_sums, w
 from edge_client.vault_key import VaultKey
 from fedvit.blobs import digest_of, digest_of_file, medium_failed
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
-from fedvit.files import WRITING, atomic_write, storage_failed, sync_folder
+from fedvit.files import WRITING, atomic_write, make_folder, storage_failed, sync_folder
 from fedvit.tensors import Tensors, mapped, pack, packed_pieces, unpack
 from fedvit.wire.messages import Result, Task, TaskKind
 from fedvit.wire.topics import check_name
@@ -40,6 +41,8 @@ _CURRENT = "CURRENT"
 _PENDING = "PENDING"
 _TASK = "TASK"
 _REFUSED = "REFUSED"
+_OVER = "OVER"
+_REMOVED = ".removed"
 
 
 class TaskNote(msgspec.Struct, frozen=True):
@@ -357,6 +360,66 @@ class Vault:
         """Runs that this device has worked for, the newest first."""
         notes = sorted(self.folder.glob(f"*/{_TASK}"), key=lambda file: file.stat().st_mtime, reverse=True)
         return [file.parent.name for file in notes]
+
+    # --- the end of a run -----------------------------------------------------------------------------
+
+    def end(self, run: str) -> None:
+        """The run is over for good, and no coordinator will acknowledge a result of it: one that waits is settled as
+        refused. Does nothing where the run left nothing here. Raises StorageFailed."""
+        home = self._home(run)
+        if not home.is_dir():
+            return
+        for folder in _generations(home):
+            self.settle(run, _round(folder), accepted=False)
+        atomic_write(home / _OVER, b"")
+
+    def reopen(self, run: str) -> None:
+        """The run goes on after all: a task of it came. Raises StorageFailed."""
+        file = self._home(run) / _OVER
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise storage_failed(f"cannot delete {file}", error) from error
+
+    def is_over(self, run: str) -> bool:
+        """Whether this device heard that the run is over for good."""
+        return (self._home(run) / _OVER).exists()
+
+    def waits(self, run: str) -> bool:
+        """Whether a result of the run was not acknowledged. Raises StorageFailed."""
+        return any((folder / _PENDING).exists() for folder in _generations(self._home(run)))
+
+    def path(self, run: str) -> Path:
+        """The folder of all that is kept of a run. Raises BadPayload for a name that no run can have."""
+        return self._home(run)
+
+    def remove(self, run: str) -> None:
+        """Remove all that is kept of a run, in one step: after a kill or a power cut it is here whole, or not at all.
+
+        Raises StorageFailed; what could not be deleted then is in `removed`.
+        """
+        home, removed = self._home(run), self.folder / _REMOVED
+        try:
+            if home.is_dir():
+                make_folder(removed)
+                home.rename(removed / secrets.token_hex(8))
+                sync_folder(removed)
+                sync_folder(self.folder)  # before anything is deleted: else a cut could bring back half of it
+        except OSError as error:
+            raise storage_failed(f"cannot remove {home}", error) from error
+        self.finish_removals()
+
+    def removed(self) -> list[Path]:
+        """What is left of runs whose removal was interrupted."""
+        return list((self.folder / _REMOVED).glob("*"))
+
+    def finish_removals(self) -> None:
+        """Delete what is left of runs whose removal was interrupted. Raises StorageFailed."""
+        for folder in self.removed():
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                raise storage_failed(f"cannot delete {folder}", error) from error
 
     def _home(self, run: str) -> Path:
         try:

@@ -126,17 +126,23 @@ class BlobStore:
         Not what is being received into now, nor what was half-received within the last `partial_kept_s` seconds.
         """
         freed = 0
+        for file, size in self.prunable(keep, partial_kept_s):
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                file.unlink()
+                freed += size
+        return freed
+
+    def prunable(self, keep: set[str], partial_kept_s: float = 0.0) -> Iterator[tuple[Path, int]]:
+        """The files that `prune` deletes, each with the bytes that this frees."""
         blobs = {self.path(digest) for digest in keep}
         kept = {path.with_name(path.name + suffix) for path in blobs for suffix in ("", PART, MAP)}
         for file in set(self.folder.glob("*/*")) - kept:
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
+            with contextlib.suppress(FileNotFoundError):
                 state = file.stat()
                 young = time.time() - state.st_mtime < partial_kept_s
                 if file.suffix in (PART, MAP) and (young or in_use(file.with_suffix(PART))):
                     continue
-                file.unlink()
-                freed += state.st_size if file.suffix != MAP else 0
-        return freed
+                yield file, state.st_size if file.suffix != MAP else 0
 
     def receive(self, manifest: Manifest) -> PartialBlob:
         """Begin to receive a blob piece by piece, or go on with it. Raises StorageFailed."""

@@ -129,7 +129,8 @@ def _replayed(before: Tree, ops: list[Op], garbage: bytes) -> Tree:
             case "sync" if op.path in state:
                 state[op.path] = op.content
             case "rename" if op.path in state:
-                state[op.to] = state.pop(op.path)
+                for path in [path for path in state if path == op.path or path.startswith(f"{op.path}/")]:
+                    state[op.to + path.removeprefix(op.path)] = state.pop(path)
             case "remove" | "rmdir":
                 for path in [path for path in state if path == op.path or path.startswith(f"{op.path}/")]:
                     del state[path]

@@ -16,7 +16,7 @@ from coordinator.record.store import COPIES, Store
 from coordinator.record.tables import ENDED, RunRecord
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.files import WRITING, storage_failed
+from fedvit.files import WRITING, folder_bytes, storage_failed
 from fedvit.program import Program, decode_program
 
 LOCK = "lock"
@@ -69,18 +69,6 @@ def is_served(folder: Path) -> bool:
     except ConfigError:
         return True
     return False
-
-
-def folder_bytes(folder: Path) -> int:
-    """Of all files in it; 0 when there is none."""
-    total = 0
-    for place, _, files in os.walk(folder):
-        for name in files:
-            try:
-                total += os.lstat(os.path.join(place, name)).st_size
-            except OSError:  # removed meanwhile
-                continue
-    return total
 
 
 def oldest_kept(newest: int, keep_rounds: int | None, since: int) -> int | None:

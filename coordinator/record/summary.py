@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.record.retention import folder_bytes
 from coordinator.record.store import Store
 from coordinator.record.tables import DeviceTotals, ResultRecord, RoundTotals
 from coordinator.record.totals import evaluated, trained, with_result
+from fedvit.files import folder_bytes
 from fedvit.resources import BudgetKind
 from profiles.report.terminal import column, first_that_fits, natural_width, shortened
 from profiles.report.terminal import table as new_table

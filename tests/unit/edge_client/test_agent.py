@@ -252,7 +252,7 @@ class World:
         self.server = server
         self.devices: list[Device] = []
         self._digits = digits
-        self._state = folder / "state"
+        self.state = folder / "state"
 
     def device(
         self,
@@ -263,7 +263,7 @@ class World:
         guard: Guard | None = None,
         readiness: Readiness | None = None,
     ) -> Device:
-        device = Device(self.broker, digits or self._digits, self._state, once=once, guard=guard, readiness=readiness)
+        device = Device(self.broker, digits or self._digits, self.state, once=once, guard=guard, readiness=readiness)
         self.devices.append(device)
         if joined:
             self.server.is_here(self.server.epoch)

@@ -152,8 +152,11 @@ def test_memory_that_is_not_known(patient: Patient, tmp_path: Path) -> None:
 
 
 def test_disk(patient: Patient) -> None:
+    assert patient.state is not None
+    patient.state.mkdir()
+    (patient.state / "blob").write_bytes(bytes(12_000))
     [found] = check_disk(patient)
-    assert str(patient.state) in found.what
+    assert f"({patient.state}), which takes 12.0 kB" in found.what
     free = shutil.disk_usage(patient.root).free
     assert found.level == ("ok" if free >= 10**9 else "warning" if free >= 10**8 else "error")
     [unknown] = check_disk(replace(patient, state=None))

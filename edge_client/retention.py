@@ -1,0 +1,211 @@
+"""What a device keeps of runs: vaults, the blobs that its own models are made of, and nothing that was half written.
+
+Nothing of a run goes that has a result nobody acknowledged. `edge-client gc` and `rm` remove while the device does not
+run, and the device itself when a run has ended.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from edge_client.vault import TaskNote, Vault
+from fedvit.blobs import BlobStore
+from fedvit.errors import BadPayload, ConfigError
+from fedvit.files import WRITING, folder_bytes, storage_failed
+from fedvit.program import Program, Role, decode_program
+from fedvit.quantities import format_bytes
+
+VAULT, BLOBS, LOCK = "vault", "blobs", "lock"
+
+
+# --- what a model is made of --------------------------------------------------------------------------
+
+
+def own_groups(program: Program, note: TaskNote, vault: Vault) -> set[str]:
+    """The groups of which the vault holds the device's own tensors, as its next evaluation would use them."""
+    newest = vault.round_of(note.run)
+    if not newest:
+        return set()
+    of_this_round = newest == note.round or not program.evaluate.kept_of_this_round
+    return {*program.with_role(Role.LOCAL), *(program.evaluate.kept if of_this_round else ())}
+
+
+def given_blob(program: Program, note: TaskNote, group: str) -> str | None:
+    """The blob with the values of a group as the server gave it; None where it gave none."""
+    spec = program.groups[group]
+    return note.groups.get(group) if spec.role.from_server_each_round else spec.initial
+
+
+def blobs_of_model(program: Program, note: TaskNote, vault: Vault) -> set[str]:
+    """All that the device's own model of a run is made of (edge_client.trained), beside what the vault holds."""
+    given = {given_blob(program, note, group) for group in program.groups.keys() - own_groups(program, note, vault)}
+    graphs = {program.graphs[name].digest for name in program.graphs_for("evaluate")}
+    return {note.program, *graphs, *(digest for digest in given if digest)}
+
+
+# --- which runs go ------------------------------------------------------------------------------------
+
+
+def retired(vault: Vault, keep_runs: int) -> list[str]:
+    """Runs that are older than the newest `keep_runs` of this device, are over, and have no result that waits."""
+    return [run for run in vault.runs()[keep_runs:] if _why_it_stays(vault, run) is None]
+
+
+def _why_it_stays(vault: Vault, run: str) -> str | None:
+    if vault.waits(run):
+        return "a result waits to be acknowledged"
+    return None if vault.is_over(run) else "this device did not hear that it is over"
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """Something that is removed, or would be, or stays."""
+
+    what: str  # run, blobs, file
+    run: str | None = None
+    path: str
+    bytes: int
+    why: str
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """What was done to a device's state, or would be."""
+
+    state: str
+    dry_run: bool
+    removed_bytes: int
+    removed: list[Entry]
+    kept: list[Entry]
+
+
+def lines(report: Report) -> str:
+    """The report as a table in plain text."""
+    verb = "would remove" if report.dry_run else "removed"
+    rows = [(verb, entry) for entry in report.removed] + [("stays", entry) for entry in report.kept]
+    named = max((len(entry.run or "") for _, entry in rows), default=0)
+    shown = [
+        f"{what:<{len(verb)}}  {entry.what:<5}  {entry.run or '':<{named}}  {format_bytes(entry.bytes):>8}  {entry.why}"
+        for what, entry in rows
+    ]
+    total = f"{verb} {format_bytes(report.removed_bytes)}" if report.removed else "nothing to remove"
+    return "\n".join([*shown, f"{total} in {report.state}"])
+
+
+@contextlib.contextmanager
+def locked(state: Path, lock: Callable[[Path], int]) -> Iterator[None]:
+    """While no device runs with this state, nor a process that its blobs are shared with. Raises ConfigError."""
+    owner = (state / BLOBS).resolve().parent
+    folders = {state.resolve()} | ({owner} if (owner / LOCK).exists() else set())
+    handles = list[int]()
+    try:
+        for folder in sorted(folders):
+            handles.append(lock(folder))
+        yield
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def collect(state: Path, *, keep_runs: int, dry_run: bool) -> Report:
+    """Remove the vaults of runs that are over, but not those of the newest `keep_runs` runs, and what no run that stays
+    needs; with `dry_run` only say what would be removed. For a state that no device runs with. Raises StorageFailed."""
+    vault = Vault(state / VAULT)
+    newest = vault.runs()[:keep_runs]
+    gone = dict.fromkeys(retired(vault, keep_runs), f"over, and older than the newest {keep_runs}")
+    kept = {
+        run: f"among the newest {keep_runs}" if run in newest else str(_why_it_stays(vault, run))
+        for run in vault.runs()
+        if run not in gone
+    }
+    return _removed(state, vault, gone, kept, dry_run=dry_run)
+
+
+def remove_runs(state: Path, runs: list[str], *, force: bool, dry_run: bool) -> Report:
+    """Remove the vaults of some runs, and what no run that stays needs. For a state that no device runs with.
+
+    Raises ConfigError, before anything is removed, for a run that is not here, one with a result that waits, and,
+    without `force`, one whose end this device did not hear; StorageFailed.
+    """
+    vault = Vault(state / VAULT)
+    for run in runs:
+        try:
+            there = vault.path(run).is_dir()
+        except BadPayload as error:
+            raise ConfigError(str(error)) from error
+        if not there:
+            raise ConfigError(f"no run {run!r} in {vault.folder}; there are: {', '.join(vault.runs()[:5]) or 'none'}")
+        if vault.waits(run):
+            raise ConfigError(f"a result of run {run!r} waits to be acknowledged: start the device, and it is sent")
+        if not vault.is_over(run) and not force:
+            raise ConfigError(
+                f"this device did not hear that run {run!r} is over, and its personal tensors are lost if the run is "
+                "resumed; --force removes it all the same"
+            )
+    kept = {run: "not asked for" for run in vault.runs() if run not in runs}
+    return _removed(state, vault, dict.fromkeys(runs, "asked for"), kept, dry_run=dry_run)
+
+
+def _removed(state: Path, vault: Vault, gone: dict[str, str], kept: dict[str, str], *, dry_run: bool) -> Report:
+    """Runs with the reason why they go or stay. What is to be removed is known before anything is."""
+    removed = [_run(vault, run, why) for run, why in gone.items()]
+    removed += [_file(folder, "its removal was interrupted") for folder in vault.removed()]
+    half = [file for file in state.rglob(f"{WRITING}*") if not file.is_relative_to(state / BLOBS)]
+    half = [file for file in half if not any(file.is_relative_to(entry.path) for entry in removed)]
+    removed += [_file(file, "it was being written when a process ended") for file in half]
+    blobs = BlobStore(state / BLOBS)
+    shared = blobs.folder.is_symlink()  # the devices of a host remove what none of them needs
+    needed = set[str]() if shared else _needed(vault, blobs, kept)
+    if not shared and (size := sum(size for _, size in blobs.prunable(needed))):
+        why = "neither a run that stays nor a result that waits needs them"
+        removed.append(Entry(what="blobs", path=str(blobs.folder), bytes=size, why=why))
+    if not dry_run:
+        for run in gone:
+            vault.remove(run)
+        vault.finish_removals()
+        for file in half:
+            _delete(file)
+        if not shared:
+            blobs.prune(needed)
+    return Report(
+        state=str(state),
+        dry_run=dry_run,
+        removed_bytes=sum(entry.bytes for entry in removed),
+        removed=removed,
+        kept=[_run(vault, run, why) for run, why in kept.items()],
+    )
+
+
+def _needed(vault: Vault, blobs: BlobStore, runs: Iterable[str]) -> set[str]:
+    """Blobs for the models of runs, for the next task of those that are not over, and uploads that wait to be sent."""
+    needed = {result.upload.digest for result in vault.pending() if result.upload}
+    for run in runs:
+        note = vault.noted(run)
+        if note is None:
+            continue
+        try:
+            program = decode_program(blobs.get(note.program))
+        except BadPayload:  # a newer run's task has taken its room, or it is damaged: nothing can be made of the rest
+            continue
+        needed |= blobs_of_model(program, note, vault)
+        if not vault.is_over(run):
+            needed |= {*program.fetched_once(), *note.groups.values()}
+    return needed
+
+
+def _run(vault: Vault, run: str, why: str) -> Entry:
+    home = vault.path(run)
+    return Entry(what="run", run=run, path=str(home), bytes=folder_bytes(home), why=why)
+
+
+def _file(path: Path, why: str) -> Entry:
+    size = folder_bytes(path) if path.is_dir() else path.stat().st_size
+    return Entry(what="file", path=str(path), bytes=size, why=why)
+
+
+def _delete(file: Path) -> None:
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise storage_failed(f"cannot delete {file}", error) from error

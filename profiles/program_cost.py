@@ -144,16 +144,15 @@ PIECE_ELEMENTS = 1 << 17
 
 def _together(*parts: tuple[Work, float]) -> Work:
     """So much of each."""
-    products: dict[tuple[Any, ...], float] = defaultdict(float)
+    products: dict[ProductWork, float] = defaultdict(float)  # by size, with a count of 1
     moved_bytes: dict[str, float] = defaultdict(float)
     for work, times in parts:
         for product in work.products:
-            *sizes, count = msgspec.structs.astuple(product)
-            products[*sizes,] += times * count
+            products[msgspec.structs.replace(product, count=1.0)] += times * product.count
         for op, size_bytes in work.moved_bytes.items():
             moved_bytes[op] += times * size_bytes
     return Work(
-        products=[ProductWork(*sizes, count) for sizes, count in products.items()],
+        products=[msgspec.structs.replace(product, count=count) for product, count in products.items()],
         moved_bytes=dict(moved_bytes),
         nodes=sum(work.nodes * times for work, times in parts),
     )

@@ -18,7 +18,8 @@ def runs(out: Path, as_json: bool) -> None:
     """List all runs, newest first."""
     from rich.console import Console
 
-    from coordinator.record.summary import overview, runs_table
+    from coordinator.commands.run_tables import runs_table
+    from coordinator.record.summary import overview
 
     store = existing_store(out)
     try:
@@ -38,7 +39,8 @@ def runs(out: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(run: str, out: Path, as_json: bool) -> None:
     """Print one run: accuracy by round, devices, refusals."""
-    from coordinator.record.summary import MOST_ROUNDS, summarise
+    from coordinator.commands.run_tables import MOST_ROUNDS
+    from coordinator.record.summary import summarise
 
     store = existing_store(out)
     try:
@@ -57,6 +59,7 @@ def show(run: str, out: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(run: str | None, out: Path, as_json: bool) -> None:
     """Say what RUN, by default the newest, is waiting for, since when and until when."""
+    from coordinator.record.summary import run_head
     from coordinator.run.status import lines, read_status
 
     store = existing_store(out)
@@ -66,8 +69,8 @@ def status(run: str | None, out: Path, as_json: bool) -> None:
     record = store.run(run) if run else runs[0]
     found = read_status(out / record.id)
     if as_json:
-        said = {"run": record.id, "status": record.status, **msgspec.to_builtins(found), "stale": found.is_stale()}
-        click.echo(json.dumps(said, indent=2))
+        head = msgspec.structs.asdict(run_head(record))
+        click.echo(json.dumps({**head, **msgspec.to_builtins(found), "stale": found.is_stale()}, indent=2))
         return
     click.echo("\n".join(lines(record.id, record.status, found)))
 
@@ -76,7 +79,7 @@ def print_summary(summary: Any) -> None:
     """The tables of one run on standard output."""
     from rich.console import Console
 
-    from coordinator.record.summary import report
+    from coordinator.commands.run_tables import report
 
     console = Console()
     console.print(report(summary, console.width))

@@ -12,6 +12,7 @@ import onnx
 from onnx import TensorProto
 
 from fedvit.resources import ProductKind
+from profiles.prediction import ProductWork, Work
 
 Shape = tuple[int, ...]
 
@@ -55,6 +56,22 @@ class GraphCost:
     @cached_property
     def flops(self) -> int:
         return sum(node.flops for node in self.nodes)
+
+    @cached_property
+    def work(self) -> Work:
+        """Of one run."""
+        products: dict[Product, float] = defaultdict(float)
+        moved_bytes: dict[str, float] = defaultdict(float)
+        for node in self.nodes:
+            if node.product:
+                products[node.product] += 1
+            elif node.moved_bytes:
+                moved_bytes[node.op] += node.moved_bytes
+        return Work(
+            products=[ProductWork(*product, count) for product, count in products.items()],
+            moved_bytes=dict(moved_bytes),
+            nodes=len(self.nodes),
+        )
 
 
 def graph_cost(content: bytes) -> GraphCost:

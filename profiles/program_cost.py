@@ -2,16 +2,19 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fedvit.program import Collect, Program, Role, TensorSpec, Train, encode_program
 from fedvit.resources import IMAGE_CACHE_BYTES
 from fedvit.tensors import packed_size
 from fedvit.updates import NONE, coded_form, make_codec
-from profiles.cost import GraphCost, Product, flop_shares
+from profiles.cost import GraphCost, flop_shares
 from profiles.prediction import FlopShare, MemoryPhase, ProductWork, ProgramCost, Work
 
 ARENA_SLACK = 1.4
@@ -19,59 +22,80 @@ ARENA_SLACK = 1.4
 that others leave, and kernels have buffers of their own. 1.2 to 1.6 over the cases of `fleet bench profile`."""
 
 
-def program_cost(
-    program: Program,
-    options: Mapping[str, Any],
-    graphs: Mapping[str, GraphCost],
-    *,
-    images: int,
-    test_images: int,
-    cache_bytes: int = IMAGE_CACHE_BYTES,
-) -> ProgramCost:
-    """Price a Program for a device with so many training and test images, spread evenly over its classes.
-
-    `graphs` has the cost of each of the Program's graphs, `options` are the method's; `cache_bytes` is what decoded
-    images may take.
+@dataclass(frozen=True)
+class PricedProgram:
+    """A Program whose graphs are priced. `cost` says what it costs a device; what is the same for any number of images
+    is counted once.
     """
-    steps = sum(program.steps_of(phase, images) for phase in program.train)
-    runs = {phase.graph: _runs(program, phase) for phase in program.train}
-    shares = _flop_shares(graphs, runs)
-    trained = _held(program, lambda role: role.trained_on_device)
-    fixed = _held(program, lambda role: not role.trained_on_device)
-    down = [name for name, group in program.groups.items() if group.role.from_server_each_round]
-    collected = {phase.collect: _collected(phase.collect, images) for phase in program.train if phase.collect}
-    first = [name for name, group in program.groups.items() if group.initial]
-    whole = sum(_sent_down(program, group, whole=True) for group in down)
-    bytes_down = sum(_sent_down(program, group) for group in down)
-    once = whole - bytes_down + sum(cost.graph_bytes for cost in graphs.values()) + len(encode_program(program))
-    once += sum(_packed(program, [group]) for group in first)
-    return ProgramCost(
-        method=program.method,
-        model=program.model,
-        options=dict(options),
-        batch_size=program.batch.batch_size,
-        run_size=program.batch.run_size,
-        kept_patches=program.batch.kept_patches,
-        mask_ratio=program.batch.mask_ratio,
-        parameters_trained=_numbers(trained),
-        parameters_frozen=_numbers(fixed),
-        parameters_local=_numbers(_held(program, lambda role: role is Role.LOCAL)),
-        flops_forward=sum(share.forward for share in shares),
-        flops_backward=sum(share.backward for share in shares),
-        flops=shares,
-        flops_evaluate=graphs[program.evaluate.graph].flops // program.batch.answer_size,
-        step_work=_step_work(program, graphs, images),
-        answer_work=_work((graphs[program.evaluate.graph], 1.0)),
-        answer_size=program.batch.answer_size,
-        steps=steps,
-        images=images,
-        test_images=test_images,
-        flops_round=sum(_runs_of_round(program, phase, images) * graphs[phase.graph].flops for phase in program.train),
-        bytes_once=once,
-        bytes_down=bytes_down,
-        bytes_up=_uploaded(program, collected),
-        memory=_memory(program, graphs, collected, images, test_images, cache_bytes),
-    )
+
+    program: Program
+    options: Mapping[str, Any]  # of the method
+    graphs: Mapping[str, GraphCost]  # of every graph of the Program
+
+    def cost(self, *, images: int, test_images: int, cache_bytes: int = IMAGE_CACHE_BYTES) -> ProgramCost:
+        """For a device with so many training and test images, spread evenly over its classes.
+
+        `cache_bytes` is what decoded images may take.
+        """
+        program, graphs = self.program, self.graphs
+        collected = {phase.collect: _collected(phase.collect, images) for phase in program.train if phase.collect}
+        # a device keeps its decoded images where all of them fit, or none
+        kept_bytes, kept_test_bytes = (
+            bytes_ if bytes_ <= cache_bytes else 0
+            for bytes_ in (count * 3 * program.batch.image_size**2 for count in (images, test_images))
+        )
+        return msgspec.structs.replace(
+            self._without_images,
+            step_work=_step_work(program, graphs, images),
+            steps=sum(program.steps_of(phase, images) for phase in program.train),
+            images=images,
+            test_images=test_images,
+            flops_round=sum(
+                _runs_of_round(program, phase, images) * graphs[phase.graph].flops for phase in program.train
+            ),
+            bytes_up=_uploaded(program, collected) if collected else self._without_images.bytes_up,
+            memory=_with_images(self._without_images.memory, collected, kept_bytes, kept_test_bytes),
+        )
+
+    @cached_property
+    def _without_images(self) -> ProgramCost:
+        program, graphs = self.program, self.graphs
+        shares = _flop_shares(graphs, {phase.graph: _runs(program, phase) for phase in program.train})
+        trained = _held(program, lambda role: role.trained_on_device)
+        fixed = _held(program, lambda role: not role.trained_on_device)
+        down = [name for name, group in program.groups.items() if group.role.from_server_each_round]
+        first = [name for name, group in program.groups.items() if group.initial]
+        whole = sum(_sent_down(program, group, whole=True) for group in down)
+        bytes_down = sum(_sent_down(program, group) for group in down)
+        once = whole - bytes_down + sum(cost.graph_bytes for cost in graphs.values()) + len(encode_program(program))
+        once += sum(_packed(program, [group]) for group in first)
+        return ProgramCost(
+            method=program.method,
+            model=program.model,
+            options=dict(self.options),
+            batch_size=program.batch.batch_size,
+            run_size=program.batch.run_size,
+            kept_patches=program.batch.kept_patches,
+            mask_ratio=program.batch.mask_ratio,
+            parameters_trained=_numbers(trained),
+            parameters_frozen=_numbers(fixed),
+            parameters_local=_numbers(_held(program, lambda role: role is Role.LOCAL)),
+            flops_forward=sum(share.forward for share in shares),
+            flops_backward=sum(share.backward for share in shares),
+            flops=shares,
+            flops_evaluate=graphs[program.evaluate.graph].flops // program.batch.answer_size,
+            step_work=Work(products=[], moved_bytes={}, nodes=0),
+            answer_work=graphs[program.evaluate.graph].work,
+            answer_size=program.batch.answer_size,
+            steps=0,
+            images=0,
+            test_images=0,
+            flops_round=0,
+            bytes_once=once,
+            bytes_down=bytes_down,
+            bytes_up=_uploaded(program, {}),
+            memory=_memory_without_images(program, graphs),
+        )
 
 
 # --- work ---------------------------------------------------------------------------------------------
@@ -98,8 +122,8 @@ def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -
     """Of one optimizer step, averaged over those of all phases."""
     steps = {phase: program.steps_of(phase, images) for phase in program.train}
     total = max(1, sum(steps.values()))
-    parts = [(graphs[phase.graph], _runs_of_round(program, phase, images) / total) for phase in steps]
-    work = _work(*parts)
+    parts = [(graphs[phase.graph].work, _runs_of_round(program, phase, images) / total) for phase in steps]
+    work = _together(*parts)
     for phase, count in steps.items():
         if phase.update:  # of vectors of any length: two operands and a result of so many numbers
             numbers = _moved_bytes(program, phase) // 4
@@ -118,20 +142,19 @@ PIECE_ELEMENTS = 1 << 17
 """Of one run of an update (edge_client.steps)."""
 
 
-def _work(*parts: tuple[GraphCost, float]) -> Work:
-    """So many runs of some graphs."""
-    products: dict[Product, float] = defaultdict(float)
-    moved: dict[str, float] = defaultdict(float)
-    for cost, runs in parts:
-        for node in cost.nodes:
-            if node.product:
-                products[node.product] += runs
-            elif node.moved_bytes:
-                moved[node.op] += runs * node.moved_bytes
+def _together(*parts: tuple[Work, float]) -> Work:
+    """So much of each."""
+    products: dict[ProductWork, float] = defaultdict(float)  # by size, with a count of 1
+    moved_bytes: dict[str, float] = defaultdict(float)
+    for work, times in parts:
+        for product in work.products:
+            products[msgspec.structs.replace(product, count=1.0)] += times * product.count
+        for op, size_bytes in work.moved_bytes.items():
+            moved_bytes[op] += times * size_bytes
     return Work(
-        products=[ProductWork(*product, count) for product, count in products.items()],
-        moved_bytes=dict(moved),
-        nodes=sum(len(cost.nodes) * runs for cost, runs in parts),
+        products=[msgspec.structs.replace(product, count=count) for product, count in products.items()],
+        moved_bytes=dict(moved_bytes),
+        nodes=sum(work.nodes * times for work, times in parts),
     )
 
 
@@ -194,15 +217,10 @@ def _uploaded(program: Program, collected: Mapping[Collect, int]) -> int:
 # --- memory -------------------------------------------------------------------------------------------
 
 
-def _memory(
-    program: Program,
-    graphs: Mapping[str, GraphCost],
-    collected: Mapping[Collect, int],
-    images: int,
-    test_images: int,
-    cache_bytes: int,
-) -> list[MemoryPhase]:
-    """Beside the software: what each part of a round holds."""
+def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) -> list[MemoryPhase]:
+    """Beside the software: what each part of a round holds, but for the images that a device keeps decoded and what is
+    collected of them.
+    """
     batch = program.batch
     trained = _held(program, lambda role: role.trained_on_device)
     weights = _size_bytes(_held(program, lambda role: not role.trained_on_device))
@@ -214,11 +232,6 @@ def _memory(
     patches = 4 * batch.patch_values
     # one batch is trained on, one waits, one is made; as pictures and as patches
     batches = 3 * batch.batch_size * batch.kept_patches * patches + batch.batch_size * image_bytes
-    # a device keeps its decoded images where all of them fit, or none
-    pictures, tested = (
-        count * image_bytes if count * image_bytes <= cache_bytes else 0 for count in (images, test_images)
-    )
-    features = sum(4 * count * prod(collect.shape) for collect, count in collected.items())
     sent = _size_bytes(_held(program, lambda role: role.sent_back))
     if any(program.groups[group].up != NONE for group in program.groups):
         sent += _uploaded(program, {})  # what coding left out takes the place of the changes, one by one
@@ -231,8 +244,8 @@ def _memory(
                 "weights": weights,
                 "trained": copies * moved,
                 "activations": activations,
-                "images": pictures + batches,
-                "features": features,
+                "images": batches,
+                "features": 0,
             },
         ),
         MemoryPhase(
@@ -242,8 +255,8 @@ def _memory(
                 "weights": mapped if sent else weights,
                 "trained": moved + sent,
                 "activations": activations,  # an arena does not shrink
-                "images": pictures,
-                "features": 2 * features,
+                "images": 0,
+                "features": 0,
             },
         ),
         MemoryPhase(
@@ -252,9 +265,28 @@ def _memory(
                 "graphs": _loaded(graphs.values()),
                 "weights": mapped,
                 "activations": max(activations, answers),
-                "images": pictures + tested + batch.answer_size * (image_bytes + batch.patches * patches),
+                "images": batch.answer_size * (image_bytes + batch.patches * patches),
             },
         ),
+    ]
+
+
+def _with_images(
+    memory: list[MemoryPhase], collected: Mapping[Collect, int], kept_bytes: int, kept_test_bytes: int
+) -> list[MemoryPhase]:
+    """With decoded training and test images, and what is collected."""
+    features = sum(4 * count * prod(collect.shape) for collect, count in collected.items())
+    added = {
+        "train": {"images": kept_bytes, "features": features},
+        "upload": {"images": kept_bytes, "features": 2 * features},
+        "evaluate": {"images": kept_bytes + kept_test_bytes},
+    }
+    return [
+        MemoryPhase(
+            phase=phase.phase,
+            parts={part: size_bytes + added[phase.phase].get(part, 0) for part, size_bytes in phase.parts.items()},
+        )
+        for phase in memory
     ]
 
 

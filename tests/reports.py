@@ -204,6 +204,7 @@ def run_document(predicted: bool = True, rounds: int = 12) -> RunDocument:
         seed=7,
         rounds_planned=rounds,
         protocol="newest tensors from the server + own local tensors, each device's own test images",
+        settings={"devices": 4, "options.mask": 0.75, "classes": [f"class {number}" for number in range(100)]},
         rounds=[
             RunRound(
                 round=number, cohort=4, accepted=3 if number == 3 else 4, accuracy_mean=0.93 - 0.6 / number,

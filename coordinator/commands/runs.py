@@ -21,7 +21,8 @@ def runs(out: Path, as_json: bool) -> None:
     """List all runs, newest first."""
     from rich.console import Console
 
-    from coordinator.record.summary import overview, runs_table
+    from coordinator.commands.run_tables import runs_table
+    from coordinator.record.summary import overview
 
     store = existing_store(out)
     try:
@@ -41,7 +42,8 @@ def runs(out: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(run: str, out: Path, as_json: bool) -> None:
     """Print one run: accuracy by round, devices, refusals."""
-    from coordinator.record.summary import MOST_ROUNDS, summarise
+    from coordinator.commands.run_tables import MOST_ROUNDS
+    from coordinator.record.summary import summarise
 
     store = existing_store(out)
     try:
@@ -60,6 +62,7 @@ def show(run: str, out: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(run: str | None, out: Path, as_json: bool) -> None:
     """Say what RUN is waiting for, since when and until when; by default what the service does, or the newest run."""
+    from coordinator.record.summary import run_head
     from coordinator.run.status import lines, read_status
 
     store = existing_store(out)
@@ -77,8 +80,8 @@ def status(run: str | None, out: Path, as_json: bool) -> None:
         return
     found = read_status(out / record.id)
     if as_json:
-        said = {"run": record.id, "status": record.status, **msgspec.to_builtins(found), "stale": found.is_stale()}
-        click.echo(json.dumps(said, indent=2))
+        head = msgspec.structs.asdict(run_head(record))
+        click.echo(json.dumps({**head, **msgspec.to_builtins(found), "stale": found.is_stale()}, indent=2))
         return
     click.echo("\n".join(lines(record.id, record.status, found)))
 
@@ -87,7 +90,7 @@ def print_summary(summary: Any) -> None:
     """The tables of one run on standard output."""
     from rich.console import Console
 
-    from coordinator.record.summary import report
+    from coordinator.commands.run_tables import report
 
     console = Console()
     console.print(report(summary, console.width))

@@ -19,13 +19,12 @@ from coordinator.planning.target import Target
 from fedvit.errors import OverBudget
 from fedvit.methods.base import Economy, Method
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch, Program
+from fedvit.program import Batch
 from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget, BudgetKind, image_cache_bytes
-from profiles.cost import GraphCost
 from profiles.predict import predict
 from profiles.prediction import Prediction, ProgramCost
-from profiles.program_cost import program_cost
+from profiles.program_cost import PricedProgram
 
 MOST_PRICED = 32
 """Forms that are priced for one device before the search ends."""
@@ -71,10 +70,10 @@ class Fitter:
 
     vit: PatchViT
     batch_of: Callable[[Method], Batch]
-    price: Callable[[Method], tuple[Program, dict[str, GraphCost]]]
+    price: Callable[[Method], PricedProgram]
     progress: Callable[[str], None]
     allowed: Callable[[Method], bool] = lambda method: True
-    priced: dict[Method, tuple[Program, dict[str, GraphCost]]] = field(default_factory=dict)
+    priced: dict[Method, PricedProgram] = field(default_factory=dict)  # those that were traced, and those alike
 
     def fit(self, method: Method, target: Target) -> tuple[Method, Choice]:
         """The form that keeps the highest share and fits; of equal ones the fastest.
@@ -194,7 +193,7 @@ class Fitter:
             enough = target._replace(budget=msgspec.structs.replace(target.budget, memory_bytes=int(needed)))
             again = []
             for method, form, _ in forms:
-                cost = self.cost_of(method, self._graphs(method), enough)
+                cost = cost_on(enough, self.program_of(method))
                 again.append(Priced(method, self.form(cost, form.changes, form.kept, target), cost))
             if _needed("memory", again) <= needed:
                 return again
@@ -231,20 +230,8 @@ class Fitter:
 
     def _priced(self, method: Method, changes: dict[str, Any], kept: float, target: Target) -> Priced:
         method = replace(method, **{name: value for name, value in changes.items() if name == "micro_batch"})
-        cost = self.cost_of(method, self._graphs(method), target)
+        cost = cost_on(target, self.program_of(method))
         return Priced(method, self.form(cost, changes, kept, target), cost)
-
-    def cost_of(self, method: Method, priced: tuple[Program, dict[str, GraphCost]], target: Target) -> ProgramCost:
-        """Of a Program whose graphs are priced, on the images of a device."""
-        program, graphs = priced
-        return program_cost(
-            program,
-            msgspec.to_builtins(method),
-            graphs,
-            images=target.images,
-            test_images=target.test_images,
-            cache_bytes=image_cache_bytes(target.budget.memory_bytes if target.budget_is_own else None),
-        )
 
     def form(self, cost: ProgramCost, changes: dict[str, Any], kept: float, target: Target) -> Form:
         """What a device may expect."""
@@ -264,14 +251,26 @@ class Fitter:
         )
         return Form(changes=changes, kept=kept, prediction=prediction)
 
-    def _graphs(self, method: Method) -> tuple[Program, dict[str, GraphCost]]:
-        """Program and prices; options that no graph depends on need no other graphs."""
-        alike = method.as_traced()
-        if alike not in self.priced:
-            self.progress(f"pricing {_said(alike)}")
-            self.priced[alike] = self.price(alike)
-        program, graphs = self.priced[alike]
-        return msgspec.structs.replace(program, train=method.phases(self.vit)), graphs
+    def program_of(self, method: Method) -> PricedProgram:
+        """The method's Program; options that no graph depends on need no other graphs."""
+        if method not in self.priced:
+            alike = method.as_traced()
+            if alike not in self.priced:
+                self.progress(f"pricing {_said(alike)}")
+                self.priced[alike] = self.price(alike)
+            of_alike = self.priced[alike]
+            program = msgspec.structs.replace(of_alike.program, train=method.phases(self.vit))
+            self.priced[method] = PricedProgram(program, msgspec.to_builtins(method), of_alike.graphs)
+        return self.priced[method]
+
+
+def cost_on(target: Target, priced: PricedProgram) -> ProgramCost:
+    """What a Program costs on the images of a device."""
+    return priced.cost(
+        images=target.images,
+        test_images=target.test_images,
+        cache_bytes=image_cache_bytes(target.budget.memory_bytes if target.budget_is_own else None),
+    )
 
 
 def grid(economies: Sequence[Economy]) -> Iterator[tuple[dict[str, Any], float]]:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from coordinator.config import PrivacyConfig, RunConfig
-from coordinator.planning.fitting import Fitter
+from coordinator.planning.fitting import Fitter, cost_on
 from coordinator.planning.target import Target
 from export.graphs import export_graphs, unverified_graphs
-from fedvit.blobs import BlobStore
+from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Method, ServerRule, ServerState
@@ -40,6 +40,7 @@ from fedvit.tensors import Tensors, pack, unpack
 from fedvit.updates import NONE
 from profiles.cost import GraphCost, graph_cost
 from profiles.prediction import Expected
+from profiles.program_cost import PricedProgram
 
 PROTOCOLS = {
     "newest": "newest tensors from the server + own local tensors, each device's own test images",
@@ -60,8 +61,12 @@ class Variant(NamedTuple):
     """A Program in the blob store, and the method it was made of."""
 
     digest: str
-    program: Program
+    priced: PricedProgram
     method: Method
+
+    @property
+    def program(self) -> Program:
+        return self.priced.program
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Plan:
     progress: Callable[[str], None]
     variants: dict[Method, Variant]
     choices: dict[tuple[Method, bytes], tuple[Variant, Expected]]  # by method and target without its name
+    costs: dict[str, GraphCost]  # by the graph's digest
     packed: dict[tuple[str, str], str]  # (digest, precision) -> digest
     lock: threading.Lock
 
@@ -133,7 +139,7 @@ class Plan:
     def _choose(self, method: Method, target: Target) -> tuple[Variant, Expected]:
         if target.budget == Budget():
             variant = self._variant(method)
-            cost = self.fitter.cost_of(method, self._shipped(variant), target)
+            cost = cost_on(target, variant.priced)
             form = self.fitter.form(cost, {}, 1.0, target)
         else:
             method, choice = self.fitter.fit(method, target)
@@ -147,10 +153,6 @@ class Plan:
             changes=form.changes,
             kept=form.kept,
         )
-
-    def _shipped(self, variant: Variant) -> tuple[Program, dict[str, GraphCost]]:
-        program = variant.program
-        return program, {name: graph_cost(self.blobs.get(spec.digest)) for name, spec in program.graphs.items()}
 
     @cached_property
     def fitter(self) -> Fitter:
@@ -166,11 +168,10 @@ class Plan:
 
     def _make(self, method: Method) -> Variant:
         batch = self.batch_of(method)
+        exported = export_graphs(method, self.vit, batch, cache=self.cache, progress=self.progress)
+        costs = {name: self._cost_of_graph(graph.content) for name, graph in exported.items()}
         graphs = {
-            name: GraphSpec(self.blobs.put(exported.content).digest, graph_cost(exported.content).flops)
-            for name, exported in export_graphs(
-                method, self.vit, batch, cache=self.cache, progress=self.progress
-            ).items()
+            name: GraphSpec(self.blobs.put(graph.content).digest, costs[name].flops) for name, graph in exported.items()
         }
         program = self._program(method, batch, graphs, lambda members: self.blobs.put(pack(members)).digest)
         raw = encode_program(program)
@@ -178,14 +179,23 @@ class Plan:
             decode_program(raw)
         except BadPayload as error:
             raise ConfigError(f"no device would take what follows from the method's options: {error}") from error
-        return Variant(self.blobs.put(raw).digest, program, method)
+        priced = PricedProgram(program, msgspec.to_builtins(method), costs)
+        return Variant(self.blobs.put(raw).digest, priced, method)
 
-    def priced(self, method: Method) -> tuple[Program, dict[str, GraphCost]]:
+    def _cost_of_graph(self, content: bytes) -> GraphCost:
+        digest = digest_of(content)
+        if digest not in self.costs:
+            self.costs[digest] = graph_cost(content)
+        return self.costs[digest]
+
+    def priced(self, method: Method) -> PricedProgram:
         """The Program that a method would give, without its blobs, and what its graphs cost; takes seconds."""
         batch = self.batch_of(method)
-        costs = {name: graph_cost(content) for name, content in unverified_graphs(method, self.vit, batch).items()}
+        contents = unverified_graphs(method, self.vit, batch)
+        costs = {name: self._cost_of_graph(content) for name, content in contents.items()}
         graphs = {name: GraphSpec(_NO_DIGEST, cost.flops) for name, cost in costs.items()}
-        return self._program(method, batch, graphs, lambda members: _NO_DIGEST), costs
+        program = self._program(method, batch, graphs, lambda members: _NO_DIGEST)
+        return PricedProgram(program, msgspec.to_builtins(method), costs)
 
     def batch_of(self, method: Method) -> Batch:
         """How a device turns images into a method's inputs."""
@@ -339,6 +349,7 @@ def make_plan(
         progress=progress,
         variants={},
         choices={},
+        costs={},
         packed={},
         lock=threading.Lock(),
     )

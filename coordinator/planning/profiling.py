@@ -28,7 +28,6 @@ from profiles.catalogue import Board, load
 from profiles.crosscheck import fvcore_check
 from profiles.predict import predict
 from profiles.prediction import FlopShare, ProgramCost
-from profiles.program_cost import program_cost
 from profiles.published import published_figures
 from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVariant
 
@@ -122,11 +121,9 @@ def _priced(request: Request, plan: Plan, options: dict[str, Any], progress: Cal
     method = make_method(request.method, options).in_round(1, 1)
     method.groups(plan.vit)  # says what does not fit the model
     progress(f"pricing {', '.join(f'{name} = {value}' for name, value in options.items()) or request.method}")
-    program, graphs = plan.priced(method)
-    cost = program_cost(
-        program, msgspec.to_builtins(method), graphs, images=request.images, test_images=request.test_images
-    )
-    return msgspec.structs.replace(cost, flops=[_marked(entry, program) for entry in cost.flops])
+    priced = plan.priced(method)
+    cost = priced.cost(images=request.images, test_images=request.test_images)
+    return msgspec.structs.replace(cost, flops=[_marked(entry, priced.program) for entry in cost.flops])
 
 
 def _marked(share: FlopShare, program: Program) -> FlopShare:

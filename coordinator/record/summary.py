@@ -1,23 +1,28 @@
-"""A run in figures: for `coordinator show`, the demo's closing table, and `--json`."""
+"""The read model of a run: what the record holds of it, as data.
 
-import math
-from collections import Counter
-from collections.abc import Iterator
+`coordinator show`, `runs`, `report` and `status`, experiments and the demo read this and nothing else of the store;
+how it looks is theirs.
+"""
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
+from coordinator.config import RunConfig
+from coordinator.record.privacy import DEVICE_EPSILON, EPSILON, ROW_EPSILON, UPLOAD_EPSILON
 from coordinator.record.store import Store
-from coordinator.record.tables import DeviceTotals, ResultRecord, RoundTotals
+from coordinator.record.tables import DeviceTotals, RefusalRecord, ResultRecord, RoundTotals, RunRecord
 from coordinator.record.totals import evaluated, trained, with_result
+from fedvit.errors import ConfigError
 from fedvit.files import folder_bytes
 from fedvit.resources import BudgetKind
-from profiles.report.terminal import column, first_that_fits, natural_width, shortened
-from profiles.report.terminal import table as new_table
+from profiles.report.document import DeviceRound
 
 
 class RoundSummary(RoundTotals, frozen=True, kw_only=True):
@@ -26,6 +31,44 @@ class RoundSummary(RoundTotals, frozen=True, kw_only=True):
     round: int
     accuracy: dict[str, float]  # by device, of an evaluated round whose details are there
     figures: dict[str, float]
+
+    @property
+    def devices_s(self) -> float | None:
+        """From the first task to the last result."""
+        return self.figures.get("devices_s")
+
+    @property
+    def server_s(self) -> float | None:
+        return self.figures.get("server_s")
+
+    @property
+    def late(self) -> int:
+        """Results of earlier rounds that the round used."""
+        return int(self.figures.get("late", 0))
+
+    @property
+    def declined(self) -> int:
+        return int(self.figures.get("declined", 0))
+
+    @property
+    def epsilon(self) -> float | None:
+        """Of devices' updates, over all rounds up to this one. None, as all of these, where there is no such noise."""
+        return self.figures.get(EPSILON)
+
+    @property
+    def row_epsilon(self) -> float | None:
+        """Of one row of features in one upload."""
+        return self.figures.get(ROW_EPSILON)
+
+    @property
+    def upload_epsilon(self) -> float | None:
+        """Of all rows of the round's largest upload."""
+        return self.figures.get(UPLOAD_EPSILON)
+
+    @property
+    def device_epsilon(self) -> float | None:
+        """Of all features of one device, over all rounds up to this one."""
+        return self.figures.get(DEVICE_EPSILON)
 
 
 class DeviceSummary(Struct, frozen=True, kw_only=True):
@@ -46,34 +89,36 @@ class DeviceSummary(Struct, frozen=True, kw_only=True):
     broke: dict[BudgetKind, int]  # how often each budget was broken
 
 
-class RunLine(Struct, frozen=True, kw_only=True):
-    """One run in the list of all."""
+class RunHead(Struct, frozen=True, kw_only=True):
+    """What tells one run from others."""
 
     run: str
-    created_at: str
+    created_at: str  # ISO 8601, UTC
     status: str
-    method: str
-    model: str
-    rounds: int
-    rounds_planned: int
-    mean_accuracy: float | None  # of its newest evaluation
-    bytes: int  # of its folder; the record is one file of all runs
-
-
-class RunSummary(Struct, frozen=True, kw_only=True):
-    run: str
-    created_at: str
-    status: str
-    reason: str | None
+    reason: str | None  # why it failed or was interrupted
     method: str
     model: str
     seed: int
     rounds_planned: int
+    settings: dict[str, Any]  # that differ from the defaults; keys of tables as "privacy.clip"
+
+
+class RunLine(RunHead, frozen=True, kw_only=True):
+    """One run in the list of all."""
+
+    rounds: int
+    mean_accuracy: float | None  # of its newest evaluation
+    bytes: int  # of its folder; the record is one file of all runs
+
+
+class RunSummary(RunHead, frozen=True, kw_only=True):
+    """One run from the totals of its rounds and devices."""
+
     protocol: str | None  # how accuracy is measured: papers differ
     classes: tuple[str, ...]
     rounds: list[RoundSummary]
     devices: list[DeviceSummary]
-    refusals: list[dict[str, str | int | bool | None]]
+    refusals: list[RefusalRecord]
     strikes: dict[str, int] = {}  # by device, over the whole run
     quarantined: dict[str, str] = {}  # devices that are in quarantine -> why
     epsilon: float | None = None  # differential privacy of devices' updates after the last round; None: none
@@ -101,28 +146,22 @@ def summarise(store: Store, run: str, accuracy_of: int | None = None) -> RunSumm
         for result in results:
             known[result.device] = with_result(known.get(result.device, DeviceTotals()), result)
     listed = [rounds[number] for number in sorted(rounds)]
-    devices = [_device(name, known[name]) for name in sorted(known) if known[name].results or known[name].budget_broken]
+    heard_of = (name for name, totals in known.items() if totals.results or totals.budget_broken)
+    devices = [_device(name, known[name]) for name in sorted(heard_of, key=natural_order)]
+    strikes = Counter(entry.device for entry in store.strikes(run))
     peaks = [device.peak_rss_bytes for device in devices if device.peak_rss_bytes is not None]
-    means = (entry.accuracy_mean for entry in reversed(listed) if entry.accuracy_mean is not None)
     return RunSummary(
-        run=run,
-        created_at=record.created_at,
-        status=record.status,
-        reason=record.reason,
-        method=str(record.config.get("method")),
-        model=str(record.config.get("model")),
-        seed=int(record.config.get("seed", 0)),
-        rounds_planned=int(record.config.get("rounds", 0)),
+        **_head(record),
         protocol=record.protocol,
         classes=record.classes,
         rounds=listed,
         devices=devices,
-        refusals=[msgspec.structs.asdict(entry) for entry in store.refusals(run)],
-        strikes=dict(sorted(Counter(entry.device for entry in store.strikes(run)).items())),
+        refusals=store.refusals(run),
+        strikes={name: strikes[name] for name in sorted(strikes, key=natural_order)},
         quarantined={record.device: record.reason for record in store.quarantines(run) if record.holds(last or 1)},
-        epsilon=_last(listed, "dp_epsilon"),
-        feature_epsilon=_last(listed, "dp_device_epsilon"),
-        mean_accuracy=next(means, None),
+        epsilon=_newest(entry.epsilon for entry in reversed(listed)),
+        feature_epsilon=_newest(entry.device_epsilon for entry in reversed(listed)),
+        mean_accuracy=_newest(entry.accuracy_mean for entry in reversed(listed)),
         bytes_down=sum(device.bytes_down for device in devices),
         bytes_up=sum(device.bytes_up for device in devices),
         max_edge_rss_bytes=max(peaks, default=None),
@@ -133,18 +172,86 @@ def overview(store: Store, folder: Path) -> list[RunLine]:
     """All runs, newest first; `folder` is that of the runs."""
     return [
         RunLine(
-            run=record.id,
-            created_at=record.created_at,
-            status=record.status,
-            method=str(record.config.get("method")),
-            model=str(record.config.get("model")),
+            **_head(record),
             rounds=store.last_round(record.id),
-            rounds_planned=int(record.config.get("rounds", 0)),
             mean_accuracy=store.mean_accuracy(record.id),
             bytes=folder_bytes(folder / record.id),
         )
         for record in store.runs()
     ]
+
+
+def run_head(record: RunRecord) -> RunHead:
+    return RunHead(**_head(record))
+
+
+def _head(record: RunRecord) -> dict[str, Any]:
+    config = record.config
+    usual = json.loads(msgspec.json.encode(RunConfig()))
+    return {
+        "run": record.id,
+        "created_at": record.created_at,
+        "status": record.status,
+        "reason": record.reason,
+        "method": str(config.get("method")),
+        "model": str(config.get("model")),
+        "seed": int(config.get("seed", 0)),
+        "rounds_planned": int(config.get("rounds", 0)),
+        "settings": dict(_differing(config, usual)),
+    }
+
+
+def _differing(settings: Mapping[str, Any], usual: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        default = usual.get(name)
+        if isinstance(value, dict):
+            yield from _differing(value, default if isinstance(default, dict) else {}, f"{table}{name}.")
+        elif name not in usual or value != default:
+            yield f"{table}{name}", value
+
+
+def read_round(store: Store, run: str, number: int) -> RoundSummary:
+    """A closed round from its totals, without accuracies by device. Raises ConfigError when there is none."""
+    entry = store.round(run, number)
+    if entry is None or entry.totals is None:
+        raise ConfigError(f"run {run!r} has no round {number} that is closed")
+    return _round(number, entry.totals, entry.figures, {})
+
+
+def device_rounds(store: Store, run: str, rounds: list[RoundSummary]) -> dict[str, list[DeviceRound]]:
+    """What became of every training task, by device: of rounds whose details are there. Those that are still at work
+    are left out.
+    """
+    expected, accuracy = store.expected(run), {entry.round: entry.accuracy for entry in rounds}
+    results = {(entry.round, entry.device): entry for entry in store.results(run) if entry.kind == "train"}
+    missing = {(entry.round, entry.device): entry for entry in store.refusals(run) if entry.kind != "evaluate"}
+    found: dict[str, list[DeviceRound]] = defaultdict(list)
+    for record in store.rounds(run):
+        for device in record.cohort:
+            task = record.round, device
+            result, refusal = results.get(task), missing.get(task)
+            if result is None and record.closed_at is None:
+                continue
+            found[device].append(
+                DeviceRound(
+                    round=record.round,
+                    status="accepted" if result else "refused" if refusal and not refusal.lost else "dropped out",
+                    expected=expected.get(task),
+                    measured=result.use if result else None,
+                    accuracy=accuracy.get(record.round, {}).get(device),
+                    reason=refusal.reason if refusal and not result else None,
+                )
+            )
+    return found
+
+
+def natural_order(name: str) -> list[str | int]:
+    """To sort names by, with the numbers in them as numbers.
+
+    >>> sorted(["device-10", "device-2", "pi"], key=natural_order)
+    ['device-2', 'device-10', 'pi']
+    """
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
 
 
 def _under_way(
@@ -163,9 +270,8 @@ def _accuracies(results: list[ResultRecord]) -> dict[str, float]:
     return evaluated(RoundTotals(cohort=0), [result for result in results if result.kind == "evaluate"]).accuracy
 
 
-def _last(rounds: list[RoundSummary], figure: str) -> float | None:
-    told = [entry.figures[figure] for entry in rounds if figure in entry.figures]
-    return told[-1] if told else None
+def _newest(values: Iterator[float | None]) -> float | None:
+    return next((value for value in values if value is not None), None)
 
 
 def _round(number: int, totals: RoundTotals, figures: dict[str, float], accuracy: dict[str, float]) -> RoundSummary:
@@ -188,233 +294,3 @@ def _device(name: str, totals: DeviceTotals) -> DeviceSummary:
         budget_broken=totals.budget_broken,
         broke=totals.broke,
     )
-
-
-def round_line(store: Store, run: str, number: int, rounds: int) -> str:
-    """One line on one finished round."""
-    entry = store.round(run, number)
-    assert entry is not None  # it is finished
-    assert entry.totals is not None
-    summary = _round(number, entry.totals, entry.figures, {})
-    parts = [f"round {number:>3}/{rounds}", f"{summary.accepted}/{summary.cohort} devices"]
-    parts += [f"{int(count)} {what}" for what in ("late", "declined") if (count := summary.figures.get(what))]
-    if summary.accuracy_mean is not None and summary.accuracy_std is not None:
-        parts.append(f"accuracy {summary.accuracy_mean:.3f} ± {summary.accuracy_std:.3f}")
-    if summary.train_loss is not None:
-        parts.append(f"loss {summary.train_loss:.3f}")
-    if "devices_s" in summary.figures:
-        parts.append(f"devices {summary.figures['devices_s']:.1f} s, server {summary.figures['server_s']:.1f} s")
-    if "dp_epsilon" in summary.figures:
-        parts.append(f"epsilon {summary.figures['dp_epsilon']:.3g}")
-    if "dp_upload_epsilon" in summary.figures:
-        row, upload = summary.figures["dp_row_epsilon"], summary.figures["dp_upload_epsilon"]
-        parts.append(f"epsilon {row:.3g} a row, {upload:.3g} an upload")
-    parts.append(f"down {megabytes(summary.bytes_down)}, up {megabytes(summary.bytes_up)}")
-    return "   ".join(parts)
-
-
-# --- tables -------------------------------------------------------------------------------------------
-#
-# Made for a terminal of `width` columns: units stand in the headings, numbers are never cut or wrapped, and
-# what does not fit is left out as a whole column; `--json` has everything.
-
-CURVE_WIDTH = 20
-MOST_ROUNDS = 40
-"""The newest that tables by round show."""
-LEAST_NAME = 12
-"""Letters of a device's name that are shown at least, from both of its ends."""
-
-
-def report(summary: RunSummary, width: int) -> Group:
-    """All tables of one run, for a person."""
-    reason = f" ({summary.reason})" if summary.reason else ""
-    parts: list[RenderableType] = [
-        Text(
-            f"run {summary.run}: {summary.method} on {summary.model}, {summary.status}{reason}, "
-            f"{len(summary.rounds)} of {summary.rounds_planned} rounds, seed {summary.seed}"
-        )
-    ]
-    if any(entry.accuracy_mean is not None for entry in summary.rounds):
-        parts += [Text(), accuracy_table(summary, width), Text(f"accuracy: {summary.protocol}", style="dim")]
-    if summary.epsilon is not None:
-        parts.append(Text(f"privacy of devices' updates: epsilon {summary.epsilon:.3g} over all rounds so far"))
-    if summary.feature_epsilon is not None:
-        parts.append(Text(f"privacy of one device's features: epsilon {summary.feature_epsilon:.3g} over all rounds"))
-    if summary.epsilon is not None or summary.feature_epsilon is not None:
-        parts += [Text(), privacy_table(summary)]
-    if summary.devices:
-        parts += [Text(), device_table(summary, width)]
-    if any(device.budget_broken for device in summary.devices):
-        parts += [Text(), budget_table(summary, width)]
-    if summary.strikes:
-        parts += [Text(), strike_table(summary, width)]
-    if summary.refusals:
-        parts += [Text(), refusal_table(summary, width)]
-    return Group(*parts)
-
-
-def accuracy_table(summary: RunSummary, width: int) -> Table:
-    """Accuracy by round, each device in a column where they fit, else the lowest and the highest."""
-    return first_that_fits(
-        width,
-        lambda: _accuracy_table(summary, each_device=True, curve=True),
-        lambda: _accuracy_table(summary, each_device=True, curve=False),
-        lambda: _accuracy_table(summary, each_device=False, curve=True),
-        lambda: _accuracy_table(summary, each_device=False, curve=False),
-    )
-
-
-def _accuracy_table(summary: RunSummary, *, each_device: bool, curve: bool) -> Table:
-    names = [device.device for device in summary.devices if device.accuracy is not None]
-    tested = [entry for entry in summary.rounds if entry.accuracy_mean is not None]
-    table = new_table(_title("accuracy by round", tested))
-    for heading in ("round", *(names if each_device else ("lowest", "highest")), "mean", "std", "by image"):
-        column(table, heading, style="bold" if heading == "mean" else "")
-    if curve:
-        column(table, "curve", justify="left")
-    for entry in tested[-MOST_ROUNDS:]:
-        assert entry.accuracy_mean is not None  # those without were left out
-        values = [entry.accuracy.get(name) for name in names]
-        if not each_device:
-            values = [entry.accuracy_lowest, entry.accuracy_highest]
-        cells = [_share(value) for value in (*values, entry.accuracy_mean, entry.accuracy_std, entry.accuracy_weighted)]
-        bar = [Text("█" * math.floor(CURVE_WIDTH * entry.accuracy_mean + 0.5), style="green")] if curve else []
-        table.add_row(str(entry.round), *cells, *bar)
-    return table
-
-
-EPSILONS = {
-    "dp_epsilon": "updates,\nall rounds",
-    "dp_row_epsilon": "features,\na row",
-    "dp_upload_epsilon": "features,\nan upload",
-    "dp_device_epsilon": "features,\nall rounds",
-}
-
-
-def privacy_table(summary: RunSummary) -> Table:
-    """Epsilon after each round, of the kinds that the run has."""
-    known = [figure for figure in EPSILONS if any(figure in entry.figures for entry in summary.rounds)]
-    table = new_table(_title("epsilon by round", summary.rounds))
-    for heading in ("round", *(EPSILONS[figure] for figure in known)):
-        column(table, heading)
-    for entry in summary.rounds[-MOST_ROUNDS:]:
-        told = [entry.figures.get(figure) for figure in known]
-        table.add_row(str(entry.round), *("-" if value is None else f"{value:.3g}" for value in told))
-    return table
-
-
-def _title(what: str, rounds: list[RoundSummary]) -> str:
-    return what if len(rounds) <= MOST_ROUNDS else f"{what}: the newest {MOST_ROUNDS} of {len(rounds)}"
-
-
-def device_table(summary: RunSummary, width: int) -> Table:
-    """What each device did and what it cost; accuracy is that of its last evaluation."""
-    left = width - natural_width(_device_table(summary, name_width=0))
-    return _device_table(summary, name_width=max(LEAST_NAME, left))
-
-
-def _device_table(summary: RunSummary, *, name_width: int) -> Table:
-    table = new_table("devices")
-    column(table, "device" if name_width else "", justify="left")
-    headings = ("train\nimages", "test\nimages", "rounds\ntrained", "last\naccuracy")
-    for heading in (*headings, "down\nMB", "up\nMB", "step\nms", "memory\nMB", "GFLOP\na round"):
-        column(table, heading)
-    for device in summary.devices:
-        table.add_row(
-            Text(shortened(device.device, name_width)),
-            str(device.train_samples),
-            str(device.test_samples),
-            str(device.rounds),
-            _share(device.accuracy),
-            _scaled(device.bytes_down, 1e6),
-            _scaled(device.bytes_up, 1e6),
-            _scaled(device.step_s, 1e-3),
-            _scaled(device.peak_rss_bytes, 1e6),
-            _scaled(device.flops_per_round, 1e9),
-        )
-    return table
-
-
-def budget_table(summary: RunSummary, width: int) -> Table:
-    """How many tasks of each device kept its budgets; which ones the others broke, and how often."""
-    table = new_table("budgets")
-    for heading in ("device", "tasks\nkept", "tasks\nbroken"):
-        column(table, heading, justify="left" if heading == "device" else "right")
-    table.add_column("what", overflow="fold")
-    for device in summary.devices:
-        what = ", ".join(f"{kind} {count}" for kind, count in device.broke.items())
-        name = Text(shortened(device.device, max(LEAST_NAME, width // 2)))
-        table.add_row(name, str(device.budget_kept), str(device.budget_broken), Text(what))
-    return table
-
-
-def strike_table(summary: RunSummary, width: int) -> Table:
-    """Devices that sent what no honest one sends."""
-    table = new_table("strikes")
-    for heading in ("device", "strikes"):
-        column(table, heading, justify="left" if heading == "device" else "right")
-    table.add_column("quarantine", overflow="fold")
-    for device, count in summary.strikes.items():
-        name = Text(shortened(device, max(LEAST_NAME, width // 3)))
-        table.add_row(name, str(count), Text(summary.quarantined.get(device, "-")))
-    return table
-
-
-def refusal_table(summary: RunSummary, width: int, most: int = 10) -> Table:
-    """The newest refusals, equal ones together; only their reasons may take several lines."""
-    times: dict[tuple[int | str | None, ...], int] = {}
-    for entry in summary.refusals:
-        key = tuple(entry[name] for name in ("round", "device", "kind", "reason"))
-        times[key] = times.pop(key, 0) + 1  # at the end again
-    left_out = len(times) - most
-    table = new_table("refused or lost" if left_out <= 0 else f"refused or lost, and {left_out} others before")
-    for heading in ("times", "round", "device", "what"):
-        column(table, heading, justify="right" if heading in ("times", "round") else "left")
-    table.add_column("reason", overflow="fold")
-    for (number, device, kind, reason), count in list(times.items())[-most:]:
-        name = shortened(str(device), max(LEAST_NAME, width // 4))
-        table.add_row(str(count), "" if number is None else str(number), Text(name), Text(str(kind)), Text(str(reason)))
-    return table
-
-
-def runs_table(listed: list[RunLine], width: int) -> Table:
-    """One line a run. A run's name is never cut: it is what `show` and `--resume` want."""
-    return first_that_fits(
-        width,
-        lambda: _runs_table(listed, ("created", "status", "method", "model", "rounds", "accuracy", "MB")),
-        lambda: _runs_table(listed, ("created", "status", "method", "rounds", "accuracy", "MB")),
-        lambda: _runs_table(listed, ("status", "method", "rounds", "accuracy", "MB")),
-        lambda: _runs_table(listed, ("status", "rounds", "accuracy")),
-    )
-
-
-def _runs_table(listed: list[RunLine], headings: tuple[str, ...]) -> Table:
-    table = new_table(None)
-    for heading in ("run", *headings):
-        column(table, heading, justify="right" if heading in ("rounds", "accuracy", "MB") else "left")
-    for entry in listed:
-        cells = {
-            "created": entry.created_at[:16].replace("T", " "),
-            "status": entry.status,
-            "method": entry.method,
-            "model": entry.model,
-            "rounds": f"{entry.rounds}/{entry.rounds_planned}",
-            "accuracy": _share(entry.mean_accuracy),
-            "MB": _scaled(entry.bytes, 1e6),
-        }
-        table.add_row(Text(entry.run), *(Text(cells[heading]) for heading in headings))
-    return table
-
-
-def megabytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 1e6:.1f} MB"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _scaled(value: float | None, unit: float) -> str:
-    if value is None:
-        return "-"
-    return f"{value / unit:.{0 if value / unit >= 9999.95 else 1}f}"

@@ -19,7 +19,6 @@ from coordinator.record.backups import Backups
 from coordinator.record.integrity import DamagedBlob, SoundBlobs
 from coordinator.record.retention import oldest_kept
 from coordinator.record.store import Store
-from coordinator.record.summary import round_line
 from coordinator.record.tables import ResultRecord, RoundRecord
 from coordinator.run.collector import ResultCollector
 from coordinator.run.device_profiles import DeviceProfiles
@@ -32,6 +31,7 @@ from coordinator.run.modes import MODES
 from coordinator.run.open_round import Missing, OpenRound
 from coordinator.run.quarantine import Quarantine
 from coordinator.run.recovery import DAMAGED_HERE, Recovery
+from coordinator.run.round_line import round_line
 from coordinator.run.round_runner import RoundRunner
 from coordinator.run.scheduler import Overdue, TaskScheduler
 from coordinator.run.selector import CohortSelector

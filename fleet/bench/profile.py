@@ -29,7 +29,7 @@ from profiles.cost import graph_cost
 from profiles.predict import predict
 from profiles.prediction import Prediction, ProgramCost
 from profiles.probes.speed import measure_speed
-from profiles.program_cost import program_cost
+from profiles.program_cost import PricedProgram
 
 MEGA = 1e6
 STEPS = 4
@@ -130,12 +130,9 @@ def _cost(case: Case, under_way: OneRound, results: dict[str, ResultRecord]) -> 
     blobs = BlobStore(under_way.home / "runs" / RUN / "blobs")
     assert digest is not None  # a run that finished has one
     program = decode_program(blobs.get(digest))
-    cost = program_cost(
-        program,
-        case.options,
-        {name: graph_cost(blobs.get(spec.digest)) for name, spec in program.graphs.items()},
-        images=results["train"].samples,
-        test_images=results["evaluate"].samples,
+    graphs = {name: graph_cost(blobs.get(spec.digest)) for name, spec in program.graphs.items()}
+    cost = PricedProgram(program, case.options, graphs).cost(
+        images=results["train"].samples, test_images=results["evaluate"].samples
     )
     return program, cost
 

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from coordinator.config import RunConfig
 from coordinator.record.store import Store
-from coordinator.record.summary import round_line
 from coordinator.record.tables import SavedState, TaskRecord
+from coordinator.run.round_line import round_line
 from fedvit.errors import FedvitError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Manifest, Result

@@ -12,14 +12,12 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean, pstdev
 
 import msgspec
 from msgspec import Struct
 
 from coordinator.record.store import Store
 from coordinator.record.summary import RoundSummary, RunSummary, summarise
-from coordinator.record.tables import ResultRecord
 from coordinator.run.display import Display, View
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write
@@ -191,21 +189,16 @@ def run_cell(folder: Path, parts: Path, *, at_once: int, keep: bool = False, gra
             summary = attempt()
     finally:
         watcher.close()
-    store = Store.in_folder(out)
-    try:
-        result = cell_result(cell, summary, store.results(RUN), wall_s=watcher.wall_s)
-    finally:
-        store.close()
+    result = cell_result(cell, summary, wall_s=watcher.wall_s)
     atomic_write(folder / RESULT_FILE, msgspec.json.format(msgspec.json.encode(result), indent=2))
     if not keep:
         shutil.rmtree(out / RUN / "state")
         shutil.rmtree(out / RUN / "blobs")
 
 
-def cell_result(cell: Cell, summary: RunSummary, results: list[ResultRecord], *, wall_s: float) -> CellResult:
+def cell_result(cell: Cell, summary: RunSummary, *, wall_s: float) -> CellResult:
     """The figures of a finished run. Raises ConfigError when no device could test its model."""
-    rounds = [_round(entry, [result for result in results if result.round == entry.round]) for entry in summary.rounds]
-    last = summary.rounds[-1]
+    rounds = [_round(entry) for entry in summary.rounds]
     if rounds[-1].accuracy is None:
         raise ConfigError("no device has test images; raise test_share")
     tasks = sum(entry.accepted for entry in summary.rounds)
@@ -214,10 +207,10 @@ def cell_result(cell: Cell, summary: RunSummary, results: list[ResultRecord], *,
         software=version("fedvit"),
         protocol=summary.protocol,
         accuracy=rounds[-1].accuracy,
-        accuracy_by_device=last.accuracy,
+        accuracy_by_device=summary.rounds[-1].accuracy,
         bytes_down=sum(entry.bytes_down for entry in summary.rounds) / tasks,
         bytes_up=sum(entry.bytes_up for entry in summary.rounds) / tasks,
-        flops=_mean_flops(results),
+        flops=sum(entry.flops for entry in summary.rounds) / tasks or None,
         wall_s=wall_s,
         peak_rss_bytes=peak_rss_bytes(),
         refusals=len(summary.refusals),
@@ -227,31 +220,23 @@ def cell_result(cell: Cell, summary: RunSummary, results: list[ResultRecord], *,
     )
 
 
-def _round(entry: RoundSummary, results: list[ResultRecord]) -> RoundFigures:
-    tested = [result for result in results if result.kind == "evaluate" and result.samples]
-    shares = [result.metrics["correct"] / result.samples for result in tested]
+def _round(entry: RoundSummary) -> RoundFigures:
     accuracy = None
-    if tested:
+    if entry.accuracy_mean is not None and entry.accuracy_std is not None and entry.accuracy_weighted is not None:
         accuracy = Accuracy(
-            mean=fmean(shares),
-            std_over_devices=pstdev(shares),
-            weighted=sum(result.metrics["correct"] for result in tested) / sum(result.samples for result in tested),
+            mean=entry.accuracy_mean, std_over_devices=entry.accuracy_std, weighted=entry.accuracy_weighted
         )
+    trained = entry.accepted
     return RoundFigures(
         round=entry.round,
         cohort=entry.cohort,
-        accepted=entry.accepted,
+        accepted=trained,
         accuracy=accuracy,
         train_loss=entry.train_loss,
-        bytes_down=entry.bytes_down / entry.accepted if entry.accepted else None,
-        bytes_up=entry.bytes_up / entry.accepted if entry.accepted else None,
-        flops=_mean_flops(results),
+        bytes_down=entry.bytes_down / trained if trained else None,
+        bytes_up=entry.bytes_up / trained if trained else None,
+        flops=entry.flops / trained if trained and entry.flops else None,  # 0: no device counted them
     )
-
-
-def _mean_flops(results: list[ResultRecord]) -> float | None:
-    counted = [result.use.flops for result in results if result.kind == "train" and result.use.flops is not None]
-    return fmean(counted) if counted else None
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ reader would misunderstand. A missing measurement is None.
 """
 
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -237,6 +237,7 @@ class RunDocument(Struct, frozen=True, kw_only=True, tag_field="kind", tag="run"
     refusals: list[Refusal]
     dropouts: list[Refusal]  # tasks without a result
     privacy: RunPrivacy | None = None  # None: the run asked for no noise
+    settings: dict[str, Any] = {}  # of the run's configuration that differ from the defaults, as "privacy.clip"
     warnings: list[str] = []
     convention: str = FLOP_CONVENTION
     schema: int = SCHEMA

@@ -18,7 +18,7 @@ from profiles.report.page import (
     size,
 )
 from profiles.report.profile_page import budget_words
-from profiles.report.verdict import BUDGETS, privacy_words, run_verdict, times
+from profiles.report.verdict import BUDGETS, privacy_words, run_verdict, settings_words, times
 
 MOST_ROWS = 400
 """Of the table of all devices and rounds; the JSON has all."""
@@ -42,6 +42,7 @@ def run_page(document: RunDocument) -> str:
     return page.render(
         document=document,
         verdict=run_verdict(document),
+        settings=settings_words(document.settings),
         tiles=_tiles(document),
         accuracy=_accuracy(document),
         loss=_loss(document),

@@ -22,6 +22,7 @@ from profiles.report.verdict import (
     privacy_words,
     profile_verdict,
     run_verdict,
+    settings_words,
 )
 
 STYLES = {"good": "bold green", "mild": "bold yellow", "bad": "bold red"}
@@ -103,6 +104,7 @@ def run_report(document: RunDocument, width: int) -> Group:
     ]
     parts += [Text(f"  {line}") for line in lines]
     parts += [Text(line) for line in privacy_words(document)]
+    parts += [Text(settings_words(document.settings), style="dim")]
     if any(device.comparisons() for device in document.devices):
         parts += [Text(), _comparisons(document, width)]
     given = [

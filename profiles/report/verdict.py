@@ -1,6 +1,8 @@
 """What a report says first: one sentence on how good the news are, and a line on everything that is not."""
 
-from typing import Literal, NamedTuple
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 from fedvit.resources import BudgetKind
 from profiles.report.document import CrossCheck, ProfiledDevice, ProfileDocument, RunDocument
@@ -60,6 +62,20 @@ def run_verdict(document: RunDocument) -> Verdict:
     if document.status == "failed":
         return Verdict("bad", sentence, lines)
     return Verdict("mild" if lines or document.status != "finished" else "good", sentence, lines)
+
+
+def settings_words(settings: Mapping[str, Any]) -> str:
+    """
+    >>> settings_words({"devices": 4, "images.flip": True}), settings_words({})
+    ('settings: devices = 4, images.flip = true', 'settings: all at their defaults')
+    """
+    said = ", ".join(f"{name} = {_setting(value)}" for name, value in settings.items())
+    return f"settings: {said or 'all at their defaults'}"
+
+
+def _setting(value: Any) -> str:
+    """A long list, as of all classes, by its length."""
+    return f"{len(value)} values" if isinstance(value, list) and len(value) > 12 else json.dumps(value)
 
 
 def privacy_words(document: RunDocument) -> list[str]:

@@ -49,7 +49,7 @@ from fedvit.wire.transfer import decode_chunk
 from fleet.partition import write_device_folders
 from fleet.simulate import simulate
 from profiles.cost import graph_cost
-from profiles.program_cost import program_cost
+from profiles.program_cost import PricedProgram
 from tests.conftest import TINY_MODEL, Tiny, make_tiny
 from tests.once import made_once
 from tests.steps import Run, Session, assert_names_of_the_contract, in_parts, whole
@@ -599,7 +599,7 @@ def test_bytes_and_flops_of_a_round_are_known_beforehand(case: Case, recorded: R
         program, result = run.program(task), run.results[device, 1, "train"]
         use = result.use
         graphs = {name: graph_cost(run.down[spec.digest]) for name, spec in program.graphs.items()}
-        cost = program_cost(program, {}, graphs, images=result.samples, test_images=0)
+        cost = PricedProgram(program, {}, graphs).cost(images=result.samples, test_images=0)
         assert cost.bytes_once + cost.bytes_down == use.fetched_bytes
         assert cost.flops_round == use.flops
         assert cost.steps == use.steps
@@ -792,7 +792,7 @@ def test_coded_bytes_are_known_beforehand(case: Case, recorded: Record) -> None:
             continue
         program, result = run.program(task), run.results[device, task.round, "train"]
         graphs = {name: graph_cost(run.down[spec.digest]) for name, spec in program.graphs.items()}
-        cost = program_cost(program, {}, graphs, images=result.samples, test_images=0)
+        cost = PricedProgram(program, {}, graphs).cost(images=result.samples, test_images=0)
         generated = program.with_role(Role.GENERATED)
         if task.round == 1:
             assert result.use.fetched_bytes == cost.bytes_once + cost.bytes_down

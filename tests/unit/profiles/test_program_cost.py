@@ -23,7 +23,7 @@ from fedvit.program import (
 from fedvit.tensors import pack
 from profiles.cost import GraphCost, Node, Product
 from profiles.prediction import MemoryPhase, ProductWork, ProgramCost
-from profiles.program_cost import ARENA_SLACK, LOADED_PER_NODE_BYTES, program_cost
+from profiles.program_cost import ARENA_SLACK, LOADED_PER_NODE_BYTES, PricedProgram
 
 DIGEST = "blake3:" + "0" * 64
 IMAGE_BYTES = 3 * 32**2
@@ -92,7 +92,8 @@ def program(*phases: Train, batch: Batch = BATCH, **changed: Any) -> Program:
 
 
 def cost_of(made: Program | None = None, *, images: int = 20, test_images: int = 6, **given: Any) -> ProgramCost:
-    return program_cost(made or program(), {"mask": 0.75}, GRAPHS, images=images, test_images=test_images, **given)
+    priced = PricedProgram(made or program(), {"mask": 0.75}, GRAPHS)
+    return priced.cost(images=images, test_images=test_images, **given)
 
 
 def of(**changed: Any) -> Train:
@@ -382,7 +383,7 @@ def test_frozen_weights_take_the_bytes_of_their_type(dtype: str, item_bytes: int
 def test_answers_may_need_more_than_training() -> None:
     """The arena keeps what training needed at its highest."""
     graphs = GRAPHS | {"predict": GraphCost(GRAPHS["predict"].nodes, activation_bytes=50_000, graph_bytes=300)}
-    cost = program_cost(program(), {}, graphs, images=20, test_images=6)
+    cost = PricedProgram(program(), {}, graphs).cost(images=20, test_images=6)
     assert memory(cost)["evaluate"]["activations"] == int(ARENA_SLACK * 50_000)
     assert memory(cost)["train"]["activations"] == int(ARENA_SLACK * 10_000)
 

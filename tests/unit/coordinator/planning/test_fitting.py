@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.config import RunConfig
-from coordinator.planning.fitting import RUNNERS_UP, Choice, Fitter, grid
+from coordinator.planning.fitting import RUNNERS_UP, Choice, Fitter, cost_on, grid
 from coordinator.planning.planner import make_plan
 from coordinator.planning.target import Target
 from fedvit.blobs import BlobStore
@@ -160,7 +160,7 @@ class Bench:
             sizes = (changed.micro_batch, 1) if few else (changed.micro_batch,)
             for size in sizes:
                 form = replace(changed, micro_batch=size)
-                cost = self.fitter.cost_of(form, self.fitter._graphs(form), target)
+                cost = cost_on(target, self.fitter.program_of(form))
                 yield kept, self.fitter.form(cost, changes, kept, target).prediction.over
 
 
@@ -221,7 +221,7 @@ def check(made: Bench, target: Target, method: Method, choice: Choice) -> None:
     assert chosen.prediction.over == ()
     assert replace(made.method, **chosen.changes) == method
     assert (choice.device, choice.budget) == (target.device, target.budget)
-    again = made.fitter.cost_of(method, made.fitter._graphs(method), target)
+    again = cost_on(target, made.fitter.program_of(method))
     assert choice.cost == again
     shares = {economy.option: dict(economy.values) for economy in made.method.economies(made.fitter.vit)}
     given_up = {option: value for option, value in chosen.changes.items() if option != "micro_batch"}
@@ -287,7 +287,7 @@ def test_what_saves_memory_alone_does_not_raise_the_fewest_flops(bench: Callable
 
     def flops(**changes: Any) -> int:
         form = replace(made.method, **changes)
-        return made.fitter.cost_of(form, made.fitter._graphs(form), target).flops_round
+        return cost_on(target, made.fitter.program_of(form)).flops_round
 
     least = flops(epochs=1)
     assert flops(epochs=1, recompute=True) > least
@@ -337,7 +337,7 @@ def test_memory_is_saved_by_fewer_images_at_a_time_first(bench: Callable[[str], 
     asked = made.asked()["memory"]
     least = replace(made.method, micro_batch=1)
     target = made.target(Budget(memory_bytes=10**12))
-    smallest = made.fitter.form(made.fitter.cost_of(least, made.fitter._graphs(least), target), {}, 1.0, target)
+    smallest = made.fitter.form(cost_on(target, made.fitter.program_of(least)), {}, 1.0, target)
     one = smallest.prediction.peak_rss_bytes / 0.88
     assert one < 0.98 * asked
     sizes = []
@@ -379,7 +379,7 @@ def test_devices_of_one_run_get_different_forms(bench: Callable[[str], Bench]) -
     """By their speed and by how many images they have; what was priced for one is known for the other."""
     made = bench("fedavg")
     budget = limit("time", 1.01 * made.asked()["time"])
-    priced = len(made.fitter.priced)
+    priced = {method.as_traced() for method in made.fitter.priced}
     slower = msgspec.structs.replace(
         SPEED,
         products=tuple(msgspec.structs.replace(rate, flops_per_s=rate.flops_per_s / 3) for rate in SPEED.products),
@@ -392,7 +392,7 @@ def test_devices_of_one_run_get_different_forms(bench: Callable[[str], Bench]) -
         "rich": made.fit(budget, device="rich", images=60)[0].epochs,
     }
     assert given == {"fast": 3, "slow": 1, "rich": 2}
-    assert len(made.fitter.priced) == priced
+    assert {method.as_traced() for method in made.fitter.priced} == priced
 
 
 def test_what_the_server_has_not_is_not_given_up(bench: Callable[[str], Bench]) -> None:
@@ -422,7 +422,7 @@ def test_images_are_small_only_where_the_device_knows_of_its_budget(bench: Any) 
     assert 10**4 * image_bytes < 10**9 // 32  # with this budget all are kept in any case
     small = target._replace(budget=Budget(memory_bytes=16 * 10**4 * image_bytes))
     parts = [
-        made.fitter.cost_of(made.method, made.fitter.price(made.method), each).memory[0].parts["images"]
+        cost_on(each, made.fitter.program_of(made.method)).memory[0].parts["images"]
         for each in (target, small, small._replace(budget_is_own=False))
     ]
     assert parts[0] == parts[2] == parts[1] + 10**4 * image_bytes

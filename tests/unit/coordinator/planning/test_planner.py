@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from coordinator.planning import planner
 from coordinator.planning.planner import (
     PROTOCOLS,
     Plan,
@@ -28,10 +29,10 @@ from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Evaluate, Role, Train, decode_program
 from fedvit.resources import Budget, ProductRate, Speed, image_cache_bytes
 from fedvit.tensors import Tensors, unpack
-from profiles.cost import graph_cost
+from profiles.cost import GraphCost, graph_cost
 from profiles.predict import predict
 from profiles.prediction import Expected
-from profiles.program_cost import program_cost
+from profiles.program_cost import PricedProgram
 
 if TYPE_CHECKING:
     from tests.unit.coordinator.conftest import Configure
@@ -344,10 +345,7 @@ def check_expected(made: Plan, variant: Variant, expected: Expected | None, targ
     assert expected is not None
     assert decode_program(made.blobs.get(variant.digest)) == variant.program
     graphs = {name: graph_cost(made.blobs.get(spec.digest)) for name, spec in variant.program.graphs.items()}
-    cost = program_cost(
-        variant.program,
-        {},
-        graphs,
+    cost = PricedProgram(variant.program, {}, graphs).cost(
         images=target.images,
         test_images=target.test_images,
         cache_bytes=image_cache_bytes(target.budget.memory_bytes),
@@ -399,6 +397,29 @@ def test_a_device_gets_what_fits_its_budget(staged: Any) -> None:
     assert [phase.epochs for phase in variant.program.train] == [1]
     assert variant.digest != made.first.digest
     assert [phase.epochs for phase in made.given("b", 1, target_of("b"))[0].program.train] == [2]
+
+
+def test_each_graph_is_priced_once_for_devices_of_all_image_counts(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a budget, too: there each graph that is looked at is priced, but not again for the next device."""
+    priced: list[str] = []
+
+    def counted(content: bytes) -> GraphCost:
+        priced.append(digest_of(content))
+        return graph_cost(content)
+
+    monkeypatch.setattr(planner, "graph_cost", counted)
+    made = staged({"epochs": 2}, budget={"flops_budget": "1PFLOP"})
+    for images in range(1, 40, 3):
+        target = target_of("a")._replace(images=images)
+        check_expected(made, *made.given("a", 1, target), target)
+    assert sorted(priced) == sorted(spec.digest for spec in made.first.program.graphs.values())
+    for images in (8, 16, 24):
+        _, asked = made.given("a", 1, target_of("a")._replace(images=images))
+        limited = target_of("a", flops_per_round=asked.flops // 2)._replace(images=images)
+        assert made.given("a", 1, limited)[1].changes == {"epochs": 1}
+    assert len(priced) == len(set(priced))
 
 
 def test_what_fits_nobody_is_refused(staged: Any) -> None:

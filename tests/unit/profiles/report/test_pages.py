@@ -114,6 +114,11 @@ class TestRun:
         assert 'class="banner bad"' in page
         assert "why it ended: the disk is full" in page
 
+    def test_the_settings_of_the_run_stand_above(self) -> None:
+        assert "settings: devices = 4, options.mask = 0.75, classes = 100 values" in RUN
+        plain = run_page(msgspec.structs.replace(run_document(), settings={}))
+        assert "settings: all at their defaults" in plain
+
     def test_predicted_stands_beside_measured(self) -> None:
         """pi-b's energy was not measured: no bar, and no zero."""
         assert RUN.count(">predicted</span>") == 3  # legends of training, memory and energy

@@ -41,6 +41,7 @@ def test_a_run_fits_the_terminal(width: int) -> None:
     assert all(len(line) <= width for line in lines)
     assert any(line.startswith("pi-b") and "predicted" in line for line in lines)
     assert any("error" in line and "%" in line for line in lines)
+    assert "settings: devices = 4, options.mask = 0.75, classes = 100 values" in lines
 
 
 def test_without_predictions_only_what_was_measured() -> None:

@@ -104,7 +104,7 @@ class Store:
     software wrote it.
 
     A database of an older version becomes one of this version. With `check` false it is not read as a whole first: for
-    commands that only show it.
+    commands that only show it, and for those that ask for that themselves (`check`).
     """
 
     def __init__(self, url: str, *, check: bool = True) -> None:
@@ -159,12 +159,16 @@ class Store:
             if newest_copy(file):  # else a process was killed before it had written anything
                 raise self.damaged("it is empty")
             return
-        if not whole:
-            return
-        with self._transaction() as connection:
-            found = connection.execute(text("PRAGMA integrity_check(1)")).scalar()
-            if found != "ok":
-                raise self.damaged(str(found))
+        if whole:
+            self.check()
+
+    def check(self) -> None:
+        """Read the whole database, in time by its size. Raises Damaged. Safe in a thread of its own."""
+        if self._file:
+            with self._transaction() as connection:
+                found = connection.execute(text("PRAGMA integrity_check(1)")).scalar()
+                if found != "ok":
+                    raise self.damaged(str(found))
 
     @classmethod
     def in_folder(cls, folder: Path, *, check: bool = True) -> "Store":
@@ -277,13 +281,21 @@ class Store:
             else:
                 _insert(connection, ROUNDS, [RoundRecord(run, number, cohort, _now(), needed=needed)])
 
-    def close_round(self, run: str, number: int, state: SavedState, figures: dict[str, float]) -> None:
-        """Its training is over: what the server made of its results, and its totals."""
+    def close_round(
+        self,
+        run: str,
+        number: int,
+        state: SavedState | None,
+        figures: dict[str, float],
+        asked: Sequence[str] | None = None,
+    ) -> None:
+        """Its training is over: what the server made of its results, and its totals. `state` None: nobody knows it any
+        more; `asked`: devices that were given a task, by default those that the record has tasks of."""
         with self._transaction() as connection:
             this = _this_round(run, number)
             values = {"closed_at": _now(), "state": msgspec.to_builtins(state), "figures": figures}
             connection.execute(update(ROUNDS).where(this).values(**values))
-            self._sum_up_training(connection, run, number)
+            self._sum_up_training(connection, run, number, asked)
 
     def round_evaluated(self, run: str, number: int) -> None:
         """Its evaluation is over, too."""
@@ -292,14 +304,21 @@ class Store:
             connection.execute(update(ROUNDS).where(this).values(evaluated=True))
             self._sum_up_evaluation(connection, run, number)
 
-    def _sum_up_training(self, connection: Connection, run: str, number: int) -> None:
+    def asked_in(self, run: str, number: int) -> list[str]:
+        """Devices that were given a training task in a round."""
+        with self._transaction() as connection:
+            return _asked_in(connection, run, number)
+
+    def _sum_up_training(
+        self, connection: Connection, run: str, number: int, asked: Sequence[str] | None = None
+    ) -> None:
         """Totals of a round that was closed, and of its devices."""
         this = _this_round(run, number)
         row = connection.execute(select(ROUNDS.c.cohort, ROUNDS.c.figures, ROUNDS.c.totals).where(this)).one()
         results = self._used_in(connection, run, number, "train")
-        tasks = select(TASKS.c.device).where(TASKS.c.run == run, TASKS.c.round == number)
         if row.totals is None:  # else its devices were counted already
-            _add_to_devices(connection, run, number, results, connection.execute(tasks).scalars())
+            asked = _asked_in(connection, run, number) if asked is None else asked
+            _add_to_devices(connection, run, number, results, asked)
         cohort = int((row.figures or {}).get("cohort", len(row.cohort)))  # in mode buffered also those of rounds before
         made = totals.trained(RoundTotals(cohort=cohort), results)
         connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made)))
@@ -773,6 +792,11 @@ def _devices(connection: Connection, run: str, names: Iterable[str]) -> dict[str
     for row in _rows(connection, select(DEVICES).where(DEVICES.c.run == run, DEVICES.c.device.in_(list(known)))):
         known[row["device"]] = _record(DeviceRecord, row)
     return known
+
+
+def _asked_in(connection: Connection, run: str, number: int) -> list[str]:
+    query = select(TASKS.c.device).where(TASKS.c.run == run, TASKS.c.round == number)
+    return list(connection.execute(query).scalars())
 
 
 def _add_to_devices(

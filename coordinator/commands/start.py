@@ -18,6 +18,8 @@ from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.config import RunConfig, StartConfig, make_config, read_toml
 from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
+from fedvit.method_names import METHOD_NAMES
+from fedvit.wire.topics import check_name
 
 if typing.TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -47,26 +49,31 @@ if typing.TYPE_CHECKING:
 @private_files()
 def start(file: Path | None, out: Path, resume: str | None, name: str | None, quiet: bool, **flags: Any) -> None:
     """Start a broker if none is given, wait for devices, and train."""
-    from coordinator.compute.messages import Check
-    from coordinator.compute.process import Worker
-    from coordinator.record.retention import lock_run
     from coordinator.run.display import choose_display
-    from fedvit.wire.topics import check_name
 
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
     if resume is None:
         values = _with_federation(values)
     config = make_config(values, where)
+    if config.run.method not in METHOD_NAMES:
+        raise ConfigError(f"{where}: unknown method {config.run.method!r}, known are {', '.join(METHOD_NAMES)}")
     with ExitStack() as stack:
-        worker = Worker()
-        stack.callback(worker.close)
+        display = stack.enter_context(choose_display(quiet))
         if resume is None:
             run = check_name(name or _usual_name(config.run), "--run")
+            display.line(f"run {run}: checking its configuration")
+        else:
+            display.line(f"looking for the run to go on with in {out}")
+        # SQLAlchemy and numpy, for which neither the first line nor a mistake in the flags waits
+        from coordinator.record.retention import lock_run
+
+        if resume is None:
             if (out / "fedvit.db").exists():
                 _check_new(_opened(out, stack), run)
-            display = stack.enter_context(choose_display(quiet))
-            display.line(f"run {run}: checking its configuration")
+            from coordinator.compute.messages import Check
+
+            worker = _worker(stack)
             # a run that could never begin leaves nothing behind
             server = worker.ask(Check(config=config.run, where=where))
             store = _opened(out, stack)
@@ -76,10 +83,19 @@ def start(file: Path | None, out: Path, resume: str | None, name: str | None, qu
             store = _opened(out, stack)
             run, config = _resumed(store, resume, values, config)
             stack.callback(os.close, lock_run(out / run, run))
-            display = stack.enter_context(choose_display(quiet))
+            worker = _worker(stack)
             server = config.run.accelerator
         display.line(f"run {run}: {_described(config.run)}, server on {server}")
         _serve(store, out, run, config, display, worker)
+
+
+def _worker(stack: ExitStack) -> "Worker":
+    """The process that computes, which begins to import torch."""
+    from coordinator.compute.process import Worker
+
+    worker = Worker()
+    stack.callback(worker.close)
+    return worker
 
 
 def _opened(out: Path, stack: ExitStack) -> "Store":

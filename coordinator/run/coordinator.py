@@ -32,11 +32,11 @@ from coordinator.run.modes import MODES
 from coordinator.run.open_round import Missing, OpenRound
 from coordinator.run.quarantine import Quarantine
 from coordinator.run.recovery import DAMAGED_HERE, Recovery
+from coordinator.run.reporter import Reporter, view
 from coordinator.run.round_runner import RoundRunner
 from coordinator.run.scheduler import Overdue, TaskScheduler
 from coordinator.run.selector import CohortSelector
 from coordinator.run.state import RunState
-from coordinator.run.status import Reporter, view
 from coordinator.run.validation import ROOM_BYTES, listed
 from fedvit.descriptors import USED_UP
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError, NoRoom, StorageFailed

@@ -112,8 +112,6 @@ def one_round(store: Store, number: int, names: list[str], gathered: int = GATHE
             some = names[first : first + gathered]
             results = [Result(RUN, number, kind, 10, metrics, use, upload) for _ in some]  # type: ignore[arg-type]
             store.add_results([(name, result, number) for name, result in zip(some, results, strict=True)])
-            if kind == "train":
-                store.end_tasks(RUN, [(number, name) for name in some], "accepted")
         if kind == "train":
             store.counted(RUN, number + 1)
             store.used_in(RUN, number)

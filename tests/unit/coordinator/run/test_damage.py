@@ -377,7 +377,7 @@ def test_a_damaged_record_is_named_with_its_newest_good_copy(
         (stage.folder / "before").rename(database)
     elif damage == "flipped":
         content = database.read_bytes()
-        place = content.index(b'"method": "eftvit"') + 12
+        place = content.index(b'"method":"eftvit"') + 11
         database.write_bytes(content[:place] + bytes([content[place] ^ 0x20]) + content[place + 1 :])
     elif damage == "cut":
         os.truncate(database, 5000)

@@ -32,7 +32,6 @@ A new value may be written to where the old one was read: it depends on that ele
 old one afterwards. The same holds for slots and for summed gradients.
 """
 
-import enum
 import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -41,7 +40,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedvit.errors import BadPayload
-from fedvit.updates import NONE, make_codec
+from fedvit.roles import NONE
+from fedvit.roles import Role as Role
+from fedvit.updates import make_codec
 
 PROGRAM_VERSION = 1
 PRIVATE_VERSION = 2
@@ -63,29 +64,6 @@ Share = Annotated[float, Meta(ge=0.0, lt=1.0)]
 Channel = Annotated[float, Meta(ge=-1e3, le=1e3)]
 Deviation = Annotated[float, Meta(gt=0.0, le=1e3)]
 DType = Annotated[str, Meta(pattern="^(bool|uint8|int8|int32|int64|float16|float32|float64)$")]
-
-
-class Role(enum.StrEnum):
-    """Where a group's value comes from at the start of a round, who trains it, and what is sent back."""
-
-    FROZEN = "frozen"  # sent once, cached by digest; nobody trains it
-    GLOBAL = "global"  # the server, each round; frozen on the device
-    SEEDED = "seeded"  # the server, each round; trained on the device, not sent back
-    SHARED = "shared"  # the server, each round; trained, delta sent back to be averaged
-    GENERATED = "generated"  # the server, made for this device; trained, delta sent back
-    LOCAL = "local"  # the device's vault; trained, never leaves the device
-
-    @property
-    def from_server_each_round(self) -> bool:
-        return self in (Role.GLOBAL, Role.SEEDED, Role.SHARED, Role.GENERATED)
-
-    @property
-    def trained_on_device(self) -> bool:
-        return self in (Role.SEEDED, Role.SHARED, Role.GENERATED, Role.LOCAL)
-
-    @property
-    def sent_back(self) -> bool:
-        return self in (Role.SHARED, Role.GENERATED)
 
 
 class Group(Struct, frozen=True):

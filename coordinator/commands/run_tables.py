@@ -5,6 +5,7 @@ fit is left out as a whole column; `--json` has everything.
 """
 
 import math
+from functools import partial
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -53,12 +54,15 @@ def report(summary: RunSummary, width: int) -> Group:
 
 def accuracy_table(summary: RunSummary, width: int) -> Table:
     """Accuracy by round, each device in a column where they fit, else the lowest and the highest."""
+    # to make and measure a table of a fleet takes long, and a column takes two letters at least
+    each = (True, False) if 2 * len(summary.devices) <= width else (False,)
     return first_that_fits(
         width,
-        lambda: _accuracy_table(summary, each_device=True, curve=True),
-        lambda: _accuracy_table(summary, each_device=True, curve=False),
-        lambda: _accuracy_table(summary, each_device=False, curve=True),
-        lambda: _accuracy_table(summary, each_device=False, curve=False),
+        *(
+            partial(_accuracy_table, summary, each_device=each_device, curve=curve)
+            for each_device in each
+            for curve in (True, False)
+        ),
     )
 
 

@@ -18,6 +18,8 @@ from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.config import RunConfig, StartConfig, make_config, read_toml, resumed_config, with_listen_port
 from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
+from fedvit.method_names import METHOD_NAMES
+from fedvit.wire.topics import check_name
 
 if typing.TYPE_CHECKING:
     from coordinator.compute.process import Worker
@@ -60,29 +62,33 @@ def start(
     **flags: Any,
 ) -> None:
     """Start a broker if none is given, wait for devices, and train."""
-    from coordinator.compute.process import Worker
-    from coordinator.record.retention import lock_run
-    from coordinator.record.tables import ENDED
     from coordinator.run.display import choose_display
-    from coordinator.service.broker import meeting_point
-    from fedvit.wire.topics import check_name
 
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
     if resume_or_new and (name is None or resume is not None):
         raise ConfigError("--resume-or-new wants the name of the run by --run NAME, and goes without --resume")
-    make_config(values, where)  # says what is wrong with it before anything is opened
+    given = make_config(values, where)  # says what is wrong with it before anything is opened
+    if given.run.method not in METHOD_NAMES:
+        raise ConfigError(f"{where}: unknown method {given.run.method!r}, known are {', '.join(METHOD_NAMES)}")
     with ExitStack() as stack:
-        worker = Worker()
-        stack.callback(worker.close)
+        display = stack.enter_context(choose_display(quiet))
+        if resume is None:
+            run = check_name(name or usual_name(given.run), "--run")
+            display.line(f"run {run}: checking its configuration")
+        else:
+            display.line(f"looking for the run to resume in {out}")
+        # SQLAlchemy and numpy, for which neither the first line nor a mistake in the flags waits
+        from coordinator.record.retention import lock_run
+        from coordinator.record.tables import ENDED
+        from coordinator.service.broker import meeting_point
+
         store = opened_store(out, stack) if (out / "fedvit.db").exists() else None
         record = _to_resume(store, resume, name if resume_or_new else None)
-        display = choose_display(quiet)
         if record is None:
-            run = check_name(name or usual_name(make_config(values, where).run), "--run")
             check_new(store, run)
-            stack.enter_context(display)
-            config, server = _checked(values, where, run, display, worker)
+            worker = _worker(stack)
+            config, server = _checked(values, where, worker)
         else:
             run, config = record.id, _resumed(record, values, where)
             if record.status in ENDED and (record.status == "cancelled" or config.run == _config_of(record)):
@@ -90,13 +96,12 @@ def start(
                     raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")
                 display.line(f"run {run} is {record.status}: there is nothing to do")
                 return
+            worker = _worker(stack)
             server = config.run.accelerator
         made = stack.enter_context(ExitStack())  # what is undone unless the run gets as far as into the record
         if not (out / run).exists():
             made.callback(_remove, out, run)
         stack.callback(os.close, lock_run(out / run, run))
-        if record is not None:
-            stack.enter_context(display)
         display.line(f"run {run}: {_described(config.run)}, server on {server}")
         broker_folder = out / run / "broker"
         point = stack.enter_context(meeting_point(config.broker, config.run.federation, broker_folder, display.line))
@@ -111,11 +116,20 @@ def start(
         _serve(store, out, run, config.run, point, transport, display, worker)
 
 
+def _worker(stack: ExitStack) -> "Worker":
+    """The process that computes, which begins to import torch."""
+    from coordinator.compute.process import Worker
+
+    worker = Worker()
+    stack.callback(worker.close)
+    return worker
+
+
 def opened_store(out: Path, stack: ExitStack) -> "Store":
     """The record of all runs, and none of their files open to others."""
     from coordinator.record.store import Store
 
-    store = Store.in_folder(out)
+    store = Store.in_folder(out, check=False)  # the run reads it as a whole while it waits for devices
     stack.callback(store.close)
     make_private([*out.glob("fedvit.db*"), *(out / record.id for record in store.runs())])
     return store
@@ -142,16 +156,13 @@ def check_new(store: "Store | None", run: str) -> None:
         raise ConfigError(f"run {run!r} exists already; go on with it by --resume {run}, or choose another --run")
 
 
-def _checked(
-    values: dict[str, Any], where: str, run: str, display: "Display", worker: "Worker"
-) -> tuple[StartConfig, str]:
+def _checked(values: dict[str, Any], where: str, worker: "Worker") -> tuple[StartConfig, str]:
     """The configuration of a new run, and the torch device of its server. Raises ConfigError when it could never
     begin."""
     from coordinator.compute.messages import Check
     from coordinator.service.broker import federation_of
 
     config = make_config(federation_of(values), where)
-    display.line(f"run {run}: checking its configuration")
     return config, worker.ask(Check(config=config.run, where=where))
 
 

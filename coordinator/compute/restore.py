@@ -12,8 +12,7 @@ import msgspec
 from coordinator.compute.checkpoint import load_state, save_state
 from coordinator.compute.server_step import ServerStep
 from coordinator.record.integrity import SoundBlobs, beyond_repair, essential, what_it_held
-from coordinator.record.references import Reference
-from coordinator.record.tables import RoundRecord, SavedState
+from coordinator.record.tables import Reference, RoundRecord, SavedState
 from fedvit.errors import EmptyCohort
 
 log = logging.getLogger(__name__)

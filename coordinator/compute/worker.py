@@ -75,7 +75,7 @@ class _Serving:
         self._engine = Engine(
             run=begin.run,
             config=begin.config,
-            store=Store.in_folder(folder.parent),
+            store=Store.in_folder(folder.parent, check=False),  # the other process does
             folder=folder,
             graph_cache=Path(begin.graph_cache) if begin.graph_cache else None,
         )

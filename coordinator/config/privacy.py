@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 
 from coordinator.config.protection import ProtectionConfig
 from fedvit.errors import ConfigError
-from fedvit.program import Role
+from fedvit.roles import Role
 
 
 class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

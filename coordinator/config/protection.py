@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from fedvit.errors import ConfigError
-from fedvit.program import Role
+from fedvit.roles import Role
 
 
 class ProtectionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.protection import ProtectionConfig
 from coordinator.config.updates import UpdatesConfig
 from fedvit.errors import ConfigError
-from fedvit.updates import NONE
+from fedvit.roles import NONE
 from fedvit.wire.topics import check_name
 
 
@@ -119,7 +119,12 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = "newest"
     backup_every: Annotated[
-        int, Meta(ge=0, description="Rounds between copies of the record, of which the last two are kept; 0: none.")
+        int,
+        Meta(
+            ge=0,
+            description="Fewest rounds between copies of the record, of which the last two are kept; 0: neither copies "
+            "nor notes.",
+        ),
     ] = 1
     keep_rounds: (
         Annotated[int, Meta(ge=1, description="Newest rounds whose details stay in the record; by default all.")] | None

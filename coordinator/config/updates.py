@@ -5,8 +5,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 
 from fedvit.errors import ConfigError
-from fedvit.program import Role
-from fedvit.updates import NONE, make_codec
+from fedvit.roles import NONE, Role
 
 
 class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,7 +28,13 @@ class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         given = {"up": self.up, "features": self.features, "down": self.down, "down_whole": self.down_whole}
-        for key, text in (given | {f"up_groups.{group}": text for group, text in self.up_groups.items()}).items():
+        given |= {f"up_groups.{group}": text for group, text in self.up_groups.items()}
+        given = {key: text for key, text in given.items() if text != NONE}
+        if not given:  # so that commands which only read a record need not import numpy
+            return
+        from fedvit.updates import make_codec
+
+        for key, text in given.items():
             try:
                 codec = make_codec(text)
             except ConfigError as error:
@@ -38,6 +43,8 @@ class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ConfigError(f"updates: {key} = {text!r}: {codec.name} is for changes of trained tensors alone")
 
     def up_of(self, group: str) -> str:
+        from fedvit.updates import make_codec
+
         return make_codec(self.up_groups.get(group, self.up)).text
 
     @property

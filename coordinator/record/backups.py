@@ -1,10 +1,12 @@
-"""Copies of the record beside each run, what was accepted since they were made, and how a copy is put back.
+"""Copies of the record beside each run, notes of what was written since, and how a copy is put back.
 
-The record is one SQLite database of all runs in a folder. A copy of it is made when a round closes; what devices
-brought since lies in files of its own, written before it is acknowledged, so that a copy that is put back loses no
-result. Databases at another URL have backups of their own.
+The record is one SQLite database of all runs in a folder. What devices bring, and what the server made of it, is noted
+in files of this run's own before the record has it: a copy that is put back, with its notes, has lost no result and no
+state. To note a round takes time by its devices; to copy the record takes time by its size, and is done when the notes
+since the last copy are no longer small beside it. Databases at another URL have backups of their own.
 """
 
+import binascii
 import logging
 import os
 import secrets
@@ -16,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.record.store import COPIES, Store, is_whole
+from coordinator.record.tables import SavedState
 from fedvit.blobs import digest_of
 from fedvit.files import WRITING, atomic_write, make_folder, storage_failed, sync_file, sync_folder
 from fedvit.wire.messages import Result
@@ -23,16 +26,43 @@ from fedvit.wire.messages import Result
 log = logging.getLogger(__name__)
 
 KEPT = 2
-"""The newest, and one more in case that one is damaged, too."""
+"""The newest copy, and one more in case that one is damaged, too."""
+NOTED_SHARE = 0.25
+"""Notes since the last copy, by its size, at which the next is made. So a byte that is noted costs at most four that
+are copied, however large the record is, and notes take at most this share of the room of a copy."""
+SMALL_BYTES = 2**20
+"""A copy of less takes some milliseconds: it is made whenever it may be."""
+FILE_BYTES = 2**23
+"""Of a file of notes: when a round is closed beyond that, the next file begins."""
 
 
-class Accepted(Struct, frozen=True):
+class Accepted(Struct, frozen=True, tag=True):
     """Results that were accepted together, and the round that was open."""
 
     round: int
     cohort: list[str] | None  # None: no round was open
     needed: int | None
     results: list[tuple[str, Result, int | None]]  # device, result, the round whose server step takes it
+
+
+class Closed(Struct, frozen=True, tag=True):
+    """A round whose training is over, and what the server made of it."""
+
+    round: int
+    asked: list[str]  # devices that were given a task
+    state: SavedState
+    figures: dict[str, float]
+
+
+class Struck(Struct, frozen=True, tag=True):
+    """A fault of a device."""
+
+    device: str
+    round: int
+    reason: str
+
+
+Note = Accepted | Closed | Struck
 
 
 class Backups:
@@ -43,11 +73,26 @@ class Backups:
         self._run = run
         self._folder = folder / COPIES
         self._every = every
+        self._file: Path | None = None  # of notes; None until the first is written
 
-    def after_round(self, number: int) -> None:
+    # --- copies ---------------------------------------------------------------------------------------
+
+    def after_round(self, number: int, *, last: bool = False) -> None:
         """A round is closed: copy the record, where it is due. Raises StorageFailed, NoRoom, Damaged."""
-        if not self._every or number % self._every:
-            return
+        if self._every and number % self._every == 0 and (last or self._is_due()):
+            self._copy(number)
+        elif self._file and self._file.stat().st_size > FILE_BYTES:
+            self._file = self._notes_after(number)
+
+    def _is_due(self) -> bool:
+        copies = self.rounds()
+        if not copies:
+            return True
+        size = self.file(copies[-1]).stat().st_size
+        noted = sum(file.stat().st_size for file in self._notes() if _round_of(file) >= copies[-1])
+        return size < SMALL_BYTES or noted > NOTED_SHARE * size
+
+    def _copy(self, number: int) -> None:
         make_folder(self._folder)
         for unfinished in self._folder.glob(f"{WRITING}*"):  # by a process that was killed
             unfinished.unlink(missing_ok=True)
@@ -58,10 +103,11 @@ class Backups:
             sync_file(aside)
             os.replace(aside, self.file(number))
             sync_folder(self._folder)
+            self._file = self._notes_after(number)
             for old in self.rounds()[:-KEPT]:
                 self.file(old).unlink(missing_ok=True)
-            for file, made in self._files():
-                if made < self.since(number):
+            for file in self._notes():
+                if _round_of(file) < self.rounds()[0]:
                     file.unlink(missing_ok=True)
         except OSError as error:
             raise storage_failed(f"cannot copy the record to {self._folder}", error) from error
@@ -75,59 +121,137 @@ class Backups:
         return sorted(_round_of(file) for file in self._folder.glob("round-*.db"))
 
     def since(self, number: int) -> int:
-        """The round from whose state on everything is to be kept, when round `number` is closed: that of the oldest
-        copy, and the beginning while not all copies are made. It is also what damaged states are made anew from."""
-        copies = self.rounds()
-        if len(copies) >= KEPT:
-            return copies[0]
-        return 0 if number < KEPT * self._every else number
+        """The round from whose state on everything is to be kept, when round `number` is closed: a damaged state is
+        made anew from the one before. What is older the notes have."""
+        return number - 1 if self._every else number
 
     def check_record(self) -> None:
         """Raises Damaged where the record lacks a round that a copy of it has: SQLite cannot tell that it lost some."""
-        closed = len(self._store.closed_rounds(self._run))
+        closed = self._closed()
         if any(is_whole(self.file(number)) for number in self.rounds() if number > closed):
             raise self._store.damaged(f"of run {self._run} it has {closed} closed rounds", self._run)
+
+    def _closed(self) -> int:
+        newest = self._store.newest_closed(self._run)
+        return newest.round if newest else 0
 
     def file(self, number: int) -> Path:
         """The copy that was made after a round."""
         return self._folder / f"round-{number}.db"
 
-    def note(self, accepted: Accepted) -> None:
-        """Keep results apart from the record until every copy has them. Raises StorageFailed, NoRoom."""
-        if self._every:
-            content = msgspec.msgpack.encode(accepted)
-            digest = digest_of(content).partition(":")[2]
-            atomic_write(self._folder / f"since-{accepted.round}-{digest}.msgpack", content)
+    # --- notes ----------------------------------------------------------------------------------------
 
-    def put_back(self, say: Callable[[str], None]) -> None:
-        """Into the record with what it lacks: it may be a copy that was put back."""
-        for file, _ in self._files():
-            accepted = _read(file)
-            if accepted is None:
-                log.error("damaged file", extra={"path": str(file), "held": "results"})
-                say(f"run {self._run}: {file} is damaged: it held results; those that the record lacks are asked again")
-                file.unlink(missing_ok=True)
-                continue
-            if accepted.cohort is not None and self._store.round(self._run, accepted.round) is None:
-                self._store.open_round(self._run, accepted.round, accepted.cohort, accepted.needed)
-            self._store.add_results(accepted.results)
+    def note(self, note: Note) -> None:
+        """Keep something apart from the record, on the disk when this returns, until every copy has it. Raises
+        StorageFailed, NoRoom."""
+        if not self._every:
+            return
+        if self._file is None:
+            self._file = next(iter(self._notes()[-1:]), None) or self._notes_after(self._closed())
+        try:
+            make_folder(self._folder)
+            is_new = not self._file.exists()
+            _append(self._file, _line(note))
+            if is_new:
+                sync_folder(self._folder)
+        except OSError as error:
+            raise storage_failed(f"cannot write {self._file}", error) from error
 
-    def _files(self) -> Iterator[tuple[Path, int]]:
-        """Those of accepted results, in the order of their rounds."""
-        files = [(file, _round_of(file)) for file in self._folder.glob("since-*.msgpack")]
-        yield from sorted(files, key=lambda entry: (entry[1], entry[0].name))
+    def put_back(self, say: Callable[[str], None], strike: Callable[[str, int, str], object]) -> None:
+        """Into the record with what it lacks: it may be a copy that was put back. `strike` counts a device's fault."""
+        closed, files = self._closed(), self._notes()
+        later = [_round_of(file) for file in files[1:]]
+        # when a file begins, all that earlier ones hold is of before a round that is closed
+        for file in files[sum(number <= closed for number in later) :]:
+            lacking: list[Note] = []
+            for note in self._read(file, say):
+                lacking.append(note)
+                if isinstance(note, Closed) and note.round <= closed:
+                    lacking.clear()
+            for note in lacking:
+                self._put_back(note, strike)
+        if self._every and (now := self._closed()) > closed:
+            self._copy(now)
+
+    def _put_back(self, note: Note, strike: Callable[[str, int, str], object]) -> None:
+        store, run = self._store, self._run
+        match note:
+            case Accepted():
+                if note.cohort is not None and store.round(run, note.round) is None:
+                    store.open_round(run, note.round, note.cohort, note.needed)
+                store.add_results(note.results)
+            case Struck():
+                strike(note.device, note.round, note.reason)
+            case Closed():
+                for number in range(self._closed() + 1, note.round):  # the note of it was damaged
+                    self._close(number, [], None, {})
+                self._close(note.round, note.asked, note.state, note.figures)
+
+    def _close(self, number: int, asked: list[str], state: SavedState | None, figures: dict[str, float]) -> None:
+        store, run = self._store, self._run
+        if store.answered(run, number - 1, "evaluate"):  # a round is evaluated before the next is closed
+            store.round_evaluated(run, number - 1)
+        if store.round(run, number) is None:
+            store.open_round(run, number, [])
+        store.close_round(run, number, state, figures, asked)
+
+    def _read(self, file: Path, say: Callable[[str], None]) -> Iterator[Note]:
+        """Those that are whole; what is damaged is named, and removed from the file."""
+        content = file.read_bytes()
+        held = [(line, note) for line in content.split(b"\n") if (note := _note(line)) is not None]
+        whole = b"".join(line + b"\n" for line, _ in held)
+        if whole != content:
+            log.error("damaged file", extra={"path": str(file), "held": "notes"})
+            say(
+                f"run {self._run}: {file} is damaged: it held results and states; results that the record lacks are "
+                "asked again"
+            )
+            atomic_write(file, whole)
+        yield from (note for _, note in held)
+
+    def _notes(self) -> list[Path]:
+        """Files of notes, the oldest first."""
+        return sorted(self._folder.glob("since-*.notes"), key=_round_of)
+
+    def _notes_after(self, number: int) -> Path:
+        """The file whose first note was made after a round was closed."""
+        return self._folder / f"since-{number}.notes"
 
 
 def _round_of(file: Path) -> int:
     return int(file.stem.split("-")[1])
 
 
-def _read(file: Path) -> Accepted | None:
-    """None where the file is damaged."""
+def _line(note: Note) -> bytes:
+    """A note behind its digest, without any newline but the last, so that damage to it leaves the others."""
+    content = msgspec.msgpack.encode(note)
+    return binascii.b2a_base64(bytes.fromhex(digest_of(content).partition(":")[2]) + content)
+
+
+def _note(line: bytes) -> Note | None:
+    """None where it is damaged, or was never written to its end."""
     try:
-        content = file.read_bytes()
-        if digest_of(content).partition(":")[2] == file.stem.split("-")[2]:
-            return msgspec.msgpack.decode(content, type=Accepted)
-    except (OSError, msgspec.MsgspecError):
+        held = binascii.a2b_base64(line, strict_mode=True)
+        if digest_of(held[32:]).partition(":")[2] == held[:32].hex():
+            note: Note = msgspec.msgpack.decode(held[32:], type=Note)
+            return note
+    except (ValueError, msgspec.MsgspecError):
         pass
     return None
+
+
+def _append(file: Path, line: bytes) -> None:
+    """Add a synced line, or nothing. Raises OSError."""
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        end = os.fstat(handle).st_size
+        try:
+            written = 0
+            while written < len(line):
+                written += os.write(handle, line[written:])
+            os.fsync(handle)
+        except OSError:
+            os.ftruncate(handle, end)
+            raise
+    finally:
+        os.close(handle)

@@ -8,41 +8,17 @@ is in the next one's difference. Devices train from the reference; their deltas 
 from collections.abc import Mapping
 
 import numpy as np
-from msgspec import Struct
 
 from coordinator.config import UpdatesConfig
+from coordinator.record.tables import Link, Reference
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.updates import NONE, Codec, decode, make_codec
-from fedvit.wire.messages import Recipe
 
 MAX_LINKS = 32
 """Of one group: a task names each as a recipe of about 250 bytes, and 64 kB hold about 250 of all its groups together.
 A device that was away for more rounds gets the group whole."""
-
-
-class Link(Struct, frozen=True):
-    """A step to a reference, as digests; see `Recipe`."""
-
-    target: str
-    base: str  # empty: none is needed
-    patch: str
-
-
-class Reference(Struct, frozen=True):
-    """What devices have of one group, and how they get there from what they had before."""
-
-    digest: str
-    whole: str = NONE  # codec that every reference has been through
-    links: tuple[Link, ...] = ()  # the oldest first
-
-    def blobs(self) -> set[str]:
-        return {self.digest, *(link.patch for link in self.links)}
-
-    def recipes(self, blobs: BlobStore) -> tuple[Recipe, ...]:
-        """For devices that lack it. Raises BadPayload when a patch is not in `blobs`."""
-        return tuple(Recipe(link.target, link.base, blobs.manifest(link.patch), self.whole) for link in self.links)
 
 
 def references(

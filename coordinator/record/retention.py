@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -17,7 +18,9 @@ from coordinator.record.tables import ENDED, RunRecord
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.files import WRITING, folder_bytes, storage_failed
-from fedvit.program import Program, decode_program
+
+if TYPE_CHECKING:
+    from fedvit.program import Program
 
 LOCK = "lock"
 SERVICE_LOCK = "service.lock"
@@ -72,8 +75,8 @@ def is_served(folder: Path) -> bool:
 
 
 def oldest_kept(newest: int, keep_rounds: int | None, since: int) -> int | None:
-    """The oldest round whose details stay when `newest` is the newest that is closed; None: all stay. Copies of the
-    record need those from `since` on."""
+    """The oldest round whose details stay when `newest` is the newest that is closed; None: all stay. From
+    those from `since` on a damaged state is made anew."""
     return None if keep_rounds is None else min(newest - keep_rounds + 1, since)
 
 
@@ -176,12 +179,12 @@ def _details(store: Store, record: RunRecord, place: Path, keep_rounds: int | No
     newest = store.newest_closed(record.id)
     if newest is None or keep is None:
         return
-    copies = [int(file.stem.partition("-")[2]) for file in (place / COPIES).glob("round-*.db")]
-    before = oldest_kept(newest.round, keep, min(copies, default=newest.round))
+    since = newest.round - 1 if (place / COPIES).is_dir() else newest.round
+    before = oldest_kept(newest.round, keep, since)
     if before is not None and before > max(1, record.thinned or 0):
         removal = Removal(
             what="details", run=record.id, path=None, bytes=0,
-            why=f"of rounds before {before}; the newest {keep} are kept, and those that copies of the record need",
+            why=f"of rounds before {before}; the newest {keep} are kept, and what a damaged state is made anew from",
         )  # fmt: skip
         yield _done(removal, lambda: store.thin(record.id, before), dry_run)
 
@@ -198,6 +201,8 @@ def _files(place: Path, dry_run: bool) -> Iterator[Removal]:
 
 def _blobs(store: Store, record: RunRecord, place: Path, dry_run: bool) -> Iterator[Removal]:
     """Of a finished run those stay from which others start, and that its bundle is made of."""
+    from fedvit.program import decode_program  # numpy, for which other commands need not wait
+
     newest = store.newest_closed(record.id)
     if newest is None or newest.state is None or record.program is None:
         return
@@ -219,7 +224,7 @@ def _blobs(store: Store, record: RunRecord, place: Path, dry_run: bool) -> Itera
         yield _done(removal, lambda: blobs.prune(keep), dry_run)
 
 
-def _blobs_of(program: Program) -> set[str]:
+def _blobs_of(program: "Program") -> set[str]:
     """Graphs of a program, and values that devices begin with."""
     first = {group.initial for group in program.groups.values() if group.initial}
     return first | {graph.digest for graph in program.graphs.values()}

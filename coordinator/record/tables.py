@@ -11,9 +11,10 @@ import msgspec
 from msgspec import Struct
 from sqlalchemy import JSON, Boolean, Column, ForeignKeyConstraint, Index, Integer, MetaData, String, Table
 
-from coordinator.record.references import Reference
+from fedvit.blobs import BlobStore
 from fedvit.resources import BudgetKind, ResourceUse
-from fedvit.wire.messages import TaskKind
+from fedvit.roles import NONE
+from fedvit.wire.messages import Recipe, TaskKind
 from profiles.prediction import Expected
 
 SCHEMA = "0004"
@@ -23,6 +24,29 @@ SEAL = "seal"
 """Column of every table that tensors depend on: a digest of the row's other columns, since SQLite has none itself."""
 
 TABLES = MetaData()
+
+
+class Link(Struct, frozen=True):
+    """A step to a reference, as digests; see `Recipe`."""
+
+    target: str
+    base: str  # empty: none is needed
+    patch: str
+
+
+class Reference(Struct, frozen=True):
+    """What devices have of one group, and how they get there from what they had before."""
+
+    digest: str
+    whole: str = NONE  # codec that every reference has been through
+    links: tuple[Link, ...] = ()  # the oldest first
+
+    def blobs(self) -> set[str]:
+        return {self.digest, *(link.patch for link in self.links)}
+
+    def recipes(self, blobs: BlobStore) -> tuple[Recipe, ...]:
+        """For devices that lack it. Raises BadPayload when a patch is not in `blobs`."""
+        return tuple(Recipe(link.target, link.base, blobs.manifest(link.patch), self.whole) for link in self.links)
 
 
 class SavedState(Struct, frozen=True):

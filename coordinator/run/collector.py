@@ -319,7 +319,7 @@ class ResultCollector:
             return
         kept, self._checked = list(self._checked.values()), {}
         self._write(kept)
-        self._end(kept, TaskState.ACCEPTED)
+        self._ended(kept, TaskState.ACCEPTED)
         for task in kept:
             try:
                 self._accept(task)
@@ -478,6 +478,10 @@ class ResultCollector:
     def _end(self, tasks: list[Task], end: TaskState) -> None:
         trained = [(task.round, task.device) for task in tasks if task.kind == "train"]
         self._state.store.end_tasks(self._state.run, trained, end)
+        self._ended(tasks, end)
+
+    def _ended(self, tasks: list[Task], end: TaskState) -> None:
+        """The record has it already."""
         for task in tasks:
             self._state.tasks.end(task, end)
             self._freed.append(task.device)

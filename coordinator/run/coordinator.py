@@ -8,6 +8,7 @@ did is done here (`_follow_up`).
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 from coordinator.compute.messages import Compute, FindOutliers, Finish, Prepare, Request, Step, Stepped
 from coordinator.config import RunConfig
-from coordinator.record.backups import Backups
+from coordinator.record.backups import Backups, Closed, Struck
 from coordinator.record.integrity import DamagedBlob, SoundBlobs
 from coordinator.record.retention import oldest_kept
 from coordinator.record.store import Store
@@ -31,12 +32,12 @@ from coordinator.run.modes import MODES
 from coordinator.run.open_round import Missing, OpenRound
 from coordinator.run.quarantine import Quarantine
 from coordinator.run.recovery import DAMAGED_HERE, Recovery
+from coordinator.run.reporter import Reporter, view
 from coordinator.run.round_line import round_line
 from coordinator.run.round_runner import RoundRunner
 from coordinator.run.scheduler import Overdue, TaskScheduler
 from coordinator.run.selector import CohortSelector
 from coordinator.run.state import RunState
-from coordinator.run.status import Reporter, view
 from coordinator.run.validation import ROOM_BYTES, listed
 from fedvit.descriptors import USED_UP
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError, NoRoom, StorageFailed
@@ -168,9 +169,10 @@ class Coordinator:
         try:
             self._say("connecting to the broker")
             self._with_room(partial(self.inbox.pump, lambda: self.inbox.connected))
+            checked = self.inbox.begin(state.store.check)
             self.backups.check_record()
-            self._with_room(partial(self.backups.put_back, self._say))
-            self._with_room(self._gather)
+            self._with_room(partial(self.backups.put_back, self._say, self.quarantine.strike))
+            self._with_room(partial(self._gather, checked))
             self._with_room(self._all_rounds)
         except FederationTaken as error:  # its devices are the other coordinator's
             with suppress(StorageFailed):
@@ -242,14 +244,19 @@ class Coordinator:
         self._say("there is room again: run resumed")
         log.info("run resumed")
 
-    def _gather(self) -> None:
-        """Wait for the first devices; their classes are the run's, unless it has some already."""
+    def _gather(self, checked: Future[None]) -> None:
+        """Wait for the first devices, and until the record was `checked` as a whole; the devices' classes are the
+        run's, unless it has some already."""
         state, wanted = self.state, self.state.config.devices
 
         def enough() -> bool:
             online = state.presence.count_online()
             state.doing = f"waiting for devices: {online} of {wanted} are here"
-            return online >= wanted
+            if checked.done():
+                checked.result()
+            elif online >= wanted:
+                state.doing = "reading the whole record"
+            return online >= wanted and checked.done()
 
         self._say(f"waiting for {wanted} device{'s' if wanted > 1 else ''}")
         self.inbox.pump(enough)
@@ -377,12 +384,15 @@ class Coordinator:
         """The round's state is the run's; what nothing needs any more is removed."""
         state = self.state
         state.saved = stepped.saved
-        state.store.close_round(state.run, number, stepped.saved, figures)
-        self.inbox.in_background(partial(self.backups.after_round, number))
+        asked = state.store.asked_in(state.run, number)
+        self.backups.note(Closed(number, asked, stepped.saved, figures))
+        state.store.close_round(state.run, number, stepped.saved, figures, asked)
+        is_last = number == state.config.rounds
+        self.inbox.in_background(partial(self.backups.after_round, number, last=is_last))
         oldest = oldest_kept(number, state.config.keep_rounds, self.backups.since(number))
         if oldest is not None:
             state.store.thin(state.run, oldest)
-        if number == state.config.rounds:
+        if is_last:
             self.collector.dismiss(state.tasks, "the last round is closed")
             self._follow_up()
         freed = state.blobs.prune(stepped.needed | self.recovery.still_needed(number), PARTIAL_KEPT_S)
@@ -502,6 +512,7 @@ class Coordinator:
             self.scheduler.give_open(device)
 
     def _strike(self, device: str, number: int, reason: str) -> None:
+        self.backups.note(Struck(device, number, reason))
         if self.quarantine.strike(device, number, reason):
             self.membership.put_away(device)
 

@@ -98,6 +98,12 @@ class Inbox:
 
     def in_background(self, work: Callable[[], Outcome]) -> Outcome:
         """Run something long in a thread while devices stay served; Ctrl-C does not wait for it."""
+        future = self.begin(work)
+        self.pump(future.done)
+        return future.result()
+
+    def begin(self, work: Callable[[], Outcome]) -> Future[Outcome]:
+        """Run something long in a thread, after all that was begun before."""
         future: Future[Outcome] = Future()
 
         def run() -> None:
@@ -111,8 +117,7 @@ class Inbox:
             self._background = threading.Thread(target=self._work, name="server-step", daemon=True)
             self._background.start()
         self._waiting.put(run)
-        self.pump(future.done)
-        return future.result()
+        return future
 
     def _work(self) -> None:
         """One thread for all of it: each new one would bring a heap and a pool of torch's threads of its own."""

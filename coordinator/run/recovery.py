@@ -109,12 +109,11 @@ class Recovery:
             state.say(f"round {state.number}: {result.device}: {reason}")
 
     def still_needed(self, number: int) -> set[str]:
-        """Blobs of devices that are at work, results that wait for the next server step, and all that it takes to go on
-        from the oldest copy of the record: a damaged state is made anew from it, too."""
+        """Blobs of devices that are at work, results that wait for the next server step, and all that it takes to make
+        the newest state anew from the one before."""
         state = self._state
-        since, copies = self._backups.since(number), self._backups.rounds()
+        since = self._backups.since(number)
         later = state.store.uploads_since(state.run, since + 1)
-        for copied in copies if since < number else ():
-            if (record := state.store.round(state.run, copied)) and record.state:
-                later |= essential(record.state) | set(record.state.uploads.values())
+        if since < number and (record := state.store.round(state.run, since)) and record.state:
+            later |= essential(record.state) | set(record.state.uploads.values())
         return later.union(*(task.work.offered() for task in state.tasks))

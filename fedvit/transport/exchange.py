@@ -23,7 +23,8 @@ from fedvit.files import storage_failed
 from fedvit.partials import PartialBlob
 from fedvit.transport.base import Transport, Wake
 from fedvit.wire.messages import Apart, Done, Manifest, Want
-from fedvit.wire.transfer import LANE_CHUNKS, WINDOW_CHUNKS, Chunk, Incoming, Outgoing, decode_chunk
+from fedvit.wire.outgoing import Outgoing
+from fedvit.wire.transfer import LANE_CHUNKS, WINDOW_CHUNKS, Chunk, Incoming, decode_chunk
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedvit.errors import BadPayload, ConfigError
+from fedvit.roles import NONE
 from fedvit.tensors import Array, TensorReader, Tensors, reader_of
 from fedvit.updates.base import Codec, Form, Shape
 from fedvit.updates.fp16 import Fp16
@@ -22,7 +23,6 @@ from fedvit.updates.top_k import COUNT, INDEX, TopK, from_top_k, part_of_top_k
 __all__ = ["CODECS", "NONE", "Codec", "Form", "Shape", "coded_form", "decode", "decode_one", "make_codec"]
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Fp16, Int8, TopK)}
-NONE = Plain.name
 
 
 def make_codec(text: str) -> Codec:

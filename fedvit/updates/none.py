@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from fedvit.roles import NONE
 from fedvit.tensors import Array, Tensors
 from fedvit.updates.base import Codec, Form, Shape
 
@@ -13,7 +14,7 @@ from fedvit.updates.base import Codec, Form, Shape
 class Plain(Codec):
     """float32, every bit of it."""
 
-    name: ClassVar[str] = "none"
+    name: ClassVar[str] = NONE
     source: ClassVar[str] = "-"
 
     def form(self, name: str, shape: Shape) -> Form:

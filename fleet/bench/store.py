@@ -18,7 +18,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from coordinator.config import RunConfig
-from coordinator.record.store import Store
+from coordinator.record.backups import NOTED_SHARE, Accepted, Backups, Closed, Note
+from coordinator.record.store import COPIES, Store
 from coordinator.record.tables import SavedState, TaskRecord
 from coordinator.run.round_line import round_line
 from fedvit.errors import FedvitError
@@ -44,7 +45,10 @@ class StoreReport(Struct, frozen=True, kw_only=True):
     devices: int
     make_s: float
     database_bytes: int
-    round_ms: float  # median: all that the record is asked in one more round
+    round_ms: float  # median: all that the record is asked in one more round, and its notes
+    round_cpu_ms: float  # of that processor time, mean
+    copy_s: float  # to copy the record once, and read the copy as a whole
+    copy_rounds: float  # rounds until the next copy
     rss_slope_bytes_per_round: float  # of this process, over the second half of the rounds
     resume_s: float  # `coordinator start --resume`, until it waits for devices
     resume_record_s: float  # of that, to open and read the record
@@ -52,6 +56,8 @@ class StoreReport(Struct, frozen=True, kw_only=True):
     show_s: float
     runs_cpu_s: float  # processor time, which a busy machine changes less
     show_cpu_s: float
+    status_s: float
+    status_cpu_s: float
 
 
 def run_store_bench(
@@ -73,31 +79,48 @@ def run_store_bench(
                 progress(f"{number} rounds of {devices} devices, {time.monotonic() - began:.0f} s")
         make_s = time.monotonic() - began
         following = range(rounds + 1, rounds + 1 + MEASURED_ROUNDS)
-        times = [_timed(partial(one_round, store, number, names)) for number in following]
+        backups = Backups(store, RUN, out / RUN, 1)
+        copy_s = _timed(lambda: backups.after_round(rounds, last=True))
+        began_cpu_s = time.process_time()
+        times = [_timed(partial(one_round, store, number, names, backups=backups)) for number in following]
+        cpu_s = time.process_time() - began_cpu_s
+        noted = sum(file.stat().st_size for file in (out / RUN / COPIES).glob("since-*.notes"))
+        copied = backups.file(rounds).stat().st_size
         store.update_run(RUN, status="interrupted")
         store.close()
         progress("starting processes")
         record_s = median(_timed(lambda: _resumed(out)) for _ in range(STARTS))
-        runs = [_process("runs", "--out", str(out)) for _ in range(STARTS)]
-        show = [_process("show", RUN, "--out", str(out)) for _ in range(STARTS)]
+        resumes = [_until_it_waits(out) for _ in range(STARTS)]
+        runs = [_process(out, "runs") for _ in range(STARTS)]
+        show = [_process(out, "show", RUN) for _ in range(STARTS)]
+        status = [_process(out, "status", RUN) for _ in range(STARTS)]
         return StoreReport(
             rounds=rounds,
             devices=devices,
             make_s=make_s,
             database_bytes=sum(file.stat().st_size for file in out.glob("fedvit.db*")),
             round_ms=1000 * median(times),
+            round_cpu_ms=1000 * cpu_s / MEASURED_ROUNDS,
+            copy_s=copy_s,
+            copy_rounds=NOTED_SHARE * copied / (noted / MEASURED_ROUNDS),
             rss_slope_bytes_per_round=_slope(resident[len(resident) // 2 :]),
-            resume_s=median(_until_it_waits(out) for _ in range(STARTS)),
+            resume_s=median(resumes),
             resume_record_s=record_s,
             runs_s=median(wall for wall, _ in runs),
             show_s=median(wall for wall, _ in show),
             runs_cpu_s=median(spent for _, spent in runs),
             show_cpu_s=median(spent for _, spent in show),
+            status_s=median(wall for wall, _ in status),
+            status_cpu_s=median(spent for _, spent in status),
         )
 
 
-def one_round(store: Store, number: int, names: list[str], gathered: int = GATHERED) -> None:
-    """All that a coordinator asks of the record in one round, in its order; `gathered` results come together."""
+def one_round(
+    store: Store, number: int, names: list[str], gathered: int = GATHERED, backups: Backups | None = None
+) -> None:
+    """All that a coordinator asks of the record in one round, in its order, and what it notes beside it; `gathered`
+    results come together."""
+    note: Callable[[Note], object] = backups.note if backups else lambda note: None
     store.counted(RUN, number)
     store.quarantines(RUN)
     store.open_round(RUN, number, names, len(names))
@@ -111,15 +134,20 @@ def one_round(store: Store, number: int, names: list[str], gathered: int = GATHE
         for first in range(0, len(names), gathered):
             some = names[first : first + gathered]
             results = [Result(RUN, number, kind, 10, metrics, use, upload) for _ in some]  # type: ignore[arg-type]
-            store.add_results([(name, result, number) for name, result in zip(some, results, strict=True)])
-            if kind == "train":
-                store.end_tasks(RUN, [(number, name) for name in some], "accepted")
+            accepted: list[tuple[str, Result, int | None]] = [
+                (name, result, number) for name, result in zip(some, results, strict=True)
+            ]
+            note(Accepted(number, names if kind == "train" else None, len(names), accepted))
+            store.add_results(accepted)
         if kind == "train":
             store.counted(RUN, number + 1)
             store.used_in(RUN, number)
             store.add_refusal(RUN, number, names[0], "train", "no result: deadline")
             figures = {"cohort": float(len(names)), "accepted": float(len(names)), "devices_s": 1.5, "server_s": 0.5}
-            store.close_round(RUN, number, SavedState(groups, None, {}), figures)
+            saved = SavedState(groups, None, {})
+            asked = store.asked_in(RUN, number)
+            note(Closed(number, asked, saved, figures))
+            store.close_round(RUN, number, saved, figures, asked)
             store.uploads_since(RUN, number)
             store.round(RUN, number)
             store.quarantines(RUN)
@@ -141,7 +169,7 @@ def _expected(name: str) -> Expected:
 
 def _resumed(out: Path) -> None:
     """What a resume asks of the record before the first round."""
-    store = Store.in_folder(out)
+    store = Store.in_folder(out, check=False)
     store.runs()
     store.newest_closed(RUN)
     store.unanswered(RUN)
@@ -154,10 +182,16 @@ def _command(*arguments: str) -> list[str]:
     return [*program("coordinator.cli"), *arguments]
 
 
-def _process(*arguments: str) -> tuple[float, float]:
+def _environment(out: Path) -> dict[str, str]:
+    """With room for compiled modules, which an installed program has; the first of several starts makes them."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPYCACHEPREFIX": str(out.parent / "bytecode")}
+
+
+def _process(out: Path, *arguments: str) -> tuple[float, float]:
     """Wall and processor seconds of one command."""
-    before, began = os.times(), time.monotonic()
-    ended = subprocess.run(_command(*arguments), capture_output=True, text=True, timeout=PATIENCE_S)
+    before, began, command = os.times(), time.monotonic(), _command(*arguments, "--out", str(out))
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=_environment(out))
     wall, after = time.monotonic() - began, os.times()
     if ended.returncode:
         raise FedvitError(f"coordinator {arguments[0]} ended with code {ended.returncode}: {ended.stderr[-400:]}")
@@ -168,7 +202,9 @@ def _process(*arguments: str) -> tuple[float, float]:
 def _until_it_waits(out: Path) -> float:
     arguments = _command("start", "--resume", RUN, "--out", str(out), "--port", "0")
     began, lines = time.monotonic(), list[str]()
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as coordinator:
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment(out)
+    ) as coordinator:
         assert coordinator.stdout is not None
         try:
             for line in coordinator.stdout:
@@ -202,11 +238,13 @@ def store_table(report: StoreReport) -> RenderableType:
     table.add_column("what")
     table.add_column("figure", justify="right")
     for what, figure in (
-        ("one more round", f"{report.round_ms:.1f} ms"),
+        ("one more round", f"{report.round_ms:.1f} ms ({report.round_cpu_ms:.1f} ms of processor)"),
+        (f"a copy, every {report.copy_rounds:.0f} rounds", f"{report.copy_s:.2f} s"),
         ("coordinator start --resume, until it waits", f"{report.resume_s:.2f} s"),
         ("of that the record", f"{report.resume_record_s:.2f} s"),
         ("coordinator runs", f"{report.runs_s:.2f} s ({report.runs_cpu_s:.2f} s of processor)"),
         ("coordinator show", f"{report.show_s:.2f} s ({report.show_cpu_s:.2f} s of processor)"),
+        ("coordinator status", f"{report.status_s:.2f} s ({report.status_cpu_s:.2f} s of processor)"),
         ("memory, each round", f"{report.rss_slope_bytes_per_round:.0f} bytes"),
         ("database", f"{report.database_bytes / 1e6:.1f} MB"),
         ("to make it", f"{report.make_s:.0f} s"),

@@ -42,8 +42,9 @@ from fedvit.wire.messages import (
     decode,
     encode,
 )
+from fedvit.wire.outgoing import Outgoing
 from fedvit.wire.topics import Topics
-from fedvit.wire.transfer import Chunk, Outgoing, decode_chunk
+from fedvit.wire.transfer import Chunk, decode_chunk
 from fleet.fuzz.graphs import FORMS, fuzz_graphs, is_hostile, readings
 from fleet.fuzz.memory import fuzz_in_memory
 from fleet.fuzz.mutations import Mutator

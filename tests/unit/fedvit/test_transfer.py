@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from fedvit.errors import BadPayload
 from fedvit.wire.messages import Manifest, Want
+from fedvit.wire.outgoing import Outgoing
 from fedvit.wire.transfer import (
     ACK_EVERY_CHUNKS,
     MAX_RANGES,
     WINDOW_CHUNKS,
     Chunk,
     Incoming,
-    Outgoing,
     decode_chunk,
     missing_ranges,
 )

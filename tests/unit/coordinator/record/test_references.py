@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from coordinator.config import UpdatesConfig
-from coordinator.record.references import MAX_LINKS, Reference, references, snapshot
+from coordinator.record.references import MAX_LINKS, references, snapshot
+from coordinator.record.tables import Reference
 from edge_client.downlink import make_blob, routes
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload

@@ -1,0 +1,29 @@
+"""Words of a Program that are also words of a configuration, for whoever reads one: without numpy, a long import."""
+
+import enum
+
+NONE = "none"
+"""The codec that changes nothing."""
+
+
+class Role(enum.StrEnum):
+    """Where a group's value comes from at the start of a round, who trains it, and what is sent back."""
+
+    FROZEN = "frozen"  # sent once, cached by digest; nobody trains it
+    GLOBAL = "global"  # the server, each round; frozen on the device
+    SEEDED = "seeded"  # the server, each round; trained on the device, not sent back
+    SHARED = "shared"  # the server, each round; trained, delta sent back to be averaged
+    GENERATED = "generated"  # the server, made for this device; trained, delta sent back
+    LOCAL = "local"  # the device's vault; trained, never leaves the device
+
+    @property
+    def from_server_each_round(self) -> bool:
+        return self in (Role.GLOBAL, Role.SEEDED, Role.SHARED, Role.GENERATED)
+
+    @property
+    def trained_on_device(self) -> bool:
+        return self in (Role.SEEDED, Role.SHARED, Role.GENERATED, Role.LOCAL)
+
+    @property
+    def sent_back(self) -> bool:
+        return self in (Role.SHARED, Role.GENERATED)

@@ -1,0 +1,182 @@
+"""Copies of the record and the notes beside them: how rarely a copy is made, and that an old one has lost nothing."""
+
+import binascii
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.config import ProtectionConfig
+from coordinator.record import backups as module
+from coordinator.record.backups import NOTED_SHARE, Backups, Struck
+from coordinator.record.store import Store, is_whole
+from coordinator.record.tables import DeviceRecord, ResultRecord
+from coordinator.run.quarantine import Quarantine
+from fleet.bench.store import RUN, one_round
+
+NAMES = ["a", "b", "c"]
+
+
+@pytest.fixture(autouse=True)
+def large_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every copy were a large one."""
+    monkeypatch.setattr(module, "SMALL_BYTES", 0)
+
+
+class Record:
+    """A run's record with its backups."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.lines: list[str] = []
+        self.store = Store.in_folder(out)
+        self.store.create_run(RUN, {})
+        self._connect()
+
+    def _connect(self) -> None:
+        self.backups = Backups(self.store, RUN, self.out / RUN, 1)
+        self.quarantine = Quarantine(RUN, self.store, ProtectionConfig(strikes=2, quarantine_rounds=50))
+
+    def play(self, *numbers: int) -> None:
+        for number in numbers:
+            one_round(self.store, number, NAMES, backups=self.backups)
+            self.backups.after_round(number)
+
+    def lose(self, copy: int) -> None:
+        """The record is lost, and an old copy put back in its place."""
+        self.store.close()
+        for file in self.out.glob("fedvit.db*"):
+            file.unlink()
+        shutil.copy(self.backups.file(copy), self.out / "fedvit.db")
+        self.store = Store.in_folder(self.out)
+        self._connect()
+
+    def resume(self) -> None:
+        self.backups.put_back(self.lines.append, self.quarantine.strike)
+
+    def notes(self) -> list[Path]:
+        return sorted((self.out / RUN / "backups").glob("since-*.notes"))
+
+    def held(self) -> tuple[list[tuple[Any, ...]], list[DeviceRecord], list[ResultRecord]]:
+        """What it says of rounds, but for the dates, of devices and of results."""
+        rounds = [
+            (entry.round, entry.state, entry.figures, entry.totals, entry.accuracy, entry.evaluated, entry.cohort)
+            for entry in self.store.rounds(RUN)
+        ]
+        return rounds, self.store.devices(RUN), self.store.results(RUN)
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Iterator[Record]:
+    made = Record(tmp_path / "runs")
+    yield made
+    made.store.close()
+
+
+def test_an_old_copy_and_its_notes_are_the_record(record: Record) -> None:
+    """Also with notes in several files; and a copy of what was put back is made at once."""
+    record.play(1, 2, 3, 4, 5)
+    assert record.backups.rounds() == [1], "five rounds are little beside the first copy"
+    held = record.held()
+    record.lose(1)
+    assert record.store.closed_rounds(RUN) == [1]
+    record.resume()
+    assert record.lines == []
+    assert not record.store.rounds(RUN)[-1].evaluated, "its results are there: the run goes on with its evaluation"
+    record.store.round_evaluated(RUN, 5)
+    assert record.held() == held
+    assert record.backups.rounds() == [1, 5]
+    assert is_whole(record.backups.file(5))
+
+
+def test_notes_of_many_rounds_are_in_files_of_which_only_the_newest_are_read(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FILE_BYTES", 1)
+    record.play(1, 2, 3, 4)
+    assert [file.name for file in record.notes()] == [f"since-{number}.notes" for number in (1, 2, 3)]
+    held = record.held()
+    for file in record.notes()[:-1]:
+        file.write_bytes(b"nobody reads this")
+    record.resume()
+    assert record.lines == []
+    assert record.held() == held
+    assert record.backups.rounds() == [1], "nothing was put back"
+
+
+def test_a_copy_is_made_when_the_notes_are_no_longer_small_beside_the_last(record: Record) -> None:
+    made: list[int] = []
+    for number in range(1, 120):
+        record.play(number)
+        copies = record.backups.rounds()
+        made += [copy for copy in copies if copy not in made]
+        size = record.backups.file(copies[-1]).stat().st_size
+        noted = sum(file.stat().st_size for file in record.notes() if int(file.stem[6:]) >= copies[-1])
+        assert noted <= NOTED_SHARE * size
+        assert all(int(file.stem[6:]) >= copies[0] for file in record.notes()), "older notes are in every copy"
+    assert made[0] == 1, "the first round of a run is copied"
+    assert 3 <= len(made) <= 20, made
+    record.backups.after_round(120, last=True)
+    assert record.backups.rounds()[-1] == 120
+
+
+def test_a_damaged_note_of_a_closed_round_leaves_the_later_ones(record: Record) -> None:
+    """Its state is not known any more; the run goes on from the newest one, and the note is told."""
+    record.play(1, 2, 3)
+    held = record.held()
+    [file] = record.notes()
+    lines = file.read_bytes().splitlines(keepends=True)
+    place = next(place for place, line in enumerate(lines) if b"figures" in binascii.a2b_base64(line))
+    lines[place] = lines[place][:90] + bytes([lines[place][90] ^ 1]) + lines[place][91:]
+    file.write_bytes(b"".join(lines))
+    record.lose(1)
+    record.resume()
+    assert len(record.lines) == 1
+    assert str(file) in record.lines[0]
+    assert record.store.closed_rounds(RUN) == [1, 2, 3]
+    second, third = record.store.rounds(RUN)[1:]
+    assert second.state is None
+    assert (third.state, third.figures) == held[0][2][1:3]
+    assert record.store.results(RUN) == held[2]
+
+
+def test_half_a_note_is_none(record: Record) -> None:
+    """The process ended while it wrote: nobody was told of it. The next note is whole."""
+    record.play(1, 2)
+    file = record.notes()[-1]
+    content = file.read_bytes()
+    file.write_bytes(content + content[:50])
+    record.resume()
+    assert file.read_bytes() == content
+    record.play(3)
+    held = record.held()
+    record.lose(1)
+    record.resume()
+    assert record.store.results(RUN) == held[2]
+    assert record.store.closed_rounds(RUN) == [1, 2, 3]
+
+
+def test_strikes_and_what_followed_are_put_back(record: Record) -> None:
+    record.play(1)
+    for number in (2, 3):
+        record.backups.note(Struck("b", number, "nonsense"))
+        record.quarantine.strike("b", number, "nonsense")
+        record.play(number)
+    assert record.store.quarantined(RUN, 4)
+    record.lose(1)
+    assert not record.store.strikes(RUN)
+    record.resume()
+    assert [(entry.round, entry.spent) for entry in record.store.strikes(RUN)] == [(2, True), (3, True)]
+    assert record.store.quarantined(RUN, 4)["b"].until_round == 53
+
+
+def test_without_copies_there_are_no_notes(tmp_path: Path) -> None:
+    store = Store.in_folder(tmp_path)
+    store.create_run(RUN, {})
+    backups = Backups(store, RUN, tmp_path / RUN, 0)
+    one_round(store, 1, NAMES, backups=backups)
+    backups.after_round(1, last=True)
+    store.close()
+    assert not (tmp_path / RUN).exists()

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -84,7 +85,7 @@ Bound = Literal["products", "memory", "overhead"]
 
 def seconds(work: Work, speed: Speed) -> dict[Bound, float]:
     """What takes how long: one operator after another, each as fast as it is alone."""
-    rates = ProductModel(speed.products)
+    rates = _product_model(speed.products)
     plain = speed.bytes_per_s["Add"]
     return {
         "products": sum(product.count * rates.seconds(product) for product in work.products),
@@ -123,6 +124,12 @@ class ProductModel:
         if factors is None:
             factors = self._factors["weights"]
         return float(_terms(product) @ factors)
+
+
+@lru_cache(maxsize=64)
+def _product_model(rates: tuple[ProductRate, ...]) -> ProductModel:
+    """A plan looks at several Programs for each device: the fit to its rates is made once."""
+    return ProductModel(rates)
 
 
 def _terms(product: ProductRate | ProductWork) -> Any:

@@ -1,5 +1,6 @@
 """Seconds, memory and budgets of a round, from a speed that was measured: sums that are done by hand here."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedvit.resources import Budget, BudgetKind, ProductKind, ProductRate, Speed
+from profiles import predict as predict_module
 from profiles.predict import BASE_RSS_BYTES, ENGINE_BYTES, LOADED_BYTES, ProductModel, predict, seconds
 from profiles.prediction import MemoryPhase, Prediction, ProductWork, ProgramCost, Work
 
@@ -119,6 +121,22 @@ def test_seconds_are_those_of_products_bytes_and_operators() -> None:
         "memory": pytest.approx(0.5),
         "overhead": pytest.approx(1e-3),
     }
+
+
+def test_the_fit_to_a_speed_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many Programs are looked at for the device, or for another that is as fast."""
+    fitted = []
+
+    class Counted(ProductModel):
+        def __init__(self, rates: Sequence[ProductRate]) -> None:
+            fitted.append(rates)
+            super().__init__(rates)
+
+    monkeypatch.setattr(predict_module, "ProductModel", Counted)
+    for flops_per_s in (1.25e9, 1.25e9, 2.5e9, 1.25e9):
+        rates = (ProductRate("weights", 3, 5, 7, 11, flops_per_s),)
+        seconds(some_work(), msgspec.structs.replace(SPEED, products=rates))
+    assert [rates[0].flops_per_s for rates in fitted] == [1.25e9, 2.5e9]
 
 
 @pytest.mark.parametrize(

@@ -59,34 +59,40 @@ def start(file: Path | None, out: Path, resume: str | None, name: str | None, qu
     if config.run.method not in METHOD_NAMES:
         raise ConfigError(f"{where}: unknown method {config.run.method!r}, known are {', '.join(METHOD_NAMES)}")
     with ExitStack() as stack:
-        display = stack.enter_context(choose_display(quiet))
         if resume is None:
             run = check_name(name or _usual_name(config.run), "--run")
-            display.line(f"run {run}: checking its configuration")
-        else:
-            display.line(f"looking for the run to go on with in {out}")
-        # SQLAlchemy and numpy, for which neither the first line nor a mistake in the flags waits
-        from coordinator.record.retention import lock_run
-
-        if resume is None:
             if (out / "fedvit.db").exists():
                 _check_new(_opened(out, stack), run)
-            from coordinator.compute.messages import Check
-
-            worker = _worker(stack)
+            display = stack.enter_context(choose_display(quiet))
+            display.line(f"run {run}: checking its configuration")
             # a run that could never begin leaves nothing behind
-            server = worker.ask(Check(config=config.run, where=where))
+            worker, server = _checked(config.run, where, stack)
             store = _opened(out, stack)
             store.create_run(run, msgspec.to_builtins(config.run))
-            stack.callback(os.close, lock_run(out / run, run))
+            _lock(out / run, run, stack)
         else:
             store = _opened(out, stack)
             run, config = _resumed(store, resume, values, config)
-            stack.callback(os.close, lock_run(out / run, run))
-            worker = _worker(stack)
-            server = config.run.accelerator
+            _lock(out / run, run, stack)
+            display = stack.enter_context(choose_display(quiet))
+            worker, server = _worker(stack), config.run.accelerator
         display.line(f"run {run}: {_described(config.run)}, server on {server}")
         _serve(store, out, run, config, display, worker)
+
+
+def _checked(config: RunConfig, where: str, stack: ExitStack) -> "tuple[Worker, str]":
+    """The process that computes, and the device of torch that it takes. Raises ConfigError."""
+    from coordinator.compute.messages import Check
+
+    worker = _worker(stack)
+    return worker, worker.ask(Check(config=config, where=where))
+
+
+def _lock(folder: Path, run: str, stack: ExitStack) -> None:
+    """No other process serves the run. Raises ConfigError."""
+    from coordinator.record.retention import lock_run
+
+    stack.callback(os.close, lock_run(folder, run))
 
 
 def _worker(stack: ExitStack) -> "Worker":

@@ -134,7 +134,9 @@ def one_round(
         for first in range(0, len(names), gathered):
             some = names[first : first + gathered]
             results = [Result(RUN, number, kind, 10, metrics, use, upload) for _ in some]  # type: ignore[arg-type]
-            accepted = [(name, result, number) for name, result in zip(some, results, strict=True)]
+            accepted: list[tuple[str, Result, int | None]] = [
+                (name, result, number) for name, result in zip(some, results, strict=True)
+            ]
             note(Accepted(number, names if kind == "train" else None, len(names), accepted))
             store.add_results(accepted)
         if kind == "train":

@@ -72,37 +72,37 @@ def start(
     if given.run.method not in METHOD_NAMES:
         raise ConfigError(f"{where}: unknown method {given.run.method!r}, known are {', '.join(METHOD_NAMES)}")
     with ExitStack() as stack:
-        display = stack.enter_context(choose_display(quiet))
         if resume is None:
             run = check_name(name or usual_name(given.run), "--run")
-            display.line(f"run {run}: checking its configuration")
-        else:
-            display.line(f"looking for the run to resume in {out}")
-        # SQLAlchemy and numpy, for which neither the first line nor a mistake in the flags waits
-        from coordinator.record.retention import lock_run
-        from coordinator.record.tables import ENDED
-        from coordinator.service.broker import meeting_point
-
         store = opened_store(out, stack) if (out / "fedvit.db").exists() else None
-        record = _to_resume(store, resume, name if resume_or_new else None)
+        record = _to_resume(store, resume, name if resume_or_new else None) if store or resume else None
+        display = choose_display(quiet)
         if record is None:
             check_new(store, run)
-            worker = _worker(stack)
-            config, server = _checked(values, where, worker)
+            stack.enter_context(display)
+            display.line(f"run {run}: checking its configuration")
+            worker, config, server = _checked(values, where, stack)
         else:
+            from coordinator.record.tables import (
+                ENDED,  # SQLAlchemy, for which the first line of a new run does not wait
+            )
+
             run, config = record.id, _resumed(record, values, where)
             if record.status in ENDED and (record.status == "cancelled" or config.run == _config_of(record)):
                 if not resume_or_new:
                     raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")
                 display.line(f"run {run} is {record.status}: there is nothing to do")
                 return
-            worker = _worker(stack)
-            server = config.run.accelerator
         made = stack.enter_context(ExitStack())  # what is undone unless the run gets as far as into the record
         if not (out / run).exists():
             made.callback(_remove, out, run)
-        stack.callback(os.close, lock_run(out / run, run))
+        _lock(out / run, run, stack)
+        if record is not None:
+            stack.enter_context(display)
+            worker, server = _worker(stack), config.run.accelerator
         display.line(f"run {run}: {_described(config.run)}, server on {server}")
+        from coordinator.service.broker import meeting_point
+
         broker_folder = out / run / "broker"
         point = stack.enter_context(meeting_point(config.broker, config.run.federation, broker_folder, display.line))
         transport = _transport(point)
@@ -114,6 +114,25 @@ def start(
             store.update_run(run, config=msgspec.to_builtins(config.run), broker=point.as_record(), status=status)
         made.pop_all()
         _serve(store, out, run, config.run, point, transport, display, worker)
+
+
+def _checked(values: dict[str, Any], where: str, stack: ExitStack) -> "tuple[Worker, StartConfig, str]":
+    """The process that computes, the configuration of a new run, and the device of torch that its server takes.
+
+    Raises ConfigError when it could never begin.
+    """
+    from coordinator.compute.messages import Check
+    from coordinator.service.broker import federation_of
+
+    config, worker = make_config(federation_of(values), where), _worker(stack)
+    return worker, config, worker.ask(Check(config=config.run, where=where))
+
+
+def _lock(folder: Path, run: str, stack: ExitStack) -> None:
+    """No other process serves the run. Raises ConfigError."""
+    from coordinator.record.retention import lock_run
+
+    stack.callback(os.close, lock_run(folder, run))
 
 
 def _worker(stack: ExitStack) -> "Worker":
@@ -154,16 +173,6 @@ def check_new(store: "Store | None", run: str) -> None:
     """Raises ConfigError when there is a run of that name."""
     if store and run in {record.id for record in store.runs()}:
         raise ConfigError(f"run {run!r} exists already; go on with it by --resume {run}, or choose another --run")
-
-
-def _checked(values: dict[str, Any], where: str, worker: "Worker") -> tuple[StartConfig, str]:
-    """The configuration of a new run, and the torch device of its server. Raises ConfigError when it could never
-    begin."""
-    from coordinator.compute.messages import Check
-    from coordinator.service.broker import federation_of
-
-    config = make_config(federation_of(values), where)
-    return config, worker.ask(Check(config=config.run, where=where))
 
 
 # --- an earlier run -------------------------------------------------------------------------------------

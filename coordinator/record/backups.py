@@ -63,6 +63,7 @@ class Struck(Struct, frozen=True, tag=True):
 
 
 Note = Accepted | Closed | Struck
+_DECODER: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
 
 
 class Backups:
@@ -233,8 +234,7 @@ def _note(line: bytes) -> Note | None:
     try:
         held = binascii.a2b_base64(line, strict_mode=True)
         if digest_of(held[32:]).partition(":")[2] == held[:32].hex():
-            note: Note = msgspec.msgpack.decode(held[32:], type=Note)
-            return note
+            return _DECODER.decode(held[32:])
     except (ValueError, msgspec.MsgspecError):
         pass
     return None

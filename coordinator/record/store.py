@@ -20,6 +20,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Struct
 from sqlalchemy import (
+    JSON,
     ColumnElement,
     Select,
     Table,
@@ -575,7 +576,7 @@ class Store:
                 there = _there(connection, [result for _, result, _ in results], [device for device, *_ in results])
                 rows = [row for row in rows if (row["run"], row["round"], row["kind"], row["device"]) not in there]
             if rows:
-                connection.execute(RESULTS.insert().prefix_with("OR IGNORE", dialect="sqlite"), _sealed(RESULTS, rows))
+                _write(connection, RESULTS, rows, "IGNORE")
 
     def drop_result(self, run: str, number: int, kind: TaskKind, device: str) -> None:
         """What a device brought for a round that is open cannot be used any more: it may bring it again."""
@@ -811,18 +812,38 @@ def _record(kind: type[_R], row: dict[str, Any]) -> _R:
 def _insert(connection: Connection, table: Table, records: Iterable[Struct], **more: Any) -> None:
     """New rows, with `more` that the records do not say."""
     rows = [{**msgspec.to_builtins(record), **more} for record in records]
-    connection.execute(table.insert(), _sealed(table, rows))
+    _write(connection, table, rows)
 
 
 def _replace(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
     """Rows in the place of those with the same keys."""
-    if connection.dialect.name == "sqlite":
-        connection.execute(table.insert().prefix_with("OR REPLACE"), _sealed(table, rows))
+    if connection.dialect.name != "sqlite":
+        keys = [column.name for column in table.primary_key]
+        this = [table.c[name] == bindparam(f"this_{name}") for name in keys]
+        connection.execute(delete(table).where(*this), [{f"this_{name}": row[name] for name in keys} for row in rows])
+    _write(connection, table, rows, "REPLACE")
+
+
+def _write(connection: Connection, table: Table, rows: list[dict[str, Any]], on_conflict: str = "ABORT") -> None:
+    """New rows, sealed; what SQLite does with one that is there already, `on_conflict` says."""
+    rows = _sealed(table, rows)
+    if connection.dialect.name != "sqlite":
+        connection.execute(table.insert(), rows)
         return
-    keys = [column.name for column in table.primary_key]
-    this = [table.c[name] == bindparam(f"this_{name}") for name in keys]
-    connection.execute(delete(table).where(*this), [{f"this_{name}": row[name] for name in keys} for row in rows])
-    connection.execute(table.insert(), _sealed(table, rows))
+    # the statement that SQLAlchemy would make, without what it does for each value of each row
+    names = list(rows[0])
+    held = [isinstance(table.c[name].type, JSON) for name in names]
+    values = [
+        tuple(
+            _to_json(value) if as_json and value is not None else value
+            for as_json, value in zip(held, row.values(), strict=True)
+        )
+        for row in rows
+    ]
+    marks = ", ".join("?" * len(names))
+    connection.exec_driver_sql(
+        f"INSERT OR {on_conflict} INTO {table.name} ({', '.join(names)}) VALUES ({marks})", values
+    )
 
 
 def _sealed(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

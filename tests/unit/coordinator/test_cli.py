@@ -20,6 +20,8 @@ from coordinator.config import RunConfig, make_config
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, StorageFailed
+from fedvit.method_names import METHOD_NAMES
+from fedvit.methods import METHODS
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages
 from tests.forked import ForkedWorker
@@ -356,3 +358,30 @@ def test_one_method_in_full() -> None:
 )
 def test_methods_that_cannot_be_shown(arguments: tuple[str, ...], complaint: str) -> None:
     assert complaint in refused("methods", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint", "unneeded"),
+    [
+        (["start", "--method", "fedav"], "flags: unknown method 'fedav', known are adapters", "torch numpy sqlalchemy"),
+        (["start", "--resume", "nosuch"], "no run 'nosuch'", "torch numpy"),
+        (["runs"], None, "torch numpy"),
+        (["show", "done"], None, "torch numpy"),
+        (["status"], "no coordinator has served", "torch numpy rich"),
+    ],
+)
+def test_a_command_imports_what_it_needs(out: Path, arguments: list[str], complaint: str | None, unneeded: str) -> None:
+    """Seconds in which nothing would be said."""
+    script = (
+        "import sys\nfrom coordinator.cli import cli\ntry: cli(sys.argv[2:], standalone_mode=False)\n"
+        "except Exception as error: print(error)\n"
+        "print('imported', sorted(set(sys.argv[1].split()) & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", script, unneeded, *arguments, "--out", str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S)
+    assert ended.stdout.endswith("imported []\n"), ended.stdout
+    assert complaint is None or complaint in ended.stdout
+
+
+def test_names_of_methods_are_known_without_torch() -> None:
+    assert set(METHOD_NAMES) == METHODS.keys()

@@ -4,6 +4,9 @@
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
+from binascii import a2b_base64
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -478,6 +481,57 @@ def test_a_damaged_note_of_results_has_them_asked_again(stage: Stage, calm: Call
     assert_equal(scene.end(), calm("fedavg"))
     assert any(str(note) in line and "damaged" in line for line in stage.lines)
     assert scene.a.tasks() == [1, 2, 2, 3]
+
+
+def test_a_damaged_note_of_the_newest_state_has_its_round_closed_again(
+    stage: Stage, calm: Callable[[str], Tensors]
+) -> None:
+    """The record is lost, and of round 2 only the results are noted: the state before and the uploads are there."""
+    scene = Scene(stage)
+    scene.b.on_task = lambda device, task: None if task.round == 3 else by_round(device, task)
+    stage.start(**scene.settings)  # type: ignore[arg-type]
+    stage.drive(lambda: scene.b.tasks() == [1, 2, 3] and stage.accepted(3) == ["a"])
+    stage.stop()
+    backups = stage.out / "r" / "backups"
+    note = backups / "since-1.notes"
+    lines = note.read_bytes().splitlines(keepends=True)
+    assert b"figures" in a2b_base64(lines[-1])
+    note.write_bytes(b"".join(lines[:-1]) + lines[-1][:60])
+    (backups / "round-2.db").unlink()
+    put_back(stage.out, backups / "round-1.db")
+    scene.b.on_task = by_round
+    scene.resume()
+    assert stage.finish() == "finished"
+    assert_equal(stage.model(), calm("fedavg"))
+    assert scene.a.tasks() == [1, 2, 3]
+
+
+def test_a_record_is_read_as_a_whole_before_a_task_is_given(stage: Stage) -> None:
+    """A part that nothing asks for is damaged: the coordinator says so while it waits for devices."""
+    Scene(stage).begin()
+    stage.stop()
+    database = stage.out / "fedvit.db"
+    with closing(sqlite3.connect(database)) as opened:
+        opened.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        [(page,)] = opened.execute("SELECT rootpage FROM sqlite_master WHERE name = 'strikes_by_device'").fetchall()
+        [(size,)] = opened.execute("PRAGMA page_size").fetchall()
+    with open(database, "r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(b"\x0a\x00\x00\x00\x63")  # an index page of 99 entries
+    command = [
+        sys.executable,
+        "-c",
+        "from coordinator.cli import main; main()",
+        "start",
+        "--resume",
+        "r",
+        "--port",
+        "0",
+    ]
+    ended = subprocess.run([*command, "--out", str(stage.out)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 10, ended.stderr
+    assert f"{database} is damaged" in ended.stderr
+    assert "waiting for 2 devices" in ended.stderr
 
 
 def test_no_flipped_byte_of_a_record_goes_unnoticed(stage: Stage) -> None:

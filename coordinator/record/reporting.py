@@ -17,12 +17,11 @@ from profiles.report.document import DeviceRound, Refusal, RunDevice, RunDocumen
 def run_document(store: Store, run: str) -> RunDocument:
     """Everything that the record holds of one run, beside what was expected. Raises ConfigError without such a run."""
     record, summary = store.run(run), summarise(store, run)
-    by_device = device_rounds(store, run, summary.rounds)
-    asked = {device for entry in store.rounds(run) for device in entry.cohort}
+    by_device = device_rounds(store, summary)
     known = {device.device: device for device in summary.devices}
     devices = [
         _device(name, known.get(name), by_device.get(name, []))
-        for name in sorted(asked | set(known), key=natural_order)
+        for name in sorted(by_device.keys() | known.keys(), key=natural_order)
     ]
     return RunDocument(
         run=run,

@@ -218,21 +218,22 @@ def read_round(store: Store, run: str, number: int) -> RoundSummary:
     return _round(number, entry.totals, entry.figures, {})
 
 
-def device_rounds(store: Store, run: str, rounds: list[RoundSummary]) -> dict[str, list[DeviceRound]]:
-    """What became of every training task, by device: of rounds whose details are there. Those that are still at work
+def device_rounds(store: Store, summary: RunSummary) -> dict[str, list[DeviceRound]]:
+    """What became of every training task, by device: of rounds whose details are there. Tasks that are still at work
     are left out.
     """
-    expected, accuracy = store.expected(run), {entry.round: entry.accuracy for entry in rounds}
+    run = summary.run
+    expected, accuracy = store.expected(run), {entry.round: entry.accuracy for entry in summary.rounds}
     results = {(entry.round, entry.device): entry for entry in store.results(run) if entry.kind == "train"}
-    missing = {(entry.round, entry.device): entry for entry in store.refusals(run) if entry.kind != "evaluate"}
+    missing = {(entry.round, entry.device): entry for entry in summary.refusals if entry.kind != "evaluate"}
     found: dict[str, list[DeviceRound]] = defaultdict(list)
     for record in store.rounds(run):
         for device in record.cohort:
-            task = record.round, device
+            task, of_device = (record.round, device), found[device]
             result, refusal = results.get(task), missing.get(task)
             if result is None and record.closed_at is None:
                 continue
-            found[device].append(
+            of_device.append(
                 DeviceRound(
                     round=record.round,
                     status="accepted" if result else "refused" if refusal and not refusal.lost else "dropped out",
@@ -251,7 +252,7 @@ def natural_order(name: str) -> list[str | int]:
     >>> sorted(["device-10", "device-2", "pi"], key=natural_order)
     ['device-2', 'device-10', 'pi']
     """
-    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
+    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
 def _under_way(

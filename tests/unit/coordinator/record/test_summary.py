@@ -150,11 +150,11 @@ def test_settings_are_those_that_differ_from_the_defaults(store: Store) -> None:
 
 
 def test_devices_are_in_the_order_of_their_numbers(store: Store) -> None:
-    names = ["pi", "device-10", "device-9", "device-1", "2-a", "device-9b"]
+    names = ["pi", "device-10", "device-9", "device-1", "2-a", "device-9b", "device-٣"]
     store.create_run("numbered", {})
     store.open_round("numbered", 1, names)
     for name in names:
         store.add_result(name, Result("numbered", 1, "train", 1, {}, ResourceUse()))
-    in_order = ["2-a", "device-1", "device-9", "device-9b", "device-10", "pi"]
+    in_order = ["2-a", "device-1", "device-9", "device-9b", "device-10", "device-٣", "pi"]
     assert [device.device for device in summarise(store, "numbered").devices] == in_order
     assert [device.device for device in run_document(store, "numbered").devices] == in_order

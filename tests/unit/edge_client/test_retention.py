@@ -166,6 +166,7 @@ def test_a_device_keeps_the_newest_vaults_that_it_should(world: World, fedavg: S
     over(vault, "second")
     device = world.device(once=True)
     device.agent.keep_runs = 2
+    assert world.server.expect(Result).run == "waiting"
     world.server.acknowledge(world.result(fedavg))
     finish(world, device)
     assert vault.runs() == ["run", "second", "waiting", "resumable"]

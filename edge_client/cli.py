@@ -633,21 +633,22 @@ _DRY_RUN = click.option("--dry-run", is_flag=True, help="Only say what would be 
 @as_for_training("data", "state")
 @cli.command()
 @click.option(
-    "--keep-runs", type=click.IntRange(min=1), default=1, metavar="N", help="The newest runs, whose vaults stay."
+    "--keep-runs", type=click.IntRange(min=1), metavar="N", help="The newest runs, whose vaults stay; by default 1."
 )
 @_DRY_RUN
 @_JSON
 @click.pass_context
-def gc(context: click.Context, /, *, keep_runs: int, dry_run: bool, as_json: bool, **own: Any) -> None:
+def gc(context: click.Context, /, *, keep_runs: int | None, dry_run: bool, as_json: bool, **own: Any) -> None:
     """Remove the vaults of finished runs but the newest, blobs that no run needs, and files that were half written.
 
     A run whose result was not acknowledged stays, and so does one whose end this device did not hear.
     """
     from edge_client.retention import collect, lines, locked
 
-    state = _there(_given(context, own))
+    given = _given(context, {**own, "keep_runs": keep_runs})
+    state = _there(given)
     with locked(state, lock_state):
-        report = collect(state, keep_runs=keep_runs, dry_run=dry_run)
+        report = collect(state, keep_runs=given["keep_runs"] or 1, dry_run=dry_run)
     click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))
 
 

@@ -156,7 +156,7 @@ def test_disk(patient: Patient) -> None:
     patient.state.mkdir()
     (patient.state / "blob").write_bytes(bytes(12_000))
     [found] = check_disk(patient)
-    assert f"({patient.state}), which takes 12.0 kB" in found.what
+    assert f"({patient.state}), which takes 12 kB" in found.what
     free = shutil.disk_usage(patient.root).free
     assert found.level == ("ok" if free >= 10**9 else "warning" if free >= 10**8 else "error")
     [unknown] = check_disk(replace(patient, state=None))

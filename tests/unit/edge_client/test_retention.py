@@ -166,6 +166,7 @@ def test_a_device_keeps_the_newest_vaults_that_it_should(world: World, fedavg: S
     over(vault, "second")
     device = world.device(once=True)
     device.agent.keep_runs = 2
+    assert world.server.expect(Result).run == "waiting"
     world.server.acknowledge(world.result(fedavg))
     finish(world, device)
     assert vault.runs() == ["run", "second", "waiting", "resumable"]
@@ -314,6 +315,7 @@ def test_gc_prints_a_table(state: Path) -> None:
 
 
 def test_gc_keeps_as_many_runs_as_it_should(state: Path) -> None:
+    assert len(report("--keep-runs", 5, "gc", "--state", state)["kept"]) == 5, "the option may stand before the command"
     report("gc", "--state", state, "--keep-runs", 4)
     assert Vault(state / "vault").runs() == ["newest", "unheard", "waiting", "older"]
 

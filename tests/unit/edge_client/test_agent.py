@@ -410,7 +410,7 @@ def crowded(world: World, digits: Path, classes: int, monkeypatch: pytest.Monkey
 def test_class_folders_that_fit_into_no_hello_travel_as_a_blob(
     world: World, fedavg: "Setting", digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often it is announced, it is served again after a task has tidied up what no task names: to the coordinator's next process."""
+    """It is served again, to the next process of the coordinator, after a task has tidied up what no task names."""
     crowded(world, digits, 8000, monkeypatch)
     world.device()
     server = world.server

@@ -240,6 +240,7 @@ def _serve(
     """Serve the run to its end. Raises KeyboardInterrupt when it was interrupted."""
     from coordinator.run.coordinator import Cancelled, Coordinator
     from coordinator.run.inbox import Interrupted
+    from coordinator.run.lease import FederationTaken
     from coordinator.service.cancelling import Cancellation
     from fedvit.logs import configure_logging
 
@@ -270,6 +271,11 @@ def _serve(
         signal.signal(number, lambda *_: coordinator.stop())
     try:
         coordinator.serve()
+    except FederationTaken:
+        if not store.last_round(run):  # it never began
+            store.remove_run(run)
+            _remove(out, run)
+        raise
     except Cancelled:
         display.line(f"run {run} is cancelled")
         return

@@ -56,7 +56,7 @@ class Lease:
 
     def heard(self, other: CoordinatorState) -> None:
         """What a coordinator of this federation tells. Raises FederationTaken where this one has to end."""
-        if not other.alive or other.owner in ("", self.owner):
+        if not self.is_held or not other.alive or other.owner in ("", self.owner):
             return
         mine = (time.monotonic() - self._since, self.owner)
         first = (other.held_s, other.owner) > mine

@@ -79,6 +79,7 @@ def test_a_second_coordinator_on_the_same_broker_ends_at_once_and_names_the_firs
         )
         assert second.wait(WAIT_S) == 2, stage.log("second")
         assert "federation 'home' is served by another coordinator: run 'run' on " in stage.log("second")
+        assert not (elsewhere / "second").exists(), "it leaves nothing behind"
         wait_for(lambda: "another coordinator (run 'second' on " in stage.log("coordinator"), "the first to name it")
         assert stage.finish(first, "coordinator") == 0, stage.log("coordinator")
         assert all(stage.finish(process, name) == 0 for name, process in devices.items())

@@ -39,27 +39,25 @@ class Removal(Struct, frozen=True, kw_only=True):
 
 def lock_run(folder: Path, run: str) -> int:
     """Only one process serves a run: its lock, an open file. Raises ConfigError when another has it."""
+    return _lock(folder, LOCK, f"run {run!r} is being served by another coordinator")
+
+
+def lock_service(out: Path) -> int:
+    """Only one service takes the runs of a folder: its lock, an open file. Raises ConfigError when another has it."""
+    return _lock(out, SERVICE_LOCK, f"the runs of {out} are being served by another `coordinator serve`")
+
+
+def _lock(folder: Path, name: str, taken: str) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise ConfigError(f"run folder {folder} cannot be used: {error.strerror}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise ConfigError(f"run {run!r} is being served by another coordinator") from None
-    return handle
-
-
-def lock_service(out: Path) -> int:
-    """Only one service takes the runs of a folder: its lock, an open file. Raises ConfigError when another has it."""
-    handle = os.open(out / SERVICE_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(f"the runs of {out} are being served by another `coordinator serve`") from None
+        raise ConfigError(taken) from None
     return handle
 
 
@@ -75,8 +73,8 @@ def is_served(folder: Path) -> bool:
 
 
 def oldest_kept(newest: int, keep_rounds: int | None, since: int) -> int | None:
-    """The oldest round whose details stay when `newest` is the newest that is closed; None: all stay. From
-    those from `since` on a damaged state is made anew."""
+    """The oldest round whose details stay when `newest` is the newest that is closed; None: all stay. A damaged
+    state is made anew from the rounds from `since` on."""
     return None if keep_rounds is None else min(newest - keep_rounds + 1, since)
 
 

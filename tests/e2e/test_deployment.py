@@ -1,6 +1,7 @@
 """A deployment from nothing: made, joined by token, trained over mutual TLS, and one device revoked in mid-run."""
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 
@@ -38,9 +39,11 @@ def test_join_train_and_revoke(stage: Stage) -> None:
         devices[name] = stage.start(name, [*command, "--threads", "1", "--once"])
     wait_for(lambda: stage.query("select 1 from results where device = 'device-0'"), "a result of device-0")
     assert not stage.query("select 1 from results where device = 'device-1'")
+    devices["device-0"].send_signal(signal.SIGSTOP)  # the run, and its broker, are there until device-1 tried to return
     assert "is revoked" in said(stage, "coordinator.cli", "revoke", "device-1", "--deployment", folder)
     # by then the broker has ended its connection
     wait_for(lambda: "revoked or expired" in stage.log("device-1"), "device-1 to be refused")
+    devices["device-0"].send_signal(signal.SIGCONT)
     assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
     assert stage.finish(devices["device-0"], "device-0") == 0, stage.log("device-0")
     shown = stage.show()

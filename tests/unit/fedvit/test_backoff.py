@@ -69,7 +69,7 @@ def test_transport_spreads_its_return_after_a_lost_link(broker: Broker, drawn: D
         assert drawn == []
         broker.stop()
         assert any(isinstance(inbox.get(timeout=30), Disconnected) for _ in itertools.repeat(None))
-        broker.restart_if_dead()
+        broker.tend()
         assert any(isinstance(inbox.get(timeout=30), Connected) for _ in itertools.repeat(None))
         assert drawn.count((0.0, 60.0)) == 1, "attempts that fail are spread enough by then"
     finally:

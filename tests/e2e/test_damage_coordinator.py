@@ -38,6 +38,8 @@ def test_files_are_damaged_in_the_middle_of_a_run(stage: Stage, undisturbed: byt
     damaged = [blob(stage, digest) for digest in (*(graph.digest for graph in named.graphs.values()), state)]
     for file in damaged:
         flip(file)
+    accepted = "select 1 from results where round = 2 and kind = 'train' and device = 'device-2'"
+    wait_for(lambda: stage.query(accepted), "device-2's result: what it brings is not to be lost with its blobs")
     shutil.rmtree(stage.folder / "state" / "device-2" / "blobs")
     hard = resource.prlimit(coordinator.pid, resource.RLIMIT_NOFILE)[1]
     resource.prlimit(coordinator.pid, resource.RLIMIT_NOFILE, (4, hard))

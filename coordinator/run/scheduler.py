@@ -181,7 +181,7 @@ class TaskScheduler:
             self._watch_upload(task, now, waits=task.device in waiting)
         overdue, self._cannot_be_told = self._cannot_be_told, []
         for task in self._state.tasks:
-            if task.look_at > now:
+            if task.look_at > now or task.state is TaskState.CHECKED:  # what is checked is accepted in a moment
                 continue
             task.look_at = math.inf
             if found := self._look_at(task, now):

@@ -42,6 +42,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "fedvit-no-such-cache")
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist is sent Ctrl-C when it takes more than 5 s to tidy up, as on a busy machine: it goes on."""
+    if hasattr(session.config, "workerinput"):
+        with contextlib.suppress(ValueError):  # not the main thread, which alone hears signals
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 TESTS = Path(__file__).parent
 LONGEST = (
     "e2e/test_faults.py",

@@ -43,7 +43,7 @@ os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "fedvit-no-such
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist is sent Ctrl-C when it takes more than 5 s to tidy up, as on a busy machine: it goes on."""
+    """pytest-xdist sends Ctrl-C to a worker that tidies up for more than 5 s, as on a busy machine: it is not heard."""
     if hasattr(session.config, "workerinput"):
         with contextlib.suppress(ValueError):  # not the main thread, which alone hears signals
             signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Names of all methods, for whoever asks for one before torch is imported. A test holds them against the table."""
+"""Names of all methods, known before torch is imported. A test holds them against the table."""
 
 METHOD_NAMES = (
     "adapters",

@@ -228,7 +228,7 @@ class Program(Struct, frozen=True, kw_only=True):
         return self.with_role(*(role for role in Role if role.from_server_each_round and role is not Role.GENERATED))
 
     def steps_of(self, phase: Train, images: int) -> int:
-        """Steps of a phase on a device with so many training images, if all of them can be read."""
+        """Steps of a phase on a device with this number of training images, if all of them can be read."""
         steps = phase.epochs * -(-images // self.batch.batch_size)
         return phase.repeats * (steps if phase.steps is None else min(phase.steps, steps))
 

@@ -1,4 +1,4 @@
-"""Words of a Program that are also words of a configuration, for whoever reads one: without numpy, a long import."""
+"""Words of a Program that are also words of a configuration, apart from it since numpy takes long to import."""
 
 import enum
 

@@ -20,7 +20,7 @@ CURVE_WIDTH = 20
 MOST_ROUNDS = 40
 """The newest that tables by round show."""
 LEAST_NAME = 12
-"""Of a device's name at least so many letters are shown, from both of its ends."""
+"""Letters of a device's name that are shown at least, from both of its ends."""
 
 
 def report(summary: RunSummary, width: int) -> Group:

@@ -448,8 +448,6 @@ class ResultCollector:
         self._checked.pop(task.device, None)
         self._leave_upload(task)
         self._state.send(task.device, Cancel(task.run, task.round, task.kind, reason[:500]))
-        if task.state is TaskState.CHECKED:
-            task.state = TaskState.UPLOADING  # nobody was told that it is good
         self._lose(task, TaskState.FAILED)
 
     def pause(self) -> None:

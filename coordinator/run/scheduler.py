@@ -22,7 +22,7 @@ KEEP_TIME_EVERY_S = 0.1
 ATTEMPTS = 3
 """Times that a device is given the same task when its process ends at it."""
 BACK_OFF_S = 2.0
-"""Before a device that was started again is given its task for the second time; twice as long before the third."""
+"""Before a device that was started again is given its task for the third time; the second time is at once."""
 PROGRESS_S = 0.5
 LONGEST_PROGRESS_S = 10.0
 """A third of the shortest silence after which a device is given up."""
@@ -90,9 +90,9 @@ class TaskScheduler:
         return None
 
     def _attempt_again(self, task: Task, now: float) -> None:
-        """After a rest, the longer the more often."""
+        """At once, and after a rest where it was given again before."""
         if task.attempt > 1:
-            task.offered_at = now + BACK_OFF_S * 2 ** (task.attempt - 2)
+            task.offered_at = now + BACK_OFF_S
         task.attempt += 1
         task.progress = None
         task.to(TaskState.OFFERED)

@@ -50,7 +50,7 @@ TRANSITIONS: dict[TaskState, set[TaskState]] = {
     TaskState.FETCHING: _AT_WORK | {TaskState.UPLOADING, TaskState.CHECKED} | _ENDS - {TaskState.ACCEPTED},
     TaskState.WORKING: _AT_WORK | {TaskState.UPLOADING, TaskState.CHECKED} | _ENDS - {TaskState.ACCEPTED},
     TaskState.UPLOADING: {TaskState.OFFERED, TaskState.CHECKED} | _ENDS - {TaskState.ACCEPTED},
-    TaskState.CHECKED: {TaskState.ACCEPTED, TaskState.CANCELLED},
+    TaskState.CHECKED: {TaskState.ACCEPTED, TaskState.FAILED, TaskState.CANCELLED},
     **{end: set() for end in _ENDS},
 }
 """From each state, those that may follow."""

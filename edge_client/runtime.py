@@ -5,24 +5,24 @@ Knows no method: graphs say by their input and output names what they read and w
 
 import hashlib
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from edge_client.batches import ahead, chosen_rows, facts_of, full_images, training_batches
 from edge_client.guard import Tally
 from edge_client.sampler import MedianSampler
 from edge_client.steps import Graph, Steps, SummedSteps, WholeSteps
-from fedvit.data.folder import DeviceData, Flags, Split
-from fedvit.data.images import Indices, augment, draw_kept, normalise, select, unfold
+from fedvit.data.folder import DeviceData, Split
+from fedvit.data.images import Indices
 from fedvit.engine import CPU, give_back, open_session
 from fedvit.errors import BadPayload, DataError, FedvitError
-from fedvit.program import LABELS, Batch, Gather, Program, Train
+from fedvit.program import LABELS, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
 
 log = logging.getLogger(__name__)
@@ -136,14 +136,14 @@ class Runtime:
             times: list[float] = []
             for counts in (tally, watch.tally):
                 counts.phases.append(times)
-            loop = self._steps(program, phase, values, start, _facts(program, phase, images, number_rng), lr_scale)
+            loop = self._steps(program, phase, values, start, facts_of(program, phase, images, number_rng), lr_scale)
             sampler = (
                 MedianSampler(images.labels, phase.epochs, phase.collect.threshold, sample_rng)
                 if phase.collect
                 else None
             )
             losses: dict[int, list[tuple[float, int]]] = {}
-            batches_of = _batches(images, program.batch, phase, order_rng, picture_rng, mask_rng)
+            batches_of = training_batches(images, program.batch, phase, order_rng, picture_rng, mask_rng)
             for fed in ahead(batches_of):
                 lost.update(fed.rows[~fed.readable].tolist())
                 if not fed.readable.any():
@@ -192,13 +192,13 @@ class Runtime:
             values, flops = {**values, **adapted.tensors}, adapted.flops
         feeds = {f"tensor/{name}": value for name, value in values.items()}
         if evaluate.gather:
-            rows = _chosen(len(data.train), evaluate.gather.capacity, choice_rng)
+            rows = chosen_rows(len(data.train), evaluate.gather.capacity, choice_rng)
             feeds |= self._gather(program, evaluate.gather, feeds, data.train, rows, watch)
             flops += program.graphs[evaluate.gather.graph].flops * -(-len(rows) // batch.answer_size)
         graph.require(feeds.keys() | {"batch/patches"})
         correct, seen = 0, 0
         total = -(-len(images) // batch.answer_size)
-        for number, (rows, readable, patches) in enumerate(_full_images(images, np.arange(len(images)), batch)):
+        for number, (rows, readable, patches) in enumerate(full_images(images, np.arange(len(images)), batch)):
             if watch.stopped():
                 raise Stopped("the task was stopped")
             outputs = graph.run({**feeds, "batch/patches": patches})
@@ -223,7 +223,7 @@ class Runtime:
         gathered = np.zeros((gather.capacity, *gather.shape), np.float32)
         labels, weight = np.zeros(gather.capacity, np.int64), np.zeros(gather.capacity, np.float32)
         filled = 0
-        for rows, readable, patches in _full_images(images, chosen, program.batch):
+        for rows, readable, patches in full_images(images, chosen, program.batch):
             if watch.stopped():
                 raise Stopped("the task was stopped")
             outputs = graph.run({**values, "batch/patches": patches})
@@ -247,132 +247,3 @@ class Runtime:
     ) -> Steps:
         given = (self._graph(program, phase.graph), program, phase, values, start, facts, lr_scale)
         return SummedSteps(*given, update=self._graph(program, phase.update)) if phase.update else WholeSteps(*given)
-
-
-AT_ONCE = 4
-"""Pictures that are floats at a time."""
-
-
-class Fed(NamedTuple):
-    """One batch, ready for the graphs."""
-
-    epoch: int
-    rows: Indices
-    readable: Flags
-    feeds: dict[str, Any]
-
-
-def _batches(
-    images: Split,
-    batch: Batch,
-    phase: Train,
-    order_rng: np.random.Generator,
-    picture_rng: np.random.Generator,
-    mask_rng: np.random.Generator,
-) -> Iterator[Fed]:
-    """The batches of a phase in order, until its epochs are over or its steps are made."""
-    left = phase.steps
-    length = batch.batch_size
-    if phase.update:  # worked off in runs
-        length = -(-length // batch.run_size) * batch.run_size
-    for epoch in range(phase.epochs):
-        order = order_rng.permutation(len(images))
-        for first in range(0, len(order), batch.batch_size):
-            if left == 0:
-                return
-            left = None if left is None else left - 1
-            rows = order[first : first + batch.batch_size]
-            feeds, readable = training_feeds(images, rows, batch, length, picture_rng, mask_rng)
-            yield Fed(epoch, rows, readable, feeds)
-
-
-def ahead(batches: Iterator[Fed]) -> Iterator[Fed]:
-    """The same batches, of which the next is made while the caller works on one: decoding takes time, too."""
-    made: queue.Queue[Fed | Exception | None] = queue.Queue(maxsize=1)
-    over = threading.Event()
-
-    def put(item: Fed | Exception | None) -> None:
-        while not over.is_set():
-            try:
-                made.put(item, timeout=0.1)
-                return
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            for fed in batches:
-                if over.is_set():
-                    break
-                put(fed)
-        except Exception as error:  # noqa: BLE001 - raised again where the batches are used
-            put(error)
-        put(None)
-
-    thread = threading.Thread(target=work, name="batches", daemon=True)
-    thread.start()
-    try:
-        while (item := made.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
-            yield item
-    finally:
-        over.set()
-        thread.join()
-
-
-def training_feeds(
-    images: Split,
-    rows: Indices,
-    batch: Batch,
-    length: int,
-    picture_rng: np.random.Generator,
-    mask_rng: np.random.Generator,
-) -> tuple[dict[str, Any], Flags]:
-    """Graph inputs of one batch, padded to `length`, and which of `rows` could be read."""
-    pictures, readable = images.load(rows, batch.image_size)
-    pictures = augment(pictures, batch, picture_rng)
-    masked = batch.kept_patches < batch.patches
-    kept = draw_kept(mask_rng, len(rows), batch.patches, batch.kept_patches) if masked else None
-    patches = np.zeros((length, batch.kept_patches, batch.patch_values), np.float32)
-    for first in range(0, len(rows), AT_ONCE):  # as floats a batch of pictures takes much more than what is kept of it
-        some = slice(first, first + AT_ONCE)
-        whole = unfold(normalise(pictures[some], batch), batch.patch_size)
-        patches[first : first + len(whole)] = whole if kept is None else select(whole, kept[some])
-    feeds: dict[str, Any] = {"batch/patches": patches}
-    if kept is not None:
-        feeds["batch/kept"] = _pad(kept, length)
-    feeds["batch/labels"] = _pad(images.labels[rows], length)
-    feeds["batch/weight"] = _pad(readable.astype(np.float32), length)
-    return feeds, readable
-
-
-def _full_images(images: Split, chosen: Indices, batch: Batch) -> Iterator[tuple[Indices, Flags, Array]]:
-    """Runs of whole images without augmentation: rows, which of them could be read, padded patches."""
-    for first in range(0, len(chosen), batch.answer_size):
-        rows = chosen[first : first + batch.answer_size]
-        pictures, readable = images.load(rows, batch.image_size)
-        patches = unfold(normalise(pictures, batch), batch.patch_size)
-        yield rows, readable, _pad(patches, batch.answer_size)
-
-
-def _chosen(count: int, capacity: int, rng: np.random.Generator) -> Indices:
-    """All rows, or a random choice of as many as fit, ascending."""
-    return np.arange(count) if count <= capacity else np.sort(rng.choice(count, capacity, replace=False))
-
-
-def _facts(program: Program, phase: Train, images: Split, rng: np.random.Generator) -> dict[str, Any]:
-    """What a phase may read of the device itself, and the numbers that it wants drawn."""
-    counts = np.bincount(images.labels, minlength=len(program.classes)).astype(np.float32)
-    facts: dict[str, Any] = {"fact/class_counts": counts}
-    for draw in phase.draws:
-        numbers = rng.integers(draw.low, draw.high, draw.count)
-        facts[f"draw/{draw.name}"] = np.sort(numbers) if draw.ascending else numbers
-    return facts
-
-
-def _pad(rows: Any, length: int) -> Any:
-    """Zeros behind a short last batch; their weight is zero, too."""
-    if len(rows) == length:
-        return rows
-    return np.concatenate([rows, np.zeros((length - len(rows), *rows.shape[1:]), rows.dtype)])

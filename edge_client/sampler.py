@@ -30,11 +30,14 @@ class MedianSampler:
                 self._picks[epoch][row] = None
         self._kept: list[tuple[Any, int]] = []
 
+    def positions(self, epoch: int, rows: Array, readable: Array) -> list[int]:
+        """Where in a batch of the images `rows` the chosen ones are."""
+        return [place for place, row in enumerate(rows) if int(row) in self._picks[epoch] and readable[place]]
+
     def record(self, epoch: int, rows: Array, readable: Array, values: Array) -> None:
         """Keep the chosen ones among a batch's values; `rows` are indices of the device's images."""
-        for position, row in enumerate(rows):
-            if int(row) in self._picks[epoch] and readable[position]:
-                self._kept.append((np.array(values[position]), int(self._labels[row])))
+        for place in self.positions(epoch, rows, readable):
+            self._kept.append((np.array(values[place]), int(self._labels[rows[place]])))
 
     def collected(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         """(values (n, *shape) float32, labels (n,) int64)."""

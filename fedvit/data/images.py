@@ -5,7 +5,7 @@ C = 3 colours, P patch side, N patches, K kept patches, V = 3 P P values of a pa
 """
 
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,29 +68,47 @@ def read_image(path: Path, size: int, file: BinaryIO | None = None) -> Pixels:
         raise DataError(f"cannot read image {path}: {_reason(error)}") from error
 
 
+class Variation(NamedTuple):
+    """How each of B samples is varied; None: not in this way."""
+
+    top: Indices | None  # (B,) first row of the crop in the image with its reflected border
+    left: Indices | None  # (B,) first column, likewise
+    flipped: npt.NDArray[np.bool_] | None  # (B,) left and right change places
+    factors: Floats | None  # (B,) of brightness
+
+
+def draw_variation(samples: int, batch: Batch, rng: np.random.Generator) -> Variation:
+    """What `batch` asks for, drawn for each sample by itself. What is off draws nothing from `rng`."""
+    starts = 2 * batch.crop_padding + 1
+    top = rng.integers(starts, size=samples) if batch.crop_padding else None
+    left = rng.integers(starts, size=samples) if batch.crop_padding else None
+    flipped = rng.random(samples) < 0.5 if batch.flip else None
+    brightest = 1.0 + batch.brightness
+    factors = rng.uniform(1.0 - batch.brightness, brightest, size=samples) if batch.brightness else None
+    return Variation(top, left, flipped, None if factors is None else factors.astype(np.float32))
+
+
 def augment(images_BSSC: Pixels, batch: Batch, rng: np.random.Generator) -> Pixels:
     """What `batch` asks for, drawn for each sample by itself: random crop, flip, brightness.
 
     Takes and returns (B, S, S, 3); the input is never written to, and comes back as it is when nothing
-    is asked for. What is off draws nothing from `rng`.
+    is asked for.
     """
     samples, side = images_BSSC.shape[:2]
+    top, left, flipped, factors = draw_variation(samples, batch, rng)
     if batch.crop_padding or batch.flip:
         # rows_BS[b, r] = which row of the original becomes row r; likewise columns, so that one gather does it all
         rows_BS = np.broadcast_to(np.arange(side), (samples, side))
         cols_BS = rows_BS
-        if batch.crop_padding:
+        if top is not None and left is not None:
             reflected = np.pad(np.arange(side), batch.crop_padding, mode="reflect")
-            starts = 2 * batch.crop_padding + 1
-            rows_BS = reflected[rng.integers(starts, size=(samples, 1)) + np.arange(side)]
-            cols_BS = reflected[rng.integers(starts, size=(samples, 1)) + np.arange(side)]
-        if batch.flip:
-            flipped = rng.random((samples,)) < 0.5
+            rows_BS = reflected[top[:, None] + np.arange(side)]
+            cols_BS = reflected[left[:, None] + np.arange(side)]
+        if flipped is not None:
             cols_BS = np.where(flipped[:, None], cols_BS[:, ::-1], cols_BS)
         images_BSSC = images_BSSC[np.arange(samples)[:, None, None], rows_BS[:, :, None], cols_BS[:, None, :]]
-    if batch.brightness:
-        factors = rng.uniform(1.0 - batch.brightness, 1.0 + batch.brightness, size=(samples, 1, 1, 1))
-        brighter = images_BSSC * factors.astype(np.float32)
+    if factors is not None:
+        brighter = images_BSSC * factors[:, None, None, None]
         images_BSSC = np.rint(brighter.clip(0, 255, out=brighter), out=brighter).astype(np.uint8)
     return images_BSSC
 

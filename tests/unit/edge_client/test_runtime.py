@@ -14,7 +14,8 @@ import torch
 from onnx import NodeProto, TensorProto, helper
 from PIL import Image
 
-from edge_client.runtime import Fed, Runtime, Seeds, Stopped, Trained, Watch, ahead, training_feeds
+from edge_client.batches import Fed, ahead, training_feeds
+from edge_client.runtime import Runtime, Seeds, Stopped, Trained, Watch
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import normalise, unfold
 from fedvit.errors import BadPayload, DataError

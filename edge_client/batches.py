@@ -1,0 +1,148 @@
+"""The batches of a task: which images, in which order, varied and masked how. Draws follow from a task's seeds."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedvit.data.folder import Flags, Split
+from fedvit.data.images import Indices, augment, draw_kept, normalise, select, unfold
+from fedvit.program import Batch, Program, Train
+from fedvit.tensors import Array
+
+AT_ONCE = 4
+"""Pictures that are floats at a time."""
+
+
+class Fed(NamedTuple):
+    """One batch, ready for the graphs."""
+
+    epoch: int
+    rows: Indices
+    readable: Flags
+    feeds: dict[str, Any]
+
+
+def training_batches(
+    images: Split,
+    batch: Batch,
+    phase: Train,
+    order_rng: np.random.Generator,
+    picture_rng: np.random.Generator,
+    mask_rng: np.random.Generator,
+) -> Iterator[Fed]:
+    """The batches of a phase in order, until its epochs are over or its steps are made."""
+    length = batch.batch_size
+    if phase.update:  # worked off in runs
+        length = -(-length // batch.run_size) * batch.run_size
+    for epoch, rows in batch_rows(len(images), batch, phase, order_rng):
+        feeds, readable = training_feeds(images, rows, batch, length, picture_rng, mask_rng)
+        yield Fed(epoch, rows, readable, feeds)
+
+
+def batch_rows(
+    images: int, batch: Batch, phase: Train, order_rng: np.random.Generator
+) -> Iterator[tuple[int, Indices]]:
+    """(epoch, rows of the device's images) of each batch of a phase: until its epochs are over, or its steps made."""
+    left = phase.steps
+    for epoch in range(phase.epochs):
+        order = order_rng.permutation(images)
+        for first in range(0, images, batch.batch_size):
+            if left == 0:
+                return
+            left = None if left is None else left - 1
+            yield epoch, order[first : first + batch.batch_size]
+
+
+def ahead(batches: Iterator[Fed]) -> Iterator[Fed]:
+    """The same batches, of which the next is made while the caller works on one: decoding takes time, too."""
+    made: queue.Queue[Fed | Exception | None] = queue.Queue(maxsize=1)
+    over = threading.Event()
+
+    def put(item: Fed | Exception | None) -> None:
+        while not over.is_set():
+            try:
+                made.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for fed in batches:
+                if over.is_set():
+                    break
+                put(fed)
+        except Exception as error:  # noqa: BLE001 - raised again where the batches are used
+            put(error)
+        put(None)
+
+    thread = threading.Thread(target=work, name="batches", daemon=True)
+    thread.start()
+    try:
+        while (item := made.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        over.set()
+        thread.join()
+
+
+def training_feeds(
+    images: Split,
+    rows: Indices,
+    batch: Batch,
+    length: int,
+    picture_rng: np.random.Generator,
+    mask_rng: np.random.Generator,
+) -> tuple[dict[str, Any], Flags]:
+    """Graph inputs of one batch, padded to `length`, and which of `rows` could be read."""
+    pictures, readable = images.load(rows, batch.image_size)
+    pictures = augment(pictures, batch, picture_rng)
+    masked = batch.kept_patches < batch.patches
+    kept = draw_kept(mask_rng, len(rows), batch.patches, batch.kept_patches) if masked else None
+    patches = np.zeros((length, batch.kept_patches, batch.patch_values), np.float32)
+    for first in range(0, len(rows), AT_ONCE):  # as floats a batch of pictures takes much more than what is kept of it
+        some = slice(first, first + AT_ONCE)
+        whole = unfold(normalise(pictures[some], batch), batch.patch_size)
+        patches[first : first + len(whole)] = whole if kept is None else select(whole, kept[some])
+    feeds: dict[str, Any] = {"batch/patches": patches}
+    if kept is not None:
+        feeds["batch/kept"] = _pad(kept, length)
+    feeds["batch/labels"] = _pad(images.labels[rows], length)
+    feeds["batch/weight"] = _pad(readable.astype(np.float32), length)
+    return feeds, readable
+
+
+def full_images(images: Split, chosen: Indices, batch: Batch) -> Iterator[tuple[Indices, Flags, Array]]:
+    """Runs of whole images without augmentation: rows, which of them could be read, padded patches."""
+    for first in range(0, len(chosen), batch.answer_size):
+        rows = chosen[first : first + batch.answer_size]
+        pictures, readable = images.load(rows, batch.image_size)
+        patches = unfold(normalise(pictures, batch), batch.patch_size)
+        yield rows, readable, _pad(patches, batch.answer_size)
+
+
+def chosen_rows(count: int, capacity: int, rng: np.random.Generator) -> Indices:
+    """All rows, or a random choice of as many as fit, ascending."""
+    return np.arange(count) if count <= capacity else np.sort(rng.choice(count, capacity, replace=False))
+
+
+def facts_of(program: Program, phase: Train, images: Split, rng: np.random.Generator) -> dict[str, Any]:
+    """What a phase may read of the device itself, and the numbers that it wants drawn."""
+    counts = np.bincount(images.labels, minlength=len(program.classes)).astype(np.float32)
+    facts: dict[str, Any] = {"fact/class_counts": counts}
+    for draw in phase.draws:
+        numbers = rng.integers(draw.low, draw.high, draw.count)
+        facts[f"draw/{draw.name}"] = np.sort(numbers) if draw.ascending else numbers
+    return facts
+
+
+def _pad(rows: Any, length: int) -> Any:
+    """Zeros behind a short last batch; their weight is zero, too."""
+    if len(rows) == length:
+        return rows
+    return np.concatenate([rows, np.zeros((length - len(rows), *rows.shape[1:]), rows.dtype)])

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,6 +23,8 @@ from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fleet.run import FleetOutcome
 from fleet.virtual import Host
 from profiles.probes.host import usable_cores
+
+Engine = Literal["auto", "onnx", "torch"]
 
 DEFAULTS: dict[str, Any] = {"accelerator": "cpu", "deadline_s": 7 * 86400.0}
 """Where a simulation differs from a run on devices, unless it is told otherwise: a slow machine loses nobody."""
@@ -41,6 +43,7 @@ def simulate(
     graph_cache: Path | None = None,
     resume: bool = False,
     agent_kinds: Mapping[str, Callable[..., Agent]] | None = None,
+    engine: Engine = "onnx",
 ) -> FleetOutcome:
     """Run one configuration with one virtual device per folder, in this process; a mapping names them.
 
@@ -49,21 +52,27 @@ def simulate(
     goes on where it was; else it must not be there. Files lie as after `fleet run`. `agent_kinds` makes some of the
     devices, by folder name, other agents than the usual.
 
+    `engine` says what computes the devices' part: "onnx" is onnxruntime, as on a device, "torch" a whole cohort at a
+    time on the run's `accelerator` (fleet.engines), and "auto" torch where that is a GPU.
+
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
     """
-    from coordinator.compute.engine import Engine, choose_accelerator
+    from coordinator.compute.engine import Engine as Compute
+    from coordinator.compute.engine import choose_accelerator
     from coordinator.planning.checks import checked_config  # with torch: seconds that other commands need not wait
     from coordinator.run.coordinator import Coordinator
     from coordinator.run.inbox import Interrupted
 
     devices = folders if isinstance(folders, Mapping) else {folder.name: folder for folder in folders}
     config = checked_config({**DEFAULTS, **values, "devices": len(devices)}, "simulation").run
-    choose_accelerator(config.accelerator)  # a run that could never begin need not be recorded
+    accelerator = choose_accelerator(config.accelerator)  # a run that could never begin need not be recorded
     home = out / run
     broker = MemoryBroker()
     store = Store.in_folder(out)
     if not (resume and _is_there(store, run, config)):
         store.create_run(run, msgspec.to_builtins(config))
+    if engine == "torch" or (engine == "auto" and accelerator != "cpu"):
+        return _on_torch(run, config, store, home, devices, accelerator, display or Display())
     coordinator = Coordinator(
         run=run,
         config=config,
@@ -71,7 +80,7 @@ def simulate(
         store=store,
         folder=home,
         display=display or Display(),
-        compute=Engine(run=run, config=config, store=store, folder=home, graph_cache=graph_cache),
+        compute=Compute(run=run, config=config, store=store, folder=home, graph_cache=graph_cache),
     )
     host = Host(
         devices,
@@ -107,6 +116,27 @@ def simulate(
     finally:
         stop.set()
         hosting.join()
+        store.close()
+
+
+def _on_torch(
+    run: str,
+    config: RunConfig,
+    store: Store,
+    home: Path,
+    devices: Mapping[str, Path],
+    accelerator: str,
+    display: Display,
+) -> FleetOutcome:
+    from fleet.engines.simulation import TorchSimulation
+
+    began = time.monotonic()
+    try:
+        TorchSimulation(
+            run=run, config=config, store=store, home=home, folders=devices, accelerator=accelerator, display=display
+        ).run_rounds()
+        return FleetOutcome(summarise(store, run), time.monotonic() - began, home)
+    finally:
         store.close()
 
 

@@ -1,11 +1,15 @@
 """The server's state as blobs: what devices fetch and what a restart begins with are the same files."""
 
+from collections.abc import Iterable
+from pathlib import Path
+
 from coordinator.config import UpdatesConfig
 from coordinator.planning.planner import Plan
 from coordinator.record.references import references
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
-from fedvit.methods.base import ServerState
+from fedvit.files import atomic_write
+from fedvit.methods.base import ServerRule, ServerState
 from fedvit.tensors import Tensors, pack, unpack
 
 AS_IT_IS = UpdatesConfig()
@@ -44,3 +48,11 @@ def needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
     for variant in plan.variants.values():
         needed |= {variant.digest, *variant.program.fetched_once()}
     return needed | ({saved.memory} if saved.memory else set())
+
+
+def write_models(folder: Path, state: ServerState, rule: ServerRule, devices: Iterable[str], seed: int) -> None:
+    """What a finished run leaves in its folder: the server's tensors, and those that it made for one device."""
+    atomic_write(folder / "model.safetensors", pack(state.tensors))
+    for device in devices:
+        if generated := rule.generate(state, device, seed):
+            atomic_write(folder / "generated" / f"{device}.safetensors", pack(generated))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from coordinator.compute.checkpoint import load_state
+from coordinator.compute.checkpoint import load_state, write_models
 from coordinator.compute.messages import (
     FindOutliers,
     Finish,
@@ -30,10 +30,8 @@ from coordinator.record.references import snapshot
 from coordinator.record.store import Store
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, Damaged, OverBudget
-from fedvit.files import atomic_write
 from fedvit.methods.base import ServerState
 from fedvit.program import Role
-from fedvit.tensors import pack
 
 Answer = TypeVar("Answer")
 
@@ -166,10 +164,8 @@ class Engine:
     def _finish(self, request: Finish) -> None:
         plan: Plan = self._prepared.plan
         state = load_state(request.saved, self._blobs, plan.values)
-        atomic_write(self._folder / "model.safetensors", pack(state.tensors))
-        for device in [entry.device for entry in self._store.devices(self._run) if entry.totals.results]:
-            if generated := plan.rule.generate(state, device, self._config.seed):
-                atomic_write(self._folder / "generated" / f"{device}.safetensors", pack(generated))
+        devices = [entry.device for entry in self._store.devices(self._run) if entry.totals.results]
+        write_models(self._folder, state, plan.rule, devices, self._config.seed)
 
 
 class _Lazily:

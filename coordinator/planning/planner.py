@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def protocol(self) -> str:
-        evaluate = self.first.program.evaluate
+        evaluate = self._evaluate(self.method_for("", 1))
         if self.config.evaluation == "pre_aggregation":
             return PROTOCOLS["pre_aggregation"]
         return PROTOCOLS["adapted" if evaluate.adapt else "kept" if evaluate.kept else "newest"]
@@ -402,12 +402,16 @@ ROOM_BYTES = 320 << 20
 def suitable_run_size(vit: PatchViT, batch: Batch) -> int:
     """Samples that a device works off at a time: what fits into ROOM_BYTES, but enough for full speed.
 
-    The batch is cut into equal runs where it can be, since what a last run lacks is computed in vain. Activations per
-    sample are those that a pre-norm block keeps for its backward pass: 16 units of tokens x width, and the attention
-    weights twice.
+    The batch is cut into equal runs where it can be, since what a last run lacks is computed in vain.
     """
     tokens = batch.kept_patches + vit.prefix_tokens
-    sample_bytes = 4 * vit.depth * (16 * tokens * vit.width + 2 * vit.heads * tokens**2)
+    sample_bytes = activation_bytes(vit, tokens)
     wanted = min(batch.batch_size, max(-(-FULL_SPEED_ROWS // tokens), ROOM_BYTES // sample_bytes))
     equal = max(size for size in range(1, wanted + 1) if batch.batch_size % size == 0)
     return equal if 2 * equal > wanted else -(-batch.batch_size // -(-batch.batch_size // wanted))
+
+
+def activation_bytes(vit: PatchViT, tokens: int) -> int:
+    """Of one sample: what a pre-norm block keeps for its backward pass, 16 units of tokens x width and the attention
+    weights twice."""
+    return 4 * vit.depth * (16 * tokens * vit.width + 2 * vit.heads * tokens**2)

@@ -8,6 +8,7 @@ of rounds and devices are made when a round is closed and evaluated.
 import json
 import math
 import sqlite3
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -114,6 +115,7 @@ class Store:
     def __init__(self, url: str, *, check: bool = True) -> None:
         self._engine: Engine = create_engine(url, json_serializer=_to_json, json_deserializer=_from_json)
         self._file = Path(self._engine.url.database or "") if self._engine.dialect.name == "sqlite" else None
+        self._joined = threading.local()
         if self._file:
             event.listen(self._engine, "connect", _prepare_sqlite)
             self._check_file(self._file, whole=check)
@@ -186,7 +188,20 @@ class Store:
         self._engine.dispose()
 
     @contextmanager
+    def together(self) -> Iterator[None]:
+        """What this thread writes within is one transaction: all of it is safe, or none."""
+        with self._transaction() as connection:
+            self._joined.connection = connection
+            try:
+                yield
+            finally:
+                del self._joined.connection
+
+    @contextmanager
     def _transaction(self) -> Iterator[Connection]:
+        if joined := getattr(self._joined, "connection", None):
+            yield joined
+            return
         try:
             with self._engine.begin() as connection:
                 yield connection

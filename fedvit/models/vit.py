@@ -210,6 +210,8 @@ class _TakeRows(torch.autograd.Function):
     several threads its order of additions is not fixed. A product with the one-hot matrix is neither.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(table_ND: Tensor, rows_BN: Tensor) -> Tensor:
         return table_ND[rows_BN]

@@ -288,3 +288,13 @@ def _loss(drawn: Drawn, losses: Array, repeats: int) -> float:
     counts = np.array([drawn.readable[number].sum() for number in batches])
     last = np.array([losses[number * repeats + repeats - 1] for number in batches], np.float64)
     return float((last * counts).sum() / counts.sum())
+
+
+def answering_flops(program: Program, train: Images, test: Images) -> int:
+    """Of a device's graphs in an evaluation, what it tunes before left out."""
+    evaluate, size = program.evaluate, program.batch.answer_size
+    flops = program.graphs[evaluate.graph].flops * -(-len(test) // size)
+    if evaluate.gather:
+        gathered = min(len(train), evaluate.gather.capacity)
+        flops += program.graphs[evaluate.gather.graph].flops * -(-gathered // size)
+    return flops

@@ -47,7 +47,7 @@ from fedvit.resources import ResourceUse
 from fedvit.tensors import Array, Tensors, pack, packed_size, unpack
 from fedvit.updates import NONE, Decoded
 from fedvit.wire.messages import Result, TaskKind
-from fleet.engines.cohort import Cohort, Values
+from fleet.engines.cohort import Cohort, Values, answering_flops
 from fleet.engines.pictures import Images, Pictures
 from fleet.engines.steps import Named
 from profiles.program_cost import PricedProgram
@@ -144,6 +144,7 @@ class TorchSimulation:
         self._state = plan.state
         self._sent: dict[str, Reference] = {}
         self._uploads: dict[str, Tensors] = {}  # those that the server's rule keeps for later rounds, by digest
+        self._unsaved: set[str] = set()  # names of those that no checkpoint holds, in place of digests
         self._rows: list[Callable[[], None]] = []  # what the record gets with the next checkpoint
         self._turns: dict[str, Asked] = {}
         self._here: dict[tuple[Method, str], Named] = {}  # what all devices get in this round, on the accelerator
@@ -278,14 +279,16 @@ class TorchSimulation:
                 values = self._values(method, program, devices, number, "evaluate")
                 drawn = [Seeds(config.seed, number, device.name).generators(6) for device in devices]
                 train, test = [device.train for device in devices], [device.test for device in devices]
+                adapting = [0] * len(devices)
                 if program.evaluate.adapt:
                     adapted = self._cohort.train(
                         program, method, program.evaluate.adapt, values, train, [draws[:5] for draws in drawn], 1.0
                     )
-                    values = values.with_own(adapted.tensors)
+                    values, adapting = values.with_own(adapted.tensors), adapted.flops
                 answers = self._cohort.answer(program, method, values, train, test, [draws[5] for draws in drawn])
-                for device, (correct, images) in zip(devices, answers, strict=True):
-                    made = self._result(number, "evaluate", images, {"correct": float(correct)}, ResourceUse())
+                for place, (device, (correct, images)) in enumerate(zip(devices, answers, strict=True)):
+                    use = ResourceUse(flops=adapting[place] + answering_flops(program, device.train, device.test))
+                    made = self._result(number, "evaluate", images, {"correct": float(correct)}, use)
                     results.append((device.name, made, None))
         return sorted(results, key=lambda result: result[0])
 
@@ -388,6 +391,7 @@ class TorchSimulation:
             if one.upload:
                 name = f"{one.device}/{number}"
                 self._uploads[name] = one.upload
+                self._unsaved.add(name)
                 uploads.append(Upload(one.device, one.samples, name, partial(self._load, name)))
         screened = self._screen.apply(uploads)
         for device, reason in screened.outliers:
@@ -438,9 +442,10 @@ class TorchSimulation:
         uploads: dict[str, str] = {}
         for device, name in self._state.uploads.items():
             uploads[device] = name
-            if not self._blobs.has(name):
+            if name in self._unsaved:
                 uploads[device] = self._blobs.put(pack(self._uploads[name])).digest
                 self._uploads[uploads[device]] = self._uploads.pop(name)
+        self._unsaved.clear()
         self._state = replace(self._state, uploads=uploads)
         own: Tensors = {}
         for name, one in self._devices.items():

@@ -213,13 +213,13 @@ def test_a_tables_loss_is_named(store: Store, tmp_path: Path) -> None:
 
 def test_what_a_killed_process_had_written_is_there(tmp_path: Path) -> None:
     """kill -9 after some hundred calls: every call that had returned is in the record, and at most one more."""
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
-    lines = [writer.stdout.readline() for _ in range(151)]
-    writer.send_signal(signal.SIGKILL)
-    lines += writer.communicate(timeout=60)[0].splitlines(keepends=True)
+    with writer.stdout:
+        lines = [writer.stdout.readline() for _ in range(151)]
+        writer.send_signal(signal.SIGKILL)
+        lines += writer.stdout.readlines()  # communicate() would lose what was read ahead
+    writer.wait(timeout=60)
     said = [line.split() for line in lines if line.endswith("\n")]
     assert len(said) >= 151
     store = Store.in_folder(tmp_path)

@@ -19,10 +19,10 @@ from fedvit.data.images import Indices
 from fedvit.methods.base import Method
 from fedvit.methods.step import Step, gather_step, predict_step, whole_step
 from fedvit.models.vit import PatchViT
-from fedvit.program import LABELS, Gather, Program, Train
+from fedvit.program import LABELS, Batch, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
 from fleet.engines.pictures import Drawn, Images, Pictures, draw_training, normalised, unfolded
-from fleet.engines.steps import Lanes, Named, Runner, Work, side_by_side
+from fleet.engines.steps import CapturedRunner, Lanes, Named, Runner, Work, compiled, side_by_side
 
 ANSWERED_AT_ONCE = 64
 """Images of each device that are answered together."""
@@ -60,11 +60,13 @@ class Trained:
 class Cohort:
     """One run's: the functions of its methods, and the images of its devices."""
 
-    def __init__(self, vit: PatchViT, pictures: Pictures, place: torch.device) -> None:
+    def __init__(self, vit: PatchViT, pictures: Pictures, place: torch.device, *, compile: bool = False) -> None:
+        self._compile = compile
         self._vit = vit
         self._pictures = pictures
         self._place = place
         self._lanes: dict[tuple[object, ...], Lanes] = {}
+        self._runners: dict[tuple[Method, Train, int], Runner] = {}
 
     # --- training -------------------------------------------------------------------------------------
 
@@ -151,7 +153,6 @@ class Cohort:
     ) -> tuple[Named, list[float]]:
         """The moved tensors (D, ...), and each device's loss. Devices leave when they are through with their images."""
         ends = [len(of.epochs) * phase.repeats for of in drawn]  # descending
-        runner = Runner(self._trains(method, phase), self._pictures.pixels, program.batch)
         losses = torch.zeros(ends[0], len(ends), device=self._place)
         kept: list[list[tuple[Tensor, Array]]] = [[] for _ in drawn]
 
@@ -171,7 +172,8 @@ class Cohort:
         for first, last in pairwise([0, *sorted(set(ends))]):
             there = sum(end > first for end in ends)
             work = work.of_first(there)
-            runner.run(work, first, last, losses, keep if phase.collect else None)
+            runner = self._runner(method, phase, program.batch, there)
+            work.moving = runner.run(work, first, last, losses, keep if phase.collect else None)
             going_on = sum(end > last for end in ends)
             pieces.append({name: value[going_on:] for name, value in work.moving.items() if name.startswith("tensor/")})
         moved = {
@@ -188,14 +190,20 @@ class Cohort:
         by_step = losses.cpu().numpy()
         return moved, [_loss(of, by_step[:, device], phase.repeats) for device, of in enumerate(drawn)]
 
-    def _trains(self, method: Method, phase: Train) -> Lanes:
+    def _runner(self, method: Method, phase: Train, batch: Batch, devices: int) -> Runner:
         # computing blocks again is for devices of little memory, and changes no number
         plain = replace(method, recompute=False)
-        return self._made((plain, phase), lambda: whole_step(plain, self._vit, phase))
+        key = (plain, phase, devices if self._place.type == "cuda" else 0)
+        if key not in self._runners:
+            lanes = self._made((plain, phase), lambda: whole_step(plain, self._vit, phase))
+            kind = CapturedRunner if self._place.type == "cuda" else Runner
+            self._runners[key] = kind(lanes, self._pictures.pixels, batch)
+        return self._runners[key]
 
     def _made(self, key: tuple[object, ...], step: Callable[[], Step]) -> Lanes:
         if key not in self._lanes:
-            self._lanes[key] = side_by_side(step())
+            lanes = side_by_side(step())
+            self._lanes[key] = compiled(lanes) if self._compile else lanes
         return self._lanes[key]
 
     # --- evaluation -----------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedvit.data.partition import partition
-from fedvit.data.samples import ArrayImages, Samples
+from fleet.datasets.samples import ArrayImages, Samples
 from fleet.partition import write_device_folders
+from fleet.partitions import partition
 from fleet.processes import program
 
 SAMPLE_EVERY_S = 0.02

@@ -20,12 +20,12 @@ from rich.console import RenderableType
 from scipy.ndimage import uniform_filter
 
 from coordinator.record.privacy import spent_on_rows
-from fedvit.data.digits import read_digits
 from fedvit.data.images import Floats, Pixels, draw_kept, select, unfold
 from fedvit.methods.base import cross_entropy
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import kept_patches
+from fleet.datasets.digits import read_digits
 from profiles.report.terminal import column
 from profiles.report.terminal import table as new_table
 

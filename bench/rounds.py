@@ -24,10 +24,10 @@ from bench.machine import Machine, this_machine
 from coordinator.broker import start_broker
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, RoundRecord
-from fedvit.data.partition import partition
-from fedvit.data.samples import ArrayImages, Samples
 from fedvit.errors import FedvitError
+from fleet.datasets.samples import ArrayImages, Samples
 from fleet.partition import write_device_folders
+from fleet.partitions import partition
 from fleet.processes import Fleet, program
 from profiles.probes.host import usable_cores
 

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from fedvit.blobs import BlobStore
-from fedvit.data.pickles import unpickled
 from fedvit.transport.base import Connected, Received
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.mqtt import Address, MqttTransport
 from fedvit.wire.messages import Apart, Done, Manifest, Want, decode, encode
+from fleet.datasets.pickles import unpickled
 
 PIECE_BYTES = 1_000_000
 WARM_BYTES = 1000

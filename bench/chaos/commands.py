@@ -12,11 +12,11 @@ import numpy as np
 
 from bench.chaos.network import Network
 from bench.chaos.schedule import KINDS, draw_schedule
-from fedvit.data.digits import read_digits
-from fedvit.data.partition import partition
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.files import atomic_write
+from fleet.datasets.digits import read_digits
 from fleet.partition import write_device_folders
+from fleet.partitions import partition
 from fleet.processes import Fleet, program
 
 IMAGES_PER_DEVICE = 50

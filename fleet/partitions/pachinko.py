@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedvit.data.dealing import Partition, refuse_concentration
 from fedvit.data.images import Indices
-from fedvit.data.samples import Annotations
 from fedvit.errors import ConfigError
+from fleet.datasets.samples import Annotations
+from fleet.partitions.dealing import Partition, refuse_concentration
 
 
 @dataclass(frozen=True, kw_only=True)

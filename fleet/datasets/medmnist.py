@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from fedvit.data.images import Indices, Pixels
-from fedvit.data.samples import ArrayImages, Samples, numbered_classes
 from fedvit.errors import DataError
+from fleet.datasets.samples import ArrayImages, Samples, numbered_classes
 
 _SPLITS = ("train", "val", "test")
 

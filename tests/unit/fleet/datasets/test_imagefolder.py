@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedvit.data.imagefolder import read_imagefolder
 from fedvit.errors import DataError
+from fleet.datasets.imagefolder import read_imagefolder
 
 Write = Callable[[Path, dict[str, bytes]], Path]
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import pytest
 
-from fedvit.data import read_samples
-from fedvit.data.cifar import is_cifar, read_cifar
-from fedvit.data.cifar100 import COARSE, FINE, coarse_labels
 from fedvit.errors import DataError
+from fleet.datasets import read_samples
+from fleet.datasets.cifar import is_cifar, read_cifar
+from fleet.datasets.cifar100 import COARSE, FINE, coarse_labels
 
 FILES_10 = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 FILES_100 = ["train", "test"]

@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from fedvit.data.cifar100 import coarse_labels
-from fedvit.data.imagefiles import ImageFile, keep_readable
 from fedvit.data.images import Indices
-from fedvit.data.samples import Samples, folder_names, numbered_classes
 from fedvit.errors import ConfigError, DataError
+from fleet.datasets.cifar100 import coarse_labels
+from fleet.datasets.imagefiles import ImageFile, keep_readable
+from fleet.datasets.samples import Samples, folder_names, numbered_classes
 
 _IMAGE, _LABEL, _COARSE, _DOMAIN = ("image", "img"), ("label", "fine_label"), ("coarse_label",), ("domain",)
 _NO_LABEL = (None, -1)  # the hub writes -1 where labels are kept secret

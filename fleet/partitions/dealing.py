@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvit.data.images import Indices
-from fedvit.data.samples import Annotations
 from fedvit.errors import ConfigError
+from fleet.datasets.samples import Annotations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvit.data.dealing import Partition, gather, refuse_concentration
 from fedvit.data.images import Indices
-from fedvit.data.samples import Annotations
 from fedvit.errors import ConfigError
+from fleet.datasets.samples import Annotations
+from fleet.partitions.dealing import Partition, gather, refuse_concentration
 
 DRAWS = 1000
 """How often a random partition is drawn before it is given up."""

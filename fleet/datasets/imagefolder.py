@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedvit.data.cifar100 import coarse_labels
-from fedvit.data.imagefiles import keep_readable, open_tree
 from fedvit.data.layout import find_layout
-from fedvit.data.samples import Samples
+from fleet.datasets.cifar100 import coarse_labels
+from fleet.datasets.imagefiles import keep_readable, open_tree
+from fleet.datasets.samples import Samples
 
 
 def read_imagefolder(path: Path, size: int = 32) -> Samples:

@@ -3,9 +3,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedvit.data import read_samples
-from fedvit.data.medmnist import is_medmnist, read_medmnist
 from fedvit.errors import DataError
+from fleet.datasets import read_samples
+from fleet.datasets.medmnist import is_medmnist, read_medmnist
 
 
 def arrays(colours: tuple[int, ...] = (3,)) -> dict[str, np.ndarray]:

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fedvit.data.cifar100 import FINE
 from fedvit.data.images import Indices, Pixels
-from fedvit.data.pickles import read_pickle
-from fedvit.data.samples import ArrayImages, Samples
 from fedvit.errors import DataError
+from fleet.datasets.cifar100 import FINE
+from fleet.datasets.pickles import read_pickle
+from fleet.datasets.samples import ArrayImages, Samples
 
 _CLASSES_10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _SIDE = 32

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from fedvit.data.images import Indices, Pixels
-from fedvit.data.samples import ArrayImages, Samples, numbered_classes
 from fedvit.errors import DataError
+from fleet.datasets.samples import ArrayImages, Samples, numbered_classes
 
 _IMAGES = re.compile(r"(?P<set>.*?)(train|t10k|test)-images[-.]idx3-ubyte(\.gz)?")
 _GZIP = b"\x1f\x8b"

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedvit.data import read_samples
-from fedvit.data.cifar100 import FINE
-from fedvit.data.domainfolder import is_domainfolder, read_domainfolder
 from fedvit.errors import DataError
+from fleet.datasets import read_samples
+from fleet.datasets.cifar100 import FINE
+from fleet.datasets.domainfolder import is_domainfolder, read_domainfolder
 
 
 def png(value: int) -> bytes:

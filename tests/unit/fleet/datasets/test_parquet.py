@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from fedvit.data import read_samples
-from fedvit.data.cifar100 import FINE
-from fedvit.data.parquet import is_parquet, read_parquet
 from fedvit.errors import ConfigError, DataError
+from fleet.datasets import read_samples
+from fleet.datasets.cifar100 import FINE
+from fleet.datasets.parquet import is_parquet, read_parquet
 
 
 def png(value: int) -> bytes:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedvit.data.pickles import read_pickle
 from fedvit.errors import DataError
+from fleet.datasets.pickles import read_pickle
 
 
 class Calls:

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedvit.data import read_samples
-from fedvit.data.idx import is_idx, read_idx
 from fedvit.errors import DataError
+from fleet.datasets import read_samples
+from fleet.datasets.idx import is_idx, read_idx
 
 
 def idx(array: np.ndarray) -> bytes:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvit.data.dealing import Partition
 from fedvit.data.images import Indices
-from fedvit.data.samples import Annotations
 from fedvit.errors import ConfigError
+from fleet.datasets.samples import Annotations
+from fleet.partitions.dealing import Partition
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from fedvit.data.imagefiles import keep_readable, open_tree
 from fedvit.data.layout import TEST, TRAIN, Tree
-from fedvit.data.samples import Samples
 from fedvit.errors import DataError
+from fleet.datasets.imagefiles import keep_readable, open_tree
+from fleet.datasets.samples import Samples
 
 
 def is_domainfolder(path: Path) -> bool:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from fedvit.data import READERS, SOURCES, read_samples
-from fedvit.data.digits import read_digits
-from fedvit.data.samples import ArrayImages, Samples, folder_names
 from fedvit.errors import ConfigError, DataError
+from fleet.datasets import READERS, SOURCES, read_samples
+from fleet.datasets.digits import read_digits
+from fleet.datasets.samples import ArrayImages, Samples, folder_names
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -58,10 +58,10 @@ def test_neither_a_name_nor_a_path() -> None:
         read_samples("mnist-or-so", 4)
 
 
-def test_importing_the_room_is_light() -> None:
+def test_importing_readers_and_partitions_is_light() -> None:
     """In a process of its own, so that nobody else's imports are seen."""
     code = (
-        "import sys, fedvit.data, fedvit.data.folder, fedvit.data.images, fedvit.data.partition;"
+        "import sys, fedvit.data.folder, fleet.datasets, fleet.partitions;"
         "heavy = {'sklearn', 'torch', 'torchvision', 'timm', 'onnx', 'scipy', 'rich', 'pyarrow', 'pandas'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
@@ -69,10 +69,10 @@ def test_importing_the_room_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_every_reader_in_the_room_is_in_the_table() -> None:
-    folder = Path(sys.modules["fedvit.data"].__file__ or "").parent
+def test_every_reader_of_the_package_is_in_the_table() -> None:
+    folder = Path(sys.modules["fleet.datasets"].__file__ or "").parent
     written = {path.stem for path in folder.glob("*.py") if "\ndef read_" in path.read_text()}
-    assert written - {"digits", "images", "layout", "pickles", "__init__"} == READERS.keys()
+    assert written - {"digits", "pickles", "__init__"} == READERS.keys()
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 4, 3), (3, 4, 4), (3, 9, 7, 3), (3, 9, 7)])

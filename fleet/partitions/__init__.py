@@ -6,18 +6,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedvit.data.coarse_iid import CoarseIid
-from fedvit.data.dealing import Partition
-from fedvit.data.dirichlet import Dirichlet
-from fedvit.data.disjoint import Disjoint
-from fedvit.data.domain import Domain
-from fedvit.data.feature_noise import FeatureNoise
-from fedvit.data.iid import Iid
 from fedvit.data.images import Indices
-from fedvit.data.pachinko import Pachinko
-from fedvit.data.pathological import Pathological
-from fedvit.data.samples import Annotations
 from fedvit.errors import ConfigError
+from fleet.datasets.samples import Annotations
+from fleet.partitions.coarse_iid import CoarseIid
+from fleet.partitions.dealing import Partition
+from fleet.partitions.dirichlet import Dirichlet
+from fleet.partitions.disjoint import Disjoint
+from fleet.partitions.domain import Domain
+from fleet.partitions.feature_noise import FeatureNoise
+from fleet.partitions.iid import Iid
+from fleet.partitions.pachinko import Pachinko
+from fleet.partitions.pathological import Pathological
 
 PARTITIONS: dict[str, type[Partition]] = {
     "dirichlet": Dirichlet,
@@ -84,28 +84,3 @@ def deal_out(rule: Partition, samples: Indices | Annotations, devices: int, seed
     if seed < 0:
         raise ConfigError(f"partition: seed is {seed}, expected >= 0")
     return rule(known, devices, np.random.default_rng(seed))
-
-
-def split_train_test(
-    indices: Indices, labels: Indices, test_share: float, rng: np.random.Generator
-) -> tuple[Indices, Indices]:
-    """Set a share of every class apart: (train, test), both ascending.
-
-    `indices` are those of one device, `labels` those of the whole data set. Of n samples of a class,
-    n * test_share go to test, rounded, but at least one and never all; a class with a single sample is
-    train only. A share of 0 leaves test empty. Raises ConfigError when the share is not in [0, 1).
-
-    >>> train, test = split_train_test(np.arange(6), np.array([0, 0, 0, 0, 1, 2]), 0.25, np.random.default_rng(0))
-    >>> len(train), len(test)
-    (5, 1)
-    """
-    if not 0 <= test_share < 1:
-        raise ConfigError(f"test share is {test_share}, expected a number in [0, 1)")
-    mine = labels[indices]
-    chosen = np.zeros(len(indices), dtype=np.bool_)
-    if test_share:
-        for label in np.unique(mine):
-            members = rng.permutation(np.flatnonzero(mine == label))
-            wanted = int(len(members) * test_share + 0.5)  # round() would take 2 of 2.5 and 4 of 3.5
-            chosen[members[: min(max(wanted, 1), len(members) - 1)]] = True
-    return np.sort(indices[~chosen]), np.sort(indices[chosen])

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvit.data.iid import Iid
 from fedvit.data.images import Pixels
 from fedvit.errors import ConfigError
+from fleet.partitions.iid import Iid
 
 _STREAM = 1  # keeps the noise of sample i apart from what else is drawn from the seed
 

@@ -7,12 +7,12 @@ import numpy as np
 from PIL import Image
 
 from fedvit.data.images import Pixels
-from fedvit.data.samples import Samples
+from fleet.datasets.samples import Samples
 
 
 def read_digits(size: int = 32) -> Samples:
     """The digits as RGB, gray levels 0..16 spread over 0..255, resized bilinearly to `size`."""
-    from sklearn.datasets import load_digits  # servers only: a device has no scikit-learn
+    from sklearn.datasets import load_digits  # slow to import, and needed for this data set only
 
     digits = load_digits()
     gray = np.rint(digits.images * (255 / 16)).astype(np.uint8)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvit.data.dealing import Partition, refuse_concentration
-from fedvit.data.dirichlet import Dirichlet
 from fedvit.data.images import Indices
-from fedvit.data.samples import Annotations
 from fedvit.errors import ConfigError
+from fleet.datasets.samples import Annotations
+from fleet.partitions.dealing import Partition, refuse_concentration
+from fleet.partitions.dirichlet import Dirichlet
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 from coordinator.commands.runs import print_summary
-from fedvit.data.digits import read_digits
-from fedvit.data.partition import partition
+from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
 from fleet.partition import summary_table, write_device_folders
+from fleet.partitions import partition
 from fleet.run import outcome_json, run_fleet
 from profiles.probes.host import usable_cores
 

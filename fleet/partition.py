@@ -17,21 +17,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedvit.data import SOURCES, read_samples
-from fedvit.data.feature_noise import add_noise
 from fedvit.data.images import Indices, Pixels
 from fedvit.data.layout import TEST, TRAIN
-from fedvit.data.partition import (
+from fedvit.data.split import split_train_test
+from fedvit.errors import ConfigError, DataError, StorageFailed
+from fleet.datasets import SOURCES, read_samples
+from fleet.datasets.samples import Samples
+from fleet.partition_plot import Counts, bar_lines, draw_bubbles
+from fleet.partitions import (
     PARTITIONS,
     Option,
     deal_out,
     make_partition,
     partition_options,
-    split_train_test,
 )
-from fedvit.data.samples import Samples
-from fedvit.errors import ConfigError, DataError, StorageFailed
-from fleet.partition_plot import Counts, bar_lines, draw_bubbles
+from fleet.partitions.feature_noise import add_noise
 
 SUMMARY_FILE = "partition.json"
 PLOT_FILE = "partition.png"

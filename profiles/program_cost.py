@@ -19,7 +19,7 @@ from profiles.prediction import FlopShare, MemoryPhase, ProductWork, ProgramCost
 
 ARENA_SLACK = 1.4
 """What onnxruntime holds for activations, divided by what is live at a time: pieces of many sizes do not fill the holes
-that others leave, and kernels have buffers of their own. 1.2 to 1.6 over the cases of `fleet bench profile`."""
+that others leave, and kernels have buffers of their own. 1.2 to 1.6 over the cases of `python -m bench profile`."""
 
 
 @dataclass(frozen=True)
@@ -305,4 +305,4 @@ def _loaded(graphs: Iterable[GraphCost]) -> int:
 
 
 LOADED_PER_NODE_BYTES = 4_500
-"""Measured over the cases of `fleet bench`."""
+"""Measured over the cases of `python -m bench`."""

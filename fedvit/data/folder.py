@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from fedvit.data.images import Indices, Pixels, header_problem, read_image
 from fedvit.data.layout import find_layout, read_tree
-from fedvit.data.partition import split_train_test
+from fedvit.data.split import split_train_test
 from fedvit.errors import DataError
 from fedvit.resources import IMAGE_CACHE_BYTES
 

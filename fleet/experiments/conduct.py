@@ -7,9 +7,9 @@ from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from coordinator.run.display import DeviceLine, Display, View
-from fedvit.data import read_samples
-from fedvit.data.samples import Samples
 from fedvit.files import atomic_write
+from fleet.datasets import read_samples
+from fleet.datasets.samples import Samples
 from fleet.experiments.cell import LOG_FILE, CellFolder, CellResult
 from fleet.experiments.grid import Cell
 from fleet.partition import SUMMARY_FILE, deal

@@ -11,9 +11,9 @@ from msgspec import Meta, Struct, field
 
 from coordinator.config import ImageConfig, read_toml
 from fedvit.blobs import digest_of
-from fedvit.data.partition import make_partition
 from fedvit.errors import ConfigError
 from fedvit.wire.topics import check_name
+from fleet.partitions import make_partition
 from fleet.simulate import DEFAULTS
 
 SCHEMA = 1

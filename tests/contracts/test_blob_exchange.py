@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from bench.wire import Side
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.partials import PartialBlob
@@ -24,7 +25,6 @@ from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import Apart, Done, Manifest, Want, decode, encode
 from fedvit.wire.topics import blob_level
 from fedvit.wire.transfer import CHUNK_BYTES, WINDOW_CHUNKS
-from fleet.bench.wire import Side
 from tests.brokers import mosquitto
 
 if TYPE_CHECKING:

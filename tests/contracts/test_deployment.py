@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,9 @@ def test_containers_run_as_nobody_special() -> None:
         assert set(named) <= COMPOSE["volumes"].keys(), name
 
 
-def test_the_packages_of_the_image_are_those_of_the_project() -> None:
-    packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()} - {"tests"}
+def test_the_packages_of_the_image_are_those_of_the_wheel() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    packages = {name.partition(".")[0] for name in listed}
     for file in DEPLOY.glob("docker/Dockerfile.*"):
         if file.suffix != ".dockerignore":
             copied = set(re.findall(r"^COPY (\w+) \w+$", file.read_text(), re.MULTILINE))

@@ -19,6 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from bench.fuzz.graphs import FORMS, fuzz_graphs, is_hostile, readings
+from bench.fuzz.memory import fuzz_in_memory
+from bench.fuzz.mutations import Mutator
+from bench.fuzz.seeds import PROFILE, USE, from_coordinator, from_device
 from export.bundle.measure import open_session as open_bundle_session
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.engine import open_session
@@ -45,10 +49,6 @@ from fedvit.wire.messages import (
 from fedvit.wire.outgoing import Outgoing
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import Chunk, decode_chunk
-from fleet.fuzz.graphs import FORMS, fuzz_graphs, is_hostile, readings
-from fleet.fuzz.memory import fuzz_in_memory
-from fleet.fuzz.mutations import Mutator
-from fleet.fuzz.seeds import PROFILE, USE, from_coordinator, from_device
 
 ROOT = Path(__file__).parents[2]
 DIGEST = "blake3:" + "ab" * 32
@@ -349,12 +349,12 @@ def test_what_is_no_onnx_file_is_refused(raw: bytes, tmp_path: Path) -> None:
 
 # --- no code from outside -----------------------------------------------------------------------------
 
-PACKAGES = ("fedvit", "export", "profiles", "edge_client", "coordinator", "fleet")
+PACKAGES = ("fedvit", "export", "profiles", "edge_client", "coordinator", "fleet", "bench")
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 LOADERS = {("pickle", name) for name in ("load", "loads", "_load", "_loads", "_Unpickler")}
 FORBIDDEN_ATTRIBUTES = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("torch", "load"), *LOADERS}
-KNOW_PICKLES = {"fedvit/data/pickles.py", "fleet/bench/wire_side.py"}
+KNOW_PICKLES = {"fleet/datasets/pickles.py", "bench/wire_side.py"}
 """CIFAR comes as pickles; an unpickler that makes nothing but arrays reads them. The benchmark writes some."""
 
 
@@ -407,7 +407,10 @@ def test_nothing_in_the_wheel_does_either(tmp_path: Path) -> None:
     source.mkdir()
     for name in (*PACKAGES, "pyproject.toml", "README.md", "LICENSE"):
         (source / name).symlink_to(ROOT / name)
-    subprocess.run([*command, str(tmp_path)], cwd=source, check=True, capture_output=True, timeout=120)
+    built = subprocess.run(
+        [*command, str(tmp_path)], cwd=source, check=True, capture_output=True, text=True, timeout=120
+    )
+    assert "absent from the `packages` configuration" not in built.stdout + built.stderr
     [file] = tmp_path.glob("*.whl")
     with zipfile.ZipFile(file) as wheel:
         names = [name for name in wheel.namelist() if not name.endswith("/")]
@@ -416,3 +419,5 @@ def test_nothing_in_the_wheel_does_either(tmp_path: Path) -> None:
     kinds = {Path(name).suffix for name in names if ".dist-info/" not in name}
     assert kinds <= {".py", ".toml", ".html", ".css", ".onnx"}
     assert not [name for name in names if name.startswith(("tests", "deploy"))]
+    instruments = {"bench", "chaos", "fuzz", "pentest"}
+    assert not [name for name in names if instruments & set(Path(name).with_suffix("").parts)]

@@ -1,6 +1,6 @@
 """Devices of a deployment, at a real mosquitto with the generated configuration: each hears and says its own alone.
 
-The attacks are those of `fleet pentest`.
+The attacks are those of `python -m bench pentest`.
 """
 
 import re
@@ -14,13 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from coordinator.broker.process import Broker
-from coordinator.deployment.authority import DAY_S, Authority
-from coordinator.deployment.folder import COORDINATOR, Deployment, make_token
-from fedvit.transport.mqtt import Address
-from fedvit.wire import topics as topics_module
-from fedvit.wire.topics import Topics
-from fleet.pentest.access import (
+from bench.pentest.access import (
     DIGEST,
     MAY_HEAR,
     MAY_SAY,
@@ -33,10 +27,16 @@ from fleet.pentest.access import (
     topics_of,
     wills,
 )
-from fleet.pentest.client import Client, wait_for
-from fleet.pentest.floods import REDUCED, floods
-from fleet.pentest.parties import device_address, make_deployment, running
-from fleet.pentest.report import Attempt
+from bench.pentest.client import Client, wait_for
+from bench.pentest.floods import REDUCED, floods
+from bench.pentest.parties import device_address, make_deployment, running
+from bench.pentest.report import Attempt
+from coordinator.broker.process import Broker
+from coordinator.deployment.authority import DAY_S, Authority
+from coordinator.deployment.folder import COORDINATOR, Deployment, make_token
+from fedvit.transport.mqtt import Address
+from fedvit.wire import topics as topics_module
+from fedvit.wire.topics import Topics
 
 HOME = Topics("home")
 

@@ -30,9 +30,7 @@ from coordinator.run.display import Display
 from edge_client.vault import Vault
 from export.verify import reference_step
 from fedvit.blobs import BlobStore, digest_of
-from fedvit.data.digits import read_digits
 from fedvit.data.images import draw_kept, normalise, select, unfold
-from fedvit.data.samples import Samples
 from fedvit.methods import METHODS, build_model, make_method
 from fedvit.methods.base import PREDICT, Method, trained_names
 from fedvit.methods.calculus import TorchCalculus
@@ -46,6 +44,8 @@ from fedvit.transport.mqtt import Address, MqttTransport
 from fedvit.wire.messages import CoordinatorState, Hello, Result, Task, decode
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import decode_chunk
+from fleet.datasets.digits import read_digits
+from fleet.datasets.samples import Samples
 from fleet.partition import write_device_folders
 from fleet.simulate import simulate
 from profiles.cost import graph_cost

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fedvit.data
-from fedvit.data.dealing import Partition
+import fleet.partitions
 from fedvit.data.images import Indices
-from fedvit.data.partition import PARTITIONS, partition, split_train_test
-from fedvit.data.samples import Annotations
+from fedvit.data.split import split_train_test
+from fleet.datasets.samples import Annotations
+from fleet.partitions import PARTITIONS, partition
+from fleet.partitions.dealing import Partition
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,9 @@ def digest(parts: list[Indices]) -> str:
 
 
 def test_the_table_is_complete() -> None:
-    """Every partition in the room is in the table, and is tested here."""
-    folder = Path(fedvit.data.__file__).parent
-    modules = [importlib.import_module(f"fedvit.data.{path.stem}") for path in folder.glob("*.py")]
+    """Every partition in the package is in the table, and is tested here."""
+    folder = Path(fleet.partitions.__file__).parent
+    modules = [importlib.import_module(f"fleet.partitions.{path.stem}") for path in folder.glob("*.py")]
     written = {
         kind
         for module in modules

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedvit.data.digits import read_digits
-from fedvit.data.partition import partition
+from fleet.datasets.digits import read_digits
 from fleet.partition import write_device_folders
+from fleet.partitions import partition
 from fleet.simulate import simulate
 from tests.e2e.stage import CONFIG, DEVICES, Stage
 from tests.once import made_once

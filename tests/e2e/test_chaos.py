@@ -1,4 +1,4 @@
-"""Everything that `fleet chaos` does to a federation, in small; and what a full disk means to a coordinator."""
+"""Each fault of `python -m bench chaos` in a small federation, and what a full disk means to a coordinator."""
 
 import os
 import resource
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet.chaos.network import Network
-from fleet.chaos.ordeal import ORDEAL, calm_run, run_ordeal
-from fleet.chaos.schedule import KINDS, Fault, draw_schedule
+from bench.chaos.network import Network
+from bench.chaos.ordeal import ORDEAL, calm_run, run_ordeal
+from bench.chaos.schedule import KINDS, Fault, draw_schedule
 from tests.e2e.stage import DEVICES, ROUNDS, Stage, wait_for
 from tests.forked import Forked
 from tests.once import made_once

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from bench.chaos.federation import worker_of
 from coordinator.config import make_config
 from coordinator.record.store import Store
-from fleet.chaos.federation import worker_of
 from tests.e2e.stage import CONFIG, DEVICES, ROUNDS, Stage, program, wait_for
 
 MOST_RSS_BYTES = 200e6

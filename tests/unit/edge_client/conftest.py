@@ -13,10 +13,10 @@ from coordinator.config import make_config
 from coordinator.planning.planner import Plan, make_plan
 from edge_client.runtime import Runtime, Watch
 from fedvit.blobs import BlobStore
-from fedvit.data.digits import read_digits
 from fedvit.data.folder import DeviceData
 from fedvit.program import Program
 from fedvit.tensors import Tensors, unpack
+from fleet.datasets.digits import read_digits
 
 CLASSES = ("0", "1", "2")
 MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from bench.pentest.parties import make_request
 from coordinator.deployment.authority import Authority
 from edge_client.identity import Identity, Membership
 from edge_client.keys import SOON_DAYS, check_identity, check_vault_key
@@ -17,7 +18,6 @@ from edge_client.vault_key import VaultKey
 from fedvit.errors import ConfigError
 from fedvit.transport.mqtt import Address, tls_context
 from fedvit.wire.topics import Topics
-from fleet.pentest.parties import make_request
 from tests.unit.edge_client.test_vault_key import SECRET, result
 
 NOW_S = time.time()

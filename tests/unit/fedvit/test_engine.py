@@ -75,7 +75,7 @@ def test_the_engine_does_not_number_the_machine_nor_report_to_its_maker(tmp_path
 def test_whoever_loads_the_engine_has_silenced_it_before() -> None:
     """What stands in a package's `__init__` comes before all of its modules."""
     root = Path(__file__).parents[3]
-    for package in ("export", "profiles", "edge_client", "coordinator", "fleet"):
+    for package in ("export", "profiles", "edge_client", "coordinator", "fleet", "bench"):
         trees = [ast.parse(file.read_text()) for file in (root / package).rglob("*.py")]
         names = {
             alias.name for tree in trees for node in tree.body if isinstance(node, ast.Import) for alias in node.names

@@ -10,11 +10,10 @@ from click.testing import CliRunner, Result
 from PIL import Image
 from rich.console import Console
 
-from fedvit.data.feature_noise import add_noise
 from fedvit.data.folder import DeviceData
-from fedvit.data.imagefolder import read_imagefolder
-from fedvit.data.samples import Samples
 from fedvit.errors import ConfigError, StorageFailed
+from fleet.datasets.imagefolder import read_imagefolder
+from fleet.datasets.samples import Samples
 from fleet.partition import (
     DeviceCounts,
     PartitionSummary,
@@ -24,6 +23,7 @@ from fleet.partition import (
     write_device_folders,
     write_plot,
 )
+from fleet.partitions.feature_noise import add_noise
 
 CLASSES = ("ant", "bee", "cow")
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from bench.pentest.client import Client, wait_for
 from coordinator.broker import FLEET_USER, Broker, process, start_broker
 from coordinator.broker.mosquitto import configuration, find_mosquitto, run_mosquitto
 from coordinator.broker.process import MOST_LOG_BYTES, claim_port
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.transport.base import Connected, Disconnected
 from fedvit.transport.mqtt import Address, MqttTransport
-from fleet.pentest.client import Client, wait_for
 
 WAIT_S = 30.0
 BOTH = pytest.mark.parametrize("kind", ["mosquitto", "embedded"])

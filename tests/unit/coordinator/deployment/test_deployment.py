@@ -23,6 +23,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509.oid import NameOID
 
+from bench.pentest.client import Client, context_of, wait_for
+from bench.pentest.parties import device_address, make_deployment, make_request, running
 from coordinator.broker.mosquitto import memory_limit_bytes
 from coordinator.broker.process import Broker
 from coordinator.cli import cli
@@ -50,8 +52,6 @@ from fedvit.transport.base import Connected, Received
 from fedvit.transport.mqtt import Address, MqttTransport, tls_context
 from fedvit.wire.enrolment import FROM_DEVICE, JoinRequest, RenewRequest, Token, encode_enrolment, seal
 from fedvit.wire.topics import Topics
-from fleet.pentest.client import Client, context_of, wait_for
-from fleet.pentest.parties import device_address, make_deployment, make_request, running
 
 HOME = Topics("home")
 

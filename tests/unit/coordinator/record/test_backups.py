@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from bench.store import RUN, one_round
 from coordinator.config import ProtectionConfig
 from coordinator.record import backups as module
 from coordinator.record.backups import NOTED_SHARE, Backups, Struck
 from coordinator.record.store import Store, is_whole
 from coordinator.record.tables import DeviceRecord, ResultRecord
 from coordinator.run.quarantine import Quarantine
-from fleet.bench.store import RUN, one_round
 
 NAMES = ["a", "b", "c"]
 

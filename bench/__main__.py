@@ -1,0 +1,17 @@
+"""`python -m bench`: the project's own instruments, run in a checkout of the source; no wheel has them."""
+
+import signal
+
+from bench.chaos.commands import chaos_command
+from bench.commands import bench_command
+from bench.fuzz.command import fuzz_command
+from bench.pentest.command import pentest_command
+from fedvit import command_line
+
+bench_command.add_command(chaos_command)
+bench_command.add_command(fuzz_command)
+bench_command.add_command(pentest_command)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that child processes are stopped on the way out
+    command_line.run(bench_command, "bench")

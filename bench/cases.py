@@ -1,0 +1,97 @@
+"""What `python -m bench` measures: one row of a table is one case.
+
+Next to nothing is imported: the measured processes read this file, too.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from fedvit.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training step, as the method makes it and as torch code of the same maths.
+
+    `options` are the method's and say everything that the torch side needs: batch size, optimizer, rate.
+    """
+
+    name: str
+    method: str
+    options: dict[str, Any]
+    model: str
+    model_options: dict[str, Any] = field(default_factory=dict)
+    classes: int = 10
+    torch: str = "plain"  # which of bench.torch_models.MODELS is the same maths
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.options["batch_size"])
+
+    def with_options(self, **options: Any) -> "Case":
+        return replace(self, options={**self.options, **options})
+
+
+_VIT_B, _VIT_S, _VIT_TI = "vit_base_patch16_224", "vit_small_patch16_224", "vit_tiny_patch16_224"
+_SGD = {"epochs": 1, "optimizer": "sgd", "lr": 0.01}
+_ADAMW = {"epochs": 1, "optimizer": "adamw", "lr": 1e-4, "weight_decay": 0.05}
+_EFTVIT = {**_ADAMW, "local_blocks": 2, "mask": 0.75}
+_CIFAR_VIT = {"image_size": 32, "patch_size": 4, "width": 128, "depth": 8, "heads": 8, "mlp_ratio": 2.0}
+
+CASES: tuple[Case, ...] = (
+    Case(
+        name="eftvit-vitb",
+        method="eftvit",
+        options={**_EFTVIT, "batch_size": 16, "micro_batch": 4},
+        model=_VIT_B,
+        torch="eftvit",
+    ),
+    Case(
+        name="eftvit-vitb-b8-int8",
+        method="eftvit",
+        options={**_EFTVIT, "batch_size": 8, "micro_batch": 4, "frozen_precision": "int8"},
+        model=_VIT_B,
+        torch="eftvit",
+    ),
+    Case(
+        name="fedperfix-vits",
+        method="fedperfix",
+        options={**_SGD, "batch_size": 16, "bottleneck": 256, "scale": 1.5},
+        model=_VIT_S,
+        torch="fedperfix",
+    ),
+    Case(
+        name="pfedpg-vitb",
+        method="pfedpg",
+        options={**_SGD, "batch_size": 16, "tokens": 10, "weight_decay": 0.001},
+        model=_VIT_B,
+        torch="pfedpg",
+    ),
+    Case(
+        name="fedtp-tiny",
+        method="fedtp",
+        options={**_SGD, "batch_size": 64},
+        model="vit_small_images",
+        model_options={**_CIFAR_VIT, "qkv_bias": False},
+    ),
+    Case(name="fedavg-vitt", method="fedavg", options={**_SGD, "batch_size": 16}, model=_VIT_TI),
+)
+
+
+def choose(names: Sequence[str], cases: Sequence[Case] = CASES) -> list[Case]:
+    """The cases of these names; all where there is none. Raises ConfigError naming those that there are."""
+    known = {case.name: case for case in cases}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"unknown case {name!r}, known are {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names)] or list(cases)
+
+
+def encode_case(case: Case) -> str:
+    return json.dumps(asdict(case))
+
+
+def decode_case(text: str) -> Case:
+    return Case(**json.loads(text))

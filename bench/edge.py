@@ -1,0 +1,88 @@
+"""The real `edge-client` as a process under observation: its command, what it says, and what it holds in memory."""
+
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from fleet.datasets.samples import ArrayImages, Samples
+from fleet.partition import write_device_folders
+from fleet.partitions import partition
+from fleet.processes import program
+
+SAMPLE_EVERY_S = 0.02
+
+
+def noise_folder(out: Path, *, images: int, size: int, classes: int = 2, test_share: float = 0.25) -> Path:
+    """A device's folder of pictures of noise in some classes. Raises StorageFailed."""
+    rng = np.random.default_rng(0)
+    samples = Samples(
+        dataset="noise",
+        size=size,
+        images=ArrayImages(rng.integers(256, size=(images, size, size, 3), dtype=np.uint8), size),
+        labels=np.arange(images) % classes,
+        classes=tuple(f"class-{number}" for number in range(classes)),
+    )
+    shares = partition("iid", samples.labels, 1, seed=0)
+    write_device_folders(samples, shares, out, test_share=test_share, seed=0)
+    return out / "device-0"
+
+
+def edge_command(broker: str, data: Path, state: Path) -> list[str]:
+    """`edge-client` on all cores, leaving with the run."""
+    flags = {"--broker": broker, "--data": data, "--state": state, "--id": "device-0"}
+    return [*program("edge_client.cli"), *(str(part) for pair in flags.items() for part in pair), "--once"]
+
+
+def memory_fields(status: str) -> dict[str, int]:
+    """The sizes in a /proc/PID/status text, in bytes.
+
+    >>> memory_fields("Name:\\tedge\\nVmRSS:\\t  12 kB\\nRssAnon:\\t   4 kB\\nThreads:\\t3\\n")
+    {'VmRSS': 12288, 'RssAnon': 4096}
+    """
+    return {name: int(number) * 1024 for name, number in re.findall(r"^(\w+):\s+(\d+) kB$", status, re.MULTILINE)}
+
+
+def read_memory(pid: int) -> dict[str, int]:
+    """Empty for a process that is over, and where there is no /proc."""
+    try:
+        return memory_fields(Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return {}
+
+
+class MemoryWatch:
+    """The highest that each of some fields of a process's status was, read every few hundredths of a second."""
+
+    def __init__(self, pid: int, *fields: str) -> None:
+        self.peaks: dict[str, int] = {}
+        self._pid = pid
+        self._fields = fields
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
+
+    def __enter__(self) -> "MemoryWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(SAMPLE_EVERY_S):
+            now = read_memory(self._pid)
+            for field in self._fields:
+                if field in now:
+                    self.peaks[field] = max(self.peaks.get(field, 0), now[field])
+
+
+def said(log: Path) -> str:
+    """What a process wrote into its log so far."""
+    return log.read_text(errors="replace") if log.is_file() else ""
+
+
+def last_line(log: Path) -> str:
+    lines = said(log).strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,285 @@
+"""Fuzzing the check of graphs: no graph in which protobuf reads the name of a file may get past it.
+
+Graphs of ours get something hostile somewhere, are written down as no honest software would, and are read by the check
+and by both of protobuf's own readers: the one of its Python package, and that of C++, which the engine has, too.
+"""
+
+import contextlib
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple, cast
+
+import onnx
+import onnx.inliner
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
+
+from bench.fuzz.mutations import Mutator
+from bench.fuzz.report import FuzzReport, Part
+from fedvit.errors import BadPayload
+from fedvit.onnx_file import check_self_contained
+from fedvit.protobuf import FIXED32, FIXED64, LENGTH, VARINT, varint
+from profiles.probes.speed import GRAPHS
+
+Say = Callable[[str], None]
+
+# --- what is hostile ----------------------------------------------------------------------------------
+
+
+def _elsewhere(random: Random) -> TensorProto:
+    """A tensor that lies in another file; sometimes only one half of what says so."""
+    tensor = TensorProto(name="v", data_type=TensorProto.FLOAT, dims=[4])
+    half = random.random()
+    if half < 0.9:
+        for key, value in (("location", "beside.bin"), ("offset", "0"), ("length", "16")):
+            tensor.external_data.add(key=key, value=value)
+    if half > 0.1:
+        tensor.data_location = TensorProto.EXTERNAL
+    return tensor
+
+
+def _compiled(random: Random) -> NodeProto:
+    domain = random.choice(("", "com.microsoft", "x"))
+    made: NodeProto = helper.make_node(
+        "EPContext", ["x"], ["v"], domain=domain, ep_cache_context="beside.bin", embed_mode=0
+    )
+    return made
+
+
+def _inner(random: Random) -> GraphProto:
+    if random.random() < 0.5:
+        return GraphProto(name="inner", initializer=[_elsewhere(random)])
+    return GraphProto(name="inner", node=[_compiled(random)])
+
+
+def _attribute(model: ModelProto, random: Random, **content: Any) -> None:
+    random.choice(model.graph.node).attribute.append(AttributeProto(name="hostile", **content))
+
+
+HOSTILE: dict[str, Callable[[ModelProto, Random], object]] = {
+    "nothing": lambda model, random: None,
+    "a weight": lambda model, random: model.graph.initializer.append(_elsewhere(random)),
+    "a tensor of a node": lambda model, random: _attribute(model, random, t=_elsewhere(random)),
+    "tensors of a node": lambda model, random: _attribute(model, random, tensors=[_elsewhere(random)]),
+    "a graph of a node": lambda model, random: _attribute(model, random, g=_inner(random)),
+    "graphs of a node": lambda model, random: _attribute(model, random, graphs=[_inner(random)]),
+    "a sparse weight": lambda model, random: model.graph.sparse_initializer.add().values.CopyFrom(_elsewhere(random)),
+    "its indices": lambda model, random: model.graph.sparse_initializer.add().indices.CopyFrom(_elsewhere(random)),
+    "a sparse tensor of a node": lambda model, random: _attribute(
+        model, random, sparse_tensor=onnx.SparseTensorProto(values=_elsewhere(random))
+    ),
+    "sparse tensors of a node": lambda model, random: _attribute(
+        model, random, sparse_tensors=[onnx.SparseTensorProto(indices=_elsewhere(random))]
+    ),
+    "a function": lambda model, random: model.functions.add(name="f").node.append(
+        NodeProto(op_type="Constant", attribute=[AttributeProto(name="value", t=_elsewhere(random))])
+    ),
+    "training": lambda model, random: model.training_info.add().algorithm.CopyFrom(_inner(random)),
+    "a compiled graph": lambda model, random: model.graph.node.append(_compiled(random)),
+    "session options": lambda model, random: model.metadata_props.add(key="ort_config", value="{}"),
+}
+
+# --- how it is written --------------------------------------------------------------------------------
+
+FORMS = (
+    "as protobuf does", "high bits in tags", "long tags", "long lengths", "long numbers", "other kinds", "groups",
+    "wrong lengths", "merged", "twice", "moved", "unknown fields", "tags of nothing", "damaged",
+)  # fmt: skip
+
+
+class _Writer:
+    """Writes a message as protobuf does, but for one form of dishonesty, which shows in a few places or in many."""
+
+    def __init__(self, form: str, random: Random) -> None:
+        self._form = form
+        self._random = random
+        self._share = random.choice((0.02, 0.1, 0.3))
+
+    def message(self, message: Message) -> bytes:
+        pieces: list[bytes] = []
+        for field, value in message.ListFields():
+            for one in value if field.is_repeated else [value]:
+                if self._now("merged") and isinstance(one, Message):
+                    pieces += [self._field(field, half) for half in _halves(one)]
+                else:
+                    pieces.append(self._field(field, one))
+        if self._now("twice") and pieces:
+            pieces.append(self._random.choice(pieces))
+        if self._form == "moved":
+            self._random.shuffle(pieces)
+        if self._now("unknown fields"):
+            number = self._random.choice((15, 16, 99, 19_000, 2**29 - 1))
+            pieces.insert(self._random.randrange(len(pieces) + 1), self._tag(number, LENGTH) + b"\x01x")
+        if self._now("tags of nothing"):
+            pieces.insert(self._random.randrange(len(pieces) + 1), self._random.choice((b"\0", b"\2\0", b"\4", b"\7")))
+        return b"".join(pieces)
+
+    def _field(self, field: FieldDescriptor, value: Any) -> bytes:
+        number = field.number
+        if field.type == FieldDescriptor.TYPE_FLOAT:
+            return self._tag(number, FIXED32) + struct.pack("<f", value)
+        if field.type == FieldDescriptor.TYPE_DOUBLE:
+            return self._tag(number, FIXED64) + struct.pack("<d", value)
+        if not isinstance(value, Message | str | bytes):
+            if self._now("other kinds"):
+                written = varint(value)  # as if there were several, packed
+                return self._tag(number, LENGTH) + varint(len(written)) + written
+            return self._tag(number, VARINT) + self._number(value, "long numbers")
+        content = self.message(value) if isinstance(value, Message) else _raw(value)
+        if self._now("groups"):
+            return self._tag(number, 3) + content + self._tag(number, 4)
+        if self._now("other kinds"):
+            kind = self._random.choice((VARINT, FIXED64, FIXED32))
+            return self._tag(number, kind) + varint(len(content)) + content
+        length = len(content)
+        if self._now("wrong lengths"):
+            length = self._random.choice(
+                (length + 1, length + 40, max(0, length - 1), 2**31, 2**32 + length, 2**64 - 1)
+            )
+        return self._tag(number, LENGTH) + self._number(length, "long lengths") + content
+
+    def _tag(self, number: int, kind: int) -> bytes:
+        tag = number << 3 | kind
+        if self._now("high bits in tags"):
+            tag |= 1 << self._random.choice((32, 32, 33, 34, 35, 63))  # beyond 35 bits it takes a sixth byte
+        return self._number(tag, "long tags")
+
+    def _number(self, value: int, form: str) -> bytes:
+        written = varint(value)
+        if not self._now(form) or len(written) > 9:
+            return written
+        nothing = self._random.randrange(min(3, 10 - len(written)))
+        return written[:-1] + bytes([written[-1] | 0x80]) + b"\x80" * nothing + b"\x00"
+
+    def _now(self, form: str) -> bool:
+        return form == self._form and self._random.random() < self._share
+
+
+def _halves(message: Message) -> Iterator[Message]:
+    """Two messages that readers merge into this one: a repeated field's entries are in one of them."""
+    for first in (True, False):
+        half = type(message)()
+        half.CopyFrom(message)
+        for place, (field, _) in enumerate(message.ListFields()):
+            if (place % 2 == 0) is not first:
+                half.ClearField(field.name)
+        yield half
+
+
+def _raw(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+# --- what protobuf reads ------------------------------------------------------------------------------
+
+
+def readings(raw: bytes) -> list[ModelProto]:
+    """What protobuf's readers see in the bytes: that of Python and that of C++, where they read them at all."""
+    found: list[ModelProto] = []
+    with contextlib.suppress(DecodeError):
+        found.append(ModelProto.FromString(raw))
+    with contextlib.suppress(ValueError):
+        found.append(_read_by_cpp(raw))
+    return found
+
+
+class _Written(NamedTuple):
+    """Bytes where onnx expects a message, of which it wants the bytes."""
+
+    raw: bytes
+
+    def SerializeToString(self) -> bytes:
+        return self.raw
+
+
+def _read_by_cpp(raw: bytes) -> ModelProto:
+    """onnx hands its C++ the bytes as they are, and gets a message back. Raises ValueError when they are none."""
+    try:
+        return onnx.shape_inference.infer_shapes(raw)
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError):  # a message, but no sound model
+        try:
+            return onnx.inliner.inline_local_functions(cast(ModelProto, _Written(raw)))
+        except (onnx.checker.ValidationError, RuntimeError):  # it has functions, and cannot put them in place
+            return ModelProto(functions=[FunctionProto()])
+
+
+def is_hostile(message: Message) -> bool:
+    """Whether an engine could read another file because of it, or a reader that knows more fields could see something.
+
+    What can hold neither a node nor a tensor is not looked into.
+    """
+    if any(_is_hidden(message, unknown.field_number) for unknown in UnknownFieldSet(message)):
+        return True
+    if isinstance(message, TensorProto) and (message.external_data or message.data_location):
+        return True
+    if isinstance(message, NodeProto) and message.op_type == "EPContext":
+        return True
+    if isinstance(message, ModelProto) and (
+        message.functions or any(entry.key == "ort_config" for entry in message.metadata_props)
+    ):
+        return True
+    return any(
+        is_hostile(one)
+        for field, value in message.ListFields()
+        if field.message_type is not None and field.message_type.name not in ("ValueInfoProto", "OperatorSetIdProto")
+        for one in (value if field.is_repeated else [value])
+    )
+
+
+def _is_hidden(message: Message, number: int) -> bool:
+    """Whether another reader may make something of what this one does not know: not of a value that an enum lacks."""
+    field = message.DESCRIPTOR.fields_by_number.get(number)
+    return field is None or field.enum_type is None or field.name == "data_location"
+
+
+# --- all of it ----------------------------------------------------------------------------------------
+
+
+def fuzz_graphs(messages: int, seed: int, say: Say) -> FuzzReport:
+    """As many mutated graphs against the check. A finding: a hostile one is accepted, or an honest one refused."""
+    part, mutator = Part("graphs"), Mutator(seed)
+    random = mutator.random
+    honest = [ModelProto.FromString(file.read_bytes()) for file in _seeds()]
+    began = time.monotonic()
+    for number in range(messages):
+        if number % max(1, messages // 30) == 0:
+            part.look_at_memory()
+        model = ModelProto()
+        model.CopyFrom(random.choice(honest))
+        what = random.choice([*HOSTILE]) if random.random() < 0.75 else "nothing"
+        form = random.choice(FORMS)
+        HOSTILE[what](model, random)
+        raw = _Writer(form, random).message(model)
+        if form == "damaged":
+            raw = mutator.damaged(raw, raw)[1]
+        try:
+            check_self_contained(raw)
+            accepted = True
+        except BadPayload:
+            accepted = False
+        except Exception as error:  # noqa: BLE001 - that is what is looked for
+            accepted = False
+            part.finding(f"{what}, {form}: {type(error).__name__}: {error}"[:500])
+        read = readings(raw)
+        hostile = any(is_hostile(one) for one in read)
+        if accepted and hostile:
+            part.finding(f"{what}, {form}: accepted, and to protobuf it is hostile: {raw.hex()}")
+        if not accepted and what == "nothing" and form == FORMS[0]:
+            part.finding(f"an honest graph is refused: {raw.hex()}"[:500])
+        seen = "hostile" if hostile else "harmless" if read else "no protobuf"
+        part.add(f"{form}: {seen}", accepted=accepted)
+    part.look_at_memory()
+    part.seconds = time.monotonic() - began
+    part.check_memory()
+    say(f"graphs: {part.sent} graphs, {len(part.findings)} findings, {part.seconds:.0f} s")
+    return FuzzReport(seed, [part])
+
+
+def _seeds() -> list[Path]:
+    """Graphs of ours, but for those that would only take longer."""
+    return [file for file in sorted(GRAPHS.glob("*.onnx")) if file.stat().st_size < 1000]

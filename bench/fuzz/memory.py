@@ -1,0 +1,490 @@
+"""Fuzzing inside one process: the decoders, then a real Agent, then a real Coordinator while its rounds go on."""
+
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from bench.edge import noise_folder
+from bench.fuzz.mutations import Mutator
+from bench.fuzz.peer import HANG_S, Peer
+from bench.fuzz.report import FuzzReport, Part
+from bench.fuzz.seeds import RUN, SETTINGS, from_coordinator, from_device, hello
+from coordinator.compute.engine import Engine
+from coordinator.config import RunConfig
+from coordinator.planning.checks import checked_config
+from coordinator.planning.planner import Plan, make_plan
+from coordinator.record.store import Store
+from coordinator.run.coordinator import Coordinator
+from coordinator.run.display import Display
+from coordinator.run.inbox import Interrupted
+from coordinator.run.validation import check_upload
+from edge_client.agent import Agent
+from edge_client.guard import Guard
+from edge_client.runtime import Runtime
+from edge_client.vault import Vault
+from fedvit.blobs import BlobStore
+from fedvit.data.folder import DeviceData
+from fedvit.errors import BadPayload, FedvitError
+from fedvit.onnx_file import check_self_contained
+from fedvit.program import Role, decode_program, encode_program
+from fedvit.tensors import mapped, pack
+from fedvit.transport.memory import MemoryBroker, MemoryTransport
+from fedvit.wire.messages import (
+    CoordinatorState,
+    DeviceState,
+    Hello,
+    Manifest,
+    Refused,
+    Result,
+    ResultAck,
+    Task,
+    Welcome,
+    decode,
+    encode,
+)
+from fedvit.wire.topics import Topics
+from fedvit.wire.transfer import CHUNK_BYTES, Chunk, decode_chunk
+from profiles.probes.host import device_profile
+
+Say = Callable[[str], None]
+
+BATCH = 100
+PROGRAM_EVERY = 40
+"""So many messages to the agent for each damaged Program, tensor file or upload: those take a transfer."""
+HOSTILE = ("mallory", "eve", "trudy", "..", "a b")
+"""The first one is in the run when the fuzzing begins; the last two cannot be names."""
+
+
+class Scene(NamedTuple):
+    """What all parts need: a tiny run that could be served."""
+
+    folder: Path
+    config: RunConfig
+    plan: Plan
+    blobs: BlobStore
+    data: Path
+    cache: Path | None
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.plan.classes
+
+    def task(self, instance: str, epoch: int) -> Task:
+        """A first task, as the coordinator would make it."""
+        program = self.plan.first.program
+        groups = {
+            group: self.blobs.put(pack({name: self.plan.state.tensors[name] for name in program.names(group)})).digest
+            for group in program.common_groups()
+        }
+        digests = [self.plan.first.digest, *program.fetched_once(), *groups.values()]
+        manifests = tuple(self.blobs.manifest(digest) for digest in digests)
+        return Task(instance, epoch, RUN, 1, "train", 0, self.plan.first.digest, groups, manifests, 60.0)
+
+
+def fuzz_in_memory(messages: int, seed: int, say: Say, *, cache: Path | None = None) -> FuzzReport:
+    """A quarter of the messages to the decoders, a quarter to an agent, half to a coordinator; see `Part.findings`."""
+    with tempfile.TemporaryDirectory(prefix="fedvit-fuzz-") as folder:
+        home = Path(folder)
+        config = checked_config(SETTINGS, "fuzz").run
+        data = noise_folder(home / "data", images=16, size=8)
+        classes = DeviceData.open(data).classes
+        blobs = BlobStore(home / "server")
+        scene = Scene(home, config, make_plan(config, classes, blobs, cache=cache), blobs, data, cache)
+        parts = [
+            _timed(say, _decoders, scene, messages // 4, seed),
+            _timed(say, _agent, scene, messages // 4, seed + 1),
+            _timed(say, _coordinator, scene, messages - 2 * (messages // 4), seed + 2),
+        ]
+    return FuzzReport(seed, parts)
+
+
+def _timed(say: Say, part: Callable[[Scene, int, int], Part], scene: Scene, messages: int, seed: int) -> Part:
+    began = time.monotonic()
+    made = part(scene, messages, seed)
+    made.seconds = time.monotonic() - began
+    made.check_memory()
+    say(f"{made.name}: {made.sent} messages, {len(made.findings)} findings, {made.seconds:.0f} s")
+    return made
+
+
+# --- decoders -----------------------------------------------------------------------------------------
+
+
+def _decoders(scene: Scene, messages: int, seed: int) -> Part:
+    """Pure functions of bytes: whatever they are given, they return or raise FedvitError."""
+    part, mutator = Part("decoders"), Mutator(seed)
+    program = scene.plan.first.program
+    task = scene.task("instance", 1)
+    upload = pack({name: np.zeros(spec.shape, spec.dtype) for name, spec in program.tensors.items()})
+    manifest = Manifest("blake3:" + "ab" * 32, 5 * CHUNK_BYTES, CHUNK_BYTES)
+    words = [
+        encode(message)
+        for message in (
+            *from_device("instance", scene.classes, task, manifest),
+            *from_coordinator("instance", task, manifest.digest),
+        )
+    ]
+    chunks = [Chunk(manifest.digest, index, 5, manifest.size, index + 1, bytes(99)).encode() for index in range(5)]
+    programs = [encode_program(program)]
+    graphs = [scene.blobs.get(graph.digest) for graph in program.graphs.values()]
+    file = scene.folder / "file"
+
+    def read_mapped(raw: bytes) -> None:
+        file.write_bytes(raw)
+        mapped(file)
+
+    def read_upload(raw: bytes) -> None:
+        file.write_bytes(raw)
+        check_upload(file, program, "upload")
+
+    def read_graph(raw: bytes) -> None:
+        file.write_bytes(raw)
+        check_self_contained(file)
+
+    targets: list[tuple[str, list[bytes], Callable[[bytes, bytes], tuple[str, bytes]], Callable[[bytes], object]]] = [
+        ("message", words, mutator.message, decode),
+        ("chunk", chunks, mutator.chunk, decode_chunk),
+        ("program", programs, mutator.document, decode_program),
+        ("program's bytes", programs, mutator.damaged, decode_program),
+        ("tensors", [upload], mutator.tensors, read_upload),
+        ("tensors in a file", [upload], mutator.tensors, read_mapped),
+        ("graph", graphs, mutator.damaged, read_graph),
+    ]
+    weights = (6, 2, 3, 1, 2, 2, 1)
+    for number in range(messages):
+        if number % max(1, messages // 30) == 0:
+            part.look_at_memory()
+        [(name, valid, damage, read)] = mutator.random.choices(targets, weights)
+        kind, raw = damage(mutator.random.choice(valid), mutator.random.choice(valid))
+        began = time.monotonic()
+        try:
+            read(raw)
+            accepted = True
+        except FedvitError:
+            accepted = False
+        except Exception as error:  # noqa: BLE001 - that is what is looked for
+            accepted = False
+            part.finding(f"{name} ({kind}): {type(error).__name__}: {error}"[:500])
+        if (took_s := time.monotonic() - began) > HANG_S:
+            part.finding(f"{name} ({kind}): took {took_s:.0f} s")
+        part.add(name, accepted=accepted)
+    part.look_at_memory()
+    return part
+
+
+# --- peers --------------------------------------------------------------------------------------------
+
+
+class _Serving:
+    """A program in a thread."""
+
+    def __init__(self, name: str, serve: Callable[[], object], inbox: "SimpleQueue[object]") -> None:
+        self.name = name
+        self.inbox = inbox
+        self.outcome: object = None
+        self._serve = serve
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.outcome = self._serve()
+        except BaseException as error:  # noqa: BLE001 - that is what is looked for
+            self.outcome = error
+
+    def settled(self, part: Part) -> bool:
+        """Wait until it has dealt with what was sent; False, and a finding, when it ended or hangs."""
+        until = time.monotonic() + HANG_S
+        while self.thread.is_alive():
+            if self.inbox.empty():
+                return True
+            if time.monotonic() > until:
+                part.finding(f"{self.name} did not deal with {BATCH} messages within {HANG_S:.0f} s")
+                return False
+            time.sleep(0.001)
+        part.finding(f"{self.name} ended: {type(self.outcome).__name__}: {self.outcome}"[:500])
+        return False
+
+
+def _make_agent(scene: Scene, broker: MemoryBroker, name: str, home: Path) -> Agent:
+    return Agent(
+        device=name,
+        federation=scene.config.federation,
+        transport=MemoryTransport(SimpleQueue(), broker, name),
+        data=DeviceData.open(scene.data),
+        vault=Vault(home / "vault"),
+        blobs=BlobStore(home / "blobs"),
+        runtime=Runtime(1),
+        profile=device_profile(1),
+        software="fuzz",
+        guard=Guard(device_profile(1).budget),
+    )
+
+
+def _passes(raw: bytes) -> object:
+    """The message, or None where it is refused at once."""
+    try:
+        return decode(raw)
+    except FedvitError:
+        return None
+
+
+# --- a device -----------------------------------------------------------------------------------------
+
+
+def _agent(scene: Scene, messages: int, seed: int) -> Part:
+    """A false coordinator against a real agent, which must then do an honest task."""
+    part, mutator = Part("device"), Mutator(seed)
+    broker, topics = MemoryBroker(), Topics(scene.config.federation)
+    base = f"fl1/{scene.config.federation}/d/+"
+    peer = Peer(
+        MemoryTransport(SimpleQueue(), broker, "false"),
+        scene.blobs.folder,
+        f"{base}/up/ctl",
+        f"{base}/st",
+        sends=topics.broadcast,
+    )
+    peer.talks_on = topics.to_device("victim")
+    agent = _make_agent(scene, broker, "victim", scene.folder / "victim")
+    stop = threading.Event()
+    device = _Serving("the agent", lambda: agent.serve(stop), agent.transport.inbox)
+    instance = peer.wait_for(Hello, "the agent's hello").instance
+    task = scene.task(instance, 1)
+    kept = "blake3:" + "0" * 64
+    peer.say(encode(Welcome(instance, 1, "")))
+    for number in range(messages):
+        if number % max(1, messages // 30) == 0:
+            part.look_at_memory()
+        if number % PROGRAM_EVERY == 0:
+            kind, raw = "task with a damaged blob", encode(_damaged_task(scene, mutator, task, number))
+        else:
+            valid = [encode(message) for message in from_coordinator(instance, task, kept)]
+            if mutator.random.random() < 0.1:
+                kind = "chunk"
+                manifest = mutator.random.choice(task.blobs)
+                piece = Chunk(manifest.digest, 0, manifest.chunks, manifest.size, 1, bytes(manifest.size % CHUNK_BYTES))
+                _, raw = mutator.chunk(piece.encode(), valid[0])
+                peer.say(raw, topics.broadcast(manifest.digest))
+                part.add(kind, accepted=_is_chunk(raw))
+                continue
+            original = mutator.random.choice(valid)
+            kind = str(msgspec.msgpack.decode(original[1:])[0])
+            _, raw = mutator.message(original, mutator.random.choice(valid))
+        message = _passes(raw)
+        if isinstance(message, Refused) and message.instance == instance:
+            continue  # what a device obeys is no finding
+        peer.say(raw, mutator.random.choice((peer.talks_on, peer.talks_on, topics.coordinator_state)))
+        part.add(kind, accepted=message is not None)
+        if number % BATCH == 0 or number % PROGRAM_EVERY == 0:
+            if not device.settled(part):
+                break
+            if number % PROGRAM_EVERY == 0:
+                time.sleep(0.005)  # for the transfer
+            kept = _answer(peer, part, instance) or kept
+    part.look_at_memory()
+    if device.thread.is_alive():
+        _must_do(peer, part, scene, instance)
+    stop.set()
+    device.thread.join(HANG_S)
+    if isinstance(device.outcome, BaseException):
+        part.finding(f"the agent ended: {type(device.outcome).__name__}: {device.outcome}"[:500])
+    return part
+
+
+def _answer(peer: Peer, part: Part, instance: str) -> str | None:
+    """What an honest coordinator answers, so that the device stays in the conversation; the newest upload's digest."""
+    digest = None
+    for message in peer.listen():
+        match message:
+            case Hello():
+                peer.say(encode(Welcome(instance, 1, "")))
+            case Result():
+                digest = message.upload.digest if message.upload else None
+                part.refusals["task done"] = part.refusals.get("task done", 0) + 1
+                peer.say(encode(ResultAck(message.run, message.round, message.kind, accepted=True)))
+            case _:
+                if type(message).__name__ == "Failed":
+                    part.refusals["task failed"] = part.refusals.get("task failed", 0) + 1
+    return digest
+
+
+def _damaged_task(scene: Scene, mutator: Mutator, task: Task, number: int) -> Task:
+    """A task whose Program, or whose tensors, are damaged, and can be fetched."""
+    program = scene.plan.first.program
+    [group, *_] = task.groups
+    if mutator.random.random() < 0.6:
+        _, raw = mutator.document(encode_program(program), encode_program(program))
+        replaced = task.program
+    else:
+        raw = pack({name: np.ones(program.tensors[name].shape, np.float32) for name in program.names(group)})
+        _, raw = mutator.tensors(raw, raw)
+        replaced = task.groups[group]
+    made = scene.blobs.put(raw or b"\0")
+    blobs = tuple(made if manifest.digest == replaced else manifest for manifest in task.blobs)
+    kind = mutator.random.choice(("train", "evaluate"))
+    changed = msgspec.structs.replace(task, blobs=blobs, round=number + 2, kind=kind)
+    if replaced == task.program:
+        return msgspec.structs.replace(changed, program=made.digest)
+    return msgspec.structs.replace(changed, groups={**task.groups, group: made.digest})
+
+
+def _must_do(peer: Peer, part: Part, scene: Scene, instance: str) -> None:
+    """An honest round, after all that."""
+    number = 2**31 - 2
+    task = msgspec.structs.replace(scene.task(instance, 1), round=number, run="honest")
+    try:
+        peer.say(encode(CoordinatorState(1, alive=True)))
+        peer.say(encode(Welcome(instance, 1, "")))
+        peer.say(encode(task))
+        result = peer.wait_for(Result, "an honest task's result", lambda made: made.run == "honest")
+        if result.upload is None or result.samples < 1:
+            part.finding(f"the agent answered an honest task by {result}")
+    except FedvitError as error:
+        part.finding(f"the agent does no honest task any more: {error}")
+
+
+def _is_chunk(raw: bytes) -> bool:
+    try:
+        decode_chunk(raw)
+    except BadPayload:
+        return False
+    return True
+
+
+# --- a coordinator ------------------------------------------------------------------------------------
+
+
+def _coordinator(scene: Scene, messages: int, seed: int) -> Part:
+    """Hostile devices against a real coordinator, beside a healthy one, whose rounds must go on."""
+    part, mutator = Part("coordinator"), Mutator(seed)
+    broker, topics = MemoryBroker(), Topics(scene.config.federation)
+    store = Store.in_folder(scene.folder / "runs")
+    store.create_run(RUN, msgspec.to_builtins(scene.config))
+    coordinator = Coordinator(
+        run=RUN,
+        config=scene.config,
+        transport=MemoryTransport(SimpleQueue(), broker, "coordinator"),
+        store=store,
+        folder=scene.folder / "runs" / RUN,
+        display=Display(),
+        compute=Engine(
+            run=RUN, config=scene.config, store=store, folder=scene.folder / "runs" / RUN, graph_cache=scene.cache
+        ),
+    )
+    me, instance = HOSTILE[0], secrets.token_hex(8)
+    peer = Peer(  # before the coordinator, whose state is said once
+        MemoryTransport(SimpleQueue(), broker, me),
+        scene.folder / me,
+        topics.to_device(me),
+        topics.coordinator_state,
+        sends=lambda digest: topics.upload(me, digest),
+    )
+    peer.talks_on = topics.from_device(me)
+    server = _Serving("the coordinator", coordinator.serve, coordinator.transport.inbox)
+    agent = _make_agent(scene, broker, "healthy", scene.folder / "healthy")
+    stop = threading.Event()
+    healthy = _Serving("the healthy device", lambda: agent.serve(stop), agent.transport.inbox)
+    try:
+        peer.wait_for(CoordinatorState, "the coordinator")
+        peer.say(encode(hello(instance, scene.classes)))
+        task = peer.wait_for(Task, "the first task")
+        _bombard(scene, part, mutator, messages, peer, server, topics, task, instance)
+        part.look_at_memory()
+        if server.thread.is_alive():
+            _must_go_on(part, coordinator, store, peer, topics)
+    except FedvitError as error:
+        part.finding(f"{error}; the coordinator: {server.outcome!r}"[:500])
+    stop.set()
+    healthy.thread.join(HANG_S)
+    coordinator.stop()
+    server.thread.join(HANG_S)
+    for serving in (server, healthy):
+        if isinstance(serving.outcome, BaseException) and not isinstance(serving.outcome, Interrupted):
+            part.finding(f"{serving.name} ended: {type(serving.outcome).__name__}: {serving.outcome}"[:500])
+    for entry in store.refusals(RUN):
+        name = f"{entry.kind}"
+        part.refusals[name] = part.refusals.get(name, 0) + 1
+    store.close()
+    return part
+
+
+def _bombard(
+    scene: Scene,
+    part: Part,
+    mutator: Mutator,
+    messages: int,
+    peer: Peer,
+    server: _Serving,
+    topics: Topics,
+    task: Task,
+    instance: str,
+) -> None:
+    upload = peer.blobs.put(b"no tensors")
+    for number in range(messages):
+        if number % max(1, messages // 30) == 0:
+            part.look_at_memory()
+        valid = [encode(message) for message in from_device(instance, scene.classes, task, upload)]
+        sender = mutator.random.choices(HOSTILE, (6, 2, 1, 0.2, 0.2))[0]
+        if number % PROGRAM_EVERY == 0:
+            kind, upload = "result with a damaged upload", _damaged_upload(scene, mutator, peer)
+            raw = encode(from_device(instance, scene.classes, task, upload)[4])
+            sender = HOSTILE[0]
+        elif mutator.random.random() < 0.1:
+            kind = "chunk"
+            piece = Chunk(upload.digest, 0, upload.chunks, upload.size, 1, bytes(min(upload.size, 2000)))
+            _, raw = mutator.chunk(piece.encode(), valid[0])
+            peer.say(raw, topics.upload(sender, upload.digest))
+            part.add(kind, accepted=_is_chunk(raw))
+            continue
+        else:
+            original = mutator.random.choice(valid)
+            kind = str(msgspec.msgpack.decode(original[1:])[0])
+            _, raw = mutator.message(original, mutator.random.choice(valid))
+        topic = topics.device_state(sender) if kind == "device" else topics.from_device(sender)
+        peer.say(raw, topic)
+        part.add(kind, accepted=_passes(raw) is not None)
+        if number % BATCH == 0 or number % PROGRAM_EVERY == 0:
+            if not server.settled(part):
+                return
+            if number % PROGRAM_EVERY == 0:
+                time.sleep(0.005)  # for the transfer
+            for message in peer.listen():
+                if isinstance(message, Task):
+                    task = message
+                elif isinstance(message, CoordinatorState):
+                    peer.say(encode(hello(instance, scene.classes)))
+
+
+def _damaged_upload(scene: Scene, mutator: Mutator, peer: Peer) -> Manifest:
+    program = scene.plan.first.program
+    sent_back = (program.tensors[name] for group in program.with_role(Role.SHARED) for name in program.names(group))
+    raw = pack(
+        dict(zip(program.expected_upload(), (np.zeros(spec.shape, spec.dtype) for spec in sent_back), strict=True))
+    )
+    return peer.blobs.put(mutator.tensors(raw, raw)[1] or b"\0")
+
+
+def _must_go_on(part: Part, coordinator: Coordinator, store: Store, peer: Peer, topics: Topics) -> None:
+    """Two more rounds close with the healthy device's result, when the hostile ones are gone."""
+    closed = [record.round for record in store.rounds(RUN) if record.closed_at]
+    part.refusals["rounds closed meanwhile"] = len(closed)
+    wanted = (closed[-1] if closed else 0) + 2
+    until = time.monotonic() + 2 * HANG_S
+    while time.monotonic() < until:
+        for name in HOSTILE:
+            if coordinator.state.presence.is_online(name):
+                leaving = DeviceState(coordinator.state.presence[name].hello.instance, online=False)
+                peer.say(encode(leaving), topics.device_state(name))
+        peer.listen()
+        if "healthy" in {result.device for result in store.results(RUN, wanted, "train")}:
+            return
+        time.sleep(0.05)
+    part.finding(f"the healthy device did not finish round {wanted} within {2 * HANG_S:.0f} s")

@@ -1,0 +1,96 @@
+"""One measured process: a case's training step as a device runs it. Prints one JSON object.
+
+Imports only what `edge-client` imports; programs, graphs and tensors are files in a blob store, as on a device.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # imports are measured in `main`
+    from fedvit.blobs import BlobStore
+    from fedvit.data.folder import Split
+    from fedvit.program import Program
+    from fedvit.tensors import Tensors
+
+START = "start.json"
+"""Beside the blobs: digest of the Program, and group -> digest of its value at the start of the round."""
+
+
+def main() -> None:
+    """Arguments: the prepared folder, steps, threads."""
+    folder, steps, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    began = time.perf_counter()
+    import edge_client.agent
+    import edge_client.cli  # noqa: F401 - the program imports it, and what follows
+    import fedvit.transport.mqtt  # noqa: F401
+    from edge_client.runtime import Runtime, Seeds, Watch
+    from fedvit.blobs import BlobStore
+    from fedvit.program import decode_program
+
+    import_s = time.perf_counter() - began
+    from bench.product import FILE, onnx_gflops
+
+    start = json.loads((folder / START).read_text())
+    blobs = BlobStore(folder)
+    program = decode_program(blobs.get(start["program"]))
+    runtime = Runtime(threads)
+    began = time.perf_counter()
+    for graph in program.graphs.values():
+        runtime.open(graph.digest, blobs.path(graph.digest))
+    load_s = time.perf_counter() - began
+    values = start_values(program, start["groups"], blobs)
+    images = noise_images(program, steps * program.batch.batch_size)
+    watch = Watch(lambda done, total, loss: None, lambda: False)
+    trained = runtime.train(program, values, images, Seeds(0, 1, "device-0"), 1.0, watch)
+
+    from profiles.probes.host import peak_rss_bytes
+
+    if foreign := sorted({"torch", "timm", "onnx"} & sys.modules.keys()):
+        raise RuntimeError(f"a device has no {foreign[0]}, this process has imported it")
+    measured = {
+        "step_s": trained.step_s,
+        "import_s": import_s,
+        "peak_rss_bytes": peak_rss_bytes(),
+        "load_s": load_s,
+        "gflop": trained.flops / trained.steps / 1e9,
+    }
+    measured["product_gflops"] = onnx_gflops(folder / FILE, threads)
+    sys.stdout.write(json.dumps(measured) + "\n")
+
+
+def start_values(program: "Program", digests: dict[str, str], blobs: "BlobStore") -> "Tensors":
+    """Every tensor at the start of a round, loaded as the agent loads them."""
+    from fedvit.tensors import check_tensors, mapped
+
+    values: Tensors = {}
+    for group in program.groups:
+        tensors = mapped(blobs.path(digests[group]))
+        check_tensors(tensors, program.expected([group]), f"group {group!r}")
+        values |= tensors
+    return values
+
+
+def noise_images(program: "Program", count: int) -> "Split":
+    """Pictures of noise that are decoded already; `count` of them take the memory of one batch."""
+    import numpy as np
+
+    from fedvit.data.folder import Files, Flags, Split
+    from fedvit.data.images import Indices, Pixels
+
+    rng = np.random.default_rng(0)
+    size, batch_size = program.batch.image_size, program.batch.batch_size
+    pictures = rng.integers(256, size=(batch_size, size, size, 3), dtype=np.uint8)
+
+    class Noise(Files):
+        def load(self, rows: Indices, size: int) -> tuple[Pixels, Flags]:
+            return pictures[rows % batch_size], np.ones(len(rows), np.bool_)
+
+    labels = rng.integers(len(program.classes), size=count)
+    return Split(labels, Noise([Path(str(row)) for row in range(count)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The server's part of a case, in a process of its own: Program, graphs and first tensors as files.
+
+Prints a line for people now and then.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from bench.cases import Case, decode_case
+from bench.onnx_side import START
+from bench.product import FILE, write_product
+from coordinator.config import RunConfig
+from coordinator.planning.planner import make_plan
+from fedvit.blobs import BlobStore
+from fedvit.program import Role
+from fedvit.tensors import pack
+
+
+def prepare(case: Case, folder: Path, product_side: int, cache: Path | None = None) -> None:
+    """Put everything that a device fetches for round 1 into a blob store in `folder`, START and a product beside it.
+
+    Raises ConfigError when the case does not fit its method or model.
+    """
+    config = RunConfig(
+        method=case.method, options=case.options, model=case.model, model_options=case.model_options, rounds=1
+    )
+    classes = tuple(f"class-{number}" for number in range(case.classes))
+    blobs = BlobStore(folder)
+    plan = make_plan(config, classes, blobs, cache=cache, progress=click.echo)
+    program = plan.first.program
+    digests: dict[str, str] = {}
+    for group, spec in program.groups.items():
+        if spec.initial is not None:
+            digests[group] = spec.initial
+            continue
+        generated = spec.role is Role.GENERATED
+        values = plan.rule.generate(plan.state, "device-0", config.seed) if generated else plan.state.tensors
+        names = [name for name in program.names(group) if name in values]
+        digest = blobs.put(pack({name: values[name] for name in names})).digest
+        digests[group] = digest if generated else plan.sent(plan.first, group, digest)
+    (folder / START).write_text(json.dumps({"program": plan.first.digest, "groups": digests}))
+    write_product(folder / FILE, product_side)
+
+
+def main() -> None:
+    """Arguments: the case, the folder, side of the product, and the graph cache or nothing."""
+    # so that the first process of either side finds these compiled, as it does torch and timm
+    importlib.import_module("edge_client.agent")
+    importlib.import_module("edge_client.cli")
+    text, folder, side, cache = sys.argv[1:]
+    prepare(decode_case(text), Path(folder), int(side), Path(cache) if cache else None)
+
+
+if __name__ == "__main__":
+    main()

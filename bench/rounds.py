@@ -1,0 +1,358 @@
+"""What a round costs beside its compute, with many virtual devices: broker, coordinator and hosts are real processes.
+
+The payload is that of pFedPG's prompts (31 kB each way and device), the model and the images are next to nothing.
+What is left is protocol, disk and the coordinator's own work.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from rich.console import Group
+from rich.table import Table
+
+from bench.edge import last_line, read_memory, said
+from bench.machine import Machine, this_machine
+from coordinator.broker import start_broker
+from coordinator.record.store import Store
+from coordinator.record.tables import ResultRecord, RoundRecord
+from fedvit.errors import FedvitError
+from fleet.datasets.samples import ArrayImages, Samples
+from fleet.partition import write_device_folders
+from fleet.partitions import partition
+from fleet.processes import Fleet, program
+from profiles.probes.host import usable_cores
+
+RUN = "bench"
+FOLDERS = 8
+IMAGES = 6
+"""In each folder, of which two are for tests."""
+POLL_S = 0.1
+MEMORY = Path("/dev/shm")
+ROOM_BYTES = 4 << 30
+PATIENCE_S = 3600.0
+DEADLINE_S = 7 * 86400.0
+
+PROMPTS: dict[str, Any] = {
+    "method": "pfedpg",
+    "options": {"tokens": 40, "steps": 1, "batch_size": 4},
+    "model_options": {"image_size": 32, "patch_size": 16, "width": 192, "depth": 1, "heads": 3},
+}
+"""40 prompts of width 192 are 30.7 kB, as the paper's 10 of width 768 are."""
+LARGE: dict[str, Any] = {
+    "method": "fedavg",
+    "options": {"batch_size": 4},
+    "model_options": {"image_size": 32, "patch_size": 16, "width": 256, "depth": 4, "heads": 4},
+}
+"""Every device sends a whole model of 9.2 MB."""
+
+
+Storage = Literal["memory", "disk"]
+
+
+class RoundsReport(Struct, frozen=True, kw_only=True):
+    """What `python -m bench rounds` found. Rounds are those after the first, in which graphs and weights travel."""
+
+    machine: Machine
+    broker: str
+    device_storage: Storage
+    devices: int
+    hosts: int
+    rounds: int
+    join_s: float | None  # from the start of the hosts until every device was welcome; None: the log was too short
+    first_round_s: float
+    round_s: float  # median
+    compute_s: float  # of a round: its steps, divided among the devices that compute at the same time
+    server_s: float  # of a round: the method's server step, which counts as overhead
+    overhead_ms_per_device: float  # what is left of a round, per device
+    cpu_ms_per_device: dict[str, float]  # processor time of coordinator, hosts, broker, for a round and device
+    bytes_up_per_device: int  # of a round, payloads
+    bytes_down_per_device: int
+    rss_slope_bytes_per_round: float | None  # of the coordinator, least squares, later half
+    rss_start_bytes: int  # after the first round
+    rss_end_bytes: int  # after the last
+    host_rss_bytes: int  # of all hosts together, at the end
+    host_bytes_per_device: int
+    host_threads: int  # of all hosts together
+    cohorts: list["CohortReport"]
+
+
+class CohortReport(Struct, frozen=True, kw_only=True):
+    """A round with a large payload: what the coordinator's memory does with the cohort."""
+
+    devices: int
+    upload_bytes: int  # of one device
+    peak_rss_bytes: int | None
+    before_bytes: int | None  # after the devices have joined, before the round
+    round_s: float
+
+
+class Sample(Struct, frozen=True):
+    """A moment of a run."""
+
+    at: float  # time.time()
+    rss_bytes: int  # of the coordinator
+    cpu_s: dict[str, float]  # processor time so far: of the coordinator, of all hosts, of the broker
+
+
+class Watched(Struct):
+    """A run that was watched until its end."""
+
+    broker: str
+    hosts_began: float  # time.time()
+    samples: list[Sample]
+    rounds: list[RoundRecord]
+    results: list[ResultRecord]
+    joined: list[float]  # time.time() of each device
+    peak_rss_bytes: int | None
+    host_rss_bytes: int = 0
+    host_threads: int = 0
+
+
+def run_rounds_bench(
+    *,
+    devices: int,
+    rounds: int,
+    hosts: int | None,
+    cohorts: Sequence[int],
+    broker: str,
+    progress: Callable[[str], None],
+) -> RoundsReport:
+    """Measure; raises FedvitError when a run fails."""
+    hosts = hosts or usable_cores()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-rounds-")))
+        parts = folder / "parts"
+        _noise(parts)
+        states = stack.enter_context(_device_storage())
+        values = {**PROMPTS, "rounds": rounds, "evaluate_every": rounds, "devices": devices}
+        watched = _watch(folder / "prompts", states / "prompts", values, parts, devices, hosts, broker, progress)
+        large = []
+        for cohort in cohorts:
+            values = {**LARGE, "rounds": 1, "devices": cohort}
+            home, state = folder / f"large-{cohort}", states / f"large-{cohort}"
+            seen = _watch(home, state, values, parts, cohort, min(hosts, cohort), broker, progress)
+            shutil.rmtree(home)
+            shutil.rmtree(state)
+            large.append(_cohort(seen, cohort))
+        storage: Storage = "memory" if MEMORY in states.parents else "disk"
+    return _report(watched, devices, min(hosts, devices), large, storage)
+
+
+def _noise(parts: Path) -> None:
+    rng = np.random.default_rng(0)
+    count = FOLDERS * IMAGES
+    samples = Samples(
+        dataset="noise",
+        size=32,
+        images=ArrayImages(rng.integers(256, size=(count, 32, 32, 3), dtype=np.uint8), 32),
+        labels=np.arange(count) % 2,
+        classes=("class-0", "class-1"),
+    )
+    shares = partition("iid", samples.labels, FOLDERS, seed=0)
+    write_device_folders(samples, shares, parts, test_share=1 / 3, seed=0)
+
+
+def _watch(
+    home: Path,
+    state: Path,
+    values: dict[str, Any],
+    parts: Path,
+    devices: int,
+    hosts: int,
+    choice: str,
+    progress: Callable[[str], None],
+) -> Watched:
+    """One run; the coordinator is there before the devices are."""
+    home.mkdir(parents=True)
+    broker = start_broker(choice, home / "broker", port=0)
+    store = Store.in_folder(home / "runs")
+    try:
+        with Fleet() as fleet:
+            address = f"mqtt://{broker.address.host}:{broker.address.port}"
+            file = home / "run.toml"
+            settings = {"deadline_s": DEADLINE_S}
+            file.write_bytes(msgspec.toml.encode({**settings, **values, "broker": {"broker": address}}))
+            command = [*program("coordinator.cli"), "start", "--config", str(file), "--out", str(home / "runs")]
+            coordinator = fleet.start("coordinator", [*command, "--run", RUN], log=home / "coordinator.out")
+            _wait(lambda: "waiting for" in said(home / "coordinator.out"), coordinator, home)
+            seen = Watched(broker.kind, time.time(), [], [], [], [], None)
+            pids = []
+            for number in range(hosts):
+                host = [*program("fleet.host"), "--broker", address, "--parts", str(parts), "--devices", str(devices)]
+                host += ["--number", str(number), "--hosts", str(hosts), "--state", str(state), "--once"]
+                pids.append(fleet.start(f"host-{number}", host, log=home / f"host-{number}.log").pid)
+            told = 0
+            while coordinator.poll() is None:
+                time.sleep(POLL_S)
+                if memory := read_memory(coordinator.pid):
+                    used = {"coordinator": [coordinator.pid], "hosts": pids, "broker": [broker.pid]}
+                    cpu_s = {name: sum(map(_cpu_s, those)) for name, those in used.items()}
+                    seen.samples.append(Sample(time.time(), memory["VmRSS"], cpu_s))
+                    seen.peak_rss_bytes = memory["VmHWM"]
+                _note_joins(seen, home / "coordinator.out", devices)
+                if len(closed := store.closed_rounds(RUN)) > told:
+                    told = len(closed)
+                    progress(f"{devices} devices: round {told} closed")
+                if all(now := [read_memory(pid).get("VmRSS", 0) for pid in pids]):
+                    seen.host_rss_bytes, seen.host_threads = sum(now), sum(map(_threads, pids))
+                if any(code for name, code in fleet.ended().items() if name != "coordinator"):
+                    break
+            if coordinator.poll() != 0:
+                logs = [home / "coordinator.out", *(home / f"host-{number}.log" for number in range(hosts))]
+                raise FedvitError("the run failed: " + "; ".join(last_line(log) for log in logs))
+            fleet.wait([f"host-{number}" for number in range(hosts)], 30.0)
+            seen.rounds, seen.results = store.rounds(RUN), store.results(RUN)
+            return seen
+    finally:
+        store.close()
+        broker.stop()
+
+
+def _note_joins(seen: Watched, output: Path, devices: int) -> None:
+    if len(seen.joined) < devices:
+        joined = said(output).count(" joined: ")
+        seen.joined += [time.time()] * (joined - len(seen.joined))
+
+
+def _wait(holds: Callable[[], bool], process: Any, home: Path) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not holds():
+        if process.poll() is not None or time.monotonic() > until:
+            raise FedvitError(f"the coordinator did not come up: {last_line(home / 'coordinator.out')}")
+        time.sleep(POLL_S)
+
+
+def _cohort(seen: Watched, devices: int) -> CohortReport:
+    [entry] = seen.rounds
+    opened = datetime.fromisoformat(entry.opened_at).timestamp()
+    before = [sample.rss_bytes for sample in seen.samples if sample.at <= opened]
+    return CohortReport(
+        devices=devices,
+        upload_bytes=max(result.use.upload_bytes or 0 for result in seen.results if result.kind == "train"),
+        peak_rss_bytes=seen.peak_rss_bytes,
+        before_bytes=before[-1] if before else None,
+        round_s=_seconds(entry),
+    )
+
+
+def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport], storage: Storage) -> RoundsReport:
+    later = seen.rounds[1:] or seen.rounds
+    numbers = {entry.round for entry in later}
+    trained = [result for result in seen.results if result.kind == "train"]
+    mine = [result for result in trained if result.round in numbers]
+    at_once = hosts * max(1, usable_cores() // hosts)
+    compute_s = sum((result.use.step_s or 0.0) * (result.use.steps or 0) for result in mine) / at_once / len(later)
+    round_s = float(np.median([_seconds(entry) for entry in later]))
+    marks = [_at(seen.samples, datetime.fromisoformat(str(entry.closed_at)).timestamp()) for entry in seen.rounds]
+    after = [mark for mark in marks if mark is not None]
+    if not after:
+        raise FedvitError("the run was over before the coordinator could be looked at")
+    rss = [mark.rss_bytes for mark in after]
+    half = rss[len(rss) // 2 :]  # in the first, caches of the database and of the allocator fill
+    turns = (len(after) - 1) * devices
+    cpu_ms = {name: 1000 * (after[-1].cpu_s[name] - after[0].cpu_s[name]) / turns for name in after[0].cpu_s if turns}
+    return RoundsReport(
+        machine=this_machine(),
+        broker=seen.broker,
+        device_storage=storage,
+        devices=devices,
+        hosts=hosts,
+        rounds=len(seen.rounds),
+        join_s=seen.joined[devices - 1] - seen.hosts_began if len(seen.joined) >= devices else None,
+        first_round_s=_seconds(seen.rounds[0]),
+        round_s=round_s,
+        compute_s=compute_s,
+        server_s=float(np.median([entry.figures["server_s"] for entry in later])),
+        overhead_ms_per_device=1000 * (round_s - compute_s) / devices,
+        cpu_ms_per_device=cpu_ms,
+        bytes_up_per_device=sum(result.use.sent_bytes or 0 for result in mine) // max(1, len(mine)),
+        bytes_down_per_device=sum(result.use.received_bytes or 0 for result in mine) // max(1, len(mine)),
+        rss_slope_bytes_per_round=float(np.polyfit(range(len(half)), half, 1)[0]) if len(half) > 1 else None,
+        rss_start_bytes=rss[0],
+        rss_end_bytes=rss[-1],
+        host_rss_bytes=seen.host_rss_bytes,
+        host_bytes_per_device=seen.host_rss_bytes // devices,
+        host_threads=seen.host_threads,
+        cohorts=cohorts,
+    )
+
+
+def _seconds(entry: RoundRecord) -> float:
+    """From the opening of a round until its state was saved."""
+    opened, closed = (datetime.fromisoformat(str(text)) for text in (entry.opened_at, entry.closed_at))
+    return (closed - opened).total_seconds()
+
+
+def _at(samples: list[Sample], moment: float) -> Sample | None:
+    """The sample nearest to a moment."""
+    return min(samples, key=lambda sample: abs(sample.at - moment), default=None)
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time of a process, all threads; 0 when it is over."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+def _threads(pid: int) -> int:
+    try:
+        return len(list(Path(f"/proc/{pid}/task").iterdir()))
+    except OSError:
+        return 0
+
+
+@contextmanager
+def _device_storage() -> Iterator[Path]:
+    """Where devices keep their states: in memory where there is room: real devices have a disk each."""
+    roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_BYTES
+    with tempfile.TemporaryDirectory(prefix="fleet-rounds-", dir=MEMORY if roomy else None) as folder:
+        yield Path(folder)
+
+
+def rounds_table(report: RoundsReport) -> Group:
+    """For a terminal."""
+    table = Table("figure", "value", "goal", title=f"{report.devices} devices in {report.hosts} processes")
+    rows: list[tuple[str, str, str]] = [
+        ("all joined", _said(report.join_s, "{:.1f} s"), "10 s"),
+        ("first round", f"{report.first_round_s:.1f} s", ""),
+        ("a later round", f"{report.round_s:.2f} s", ""),
+        ("  of it compute", f"{report.compute_s:.2f} s", ""),
+        ("  of it server step", f"{report.server_s:.2f} s", ""),
+        ("overhead per device", f"{report.overhead_ms_per_device:.2f} ms", "10 ms"),
+        *((f"processor time per device: {name}", f"{ms:.2f} ms", "") for name, ms in report.cpu_ms_per_device.items()),
+        ("coordinator grows per round", _said(report.rss_slope_bytes_per_round, "{:+.0f} bytes"), "0"),
+        ("coordinator, first / last round", f"{_mb(report.rss_start_bytes)} / {_mb(report.rss_end_bytes)}", ""),
+        ("hosts per device", f"{report.host_bytes_per_device / 1e3:.0f} kB", ""),
+        ("threads of all hosts", str(report.host_threads), ""),
+    ]
+    rows += [
+        (
+            f"coordinator, {cohort.devices} uploads of {_mb(cohort.upload_bytes)}: before / peak",
+            f"{_mb(cohort.before_bytes)} / {_mb(cohort.peak_rss_bytes)}",
+            "no growth",
+        )
+        for cohort in report.cohorts
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return Group(table)
+
+
+def _said(value: float | None, form: str) -> str:
+    return "unknown" if value is None else form.format(value)
+
+
+def _mb(value: int | None) -> str:
+    return "unknown" if value is None else f"{value / 1e6:.1f} MB"

@@ -1,0 +1,200 @@
+"""`python -m bench step`: a training step as devices run it, beside the same step in torch and timm."""
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from msgspec import Struct
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bench.cases import Case, encode_case
+from bench.child import run_child
+from bench.machine import DEVICE_PACKAGES, TORCH_PACKAGES, Machine, installed_bytes, this_machine
+from profiles.probes.host import usable_cores
+
+PRODUCT_SIDE = 2048
+MEGA = 1e6
+
+Progress = Callable[[str], None]
+
+
+class Side(Struct, frozen=True, kw_only=True):
+    """One side of a case: medians over its processes, but for the peak, which is the highest."""
+
+    step_s: float  # median over processes of the median over a process's steps
+    step_s_runs: tuple[float, ...]  # one process each
+    peak_rss_bytes: int
+    import_s: float
+    installed_bytes: int
+    gemm_floor_s: float  # the step's products alone, at the best rate that this side's own product reaches
+    over_floor: float  # step_s / gemm_floor_s
+
+
+class Ratio(Struct, frozen=True, kw_only=True):
+    """Ours divided by torch's: below 1 ours is the smaller."""
+
+    step: float
+    peak_rss: float
+    imports: float
+    installed: float
+
+
+class CaseResult(Struct, frozen=True, kw_only=True):
+    name: str
+    batch_size: int
+    gflop: float  # of one step, forward and backward, counted on the graph that ships
+    onnx: Side
+    torch: Side
+    ratio: Ratio
+
+
+class ProductRates(Struct, frozen=True, kw_only=True):
+    """Best fp32 rate of one large square product, in 1e9 operations a second."""
+
+    side: int
+    onnx_gflops: float
+    torch_gflops: float
+
+
+class StepReport(Struct, frozen=True, kw_only=True):
+    machine: Machine
+    steps: int  # in each process
+    rounds: int  # processes of each side
+    products: ProductRates
+    cases: list[CaseResult]
+
+
+def run_step_bench(
+    cases: Sequence[Case],
+    *,
+    steps: int = 5,
+    rounds: int = 3,
+    product_side: int = PRODUCT_SIDE,
+    cache: Path | None = None,
+    progress: Progress = lambda line: None,
+) -> StepReport:
+    """Measure both sides of every case in turn, `rounds` times, each in a process of its own on all cores.
+
+    All cases are prepared first, so that what does not fit is known before anything is measured. Raises
+    FedvitError when one cannot be prepared or run.
+    """
+    machine = this_machine()
+    with tempfile.TemporaryDirectory(prefix="fleet-bench-") as made:
+        home = Path(made)
+        for case in cases:
+            prepare_case(case, home / case.name, cache, progress, product_side)
+        measured = [_measure(case, home / case.name, steps, rounds, product_side, progress) for case in cases]
+    rates = {kind: max(run["product_gflops"] for runs in measured for run in runs[kind]) for kind in ("onnx", "torch")}
+    products = ProductRates(side=product_side, onnx_gflops=rates["onnx"], torch_gflops=rates["torch"])
+    sizes = {"onnx": installed_bytes(DEVICE_PACKAGES), "torch": installed_bytes(TORCH_PACKAGES)}
+    results = [_result(case, runs, rates, sizes) for case, runs in zip(cases, measured, strict=True)]
+    return StepReport(machine=machine, steps=steps, rounds=rounds, products=products, cases=results)
+
+
+def prepare_case(
+    case: Case, folder: Path, cache: Path | None, progress: Progress, product_side: int = PRODUCT_SIDE
+) -> None:
+    """The server's part of a case, in a process of its own. Raises FedvitError when it fails."""
+    progress(f"{case.name}: preparing Program, graphs and tensors")
+    run_child(
+        "bench.prepare",
+        encode_case(case),
+        str(folder),
+        str(product_side),
+        str(cache or ""),
+        what=f"{case.name}: preparing",
+        heard=lambda line: progress(f"{case.name}: {line}"),
+    )
+
+
+Runs = dict[str, list[dict[str, Any]]]
+"""What each process of "onnx" and "torch" printed."""
+
+
+def _measure(case: Case, folder: Path, steps: int, rounds: int, product_side: int, progress: Progress) -> Runs:
+    threads = usable_cores()
+    commands = {
+        "onnx": ("bench.onnx_side", str(folder), str(steps), str(threads)),
+        "torch": ("bench.torch_side", encode_case(case), str(steps), str(threads), str(product_side)),
+    }
+    runs: Runs = {kind: [] for kind in commands}
+    for number in range(rounds):
+        for kind, (module, *arguments) in commands.items():
+            run = json.loads(run_child(module, *arguments, what=f"{case.name}: {kind}"))
+            runs[kind].append(run)
+            progress(
+                f"{case.name}: {kind} {number + 1}/{rounds}: {run['step_s']:.3f} s a step, "
+                f"peak {run['peak_rss_bytes'] / MEGA:.0f} MB"
+            )
+    return runs
+
+
+def _result(case: Case, runs: Runs, rates: dict[str, float], sizes: dict[str, int]) -> CaseResult:
+    gflop = float(runs["onnx"][0]["gflop"])
+    onnx, torch = (_side(runs[kind], sizes[kind], gflop / rates[kind]) for kind in ("onnx", "torch"))
+    ratio = Ratio(
+        step=onnx.step_s / torch.step_s,
+        peak_rss=onnx.peak_rss_bytes / torch.peak_rss_bytes,
+        imports=onnx.import_s / torch.import_s,
+        installed=onnx.installed_bytes / torch.installed_bytes,
+    )
+    return CaseResult(name=case.name, batch_size=case.batch_size, gflop=gflop, onnx=onnx, torch=torch, ratio=ratio)
+
+
+def _side(runs: Sequence[dict[str, Any]], installed: int, floor_s: float) -> Side:
+    times = tuple(float(run["step_s"]) for run in runs)
+    step_s = median(times)
+    return Side(
+        step_s=step_s,
+        step_s_runs=times,
+        peak_rss_bytes=max(int(run["peak_rss_bytes"]) for run in runs),
+        import_s=median(float(run["import_s"]) for run in runs),
+        installed_bytes=installed,
+        gemm_floor_s=floor_s,
+        over_floor=step_s / floor_s,
+    )
+
+
+# --- for a terminal -----------------------------------------------------------------------------------
+
+
+def step_report(report: StepReport) -> RenderableType:
+    machine, products = report.machine, report.products
+    versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
+    notes = (
+        f"{machine.cpu}, {machine.cores} cores, all of them in use; {versions}",
+        f"medians of {report.rounds} processes of {report.steps} steps a side; GEMM: onnxruntime "
+        f"{products.onnx_gflops:.0f}, torch {products.torch_gflops:.0f} GFLOP/s",
+    )
+    return Group(_table(report.cases), *(Text(note, style="dim") for note in notes))
+
+
+def _table(results: Sequence[CaseResult]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    for heading in ("case", "side", "step s", "GEMM s", "x GEMM", "peak MB", "import", "disk MB"):
+        table.add_column(heading, justify="left" if heading in ("case", "side") else "right", no_wrap=True)
+    for result in results:
+        table.add_row(result.name, "onnx", *_cells(result.onnx))
+        table.add_row(Text(f"  {result.gflop:.0f} GFLOP", style="dim"), "torch", *_cells(result.torch))
+        ratio = result.ratio
+        shares = (ratio.step, None, None, ratio.peak_rss, ratio.imports, ratio.installed)
+        cells = ["" if share is None else f"{share:.3f}" for share in shares]
+        table.add_row("", "ratio", *(Text(cell, style="bold") for cell in cells), end_section=True)
+    return table
+
+
+def _cells(side: Side) -> tuple[str, ...]:
+    return (
+        f"{side.step_s:.3f}",
+        f"{side.gemm_floor_s:.3f}",
+        f"{side.over_floor:.2f}",
+        f"{side.peak_rss_bytes / MEGA:.0f}",
+        f"{side.import_s:.2f}",
+        f"{side.installed_bytes / MEGA:.0f}",
+    )

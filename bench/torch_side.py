@@ -1,0 +1,49 @@
+"""One measured process: a case's training step in torch. Prints one JSON object."""
+
+import json
+import sys
+import time
+from statistics import median
+
+
+def main() -> None:
+    """Arguments: the case, steps, threads, side of the product."""
+    text, (steps, threads, side) = sys.argv[1], map(int, sys.argv[2:])
+    began = time.perf_counter()
+    import timm  # noqa: F401 - what a user's program imports
+    import torch
+
+    import_s = time.perf_counter() - began
+    from bench.cases import decode_case
+    from bench.product import torch_gflops
+    from bench.torch_models import MODELS, make_optimizer
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    case = decode_case(text)
+    model = MODELS[case.torch](case)
+    model.train()
+    optimizer = make_optimizer(case, model)
+    loss_of = torch.nn.CrossEntropyLoss()
+    size = case.model_options.get("image_size", 224)
+    times: list[float] = []
+    for _ in range(steps):
+        images = torch.randn(case.batch_size, 3, size, size)
+        labels = torch.randint(case.classes, (case.batch_size,))
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        loss = loss_of(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        times.append(time.perf_counter() - began)
+
+    from profiles.probes.host import peak_rss_bytes  # last: it is no part of what a user's program holds
+
+    measured = {"step_s": median(times), "import_s": import_s, "peak_rss_bytes": peak_rss_bytes()}
+    measured["product_gflops"] = torch_gflops(side)
+    sys.stdout.write(json.dumps(measured) + "\n")
+
+
+if __name__ == "__main__":
+    main()

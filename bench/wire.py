@@ -1,0 +1,420 @@
+"""`python -m bench wire`: how fast blobs move, beside plain TCP, gRPC, and the ways of others over the same broker."""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bench.bytecode import with_bytecode
+from bench.edge import MemoryWatch, read_memory
+from bench.machine import Machine, this_machine
+from bench.wire_side import WARM_BYTES
+from coordinator.broker import start_broker
+from coordinator.broker.mosquitto import configuration, find_mosquitto
+from coordinator.broker.process import Broker, claim_port
+from fedvit.blobs import BlobStore
+from fedvit.errors import ConfigError, FedvitError
+from fedvit.transport.mqtt import Address
+from fedvit.wire.messages import Manifest
+from fleet.processes import program
+
+BLOB_BYTES = 64 * 2**20
+KILL_BYTES = 250_000_000
+JSON_BYTES = 4_000_000
+"""Of numbers as fp32; five times as much on the wire, and slower than anything else here."""
+ONE_MESSAGE = ("pickle", "json")
+RECEIVERS = (1, 4)
+WAYS = ("tcp", "ours", "grpc", "pickle", "json")
+ECHO_BYTES = 2048
+ECHOES = 1000
+PATIENCE_S = 120.0
+MEGA = 1e6
+
+
+class Speeds(Struct, frozen=True, kw_only=True):
+    """Some receivers of one blob: MB/s of each, by the last of them; medians. None: not measured."""
+
+    receivers: int
+    ours_mb_s: float
+    tcp_mb_s: float
+    grpc_mb_s: float
+    pickle_mb_s: float | None
+    json_mb_s: float | None  # of the numbers as fp32
+    ours_over_tcp: float
+    ours_over_grpc: float
+    ours_over_pickle: float | None
+    ours_over_json: float | None
+    broker_peak_bytes: int  # resident, above the idle broker, while ours moved
+    sender_peak_bytes: int  # private memory above that before the blob moved
+    receiver_peak_bytes: int
+    sent_over_size: float  # payload bytes that the sender sent, by the size of the blob
+    runs: dict[str, tuple[float, ...]]
+
+
+class Echo(Struct, frozen=True, kw_only=True):
+    bytes: int
+    p50_ms: float
+    p99_ms: float
+
+
+class Kill(Struct, frozen=True, kw_only=True):
+    """The broker is killed by kill -9 when a third of a blob is through, and started again."""
+
+    size: int
+    completed: bool
+    digest_right: bool
+    sent_over_size: float
+    took_s: float
+
+
+class BrokerReport(Struct, frozen=True, kw_only=True):
+    kind: str
+    k1: Speeds
+    k4: Speeds
+    kill: Kill | None
+    echo: Echo | None
+
+
+class WireReport(Struct, frozen=True, kw_only=True):
+    machine: Machine
+    blob_bytes: int
+    rounds: int
+    stores_in: str  # where blobs are read from and written to
+    brokers: dict[str, BrokerReport]  # mosquitto, embedded
+
+
+class Side:
+    """One end in a process of its own."""
+
+    def __init__(self, way: str, role: str, **options: Any) -> None:
+        self._what = f"{role} of {way}"
+        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
+        arguments = [way, role, json.dumps({"way": way, **options})]
+        self.process = subprocess.Popen(
+            with_bytecode([*program("bench.wire_side"), *arguments]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+        )
+
+    def await_ready(self) -> None:
+        if self._line() != "ready":
+            raise FedvitError(f"the {self._what} did not come up")
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        said: dict[str, Any] = json.loads(self._line())
+        return said
+
+    def end_input(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self._said):
+            with contextlib.suppress(OSError):
+                stream.close()  # type: ignore[union-attr] # both are pipes
+
+    def _line(self) -> str:
+        """What it says next. Raises FedvitError, with its last words, when it has ended."""
+        assert self.process.stdout is not None
+        timer = _killed_after(self.process, PATIENCE_S)
+        try:
+            line = self.process.stdout.readline().strip()
+        finally:
+            timer.cancel()
+        if not line:
+            self.process.wait()
+            self._said.seek(0)
+            words = self._said.read().strip().splitlines() or ["it said nothing"]
+            raise FedvitError(f"the {self._what} ended: {words[-1]}")
+        return line
+
+
+def _killed_after(process: "subprocess.Popen[str]", seconds: float) -> Any:
+    import threading
+
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+@contextlib.contextmanager
+def _sides() -> Iterator[list[Side]]:
+    sides: list[Side] = []
+    try:
+        yield sides
+    finally:
+        for side in sides:
+            side.kill()
+
+
+class _Bench:
+    """One broker, and what every way needs beside it."""
+
+    def __init__(self, kind: str, folder: Path, blob_bytes: int) -> None:
+        self.folder = folder
+        self.blob_bytes = blob_bytes
+        self.broker = start_broker(kind, folder / "broker", port=0)
+        self.big = self.broker if kind == "embedded" else _mosquitto_for_big_messages(folder / "big")
+        self.contents = {"": folder / "content", "json": folder / "numbers"}
+        self.contents[""].write_bytes(secrets.token_bytes(blob_bytes))
+        # numbers as weights have them; random bits would be no numbers
+        import numpy as np
+
+        numbers = 0.02 * np.random.default_rng(0).standard_normal(JSON_BYTES // 4)
+        self.contents["json"].write_bytes(numbers.astype(np.float32).tobytes())
+
+    def stop(self) -> None:
+        for broker in {self.broker, self.big}:
+            broker.stop()
+
+    def rate(self, way: str, receivers: int) -> tuple[float, dict[str, int]]:
+        """MB/s of each receiver, and, of ours, what was seen beside it."""
+        if way == "ours":
+            return self._ours(receivers)
+        content = self.contents.get(way, self.contents[""])
+        size = content.stat().st_size
+        options = {
+            "content": str(content),
+            "size": size,
+            "receivers": receivers,
+            "port": claim_port("127.0.0.1", 0),
+            "broker": _url(self.big),
+        }
+        with _sides() as sides:
+            if way == "tcp":  # the server takes them all before it is ready
+                sides.append(Side(way, "sender", **options))
+            sides += [Side(way, "receiver", name=f"r{number}", **options) for number in range(receivers)]
+            if way != "tcp":
+                sides.insert(0, Side(way, "sender", **options))
+            for side in sides:
+                side.await_ready()
+            began = time.monotonic()
+            for side in reversed(sides):
+                side.go()
+            ended = max(side.answer()["at"] for side in sides[1:])
+        return size / MEGA / (ended - began), {}
+
+    def _ours(self, receivers: int) -> tuple[float, dict[str, int]]:
+        with self._blobs("sender") as (folder, manifests, sender), _sides() as sides:
+            sides.append(sender(receivers))
+            given = [msgspec.structs.asdict(manifest) for manifest in manifests]
+            options = {"folder": str(folder), "broker": _url(self.broker), "receivers": receivers, "manifests": given}
+            names = [f"r{number}" for number in range(receivers)]
+            sides[0].await_ready()
+            sides += [Side("ours", "receiver", name=name, **options) for name in names]
+            for side in sides[1:]:
+                side.await_ready()
+            pids = [self.broker.pid, *(side.process.pid for side in sides)]
+            before = [read_memory(pid) for pid in pids]
+            with contextlib.ExitStack() as watching:
+                watches = [watching.enter_context(MemoryWatch(pid, "VmRSS", "RssAnon")) for pid in pids]
+                began = time.monotonic()
+                for side in sides[1:]:
+                    side.go()
+                ended = max(side.answer()["at"] for side in sides[1:])
+            sides[0].end_input()
+            sent = sides[0].answer()["sent_bytes"]
+        fields = ["VmRSS", *("RssAnon" for _ in sides)]
+        above = [
+            max(0, watch.peaks.get(field, 0) - memory.get(field, 0))
+            for watch, memory, field in zip(watches, before, fields, strict=True)
+        ]
+        seen = {"broker": above[0], "sender": above[1], "receiver": max(above[2:]), "sent": sent}
+        return manifests[1].size / MEGA / (ended - began), seen
+
+    @contextlib.contextmanager
+    def _blobs(
+        self, name: str, size: int | None = None
+    ) -> Iterator[tuple[Path, list[Manifest], Callable[[int], Side]]]:
+        """A folder of blob stores, with what the sender has: something small that goes first, and the blob."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as made:
+            store = BlobStore(Path(made) / name)
+            content = self.contents[""].read_bytes() if size is None else secrets.token_bytes(size)
+            manifests = [store.put(secrets.token_bytes(WARM_BYTES)), store.put(content)]
+            del content
+            options = {"folder": made, "broker": _url(self.broker)}
+            yield Path(made), manifests, lambda receivers: Side("ours", "sender", receivers=receivers, **options)
+
+    def kill(self, size: int) -> Kill:
+        with self._blobs("sender", size) as (folder, manifests, sender), _sides() as sides:
+            sides.append(sender(1))
+            given = [msgspec.structs.asdict(manifest) for manifest in manifests]
+            options = {"folder": str(folder), "broker": _url(self.broker), "manifests": given, "receivers": 1}
+            sides[0].await_ready()
+            sides.append(Side("ours", "receiver", name="r0", tell_third=True, **options))
+            sides[1].await_ready()
+            began = time.monotonic()
+            sides[1].go()
+            assert sides[1].answer()["third"]
+            os.kill(self.broker.pid, signal.SIGKILL)
+            while not self.broker.tend():
+                time.sleep(0.01)
+            at = sides[1].answer()["at"]
+            sides[0].end_input()
+            sent = sides[0].answer()["sent_bytes"]
+            # a store gives a blob its name only after its digest was found right; looked at again all the same
+            right = BlobStore(folder / "r0").get(manifests[1].digest) == BlobStore(folder / "sender").get(
+                manifests[1].digest
+            )
+        return Kill(size=size, completed=True, digest_right=right, sent_over_size=sent / size, took_s=at - began)
+
+    def echo(self) -> Echo:
+        options = {"broker": _url(self.broker), "size": ECHO_BYTES, "count": ECHOES}
+        with _sides() as sides:
+            sides += [Side("echo", "receiver", **options), Side("echo", "sender", **options)]
+            for side in sides:
+                side.await_ready()
+            for side in sides:
+                side.go()
+            waits = sides[1].answer()["ms"]
+        return Echo(bytes=ECHO_BYTES, p50_ms=waits[len(waits) // 2], p99_ms=waits[int(len(waits) * 0.99)])
+
+
+def run_wire_bench(
+    brokers: Sequence[str] = ("mosquitto", "embedded"),
+    *,
+    rounds: int = 5,
+    blob_bytes: int = BLOB_BYTES,
+    kill_bytes: int = KILL_BYTES,
+    progress: Callable[[str], None] = lambda line: None,
+) -> WireReport:
+    """Move blobs each way in turn, `rounds` times.
+
+    Raises ConfigError when gRPC is not installed, FedvitError when a process fails.
+    """
+    if find_spec("grpc") is None:
+        raise ConfigError("bench wire compares with gRPC, but grpcio is not installed: pip install 'grpcio>=1.60'")
+    home = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    reports = {}
+    for kind in brokers:
+        with tempfile.TemporaryDirectory(prefix="fleet-bench-", dir=home) as made:
+            bench = _Bench(kind, Path(made), blob_bytes)
+            try:
+                k1, k4 = (_speeds(bench, count, rounds, progress) for count in RECEIVERS)
+                progress(f"{kind}: small messages, and a broker that is killed")
+                echo, kill = bench.echo(), bench.kill(kill_bytes)
+                reports[kind] = BrokerReport(kind=bench.broker.kind, k1=k1, k4=k4, kill=kill, echo=echo)
+            finally:
+                bench.stop()
+    return WireReport(
+        machine=this_machine(), blob_bytes=blob_bytes, rounds=rounds, stores_in=str(home), brokers=reports
+    )
+
+
+def _speeds(bench: _Bench, receivers: int, rounds: int, progress: Callable[[str], None]) -> Speeds:
+    runs: dict[str, list[float]] = {way: [] for way in WAYS}
+    seen: list[dict[str, int]] = []
+    failed: set[str] = set()
+    for number in range(rounds):
+        for way in [way for way in WAYS if way not in failed]:
+            try:
+                rate, beside = bench.rate(way, receivers)
+            except FedvitError as error:
+                if way not in ONE_MESSAGE:
+                    raise
+                failed.add(way)  # not every broker brings a message of 64 MB through
+                progress(f"{bench.broker.kind}, {receivers} receivers: {error}")
+                continue
+            runs[way].append(rate)
+            seen += [beside] if beside else []
+        figures = ", ".join(f"{way} {rates[-1]:.1f}" for way, rates in runs.items() if rates)
+        progress(f"{bench.broker.kind}, {receivers} receivers, round {number + 1}/{rounds}: {figures} MB/s")
+    middle = {way: median(rates) for way, rates in runs.items() if rates and way not in failed}
+
+    def peak(name: str) -> int:
+        return max(one[name] for one in seen)
+
+    return Speeds(
+        receivers=receivers,
+        ours_mb_s=middle["ours"],
+        tcp_mb_s=middle["tcp"],
+        grpc_mb_s=middle["grpc"],
+        pickle_mb_s=middle.get("pickle"),
+        json_mb_s=middle.get("json"),
+        ours_over_tcp=middle["ours"] / middle["tcp"],
+        ours_over_grpc=middle["ours"] / middle["grpc"],
+        ours_over_pickle=middle["ours"] / middle["pickle"] if "pickle" in middle else None,
+        ours_over_json=middle["ours"] / middle["json"] if "json" in middle else None,
+        broker_peak_bytes=peak("broker"),
+        sender_peak_bytes=peak("sender"),
+        receiver_peak_bytes=peak("receiver"),
+        sent_over_size=peak("sent") / bench.blob_bytes,
+        runs={way: tuple(rates) for way, rates in runs.items()},
+    )
+
+
+def _mosquitto_for_big_messages(folder: Path) -> Broker:
+    """For whoever sends a model as one message: the same mosquitto, with limits that let it through."""
+    program_path = find_mosquitto()
+    if program_path is None:
+        raise FedvitError("mosquitto was not found on this machine")
+    folder.mkdir(parents=True)
+    address = Address("127.0.0.1", claim_port("127.0.0.1", 0))
+    lines = configuration("127.0.0.1", address, folder / "none").splitlines()
+    limits = ("max_packet_size", "max_queued_bytes", "max_qos")
+    config = folder / "mosquitto.conf"
+    config.write_text("\n".join(line for line in lines if not line.startswith(limits)) + "\n")
+    return Broker("mosquitto", address, [str(program_path), "-c", str(config)], os.environ, folder / "log")
+
+
+def _url(broker: Broker) -> str:
+    return f"mqtt://{broker.address}"
+
+
+# --- for a terminal -----------------------------------------------------------------------------------
+
+
+def wire_table(report: WireReport) -> RenderableType:
+    parts: list[RenderableType] = []
+    for broker in report.brokers.values():
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+        for heading in ("receivers", *(f"{way} MB/s" for way in ("ours", "tcp", "grpc", "pickle", "json"))):
+            table.add_column(heading, justify="right")
+        for heading in ("/ tcp", "/ grpc", "/ pickle", "/ json", "broker MB", "sender MB", "receiver MB", "sent"):
+            table.add_column(heading, justify="right")
+        for one in (broker.k1, broker.k4):
+            rates = (one.ours_mb_s, one.tcp_mb_s, one.grpc_mb_s, one.pickle_mb_s, one.json_mb_s)
+            ratios = (one.ours_over_tcp, one.ours_over_grpc, one.ours_over_pickle, one.ours_over_json)
+            sizes = (one.broker_peak_bytes, one.sender_peak_bytes, one.receiver_peak_bytes)
+            table.add_row(
+                str(one.receivers),
+                *("" if rate is None else f"{rate:.1f}" if rate < 10 else f"{rate:.0f}" for rate in rates),
+                *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+                *(f"{size / MEGA:.1f}" for size in sizes),
+                f"{one.sent_over_size:.3f}",
+            )
+        parts += [Text(broker.kind, style="bold"), table]
+        if broker.echo:
+            parts.append(Text(f"2 kB there and back: p50 {broker.echo.p50_ms:.2f} ms, p99 {broker.echo.p99_ms:.2f} ms"))
+        if broker.kill:
+            kill = broker.kill
+            done = "completed" if kill.completed and kill.digest_right else "NOT completed"
+            parts.append(Text(f"broker killed in {kill.size / MEGA:.0f} MB: {done}, sent {kill.sent_over_size:.3f} x"))
+        parts.append(Text())
+    return Group(*parts)

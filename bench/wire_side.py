@@ -1,0 +1,331 @@
+"""One end of one way to move bytes, in a process of its own: `python -m bench.wire_side WAY ROLE OPTIONS`.
+
+It prints `ready` when all is connected, waits for a line on standard input, and prints one JSON object when it
+is done; `at` is the machine's monotonic clock when the last byte was here and usable.
+"""
+
+import contextlib
+import io
+import json
+import pickle
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from fedvit.blobs import BlobStore
+from fedvit.transport.base import Connected, Received
+from fedvit.transport.exchange import BlobExchange
+from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.wire.messages import Apart, Done, Manifest, Want, decode, encode
+from fleet.datasets.pickles import unpickled
+
+PIECE_BYTES = 1_000_000
+WARM_BYTES = 1000
+"""A blob that goes first, so that connections stand on every side when the clock starts."""
+PATIENCE_S = 300.0
+
+
+def main() -> None:
+    way, role, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    ENDS[way, role](options)
+
+
+def ready() -> None:
+    """Say so, and wait for the word to begin."""
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+
+
+def say(**what: Any) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+# --- ours ---------------------------------------------------------------------------------------------
+
+
+class Peer:
+    """A program reduced to its exchange: control on ctl/RECEIVER/SENDER, chunks on data/SENDER/BLOB."""
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self.name = name
+        self.blobs = BlobStore(Path(options["folder"]) / name)
+        self.transport = MqttTransport(SimpleQueue(), Address.parse(options["broker"]), name)
+        self.exchange = BlobExchange(
+            self.transport,
+            self.blobs,
+            tell=self._tell,
+            topic_for=lambda digest: f"data/{digest[-16:]}",
+            may_read=lambda peer, digest: True,
+            receivers=lambda digest: int(options["receivers"]),
+            lane_for=lambda peer, digest: f"lane/{peer}/{digest[-16:]}",
+        )
+        self.finished = 0
+        self.connected = False
+        self.transport.subscribe(f"ctl/{name}/+", 1)
+        self.transport.open()
+        self.run_until(lambda: self.connected)
+
+    def fetch(self, manifest: Manifest) -> None:
+        def finished(manifest: Manifest, error: Exception | None) -> None:
+            if error:
+                raise error
+            self.finished += 1
+
+        tail = manifest.digest[-16:]
+        self.exchange.fetch(manifest, "sender", f"data/{tail}", finished, f"lane/{self.name}/{tail}")
+
+    def run_until(self, over: Callable[[], bool], deadline: float = float("inf")) -> None:
+        inbox = self.transport.inbox
+        while not over() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                self._on_event(inbox.get(timeout=0.05))
+                while not inbox.empty():
+                    self._on_event(inbox.get_nowait())
+            self.exchange.tick()
+
+    def _on_event(self, event: object) -> None:
+        match event:
+            case Connected():
+                self.connected = True
+                self.exchange.reconnected()
+            case Received(topic, payload) if topic.startswith("ctl/"):
+                peer, message = topic.rsplit("/", 1)[1], decode(payload)
+                match message:
+                    case Want():
+                        self.exchange.on_want(peer, message)
+                    case Done():
+                        self.exchange.on_done(peer, message)
+                    case Apart():
+                        self.exchange.on_apart(peer, message)
+            case Received(topic, payload):
+                self.exchange.heard(topic, payload)
+
+    def _tell(self, peer: str, message: Want | Done | Apart) -> None:
+        self.transport.publish(f"ctl/{peer}/{self.name}", encode(message))
+
+
+def ours_sender(options: dict[str, Any]) -> None:
+    peer = Peer("sender", options)
+    stopped = threading.Event()
+
+    def listen() -> None:
+        sys.stdin.read()
+        stopped.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    peer.run_until(stopped.is_set)
+    say(sent_bytes=peer.transport.sent_bytes)
+
+
+def ours_receiver(options: dict[str, Any]) -> None:
+    peer = Peer(options["name"], options)
+    warm, manifest = (Manifest(**given) for given in options["manifests"])
+    peer.fetch(warm)
+    peer.run_until(lambda: peer.finished == 1)
+    ready()
+    peer.fetch(manifest)
+    third = threading.Event()
+    while peer.finished < 2:
+        peer.run_until(lambda: peer.finished == 2, time.monotonic() + 0.02)
+        if peer.transport.received_bytes > manifest.size / 3 and not third.is_set():
+            third.set()
+            if options.get("tell_third"):
+                say(third=True)
+    say(at=time.monotonic(), received_bytes=peer.transport.received_bytes)
+    peer.transport.close()
+
+
+# --- what it is compared with -------------------------------------------------------------------------
+
+
+def tcp_sender(options: dict[str, Any]) -> None:
+    content = Path(options["content"]).read_bytes()
+    with socket.create_server(("127.0.0.1", options["port"])) as server:
+        taken = [server.accept()[0] for _ in range(options["receivers"])]
+    ready()
+    threads = [threading.Thread(target=one.sendall, args=(content,)) for one in taken]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    say(sent=True)
+
+
+def tcp_receiver(options: dict[str, Any]) -> None:
+    buffer = bytearray(options["size"])
+    opened = _patiently(lambda: socket.create_connection(("127.0.0.1", options["port"])))
+    ready()
+    view = memoryview(buffer)
+    while view:
+        view = view[opened.recv_into(view[:PIECE_BYTES]) :]
+    say(at=time.monotonic())
+
+
+def grpc_sender(options: dict[str, Any]) -> None:
+    import grpc
+
+    content = Path(options["content"]).read_bytes()
+
+    def pieces(request: bytes, context: Any) -> Iterator[bytes]:
+        for start in range(0, len(content), PIECE_BYTES):
+            yield content[start : start + PIECE_BYTES]
+
+    server = grpc.server(ThreadPoolExecutor(8))
+    method = grpc.unary_stream_rpc_method_handler(pieces)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", {"Get": method}),))
+    server.add_insecure_port(f"127.0.0.1:{options['port']}")
+    server.start()
+    ready()
+    sys.stdin.read()
+    server.stop(0)
+    say(sent=True)
+
+
+def grpc_receiver(options: dict[str, Any]) -> None:
+    import grpc
+
+    with grpc.insecure_channel(f"127.0.0.1:{options['port']}") as channel:
+        grpc.channel_ready_future(channel).result(timeout=30)
+        ready()
+        buffer, filled = bytearray(options["size"]), 0
+        for piece in channel.unary_stream("/bench/Get")(b""):
+            buffer[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        assert filled == options["size"]
+        say(at=time.monotonic())
+
+
+def _plain_client(options: dict[str, Any], name: str) -> Any:
+    """paho as it comes, for one huge message."""
+    from paho.mqtt.client import Client
+    from paho.mqtt.enums import CallbackAPIVersion
+
+    client = Client(CallbackAPIVersion.VERSION2, name)
+    address = Address.parse(options["broker"])
+    client.connect(address.host, address.port)
+    client.loop_start()
+    return client
+
+
+def message_sender(options: dict[str, Any]) -> None:
+    model = {"weights": np.frombuffer(Path(options["content"]).read_bytes(), np.float32)}
+    client = _plain_client(options, "message-sender")
+    ready()
+    raw = _written(options["way"], model)
+    client.publish("model", raw, qos=2).wait_for_publish(PATIENCE_S)
+    say(sent_bytes=len(raw))
+    client.disconnect()
+
+
+def message_receiver(options: dict[str, Any]) -> None:
+    came: queue.Queue[bytes] = queue.Queue()
+    subscribed = threading.Event()
+    client = _plain_client(options, options["name"])
+    client.on_message = lambda client, userdata, message: came.put(message.payload)
+    client.on_subscribe = lambda *_: subscribed.set()
+    client.subscribe("model", 2)
+    subscribed.wait(30)
+    ready()
+    model = _read(options["way"], came.get(timeout=PATIENCE_S))
+    at = time.monotonic()
+    assert model["weights"].nbytes == options["size"]
+    say(at=at)
+    client.disconnect()
+
+
+def _written(way: str, model: dict[str, Any]) -> bytes:
+    if way == "pickle":
+        return pickle.dumps(model)
+    return json.dumps({name: values.tolist() for name, values in model.items()}).encode()
+
+
+def _read(way: str, raw: bytes) -> dict[str, Any]:
+    if way == "pickle":
+        return unpickled(io.BytesIO(raw))  # what others do is measured here, but for trusting what came
+    return {name: np.array(values, np.float32) for name, values in json.loads(raw).items()}
+
+
+# --- small messages -----------------------------------------------------------------------------------
+
+
+def echo_sender(options: dict[str, Any]) -> None:
+    """Asks, and measures until the answer is here."""
+    transport = _connected(options, "asker", "answer")
+    payload = bytes(options["size"])
+    ready()
+    waits = []
+    for _ in range(options["count"] + 20):
+        began = time.perf_counter()
+        transport.publish("question", payload)
+        _next(transport)
+        waits.append(time.perf_counter() - began)
+    say(ms=sorted(1000 * wait for wait in waits[20:]))
+    transport.close()
+
+
+def echo_receiver(options: dict[str, Any]) -> None:
+    transport = _connected(options, "answerer", "question")
+    ready()
+    for _ in range(options["count"] + 20):
+        transport.publish("answer", _next(transport))
+    time.sleep(0.2)  # the last answer is on its way
+    say(at=time.monotonic())
+    transport.close()
+
+
+def _connected(options: dict[str, Any], name: str, topic: str) -> MqttTransport:
+    transport = MqttTransport(SimpleQueue(), Address.parse(options["broker"]), name)
+    transport.subscribe(topic, 1)
+    transport.open()
+    while not isinstance(transport.inbox.get(timeout=30), Connected):
+        pass
+    return transport
+
+
+def _next(transport: MqttTransport) -> bytes:
+    while not isinstance(event := transport.inbox.get(timeout=30), Received):
+        pass
+    return event.payload
+
+
+def _patiently(connect: Callable[[], socket.socket]) -> socket.socket:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return connect()
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+ENDS: dict[tuple[str, str], Callable[[dict[str, Any]], None]] = {
+    ("ours", "sender"): ours_sender,
+    ("ours", "receiver"): ours_receiver,
+    ("tcp", "sender"): tcp_sender,
+    ("tcp", "receiver"): tcp_receiver,
+    ("grpc", "sender"): grpc_sender,
+    ("grpc", "receiver"): grpc_receiver,
+    ("pickle", "sender"): message_sender,
+    ("pickle", "receiver"): message_receiver,
+    ("json", "sender"): message_sender,
+    ("json", "receiver"): message_receiver,
+    ("echo", "sender"): echo_sender,
+    ("echo", "receiver"): echo_receiver,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Readers of whole data sets, which are dealt out to devices."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from fedvit.errors import ConfigError
+from fleet.datasets.cifar import is_cifar, read_cifar
+from fleet.datasets.digits import read_digits
+from fleet.datasets.domainfolder import is_domainfolder, read_domainfolder
+from fleet.datasets.idx import is_idx, read_idx
+from fleet.datasets.imagefolder import read_imagefolder
+from fleet.datasets.medmnist import is_medmnist, read_medmnist
+from fleet.datasets.parquet import is_parquet, read_parquet
+from fleet.datasets.samples import Samples
+
+SOURCES: dict[str, Callable[[int], Samples]] = {"digits": read_digits}
+"""Data sets by name: image side -> samples. Every other data set is a path."""
+
+
+class Reader(NamedTuple):
+    """Opens one kind of data set: (path, image side) -> samples, where `recognises` says that it is that kind."""
+
+    recognises: Callable[[Path], bool]
+    read: Callable[[Path, int], Samples]
+
+
+READERS: dict[str, Reader] = {
+    "medmnist": Reader(is_medmnist, read_medmnist),
+    "idx": Reader(is_idx, read_idx),
+    "cifar": Reader(is_cifar, read_cifar),
+    "parquet": Reader(is_parquet, read_parquet),
+    "domainfolder": Reader(is_domainfolder, read_domainfolder),
+    "imagefolder": Reader(Path.exists, read_imagefolder),
+}
+"""Kinds of data sets that are paths; the first that recognises a path reads it."""
+
+
+def read_samples(dataset: str, size: int) -> Samples:
+    """Open a data set by its name in `SOURCES`, or by its path.
+
+    Raises ConfigError when it is neither, DataError when the path cannot be used.
+    """
+    if dataset in SOURCES:
+        return SOURCES[dataset](size)
+    path = Path(dataset)
+    if not path.exists():
+        raise ConfigError(f"data set {dataset!r} is neither a path that exists nor one of: {', '.join(SOURCES)}")
+    return next(reader.read(path, size) for reader in READERS.values() if reader.recognises(path))

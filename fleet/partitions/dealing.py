@@ -1,0 +1,52 @@
+"""What a partition is: a rule that deals the samples of a data set out to devices."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvit.data.images import Indices
+from fedvit.errors import ConfigError
+from fleet.datasets.samples import Annotations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition(ABC):
+    """A rule and its options; called, it returns one array of sample indices per device.
+
+    The arrays are disjoint, ascending, int64, and the same for the same generator state. Together they are
+    everything, but for what a rule says that it leaves out. Options are fields of type int, float or bool
+    that are refused on construction when out of range.
+    """
+
+    @abstractmethod
+    def __call__(self, samples: Annotations, devices: int, rng: np.random.Generator) -> list[Indices]:
+        """Raises ConfigError when the samples cannot be dealt out so, naming the numbers that do not fit."""
+
+    def noise_std(self, device: int, devices: int) -> float:
+        """Standard deviation of the noise that a device's images get, in gray levels of 0..255."""
+        return 0.0
+
+
+def gather(pieces: Sequence[Indices]) -> Indices:
+    """One device's pieces as one ascending array."""
+    return np.sort(np.concatenate([np.empty(0, dtype=np.int64), *pieces])).astype(np.int64)
+
+
+def refuse_empty(name: str, parts: Sequence[Indices]) -> list[Indices]:
+    """The parts, if every device got something. Raises ConfigError: a device without samples is of no use."""
+    for device, part in enumerate(parts):
+        if not len(part):
+            raise ConfigError(
+                f"partition {name}: device {device} of {len(parts)} would get no sample;"
+                " its classes have too few for so many devices"
+            )
+    return list(parts)
+
+
+def refuse_concentration(name: str, value: float) -> None:
+    """Raises ConfigError unless `value` can be the alpha of a Dirichlet distribution."""
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"partition: {name} is {value}, expected a number > 0")

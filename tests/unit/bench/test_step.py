@@ -1,0 +1,169 @@
+"""`python -m bench step`: both sides are the same maths, and the whole command runs through on a tiny case."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from bench.cases import CASES, Case, choose, decode_case, encode_case
+from bench.child import run_child
+from bench.commands import bench_command
+from bench.machine import DEVICE_PACKAGES, TORCH_PACKAGES, needed_by, this_machine
+from bench.step import run_step_bench
+from bench.torch_models import MODELS, make_optimizer
+from fedvit.data.images import unfold
+from fedvit.errors import ConfigError, FedvitError
+from fedvit.methods import build_model, make_method
+from fedvit.methods.base import Images
+from fedvit.models import SMALL
+from fedvit.program import Role
+from tests.conftest import TINY_MODEL
+
+TRAINED = [role for role in Role if role.trained_on_device]
+
+
+def known(case: Case) -> Case:
+    """Without what only says how frozen weights are kept: it is no part of the maths."""
+    options = {name: value for name, value in case.options.items() if name != "frozen_precision"}
+    return replace(case, options=options)
+
+
+def tiny(case: Case) -> Case:
+    """The same method on a model as small as they come: 16 patches, 3 blocks of width 32."""
+    smaller = {"batch_size": 2} | ({"bottleneck": 8} if "bottleneck" in case.options else {})
+    sizes: dict[str, Any] = {**TINY_MODEL, "qkv_bias": case.model_options.get("qkv_bias", True)}
+    return replace(known(case), model=SMALL, model_options=sizes).with_options(**smaller)
+
+
+def trained_numbers(model: nn.Module) -> int:
+    return sum(value.numel() for value in model.parameters() if value.requires_grad)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+class TestCase:
+    def test_as_many_numbers_are_trained_on_both_sides(self, case: Case) -> None:
+        method = make_method(case.method, known(case).options)
+        with torch.device("meta"):
+            vit = build_model(method, case.model, case.classes, seed=0, options=case.model_options)
+            theirs = MODELS[case.torch](case)
+            tensors = method.tensors(vit)
+            ours = sum(tensors[name].numel() for name in method.names_with(vit, *TRAINED))
+        assert trained_numbers(theirs) == ours
+
+    def test_equal_weights_give_equal_answers(self, case: Case) -> None:
+        """Full images, on the tiny model: what is left is rounding."""
+        small = tiny(case)
+        method = make_method(small.method, small.options)
+        vit = build_model(method, small.model, small.classes, seed=0, options=small.model_options)
+        model = MODELS[small.torch](small).eval()
+        names = dict(vit.tensors())
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                value.copy_(names.pop(ours_for(name, names)))
+        assert not names
+        pictures = np.random.default_rng(0).standard_normal((2, 32, 32, 3), np.float32)
+        patches = torch.from_numpy(unfold(pictures, vit.patch_size))
+        with torch.no_grad():
+            ours = method.forward(vit, method.tensors(vit), Images(patches, None)).logits
+            theirs = model(torch.from_numpy(pictures).permute(0, 3, 1, 2))
+        torch.testing.assert_close(theirs, ours)
+
+    def test_the_torch_side_has_the_methods_optimizer(self, case: Case) -> None:
+        method = make_method(case.method, known(case).options)
+        values = [nn.Parameter(torch.zeros(1))]
+        wanted = method.optimizer_rule().in_torch(values, method.lr)
+        made = make_optimizer(case, nn.ParameterList(values))
+        assert type(made) is type(wanted)
+        assert made.defaults == wanted.defaults
+        assert (method.epochs, method.batch_size) == (1, case.batch_size)
+
+    def test_a_case_travels_as_text(self, case: Case) -> None:
+        assert decode_case(encode_case(case)) == case
+
+
+def ours_for(name: str, names: dict[str, torch.Tensor]) -> str:
+    """What a tensor of the torch side is called in the method's model."""
+    inner = name.removeprefix("vit.").replace(".attn.down.", ".attn.adapter.down.")
+    inner = inner.replace(".attn.up.", ".attn.adapter.up.").replace("prompts", "prompts.tokens")
+    assert inner in names, f"{name} has no counterpart among {sorted(names)}"
+    return inner
+
+
+def test_the_mask_leaves_as_many_tokens_on_both_sides() -> None:
+    """EFTViT drops 75 % of 196 patches: 49 are left, and the class token."""
+    (case,) = choose(["eftvit-vitb"])
+    with torch.device("meta"):
+        vit: Any = MODELS[case.torch](case)
+    kept = vit.train().patch_drop(torch.zeros(1, 197, 4))
+    assert kept.shape == (1, 50, 4)
+
+
+@pytest.fixture(scope="module")
+def report(graph_cache: Path) -> dict[str, Any]:
+    """The whole benchmark on a tiny EFTViT."""
+    case = tiny(choose(["eftvit-vitb"])[0]).with_options(local_blocks=1, mask=0.5)
+    said: list[str] = []
+    made = run_step_bench([case], steps=2, rounds=1, product_side=64, cache=graph_cache, progress=said.append)
+    assert any(line.startswith("eftvit-vitb: onnx 1/1") for line in said)
+    return dict(json.loads(msgspec.json.encode(made)))
+
+
+def test_every_figure_of_a_side_is_there(report: dict[str, Any]) -> None:
+    (case,) = report["cases"]
+    assert (case["name"], case["batch_size"]) == ("eftvit-vitb", 2)
+    assert case["gflop"] > 0
+    for side in ("onnx", "torch"):
+        figures = case[side]
+        assert figures["step_s_runs"] == [figures["step_s"]]
+        assert figures["over_floor"] == pytest.approx(figures["step_s"] / figures["gemm_floor_s"])
+        assert min(figures["import_s"], figures["peak_rss_bytes"], figures["installed_bytes"]) > 0
+
+
+def test_ratios_are_ours_by_torchs(report: dict[str, Any]) -> None:
+    (case,) = report["cases"]
+    ratio, onnx, theirs = case["ratio"], case["onnx"], case["torch"]
+    assert ratio["step"] == pytest.approx(onnx["step_s"] / theirs["step_s"])
+    assert ratio["peak_rss"] == pytest.approx(onnx["peak_rss_bytes"] / theirs["peak_rss_bytes"])
+    assert ratio["installed"] == pytest.approx(onnx["installed_bytes"] / theirs["installed_bytes"])
+
+
+def test_the_machine_is_named(report: dict[str, Any]) -> None:
+    assert report["machine"] == json.loads(msgspec.json.encode(this_machine()))
+    assert {"onnxruntime", "torch", "timm"} <= report["machine"]["versions"].keys()
+    assert report["products"]["side"] == 64
+
+
+def test_a_process_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(FedvitError, match=r"made: onnx ended with code 1: FileNotFoundError: .*start\.json"):
+        run_child("bench.onnx_side", str(tmp_path), "1", "1", what="made: onnx")
+
+
+def test_an_unknown_case_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match="unknown case 'eftvit', known are eftvit-vitb, eftvit-vitb-b8-int8, fedper"):
+        choose(["eftvit"])
+    result = CliRunner().invoke(bench_command, ["step", "--case", "nope"])
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_cases_are_chosen_once_and_in_order() -> None:
+    assert choose([]) == list(CASES)
+    assert [case.name for case in choose(["fedavg-vitt", "eftvit-vitb", "fedavg-vitt"])] == [
+        "fedavg-vitt",
+        "eftvit-vitb",
+    ]
+
+
+def test_packages_are_counted_with_what_they_need() -> None:
+    """A device has no torch; torch's side has what torch and timm bring along."""
+    device = {package.name for package in needed_by(DEVICE_PACKAGES)}
+    theirs = {package.name for package in needed_by(TORCH_PACKAGES)}
+    assert {"onnxruntime", "numpy", "pillow", "protobuf"} <= device
+    assert not {"torch", "timm", "onnx"} & device
+    assert {"torch", "torchvision", "timm", "numpy", "sympy"} <= theirs

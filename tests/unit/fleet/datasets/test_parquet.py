@@ -1,0 +1,172 @@
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from fedvit.errors import ConfigError, DataError
+from fleet.datasets import read_samples
+from fleet.datasets.cifar100 import FINE
+from fleet.datasets.parquet import is_parquet, read_parquet
+
+
+def png(value: int) -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (4, 4), (value,) * 3).save(content, "PNG")
+    return content.getvalue()
+
+
+def hub(value: int) -> dict[str, Any]:
+    """An image as the hub's library writes it."""
+    return {"bytes": png(value), "path": f"{value}.png"}
+
+
+def write(path: Path, columns: dict[str, Any], names: dict[str, list[str]] | None = None) -> Path:
+    """`names` of a column's numbers are noted as the hub's library does."""
+    table = pyarrow.table(columns)
+    if names:
+        features = {column: {"names": given, "_type": "ClassLabel"} for column, given in names.items()}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table, path)
+    return path
+
+
+def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
+    """Test and train files, in the order of their names; "bird" occurs nowhere and is a class all the same."""
+    names = {"label": ["bird", "cat", "dog"]}
+    write(tmp_path / "data/train-00000-of-00001.parquet", {"img": [hub(1), hub(2)], "label": [1, 2]}, names)
+    write(tmp_path / "data/test-00000-of-00001.parquet", {"img": [hub(3)], "label": [2]}, names)
+    samples = read_parquet(tmp_path, 4)
+    assert samples.classes == ("bird", "cat", "dog")
+    assert samples.labels.tolist() == [2, 1, 2]
+    images = samples.images[np.array([0, 1])]
+    assert images.shape == (2, 4, 4, 3)
+    assert images[:, 0, 0, 0].tolist() == [3, 1]
+    assert samples.coarse_labels is None
+    assert samples.domains is None
+
+
+def test_plain_bytes_and_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", {"image": [png(1), png(2), png(3)], "label": [10, 2, 10]})
+    samples = read_parquet(path, 4)
+    assert samples.classes == ("02", "10")
+    assert samples.labels.tolist() == [1, 0, 1]
+
+
+def test_texts_are_sorted(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "label": ["dog", "cat"]})
+    samples = read_parquet(path, 4)
+    assert samples.classes == ("cat", "dog")
+    assert samples.labels.tolist() == [1, 0]
+
+
+def test_names_that_would_lead_out_of_a_folder(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "label": [0, 1]}, {"label": ["../up", "a/b"]})
+    assert read_parquet(path, 4).classes == ("_..-up", "a-b")
+
+
+def test_coarse_labels(tmp_path: Path) -> None:
+    columns = {"img": [hub(1), hub(2)], "fine_label": [0, 1], "coarse_label": [7, 3]}
+    samples = read_parquet(write(tmp_path / "x.parquet", columns), 4)
+    assert samples.coarse_labels is not None
+    assert samples.coarse_labels.tolist() == [1, 0]
+
+
+def test_coarse_labels_of_cifar_100_by_its_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", {"img": [hub(1)], "label": [19]}, {"label": list(FINE)})
+    samples = read_parquet(path, 4)
+    assert samples.coarse_labels is not None
+    assert samples.coarse_labels.tolist() == [11]  # cattle: large omnivores and herbivores
+
+
+@pytest.mark.parametrize(
+    ("domains", "names"), [(["photo", "art", "photo"], None), ([1, 0, 1], {"domain": ["art", "photo"]})]
+)
+def test_domains(tmp_path: Path, domains: list[Any], names: dict[str, list[str]] | None) -> None:
+    columns = {"image": [hub(value) for value in range(3)], "label": [0, 1, 0], "domain": domains}
+    samples = read_parquet(write(tmp_path / "x.parquet", columns, names), 4)
+    assert samples.domains is not None
+    assert samples.domains.tolist() == [1, 0, 1]
+    assert samples.domain_names == ("art", "photo")
+
+
+def test_rows_without_image_or_label_are_left_out(tmp_path: Path) -> None:
+    """Row 0 is good; 1 has no image, 2 and 3 no label."""
+    images = [png(1), b"no image", png(2), png(3)]
+    samples = read_parquet(write(tmp_path / "x.parquet", {"image": images, "label": [0, 0, None, -1]}), 4)
+    assert len(samples) == 1
+    assert len(samples.unreadable) == 3
+    assert any("x.parquet, row 1: not a PNG" in line for line in samples.unreadable)
+    assert [line for line in samples.unreadable if line.startswith("no label")][1].endswith("x.parquet, row 3")
+
+
+def test_an_image_that_is_kept_elsewhere(tmp_path: Path) -> None:
+    columns = {"image": [{"bytes": None, "path": "a.png"}, hub(1)], "label": [0, 1]}
+    samples = read_parquet(write(tmp_path / "x.parquet", columns), 4)
+    assert samples.labels.tolist() == [0]
+    assert "x.parquet, row 0: not a PNG" in samples.unreadable[0]
+
+
+def test_no_readable_image(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", {"image": [b"x"], "label": [0]})
+    with pytest.raises(DataError, match=r"x\.parquet: no readable image with a label; .*row 0: not a PNG"):
+        read_parquet(path, 4)
+
+
+def test_it_is_recognised(tmp_path: Path) -> None:
+    assert not is_parquet(tmp_path)
+    write(tmp_path / "a/x.parquet", {"image": [png(1)], "label": [0]})
+    assert len(read_samples(str(tmp_path), 4)) == 1
+    assert len(read_samples(str(tmp_path / "a/x.parquet"), 4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"picture": [b"x"], "label": [0]}, "no column image or img; it has picture, label"),
+        ({"image": [b"x"]}, "no column label or fine_label; it has image"),
+        ({"image": ["x"], "label": [0]}, "column image is string, expected bytes"),
+        ({"image": [{"path": "x"}], "label": [0]}, "x.parquet: no readable Parquet file: .*bytes"),
+        ({"image": [png(1)], "label": [0.5]}, "labels of type float, expected whole numbers, or texts"),
+        ({"image": [png(1), png(1)], "label": ["a", None]}, None),
+    ],
+)
+def test_columns_that_are_not_as_they_should_be(tmp_path: Path, columns: dict[str, Any], message: str | None) -> None:
+    path = write(tmp_path / "x.parquet", columns)
+    if message is None:
+        assert len(read_parquet(path, 4)) == 1
+        return
+    with pytest.raises(DataError, match=message):
+        read_parquet(path, 4)
+
+
+def test_a_label_without_a_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", {"image": [png(1)], "label": [2]}, {"label": ["cat", "dog"]})
+    with pytest.raises(DataError, match=r"x\.parquet: label 2, expected 0\.\.1"):
+        read_parquet(path, 4)
+
+
+@pytest.mark.parametrize("content", [b"", b"no table", b"PAR1 cut short PAR1"])
+def test_damaged_files(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.parquet: no readable Parquet file"):
+        read_parquet(tmp_path / "x.parquet")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no \.parquet file"):
+        read_parquet(tmp_path)
+
+
+def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "x.parquet", {"image": [png(1)], "label": [0]})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"reading Parquet needs pyarrow: pip install"):
+        read_parquet(path, 4)

@@ -132,7 +132,7 @@ def _measure(
             side, count = way
             if side in failed:
                 continue
-            what = f"{job.name}: {side}{f' with {count} threads' if count else ''} {turn + 1}/{turns}"
+            what = f"{job.name}: {side}{f', threads {count}' if count else ''} {turn + 1}/{turns}"
             progress(f"{what}: {before + rounds} rounds")
             try:
                 line = run_child(module, *arguments, *map(str, folders), what=f"{job.name}: {side}")
@@ -211,7 +211,7 @@ def simulate_report(report: SimulateReport) -> RenderableType:
             if side.reason:
                 notes.append(f"{case.name}: {name}: {side.reason}")
             if side.threads:
-                notes.append(f"{case.name}: {name}: torch with {side.threads} threads")
+                notes.append(f"{case.name}: {name}: threads of torch: {side.threads}")
         table.add_section()
         notes.append(f"{case.name}: {_agreement(case, report.accuracy_tolerance)}")
     machine = report.machine

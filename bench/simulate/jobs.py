@@ -1,0 +1,137 @@
+"""What `bench simulate` runs: one row of a table is one job, which every side runs on the same device folders."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from coordinator.run.cohort import select_uniform
+from fedvit.data import read_samples
+from fedvit.data.partition import deal_out, make_partition
+from fedvit.data.samples import ArrayImages, Samples
+from fedvit.errors import ConfigError
+from fedvit.models import SMALL
+from fleet.devices import device_folders
+from fleet.partition import write_device_folders
+
+DEVICES = 20
+COHORT = 10
+SIZE = 32
+"""Side of the images in pixels."""
+ALPHA = 0.3
+"""Of the Dirichlet distribution over classes by which images are dealt out."""
+TEST_SHARE = 0.2
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One federation: its method and its model. `options` are the method's and say all that a plain loop needs."""
+
+    name: str
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    model_options: dict[str, Any] = field(default_factory=dict)
+    cohort: int = COHORT
+
+    def config(self, rounds: int, seed: int) -> dict[str, Any]:
+        """A run's configuration: devices test what they have after the last round, and only then."""
+        return {
+            "method": self.method,
+            "options": self.options,
+            "model": SMALL,
+            "model_options": self.model_options,
+            "cohort": self.cohort,
+            "rounds": rounds,
+            "evaluate_every": rounds,
+            "seed": seed,
+        }
+
+
+_SGD = {"epochs": 1, "batch_size": 32, "optimizer": "sgd", "lr": 0.05, "momentum": 0.9}
+_LARGE = {"image_size": SIZE, "patch_size": 4, "width": 128, "depth": 8, "heads": 4}
+_SMALL = {"image_size": SIZE, "patch_size": 8, "width": 64, "depth": 4, "heads": 4}
+
+JOBS: tuple[Job, ...] = (
+    Job(name="fedavg-8x128", method="fedavg", options=_SGD, model_options=_LARGE),
+    Job(name="fedtp-8x128", method="fedtp", options=_SGD, model_options={**_LARGE, "qkv_bias": False}),
+    Job(name="fedavg-4x64", method="fedavg", options=_SGD, model_options=_SMALL),
+)
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """What one process of one side gives."""
+
+    ended: list[float]  # of each round, in seconds of one clock
+    accuracy: float | None  # mean over devices that have test images
+    peak_rss_bytes: int | None
+
+
+def choose(names: Sequence[str]) -> tuple[Job, ...]:
+    """Jobs by name, all when none is named. Raises ConfigError for a name that no job has."""
+    known = {job.name: job for job in JOBS}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"no case {unknown[0]!r}, expected one of: {', '.join(known)}")
+    return tuple(known[name] for name in names) or JOBS
+
+
+def encode_job(job: Job) -> str:
+    return msgspec.json.encode(asdict(job)).decode()
+
+
+def decode_job(text: str) -> Job:
+    return Job(**msgspec.json.decode(text))
+
+
+def deal_images(data: Path, images: int, parts: Path) -> list[Path]:
+    """The device folders of a random subset of `images` images of a data set, below `parts`.
+
+    They are made once: what is there of the same data set's name and number of images is used again. Raises
+    ConfigError when the data set holds fewer images, DataError when it cannot be read.
+    """
+    out = parts / f"{data.stem}-{images}"
+    if not out.exists():
+        subset = _subset(read_samples(str(data), SIZE), images)
+        rule = make_partition("dirichlet", alpha=ALPHA)
+        write_device_folders(
+            subset,
+            deal_out(rule, subset.annotations, DEVICES, SEED),
+            out,
+            test_share=TEST_SHARE,
+            seed=SEED,
+            partition="dirichlet",
+            options=asdict(rule),
+        )
+    return device_folders(out, DEVICES)
+
+
+def _subset(samples: Samples, images: int) -> Samples:
+    if images > len(samples):
+        raise ConfigError(f"--images {images}, but {samples.dataset} holds {len(samples)} images")
+    rows = np.sort(np.random.default_rng(SEED).choice(len(samples), images, replace=False))
+    return replace(
+        samples, images=ArrayImages(samples.images[rows], SIZE), labels=samples.labels[rows], coarse_labels=None
+    )
+
+
+def cohorts(devices: Sequence[str], cohort: int, seed: int) -> Iterator[list[str]]:
+    """Round by round the devices that are asked: every side trains the same ones, so that all do the same work."""
+    number = 1
+    while True:
+        yield select_uniform(devices, cohort, seed, number)
+        number += 1
+
+
+def rounds_until_all_were_asked(devices: Sequence[str], cohort: int, seed: int) -> int:
+    """After these rounds every device has decoded its images once."""
+    left = set(devices)
+    number = 0
+    drawn = cohorts(devices, cohort, seed)
+    while left:
+        left -= set(next(drawn))
+        number += 1
+    return number

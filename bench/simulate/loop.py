@@ -1,0 +1,262 @@
+"""The plain PyTorch loop over clients, as it is written in PFLlib and FL-bench. As a program: one measured process.
+
+One module and one client at a time: copy the weights in, `loss.backward(); optimizer.step()`, copy them out,
+average the state dicts on the device. Images are tensors in memory, on the accelerator where there is one. FedTP's
+hypernetwork is a module with an optimizer of its own. Nothing of fedvit's engine is used: only its readers of images
+and its builder of models, so that both train the same model on the same images.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from timm.layers.attention import Attention
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bench.simulate.jobs import Job, Measured, cohorts, decode_job
+from fedvit.data.folder import DeviceData, Split
+from fedvit.models import SMALL, build_vit
+
+State = dict[str, Tensor]
+
+TEST_BATCH = 256
+GENERATED = ".attn.qkv.weight"
+"""How the names of the tensors end that FedTP generates."""
+EMBEDDING, HIDDEN, SERVER_LR = 32, 150, 0.01
+"""FedTP's hypernetwork: width of an embedding, width of a hidden layer, rate of its SGD."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """A client's images, (N, 3, S, S) float32 between -1 and 1, and labels, in memory."""
+
+    images: Tensor
+    labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+    @classmethod
+    def open(cls, folder: Path, size: int, place: torch.device) -> "Client":
+        data = DeviceData.open(folder)
+        (images, labels), (test_images, test_labels) = (
+            (_pixels(split, size).to(place), torch.from_numpy(split.labels).to(place))
+            for split in (data.train, data.test)
+        )
+        return cls(images=images, labels=labels, test_images=test_images, test_labels=test_labels)
+
+
+def _pixels(split: Split, size: int) -> Tensor:
+    pixels, _ = split.load(np.arange(len(split)), size)
+    return (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
+
+
+def make_model(job: Job, classes: int, seed: int) -> nn.Module:
+    """The job's ViT as timm makes it: images in, logits out, its attention fused as timm's usually is."""
+    vit = build_vit(SMALL, classes, seed=seed, options=job.model_options).vit
+    for module in vit.modules():
+        if isinstance(module, Attention):
+            module.fused_attn = True  # type: ignore[misc]  # final for TorchScript alone
+    return vit
+
+
+def train(model: nn.Module, client: Client, job: Job, draw: torch.Generator) -> None:
+    """A client's part of a round: passes over its images in a new order each, the last batch may be smaller."""
+    options = job.options
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=options["lr"], momentum=options["momentum"])
+    for _ in range(options["epochs"]):
+        order = torch.randperm(len(client.labels), generator=draw).to(client.labels.device)
+        for rows in torch.split(order, options["batch_size"]):
+            optimizer.zero_grad()
+            loss: Any = functional.cross_entropy(model(client.images[rows]), client.labels[rows])
+            loss.backward()
+            optimizer.step()
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, client: Client) -> float:
+    """Share of a client's test images whose class is found."""
+    model.eval()
+    batches = zip(torch.split(client.test_images, TEST_BATCH), torch.split(client.test_labels, TEST_BATCH), strict=True)
+    right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in batches)
+    return right / len(client.test_labels)
+
+
+def copied(model: nn.Module) -> State:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def average(states: Sequence[State], samples: Sequence[int]) -> State:
+    """The mean of clients' tensors, each weighted by its number of training images."""
+    total = sum(samples)
+    return {
+        name: torch.stack([state[name] * (count / total) for state, count in zip(states, samples, strict=True)]).sum(0)
+        for name in states[0]
+    }
+
+
+class HyperNetwork(nn.Module):
+    """FedTP's: a client's embedding goes through four linear layers, and one more for each generated tensor."""
+
+    def __init__(self, clients: int, shapes: Mapping[str, torch.Size], embedding: int, hidden: int) -> None:
+        super().__init__()
+        self.shapes = dict(shapes)
+        self.embedding = nn.Embedding(clients, embedding)
+        layers: list[nn.Module] = [nn.Linear(embedding, hidden)]
+        for _ in range(3):
+            layers += [nn.ReLU(), nn.Linear(hidden, hidden)]
+        self.trunk = nn.Sequential(*layers)
+        self.heads = nn.ModuleList(nn.Linear(hidden, shape.numel()) for shape in self.shapes.values())
+
+    def forward(self, clients: Tensor) -> State:
+        """Numbers of clients (K,) -> each generated tensor, (K, ...)."""
+        hidden = self.trunk(self.embedding(clients))
+        return {
+            name: head(hidden).reshape(-1, *shape)
+            for (name, shape), head in zip(self.shapes.items(), self.heads, strict=True)
+        }
+
+
+def learn_from(
+    optimizer: torch.optim.Optimizer, generated: State, trained: Sequence[State], samples: Sequence[int]
+) -> None:
+    """One step of the hypernetwork towards what clients made of their generated tensors.
+
+    The gradient of a generated tensor is minus its client's delta, weighted by the client's images.
+    """
+    total = sum(samples)
+    downhill = [
+        torch.stack(
+            [
+                (before - state[name]) * (count / total)
+                for before, state, count in zip(generated[name].detach(), trained, samples, strict=True)
+            ]
+        )
+        for name in generated
+    ]
+    optimizer.zero_grad()
+    torch.autograd.backward(list(generated.values()), downhill)
+    optimizer.step()
+
+
+class FedAvg:
+    """Every client trains the whole model, the server averages."""
+
+    def __init__(self, model: nn.Module, clients: Sequence[Client]) -> None:
+        self.model, self.clients = model, clients
+        self.shared = copied(model)
+
+    def round(self, asked: Sequence[int], train: Callable[[Client], None]) -> None:
+        """One round with the clients of these numbers; `train` trains the model on a client."""
+        states = [self._trained(number, train) for number in asked]
+        self.shared = average(states, self._samples(asked))
+
+    def load(self, number: int) -> None:
+        """Give the model what a client has."""
+        self.model.load_state_dict(self.shared)
+
+    def _trained(self, number: int, train: Callable[[Client], None]) -> State:
+        self.load(number)
+        train(self.clients[number])
+        return copied(self.model)
+
+    def _samples(self, asked: Sequence[int]) -> list[int]:
+        return [len(self.clients[number].labels) for number in asked]
+
+
+class FedTP(FedAvg):
+    """A hypernetwork makes each client's projection to queries, keys and values; the rest is averaged."""
+
+    def __init__(self, model: nn.Module, clients: Sequence[Client]) -> None:
+        super().__init__(model, clients)
+        shapes = {name: value.shape for name, value in self.shared.items() if name.endswith(GENERATED)}
+        self.place = next(model.parameters()).device
+        self.hypernetwork = HyperNetwork(len(clients), shapes, EMBEDDING, HIDDEN).to(self.place)
+        self.optimizer = torch.optim.SGD(self.hypernetwork.parameters(), lr=SERVER_LR)
+        for name in shapes:
+            del self.shared[name]
+
+    def round(self, asked: Sequence[int], train: Callable[[Client], None]) -> None:
+        generated = self._generate(asked)
+        states = []
+        for place, number in enumerate(asked):
+            self._load(generated, place)
+            train(self.clients[number])
+            states.append(copied(self.model))
+        samples = self._samples(asked)
+        self.shared = average([{name: state[name] for name in self.shared} for state in states], samples)
+        learn_from(self.optimizer, generated, states, samples)
+
+    def load(self, number: int) -> None:
+        self._load(self._generate([number]), 0)
+
+    def _generate(self, numbers: Sequence[int]) -> State:
+        return dict(self.hypernetwork(torch.tensor(numbers, device=self.place)))
+
+    def _load(self, generated: State, place: int) -> None:
+        own = {name: values[place].detach() for name, values in generated.items()}
+        self.model.load_state_dict({**self.shared, **own})
+
+
+METHODS: Mapping[str, type[FedAvg]] = {"fedavg": FedAvg, "fedtp": FedTP}
+
+
+def run(
+    job: Job, folders: Sequence[Path], *, rounds: int, seed: int, device: str, threads: int
+) -> tuple[list[float], float]:
+    """Train, then test on each client's own images: (when each round ended, mean accuracy over clients).
+
+    `device` is "cpu" or "cuda"; `threads` are torch's on the processor. Times are seconds of a clock that only counts
+    up. Clients without test images have no accuracy.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    place = torch.device(device)
+    draw = torch.Generator().manual_seed(seed)
+    clients = [Client.open(folder, job.model_options["image_size"], place) for folder in folders]
+    classes = len(DeviceData.open(folders[0]).classes)
+    method = METHODS[job.method](make_model(job, classes, seed).to(place), clients)
+    numbers = {folder.name: number for number, folder in enumerate(folders)}
+    ended = []
+    for asked in itertools.islice(cohorts(list(numbers), job.cohort, seed), rounds):
+        method.round([numbers[name] for name in asked], lambda client: train(method.model, client, job, draw))
+        if place.type == "cuda":
+            torch.cuda.synchronize()
+        ended.append(time.monotonic())
+    accuracies = []
+    for number, client in enumerate(clients):
+        if len(client.test_labels):
+            method.load(number)
+            accuracies.append(accuracy(method.model, client))
+    return ended, mean(accuracies)
+
+
+def main() -> None:
+    """Arguments: the job, rounds, seed, device, threads, device folders. Prints one JSON object."""
+    text, rounds, seed, device, threads, *folders = sys.argv[1:]
+    ended, reached = run(
+        decode_job(text),
+        [Path(folder) for folder in folders],
+        rounds=int(rounds),
+        seed=int(seed),
+        device=device,
+        threads=int(threads),
+    )
+
+    from profiles.probes.host import peak_rss_bytes  # last: it is no part of what a user's program holds
+
+    measured = Measured(ended=ended, accuracy=reached, peak_rss_bytes=peak_rss_bytes())
+    sys.stdout.write(msgspec.json.encode(measured).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,33 +4,27 @@ import sys
 import tempfile
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from bench.simulate.jobs import Job, Measured, decode_job
 from coordinator.record.store import Store
-from fleet.simulate import simulate
+from fleet.simulate import Engine, simulate
 from profiles.probes.host import peak_rss_bytes
 
 RUN = "bench"
 
 
-def engine_values(engine: str, accelerator: str) -> dict[str, Any]:
-    """What tells `simulate` its engine, beside the job; onnxruntime is the usual one and stays on the processor."""
-    return {"engine": "torch", "accelerator": accelerator} if engine == "torch" else {}
-
-
 def run(
-    job: Job, folders: list[Path], *, rounds: int, seed: int, engine: str, accelerator: str
+    job: Job, folders: list[Path], *, rounds: int, seed: int, engine: Engine, accelerator: str
 ) -> tuple[list[float], float | None]:
     """Simulate: (when each round ended, mean accuracy over devices after the last).
 
     A round ends when its state is saved; the evaluation comes after that. Raises FedvitError when the run fails.
     """
-    values = {**job.config(rounds, seed), **engine_values(engine, accelerator)}
+    values = {**job.config(rounds, seed), "accelerator": accelerator if engine == "torch" else "cpu"}
     with tempfile.TemporaryDirectory(prefix="bench-simulate-") as made:
-        outcome = simulate(folders, values, out=Path(made), run=RUN)
+        outcome = simulate(folders, values, out=Path(made), run=RUN, engine=engine)
         store = Store.in_folder(Path(made))
         try:
             ended = [datetime.fromisoformat(str(entry.closed_at)).timestamp() for entry in store.rounds(RUN)]
@@ -47,7 +41,7 @@ def main() -> None:
         [Path(folder) for folder in folders],
         rounds=int(rounds),
         seed=int(seed),
-        engine=engine,
+        engine="torch" if engine == "torch" else "onnx",
         accelerator=accelerator,
     )
     measured = Measured(ended=ended, accuracy=accuracy, peak_rss_bytes=peak_rss_bytes())

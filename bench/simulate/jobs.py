@@ -10,13 +10,13 @@ import numpy as np
 from msgspec import Struct
 
 from coordinator.run.cohort import select_uniform
-from fedvit.data import read_samples
-from fedvit.data.partition import deal_out, make_partition
-from fedvit.data.samples import ArrayImages, Samples
 from fedvit.errors import ConfigError
 from fedvit.models import SMALL
+from fleet.datasets import read_samples
+from fleet.datasets.samples import ArrayImages, Samples
 from fleet.devices import device_folders
 from fleet.partition import write_device_folders
+from fleet.partitions import deal_out, make_partition
 
 DEVICES = 20
 COHORT = 10

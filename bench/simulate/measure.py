@@ -26,10 +26,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bench.simulate.jobs import COHORT, SEED, Job, Measured, encode_job, rounds_until_all_were_asked
-from fedvit.errors import FedvitError
 from bench.child import run_child
 from bench.machine import Machine, this_machine
+from bench.simulate.jobs import COHORT, SEED, Job, Measured, encode_job, rounds_until_all_were_asked
+from fedvit.errors import FedvitError
 from profiles.probes.host import usable_cores
 
 ENGINES = ("onnx", "torch")

@@ -88,7 +88,7 @@ class ClosedRound(NamedTuple):
     figures: dict[str, float]
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -252,13 +252,13 @@ class Store:
     def create_run(self, run: str, config: dict[str, Any], broker: dict[str, Any] | None = None) -> None:
         """A run that begins now."""
         with self._transaction() as connection:
-            _insert(connection, RUNS, [RunRecord(run, _now(), "waiting", config, broker=broker or {})])
+            _insert(connection, RUNS, [RunRecord(run, now(), "waiting", config, broker=broker or {})])
 
     def submit_run(self, run: str, config: dict[str, Any]) -> None:
         """A run that waits in the queue of a service."""
-        now = _now()
+        at = now()
         with self._transaction() as connection:
-            _insert(connection, RUNS, [RunRecord(run, now, "queued", config, submitted_at=now)])
+            _insert(connection, RUNS, [RunRecord(run, at, "queued", config, submitted_at=at)])
 
     def submitted(self) -> list[RunRecord]:
         """Runs for a service that are not over: first those that began, then the queue, each in order of submission."""
@@ -283,7 +283,7 @@ class Store:
         with self._transaction() as connection:
             queued = (RUNS.c.id == run, RUNS.c.status == "queued")
             connection.execute(update(RUNS).where(*queued).values(status="cancelled"))
-            connection.execute(update(RUNS).where(RUNS.c.id == run).values(cancelled_at=_now()))
+            connection.execute(update(RUNS).where(RUNS.c.id == run).values(cancelled_at=now()))
             _seal(connection, RUNS, RUNS.c.id == run)
 
     def is_cancelled(self, run: str) -> bool:
@@ -328,15 +328,17 @@ class Store:
 
     # --- rounds ---------------------------------------------------------------------------------------
 
-    def open_round(self, run: str, number: int, cohort: list[str], needed: int | None = None) -> None:
-        """A round begins; or it asks another cohort, since the first gave nothing."""
+    def open_round(
+        self, run: str, number: int, cohort: list[str], needed: int | None = None, at: str | None = None
+    ) -> None:
+        """A round begins, now or at a time (ISO 8601, UTC); or it asks another cohort, since the first gave nothing."""
         this = _this_round(run, number)
         with self._transaction() as connection:
             if connection.execute(select(ROUNDS.c.round).where(this)).first():
                 connection.execute(update(ROUNDS).where(this).values(cohort=cohort, needed=needed))
                 _seal(connection, ROUNDS, this)
             else:
-                _insert(connection, ROUNDS, [RoundRecord(run, number, cohort, _now(), needed=needed)])
+                _insert(connection, ROUNDS, [RoundRecord(run, number, cohort, at or now(), needed=needed)])
 
     def close_round(
         self,
@@ -345,12 +347,15 @@ class Store:
         state: SavedState | None,
         figures: dict[str, float],
         asked: Sequence[str] | None = None,
+        at: str | None = None,
     ) -> None:
-        """Its training is over: what the server made of its results, and its totals. `state` None: nobody knows it any
-        more; `asked`: devices that were given a task, by default those that the record has tasks of."""
+        """Its training is over, now or `at` a time: what the server made of its results, and its totals.
+
+        `state` None: nobody knows it any more; `asked`: devices that were given a task, by default those that the
+        record has tasks of."""
         with self._transaction() as connection:
             this = _this_round(run, number)
-            values = {"closed_at": _now(), "state": msgspec.to_builtins(state), "figures": figures}
+            values = {"closed_at": at or now(), "state": msgspec.to_builtins(state), "figures": figures}
             connection.execute(update(ROUNDS).where(this).values(**values))
             self._sum_up_training(connection, run, number, asked)
 
@@ -505,7 +510,7 @@ class Store:
         """Devices are asked to train, for the first time or again in the same round."""
         rows, contents = [], dict[str, Any]()
         for task in tasks:
-            row = {**msgspec.structs.asdict(task), "run": run, "asked_at": _now()}
+            row = {**msgspec.structs.asdict(task), "run": run, "asked_at": now()}
             if task.expected:
                 row["expected"] = digest_of(content := msgspec.json.encode(task.expected))
                 contents[row["expected"]] = content
@@ -586,7 +591,7 @@ class Store:
                 )
                 for device, result, used_in in results
             ]  # fmt: skip
-            rows = [{**msgspec.to_builtins(record), "received_at": _now()} for record in records]
+            rows = [{**msgspec.to_builtins(record), "received_at": now()} for record in records]
             if not self._file:
                 there = _there(connection, [result for _, result, _ in results], [device for device, *_ in results])
                 rows = [row for row in rows if (row["run"], row["round"], row["kind"], row["device"]) not in there]
@@ -666,7 +671,7 @@ class Store:
     ) -> None:
         """Something that was not accepted, or with `lost` never came: counted and shown, never fatal. `broke`: a device
         stopped by its budget."""
-        refusal = RefusalRecord(round_number, device, kind, reason, _now(), broke, lost)
+        refusal = RefusalRecord(round_number, device, kind, reason, now(), broke, lost)
         with self._transaction() as connection:
             _insert(connection, REFUSALS, [refusal], run=run)
             if broke:
@@ -689,7 +694,7 @@ class Store:
         mine = (STRIKES.c.run == run, STRIKES.c.device == device)
         with self._transaction() as connection:
             if not connection.execute(select(STRIKES.c.id).where(*mine, STRIKES.c.round == round_number)).first():
-                _insert(connection, STRIKES, [StrikeRecord(round_number, device, reason, _now(), False)], run=run)
+                _insert(connection, STRIKES, [StrikeRecord(round_number, device, reason, now(), False)], run=run)
                 _seal(connection, STRIKES, *mine)  # its number is part of it
             return len(connection.execute(select(STRIKES.c.id).where(*mine, STRIKES.c.spent.is_(False))).all())
 
@@ -701,7 +706,7 @@ class Store:
     def add_quarantine(self, run: str, device: str, round_number: int, until_round: int | None, reason: str) -> None:
         """From now on the device's strikes are counted anew."""
         with self._transaction() as connection:
-            made = QuarantineRecord(device, round_number, until_round, reason, _now(), None)
+            made = QuarantineRecord(device, round_number, until_round, reason, now(), None)
             _insert(connection, QUARANTINES, [made], run=run)
             _seal(connection, QUARANTINES, QUARANTINES.c.run == run, QUARANTINES.c.device == device)
             _spend_strikes(connection, run, device)
@@ -720,7 +725,7 @@ class Store:
         """End a device's quarantines and forget its strikes; False when it had neither."""
         held = (QUARANTINES.c.run == run, QUARANTINES.c.device == device, QUARANTINES.c.released_at.is_(None))
         with self._transaction() as connection:
-            ended = connection.execute(update(QUARANTINES).where(*held).values(released_at=_now()))
+            ended = connection.execute(update(QUARANTINES).where(*held).values(released_at=now()))
             _seal(connection, QUARANTINES, *held[:2])
             return ended.rowcount + _spend_strikes(connection, run, device) > 0
 

@@ -25,7 +25,7 @@ from coordinator.config import RunConfig
 from coordinator.planning.planner import activation_bytes, make_plan
 from coordinator.record.privacy import cohort_seed, round_figures
 from coordinator.record.references import references, snapshot
-from coordinator.record.store import Store
+from coordinator.record.store import Store, now
 from coordinator.record.tables import Asked, Reference, SavedState, TaskRecord
 from coordinator.run.cohort import cohort_size, select_fair, select_uniform
 from coordinator.run.display import Display, View
@@ -180,7 +180,7 @@ class TorchSimulation:
             raise
 
     def _round(self, number: int) -> None:
-        config, began = self._config, time.monotonic()
+        config, began, opened_at = self._config, time.monotonic(), now()
         here = self._quarantine.admitted(self._devices, number)
         chosen = self._chosen(here, number)
         self._doing(f"round {number}/{config.rounds}: {len(chosen)} devices train")
@@ -194,10 +194,13 @@ class TorchSimulation:
         }  # fmt: skip
         for name in chosen:
             self._turns[name] = Asked(number, self._turns[name].times + 1 if name in self._turns else 1)
+        closed_at = now()
         due = number % config.evaluate_every == 0 or number == config.rounds
         tested = self._evaluate(number) if due else None
         saved = self._save(number) if self._is_checkpoint(number) else None
-        self._rows.append(partial(self._write_round, number, chosen, brought, figures, tested, saved))
+        self._rows.append(
+            partial(self._write_round, number, (opened_at, closed_at), chosen, brought, figures, tested, saved)
+        )
         if saved:
             self._checkpoint(number, saved)
 
@@ -463,6 +466,7 @@ class TorchSimulation:
     def _write_round(
         self,
         number: int,
+        times: tuple[str, str],  # when it was opened and closed
         chosen: list[str],
         brought: Sequence[Brought],
         figures: dict[str, float],
@@ -470,7 +474,7 @@ class TorchSimulation:
         saved: SavedState | None,
     ) -> None:
         store, run = self._store, self._run
-        store.open_round(run, number, chosen, len(chosen))
+        store.open_round(run, number, chosen, len(chosen), times[0])
         store.add_tasks(run, [TaskRecord(number, name, PROGRAM, {}) for name in chosen])
         results = []
         for one in sorted(brought):
@@ -482,7 +486,7 @@ class TorchSimulation:
         store.add_results(results)
         missing = sorted(set(chosen) - {one.device for one in brought})
         store.end_tasks(run, [(number, name) for name in missing], "failed")
-        store.close_round(run, number, saved, figures, chosen)
+        store.close_round(run, number, saved, figures, chosen, times[1])
         if tested is not None:
             store.add_results(tested)
             store.round_evaluated(run, number)

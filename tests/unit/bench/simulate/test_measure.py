@@ -5,8 +5,8 @@ from io import StringIO
 import msgspec
 from rich.console import Console
 
-from bench.simulate.measure import CaseResult, Side, SimulateReport, agree, simulate_report
 from bench.machine import this_machine
+from bench.simulate.measure import CaseResult, Side, SimulateReport, agree, simulate_report
 
 
 def report(onnx: float, loop: float) -> SimulateReport:

@@ -25,6 +25,8 @@ from fleet.virtual import Host
 from profiles.probes.host import usable_cores
 
 Engine = Literal["auto", "onnx", "torch"]
+Precision = Literal["fp32", "tf32", "bf16"]
+"""Of products on a GPU, in the torch engine."""
 
 DEFAULTS: dict[str, Any] = {"accelerator": "cpu", "deadline_s": 7 * 86400.0}
 """Where a simulation differs from a run on devices, unless it is told otherwise: a slow machine loses nobody."""
@@ -44,6 +46,7 @@ def simulate(
     resume: bool = False,
     agent_kinds: Mapping[str, Callable[..., Agent]] | None = None,
     engine: Engine = "onnx",
+    precision: Precision = "fp32",
 ) -> FleetOutcome:
     """Run one configuration with one virtual device per folder, in this process; a mapping names them.
 
@@ -72,7 +75,7 @@ def simulate(
     if not (resume and _is_there(store, run, config)):
         store.create_run(run, msgspec.to_builtins(config))
     if engine == "torch" or (engine == "auto" and accelerator != "cpu"):
-        return _on_torch(run, config, store, home, devices, accelerator, display or Display())
+        return _on_torch(run, config, store, home, devices, accelerator, display or Display(), precision)
     coordinator = Coordinator(
         run=run,
         config=config,
@@ -127,13 +130,21 @@ def _on_torch(
     devices: Mapping[str, Path],
     accelerator: str,
     display: Display,
+    precision: Precision,
 ) -> FleetOutcome:
     from fleet.engines.simulation import TorchSimulation
 
     began = time.monotonic()
     try:
         TorchSimulation(
-            run=run, config=config, store=store, home=home, folders=devices, accelerator=accelerator, display=display
+            run=run,
+            config=config,
+            store=store,
+            home=home,
+            folders=devices,
+            accelerator=accelerator,
+            display=display,
+            precision=precision,
         ).run_rounds()
         return FleetOutcome(summarise(store, run), time.monotonic() - began, home)
     finally:

@@ -22,7 +22,17 @@ from fedvit.models.vit import PatchViT
 from fedvit.program import LABELS, Batch, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
 from fleet.engines.pictures import Drawn, Images, Pictures, draw_training, normalised, unfolded
-from fleet.engines.steps import CapturedRunner, Lanes, Named, Runner, Work, compiled, side_by_side
+from fleet.engines.steps import (
+    CapturedRunner,
+    Lanes,
+    Named,
+    Precision,
+    Runner,
+    Work,
+    compiled,
+    in_precision,
+    side_by_side,
+)
 
 ANSWERED_AT_ONCE = 64
 """Images of each device that are answered together."""
@@ -60,8 +70,11 @@ class Trained:
 class Cohort:
     """One run's: the functions of its methods, and the images of its devices."""
 
-    def __init__(self, vit: PatchViT, pictures: Pictures, place: torch.device, *, compile: bool = False) -> None:
-        self._compile = compile
+    def __init__(
+        self, vit: PatchViT, pictures: Pictures, place: torch.device, *, precision: Precision, fused: bool
+    ) -> None:
+        self._precision = precision
+        self._fused = fused
         self._vit = vit
         self._pictures = pictures
         self._place = place
@@ -202,8 +215,8 @@ class Cohort:
 
     def _made(self, key: tuple[object, ...], step: Callable[[], Step]) -> Lanes:
         if key not in self._lanes:
-            lanes = side_by_side(step())
-            self._lanes[key] = compiled(lanes) if self._compile else lanes
+            lanes = in_precision(side_by_side(step()), self._precision, self._place)
+            self._lanes[key] = compiled(lanes) if self._fused else lanes
         return self._lanes[key]
 
     # --- evaluation -----------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from fedvit.updates import NONE, Decoded
 from fedvit.wire.messages import Result, TaskKind
 from fleet.engines.cohort import Cohort, Values, answering_flops
 from fleet.engines.pictures import Images, Pictures
-from fleet.engines.steps import Named
+from fleet.engines.steps import Named, Precision
 from profiles.program_cost import PricedProgram
 
 CHECKPOINT_EVERY_S = 5.0
@@ -117,6 +117,8 @@ class TorchSimulation:
         folders: Mapping[str, Path],
         accelerator: str,
         display: Display,
+        precision: Precision = "fp32",
+        fused: bool | None = None,
     ) -> None:
         check_engine_config(config)
         self._run, self._config, self._store, self._home = run, config, store, home
@@ -137,7 +139,13 @@ class TorchSimulation:
             self._doing(f"reading images: folder {number} of {len(opened)}")
         pictures.finish()
         self._devices = {name: Device(name, *images[folder]) for name, folder in sorted(folders.items())}
-        self._cohort = Cohort(plan.vit, pictures, self._place)
+        self._cohort = Cohort(
+            plan.vit,
+            pictures,
+            self._place,
+            precision=precision,
+            fused=self._place.type == "cuda" if fused is None else fused,
+        )
         self._quarantine = Quarantine(run, store, config.protection)
         self._screen = Screen.of(config.protection)
         self._priced: dict[Method, PricedProgram] = {}

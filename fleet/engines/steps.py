@@ -5,7 +5,7 @@ It is the function that is traced into the graph of a device (`fedvit.methods.st
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,6 +50,21 @@ class Work:
 
         arrays = {name: value[:, :count] for name, value in self.arrays.items()}
         return Work(fewer(self.moving), fewer(self.own), self.common, arrays, self.last, self.lr)
+
+
+Precision = Literal["fp32", "tf32", "bf16"]
+"""Of products. tf32 rounds their factors to 10 bits, bf16 computes in bfloat16; weights are float32 always."""
+
+
+def in_precision(lanes: Lanes, precision: Precision, place: torch.device) -> Lanes:
+    """The function with its products in a precision."""
+
+    def call(*parts: Named) -> Named:
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+        with torch.autocast(place.type, torch.bfloat16, enabled=precision == "bf16"):
+            return lanes(*parts)
+
+    return call
 
 
 After = Callable[[int, Named], None]

@@ -6,6 +6,7 @@ Letters: D devices, T steps, B samples, S image side, N patches, K kept patches,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -154,10 +155,19 @@ def varied(images: Tensor, fed: Mapping[str, Tensor], batch: Batch) -> Tensor:
 
 def normalised(images: Tensor, batch: Batch) -> Tensor:
     """(value / 255 - mean) / std for each colour, float32."""
-    mean, std = np.asarray(batch.mean), np.asarray(batch.std)
-    scale = torch.tensor((1.0 / (255.0 * std)).astype(np.float32), device=images.device)
-    shift = torch.tensor((mean / std).astype(np.float32), device=images.device)
+    scale, shift = _scale_and_shift(batch.mean, batch.std, images.device)
     return images.float() * scale - shift
+
+
+@cache
+def _scale_and_shift(
+    mean: tuple[float, ...], std: tuple[float, ...], place: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Kept, because nothing can be copied to a GPU while its kernels are recorded."""
+    deviation = np.asarray(std)
+    scale = (1.0 / (255.0 * deviation)).astype(np.float32)
+    shift = (np.asarray(mean) / deviation).astype(np.float32)
+    return torch.from_numpy(scale).to(place), torch.from_numpy(shift).to(place)
 
 
 def unfolded(images: Tensor, patch: int) -> Tensor:

@@ -47,6 +47,7 @@ def simulate(
     agent_kinds: Mapping[str, Callable[..., Agent]] | None = None,
     engine: Engine = "onnx",
     precision: Precision = "fp32",
+    fused: bool | None = None,
 ) -> FleetOutcome:
     """Run one configuration with one virtual device per folder, in this process; a mapping names them.
 
@@ -75,7 +76,7 @@ def simulate(
     if not (resume and _is_there(store, run, config)):
         store.create_run(run, msgspec.to_builtins(config))
     if engine == "torch" or (engine == "auto" and accelerator != "cpu"):
-        return _on_torch(run, config, store, home, devices, accelerator, display or Display(), precision)
+        return _on_torch(run, config, store, home, devices, accelerator, display or Display(), precision, fused)
     coordinator = Coordinator(
         run=run,
         config=config,
@@ -131,6 +132,7 @@ def _on_torch(
     accelerator: str,
     display: Display,
     precision: Precision,
+    fused: bool | None,
 ) -> FleetOutcome:
     from fleet.engines.simulation import TorchSimulation
 
@@ -145,6 +147,7 @@ def _on_torch(
             accelerator=accelerator,
             display=display,
             precision=precision,
+            fused=fused,
         ).run_rounds()
         return FleetOutcome(summarise(store, run), time.monotonic() - began, home)
     finally:

@@ -26,6 +26,9 @@ from fedvit.files import atomic_write
 )
 @click.option("--parts", type=click.Path(path_type=Path), help="Keep the device folders here, and use those of before.")
 @click.option("--accelerator", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Of torch and loop.")
+@click.option(
+    "--precision", type=click.Choice(["fp32", "tf32", "bf16"]), default="fp32", help="Of products of torch and loop."
+)
 @click.option("--sides", default="onnx,torch,loop", metavar="NAME,...", help="Only these sides.")
 @click.option(
     "--threads",
@@ -43,6 +46,7 @@ def simulate_command(
     data: Path,
     parts: Path | None,
     accelerator: str,
+    precision: str,
     sides: str,
     threads: tuple[int, ...],
     as_json: bool,
@@ -68,6 +72,7 @@ def simulate_command(
             rounds=rounds,
             turns=turns,
             accelerator=accelerator,
+            precision=precision,
             sides=wanted,
             threads=threads,
             progress=display.line,

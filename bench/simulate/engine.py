@@ -9,14 +9,14 @@ import msgspec
 
 from bench.simulate.jobs import Job, Measured, decode_job
 from coordinator.record.store import Store
-from fleet.simulate import Engine, simulate
+from fleet.simulate import Engine, Precision, simulate
 from profiles.probes.host import peak_rss_bytes
 
 RUN = "bench"
 
 
 def run(
-    job: Job, folders: list[Path], *, rounds: int, seed: int, engine: Engine, accelerator: str
+    job: Job, folders: list[Path], *, rounds: int, seed: int, engine: Engine, accelerator: str, precision: Precision
 ) -> tuple[list[float], float | None]:
     """Simulate: (when each round ended, mean accuracy over devices after the last).
 
@@ -24,7 +24,9 @@ def run(
     """
     values = {**job.config(rounds, seed), "accelerator": accelerator if engine == "torch" else "cpu"}
     with tempfile.TemporaryDirectory(prefix="bench-simulate-") as made:
-        outcome = simulate(folders, values, out=Path(made), run=RUN, engine=engine)
+        outcome = simulate(
+            folders, values, out=Path(made), run=RUN, engine=engine, precision=precision, fused=accelerator != "cpu"
+        )
         store = Store.in_folder(Path(made))
         try:
             ended = [datetime.fromisoformat(str(entry.closed_at)).timestamp() for entry in store.rounds(RUN)]
@@ -34,15 +36,16 @@ def run(
 
 
 def main() -> None:
-    """Arguments: the job, rounds, seed, engine, accelerator, device folders."""
-    text, rounds, seed, engine, accelerator, *folders = sys.argv[1:]
+    """Arguments: the job, rounds, seed, engine, accelerator, precision, device folders."""
+    text, rounds, seed, engine, accelerator, precision, *folders = sys.argv[1:]
     ended, accuracy = run(
         decode_job(text),
         [Path(folder) for folder in folders],
         rounds=int(rounds),
         seed=int(seed),
-        engine="torch" if engine == "torch" else "onnx",
+        engine=msgspec.convert(engine, Engine),
         accelerator=accelerator,
+        precision=msgspec.convert(precision, Precision),
     )
     measured = Measured(ended=ended, accuracy=accuracy, peak_rss_bytes=peak_rss_bytes())
     sys.stdout.write(msgspec.json.encode(measured).decode() + "\n")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -68,7 +69,7 @@ def make_model(job: Job, classes: int, seed: int) -> nn.Module:
     return vit
 
 
-def train(model: nn.Module, client: Client, job: Job, draw: torch.Generator) -> None:
+def train(model: nn.Module, client: Client, job: Job, draw: torch.Generator, *, bf16: bool = False) -> None:
     """A client's part of a round: passes over its images in a new order each, the last batch may be smaller."""
     options = job.options
     model.train()
@@ -77,7 +78,8 @@ def train(model: nn.Module, client: Client, job: Job, draw: torch.Generator) -> 
         order = torch.randperm(len(client.labels), generator=draw).to(client.labels.device)
         for rows in torch.split(order, options["batch_size"]):
             optimizer.zero_grad()
-            loss: Any = functional.cross_entropy(model(client.images[rows]), client.labels[rows])
+            with torch.autocast(order.device.type, torch.bfloat16, enabled=bf16):
+                loss: Any = functional.cross_entropy(model(client.images[rows]), client.labels[rows])
             loss.backward()
             optimizer.step()
 
@@ -211,7 +213,7 @@ METHODS: Mapping[str, type[FedAvg]] = {"fedavg": FedAvg, "fedtp": FedTP}
 
 
 def run(
-    job: Job, folders: Sequence[Path], *, rounds: int, seed: int, device: str, threads: int
+    job: Job, folders: Sequence[Path], *, rounds: int, seed: int, device: str, precision: str, threads: int
 ) -> tuple[list[float], float]:
     """Train, then test on each client's own images: (when each round ended, mean accuracy over clients).
 
@@ -219,6 +221,7 @@ def run(
     up. Clients without test images have no accuracy.
     """
     torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     torch.manual_seed(seed)
     place = torch.device(device)
     draw = torch.Generator().manual_seed(seed)
@@ -226,9 +229,10 @@ def run(
     classes = len(DeviceData.open(folders[0]).classes)
     method = METHODS[job.method](make_model(job, classes, seed).to(place), clients)
     numbers = {folder.name: number for number, folder in enumerate(folders)}
+    work = partial(_train_client, method.model, job, draw, precision == "bf16")
     ended = []
     for asked in itertools.islice(cohorts(list(numbers), job.cohort, seed), rounds):
-        method.round([numbers[name] for name in asked], lambda client: train(method.model, client, job, draw))
+        method.round([numbers[name] for name in asked], work)
         if place.type == "cuda":
             torch.cuda.synchronize()
         ended.append(time.monotonic())
@@ -240,15 +244,20 @@ def run(
     return ended, mean(accuracies)
 
 
+def _train_client(model: nn.Module, job: Job, draw: torch.Generator, bf16: bool, client: Client) -> None:
+    train(model, client, job, draw, bf16=bf16)
+
+
 def main() -> None:
-    """Arguments: the job, rounds, seed, device, threads, device folders. Prints one JSON object."""
-    text, rounds, seed, device, threads, *folders = sys.argv[1:]
+    """Arguments: the job, rounds, seed, device, precision, threads, device folders. Prints one JSON object."""
+    text, rounds, seed, device, precision, threads, *folders = sys.argv[1:]
     ended, reached = run(
         decode_job(text),
         [Path(folder) for folder in folders],
         rounds=int(rounds),
         seed=int(seed),
         device=device,
+        precision=precision,
         threads=int(threads),
     )
 

@@ -69,6 +69,7 @@ class SimulateReport(Struct, frozen=True, kw_only=True):
 
     machine: Machine
     accelerator: str  # of torch and loop; onnx computes on the processor
+    precision: str  # of their products
     devices: int
     cohort: int
     images: int  # of all devices, training and test
@@ -86,6 +87,7 @@ def run_simulate_bench(
     rounds: int,
     turns: int,
     accelerator: str,
+    precision: str,
     sides: Sequence[str],
     threads: Sequence[int] = (),
     progress: Progress = lambda line: None,
@@ -99,13 +101,16 @@ def run_simulate_bench(
     return SimulateReport(
         machine=this_machine(),
         accelerator=accelerator,
+        precision=precision,
         devices=len(folders),
         cohort=COHORT,
         images=images,
         rounds=rounds,
         turns=turns,
         accuracy_tolerance=TOLERANCE,
-        cases=[_measure(job, folders, rounds, turns, accelerator, sides, threads, progress) for job in jobs],
+        cases=[
+            _measure(job, folders, rounds, turns, (accelerator, precision), sides, threads, progress) for job in jobs
+        ],
     )
 
 
@@ -114,7 +119,7 @@ def _measure(
     folders: Sequence[Path],
     rounds: int,
     turns: int,
-    accelerator: str,
+    place: tuple[str, str],  # accelerator and precision
     sides: Sequence[str],
     threads: Sequence[int],
     progress: Progress,
@@ -122,9 +127,9 @@ def _measure(
     before = rounds_until_all_were_asked([folder.name for folder in folders], job.cohort, SEED)
     job_arguments = (encode_job(job), str(before + rounds), str(SEED))
     commands: dict[tuple[str, int | None], tuple[str, ...]] = {
-        (engine, None): ("bench.simulate.engine", *job_arguments, engine, accelerator) for engine in ENGINES
+        (engine, None): ("bench.simulate.engine", *job_arguments, engine, *place) for engine in ENGINES
     }
-    commands |= {("loop", count): ("bench.simulate.loop", *job_arguments, accelerator, str(count)) for count in threads}
+    commands |= {("loop", count): ("bench.simulate.loop", *job_arguments, *place, str(count)) for count in threads}
     runs: dict[tuple[str, int | None], list[Measured]] = {way: [] for way in commands}
     failed = {side: f"not run: --sides {','.join(sides)}" for side in SIDES if side not in sides}
     for turn in range(turns):
@@ -217,7 +222,7 @@ def simulate_report(report: SimulateReport) -> RenderableType:
     machine = report.machine
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
     notes += [
-        f"{machine.cpu}, {machine.cores} cores, torch and loop on {report.accelerator}; {versions}",
+        f"{machine.cpu}, {machine.cores} cores; torch and loop on {report.accelerator}, {report.precision}; {versions}",
         f"{report.devices} devices with {report.images} images, {report.cohort} a round; "
         f"{report.rounds} rounds counted in each process, median of {report.turns}",
     ]

@@ -334,7 +334,7 @@ def make_plan(
     rule = base.server_rule(vit)
     common = {name for names in groups.values() for name in names}
     tensors = {name: value for name, value in values.items() if name in common}
-    memory = rule.begin(config.seed) | (start.memory if start is not None else {})
+    memory = rule.begin(config.seed) | dict(start.memory if start is not None else {})
     return Plan(
         config=config,
         classes=classes,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
 from msgspec import Meta
 from torch import Tensor
@@ -121,7 +122,7 @@ class ServerState:
     """All that a server keeps between rounds; the store saves it whole."""
 
     tensors: Tensors  # the values of every group that is the same for all devices
-    memory: Tensors = field(default_factory=dict)  # what the rule remembers: optimizer state, generators
+    memory: Mapping[str, Array] = field(default_factory=dict)  # what the rule remembers: optimizer state, generators
     # device -> digest of an upload kept for later rounds; those of the oldest round come first
     uploads: dict[str, str] = field(default_factory=dict)
 
@@ -159,6 +160,13 @@ class ServerRule(ABC):
     def generate(self, state: ServerState, device: str, seed: int) -> Tensors:
         """The values of the generated groups for one device: those of the next round, or of an evaluation."""
         return {}
+
+    def generate_for(
+        self, state: ServerState, devices: Sequence[str], seed: int, place: torch.device
+    ) -> dict[str, Tensor]:
+        """As `generate`, for D devices at once: (D, ...) on `place`."""
+        made = [self.generate(state, device, seed) for device in devices]
+        return {name: torch.from_numpy(np.stack([one[name] for one in made])).to(place) for name in made[0]}
 
     @abstractmethod
     def close(

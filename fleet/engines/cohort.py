@@ -79,7 +79,7 @@ class Cohort:
         self._pictures = pictures
         self._place = place
         self._lanes: dict[tuple[object, ...], Lanes] = {}
-        self._runners: dict[tuple[Method, Train, int], Runner] = {}
+        self._runners: dict[tuple[Method, Train, int, bool], Runner] = {}
 
     # --- training -------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Cohort:
             if phase.collect is None or repeat < phase.repeats - 1:
                 return
             values = outputs[f"collect/{phase.collect.output}"]
-            for device in range(len(values)):
+            for device in range(sum(end > step for end in ends)):
                 of, sampler = drawn[device], samplers[device]
                 assert sampler is not None
                 chosen = sampler.positions(of.epochs[batch], of.rows[batch], of.readable[batch])
@@ -184,11 +184,15 @@ class Cohort:
         pieces: list[Named] = []
         for first, last in pairwise([0, *sorted(set(ends))]):
             there = sum(end > first for end in ends)
-            work = work.of_first(there)
-            runner = self._runner(method, phase, program.batch, there)
+            # on a GPU each number of devices has a recording of its own: few numbers, some places computed in vain
+            places = there if self._place.type == "cpu" else _half_as_often(len(ends), there)
+            work = work.of_first(places)
+            runner = self._runner(method, phase, program.batch, places, fused=self._fused and places == len(ends))
             work.moving = runner.run(work, first, last, losses, keep if phase.collect else None)
             going_on = sum(end > last for end in ends)
-            pieces.append({name: value[going_on:] for name, value in work.moving.items() if name.startswith("tensor/")})
+            pieces.append(
+                {name: value[going_on:there] for name, value in work.moving.items() if name.startswith("tensor/")}
+            )
         moved = {
             name.removeprefix("tensor/"): torch.cat([piece[name] for piece in reversed(pieces)]) for name in pieces[0]
         }
@@ -203,20 +207,21 @@ class Cohort:
         by_step = losses.cpu().numpy()
         return moved, [_loss(of, by_step[:, device], phase.repeats) for device, of in enumerate(drawn)]
 
-    def _runner(self, method: Method, phase: Train, batch: Batch, devices: int) -> Runner:
+    def _runner(self, method: Method, phase: Train, batch: Batch, devices: int, *, fused: bool) -> Runner:
         # computing blocks again is for devices of little memory, and changes no number
         plain = replace(method, recompute=False)
-        key = (plain, phase, devices if self._place.type == "cuda" else 0)
+        key = (plain, phase, devices if self._place.type == "cuda" else 0, fused)
         if key not in self._runners:
-            lanes = self._made((plain, phase), lambda: whole_step(plain, self._vit, phase))
+            lanes = self._made((plain, phase), lambda: whole_step(plain, self._vit, phase), fused=fused)
             kind = CapturedRunner if self._place.type == "cuda" else Runner
             self._runners[key] = kind(lanes, self._pictures.pixels, batch)
         return self._runners[key]
 
-    def _made(self, key: tuple[object, ...], step: Callable[[], Step]) -> Lanes:
+    def _made(self, key: tuple[object, ...], step: Callable[[], Step], *, fused: bool = False) -> Lanes:
+        key = (*key, fused)
         if key not in self._lanes:
             lanes = in_precision(side_by_side(step()), self._precision, self._place)
-            self._lanes[key] = compiled(lanes) if self._fused else lanes
+            self._lanes[key] = compiled(lanes) if fused else lanes
         return self._lanes[key]
 
     # --- evaluation -----------------------------------------------------------------------------------
@@ -319,3 +324,14 @@ def answering_flops(program: Program, train: Images, test: Images) -> int:
         gathered = min(len(train), evaluate.gather.capacity)
         flops += program.graphs[evaluate.gather.graph].flops * -(-gathered // size)
     return flops
+
+
+def _half_as_often(most: int, least: int) -> int:
+    """The smallest of most, half of it, a quarter, ... that is not below `least`.
+
+    >>> [_half_as_often(10, least) for least in (10, 6, 5, 2, 1)]
+    [10, 10, 5, 2, 1]
+    """
+    while most > 1 and (half := -(-most // 2)) >= least:
+        most = half
+    return most

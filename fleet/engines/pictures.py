@@ -160,9 +160,7 @@ def normalised(images: Tensor, batch: Batch) -> Tensor:
 
 
 @cache
-def _scale_and_shift(
-    mean: tuple[float, ...], std: tuple[float, ...], place: torch.device
-) -> tuple[Tensor, Tensor]:
+def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], place: torch.device) -> tuple[Tensor, Tensor]:
     """Kept, because nothing can be copied to a GPU while its kernels are recorded."""
     deviation = np.asarray(std)
     scale = (1.0 / (255.0 * deviation)).astype(np.float32)

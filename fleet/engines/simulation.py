@@ -69,6 +69,8 @@ class Device:
     residual: Tensors = field(default_factory=dict)  # what coding left out of earlier deltas
 
 
+FUSED_FROM_ROUNDS = 50
+"""To compile a method's step takes a minute: as long as a few dozen rounds without."""
 MOST_AT_ONCE = 32
 """Devices side by side: more are no faster, and take memory."""
 PROGRAM = "torch"
@@ -144,7 +146,7 @@ class TorchSimulation:
             pictures,
             self._place,
             precision=precision,
-            fused=self._place.type == "cuda" if fused is None else fused,
+            fused=self._place.type == "cuda" and config.rounds >= FUSED_FROM_ROUNDS if fused is None else fused,
         )
         self._quarantine = Quarantine(run, store, config.protection)
         self._screen = Screen.of(config.protection)
@@ -345,24 +347,20 @@ class TorchSimulation:
         kept = set(program.with_role(Role.LOCAL)) | (set(program.evaluate.kept) if kind == "evaluate" else set())
         for group, spec in program.groups.items():
             names = [name for name in program.names(group) if not name.endswith(SCALE)]
-            first: list[Named] | Named
             if spec.role is Role.GENERATED:
-                first = [self._generated(device.name, names) for device in devices]
+                first = self._generated([device.name for device in devices], names)
             else:
                 first = self._given(method, group, names)
             if group not in kept:
-                if isinstance(first, list):
-                    own |= {name: torch.stack([tensors[name] for tensors in first]) for name in first[0]}
-                else:
-                    common |= first
+                (own if spec.role is Role.GENERATED else common).update(first)
                 continue
             counts = spec.role is Role.LOCAL or not program.evaluate.kept_of_this_round
             for name in names:
                 rows = []
                 for place, device in enumerate(devices):
-                    initial = first[place] if isinstance(first, list) else first
                     has = name in device.kept and (counts or device.kept_round == number)
-                    rows.append(device.kept[name] if has else initial[name])
+                    initial = first[name][place] if spec.role is Role.GENERATED else first[name]
+                    rows.append(device.kept[name] if has else initial)
                 own[name] = torch.stack(rows)
         return Values(common, own)
 
@@ -380,12 +378,16 @@ class TorchSimulation:
             self._here[method, group] = self._on_place(unpacked(packed))
         return self._here[method, group]
 
-    def _generated(self, device: str, names: list[str]) -> Named:
-        made = self._plan.rule.generate(self._state, device, self._config.seed)
-        tensors = {name: made[name] for name in names}
-        if self._config.updates.down_whole != NONE:
-            tensors = unpack(self._blobs.get(snapshot(tensors, self._config.updates, self._blobs).digest))
-        return self._on_place({name: torch.from_numpy(value) for name, value in tensors.items()})
+    def _generated(self, devices: Sequence[str], names: list[str]) -> Named:
+        """(D, ...) of what the server makes for each of some devices."""
+        made = self._plan.rule.generate_for(self._state, devices, self._config.seed, self._place)
+        if self._config.updates.down_whole == NONE:
+            return {name: made[name] for name in names}
+        coded = []
+        for place in range(len(devices)):
+            tensors = {name: made[name][place].cpu().numpy() for name in names}
+            coded.append(unpack(self._blobs.get(snapshot(tensors, self._config.updates, self._blobs).digest)))
+        return self._on_place({name: torch.from_numpy(np.stack([one[name] for one in coded])) for name in names})
 
     def _on_place(self, tensors: Named) -> Named:
         return {name: value.to(self._place) for name, value in tensors.items()}

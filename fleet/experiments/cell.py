@@ -176,7 +176,7 @@ def run_cell(folder: Path, parts: Path, *, at_once: int, keep: bool = False, gra
     def attempt() -> RunSummary:
         return simulate(
             device_folders(parts, None), cell.run, out=out, run=RUN, at_once=at_once, display=watcher,
-            graph_cache=graph_cache, resume=True,
+            graph_cache=graph_cache, resume=True, engine=cell.engine, precision=cell.precision,
         ).summary  # fmt: skip
 
     try:
@@ -192,8 +192,8 @@ def run_cell(folder: Path, parts: Path, *, at_once: int, keep: bool = False, gra
     result = cell_result(cell, summary, wall_s=watcher.wall_s)
     atomic_write(folder / RESULT_FILE, msgspec.json.format(msgspec.json.encode(result), indent=2))
     if not keep:
-        shutil.rmtree(out / RUN / "state")
-        shutil.rmtree(out / RUN / "blobs")
+        for kept in ("state", "blobs"):
+            shutil.rmtree(out / RUN / kept)
 
 
 def cell_result(cell: Cell, summary: RunSummary, *, wall_s: float) -> CellResult:

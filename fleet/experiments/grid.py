@@ -14,9 +14,9 @@ from fedvit.blobs import digest_of
 from fedvit.errors import ConfigError
 from fedvit.wire.topics import check_name
 from fleet.partitions import make_partition
-from fleet.simulate import DEFAULTS
+from fleet.simulate import DEFAULTS, Engine, Precision
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of what an experiment writes; another one makes every cell run again."""
 
 RUN_TABLES = ("updates", "privacy", "protection")
@@ -48,6 +48,8 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     methods: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> method, its options, RUN_TABLES
     common: dict[str, Any] = field(default_factory=dict)  # options of every method that has them
     run: dict[str, Any] = field(default_factory=dict)  # other keys of a run's configuration
+    engine: Engine = "onnx"  # what computes the devices' part
+    precision: Precision = "fp32"  # of products, in the torch engine
 
 
 class Deal(Struct, frozen=True, kw_only=True):
@@ -75,6 +77,8 @@ class Cell(Struct, frozen=True, kw_only=True):
     seed: int
     deal: Deal
     run: dict[str, Any]  # a run's whole configuration
+    engine: Engine
+    precision: Precision
 
     @property
     def digest(self) -> str:
@@ -123,6 +127,8 @@ def read_grid(file: Path) -> Grid:
                 test_share=experiment.test_share,
             ),
             run={**run, "seed": seed},
+            engine=experiment.engine,
+            precision=experiment.precision,
         )
         for seed in experiment.seeds
         for partition, (rule, options) in rules.items()

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 from fedvit.methods.optimizers import Optimizer
+from fedvit.methods.rules.memory import with_tensors
 from fedvit.methods.rules.optimizer_state import restore, saved
 from fedvit.models.vit import PatchViT
 from fedvit.program import LABELS
@@ -107,7 +108,9 @@ class FeatureTraining(ServerRule):
             "stored_bytes": float(sum(shelves[device].stored_bytes for device in kept)),
             "dropped_devices": float(len(dropped)),
         }
-        return replace(state, tensors=tensors, memory=saved(optimizer, by_name), uploads=kept), figures
+        return replace(
+            state, tensors=tensors, memory=with_tensors({}, saved(optimizer, by_name)), uploads=kept
+        ), figures
 
     def _dropped(self, older: list[str], stored_bytes: dict[str, int]) -> set[str]:
         """Devices whose uploads of earlier rounds must make room; `older` begins with the oldest round."""

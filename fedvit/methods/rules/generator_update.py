@@ -1,6 +1,6 @@
 """Pull the devices' updates back through the generator that made their tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,9 +12,10 @@ from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload, clipped
 from fedvit.methods.generators.base import Generator, drawing
 from fedvit.methods.optimizers import Optimizer
+from fedvit.methods.rules.memory import tensor_of, with_tensors
 from fedvit.methods.rules.optimizer_state import restore, saved
 from fedvit.methods.rules.weighted_mean import cohort_weights
-from fedvit.tensors import Tensors
+from fedvit.tensors import Array, Tensors
 
 AT_ONCE_BYTES = 64 << 20
 """Of generated tensors: those of many devices go through the generator together."""
@@ -55,7 +56,16 @@ class GeneratorUpdate(ServerRule):
     def generate(self, state: ServerState, device: str, seed: int) -> Tensors:
         with torch.no_grad():
             values = self.generator.generate(self._shared(state), self._personal(state, device, seed))
-        return {name: np.ascontiguousarray(value.numpy()) for name, value in values.items()}
+        return {name: np.ascontiguousarray(value.cpu().numpy()) for name, value in values.items()}
+
+    def generate_for(
+        self, state: ServerState, devices: Sequence[str], seed: int, place: torch.device
+    ) -> dict[str, Tensor]:
+        shared = {name: value.to(place) for name, value in self._shared(state).items()}
+        own = [self._personal(state, device, seed) for device in devices]
+        stacked = {name: torch.stack([values[name].to(place) for values in own]) for name in own[0]}
+        with torch.no_grad():
+            return self._made(shared, stacked, len(devices))
 
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
@@ -100,8 +110,7 @@ class GeneratorUpdate(ServerRule):
         optimizer = self.optimizer.in_torch(list(parameters.values()), self.lr)
         restore(optimizer, parameters, state.memory)
         optimizer.step()
-        moved = {name: value.detach().cpu().numpy() for name, value in parameters.items()}
-        memory = {**state.memory, **moved, **saved(optimizer, parameters)}
+        memory = with_tensors(state.memory, {**parameters, **saved(optimizer, parameters)})
         return replace(state, memory=memory), {"generator_gradient_norm": norm}
 
     def _pull_back(
@@ -115,19 +124,21 @@ class GeneratorUpdate(ServerRule):
         """Adds w_i J_i^T (-delta_i) of some devices to the gradients of phi and z_i."""
         own = [personal[upload.device] for upload in uploads]
         stacked = {name: torch.stack([values[name] for values in own]) for name in own[0]}
-        if stacked:
-            made = torch.vmap(self.generator.generate, in_dims=(None, 0))(shared, stacked)
-        else:  # all get the same
-            made = {
-                name: value.expand(len(uploads), *value.shape)
-                for name, value in self.generator.generate(shared, {}).items()
-            }
+        made = self._made(shared, stacked, len(uploads))
         downhill: dict[str, list[Tensor]] = {name: [] for name in made}
         for upload in uploads:
             delta = upload.load()
             for name, values in downhill.items():
                 values.append(torch.tensor(delta[name], device=place) * -weights[upload.device])
         torch.autograd.backward(list(made.values()), [torch.stack(downhill[name]) for name in made])
+
+    def _made(self, shared: dict[str, Tensor], personal: dict[str, Tensor], devices: int) -> dict[str, Tensor]:
+        """(D, ...) of what the generator makes of `personal` (D, ...)."""
+        if personal:
+            made: dict[str, Tensor] = torch.vmap(self.generator.generate, in_dims=(None, 0))(shared, personal)
+            return made
+        same = self.generator.generate(shared, {})  # all get the same
+        return {name: value.expand(devices, *value.shape) for name, value in same.items()}
 
     def _weights(self, uploads: Sequence[Upload], round_number: int) -> dict[str, float]:
         match self.weights:
@@ -146,7 +157,5 @@ class GeneratorUpdate(ServerRule):
         return kept or self.generator.personal(drawing(seed, "device", device))
 
 
-def _under(memory: Tensors, prefix: str) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): torch.from_numpy(value) for name, value in memory.items() if name.startswith(prefix)
-    }
+def _under(memory: Mapping[str, Array], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor_of(memory, name) for name in memory if name.startswith(prefix)}

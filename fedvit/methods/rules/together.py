@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 from fedvit.tensors import Tensors
 
@@ -26,6 +29,13 @@ class Together(ServerRule):
 
     def generate(self, state: ServerState, device: str, seed: int) -> Tensors:
         return {name: value for rule in self.rules for name, value in rule.generate(state, device, seed).items()}
+
+    def generate_for(
+        self, state: ServerState, devices: Sequence[str], seed: int, place: torch.device
+    ) -> dict[str, Tensor]:
+        return {
+            name: value for rule in self.rules for name, value in rule.generate_for(state, devices, seed, place).items()
+        }
 
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext

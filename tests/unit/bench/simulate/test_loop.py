@@ -72,7 +72,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.parametrize("method", ["fedavg", "fedtp"])
 def test_loop_learns_digits(folders: list[Path], method: str) -> None:
     """Ten classes: by chance a tenth is right."""
-    ended, accuracy = run(job(method), folders, rounds=4, seed=0, device="cpu", threads=1)
+    ended, accuracy = run(job(method), folders, rounds=4, seed=0, device="cpu", precision="fp32", threads=1)
     assert len(ended) == 4
     assert ended == sorted(ended)
     assert accuracy > 0.4

@@ -19,7 +19,8 @@ def report(onnx: float, loop: float) -> SimulateReport:
         accuracies_agree=agree([onnx, None, loop]),
     )
     return SimulateReport(
-        machine=this_machine(), accelerator="cpu", devices=20, cohort=10, images=1000, rounds=5, turns=1,
+        machine=this_machine(), accelerator="cpu",
+        precision="fp32", devices=20, cohort=10, images=1000, rounds=5, turns=1,
         accuracy_tolerance=0.05, cases=[case],
     )  # fmt: skip
 

@@ -75,6 +75,7 @@ class Cohort:
     ) -> None:
         self._precision = precision
         self._fused = fused
+        self._captures = place.type == "cuda"
         self._vit = vit
         self._pictures = pictures
         self._place = place
@@ -152,7 +153,8 @@ class Cohort:
                 whole[: len(array), device] = array
             arrays[name] = self._sent(whole)
         last = self._sent((np.arange(steps) % phase.repeats == phase.repeats - 1).astype(np.float32))
-        return Work(moving, own, common, arrays, last, self._sent(np.array(phase.lr * lr_scale, np.float32)))
+        ends = self._sent(np.array([len(of.epochs) * phase.repeats for of in drawn]))
+        return Work(moving, own, common, arrays, ends, last, self._sent(np.array(phase.lr * lr_scale, np.float32)))
 
     def _run(
         self,
@@ -182,17 +184,13 @@ class Cohort:
                     kept[device].append((values[device, chosen], of.arrays["labels"][batch, chosen]))
 
         pieces: list[Named] = []
-        for first, last in pairwise([0, *sorted(set(ends))]):
-            there = sum(end > first for end in ends)
-            # on a GPU each number of devices has a recording of its own: few numbers, some places computed in vain
-            places = there if self._place.type == "cpu" else _half_as_often(len(ends), there)
+        first = 0
+        for places, last in self._stretches(ends):
             work = work.of_first(places)
             runner = self._runner(method, phase, program.batch, places, fused=self._fused and places == len(ends))
             work.moving = runner.run(work, first, last, losses, keep if phase.collect else None)
-            going_on = sum(end > last for end in ends)
-            pieces.append(
-                {name: value[going_on:there] for name, value in work.moving.items() if name.startswith("tensor/")}
-            )
+            first, going_on = last, self._places(ends, last)
+            pieces.append({name: value[going_on:] for name, value in work.moving.items() if name.startswith("tensor/")})
         moved = {
             name.removeprefix("tensor/"): torch.cat([piece[name] for piece in reversed(pieces)]) for name in pieces[0]
         }
@@ -207,14 +205,32 @@ class Cohort:
         by_step = losses.cpu().numpy()
         return moved, [_loss(of, by_step[:, device], phase.repeats) for device, of in enumerate(drawn)]
 
+    def _stretches(self, ends: list[int]) -> Iterator[tuple[int, int]]:
+        """(devices side by side, step at which fewer go on), until all are through."""
+        steps = sorted(set(ends))
+        for last, following in pairwise([*steps, None]):
+            assert last is not None
+            places = self._places(ends, last - 1)
+            if following is None or self._places(ends, following - 1) != places:
+                yield places, last
+
+    def _places(self, ends: list[int], step: int) -> int:
+        """Devices that are computed in a step: those that are not through, `ends` are descending.
+
+        On a GPU each number of devices has a recording of its own, so there are few such numbers.
+        """
+        there = sum(end > step for end in ends)
+        return there if not (self._captures and there) else _half_as_often(len(ends), there)
+
     def _runner(self, method: Method, phase: Train, batch: Batch, devices: int, *, fused: bool) -> Runner:
         # computing blocks again is for devices of little memory, and changes no number
         plain = replace(method, recompute=False)
-        key = (plain, phase, devices if self._place.type == "cuda" else 0, fused)
+        key = (plain, phase, devices if self._captures else 0, fused)
         if key not in self._runners:
             lanes = self._made((plain, phase), lambda: whole_step(plain, self._vit, phase), fused=fused)
-            kind = CapturedRunner if self._place.type == "cuda" else Runner
-            self._runners[key] = kind(lanes, self._pictures.pixels, batch)
+            given = lanes, self._pictures.pixels, batch
+            recorded = self._place.type == "cuda"
+            self._runners[key] = CapturedRunner(*given, recorded=recorded) if self._captures else Runner(*given)
         return self._runners[key]
 
     def _made(self, key: tuple[object, ...], step: Callable[[], Step], *, fused: bool = False) -> Lanes:

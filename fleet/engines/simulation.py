@@ -49,7 +49,7 @@ from fedvit.updates import NONE, Decoded
 from fedvit.wire.messages import Result, TaskKind
 from fleet.engines.cohort import Cohort, Values, answering_flops
 from fleet.engines.pictures import Images, Pictures
-from fleet.engines.steps import Named, Precision
+from fleet.engines.steps import Named, Precision, on_processor
 from profiles.program_cost import PricedProgram
 
 CHECKPOINT_EVERY_S = 5.0
@@ -241,11 +241,13 @@ class TorchSimulation:
         finite = torch.stack([value.flatten(1).isfinite().all(1) for value in trained.tensors.values()]).all(0).tolist()
         sent_back = program.with_role(*(role for role in Role if role.sent_back))
         back = [name for group in sent_back for name in program.names(group)]
-        deltas = {
-            name: (trained.tensors[name] - values.of(name, len(devices))).cpu().numpy()
-            if name in trained.tensors
-            else np.zeros((len(devices), *program.tensors[name].shape), np.float32)
+        changed = {
+            name: trained.tensors[name] - values.of(name, len(devices)) for name in back if name in trained.tensors
+        }
+        deltas = on_processor(changed) | {
+            name: np.zeros((len(devices), *program.tensors[name].shape), np.float32)
             for name in back
+            if name not in changed
         }
         received_bytes = self._priced[method].cost(images=1, test_images=1).bytes_down
         keep = [

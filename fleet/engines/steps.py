@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedvit.methods.step import Step
 from fedvit.program import Batch
+from fedvit.tensors import Array
 from fleet.engines.pictures import training_patches
 
 Named = dict[str, Tensor]
@@ -39,6 +41,7 @@ class Work:
     own: Named  # (D, ...): other inputs that differ between devices
     common: Named  # inputs that do not
     arrays: Named  # (T, D, B, ...): batches, see `Drawn`
+    ends: Tensor  # (D,): steps after which each device is through with its images
     last: Tensor  # (T,): 1 in the last repeat of a batch
     lr: Tensor  # ()
 
@@ -49,7 +52,7 @@ class Work:
             return {name: value[:count] for name, value in named.items()}
 
         arrays = {name: value[:, :count] for name, value in self.arrays.items()}
-        return Work(fewer(self.moving), fewer(self.own), self.common, arrays, self.last, self.lr)
+        return Work(fewer(self.moving), fewer(self.own), self.common, arrays, self.ends[:count], self.last, self.lr)
 
 
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -80,15 +83,14 @@ class Runner:
         self._batch = batch
 
     def run(self, work: Work, first: int, last: int, losses: Tensor, after: After | None = None) -> Named:
-        """Steps `first` to `last - 1`; gives what `work.moving` is then.
+        """Steps `first` to `last - 1`; gives what `work.moving` is then. A device that is through stays as it is.
 
         Each step's loss goes into `losses` (T, D).
         """
         moving = work.moving
         for step in range(first, last):
-            outputs = one_step(
-                self._lanes, replace(work, moving=moving), self._pixels, self._batch, _number(step, losses)
-            )
+            at = torch.full((1,), step, dtype=torch.int64, device=losses.device)
+            outputs = one_step(self._lanes, replace(work, moving=moving), self._pixels, self._batch, at)
             moving = {name: outputs[f"new/{name}"] for name in moving}
             losses[step, : outputs["metric/loss"].shape[0]] = outputs["metric/loss"]
             if after:
@@ -106,71 +108,74 @@ def one_step(lanes: Lanes, work: Work, pixels: Tensor, batch: Batch, step: Tenso
         "hyper/step": (step + 1).squeeze(0).float(),
         "hyper/last": work.last.index_select(0, step).squeeze(0),
     }
-    return lanes(work.moving, work.own, work.common, given, scalars)
-
-
-def _number(step: int, like: Tensor) -> Tensor:
-    return torch.full((1,), step, dtype=torch.int64, device=like.device)
+    outputs = lanes(work.moving, work.own, work.common, given, scalars)
+    goes_on = step < work.ends
+    for name, before in work.moving.items():
+        of_each = goes_on.reshape(-1, *(1 for _ in before.shape[1:]))
+        outputs[f"new/{name}"] = torch.where(of_each, outputs[f"new/{name}"], before)
+    return outputs
 
 
 class CapturedRunner(Runner):
     """On a GPU: a step is recorded once as a graph of kernels and replayed, so that nothing is launched one by one.
 
-    Work of the same shapes is copied to where the graph reads it.
+    What a step reads and writes stays where it is; work of the same shapes is copied there. With `recorded` false the
+    same is done without a graph, on any place.
     """
 
     WARM_UP = 3
     """Steps before a recording: libraries choose their kernels and take their memory in them."""
 
-    def __init__(self, lanes: Lanes, pixels: Tensor, batch: Batch) -> None:
+    def __init__(self, lanes: Lanes, pixels: Tensor, batch: Batch, *, recorded: bool = True) -> None:
         super().__init__(lanes, pixels, batch)
+        self._recorded = recorded
         self._held: Work | None = None  # what the graph reads and writes
-        self._graph = torch.cuda.CUDAGraph()
+        self._replay: Callable[[], object] = self._one
         self._outputs: Named = {}
 
     def run(self, work: Work, first: int, last: int, losses: Tensor, after: After | None = None) -> Named:
         if self._held is None or len(work.last) > len(self._held.last):
-            self._capture(work, losses)
-        assert self._held is not None
-        self._take(work)
+            self._held = self._room_for(work, losses)
+            self._copy(work, self._held)
+            if self._recorded:
+                self._record()
+        held = self._held
+        self._copy(work, held)
         self._at.fill_(first)
         for step in range(first, last):
-            self._graph.replay()
+            self._replay()
             if after:
                 after(step, self._outputs)
-        count = self._losses.shape[1]
-        losses[first:last, :count] = self._losses[first:last]
-        return {name: value.clone() for name, value in self._held.moving.items()}
+        losses[first:last, : self._losses.shape[1]] = self._losses[first:last]
+        return {name: value.clone() for name, value in held.moving.items()}
 
-    def _take(self, work: Work) -> None:
-        assert self._held is not None
-        for mine, given in (
-            (self._held.moving, work.moving),
-            (self._held.own, work.own),
-            (self._held.common, work.common),
-        ):
-            for name, value in given.items():
-                mine[name].copy_(value)
-        for name, array in work.arrays.items():
-            self._held.arrays[name][: len(array)].copy_(array)
-        self._held.last[: len(work.last)].copy_(work.last)
-        self._held.lr.copy_(work.lr)
-
-    def _capture(self, work: Work, losses: Tensor) -> None:
-        room = 1 << (len(work.last) - 1).bit_length()  # devices with more images may come
+    def _room_for(self, work: Work, losses: Tensor) -> Work:
+        steps = 1 << (len(work.last) - 1).bit_length()  # devices with more images may come
 
         def longer(array: Tensor) -> Tensor:
-            return array.new_zeros(room, *array.shape[1:])
+            return array.new_zeros(steps, *array.shape[1:])
 
         def copied(named: Named) -> Named:
             return {name: value.clone(memory_format=torch.contiguous_format) for name, value in named.items()}
 
+        self._at = torch.zeros(1, dtype=torch.int64, device=losses.device)
+        self._losses = losses.new_zeros(steps, len(work.ends))
         arrays = {name: longer(array) for name, array in work.arrays.items()}
-        moving = copied(work.moving)
-        held = Work(moving, copied(work.own), copied(work.common), arrays, longer(work.last), work.lr.clone())
-        self._held, self._at = held, _number(0, losses)
-        self._losses = losses.new_zeros(room, next(iter(moving.values())).shape[0])
-        self._take(work)
+        common = copied(work.common)
+        return Work(
+            copied(work.moving), copied(work.own), common, arrays, work.ends.clone(), longer(work.last), work.lr.clone()
+        )
+
+    def _copy(self, work: Work, held: Work) -> None:
+        pairs = [(held.ends, work.ends), (held.last[: len(work.last)], work.last), (held.lr, work.lr)]
+        for mine, given in ((held.moving, work.moving), (held.own, work.own), (held.common, work.common)):
+            pairs += [(mine[name], value) for name, value in given.items()]
+        pairs += [(held.arrays[name][: len(array)], array) for name, array in work.arrays.items()]
+        for dtype in {target.dtype for target, _ in pairs}:
+            targets, sources = zip(*(pair for pair in pairs if pair[0].dtype == dtype), strict=True)
+            torch._foreach_copy_(list(targets), list(sources))
+
+    def _record(self) -> None:
         aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -178,18 +183,19 @@ class CapturedRunner(Runner):
                 self._at.zero_()
                 self._one()
         torch.cuda.current_stream().wait_stream(aside)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._outputs = self._one()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._one()
+        self._replay = graph.replay
 
-    def _one(self) -> Named:
-        assert self._held is not None
-        outputs = one_step(self._lanes, self._held, self._pixels, self._batch, self._at)
-        for name, value in self._held.moving.items():
-            value.copy_(outputs[f"new/{name}"])
+    def _one(self) -> None:
+        held = self._held
+        assert held is not None
+        outputs = one_step(self._lanes, held, self._pixels, self._batch, self._at)
+        torch._foreach_copy_(list(held.moving.values()), [outputs[f"new/{name}"] for name in held.moving])
         self._losses.index_copy_(0, self._at, outputs["metric/loss"][None])
         self._at.add_(1)
-        return {name: value for name, value in outputs.items() if name.startswith("collect/")}
+        self._outputs = {name: value for name, value in outputs.items() if name.startswith("collect/")}
 
 
 def compiled(lanes: Lanes) -> Lanes:
@@ -222,3 +228,15 @@ def _compiled(
     # the compiler cannot see through a mapped gradient: it gets the operators that it comes to
     module = make_fx(flat, tracing_mode="fake")(*examples)
     return torch.compile(module, fullgraph=True, dynamic=False), outputs
+
+
+def on_processor(tensors: Named) -> dict[str, Array]:
+    """(D, ...) float32 tensors in the processor's memory, moved there in one piece."""
+    if not tensors:
+        return {}
+    flat = torch.cat([value.flatten(1) for value in tensors.values()], dim=1)
+    if flat.device.type == "cuda":
+        flat = torch.empty(flat.shape, pin_memory=True).copy_(flat)
+    arrays = flat.numpy()
+    parts = np.split(arrays, np.cumsum([value[0].numel() for value in tensors.values()])[:-1], axis=1)
+    return {name: part.reshape(value.shape) for (name, value), part in zip(tensors.items(), parts, strict=True)}

@@ -9,7 +9,16 @@ import msgspec
 from msgspec import Meta, Struct
 
 from coordinator.commands.flags import key_value, literal
-from coordinator.config import TABLES, BrokerConfig, PrivacyConfig, ProtectionConfig, RunConfig, ServiceConfig
+from coordinator.config import (
+    TABLES,
+    BrokerConfig,
+    BudgetConfig,
+    PrivacyConfig,
+    ProtectionConfig,
+    RunConfig,
+    ServiceConfig,
+)
+from fedvit.choices import allowed, choices
 from fedvit.errors import ConfigError
 
 
@@ -54,7 +63,20 @@ def _flag(
     if isinstance(default, bool) and name != "pretrained":
         return click.option(f"{flag}/--no-{name.replace('_', '-')}", name, **common)
     numbers = {int: int, float: float}
-    return click.option(flag, name, type=str if name.endswith("cohort") else numbers.get(type(default), str), **common)
+    kind = str if name.endswith("cohort") else numbers.get(type(default), str)
+    return click.option(flag, name, type=kind, metavar=_metavar(name, hint), **common)
+
+
+def _metavar(name: str, hint: Any) -> str | None:
+    """What `--help` shows for a flag's value, where its type says more than click's: the names that are allowed."""
+    if name == "pretrained":
+        return "true|FILE"
+    if name in BudgetConfig.__struct_fields__:
+        return "AMOUNT"
+    if not (names := choices(hint)):
+        return None
+    others = ("NUMBER",) if "number" in allowed(hint) else ()
+    return f"[{'|'.join((*names, *others))}]"
 
 
 def _description(hint: Any) -> str:

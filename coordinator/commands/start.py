@@ -15,10 +15,17 @@ import click
 import msgspec
 
 from coordinator.commands.config_flags import config_flags, merge_flags
-from coordinator.config import RunConfig, StartConfig, make_config, read_toml, resumed_config, with_listen_port
+from coordinator.config import (
+    RunConfig,
+    StartConfig,
+    check_names,
+    make_config,
+    read_toml,
+    resumed_config,
+    with_listen_port,
+)
 from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
-from fedvit.method_names import METHOD_NAMES
 from fedvit.wire.topics import check_name
 
 if typing.TYPE_CHECKING:
@@ -69,8 +76,7 @@ def start(
     if resume_or_new and (name is None or resume is not None):
         raise ConfigError("--resume-or-new wants the name of the run by --run NAME, and goes without --resume")
     given = make_config(values, where)  # says what is wrong with it before anything is opened
-    if given.run.method not in METHOD_NAMES:
-        raise ConfigError(f"{where}: unknown method {given.run.method!r}, known are {', '.join(METHOD_NAMES)}")
+    check_names(given.run, where)
     with ExitStack() as stack:
         if resume is None:
             run = check_name(name or usual_name(given.run), "--run")

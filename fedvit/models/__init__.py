@@ -3,7 +3,6 @@
 Torch lives here; nothing that a device imports may import this room.
 """
 
-import difflib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from timm.layers.config import set_fused_attn
 from timm.models.vision_transformer import VisionTransformer
 
 from fedvit.errors import ConfigError
+from fedvit.known_names import SMALL, check_model_options, unknown_model
 from fedvit.models.extra_head import ExtraHead
 from fedvit.models.kv_adapter import KVAdapter
 from fedvit.models.lora import Lora
@@ -25,9 +25,6 @@ from fedvit.models.prefix import FreePrefix
 from fedvit.models.prompts import Prompts
 from fedvit.models.surgery import Surgery
 from fedvit.models.vit import PatchViT
-
-SMALL = "vit_small_images"
-"""The model that needs no timm name; its options are the arguments of `_small`."""
 
 SURGERIES: Mapping[str, type[Surgery]] = {
     "extra_head": ExtraHead,
@@ -55,6 +52,7 @@ def build_vit(
     # the backward of fused attention has no decomposition into standard operators
     set_fused_attn(False)
     options = dict(options or {})
+    check_model_options(name, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == SMALL:
@@ -79,13 +77,9 @@ def _small(
     head_width: int | None = None,  # None: width / heads
     qkv_bias: bool = True,
     registers: int = 0,
-    **unknown: Any,
 ) -> VisionTransformer:
-    known = {"image_size": image_size, "patch_size": patch_size, "width": width, "depth": depth, "heads": heads}
-    if unknown:
-        names = [*known, "mlp_ratio", "head_width", "qkv_bias", "registers"]
-        raise ConfigError(f"model {SMALL!r} has no option {sorted(unknown)[0]!r}, it has {names}")
-    for option, value in known.items():
+    whole = {"image_size": image_size, "patch_size": patch_size, "width": width, "depth": depth, "heads": heads}
+    for option, value in whole.items():
         check_whole("model", option, value)
     number = isinstance(mlp_ratio, int | float) and not isinstance(mlp_ratio, bool)
     if not (number and 1 <= width * mlp_ratio < math.inf):
@@ -111,12 +105,8 @@ def _small(
 
 def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> VisionTransformer:
     if not timm.is_model(name):  # also true with a tag, as in vit_base_patch16_224.augreg_in21k
-        near = difflib.get_close_matches(name, [SMALL, *timm.list_models()], n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ConfigError(f"unknown model {name!r}: neither {SMALL!r} nor a name that timm knows{hint}")
+        raise unknown_model(name, [SMALL, *timm.list_models()])
     arguments: dict[str, Any] = {"num_classes": classes}
-    if unknown := sorted(options.keys() - {"image_size", "patch_size"}):
-        raise ConfigError(f"model {name!r} has no option {unknown[0]!r}, it has 'image_size' and 'patch_size'")
     if "image_size" in options:
         arguments["img_size"] = options["image_size"]
     if "patch_size" in options:

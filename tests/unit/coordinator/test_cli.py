@@ -20,8 +20,6 @@ from coordinator.config import RunConfig, make_config
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, StorageFailed
-from fedvit.method_names import METHOD_NAMES
-from fedvit.methods import METHODS
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages
 from tests.forked import ForkedWorker
@@ -363,8 +361,22 @@ def test_methods_that_cannot_be_shown(arguments: tuple[str, ...], complaint: str
 @pytest.mark.parametrize(
     ("arguments", "complaint", "unneeded"),
     [
-        (["start", "--method", "fedav"], "flags: unknown method 'fedav', known are adapters", "torch numpy sqlalchemy"),
+        (
+            ["start", "--method", "fedav"],
+            "flags: unknown method 'fedav'; did you mean 'fedavg'",
+            "torch numpy sqlalchemy",
+        ),
         (["start", "--resume", "nosuch"], "no run 'nosuch'", "torch numpy"),
+        (
+            ["start", "-o", "maks=0.5"],
+            "flags: method 'eftvit' has no option 'maks'; did you mean 'mask'?",
+            "torch numpy",
+        ),
+        (["start", "--model", "vit_tiny_patch16_22"], "did you mean 'vit_tiny_patch16_224'", "torch timm numpy"),
+        (["start", "--model-option", "dept=2"], "model 'vit_small_images' has no option 'dept'; did you mean", "torch"),
+        (["start", "--variant", "pi-*:lrr=1"], "variants: 'pi-*': method 'eftvit' has no option 'lrr'", "torch numpy"),
+        (["submit", "--method", "fedav"], "unknown method 'fedav'; did you mean 'fedavg'", "torch"),
+        (["show", "dome"], "no run 'dome'", "torch numpy"),
         (["runs"], None, "torch numpy"),
         (["show", "done"], None, "torch numpy"),
         (["status"], "no coordinator has served", "torch numpy rich"),
@@ -383,5 +395,50 @@ def test_a_command_imports_what_it_needs(out: Path, arguments: list[str], compla
     assert complaint is None or complaint in ended.stdout
 
 
-def test_names_of_methods_are_known_without_torch() -> None:
-    assert set(METHOD_NAMES) == METHODS.keys()
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["methods", "eftvitt"], "unknown method 'eftvitt'; did you mean 'eftvit'"),
+        (["methods", "--model", "vit_smal_images"], "did you mean 'vit_small_images'"),
+        (["plan", "--device", "rpi5-9"], "no board 'rpi5-9' in the catalogue; did you mean rpi5-8"),
+        (["plan", "--device", "rpi5-8", "--method", "fedav"], "unknown method 'fedav'; did you mean 'fedavg'"),
+        (["profile", "--device", "rpi5-8", "-o", "maks=1"], "has no option 'maks'; did you mean 'mask'"),
+        (["profile", "--device", "rpi5-8@MAXN"], "board 'rpi5-8' has no power mode 'MAXN'"),
+    ],
+)
+def test_a_mistyped_name_is_refused_before_torch_is_imported(arguments: list[str], complaint: str) -> None:
+    script = (
+        "import sys\nfrom coordinator.cli import cli\ntry: cli(sys.argv[1:], standalone_mode=False)\n"
+        "except Exception as error: print(error)\nprint('imported', {'torch', 'timm', 'numpy'} & sys.modules.keys())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True, timeout=WAIT_S
+    )
+    assert complaint in ended.stdout
+    assert ended.stdout.endswith("imported set()\n"), ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "complaint"),
+    [
+        ("--mode", "bufered", "allowed are buffered | rounds; did you mean 'buffered'?"),
+        ("--late", "accept", "allowed are discount | refuse | use"),
+        ("--aggregator", "medain", "allowed are geometric_median | krum | mean | median | multi_krum | trimmed_mean"),
+        ("--deadline-s", "soon", "allowed are auto | number > 0"),
+        ("--clip-norm", "midian", "allowed are median | number | none; did you mean 'median'?"),
+        ("--accounting", "always", "allowed are every_round | sampled"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_answered_with_those_that_are(flag: str, value: str, complaint: str) -> None:
+    line = refused("start", flag, value)
+    assert complaint in line
+    assert "enum" not in line
+
+
+def test_help_shows_the_values_of_a_flag() -> None:
+    text = " ".join(said("start", "--help").stdout.split())
+    for flag in ("--mode [buffered|rounds]", "--late [discount|refuse|use]", "--deadline-s [auto|NUMBER]"):
+        assert flag in text
+    assert "--aggregator [geometric_median|krum|mean|median|multi_krum|trimmed_mean]" in text
+    assert "--memory-budget AMOUNT" in text
+    assert "--pretrained true|FILE" in text

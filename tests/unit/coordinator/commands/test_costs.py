@@ -49,6 +49,14 @@ def test_one_board_with_its_sources() -> None:
     assert set(board["speeds"]) == {"MAXN", "50W", "30W", "15W"}
     assert {"nvpmodel", "sbc-bench", "fev"} <= set(board["sources"])
     assert "did you mean" in refused(ConfigError, "boards", "agx-orin")
+    assert json.loads(said("boards", "agx-orin-64@15W", "--json").stdout)["id"] == "agx-orin-64"
+
+
+def test_every_board_of_the_list_can_be_shown_as_json() -> None:
+    """Also one without power modes: its one speed has no name."""
+    for listed in json.loads(said("boards", "--json").stdout):
+        board = json.loads(said("boards", listed["id"], "--json").stdout)
+        assert set(board["speeds"]) == set(listed["modes"] or [""])
 
 
 # --- profile ------------------------------------------------------------------------------------------

@@ -278,6 +278,11 @@ def serve(
         log.warning("image left out", extra={"file": str(path), "reason": reason})
     if len(images.unreadable) > 5:
         log.warning("more images left out", extra={"count": len(images.unreadable) - 5})
+    if images.passed_over:
+        count, first = len(images.passed_over), str(images.passed_over[0])
+        log.warning("files that are not used", extra={"count": count, "first": first})
+    if empty := images.without_images():
+        log.warning("class folders without images", extra={"count": len(empty), "first": empty[0]})
     reason = agent.serve(stop, once=once)
     log.info("device leaves", extra={"reason": reason})
     os.close(lock)

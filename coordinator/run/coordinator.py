@@ -38,7 +38,7 @@ from coordinator.run.round_runner import RoundRunner
 from coordinator.run.scheduler import Overdue, TaskScheduler
 from coordinator.run.selector import CohortSelector
 from coordinator.run.state import RunState
-from coordinator.run.validation import ROOM_BYTES, listed
+from coordinator.run.validation import ROOM_BYTES, listed, same_but_for_case
 from fedvit.descriptors import USED_UP
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError, NoRoom, StorageFailed
 from fedvit.files import atomic_write, storage_failed
@@ -267,6 +267,8 @@ class Coordinator:
                 f"the run has the {len(state.classes)} classes {listed(state.classes)}, "
                 f"as brought by {listed(list(brought))}; `classes` in the configuration decides them beforehand"
             )
+            if alike := same_but_for_case(state.classes):
+                self._say(f"warning: {listed(alike)} differ in case alone, and are different classes")
             for device, classes in brought.items():
                 log.info("classes taken", extra={"device": device, "classes": len(classes)})
         if len(state.classes) < 2:
@@ -469,6 +471,9 @@ class Coordinator:
         match message:
             case Hello():
                 self.membership.on_hello(device, message)
+                return
+            case DeviceState(online=True):  # it only asks whether somebody is here (`edge-client doctor`)
+                self.inbox.send(device, self.lease.state())
                 return
             case DeviceState():
                 if self.membership.on_state(device, message):

@@ -470,6 +470,18 @@ def test_an_unanswered_hello_is_said_again(world: World, monkeypatch: pytest.Mon
     assert len(instances) == 1
 
 
+def test_an_unanswered_hello_is_said_to_be_so_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device in a federation that nobody serves would otherwise be silent for ever."""
+    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
+    world.device(joined=False)
+    for _ in range(4):
+        world.server.expect(Hello)
+    [record] = [record for record in caplog.records if record.getMessage().startswith("no coordinator answers")]
+    assert record.__dict__["federation"] == world.server.topics.federation
+
+
 def test_a_final_refusal_ends_the_program(world: World) -> None:
     device = world.device(joined=False)
     hello = world.server.expect(Hello)

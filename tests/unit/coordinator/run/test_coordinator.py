@@ -571,7 +571,16 @@ def test_classes_are_those_of_the_first_devices(stage: Stage) -> None:
     [said] = [line for line in stage.lines if line.startswith("the run has")]
     assert said.startswith("the run has the 3 classes '0', '1', '2', as brought by 'a', 'b'; `classes` in the")
     assert stage.refusals("late") == [f"hello: {refused.reason}"]
+    assert f"late was refused: {refused.reason}" in stage.lines
     assert late.got(Task) == []
+
+
+def test_classes_that_differ_in_case_alone_are_pointed_out(stage: Stage) -> None:
+    stage.fake("a", silent, classes=("deer", "frog"))
+    stage.fake("b", silent, classes=("Deer",))
+    stage.start(devices=2, classes=())
+    stage.drive(lambda: bool(stage.fakes[0].tasks()))
+    assert "warning: 'Deer', 'deer' differ in case alone, and are different classes" in stage.lines
 
 
 def test_a_first_device_cannot_bring_thousands_of_classes(stage: Stage, first: Tensors) -> None:
@@ -912,6 +921,20 @@ def test_a_device_of_another_version_is_answered_in_the_version_byte(stage: Stag
         "the other side speaks wire version 2, this side speaks version 1; install the same version on both sides"
     ]
     assert all(refused.final for refused in device.got(Refused))
+
+
+def test_a_question_who_is_there_is_answered_without_joining(stage: Stage) -> None:
+    """As `edge-client doctor` asks it."""
+    asks = stage.fake("asks", silent)
+    asks.hello = msgspec.structs.replace(asks.hello, train_samples=0)  # refused, whenever it is said
+    stage.start()
+    stage.drive(lambda: bool(asks.got(Refused)))
+    before = len(asks.got(CoordinatorState))
+    asks.transport.publish(asks.topics.device_state("asks"), encode(DeviceState("other", online=True)))
+    stage.drive(lambda: len(asks.got(CoordinatorState)) > before)
+    answer = asks.got(CoordinatorState)[-1]
+    assert (answer.run, answer.alive) == ("r", True)
+    assert asks.got(Welcome) == []
 
 
 def test_two_devices_with_one_name(stage: Stage, first: Tensors) -> None:

@@ -62,7 +62,7 @@ def method_classes() -> Mapping[str, str]:
             return {
                 key.value: value.id
                 for key, value in zip(node.value.keys, node.value.values, strict=True)
-                if isinstance(key, ast.Constant) and isinstance(value, ast.Name)
+                if isinstance(key, ast.Constant) and isinstance(key.value, str) and isinstance(value, ast.Name)
             }
     raise AssertionError("fedvit.methods has no table METHODS")
 

@@ -13,7 +13,7 @@ import msgspec
 
 from coordinator.commands.config_flags import merge_flags, run_flags, service_flags
 from coordinator.commands.flags import existing_store
-from coordinator.commands.start import check_new, opened_store, usual_name
+from coordinator.commands.start import check_new, check_start_from, opened_store, usual_name
 from coordinator.config import RunConfig, check_names, make_config, make_service_config, read_toml, why_not_asked
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
@@ -95,18 +95,19 @@ def submit(file: Path | None, name: str | None, out: Path, as_json: bool, **flag
     check_names(config, where)
     run = check_name(name or usual_name(config), "--run")
     with ExitStack() as stack:
-        if (out / "fedvit.db").exists():
-            check_new(opened_store(out, stack), run)
+        known = opened_store(out, stack) if (out / "fedvit.db").exists() else None
+        check_new(known, run)
+        check_start_from(known, config)
         warning = _warning(config, out)
         worker = Worker()
         stack.callback(worker.close)
-        worker.ask(Check(config=config, where=where))
+        notes = worker.ask(Check(config=config, where=where, runs=str(out))).notes
         recorded = msgspec.to_builtins(config)
         if "federation" not in values:  # it is the service's
             del recorded["federation"]
         opened_store(out, stack).submit_run(run, recorded)
-    if warning:
-        click.echo(f"warning: {warning}", err=True)
+    for note in (*notes, *([warning] if warning else [])):
+        click.echo(f"warning: {note}", err=True)
     click.echo(msgspec.json.encode({"run": run, "status": "queued", "warning": warning}).decode() if as_json else run)
 
 

@@ -16,6 +16,8 @@ from typing import TypeVar
 
 from coordinator.compute.messages import Compute, FindOutliers, Finish, Prepare, Request, Step, Stepped
 from coordinator.config import RunConfig
+from coordinator.config.writing import FILE as CONFIG_FILE
+from coordinator.config.writing import as_toml
 from coordinator.record.backups import Backups, Closed, Struck
 from coordinator.record.integrity import DamagedBlob, SoundBlobs
 from coordinator.record.retention import oldest_kept
@@ -165,6 +167,9 @@ class Coordinator:
         self.profiles.load()
         for topic in (*state.topics.from_all_devices, state.topics.coordinator_state):
             self.transport.subscribe(topic, 1)
+        with suppress(OSError):  # it is for people; the record holds the configuration
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / CONFIG_FILE).write_text(as_toml(state.run, state.config))
         self.transport.open(self.lease.will)
         try:
             self._say("connecting to the broker")

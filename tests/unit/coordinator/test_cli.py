@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import safetensors.torch
 from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
 
 from coordinator.cli import cli
 from coordinator.commands.config_flags import merge_flags
@@ -20,6 +23,7 @@ from coordinator.config import RunConfig, make_config
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, StorageFailed
+from fedvit.models import build_vit
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages
 from tests.forked import ForkedWorker
@@ -442,3 +446,72 @@ def test_help_shows_the_values_of_a_flag() -> None:
     assert "--aggregator [geometric_median|krum|mean|median|multi_krum|trimmed_mean]" in text
     assert "--memory-budget AMOUNT" in text
     assert "--pretrained true|FILE" in text
+
+
+# --- what can be known at the start -------------------------------------------------------------------
+
+TIMM = ("--method", "fedavg", "--model", "vit_tiny_patch16_224", "--model-option", "image_size=32")
+
+
+@pytest.mark.usefixtures("forked_worker")
+def test_check_says_what_would_run_and_makes_nothing(tmp_path: Path) -> None:
+    result = said("start", "--check", "--out", tmp_path / "runs", "--method", "fedavg", "--devices", 3, "--run", "r")
+    assert result.exit_code == 0, result.output
+    for text in (
+        "run r can begin: fedavg on vit_small_images, 10 rounds, server on cpu",
+        "classes: those of the devices",
+        "devices = 3",
+        "waits for 3 devices in federation home; broker: auto, on 127.0.0.1:1883",
+        "coordinator plan --method fedavg --model vit_small_images --device ID",
+    ):
+        assert text in result.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("forked_worker")
+def test_check_of_a_run_that_is_resumed(out: Path) -> None:
+    result = said("start", "--check", "--resume", "half", "--out", out)
+    assert "would go on with run half: fedavg on vit_small_images, 3 rounds" in result.stdout
+
+
+@pytest.mark.usefixtures("forked_worker")
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--model-option", "image_size=100", *TIMM[:4]), "image of 100 pixels is not a multiple of its patches of 16"),
+        (("--pretrained", "junk.pth", *TIMM), "('junk.pth') cannot be loaded"),
+        (("--pretrained", "small.safetensors", *TIMM), "cannot be loaded"),
+        (("--pretrained", "true", *TIMM), "(True) cannot be loaded"),
+        (("--start-from", "nosuch", "--run", "new"), "no run 'nosuch'; the newest runs are: half, done"),
+        (("--start-from", "half"), "start_from = 'half': that run closed no round"),
+    ],
+)
+@pytest.mark.parametrize("check", [(), ("--check",)])
+def test_what_cannot_begin_is_refused_before_any_device_is_waited_for(
+    out: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], complaint: str, check: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(out.parent)
+    Path("junk.pth").write_bytes(b"no checkpoint")
+    save_file({"cls_token": np.zeros((1, 1, 7), np.float32)}, "small.safetensors")
+    result = said("start", "--out", out, "--broker", "mqtt://127.0.0.1:1", *flags, *check)
+    assert isinstance(result.exception, ConfigError), result.output
+    assert complaint in str(result.exception)
+    assert [record.id for record in Store.in_folder(out).runs()] == ["half", "done"]
+
+
+@pytest.mark.usefixtures("forked_worker")
+def test_start_warns_of_a_random_backbone_that_is_never_trained(tmp_path: Path) -> None:
+    result = said("start", "--check", "--out", tmp_path / "runs", "--method", "fed_head")
+    assert "of the model is random and never trained: give it weights with --pretrained" in result.output
+    assert "never trained" not in said("start", "--check", "--out", tmp_path / "runs", "--method", "fedavg").output
+
+
+@pytest.mark.usefixtures("forked_worker")
+def test_start_says_what_a_checkpoint_does_not_give(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    safetensors.torch.save_file(
+        build_vit("vit_tiny_patch16_224", 7, seed=1, options={"image_size": 48}).vit.state_dict(), file
+    )
+    output = said("start", "--check", "--out", tmp_path / "runs", "--pretrained", file, *TIMM).output
+    assert "pos_embed has shape (1, 10, 192) there and (1, 5, 192) here: it is resampled" in output
+    assert "its head (for 7 classes) is replaced" in output

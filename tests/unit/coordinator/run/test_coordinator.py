@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from coordinator.compute.engine import Engine
+from coordinator.config import make_config, read_toml
 from coordinator.planning.planner import PROTOCOLS
 from coordinator.record.store import Store
 from coordinator.run import collector as results_module
@@ -1351,6 +1352,18 @@ def test_a_run_can_begin_where_another_ended(stage: Stage, first: Tensors) -> No
     stage.start(start_from="monday")
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 3.0)
+
+
+def test_a_run_leaves_its_configuration_as_a_file_that_start_takes(stage: Stage) -> None:
+    """All of it, also what was not said; what has no value is left out."""
+    stage.fake("a")
+    stage.start(rounds=1, options={"lr": 0.5, "clip_norm": None}, budget={"memory_budget": "2GB"})
+    assert stage.finish() == "finished"
+    file = stage.out / "r" / "run.toml"
+    began = stage.coordinator.state.config
+    again = make_config(read_toml(file), str(file)).run
+    assert again == msgspec.structs.replace(began, options={"lr": 0.5})
+    assert "rejoin_grace_s = 600.0" in file.read_text()
 
 
 def test_a_run_to_begin_from_must_be_there_and_have_got_somewhere(stage: Stage) -> None:

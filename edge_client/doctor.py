@@ -19,7 +19,7 @@ from fedvit.blobs import ALGORITHM, is_whole
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown, StorageFailed
 from fedvit.files import folder_bytes
-from fedvit.quantities import format_bytes
+from fedvit.quantities import counted, format_bytes
 from fedvit.transport.mqtt import Address, in_words, tls_context
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
 from profiles.probes.battery import battery
@@ -255,7 +255,9 @@ def check_data(patient: Patient) -> Iterator[Finding]:
         yield Finding(check="data", level="error", what=str(error), remedy=layout)
         return
     counts = f"{len(images.train)} training and {len(images.test)} test images"
-    yield Finding(check="data", level="ok", what=f"{counts} of {len(images.classes)} classes: {_few(images.classes)}")
+    yield Finding(
+        check="data", level="ok", what=f"{counts} of {counted(len(images.classes), 'class')}: {_few(images.classes)}"
+    )
     if images.unreadable:
         listed = "; ".join(f"{path}: {reason}" for path, reason in images.unreadable[:MOST_NAMED])
         more = f"; and {len(images.unreadable) - MOST_NAMED} more" if len(images.unreadable) > MOST_NAMED else ""

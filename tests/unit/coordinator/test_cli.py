@@ -120,6 +120,7 @@ def test_show_prints_the_tables(out: Path) -> None:
         "0.600",
         "0.700",
         "each device's own",
+        "2 classes: ant, bee",
         "devices",
         "refused or lost",
         "'head.bias' holds [3] values that are NaN",
@@ -515,3 +516,19 @@ def test_start_says_what_a_checkpoint_does_not_give(tmp_path: Path) -> None:
     output = said("start", "--check", "--out", tmp_path / "runs", "--pretrained", file, *TIMM).output
     assert "pos_embed has shape (1, 10, 192) there and (1, 5, 192) here: it is resampled" in output
     assert "its head (for 7 classes) is replaced" in output
+
+
+def test_status_of_a_finished_run_says_nothing_of_what_it_did_last(out: Path) -> None:
+    left = {
+        "at": "2026-01-02T03:04:05+00:00",
+        "doing": "server epoch 3/4",
+        "waiting_for": [],
+        "resting": [],
+        "online": 2,
+    }
+    for run in ("done", "half"):
+        (out / run).mkdir()
+        (out / run / "status.json").write_text(json.dumps(left))
+    told = json.loads(said("status", "done", "--out", out, "--json").stdout)
+    assert (told["doing"], told["online"]) == ("finished", 0)
+    assert json.loads(said("status", "half", "--out", out, "--json").stdout)["doing"] == "server epoch 3/4"

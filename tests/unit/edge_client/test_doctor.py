@@ -2,16 +2,13 @@
 
 import shutil
 import socket
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
-from coordinator.service.router import Router
 from edge_client.doctor import (
     CHECKS,
     check_battery,
@@ -33,12 +30,12 @@ from edge_client.patient import Finding, Patient
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.resources import Budget, ResourceUse
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.mqtt import Address
 from fedvit.wire.messages import Result
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
 from profiles.probes.broker import BrokerProbe
-from tests.brokers import mosquitto
+from tests.brokers import mosquitto, served
 from tests.damage import flip
 from tests.unit.profiles.probes.boards import pi_4, pi_5, write_tree
 
@@ -423,28 +420,11 @@ def test_something_that_is_no_broker(patient: Patient) -> None:
 
 
 def test_a_coordinator_is_found_by_its_federation(patient: Patient, tmp_path: Path) -> None:
-    """A service's router, over a real broker; a run's coordinator answers alike."""
-    with mosquitto(tmp_path / "broker") as broker:
-        said: list[str] = []
-        link = MqttTransport(SimpleQueue(), broker.address, "coordinator-1")
-        router = Router(link, "home", has_ended=lambda run: False, say=said.append)
-        router.open()
-        stop = threading.Event()
-
-        def serve() -> None:
-            while not stop.is_set():
-                router.pump(0.05)
-
-        serving = threading.Thread(target=serve)
-        serving.start()
-        try:
-            here = replace(patient, address=broker.address)
-            [found] = check_coordinator(here)
-            [elsewhere] = check_coordinator(replace(here, topics=Topics("hmoe")))
-        finally:
-            stop.set()
-            serving.join()
-            router.close()
+    """A service, over a real broker; a run's coordinator answers alike."""
+    with mosquitto(tmp_path / "broker") as broker, served(broker.address) as said:
+        here = replace(patient, address=broker.address)
+        [found] = check_coordinator(here)
+        [elsewhere] = check_coordinator(replace(here, topics=Topics("hmoe")))
     assert (found.level, found.remedy) == ("ok", None)
     assert found.what.startswith("coordinator serve on ")
     assert elsewhere.level == "warning"

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -25,9 +26,10 @@ from coordinator.record.store import Store
 from coordinator.run import collector as results_module
 from coordinator.run import validation as admission_module
 from coordinator.run.coordinator import ATTEMPTS, Cancelled, Coordinator
-from coordinator.run.display import Display
+from coordinator.run.display import DeviceLine, Display
 from coordinator.run.inbox import Interrupted
 from coordinator.run.membership import MAX_CLASS_LISTS
+from coordinator.run.reporter import view
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.methods import METHODS
@@ -694,6 +696,37 @@ def test_coordinator_goes_on_with_a_finished_run_that_has_more_rounds_now(stage:
     assert stage.store.closed_rounds("r") == [1, 2, 3]
     assert device.tasks() == [1, 2, 3]
     assert device.tasks("evaluate") == [1, 2, 3]
+
+
+def test_the_time_of_a_round_counts_from_its_first_task_also_after_a_resume(stage: Stage) -> None:
+    device = stage.fake("a", silent)
+    stage.start()
+    stage.drive(lambda: device.tasks() == [1])
+    stage.stop()
+    opened_at = (datetime.now(UTC) - timedelta(seconds=500)).isoformat(timespec="milliseconds")
+    with sqlite3.connect(stage.out / "fedvit.db") as database:
+        database.execute("UPDATE rounds SET opened_at = ?, seal = NULL", (opened_at,))
+    database.close()
+    device.on_task = honest
+    stage.start(resume=True)
+    assert stage.finish() == "finished"
+    record = stage.store.round("r", 1)
+    assert record is not None
+    assert record.figures["devices_s"] >= 500
+    assert record.figures["server_s"] < 500
+
+
+def test_the_bar_of_a_device_that_is_done_is_full(stage: Stage) -> None:
+    stage.fake("a")
+    stage.fake("b", silent)
+    stage.start(devices=2)
+
+    def lines() -> dict[str, DeviceLine]:
+        return {line.name: line for line in view(stage.coordinator.state).devices} if stage.coordinator else {}
+
+    stage.drive(lambda: "a" in lines() and lines()["a"].state == "done")
+    assert lines()["a"].done == lines()["a"].total == 1
+    assert lines()["b"].done == 0
 
 
 def test_coordinator_that_is_cancelled_ends_its_run_for_good(stage: Stage) -> None:

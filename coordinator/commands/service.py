@@ -135,7 +135,7 @@ def cancel(run: str, out: Path, as_json: bool) -> None:
     """End RUN for good: one that is queued at once, one that is being served within seconds."""
     from coordinator.record.retention import is_served
 
-    store = existing_store(out)
+    store = existing_store(out, writes=True)
     try:
         record = store.run(run)
         if record.status in ("finished", "failed", "cancelled"):

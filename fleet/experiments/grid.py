@@ -11,6 +11,7 @@ from msgspec import Meta, Struct, field
 from coordinator.config import ImageConfig, read_toml
 from fedvit.blobs import digest_of
 from fedvit.choices import did_you_mean
+from fedvit.data import check_dataset
 from fedvit.data.partition import make_partition
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_names
@@ -102,6 +103,10 @@ def read_grid(file: Path) -> Grid:
     check_name(file.stem, f"{file}: the experiment's name")
     if len(set(experiment.seeds)) != len(experiment.seeds):
         raise ConfigError(f"{file}: seeds = {list(experiment.seeds)}: a seed is listed more than once")
+    try:
+        check_dataset(experiment.dataset)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
     methods = _methods(experiment, str(file))
     runs = {
         name: _run(experiment, method, _run_tables(experiment.methods[name]), f"{file}: [methods.{name}]")

@@ -1,5 +1,6 @@
 """The real program as an operator meets it."""
 
+import ctypes
 import fcntl
 import json
 import socket
@@ -30,6 +31,7 @@ from tests.forked import ForkedWorker
 
 PROGRAM = [sys.executable, "-c", "from coordinator.cli import main; main()"]
 WAIT_S = 120
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 
 
 @pytest.fixture
@@ -381,7 +383,7 @@ def test_methods_that_cannot_be_shown(arguments: tuple[str, ...], complaint: str
         (["start", "--model-option", "dept=2"], "model 'vit_small_images' has no option 'dept'; did you mean", "torch"),
         (["start", "--variant", "pi-*:lrr=1"], "variants: 'pi-*': method 'eftvit' has no option 'lrr'", "torch numpy"),
         (["submit", "--method", "fedav"], "unknown method 'fedav'; did you mean 'fedavg'", "torch"),
-        (["show", "dome"], "no run 'dome'", "torch numpy"),
+        (["show", "dome"], "no run 'dome'; did you mean 'done'? The newest runs are: half, done", "torch numpy"),
         (["runs"], None, "torch numpy"),
         (["show", "done"], None, "torch numpy"),
         (["status"], "no coordinator has served", "torch numpy rich"),
@@ -532,3 +534,42 @@ def test_status_of_a_finished_run_says_nothing_of_what_it_did_last(out: Path) ->
     told = json.loads(said("status", "done", "--out", out, "--json").stdout)
     assert (told["doing"], told["online"]) == ("finished", 0)
     assert json.loads(said("status", "half", "--out", out, "--json").stdout)["doing"] == "server epoch 3/4"
+
+
+def _as_everybody() -> None:
+    """From the next program on, root is held to the modes of files, too."""
+    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0)
+
+
+def test_reading_needs_no_permission_to_write(out: Path) -> None:
+    """Nor do the files that SQLite writes beside a database that it reads."""
+    for file in out.iterdir():
+        file.chmod(0o444)
+    out.chmod(0o555)
+    before = sorted(out.iterdir())
+    try:
+        for command in (("runs", "--out"), ("show", "done", "--out"), ("report", "done", "--runs")):
+            done = subprocess.run(
+                [*PROGRAM, *command, str(out)],
+                capture_output=True,
+                text=True,
+                timeout=WAIT_S,
+                check=False,
+                preexec_fn=_as_everybody,
+            )
+            assert done.returncode == 0, done.stderr
+            assert "done" in done.stdout
+        refused_rm = subprocess.run(
+            [*PROGRAM, "rm", "done", "--out", str(out)],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+            preexec_fn=_as_everybody,
+        )
+        assert refused_rm.returncode == StorageFailed.exit_code, refused_rm.stderr
+    finally:
+        out.chmod(0o755)
+        for file in out.iterdir():
+            file.chmod(0o644)
+    assert sorted(out.iterdir()) == before

@@ -14,7 +14,7 @@ from typing import Any
 import click
 import msgspec
 
-from coordinator.commands.config_flags import config_flags, merge_flags
+from coordinator.commands.config_flags import GroupedCommand, config_flags, merge_flags
 from coordinator.config import (
     RunConfig,
     StartConfig,
@@ -39,7 +39,7 @@ if typing.TYPE_CHECKING:
     from fedvit.transport.base import Transport
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags win over it.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
 @click.option(

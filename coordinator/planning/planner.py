@@ -382,7 +382,7 @@ def _begin_at(vit: PatchViT, start: ServerState) -> None:
 def check_start_fits(shapes: Mapping[str, tuple[int, ...]], start: ServerState) -> None:
     """Raises ConfigError where tensors of these shapes cannot begin with those of an earlier run's end."""
     common = [name for name in start.tensors if name in shapes]
-    if not common:
+    if start.tensors and not common:
         raise ConfigError("start_from: that run and this one have no tensor in common")
     for name in common:
         if (there := start.tensors[name].shape) != shapes[name]:

@@ -442,6 +442,19 @@ def test_a_value_that_is_not_allowed_is_answered_with_those_that_are(flag: str, 
     assert "enum" not in line
 
 
+def test_help_shows_flags_by_what_they_are_about() -> None:
+    """None of a run's is left among those of the command itself."""
+    text = said("start", "--help").stdout
+    own = text.split("\nOptions:")[1].split("\n\n")[0]
+    flags = [line.split()[0].rstrip(",") for line in own.splitlines() if line.startswith("  -")]
+    assert flags == ["--config", "--out", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--help"]
+    protection = text.split("Table [protection]:")[1].split("\n\n")[0]
+    assert "--aggregator" in protection
+    assert "--malicious-share" in protection
+    assert "Rounds and devices:" in text
+    assert "Table [broker]:" in said("serve", "--help").stdout
+
+
 def test_help_shows_the_values_of_a_flag() -> None:
     text = " ".join(said("start", "--help").stdout.split())
     for flag in ("--mode [buffered|rounds]", "--late [discount|refuse|use]", "--deadline-s [auto|NUMBER]"):

@@ -69,6 +69,7 @@ def quick(graph_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     return tmp_path
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_a_profile_in_three_forms(quick: Path) -> None:
     """Two splits x two mask ratios on two boards; the page has the figures of the JSON."""
     command = [

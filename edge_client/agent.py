@@ -200,6 +200,7 @@ class Agent:
         )
         self._inbox = transport.inbox
         self._connected = False
+        self._waits_said = False  # the log says already that no coordinator answers
         self._link_trouble = ""
         self._epoch: int | None = None
         self._hello: Resend | None = None  # set while a hello waits for its answer
@@ -276,6 +277,7 @@ class Agent:
         match event:
             case Connected():
                 self._connected = True
+                self._waits_said = False
                 self._link_trouble = ""
                 log.info("connected to the broker")
                 self._say_hello()
@@ -307,6 +309,12 @@ class Agent:
         if self.renewal:
             self.renewal.tick(self.transport)
         if self._hello and self._hello.due():
+            if not self._waits_said:
+                self._waits_said = True
+                log.warning(
+                    "no coordinator answers; asking again until one does, 'edge-client doctor' looks closer",
+                    extra={"federation": self.topics.federation},
+                )
             self._say_hello(self._hello)
         if self._hello is None:
             for pending in list(self._pending.values()):

@@ -29,7 +29,7 @@ from fedvit.command_line import amount
 from fedvit.errors import ConfigError, DataError
 from fedvit.files import atomic_write, make_private, private_files
 from fedvit.logs import configure_logging
-from fedvit.quantities import parse_bytes, parse_celsius, parse_flops, parse_seconds
+from fedvit.quantities import counted, parse_bytes, parse_celsius, parse_flops, parse_seconds
 from fedvit.resources import Budget, Speed, image_cache_bytes
 from fedvit.wire.messages import MAX_LABELS
 from fedvit.wire.topics import Topics, check_name
@@ -278,6 +278,11 @@ def serve(
         log.warning("image left out", extra={"file": str(path), "reason": reason})
     if len(images.unreadable) > 5:
         log.warning("more images left out", extra={"count": len(images.unreadable) - 5})
+    if images.passed_over:
+        count, first = len(images.passed_over), str(images.passed_over[0])
+        log.warning("files that are not used", extra={"count": count, "first": first})
+    if empty := images.without_images():
+        log.warning("class folders without images", extra={"count": len(empty), "first": empty[0]})
     reason = agent.serve(stop, once=once)
     log.info("device leaves", extra={"reason": reason})
     os.close(lock)
@@ -596,7 +601,7 @@ def predict(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Name what is on each of IMAGES, with its probability, by the model in a bundle."""
+    """Name what is on each of IMAGES, with its probability, by the model in a bundle; of a folder all images in it."""
     from export.bundle.assemble import Precision
     from export.bundle.read import Bundle
 
@@ -606,7 +611,8 @@ def predict(
     )
     listed: list[dict[str, Any]] = []
     failed = 0
-    for path in images:
+    listed_images = [file for path in images for file in _images_of(path)]
+    for path in listed_images:
         try:
             answers = model.answer(path, top)
         except DataError as error:
@@ -621,7 +627,19 @@ def predict(
     if as_json:
         click.echo(json.dumps(listed, indent=2))
     if failed:
-        raise DataError(f"{failed} of {len(images)} images cannot be read")
+        raise DataError(f"{failed} of {counted(len(listed_images), 'image')} cannot be read")
+
+
+def _images_of(path: Path) -> list[Path]:
+    """The image itself, or all images below a folder, by name. Raises DataError where there is none in it."""
+    if not path.is_dir():
+        return [path]
+    from fedvit.data.images import is_image_name
+
+    found = sorted(file for file in path.rglob("*") if file.is_file() and is_image_name(file.name))
+    if not found:
+        raise DataError(f"{path}: there is no image in this folder")
+    return found
 
 
 # --- room on the disk ---------------------------------------------------------------------------------

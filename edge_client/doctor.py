@@ -19,11 +19,12 @@ from fedvit.blobs import ALGORITHM, is_whole
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown, StorageFailed
 from fedvit.files import folder_bytes
-from fedvit.quantities import format_bytes
+from fedvit.quantities import counted, format_bytes
 from fedvit.transport.mqtt import Address, in_words, tls_context
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
 from profiles.probes.battery import battery
 from profiles.probes.broker import PROBE_BYTES, BrokerProbe
+from profiles.probes.coordinator import find_coordinator
 from profiles.probes.host import free_disk_bytes, host, installed_engine
 from profiles.probes.thermal import Brakes, Thermometer
 
@@ -35,6 +36,7 @@ HOT_C = 80.0
 """From here on a Raspberry Pi slows down; most others a little later."""
 YEARS_AHEAD = 20
 ENGINE_S = 60.0
+MOST_NAMED = 5
 CONNECT_S = 5.0
 SMALLER_BYTES = (65_536, 16_384, 4_096)
 """What is tried where a whole chunk does not come through, to say what would."""
@@ -253,11 +255,21 @@ def check_data(patient: Patient) -> Iterator[Finding]:
         yield Finding(check="data", level="error", what=str(error), remedy=layout)
         return
     counts = f"{len(images.train)} training and {len(images.test)} test images"
-    yield Finding(check="data", level="ok", what=f"{counts} of {len(images.classes)} classes: {_few(images.classes)}")
+    yield Finding(
+        check="data", level="ok", what=f"{counts} of {counted(len(images.classes), 'class')}: {_few(images.classes)}"
+    )
     if images.unreadable:
-        path, reason = images.unreadable[0]
-        what = f"{len(images.unreadable)} images cannot be read and are left out, the first is {path}: {reason}"
+        listed = "; ".join(f"{path}: {reason}" for path, reason in images.unreadable[:MOST_NAMED])
+        more = f"; and {len(images.unreadable) - MOST_NAMED} more" if len(images.unreadable) > MOST_NAMED else ""
+        what = f"images that cannot be read and are left out: {len(images.unreadable)}; {listed}{more}"
         yield Finding(check="data", level="warning", what=what, remedy="save them anew as PNG or JPEG, or delete them")
+    if images.passed_over:
+        what = f"not used: {len(images.passed_over)}; {_few(tuple(map(str, images.passed_over)))}"
+        remedy = "images lie directly in a class folder, as PNG, JPEG, ... (not HEIC): convert or move them"
+        yield Finding(check="data", level="warning", what=what, remedy=remedy)
+    if empty := images.without_images():
+        what = f"class folders without an image that can be read: {_few(tuple(empty))}; a run may count them as classes"
+        yield Finding(check="data", level="warning", what=what, remedy="delete folders that are no classes")
     if not len(images.test):
         what = "there is no test image: the model cannot be evaluated on this device"
         yield Finding(check="data", level="warning", what=what, remedy="give --test-share, or a folder test/CLASS/")
@@ -298,6 +310,27 @@ def check_broker(patient: Patient) -> Iterator[Finding]:
     yield from _check_size(patient, client_id, topic)
 
 
+def check_coordinator(patient: Patient) -> Iterator[Finding]:
+    """A device that joins a federation that nobody serves would wait for ever."""
+    federation = patient.topics.federation
+    try:
+        found = find_coordinator(patient.address, patient.topics, patient.device)
+    except (LinkDown, ConfigError):
+        return  # check_broker says what is wrong
+    if found is None:
+        yield Finding(
+            check="coordinator",
+            level="warning",
+            what=f"nobody serves federation {federation!r} at this broker: this device would wait",
+            remedy="start it on the server (coordinator start, or coordinator serve), or name the federation that it "
+            "serves with --federation",
+        )
+        return
+    doing = f"run {found.run!r}" if found.run else "coordinator serve"
+    what = f"{doing} on {found.host or 'a host without a name'} serves federation {federation!r}"
+    yield Finding(check="coordinator", level="ok", what=what)
+
+
 def _check_size(patient: Patient, client_id: str, topic: str) -> Iterator[Finding]:
     if _is_taken(patient, client_id, topic, CHUNK_MESSAGE_BYTES):
         what = f"messages of {CHUNK_MESSAGE_BYTES} bytes are taken"
@@ -335,6 +368,7 @@ CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
     check_identity,
     check_data,
     check_broker,
+    check_coordinator,
 )
 
 
@@ -347,7 +381,7 @@ def _how_it_ended(code: int, said: bytes) -> str:
 
 
 def _few(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
 
 
 def _reach_remedy(error: OSError, address: Address) -> str:

@@ -1,5 +1,6 @@
 """Where a device does a task once its blobs are here: what goes into the step, the step, and what comes of it."""
 
+import logging
 import math
 import threading
 import time
@@ -24,6 +25,11 @@ from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, check_finite, check_tensors, delta, mapped, packed_pieces
 from fedvit.wire.messages import Cancel, Extended, Manifest, Progress, Result, ResultAck, Task
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY_S = 60.0
+"""Between lines of the log on how far a task is."""
 
 
 @dataclass
@@ -227,12 +233,16 @@ class Workbench:
     def _progress(self, job: Job) -> Callable[[int, int, float | None], None]:
         """Tells how far the job is: at its first and last step, and else not sooner than the task says after the
         message before."""
-        last = -math.inf
+        last, logged = -math.inf, time.monotonic()
 
         def step(done: int, total: int, loss: float | None) -> None:
-            nonlocal last
+            nonlocal last, logged
             now = time.monotonic()
             task = job.task
+            if now - logged >= LOG_EVERY_S:
+                logged = now
+                said = {} if loss is None else {"loss": f"{loss:.3f}"}
+                log.info("task goes on", extra={"round": task.round, "steps": f"{done}/{total}", **said})
             if now - last >= task.progress_s or done == total:
                 last = now
                 self._tell(Progress(task.run, task.round, task.kind, done, total, loss, task.task))

@@ -72,6 +72,16 @@ def _parse(text: str, units: Mapping[str, float], expected: str, least: float) -
     return value
 
 
+def counted(count: int, what: str) -> str:
+    """A number of things, the noun in its plural where that is right.
+
+    >>> counted(1, "class"), counted(2, "class"), counted(0, "image")
+    ('1 class', '2 classes', '0 images')
+    """
+    ending = "" if count == 1 else "es" if what.endswith("s") else "s"
+    return f"{count} {what}{ending}"
+
+
 def format_bytes(count: float) -> str:
     """
     >>> format_bytes(512_000_000), format_bytes(1_234), format_bytes(17)

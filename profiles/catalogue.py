@@ -270,6 +270,14 @@ def load(id: str) -> Board:
     raise ConfigError(f"no board {id!r} in the catalogue; {hint}")
 
 
+def in_mode(text: str) -> tuple[Board, str | None]:
+    """The board of ID or ID@MODE, and that power mode or its own. Raises ConfigError where there is none of them."""
+    id, _, mode = text.partition("@")
+    board = load(id)
+    board.mode(mode or None)
+    return board, mode or board.default_mode
+
+
 @cache
 def sources() -> dict[str, str]:
     """What published figures' sources are in full."""

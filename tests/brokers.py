@@ -1,13 +1,17 @@
 """A real mosquitto with settings that a fleet may meet: limits, passwords, TLS, access rules."""
 
+import secrets
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 from coordinator.broker.mosquitto import configuration, find_mosquitto, password_line
 from coordinator.broker.process import FLEET_USER, Broker, claim_port
-from fedvit.transport.mqtt import Address
+from coordinator.service.router import Router
+from fedvit.transport.mqtt import Address, MqttTransport
 
 
 @contextmanager
@@ -33,6 +37,29 @@ def mosquitto(folder: Path, *lines: str, password: str | None = None, tls: bool 
         yield broker
     finally:
         broker.stop()
+
+
+@contextmanager
+def served(address: Address, federation: str = "home") -> Iterator[list[str]]:
+    """A service without runs at that broker; the block gets what it says to its operator."""
+    said: list[str] = []
+    link = MqttTransport(SimpleQueue(), address, f"coordinator-{secrets.token_hex(4)}")
+    router = Router(link, federation, has_ended=lambda run: False, say=said.append)
+    router.open()
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            router.pump(0.05)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    try:
+        yield said
+    finally:
+        stop.set()
+        serving.join()
+        router.close()
 
 
 def _certificate(folder: Path) -> list[str]:

@@ -9,8 +9,30 @@ import msgspec
 from msgspec import Meta, Struct
 
 from coordinator.commands.flags import key_value, literal
-from coordinator.config import TABLES, BrokerConfig, PrivacyConfig, ProtectionConfig, RunConfig, ServiceConfig
+from coordinator.config import (
+    TABLES,
+    BrokerConfig,
+    BudgetConfig,
+    PrivacyConfig,
+    ProtectionConfig,
+    RunConfig,
+    ServiceConfig,
+)
+from fedvit.choices import allowed, choices
 from fedvit.errors import ConfigError
+
+
+class GroupedCommand(click.Command):
+    """A command whose `--help` shows the flags of each table under the table's name."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        shown: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                shown.setdefault(_section(parameter.name or ""), []).append(record)
+        for title in sorted(shown, key=_SECTIONS.index):
+            with formatter.section(title):
+                formatter.write_dl(shown[title])
 
 
 def flags_of(*kinds: type[Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -54,7 +76,20 @@ def _flag(
     if isinstance(default, bool) and name != "pretrained":
         return click.option(f"{flag}/--no-{name.replace('_', '-')}", name, **common)
     numbers = {int: int, float: float}
-    return click.option(flag, name, type=str if name.endswith("cohort") else numbers.get(type(default), str), **common)
+    kind = str if name.endswith("cohort") else numbers.get(type(default), str)
+    return click.option(flag, name, type=kind, metavar=_metavar(name, hint), **common)
+
+
+def _metavar(name: str, hint: Any) -> str | None:
+    """What `--help` shows for a flag's value, where its type says more than click's: the names that are allowed."""
+    if name == "pretrained":
+        return "true|FILE"
+    if name in BudgetConfig.__struct_fields__:
+        return "AMOUNT"
+    if not (names := choices(hint)):
+        return None
+    others = ("NUMBER",) if "number" in allowed(hint) else ()
+    return f"[{'|'.join((*names, *others))}]"
 
 
 def _description(hint: Any) -> str:
@@ -83,10 +118,32 @@ _NUMBER_OR_TEXT = {
 }
 
 
+_OF_RUN = {
+    "What is trained": (
+        "method", "options", "variants", "model", "model_options", "pretrained", "start_from", "classes", "max_classes",
+        "seed", "accelerator",
+    ),
+    "Rounds and devices": (
+        "rounds", "devices", "devices_where", "federation", "cohort", "quorum", "over_select", "selection",
+        "deadline_s", "deadline_limit_s", "late", "max_staleness", "mode", "buffer", "concurrency", "rejoin_grace_s",
+    ),
+    "Evaluation": ("evaluate_every", "evaluation", "evaluation_cohort", "evaluation_quorum"),
+    "What is kept": ("backup_every", "keep_rounds", "keep_runs"),
+}  # fmt: skip
+"""Keys of a run that are in no table, by what they are about."""
+_TABLES: dict[str, type[Struct]] = {"broker": BrokerConfig, **TABLES}
+_SECTIONS = ["Options", *_OF_RUN, *(f"Table [{table}]" for table in _TABLES)]
+
+
+def _section(name: str) -> str:
+    of_run = {key: title for title, keys in _OF_RUN.items() for key in keys}
+    of_tables = {key: f"Table [{table}]" for table, kind in _TABLES.items() for key in kind.__struct_fields__}
+    return (of_tables | of_run).get(name, "Options")
+
+
 def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     """Put the flags that were set over a file's values."""
     merged = {**values}
-    tables: dict[str, type[Struct]] = {"broker": BrokerConfig, **TABLES}
     for name, value in flags.items():
         if value is None or value == ():
             continue
@@ -101,7 +158,7 @@ def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]
             continue
         if name in _NUMBER_OR_TEXT:
             value = literal(value)
-        home = next((table for table, kind in tables.items() if name in kind.__struct_fields__), None)
+        home = next((table for table, kind in _TABLES.items() if name in kind.__struct_fields__), None)
         if home:
             inside = merged.get(home, {})
             if isinstance(inside, dict):

@@ -11,26 +11,28 @@ from coordinator.commands.flags import existing_store, key_value
 from fedvit.command_line import amount
 from fedvit.errors import OverBudget
 from fedvit.files import atomic_write
+from fedvit.known_names import check_names
 from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
 from fedvit.resources import Budget
 
 
 @click.command()
-@click.argument("id", required=False)
+@click.argument("id", required=False, metavar="[ID[@MODE]]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def boards(id: str | None, as_json: bool) -> None:
     """List the boards that costs can be predicted for; or all about the one named ID, with sources."""
     from rich.console import Console
 
     from coordinator.planning.boards import board_page, boards_table, entries, entry
-    from profiles.catalogue import load
+    from profiles.catalogue import in_mode
 
+    board = in_mode(id)[0] if id else None
     if as_json:
-        data = entry(load(id)) if id else entries()
+        data = entry(board) if board else entries()
         click.echo(msgspec.json.format(msgspec.json.encode(data)).decode())
         return
     console = Console()
-    console.print(board_page(load(id)) if id else boards_table(console.width))
+    console.print(board_page(board) if board else boards_table(console.width))
 
 
 def _budget_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -83,6 +85,17 @@ def _request_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def _check_request(
+    method: str, model: str, options: dict[str, Any], model_options: dict[str, Any], devices: tuple[str, ...]
+) -> None:
+    """Raises ConfigError for names that there are not, before anything imports torch."""
+    from profiles.catalogue import in_mode
+
+    check_names(method, options, model, model_options)
+    for device in devices:
+        in_mode(device)
+
+
 @click.command()
 @_request_flags
 @click.option("--mask", "masks", multiple=True, type=float, help="Share of patches dropped in training. Repeatable.")
@@ -108,6 +121,8 @@ def profile(
 
     Every --mask is combined with every --split. Ends with exit code 8 when a device fits none of the variants.
     """
+    options, model_options = dict(map(key_value, pairs)), dict(map(key_value, model_pairs))
+    _check_request(method, model, options, model_options, devices)
     from rich.console import Console
 
     from coordinator.planning.profiling import BoardMode, Request, make_document
@@ -117,9 +132,9 @@ def profile(
 
     request = Request(
         method=method,
-        options=dict(map(key_value, pairs)),
+        options=options,
         model=model,
-        model_options=dict(map(key_value, model_pairs)),
+        model_options=model_options,
         classes=classes,
         targets=[BoardMode.parse(text) for text in devices],
         masks=masks,
@@ -160,6 +175,8 @@ def plan(
 
     Ends with exit code 8 when nothing fits one of them.
     """
+    options, model_options = dict(map(key_value, pairs)), dict(map(key_value, model_pairs))
+    _check_request(method, model, options, model_options, devices)
     from rich.console import Console
 
     from coordinator.planning.plan_report import plan_report
@@ -167,9 +184,9 @@ def plan(
 
     request = Request(
         method=method,
-        options=dict(map(key_value, pairs)),
+        options=options,
         model=model,
-        model_options=dict(map(key_value, model_pairs)),
+        model_options=model_options,
         classes=classes,
         targets=[BoardMode.parse(text) for text in devices],
         masks=(),

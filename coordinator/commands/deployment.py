@@ -136,10 +136,11 @@ def _is_used(deployment: "Deployment", token_id: str, name: str) -> bool:
 def devices(folder: Path, out: Path | None, run: str | None, as_json: bool) -> None:
     """List the devices of a deployment: when they joined, were seen last, and must be renewed."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from coordinator.deployment.folder import Deployment
+    from profiles.report.terminal import column
+    from profiles.report.terminal import table as new_table
 
     if run and out is None:
         raise ConfigError(f"--run {run}: --out is missing, the folder of all runs")
@@ -151,13 +152,17 @@ def devices(folder: Path, out: Path | None, run: str | None, as_json: bool) -> N
     if as_json:
         click.echo(json.dumps(listed, indent=2))
         return
-    table = Table("device", "state", "joined", "last seen", "certificate until", caption="times are UTC")
+    table = new_table(None)
+    column(table, "device", justify="left")
+    table.add_column(Text("state"), overflow="fold")
+    for heading in ("joined, UTC", "last seen", "certificate until"):
+        column(table, heading, justify="left")
     if run:
         table.add_column(Text(f"in run {run}"), overflow="fold")
     for entry in listed:
         standing = [Text(_in_words(entry))] if run else []
         table.add_row(
-            entry["device"],
+            Text(entry["device"]),
             entry["state"] + (f", misused the broker {entry['misuses']} times" if entry["misuses"] else ""),
             *(_short(entry[key]) for key in ("joined", "last_seen", "expires")),
             *standing,
@@ -218,8 +223,8 @@ def _iso(seconds: float | None) -> str | None:
 
 
 def _short(text: str | None) -> str:
-    """To the minute, on one line of a table."""
-    return (text or "never").replace("T", "\N{NO-BREAK SPACE}")[:16].replace("-", "\N{NON-BREAKING HYPHEN}")
+    """To the minute."""
+    return (text or "never").replace("T", " ")[:16]
 
 
 @click.command()

@@ -1,6 +1,7 @@
 """What several commands share in reading their flags."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +27,13 @@ def literal(text: str) -> Any:
         return text
 
 
-def existing_store(folder: Path, flag: str = "--out") -> "Store":
+def existing_store(folder: Path, flag: str = "--out", *, writes: bool = False) -> "Store":
     """The record of all runs in a folder; what is asked of it is checked, the rest is not read.
 
-    Raises ConfigError, naming the flag to change, where there is none.
+    To read it needs no permission to write. Raises ConfigError, naming the flag to change, where there is none.
     """
     from coordinator.record.store import Store  # SQLAlchemy: half a second that flags which are wrong need not wait
 
     if not (folder / "fedvit.db").is_file():
         raise ConfigError(f"no runs in {folder.resolve()}: there is no fedvit.db; use {flag} for another folder")
-    return Store.in_folder(folder, check=False)
+    return Store.in_folder(folder, check=False) if writes or os.access(folder, os.W_OK) else Store.copy_of(folder)

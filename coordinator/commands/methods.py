@@ -5,6 +5,7 @@ import msgspec
 
 from coordinator.commands.flags import key_value
 from fedvit.errors import ConfigError
+from fedvit.known_names import check_model, check_model_options, check_names
 
 
 @click.command()
@@ -25,6 +26,11 @@ def methods(
     as_json: bool,
 ) -> None:
     """List all methods: what each trains, what it sends; or all about the one named NAME."""
+    options, model_options = dict(map(key_value, pairs)), dict(map(key_value, model_pairs))
+    for each in [name] if name else names:
+        check_names(each)
+    check_model(model)
+    check_model_options(model, model_options)
     from rich.console import Console
 
     from coordinator.planning.catalogue import catalogue, page, table
@@ -35,8 +41,8 @@ def methods(
         [name] if name else names,
         model,
         classes,
-        options=dict(map(key_value, pairs)),
-        model_options=dict(map(key_value, model_pairs)),
+        options=options,
+        model_options=model_options,
     )
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(entries)).decode())

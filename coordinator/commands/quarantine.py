@@ -56,7 +56,7 @@ def quarantine(run: str, released: tuple[str, ...], out: Path, as_json: bool) ->
     from profiles.report.terminal import column
     from profiles.report.terminal import table as new_table
 
-    store = existing_store(out)
+    store = existing_store(out, writes=bool(released))
     try:
         store.run(run)
         for device in released:

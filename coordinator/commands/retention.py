@@ -25,7 +25,7 @@ def gc(keep_runs: int | None, keep_rounds: int | None, dry_run: bool, out: Path,
     """Remove what the policy does not keep, and files that nothing refers to. Runs that are being served stay."""
     from coordinator.record.retention import collect
 
-    store = existing_store(out)
+    store = existing_store(out, writes=True)
     try:
         removed = list(collect(store, out, keep_runs=keep_runs, keep_rounds=keep_rounds, dry_run=dry_run))
         if any(entry.what in ("run", "details") for entry in removed) and not dry_run:
@@ -44,7 +44,7 @@ def rm(runs: tuple[str, ...], force: bool, out: Path, as_json: bool) -> None:
     """Remove runs: their rows of the record and their folders."""
     from coordinator.record.retention import remove_runs
 
-    store = existing_store(out)
+    store = existing_store(out, writes=True)
     try:
         removed = remove_runs(store, out, list(dict.fromkeys(runs)), force=force)
     finally:

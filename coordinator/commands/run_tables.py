@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.record.summary import RoundSummary, RunLine, RunSummary
+from fedvit.quantities import counted
 from profiles.report.terminal import column, first_that_fits, natural_width, shortened
 from profiles.report.terminal import table as new_table
 from profiles.report.verdict import settings_words
@@ -19,6 +20,7 @@ from profiles.report.verdict import settings_words
 CURVE_WIDTH = 20
 MOST_ROUNDS = 40
 """The newest that tables by round show."""
+MOST_CLASSES = 10
 LEAST_NAME = 12
 """Letters of a device's name that are shown at least, from both of its ends."""
 
@@ -32,6 +34,7 @@ def report(summary: RunSummary, width: int) -> Group:
             f"{len(summary.rounds)} of {summary.rounds_planned} rounds, seed {summary.seed}"
         ),
         Text(settings_words(summary.settings), style="dim"),
+        *([Text(_classes(summary.classes), style="dim")] if summary.classes else []),
     ]
     if any(entry.accuracy_mean is not None for entry in summary.rounds):
         parts += [Text(), accuracy_table(summary, width), Text(f"accuracy: {summary.protocol}", style="dim")]
@@ -50,6 +53,11 @@ def report(summary: RunSummary, width: int) -> Group:
     if summary.refusals:
         parts += [Text(), refusal_table(summary, width)]
     return Group(*parts)
+
+
+def _classes(classes: tuple[str, ...]) -> str:
+    more = ", ..." if len(classes) > MOST_CLASSES else ""
+    return f"{counted(len(classes), 'class')}: {', '.join(classes[:MOST_CLASSES])}{more}"
 
 
 def accuracy_table(summary: RunSummary, width: int) -> Table:

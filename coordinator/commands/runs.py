@@ -63,6 +63,7 @@ def show(run: str, out: Path, as_json: bool) -> None:
 def status(run: str | None, out: Path, as_json: bool) -> None:
     """Say what RUN is waiting for, since when and until when; by default what the service does, or the newest run."""
     from coordinator.record.summary import run_head
+    from coordinator.record.tables import ENDED
     from coordinator.run.status import lines, read_status
 
     store = existing_store(out)
@@ -81,7 +82,10 @@ def status(run: str | None, out: Path, as_json: bool) -> None:
     found = read_status(out / record.id)
     if as_json:
         head = msgspec.structs.asdict(run_head(record))
-        click.echo(json.dumps({**head, **msgspec.to_builtins(found), "stale": found.is_stale()}, indent=2))
+        told = msgspec.to_builtins(found)
+        if record.status in ENDED:  # what was done last is not being done
+            told |= {"doing": record.status, "waiting_for": [], "resting": [], "online": 0}
+        click.echo(json.dumps({**head, **told, "stale": found.is_stale()}, indent=2))
         return
     click.echo("\n".join(lines(record.id, record.status, found)))
 

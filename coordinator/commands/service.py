@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from coordinator.commands.config_flags import merge_flags, run_flags, service_flags
+from coordinator.commands.config_flags import GroupedCommand, merge_flags, run_flags, service_flags
 from coordinator.commands.flags import existing_store
-from coordinator.commands.start import check_new, opened_store, usual_name
-from coordinator.config import RunConfig, make_config, make_service_config, read_toml, why_not_asked
+from coordinator.commands.start import check_new, check_start_from, opened_store, usual_name
+from coordinator.config import RunConfig, check_names, make_config, make_service_config, read_toml, why_not_asked
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
 
 if TYPE_CHECKING:
     from coordinator.compute.messages import Compute
+    from coordinator.record.store import Store
 
 _OUT = click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags win over it.")
 @_OUT
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
@@ -74,7 +75,7 @@ def _worker_of(run: str, config: RunConfig, folder: Path) -> "Compute":
     return worker
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("file", type=click.Path(path_type=Path), required=False, metavar="[CONFIG]")
 @click.option("--run", "name", metavar="NAME", default=None, help="Name of the run; by default date, time and method.")
 @_OUT
@@ -92,21 +93,39 @@ def submit(file: Path | None, name: str | None, out: Path, as_json: bool, **flag
     if "broker" in values:
         raise ConfigError(f"{where}: [broker] is for `coordinator start` and `serve`; this run has its service's")
     config = make_config(values, where).run
+    check_names(config, where)
     run = check_name(name or usual_name(config), "--run")
     with ExitStack() as stack:
-        if (out / "fedvit.db").exists():
-            check_new(opened_store(out, stack), run)
+        known = opened_store(out, stack) if (out / "fedvit.db").exists() else None
+        check_new(known, run)
+        now = _as_far_as_known_now(config, known)
         warning = _warning(config, out)
         worker = Worker()
         stack.callback(worker.close)
-        worker.ask(Check(config=config, where=where))
+        notes = worker.ask(Check(config=now, where=where, runs=str(out))).notes
         recorded = msgspec.to_builtins(config)
         if "federation" not in values:  # it is the service's
             del recorded["federation"]
         opened_store(out, stack).submit_run(run, recorded)
-    if warning:
-        click.echo(f"warning: {warning}", err=True)
+    for note in (*notes, *([warning] if warning else [])):
+        click.echo(f"warning: {note}", err=True)
     click.echo(msgspec.json.encode({"run": run, "status": "queued", "warning": warning}).decode() if as_json else run)
+
+
+def _as_far_as_known_now(config: RunConfig, store: "Store | None") -> RunConfig:
+    """What can be checked of a run: the one that it starts from may be in the queue before it.
+
+    Raises ConfigError when there is no such run.
+    """
+    if config.start_from is None:
+        return config
+    from coordinator.record.tables import ENDED
+
+    earlier = config.start_from
+    if store is not None and store.run(earlier).status not in ENDED and store.newest_closed(earlier) is None:
+        return msgspec.structs.replace(config, start_from=None)
+    check_start_from(store, config)
+    return config
 
 
 def _warning(config: RunConfig, out: Path) -> str | None:
@@ -133,7 +152,7 @@ def cancel(run: str, out: Path, as_json: bool) -> None:
     """End RUN for good: one that is queued at once, one that is being served within seconds."""
     from coordinator.record.retention import is_served
 
-    store = existing_store(out)
+    store = existing_store(out, writes=True)
     try:
         record = store.run(run)
         if record.status in ("finished", "failed", "cancelled"):

@@ -14,14 +14,23 @@ from typing import Any
 import click
 import msgspec
 
-from coordinator.commands.config_flags import config_flags, merge_flags
-from coordinator.config import RunConfig, StartConfig, make_config, read_toml, resumed_config, with_listen_port
+from coordinator.commands.config_flags import GroupedCommand, config_flags, merge_flags
+from coordinator.config import (
+    RunConfig,
+    StartConfig,
+    check_names,
+    make_config,
+    read_toml,
+    resumed_config,
+    with_listen_port,
+)
 from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
-from fedvit.method_names import METHOD_NAMES
+from fedvit.quantities import counted
 from fedvit.wire.topics import check_name
 
 if typing.TYPE_CHECKING:
+    from coordinator.compute.messages import Checked
     from coordinator.compute.process import Worker
     from coordinator.record.store import Store
     from coordinator.record.tables import RunRecord
@@ -30,7 +39,7 @@ if typing.TYPE_CHECKING:
     from fedvit.transport.base import Transport
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags win over it.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
 @click.option(
@@ -49,6 +58,13 @@ if typing.TYPE_CHECKING:
     is_flag=True,
     help="Go on with the run that --run names, or begin it where there is none; nothing to do where it is finished.",
 )
+@click.option(
+    "--check",
+    "only_check",
+    is_flag=True,
+    help="Only say what is wrong, or what would run: the model is built, its weights and the run of --start-from are "
+    "read, and no device is waited for.",
+)
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @config_flags
 @private_files()
@@ -58,6 +74,7 @@ def start(
     resume: str | None,
     name: str | None,
     resume_or_new: bool,
+    only_check: bool,
     quiet: bool,
     **flags: Any,
 ) -> None:
@@ -69,8 +86,7 @@ def start(
     if resume_or_new and (name is None or resume is not None):
         raise ConfigError("--resume-or-new wants the name of the run by --run NAME, and goes without --resume")
     given = make_config(values, where)  # says what is wrong with it before anything is opened
-    if given.run.method not in METHOD_NAMES:
-        raise ConfigError(f"{where}: unknown method {given.run.method!r}, known are {', '.join(METHOD_NAMES)}")
+    check_names(given.run, where)
     with ExitStack() as stack:
         if resume is None:
             run = check_name(name or usual_name(given.run), "--run")
@@ -79,9 +95,16 @@ def start(
         display = choose_display(quiet)
         if record is None:
             check_new(store, run)
+            check_start_from(store, given.run)
             stack.enter_context(display)
             display.line(f"run {run}: checking its configuration")
-            worker, config, server = _checked(values, where, stack)
+            worker, config, checked = _checked(values, where, out, stack)
+            server = checked.accelerator
+            for note in checked.notes:
+                display.line(f"warning: {note}")
+            if only_check:
+                click.echo("\n".join(_would_run(run, config, checked)))
+                return
         else:
             from coordinator.record.tables import (
                 ENDED,  # SQLAlchemy, for which the first line of a new run does not wait
@@ -93,6 +116,9 @@ def start(
                     raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")
                 display.line(f"run {run} is {record.status}: there is nothing to do")
                 return
+        if only_check:
+            click.echo(f"would go on with run {run}: {_described(config.run)}")
+            return
         made = stack.enter_context(ExitStack())  # what is undone unless the run gets as far as into the record
         if not (out / run).exists():
             made.callback(_remove, out, run)
@@ -116,8 +142,8 @@ def start(
         _serve(store, out, run, config.run, point, transport, display, worker)
 
 
-def _checked(values: dict[str, Any], where: str, stack: ExitStack) -> "tuple[Worker, StartConfig, str]":
-    """The process that computes, the configuration of a new run, and the device of torch that its server takes.
+def _checked(values: dict[str, Any], where: str, out: Path, stack: ExitStack) -> "tuple[Worker, StartConfig, Checked]":
+    """The process that computes, the configuration of a new run, and what was found out about it.
 
     Raises ConfigError when it could never begin.
     """
@@ -125,7 +151,28 @@ def _checked(values: dict[str, Any], where: str, stack: ExitStack) -> "tuple[Wor
     from coordinator.service.broker import federation_of
 
     config, worker = make_config(federation_of(values), where), _worker(stack)
-    return worker, config, worker.ask(Check(config=config.run, where=where))
+    return worker, config, worker.ask(Check(config=config.run, where=where, runs=str(out)))
+
+
+def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
+    """What `--check` prints of a run that can begin."""
+    from coordinator.record.summary import run_settings
+    from profiles.report.verdict import settings_words
+
+    of_run, broker = config.run, config.broker
+    meets = f"{broker.broker}, on {broker.listen}:{broker.port}" if "://" not in broker.broker else broker.broker
+    if broker.deployment:
+        meets = f"of deployment {broker.deployment}"
+    options = "".join(f" -o {name}={value}" for name, value in of_run.options.items())
+    model = "".join(f" --model-option {name}={value}" for name, value in of_run.model_options.items())
+    return [
+        f"run {run} can begin: {_described(of_run)}, server on {checked.accelerator}",
+        f"  model of {checked.parameters:,} parameters; classes: {', '.join(of_run.classes) or 'those of the devices'}",
+        f"  {settings_words(run_settings(of_run))}",
+        f"  waits for {counted(of_run.devices, 'device')} in federation {of_run.federation}; broker: {meets}",
+        f"what it costs on a board: coordinator plan --method {of_run.method} --model {of_run.model}{options}{model} "
+        "--device ID",
+    ]
 
 
 def _lock(folder: Path, run: str, stack: ExitStack) -> None:
@@ -173,6 +220,18 @@ def check_new(store: "Store | None", run: str) -> None:
     """Raises ConfigError when there is a run of that name."""
     if store and run in {record.id for record in store.runs()}:
         raise ConfigError(f"run {run!r} exists already; go on with it by --resume {run}, or choose another --run")
+
+
+def check_start_from(store: "Store | None", config: RunConfig) -> None:
+    """Raises ConfigError when there is no run of that name that a new one can start from."""
+    if config.start_from is None:
+        return
+    if store is None:
+        raise ConfigError(f"start_from = {config.start_from!r}: there is no run yet")
+    newest = store.newest_closed(config.start_from)
+    if newest is None:
+        store.run(config.start_from)  # raises when there is none of that name
+        raise ConfigError(f"start_from = {config.start_from!r}: that run closed no round")
 
 
 # --- an earlier run -------------------------------------------------------------------------------------

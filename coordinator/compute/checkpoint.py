@@ -5,9 +5,12 @@ from pathlib import Path
 
 from coordinator.config import UpdatesConfig
 from coordinator.planning.planner import Plan
+from coordinator.record.integrity import DamagedBlob, SoundBlobs, what_it_held
 from coordinator.record.references import references
+from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
+from fedvit.errors import ConfigError, Damaged
 from fedvit.files import atomic_write
 from fedvit.methods.base import ServerRule, ServerState
 from fedvit.tensors import Tensors, pack, unpack
@@ -39,6 +42,23 @@ def load_state(saved: SavedState, blobs: BlobStore, order: Tensors | None = None
         tensors = {name: tensors[name] for name in order if name in tensors}
     memory = unpack(blobs.get(saved.memory)) if saved.memory else {}
     return ServerState(tensors, memory, dict(saved.uploads))
+
+
+def start_state(earlier: str, store: Store, runs: Path) -> ServerState:
+    """What the run named `earlier` ended with. Raises ConfigError when there is no such end, Damaged where it is."""
+    newest = store.newest_closed(earlier)
+    if newest is None or newest.state is None:
+        store.run(earlier)  # raises when there is none of that name
+        raise ConfigError(f"start_from = {earlier!r}: that run closed no round")
+    blobs = SoundBlobs(runs / earlier / "blobs")
+    try:
+        return load_state(newest.state, blobs)
+    except DamagedBlob as error:
+        held = what_it_held(error.digest, earlier, store, blobs)
+        raise Damaged(
+            f"start_from = {earlier!r}: {error.path} is damaged: it held {held}. "
+            "Put the file back from a copy of that run's folder"
+        ) from error
 
 
 def needed_blobs(plan: Plan, saved: SavedState) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from coordinator.compute.checkpoint import load_state, write_models
+from coordinator.compute.checkpoint import load_state, start_state, write_models
 from coordinator.compute.messages import (
     FindOutliers,
     Finish,
@@ -25,11 +25,11 @@ from coordinator.compute.server_step import ServerStep
 from coordinator.config import RunConfig
 from coordinator.planning.planner import Plan, make_plan
 from coordinator.planning.target import Target
-from coordinator.record.integrity import DamagedBlob, SoundBlobs, what_it_held
+from coordinator.record.integrity import SoundBlobs
 from coordinator.record.references import snapshot
 from coordinator.record.store import Store
 from fedvit.blobs import BlobStore
-from fedvit.errors import ConfigError, Damaged, OverBudget
+from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods.base import ServerState
 from fedvit.program import Role
 
@@ -79,11 +79,12 @@ class Engine:
     def _prepare(self, request: Prepare) -> Prepared:
         # all blobs are read again: that a file is as it was when it was read first does not say what the disk gives now
         self._blobs.forget_all_but()
+        earlier = self._config.start_from
         plan = make_plan(
             self._config,
             request.classes,
             self._blobs,
-            start=self._start_state(),
+            start=start_state(earlier, self._store, self._folder.parent) if earlier is not None else None,
             budgets=request.budgets,
             cache=self._graph_cache,
             progress=self._say,
@@ -104,25 +105,6 @@ class Engine:
 
     def _say(self, text: str) -> None:
         self.progress(text)
-
-    def _start_state(self) -> ServerState | None:
-        """What the run that this one starts from ended with. Raises ConfigError when there is no such end."""
-        earlier = self._config.start_from
-        if earlier is None:
-            return None
-        newest = self._store.newest_closed(earlier)
-        if newest is None or newest.state is None:
-            self._store.run(earlier)  # raises when there is none of that name
-            raise ConfigError(f"start_from = {earlier!r}: that run closed no round")
-        blobs = SoundBlobs(self._folder.parent / earlier / "blobs")
-        try:
-            return load_state(newest.state, blobs)
-        except DamagedBlob as error:
-            held = what_it_held(error.digest, earlier, self._store, blobs)
-            raise Damaged(
-                f"start_from = {earlier!r}: {error.path} is damaged: it held {held}. "
-                "Put the file back from a copy of that run's folder"
-            ) from error
 
     def _plan(self, request: PlanTasks) -> Planned:
         too_small: dict[str, str] = {}

@@ -74,15 +74,24 @@ class Stepped(Struct, frozen=True, kw_only=True):
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-class Check(Request[str], frozen=True, kw_only=True, tag=True):
-    """Whether a configuration can be run here: the torch device that its server will compute on.
+class Checked(Struct, frozen=True, kw_only=True):
+    """A configuration with which a run can begin here."""
 
-    Raises ConfigError.
+    accelerator: str  # torch device that its server will compute on
+    parameters: int  # numbers in the model
+    notes: list[str]  # what its operator should know, and is no mistake
+
+
+class Check(Request[Checked], frozen=True, kw_only=True, tag=True):
+    """Whether a run could begin here: its model is built, its weights and the run that it starts from are read.
+
+    Raises ConfigError, and Damaged where the state of an earlier run is.
     """
 
-    answer = str
+    answer = Checked
     config: RunConfig
     where: str  # begins the message of an error: the file of the configuration, or its flags
+    runs: str  # folder of all runs
 
 
 class Prepare(Request[Prepared], frozen=True, kw_only=True, tag=True):

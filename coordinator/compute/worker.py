@@ -83,11 +83,9 @@ class _Serving:
 
     def _answer(self, request: Any) -> Any:
         if isinstance(request, Check):
-            from coordinator.compute.engine import choose_accelerator
-            from coordinator.planning.checks import check_run
+            from coordinator.compute.start_check import check_start
 
-            check_run(request.config, request.where)
-            return choose_accelerator(request.config.accelerator)
+            return check_start(request)
         return self._engine.ask(request)
 
     def _damaged(self) -> list[str]:

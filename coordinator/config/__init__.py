@@ -9,7 +9,7 @@ from coordinator.config.images import ImageConfig
 from coordinator.config.labels import why_not_asked
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.protection import ProtectionConfig
-from coordinator.config.reading import StartConfig, make_config, read_toml
+from coordinator.config.reading import StartConfig, check_names, make_config, read_toml
 from coordinator.config.resuming import resumed_config
 from coordinator.config.run import TABLES, RunConfig
 from coordinator.config.service import ServiceConfig, make_service_config
@@ -26,6 +26,7 @@ __all__ = [
     "ServiceConfig",
     "StartConfig",
     "UpdatesConfig",
+    "check_names",
     "make_config",
     "make_service_config",
     "read_toml",

@@ -1,6 +1,5 @@
 """From a TOML file and flags to a configuration, or to an error that names key, value and what is allowed."""
 
-import difflib
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +9,8 @@ from msgspec import Struct
 
 from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.run import TABLES, RunConfig
+from fedvit import known_names
+from fedvit.choices import did_you_mean, why_invalid
 from fedvit.errors import ConfigError
 
 
@@ -38,6 +39,22 @@ def make_config(values: dict[str, Any], where: str) -> StartConfig:
     return StartConfig(convert_table(values, RunConfig, where), broker)
 
 
+def check_names(config: RunConfig, where: str) -> None:
+    """Raises ConfigError, which begins with `where`, for a method, model or option that there is not.
+
+    That needs no torch: it answers at once.
+    """
+    try:
+        known_names.check_names(config.method, config.options, config.model, config.model_options)
+        for pattern, options in config.variants.items():
+            try:
+                known_names.check_names(config.method, options)
+            except ConfigError as error:
+                raise ConfigError(f"variants: {pattern!r}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
 def convert_broker(values: Any, where: str) -> BrokerConfig:
     """The table [broker]. Raises ConfigError."""
     if not isinstance(values, dict):
@@ -54,9 +71,8 @@ def convert_table(values: dict[str, Any], kind: type[Config], where: str) -> Con
     known = kind.__struct_fields__
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+            hint = did_you_mean(key, known, most=1) or f"; known keys are {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
     for table, inner in TABLES.items() if kind is RunConfig else ():
         given = values.get(table)
         if isinstance(given, dict):
@@ -65,8 +81,8 @@ def convert_table(values: dict[str, Any], kind: type[Config], where: str) -> Con
         try:
             msgspec.convert({key: value} if not isinstance(value, Struct) else {}, _alone(kind, key))
         except msgspec.ValidationError as error:
-            reason = str(error).partition(" - at")[0].lower().replace("`object`", "a table")
-            raise ConfigError(f"{where}: {key} = {value!r}: {reason}") from None
+            reason = why_invalid(error, value, _hint(kind, key)).replace("`object`", "a table")
+            raise ConfigError(f"{where}: {key} = {value!r}: {reason[:1].lower()}{reason[1:]}") from None
     try:
         return msgspec.convert(values, kind)
     except (ConfigError, msgspec.ValidationError) as error:  # the latter from a ValueError or TypeError inside
@@ -75,5 +91,8 @@ def convert_table(values: dict[str, Any], kind: type[Config], where: str) -> Con
 
 def _alone(kind: type[Struct], key: str) -> type[Struct]:
     """A struct with only the one field, so that checks across fields do not run on half a config."""
-    hint = {field.name: field.type for field in msgspec.structs.fields(kind)}[key]
-    return msgspec.defstruct("Alone", [(key, hint, None)], kw_only=True)
+    return msgspec.defstruct("Alone", [(key, _hint(kind, key), None)], kw_only=True)
+
+
+def _hint(kind: type[Struct], key: str) -> Any:
+    return next(field.type for field in msgspec.structs.fields(kind) if field.name == key)

@@ -39,7 +39,7 @@ def entry(board: Board) -> dict[str, Any]:
     return {
         **msgspec.to_builtins(board),
         "usable_bytes": msgspec.to_builtins(board.usable_bytes),
-        "speeds": {mode: msgspec.to_builtins(board.speed(mode)) for mode in board.modes or [""]},
+        "speeds": {mode or "": msgspec.to_builtins(board.speed(mode)) for mode in board.modes or [None]},
         "doubts": board.doubts(),
         "sources": {key: text for key, text in sources().items() if key in _keys(board)},
     }

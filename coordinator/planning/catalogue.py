@@ -24,6 +24,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fedvit.choices import allowed
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS, build_model, make_method
 from fedvit.methods.base import Method
@@ -178,7 +179,7 @@ def options_of(kind: type[Method]) -> list[OptionEntry]:
         OptionEntry(
             option=field.name,
             default=field.default,
-            allowed=_allowed(msgspec.inspect.type_info(hints[field.name])),
+            allowed=allowed(hints[field.name]),
             text=texts.get(field.name, ""),
         )
         for field in fields(kind)
@@ -200,23 +201,6 @@ def _comments(kind: type) -> dict[str, str]:
             alone = before if before.startswith("#") and not before.startswith("# ---") else ""
             found[node.target.id] = (behind.strip() or alone).lstrip("# ")
     return found
-
-
-def _allowed(kind: msgspec.inspect.Type) -> str:
-    match kind:
-        case msgspec.inspect.LiteralType(values=values):
-            return " | ".join(map(str, values))
-        case msgspec.inspect.UnionType(types=types):
-            return " | ".join(_allowed(each) for each in types)
-        case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
-            name = "whole number" if isinstance(kind, msgspec.inspect.IntType) else "number"
-            bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-            return " ".join([name, *(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)])
-        case msgspec.inspect.BoolType():
-            return "true | false"
-        case msgspec.inspect.NoneType():
-            return "none"
-    return type(kind).__name__.removesuffix("Type").lower()
 
 
 # --- for a terminal -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """From a run's configuration to what devices get: Programs, their graphs, and the first values."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -379,18 +379,20 @@ def _begin_at(vit: PatchViT, start: ServerState) -> None:
                 value.copy_(torch.from_numpy(start.tensors[name]))
 
 
+def check_start_fits(shapes: Mapping[str, tuple[int, ...]], start: ServerState) -> None:
+    """Raises ConfigError where tensors of these shapes cannot begin with those of an earlier run's end."""
+    common = [name for name in start.tensors if name in shapes]
+    if start.tensors and not common:
+        raise ConfigError("start_from: that run and this one have no tensor in common")
+    for name in common:
+        if (there := start.tensors[name].shape) != shapes[name]:
+            raise ConfigError(f"start_from: tensor {name!r} has shape {there} there, this run's has {shapes[name]}")
+
+
 def _started(values: Tensors, start: ServerState) -> Tensors:
-    """The values with those of an earlier run's end. Raises ConfigError when a shape differs."""
-    taken = dict(values)
-    for name, value in start.tensors.items():
-        if name not in values:
-            continue
-        if value.shape != values[name].shape:
-            raise ConfigError(
-                f"start_from: tensor {name!r} has shape {value.shape} there, this run's has {values[name].shape}"
-            )
-        taken[name] = value
-    return taken
+    """The values with those of an earlier run's end. Raises ConfigError where they do not fit."""
+    check_start_fits({name: value.shape for name, value in values.items()}, start)
+    return values | {name: value for name, value in start.tensors.items() if name in values}
 
 
 FULL_SPEED_ROWS = 192

@@ -24,7 +24,7 @@ from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods import METHODS, make_method
 from fedvit.program import Program
 from fedvit.resources import Budget
-from profiles.catalogue import Board, load
+from profiles.catalogue import Board, in_mode
 from profiles.crosscheck import fvcore_check
 from profiles.predict import predict
 from profiles.prediction import FlopShare, ProgramCost
@@ -44,10 +44,7 @@ class BoardMode(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Self:
         """ID, or ID@MODE. Raises ConfigError for a board or a mode that the catalogue does not have."""
-        id, _, mode = text.partition("@")
-        board = load(id)
-        board.mode(mode or None)
-        return cls(board, mode or board.default_mode)
+        return cls(*in_mode(text))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ of rounds and devices are made when a round is closed and evaluated.
 
 import json
 import math
+import shutil
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -68,8 +70,10 @@ from coordinator.record.tables import (
     TaskRecord,
 )
 from fedvit.blobs import digest_of
+from fedvit.choices import did_you_mean
 from fedvit.descriptors import are_used_up, how_many
 from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
+from fedvit.files import storage_failed
 from fedvit.resources import BudgetKind
 from fedvit.wire.messages import Result, TaskKind
 from profiles.prediction import Expected
@@ -113,6 +117,7 @@ class Store:
     """
 
     def __init__(self, url: str, *, check: bool = True) -> None:
+        self._copied: TemporaryDirectory[str] | None = None
         self._engine: Engine = create_engine(url, json_serializer=_to_json, json_deserializer=_from_json)
         self._file = Path(self._engine.url.database or "") if self._engine.dialect.name == "sqlite" else None
         self._joined = threading.local()
@@ -184,8 +189,27 @@ class Store:
             raise ConfigError(f"run folder {folder} cannot be made: {error.strerror}") from error
         return cls(f"sqlite:///{folder / 'fedvit.db'}", check=check)
 
+    @classmethod
+    def copy_of(cls, folder: Path) -> "Store":
+        """The record of a folder in which this user may not write: SQLite writes beside what it reads.
+
+        It is as it was when it was copied. Raises StorageFailed when it cannot be read.
+        """
+        copied = TemporaryDirectory(prefix="fedvit-")
+        try:
+            for file in (folder / "fedvit.db", folder / "fedvit.db-wal"):
+                if file.exists():
+                    shutil.copyfile(file, Path(copied.name) / file.name)
+        except OSError as error:
+            raise storage_failed(f"cannot read {folder / 'fedvit.db'}", error) from error
+        store = cls.in_folder(Path(copied.name), check=False)
+        store._copied = copied
+        return store
+
     def close(self) -> None:
         self._engine.dispose()
+        if self._copied:
+            self._copied.cleanup()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -311,8 +335,9 @@ class Store:
                 return record
         if self._file and newest_copy(self._file, run):
             raise self.damaged(f"it does not know run {run!r}", run)
-        known = ", ".join(record.id for record in self.runs()[:5]) or "none yet"
-        raise ConfigError(f"no run {run!r}; the newest runs are: {known}")
+        names = [record.id for record in self.runs()]
+        near, newest = did_you_mean(run, names), ", ".join(names[:5]) or "none yet"
+        raise ConfigError(f"no run {run!r}{near or ';'} {'The' if near else 'the'} newest runs are: {newest}")
 
     def has_ended(self, run: str) -> bool:
         """Whether there is a run of that name, and nobody will resume it."""

@@ -187,7 +187,6 @@ def run_head(record: RunRecord) -> RunHead:
 
 def _head(record: RunRecord) -> dict[str, Any]:
     config = record.config
-    usual = json.loads(msgspec.json.encode(RunConfig()))
     return {
         "run": record.id,
         "created_at": record.created_at,
@@ -197,8 +196,17 @@ def _head(record: RunRecord) -> dict[str, Any]:
         "model": str(config.get("model")),
         "seed": int(config.get("seed", 0)),
         "rounds_planned": int(config.get("rounds", 0)),
-        "settings": dict(_differing(config, usual)),
+        "settings": _settings(config),
     }
+
+
+def run_settings(config: RunConfig) -> dict[str, Any]:
+    """What differs from the defaults; keys of tables as "privacy.clip"."""
+    return _settings(json.loads(msgspec.json.encode(config)))
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(_differing(config, json.loads(msgspec.json.encode(RunConfig()))))
 
 
 def _differing(settings: Mapping[str, Any], usual: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from coordinator.compute.messages import Compute, FindOutliers, Finish, Prepare, Request, Step, Stepped
 from coordinator.config import RunConfig
+from coordinator.config.writing import FILE as CONFIG_FILE
+from coordinator.config.writing import as_toml
 from coordinator.record.backups import Backups, Closed, Struck
 from coordinator.record.integrity import DamagedBlob, SoundBlobs
 from coordinator.record.retention import oldest_kept
@@ -38,10 +41,11 @@ from coordinator.run.round_runner import RoundRunner
 from coordinator.run.scheduler import Overdue, TaskScheduler
 from coordinator.run.selector import CohortSelector
 from coordinator.run.state import RunState
-from coordinator.run.validation import ROOM_BYTES, listed
+from coordinator.run.validation import ROOM_BYTES, listed, same_but_for_case
 from fedvit.descriptors import USED_UP
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError, NoRoom, StorageFailed
 from fedvit.files import atomic_write, storage_failed
+from fedvit.quantities import counted
 from fedvit.resources import Budget
 from fedvit.transport.base import Transport
 from fedvit.transport.exchange import BlobExchange
@@ -165,6 +169,9 @@ class Coordinator:
         self.profiles.load()
         for topic in (*state.topics.from_all_devices, state.topics.coordinator_state):
             self.transport.subscribe(topic, 1)
+        with suppress(OSError):  # it is for people; the record holds the configuration
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / CONFIG_FILE).write_text(as_toml(state.run, state.config))
         self.transport.open(self.lease.will)
         try:
             self._say("connecting to the broker")
@@ -264,9 +271,11 @@ class Coordinator:
             brought = {name: state.presence[name].hello.classes for name in state.presence.online()}
             state.classes = tuple(sorted({name for classes in brought.values() for name in classes}))
             self._say(
-                f"the run has the {len(state.classes)} classes {listed(state.classes)}, "
+                f"the run has {counted(len(state.classes), 'class')}: {listed(state.classes)}, "
                 f"as brought by {listed(list(brought))}; `classes` in the configuration decides them beforehand"
             )
+            if alike := same_but_for_case(state.classes):
+                self._say(f"warning: {listed(alike)} differ in case alone, and are different classes")
             for device, classes in brought.items():
                 log.info("classes taken", extra={"device": device, "classes": len(classes)})
         if len(state.classes) < 2:
@@ -349,6 +358,7 @@ class Coordinator:
         """Ask devices to train, and move the state. Raises EmptyCohort after ATTEMPTS fruitless tries."""
         state, run = self.state, self.state.run
         fruitless, damaged = 0, 0
+        before_s = _since(record.opened_at) if record else 0.0  # what an earlier process waited, and nobody
         while fruitless < ATTEMPTS:
             began = time.monotonic()
             opened = self.mode.train(record)
@@ -361,7 +371,7 @@ class Coordinator:
                 self.recovery.ask_again_for(lost, damaged)
                 record = state.store.round(run, number)
                 continue
-            trained_s = time.monotonic() - began
+            trained_s = before_s + time.monotonic() - began
             try:
                 stepped = self._step(opened, results)
             except EmptyCohort as error:
@@ -373,7 +383,7 @@ class Coordinator:
                 continue
             figures = stepped.figures | {
                 "cohort": float(len(opened.cohort)), "accepted": float(len(results)), "devices_s": trained_s,
-                "server_s": time.monotonic() - began - trained_s, "declined": float(len(opened.declined())),
+                "server_s": before_s + time.monotonic() - began - trained_s, "declined": float(len(opened.declined())),
                 "late": float(sum(result.round < number for result in results)),
             }  # fmt: skip
             self._close(number, stepped, figures)
@@ -470,6 +480,9 @@ class Coordinator:
             case Hello():
                 self.membership.on_hello(device, message)
                 return
+            case DeviceState(online=True):  # it only asks whether somebody is here (`edge-client doctor`)
+                self.inbox.send(device, self.lease.state())
+                return
             case DeviceState():
                 if self.membership.on_state(device, message):
                     self.collector.device_left(device)
@@ -541,3 +554,8 @@ class Coordinator:
     def _say(self, text: str) -> None:
         # what a device sends may be quoted in it, and must not steer the terminal
         self.display.line("".join(character if character.isprintable() else "?" for character in text))
+
+
+def _since(at: str) -> float:
+    """Seconds since a time of the record, by the clock of this machine; 0 where that was set back."""
+    return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds())

@@ -75,8 +75,9 @@ class Lease:
             log.warning("another coordinator", extra={"run": other.run, "host": other.host})
         self._tell()
 
-    def _tell(self) -> None:
-        told = CoordinatorState(
+    def state(self) -> CoordinatorState:
+        """What this process says of itself."""
+        return CoordinatorState(
             self._epoch,
             alive=True,
             owner=self.owner,
@@ -84,7 +85,9 @@ class Lease:
             host=socket.gethostname()[:LONGEST_NAME],
             held_s=time.monotonic() - self._since,
         )
-        self._transport.publish(self._topics.coordinator_state, encode(told), qos=1)
+
+    def _tell(self) -> None:
+        self._transport.publish(self._topics.coordinator_state, encode(self.state()), qos=1)
 
 
 def _named(other: CoordinatorState) -> str:

@@ -93,5 +93,5 @@ def _line(device: str, opened: OpenRound, state: RunState) -> DeviceLine:
     else:
         said = "waiting" if state.presence.is_online(device) else "offline"
     said = opened.kind if said == TaskState.WORKING else said
-    done, total = (progress.done_steps, progress.total_steps) if progress else (0, 1)
+    done, total = (progress.done_steps, progress.total_steps) if progress else (int(said == "done"), 1)
     return DeviceLine(device, said, done, total, progress.loss if progress else None)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def check_new_classes(hello: Hello, brought: Collection[str], most: int) -> None
             f"it has {len(hello.classes)} class folders, {others}and devices may bring {most} to this run; "
             "its operator can list `classes`, or raise `max_classes`"
         )
+
+
+def same_but_for_case(classes: Sequence[str]) -> list[str]:
+    """Names that one device may have written otherwise than another.
+
+    >>> same_but_for_case(["Deer", "cat", "deer"])
+    ['Deer', 'deer']
+    """
+    seen = Counter(name.casefold() for name in classes)
+    return [name for name in classes if seen[name.casefold()] > 1]
 
 
 def listed(names: Sequence[str]) -> str:

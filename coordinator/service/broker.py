@@ -1,6 +1,7 @@
 """Where a coordinator and its devices meet: a broker of our own, one that is there, or a deployment."""
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,21 +83,38 @@ def meeting_point(
         with _deployed(settings, federation, say) as service:
             kind = service.broker.kind if service.broker else "one that runs by itself"
             say(f"broker: {kind} at {service.address}, for devices of {settings.deployment} alone")
+            say(
+                f"a device joins by `edge-client join TOKEN`, with a token of `coordinator enroll NAME --deployment "
+                f"{settings.deployment}`; then it is started by `edge-client --data FOLDER`"
+            )
             yield _Deployed(service, recorded)
     elif settings.broker in OWN:
         password = recorded.password
         broker = start_broker(settings.broker, folder, settings.listen, settings.port, password)
         try:
-            say(f"broker: {broker.kind} at {broker.address.host}:{broker.address.port}")
+            say(f"broker: {broker.kind} at {settings.listen}:{broker.address.port}")
             if password is not None:
                 say("broker: one password for all, and nothing is encrypted; `coordinator init` does better")
+            say(f"on each device: {_device_line(settings.listen, broker.address, federation)}")
             yield _Own(broker, msgspec.structs.replace(recorded, port=broker.address.port), say)
         finally:
             broker.stop()
     else:
         address = Address.parse(settings.broker, ca_file=Path(settings.ca_file) if settings.ca_file else None)
         say(f"broker: {address.host}:{address.port}")
+        say(f"on each device: {_device_line(address.host, address, federation)}")
         yield MeetingPoint(address, recorded)
+
+
+def _device_line(listen: str, address: Address, federation: str) -> str:
+    """What to type on a device; never a password."""
+    anywhere = listen in ("0.0.0.0", "::")
+    host = socket.gethostname() if anywhere else "localhost" if listen == "127.0.0.1" else listen
+    user = f"{address.user}:PASSWORD@" if address.user else ""
+    scheme = "mqtts://" if address.tls else "mqtt://" if user else ""
+    port = "" if address.port == (8883 if address.tls else 1883) else f":{address.port}"
+    other = "" if federation == "home" else f" --federation {federation}"
+    return f"edge-client --broker {scheme}{user}{host}{port} --data FOLDER{other}"
 
 
 def _as_recorded(settings: BrokerConfig) -> BrokerConfig:

@@ -250,8 +250,11 @@ class Router:
             case Hello():
                 self._on_hello(device, message, event)
                 return
+            case DeviceState(online=True):  # it only asks whether somebody is here (`edge-client doctor`)
+                self._tell(device, self._lease.state())
+                return
             case DeviceState():
-                if self._presence.state_changed(device, message) and not message.online:
+                if self._presence.state_changed(device, message):
                     log.info("device left", extra={"device": device})
             case Result() if owner is None:
                 self._answer_result(device, message)

@@ -106,6 +106,12 @@ class DeviceData:
     train: Split
     test: Split
     unreadable: tuple[tuple[Path, str], ...] = ()  # (image, reason) of what was left out
+    passed_over: tuple[Path, ...] = ()  # what lies in the folder and is no image of a class, or of no known format
+
+    def without_images(self) -> list[str]:
+        """Classes whose folders hold no image that can be read; they are classes of a run all the same."""
+        held = set(np.union1d(self.train.labels, self.test.labels).tolist())
+        return [name for label, name in enumerate(self.classes) if label not in held]
 
     @classmethod
     def open(
@@ -122,7 +128,9 @@ class DeviceData:
         """
         if not folder.is_dir():
             raise DataError(f"{folder}: {'is not a folder' if folder.exists() else 'there is no such folder'}")
-        layout = find_layout(read_tree(folder, _CLASS_LEVELS), str(folder))
+        tree = read_tree(folder, _CLASS_LEVELS)
+        layout = find_layout(tree, str(folder))
+        used = {path for path, _ in (*layout.train, *(layout.test or ()))}
         unreadable: list[tuple[Path, str]] = []
         train_paths, train_labels = _readable(layout.train, unreadable)
         if not train_paths:
@@ -140,6 +148,7 @@ class DeviceData:
             train=Split(train_labels, Files(train_paths, cache_bytes)),
             test=Split(test_labels, Files(test_paths, cache_bytes)),
             unreadable=tuple(unreadable),
+            passed_over=tuple(sorted(path for path in tree.everything() if path not in used)),
         )
 
     def relabelled(self, classes: Sequence[str]) -> "DeviceData":

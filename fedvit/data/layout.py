@@ -4,6 +4,7 @@ Two layouts are known: `train/<class>/*` with `test/<class>/*`, and plain `<clas
 folders do not count.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -18,10 +19,18 @@ TRAIN, TEST = "train", "test"
 
 @dataclass
 class Tree(Generic[File]):
-    """Folders by name, and images by name; other files are not kept."""
+    """Folders by name, and images by name."""
 
     folders: dict[str, "Tree[File]"] = field(default_factory=dict)
     images: dict[str, File] = field(default_factory=dict)
+    others: list[File] = field(default_factory=list)  # of a folder: its other files, and folders that were not listed
+
+    def everything(self) -> Iterator[File]:
+        """All files that were found, whatever they are."""
+        yield from self.images.values()
+        yield from self.others
+        for folder in self.folders.values():
+            yield from folder.everything()
 
 
 @dataclass(frozen=True)
@@ -49,9 +58,11 @@ def read_tree(folder: Path, depth: int) -> Tree[Path]:
             if is_hidden(path.name):
                 continue
             if path.is_dir():
-                tree.folders[path.name] = read_tree(path, depth - 1) if depth else Tree()
+                tree.folders[path.name] = read_tree(path, depth - 1) if depth else Tree(others=[path])
             elif is_image_name(path.name):
                 tree.images[path.name] = path
+            else:
+                tree.others.append(path)
     except OSError as error:
         raise DataError(f"cannot list folder {folder}: {error.strerror}") from error
     return tree

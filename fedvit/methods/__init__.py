@@ -1,12 +1,15 @@
 """Federated methods by name. To add one: its file in this folder, and its line in the table."""
 
 import math
+import typing
 from dataclasses import fields
 from typing import Any
 
 import msgspec
 
+from fedvit.choices import why_invalid
 from fedvit.errors import ConfigError
+from fedvit.known_names import check_method, check_options
 from fedvit.methods.adapters import PersonalAdapters
 from fedvit.methods.apfl import APFL
 from fedvit.methods.base import Method
@@ -75,21 +78,18 @@ METHODS: dict[str, type[Method]] = {
 
 def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
     """The method `name` with some hyperparameters set. Raises ConfigError naming what is unknown or out of range."""
-    if name not in METHODS:
-        raise ConfigError(f"unknown method {name!r}, known are {', '.join(sorted(METHODS))}")
+    check_method(name, METHODS)
     kind, options = METHODS[name], dict(options or {})
-    known = [option.name for option in fields(kind)]
-    if unknown := sorted(options.keys() - set(known)):
-        raise ConfigError(f"method {name!r} has no option {unknown[0]!r}, it has {', '.join(known)}")
+    check_options(name, options, [option.name for option in fields(kind)])
+    hints = typing.get_type_hints(kind, include_extras=True)
     for option, value in options.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"option {option} = {value!r} of method {name!r} must be a finite number")
         try:
             msgspec.convert({option: value}, kind)
         except msgspec.ValidationError as error:
-            raise ConfigError(
-                f"option {option} = {value!r} of method {name!r}: {str(error).partition(' - at')[0]}"
-            ) from None
+            reason = why_invalid(error, value, hints[option])
+            raise ConfigError(f"option {option} = {value!r} of method {name!r}: {reason}") from None
     method = msgspec.convert(options, kind)
     if method.momentum and method.optimizer != "sgd":
         raise ConfigError(f"option momentum = {method.momentum} is for sgd, the optimizer is {method.optimizer!r}")

@@ -3,19 +3,24 @@
 Torch lives here; nothing that a device imports may import this room.
 """
 
-import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import timm
 import torch
+from huggingface_hub import constants
 from timm.layers.attention import Attention
 from timm.layers.config import set_fused_attn
+from timm.models import load_state_dict
 from timm.models.vision_transformer import VisionTransformer
 
 from fedvit.errors import ConfigError
+from fedvit.known_names import SMALL as SMALL
+from fedvit.known_names import check_model_options, unknown_model
 from fedvit.models.extra_head import ExtraHead
 from fedvit.models.kv_adapter import KVAdapter
 from fedvit.models.lora import Lora
@@ -25,9 +30,6 @@ from fedvit.models.prefix import FreePrefix
 from fedvit.models.prompts import Prompts
 from fedvit.models.surgery import Surgery
 from fedvit.models.vit import PatchViT
-
-SMALL = "vit_small_images"
-"""The model that needs no timm name; its options are the arguments of `_small`."""
 
 SURGERIES: Mapping[str, type[Surgery]] = {
     "extra_head": ExtraHead,
@@ -40,6 +42,9 @@ SURGERIES: Mapping[str, type[Surgery]] = {
 """Every addition to a model, by the name of its file."""
 
 Options = dict[str, Any]
+
+HUB_S = 5.0
+"""Longest wait for the hub of weights to answer."""
 
 
 def build_vit(
@@ -55,6 +60,7 @@ def build_vit(
     # the backward of fused attention has no decomposition into standard operators
     set_fused_attn(False)
     options = dict(options or {})
+    check_model_options(name, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == SMALL:
@@ -79,13 +85,9 @@ def _small(
     head_width: int | None = None,  # None: width / heads
     qkv_bias: bool = True,
     registers: int = 0,
-    **unknown: Any,
 ) -> VisionTransformer:
-    known = {"image_size": image_size, "patch_size": patch_size, "width": width, "depth": depth, "heads": heads}
-    if unknown:
-        names = [*known, "mlp_ratio", "head_width", "qkv_bias", "registers"]
-        raise ConfigError(f"model {SMALL!r} has no option {sorted(unknown)[0]!r}, it has {names}")
-    for option, value in known.items():
+    whole = {"image_size": image_size, "patch_size": patch_size, "width": width, "depth": depth, "heads": heads}
+    for option, value in whole.items():
         check_whole("model", option, value)
     number = isinstance(mlp_ratio, int | float) and not isinstance(mlp_ratio, bool)
     if not (number and 1 <= width * mlp_ratio < math.inf):
@@ -111,12 +113,8 @@ def _small(
 
 def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> VisionTransformer:
     if not timm.is_model(name):  # also true with a tag, as in vit_base_patch16_224.augreg_in21k
-        near = difflib.get_close_matches(name, [SMALL, *timm.list_models()], n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ConfigError(f"unknown model {name!r}: neither {SMALL!r} nor a name that timm knows{hint}")
+        raise unknown_model(name, [SMALL, *timm.list_models()])
     arguments: dict[str, Any] = {"num_classes": classes}
-    if unknown := sorted(options.keys() - {"image_size", "patch_size"}):
-        raise ConfigError(f"model {name!r} has no option {unknown[0]!r}, it has 'image_size' and 'patch_size'")
     if "image_size" in options:
         arguments["img_size"] = options["image_size"]
     if "patch_size" in options:
@@ -126,7 +124,8 @@ def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> 
             raise ConfigError(f"pretrained weights of {name!r}: there is no file {pretrained!r}")
         arguments["pretrained_cfg_overlay"] = {"file": pretrained}
     try:
-        model = timm.create_model(name, pretrained=bool(pretrained), **arguments)
+        with _quick_hub() if pretrained is True else nullcontext():
+            model = timm.create_model(name, pretrained=bool(pretrained), **arguments)
     except Exception as error:  # timm raises whatever hub, file system or torch raised
         if pretrained:
             reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
@@ -135,6 +134,46 @@ def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> 
     if type(model) is not VisionTransformer:
         raise ConfigError(f"model {name!r} is a {type(model).__name__}, not a plain Vision Transformer")
     return model
+
+
+@contextmanager
+def _quick_hub() -> Iterator[None]:
+    """Where the hub of weights cannot be reached, only what was downloaded before is used: without minutes of retries.
+
+    Raises OSError, which says so, where that is not there.
+    """
+    try:
+        huggingface_hub.get_session().head(constants.ENDPOINT, timeout=HUB_S)
+    except Exception as error:  # noqa: BLE001 - of whichever client the hub's library uses
+        unreachable = error
+    else:
+        yield
+        return
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    except Exception as error:
+        raise OSError(
+            f"{constants.ENDPOINT} cannot be reached ({unreachable}), and they were not downloaded before: "
+            "give --pretrained the path of a checkpoint, or start once where there is a network"
+        ) from error
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def checkpoint_notes(vit: PatchViT, file: str) -> list[str]:
+    """What of a checkpoint a model did not take as it is: its head, and positions for pictures of another size."""
+    held = {name: tuple(value.shape) for name, value in load_state_dict(file).items()}
+    own = {name: tuple(value.shape) for name, value in vit.vit.named_parameters()}
+    resampled = [name for name, shape in own.items() if name in held and held[name] != shape and name != "head.weight"]
+    notes = [
+        f"{file}: {name} has shape {held[name]} there and {own[name]} here: it is resampled"
+        for name in resampled
+        if name != "head.bias"
+    ]
+    head = held.get("head.weight")
+    which = f"for {head[0]} classes" if head else "none"
+    return [*notes, f"{file}: its head ({which}) is replaced where the run has another number of classes"]
 
 
 def _check_loaded(model: VisionTransformer, fresh: VisionTransformer, name: str, file: str) -> None:

@@ -49,6 +49,9 @@ class PatchViT(nn.Module):
         reasons = {
             "it has no class token to pool": vit.global_pool != "token" or vit.cls_token is None,
             f"its image of {embed.img_size[0]} pixels holds no patch of {embed.patch_size[0]}": embed.num_patches < 1,
+            f"its image of {embed.img_size[0]} pixels is not a multiple of its patches of {embed.patch_size[0]}": (
+                embed.img_size[0] % embed.patch_size[0] != 0
+            ),
             "its patches are not square": embed.proj.kernel_size[0] != embed.proj.kernel_size[1],
             "its image is not square": embed.img_size[0] != embed.img_size[1],
             "its patch embedding is normalised": not isinstance(embed.norm, nn.Identity),

@@ -158,6 +158,7 @@ class BulkLink:
     # --- the link's thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        trouble: str | None = None  # what the log says already
         while not self._closing.is_set():
             self._up_at = None
             reason = self._connection()
@@ -171,7 +172,9 @@ class BulkLink:
                     return
             if reason is None:
                 continue  # wanted again since
-            log.info("bulk connection lost; trying again", extra={"reason": f"{self._address}: {reason}"})
+            if self._up_at is not None or reason != trouble:  # once for an outage, however often it is tried again
+                log.info("bulk connection lost; trying again", extra={"reason": f"{self._address}: {reason}"})
+            trouble = reason
             up_s = None if self._up_at is None else time.monotonic() - self._up_at
             self._closing.wait(self._backoff.wait_s(up_s))
 

@@ -97,7 +97,7 @@ class DeviceState(Message, frozen=True, tag="device"):
     the hello of a newer connection says nothing any more."""
 
     instance: Name
-    online: bool
+    online: bool  # True: it only asks who is there, and is answered with a CoordinatorState
     connection: Count = 0
 
 

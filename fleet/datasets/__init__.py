@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
 from fleet.datasets.cifar import is_cifar, read_cifar
 from fleet.datasets.digits import read_digits
@@ -36,14 +37,20 @@ READERS: dict[str, Reader] = {
 """Kinds of data sets that are paths; the first that recognises a path reads it."""
 
 
+def check_dataset(dataset: str) -> None:
+    """Raises ConfigError when it is neither a name in `SOURCES` nor a path that exists."""
+    if dataset not in SOURCES and not Path(dataset).exists():
+        near = did_you_mean(dataset, SOURCES)
+        raise ConfigError(f"data set {dataset!r} is neither a path that exists nor one of: {', '.join(SOURCES)}{near}")
+
+
 def read_samples(dataset: str, size: int) -> Samples:
     """Open a data set by its name in `SOURCES`, or by its path.
 
     Raises ConfigError when it is neither, DataError when the path cannot be used.
     """
+    check_dataset(dataset)
     if dataset in SOURCES:
         return SOURCES[dataset](size)
     path = Path(dataset)
-    if not path.exists():
-        raise ConfigError(f"data set {dataset!r} is neither a path that exists nor one of: {', '.join(SOURCES)}")
     return next(reader.read(path, size) for reader in READERS.values() if reader.recognises(path))

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import torch
 
-from coordinator.compute.checkpoint import load_state, save_state, write_models
+from coordinator.compute.checkpoint import load_state, save_state, start_state, write_models
 from coordinator.compute.screening import Screen
 from coordinator.compute.server_step import aggregator_of
 from coordinator.config import RunConfig
@@ -39,7 +39,7 @@ from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
 from fedvit.files import atomic_write
-from fedvit.methods.base import Method, RoundContext, ServerState, Upload
+from fedvit.methods.base import Method, RoundContext, Upload
 from fedvit.methods.packed import unpacked
 from fedvit.precision import SCALE
 from fedvit.program import LABELS, Program, Role
@@ -131,7 +131,8 @@ class TorchSimulation:
         classes = config.classes or tuple(sorted({name for data in opened.values() for name in data.classes}))
         if len(classes) < 2:
             raise ConfigError(f"a run needs at least two classes, the devices have {list(classes)}")
-        plan = make_plan(config, classes, self._blobs, start=self._start_state(), progress=self._say)
+        start = start_state(config.start_from, store, home.parent) if config.start_from is not None else None
+        plan = make_plan(config, classes, self._blobs, start=start, progress=self._say)
         self._plan = plan
         pictures = Pictures(plan.vit.image_size, self._place)
         images: dict[Path, tuple[Images, Images]] = {}
@@ -160,16 +161,6 @@ class TorchSimulation:
         self._here: dict[tuple[Method, str], Named] = {}  # what all devices get in this round, on the accelerator
         self._checkpoint_s, self._saved_at = 0.0, time.monotonic()
         store.update_run(run, classes=list(classes), status="running", protocol=plan.protocol)
-
-    def _start_state(self) -> ServerState | None:
-        earlier = self._config.start_from
-        if earlier is None:
-            return None
-        newest = self._store.newest_closed(earlier)
-        if newest is None or newest.state is None:
-            self._store.run(earlier)  # raises when there is none of that name
-            raise ConfigError(f"start_from = {earlier!r}: that run closed no round")
-        return load_state(newest.state, BlobStore(self._home.parent / earlier / "blobs"))
 
     # --- the course of a run --------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """What an experiment is: a TOML file that spans a grid of methods, partitions and seeds."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,8 +10,11 @@ from msgspec import Meta, Struct, field
 
 from coordinator.config import ImageConfig, read_toml
 from fedvit.blobs import digest_of
+from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
+from fedvit.known_names import check_names
 from fedvit.wire.topics import check_name
+from fleet.datasets import check_dataset
 from fleet.partitions import make_partition
 from fleet.simulate import DEFAULTS, Engine, Precision
 
@@ -105,6 +107,10 @@ def read_grid(file: Path) -> Grid:
     check_name(file.stem, f"{file}: the experiment's name")
     if len(set(experiment.seeds)) != len(experiment.seeds):
         raise ConfigError(f"{file}: seeds = {list(experiment.seeds)}: a seed is listed more than once")
+    try:
+        check_dataset(experiment.dataset)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
     methods = _methods(experiment, str(file))
     runs = {
         name: _run(experiment, method, _run_tables(experiment.methods[name]), f"{file}: [methods.{name}]")
@@ -142,9 +148,8 @@ def _experiment(values: dict[str, Any], where: str) -> Experiment:
         known = kind.__struct_fields__
         for key in table if isinstance(table, dict) else ():
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
-                raise ConfigError(f"{where}{at}: unknown key {key!r}; {hint}")
+                hint = did_you_mean(key, known, most=1) or f"; known keys are {', '.join(known)}"
+                raise ConfigError(f"{where}{at}: unknown key {key!r}{hint}")
     try:
         return msgspec.convert(values, Experiment)
     except msgspec.ValidationError as error:
@@ -159,7 +164,9 @@ def _experiment(values: dict[str, Any], where: str) -> Experiment:
 
 def _methods(experiment: Experiment, where: str) -> dict[str, dict[str, Any]]:
     """Each method's name in the table METHODS, under "method", and all of its options."""
-    from fedvit.methods import METHODS, make_method  # torch: seconds that a mistyped key need not wait
+    for name, table in experiment.methods.items():
+        _check_names(experiment, table, f"{where}: [methods.{name}]")
+    from fedvit.methods import METHODS, make_method  # torch: seconds that a mistyped name need not wait
 
     used: set[str] = set()
     complete: dict[str, dict[str, Any]] = {}
@@ -179,6 +186,14 @@ def _methods(experiment: Experiment, where: str) -> dict[str, dict[str, Any]]:
     if unused := sorted(experiment.common.keys() - used):
         raise ConfigError(f"{where}: [common]: none of the methods has an option {unused[0]!r}")
     return complete
+
+
+def _check_names(experiment: Experiment, table: dict[str, Any], where: str) -> None:
+    kind, own = _named(table, "method", where)
+    try:
+        check_names(kind, own.keys() - set(RUN_TABLES), experiment.model.name, experiment.model.options)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _run_tables(table: dict[str, Any]) -> dict[str, Any]:

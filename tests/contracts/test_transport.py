@@ -20,6 +20,7 @@ from coordinator.broker.mosquitto import configuration, find_mosquitto
 from coordinator.broker.process import Broker, claim_port
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.transport import bulk
+from fedvit.transport.backoff import Backoff
 from fedvit.transport.base import Connected, Disconnected, Received, Will
 from fedvit.transport.mqtt import Address, MqttTransport
 from tests.brokers import mosquitto
@@ -442,6 +443,29 @@ def test_a_broker_that_takes_less_says_so_before_anything_is_sent(tmp_path: Path
         with pytest.raises(BadPayload, match="limit of 20000 bytes"):
             transport.send_bulk("a", [(b"", memoryview(bytes(30_000)))])
         transport.close()
+
+
+def test_an_outage_of_bulk_is_not_told_again_with_every_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That the link was lost, and why it cannot be made anew."""
+    tried: SimpleQueue[float | None] = SimpleQueue()
+
+    def at_once(_: Backoff, up_s: float | None) -> float:
+        tried.put(up_s)
+        return 0.01
+
+    monkeypatch.setattr(Backoff, "wait_s", at_once)
+    caplog.set_level("INFO")
+    with mosquitto(tmp_path) as broker:
+        transport, sink = MqttTransport(SimpleQueue(), broker.address, "client"), Sink()
+        transport.listen("bulk", sink)
+        assert sink.said.get(timeout=30) == "bulk"
+    for _ in range(8):
+        tried.get(timeout=30)
+    transport.close()
+    said = [record for record in caplog.records if record.getMessage().startswith("bulk connection lost")]
+    assert 1 <= len(said) <= 2
 
 
 # --- TLS ----------------------------------------------------------------------------------------------

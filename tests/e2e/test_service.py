@@ -84,9 +84,9 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     where = {"devices_where": "site=berlin"}
     stage.submit("dropped", **where, variants=SLOW, rounds=9)
     stage.submit("kept", **where, variants=SLOW, rounds=2)
-    stage.submit("wrong", **where, start_from="nosuch")
-    stage.submit("queued", **where)
     stage.submit("never", **where)
+    stage.submit("wrong", **where, start_from="never")
+    stage.submit("queued", **where)
     service = serve(stage)
     devices = {"device-0": device(stage, "device-0")}
     wait_for(lambda: is_at_work(stage, "dropped"), "the first run to be at work")
@@ -103,7 +103,7 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     wait_for(lambda: statuses(stage)["queued"] == "finished", "the run of the queue")
     assert statuses(stage) == {**over, "kept": "finished", "wrong": "failed", "queued": "finished"}
     [(reason,)] = stage.query("select reason from runs where id = 'wrong'")
-    assert reason.startswith("no run 'nosuch'")
+    assert reason == "start_from = 'never': that run closed no round"
     assert "run kept is resumed" in stage.log("service")
     assert stage.query("select count(*) from results where run = 'kept' and kind = 'train'") == [(2,)]
     check_that_nobody_left(stage, devices, joined=2)  # once with each service

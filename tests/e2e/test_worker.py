@@ -48,7 +48,7 @@ def test_a_worker_that_is_killed_is_started_again_and_the_numbers_stay_the_same(
     coordinator = stage.coordinator()
     run = stage.out / "run"
     devices = {name: stage.device(name) for name in DEVICES}
-    wait_for(lambda: "the run has the 10 classes" in stage.log("coordinator"), "the run to be prepared")
+    wait_for(lambda: "the run has 10 classes" in stage.log("coordinator"), "the run to be prepared")
     killed = [_kill_worker(run)]
     for number in (1, 2):
         brought = f"select count(*) from results where round = {number} and kind = 'train'"

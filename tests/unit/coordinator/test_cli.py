@@ -1,5 +1,6 @@
 """The real program as an operator meets it."""
 
+import ctypes
 import fcntl
 import json
 import socket
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import safetensors.torch
 from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
 
 from coordinator.cli import cli
 from coordinator.commands.config_flags import merge_flags
@@ -20,14 +24,14 @@ from coordinator.config import RunConfig, make_config
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, StorageFailed
-from fedvit.method_names import METHOD_NAMES
-from fedvit.methods import METHODS
+from fedvit.models import build_vit
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages
 from tests.forked import ForkedWorker
 
 PROGRAM = [sys.executable, "-c", "from coordinator.cli import main; main()"]
 WAIT_S = 120
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 
 
 @pytest.fixture
@@ -118,6 +122,7 @@ def test_show_prints_the_tables(out: Path) -> None:
         "0.600",
         "0.700",
         "each device's own",
+        "2 classes: ant, bee",
         "devices",
         "refused or lost",
         "'head.bias' holds [3] values that are NaN",
@@ -363,8 +368,22 @@ def test_methods_that_cannot_be_shown(arguments: tuple[str, ...], complaint: str
 @pytest.mark.parametrize(
     ("arguments", "complaint", "unneeded"),
     [
-        (["start", "--method", "fedav"], "flags: unknown method 'fedav', known are adapters", "torch numpy sqlalchemy"),
+        (
+            ["start", "--method", "fedav"],
+            "flags: unknown method 'fedav'; did you mean 'fedavg'",
+            "torch numpy sqlalchemy",
+        ),
         (["start", "--resume", "nosuch"], "no run 'nosuch'", "torch numpy"),
+        (
+            ["start", "-o", "maks=0.5"],
+            "flags: method 'eftvit' has no option 'maks'; did you mean 'mask'?",
+            "torch numpy",
+        ),
+        (["start", "--model", "vit_tiny_patch16_22"], "did you mean 'vit_tiny_patch16_224'", "torch timm numpy"),
+        (["start", "--model-option", "dept=2"], "model 'vit_small_images' has no option 'dept'; did you mean", "torch"),
+        (["start", "--variant", "pi-*:lrr=1"], "variants: 'pi-*': method 'eftvit' has no option 'lrr'", "torch numpy"),
+        (["submit", "--method", "fedav"], "unknown method 'fedav'; did you mean 'fedavg'", "torch"),
+        (["show", "dome"], "no run 'dome'; did you mean 'done'? The newest runs are: half, done", "torch numpy"),
         (["runs"], None, "torch numpy"),
         (["show", "done"], None, "torch numpy"),
         (["status"], "no coordinator has served", "torch numpy rich"),
@@ -383,5 +402,187 @@ def test_a_command_imports_what_it_needs(out: Path, arguments: list[str], compla
     assert complaint is None or complaint in ended.stdout
 
 
-def test_names_of_methods_are_known_without_torch() -> None:
-    assert set(METHOD_NAMES) == METHODS.keys()
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["methods", "eftvitt"], "unknown method 'eftvitt'; did you mean 'eftvit'"),
+        (["methods", "--model", "vit_smal_images"], "did you mean 'vit_small_images'"),
+        (["plan", "--device", "rpi5-9"], "no board 'rpi5-9' in the catalogue; did you mean rpi5-8"),
+        (["plan", "--device", "rpi5-8", "--method", "fedav"], "unknown method 'fedav'; did you mean 'fedavg'"),
+        (["profile", "--device", "rpi5-8", "-o", "maks=1"], "has no option 'maks'; did you mean 'mask'"),
+        (["profile", "--device", "rpi5-8@MAXN"], "board 'rpi5-8' has no power mode 'MAXN'"),
+    ],
+)
+def test_a_mistyped_name_is_refused_before_torch_is_imported(arguments: list[str], complaint: str) -> None:
+    script = (
+        "import sys\nfrom coordinator.cli import cli\ntry: cli(sys.argv[1:], standalone_mode=False)\n"
+        "except Exception as error: print(error)\nprint('imported', {'torch', 'timm', 'numpy'} & sys.modules.keys())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True, timeout=WAIT_S
+    )
+    assert complaint in ended.stdout
+    assert ended.stdout.endswith("imported set()\n"), ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "complaint"),
+    [
+        ("--mode", "bufered", "allowed are buffered | rounds; did you mean 'buffered'?"),
+        ("--late", "accept", "allowed are discount | refuse | use"),
+        ("--aggregator", "medain", "allowed are geometric_median | krum | mean | median | multi_krum | trimmed_mean"),
+        ("--deadline-s", "soon", "allowed are auto | number > 0"),
+        ("--clip-norm", "midian", "allowed are median | number | none; did you mean 'median'?"),
+        ("--accounting", "always", "allowed are every_round | sampled"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_answered_with_those_that_are(flag: str, value: str, complaint: str) -> None:
+    line = refused("start", flag, value)
+    assert complaint in line
+    assert "enum" not in line
+
+
+def test_help_shows_flags_by_what_they_are_about() -> None:
+    """None of a run's is left among those of the command itself."""
+    text = said("start", "--help").stdout
+    own = text.split("\nOptions:")[1].split("\n\n")[0]
+    flags = [line.split()[0].rstrip(",") for line in own.splitlines() if line.startswith("  -")]
+    assert flags == ["--config", "--out", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--help"]
+    protection = text.split("Table [protection]:")[1].split("\n\n")[0]
+    assert "--aggregator" in protection
+    assert "--malicious-share" in protection
+    assert "Rounds and devices:" in text
+    assert "Table [broker]:" in said("serve", "--help").stdout
+
+
+def test_help_shows_the_values_of_a_flag() -> None:
+    text = " ".join(said("start", "--help").stdout.split())
+    for flag in ("--mode [buffered|rounds]", "--late [discount|refuse|use]", "--deadline-s [auto|NUMBER]"):
+        assert flag in text
+    assert "--aggregator [geometric_median|krum|mean|median|multi_krum|trimmed_mean]" in text
+    assert "--memory-budget AMOUNT" in text
+    assert "--pretrained true|FILE" in text
+
+
+# --- what can be known at the start -------------------------------------------------------------------
+
+TIMM = ("--method", "fedavg", "--model", "vit_tiny_patch16_224", "--model-option", "image_size=32")
+
+
+@pytest.mark.usefixtures("forked_worker")
+def test_check_says_what_would_run_and_makes_nothing(tmp_path: Path) -> None:
+    result = said("start", "--check", "--out", tmp_path / "runs", "--method", "fedavg", "--devices", 3, "--run", "r")
+    assert result.exit_code == 0, result.output
+    for text in (
+        "run r can begin: fedavg on vit_small_images, 10 rounds, server on cpu",
+        "classes: those of the devices",
+        "devices = 3",
+        "waits for 3 devices in federation home; broker: auto, on 127.0.0.1:1883",
+        "coordinator plan --method fedavg --model vit_small_images --device ID",
+    ):
+        assert text in result.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("forked_worker")
+def test_check_of_a_run_that_is_resumed(out: Path) -> None:
+    result = said("start", "--check", "--resume", "half", "--out", out)
+    assert "would go on with run half: fedavg on vit_small_images, 3 rounds" in result.stdout
+
+
+@pytest.mark.usefixtures("forked_worker")
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--model-option", "image_size=100", *TIMM[:4]), "image of 100 pixels is not a multiple of its patches of 16"),
+        (("--pretrained", "junk.pth", *TIMM), "('junk.pth') cannot be loaded"),
+        (("--pretrained", "small.safetensors", *TIMM), "cannot be loaded"),
+        (("--pretrained", "true", *TIMM), "(True) cannot be loaded"),
+        (("--start-from", "nosuch", "--run", "new"), "no run 'nosuch'; the newest runs are: half, done"),
+        (("--start-from", "half"), "start_from = 'half': that run closed no round"),
+    ],
+)
+@pytest.mark.parametrize("check", [(), ("--check",)])
+def test_what_cannot_begin_is_refused_before_any_device_is_waited_for(
+    out: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], complaint: str, check: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(out.parent)
+    Path("junk.pth").write_bytes(b"no checkpoint")
+    save_file({"cls_token": np.zeros((1, 1, 7), np.float32)}, "small.safetensors")
+    result = said("start", "--out", out, "--broker", "mqtt://127.0.0.1:1", *flags, *check)
+    assert isinstance(result.exception, ConfigError), result.output
+    assert complaint in str(result.exception)
+    assert [record.id for record in Store.in_folder(out).runs()] == ["half", "done"]
+
+
+@pytest.mark.usefixtures("forked_worker")
+def test_start_warns_of_a_random_backbone_that_is_never_trained(tmp_path: Path) -> None:
+    result = said("start", "--check", "--out", tmp_path / "runs", "--method", "fed_head")
+    assert "of the model is random and never trained: give it weights with --pretrained" in result.output
+    assert "never trained" not in said("start", "--check", "--out", tmp_path / "runs", "--method", "fedavg").output
+
+
+@pytest.mark.usefixtures("forked_worker")
+def test_start_says_what_a_checkpoint_does_not_give(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    safetensors.torch.save_file(
+        build_vit("vit_tiny_patch16_224", 7, seed=1, options={"image_size": 48}).vit.state_dict(), file
+    )
+    output = said("start", "--check", "--out", tmp_path / "runs", "--pretrained", file, *TIMM).output
+    assert "pos_embed has shape (1, 10, 192) there and (1, 5, 192) here: it is resampled" in output
+    assert "its head (for 7 classes) is replaced" in output
+
+
+def test_status_of_a_finished_run_says_nothing_of_what_it_did_last(out: Path) -> None:
+    left = {
+        "at": "2026-01-02T03:04:05+00:00",
+        "doing": "server epoch 3/4",
+        "waiting_for": [],
+        "resting": [],
+        "online": 2,
+    }
+    for run in ("done", "half"):
+        (out / run).mkdir()
+        (out / run / "status.json").write_text(json.dumps(left))
+    told = json.loads(said("status", "done", "--out", out, "--json").stdout)
+    assert (told["doing"], told["online"]) == ("finished", 0)
+    assert json.loads(said("status", "half", "--out", out, "--json").stdout)["doing"] == "server epoch 3/4"
+
+
+def _as_everybody() -> None:
+    """From the next program on, root is held to the modes of files, too."""
+    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0)
+
+
+def test_reading_needs_no_permission_to_write(out: Path) -> None:
+    """Nor do the files that SQLite writes beside a database that it reads."""
+    for file in out.iterdir():
+        file.chmod(0o444)
+    out.chmod(0o555)
+    before = sorted(out.iterdir())
+    try:
+        for command in (("runs", "--out"), ("show", "done", "--out"), ("report", "done", "--runs")):
+            done = subprocess.run(
+                [*PROGRAM, *command, str(out)],
+                capture_output=True,
+                text=True,
+                timeout=WAIT_S,
+                check=False,
+                preexec_fn=_as_everybody,
+            )
+            assert done.returncode == 0, done.stderr
+            assert "done" in done.stdout
+        refused_rm = subprocess.run(
+            [*PROGRAM, "rm", "done", "--out", str(out)],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+            preexec_fn=_as_everybody,
+        )
+        assert refused_rm.returncode == StorageFailed.exit_code, refused_rm.stderr
+    finally:
+        out.chmod(0o755)
+        for file in out.iterdir():
+            file.chmod(0o644)
+    assert sorted(out.iterdir()) == before

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from edge_client import agent as agent_module
+from edge_client import workbench as workbench_module
 from edge_client.agent import Agent
 from edge_client.guard import Guard
 from edge_client.readiness import Readiness
@@ -468,6 +469,18 @@ def test_an_unanswered_hello_is_said_again(world: World, monkeypatch: pytest.Mon
     world.device(joined=False)
     instances = {world.server.expect(Hello).instance for _ in range(3)}
     assert len(instances) == 1
+
+
+def test_an_unanswered_hello_is_said_to_be_so_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device in a federation that nobody serves would otherwise be silent for ever."""
+    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
+    world.device(joined=False)
+    for _ in range(4):
+        world.server.expect(Hello)
+    [record] = [record for record in caplog.records if record.getMessage().startswith("no coordinator answers")]
+    assert record.__dict__["federation"] == world.server.topics.federation
 
 
 def test_a_final_refusal_ends_the_program(world: World) -> None:
@@ -998,6 +1011,17 @@ def test_progress_is_said_as_often_as_the_task_asks(world: World, fedavg: "Setti
         (message.done_steps, message.total_steps) for message in world.server.heard if isinstance(message, Progress)
     ]
     assert said == [(1, result.use.steps), (result.use.steps, result.use.steps)]
+
+
+def test_progress_is_in_the_log_of_the_device(
+    world: World, fedavg: "Setting", monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workbench_module, "LOG_EVERY_S", 0.0)
+    caplog.set_level("INFO")
+    world.device()
+    result = world.result(fedavg, program=with_epochs(fedavg.program, 3))
+    said = [record.__dict__["steps"] for record in caplog.records if record.getMessage() == "task goes on"]
+    assert said == [f"{step}/{result.use.steps}" for step in range(1, int(result.use.steps) + 1)]
 
 
 def test_what_a_device_says_of_a_task_names_the_task(world: World, fedavg: "Setting", tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from fedvit.transport.base import Received
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import Hello, decode
 from fedvit.wire.topics import Topics
-from tests.brokers import mosquitto
+from tests.brokers import mosquitto, served
 from tests.unit.edge_client.speeds import some_speed
 
 PROGRAM = [sys.executable, "-c", "from edge_client.cli import main; main()"]
@@ -358,7 +358,8 @@ def test_a_profile_without_a_broker(run: Run, state: Path) -> None:
 
 
 def test_a_healthy_device(run: Run, broker: Broker, digits: Path) -> None:
-    done = run("doctor", "--broker", broker.address, "--data", digits)
+    with served(broker.address):
+        done = run("doctor", "--broker", broker.address, "--data", digits)
     assert (done.returncode, done.stderr) == (0, "")
     assert "20 training and 12 test images of 3 classes" in done.stdout
     assert {line.split()[0] for line in done.stdout.splitlines()} == {"ok"}

@@ -14,6 +14,7 @@ from edge_client.doctor import (
     check_battery,
     check_broker,
     check_clock,
+    check_coordinator,
     check_data,
     check_disk,
     check_engine,
@@ -34,7 +35,7 @@ from fedvit.wire.messages import Result
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
 from profiles.probes.broker import BrokerProbe
-from tests.brokers import mosquitto
+from tests.brokers import mosquitto, served
 from tests.damage import flip
 from tests.unit.profiles.probes.boards import pi_4, pi_5, write_tree
 
@@ -284,6 +285,27 @@ def test_images_of_which_some_cannot_be_read(patient: Patient, digits: Path, tmp
     assert "no test image" in found[2].what
 
 
+def test_images_all_that_is_left_out_is_named(patient: Patient, digits: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(digits, data)
+    cow = data / "train" / "cow"
+    cow.mkdir()
+    strays = [data / "readme.txt", data / "train" / "0" / "IMG_1.HEIC", data / "train" / "1" / "day2" / "a.png"]
+    for stray in strays:
+        stray.parent.mkdir(exist_ok=True)
+        stray.write_bytes(b"x")
+    damaged = [data / "train" / "0" / f"note{number}.png" for number in range(4)]
+    for image in damaged:
+        image.write_text("no image")
+    _, unreadable, stray_files, empty = check_data(replace(patient, data=data))
+    assert all(str(image) in unreadable.what for image in damaged)
+    assert stray_files.level == "warning"
+    assert stray_files.what.startswith("not used: 3; ")
+    for stray in (strays[0], strays[1], strays[2].parent):
+        assert str(stray) in stray_files.what
+    assert empty.what == ("class folders without an image that can be read: cow; a run may count them as classes")
+
+
 def test_no_images(patient: Patient, tmp_path: Path) -> None:
     [found] = check_data(replace(patient, data=tmp_path / "nowhere"))
     assert found.level == "error"
@@ -298,7 +320,11 @@ def test_no_images(patient: Patient, tmp_path: Path) -> None:
 def test_a_broker_that_takes_everything(patient: Patient, tmp_path: Path) -> None:
     with mosquitto(tmp_path / "broker") as broker:
         found = [*check_broker(replace(patient, address=broker.address))]
+        [alone] = check_coordinator(replace(patient, address=broker.address))
     assert levels(found) == [("broker", "ok"), ("login", "ok"), ("messages", "ok")]
+    assert (alone.check, alone.level) == ("coordinator", "warning")
+    assert "nobody serves federation 'home'" in alone.what
+    assert "--federation" in str(alone.remedy)
     assert found[-1].what == f"messages of {CHUNK_MESSAGE_BYTES} bytes are taken"
 
 
@@ -393,12 +419,25 @@ def test_something_that_is_no_broker(patient: Patient) -> None:
     assert (found.check, found.level) == ("login", "error")
 
 
+def test_a_coordinator_is_found_by_its_federation(patient: Patient, tmp_path: Path) -> None:
+    """A service, over a real broker; a run's coordinator answers alike."""
+    with mosquitto(tmp_path / "broker") as broker, served(broker.address) as said:
+        here = replace(patient, address=broker.address)
+        [found] = check_coordinator(here)
+        [elsewhere] = check_coordinator(replace(here, topics=Topics("hmoe")))
+    assert (found.level, found.remedy) == ("ok", None)
+    assert found.what.startswith("coordinator serve on ")
+    assert elsewhere.level == "warning"
+    assert "nobody serves federation 'hmoe'" in elsewhere.what
+    assert said == [], "it did not join"
+
+
 # --- together -----------------------------------------------------------------------------------------
 
 
 def test_all_checks_are_made_one_after_the_other(patient: Patient, digits: Path) -> None:
     found = [*examine(replace(patient, data=digits))]
-    assert len(CHECKS) == 12
+    assert len(CHECKS) == 13
     assert [finding.check for finding in found] == [
         "engine", "memory", "disk", "clock", "temperature", "throttling", "battery", "state", "files", "vault key",
         "identity", "data", "broker",

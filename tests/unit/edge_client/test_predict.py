@@ -43,6 +43,15 @@ def test_one_line_an_image(bundle: Path, digits: Path) -> None:
         assert 1 >= float(high) >= float(low) >= 0
 
 
+def test_a_folder_stands_for_the_images_in_it(bundle: Path, digits: Path, tmp_path: Path) -> None:
+    done = predict(digits / "test", "--bundle", bundle)
+    assert [line.split(":")[0] for line in done.output.splitlines()] == [
+        str(image) for image in sorted((digits / "test").rglob("*.png"))
+    ]
+    (tmp_path / "empty").mkdir()
+    assert "there is no image in this folder" in str(predict(tmp_path / "empty", "--bundle", bundle).exception)
+
+
 def test_all_classes_as_json(bundle: Path, digits: Path) -> None:
     """More are asked for than there are; their probabilities sum to 1."""
     image = next((digits / "test").glob("*/*"))

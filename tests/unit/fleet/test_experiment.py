@@ -142,6 +142,7 @@ class TestGrid:
             ("[model]", "[model]\nnmae = 1", r"tiny\.toml \[model\]: unknown key 'nmae'; did you mean 'name'\?"),
             ("width = 32", "widht = 32", r"\[methods\.fedavg\]: model 'vit_small_images' has no option 'widht'"),
             ('"dirichlet"', '"dirichlt"', r"\[partitions\.skewed\]: partition 'dirichlt' is not known"),
+            ('dataset = "digits"', 'dataset = "digitz"', r"tiny\.toml: data set 'digitz' .*; did you mean 'digits'\?"),
             ("alpha = 0.3", "alhpa = 0.3", r"\[partitions\.skewed\]: partition dirichlet has no option 'alhpa'"),
             ('method = "fedavg"', "", r"\[methods\.fedavg\]: method = None: expected the name of a method"),
             ('method = "fedavg"', 'method = "fedagv"', r"\[methods\.fedavg\]: unknown method 'fedagv'"),

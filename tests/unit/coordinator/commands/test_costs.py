@@ -49,6 +49,14 @@ def test_one_board_with_its_sources() -> None:
     assert set(board["speeds"]) == {"MAXN", "50W", "30W", "15W"}
     assert {"nvpmodel", "sbc-bench", "fev"} <= set(board["sources"])
     assert "did you mean" in refused(ConfigError, "boards", "agx-orin")
+    assert json.loads(said("boards", "agx-orin-64@15W", "--json").stdout)["id"] == "agx-orin-64"
+
+
+def test_every_board_of_the_list_can_be_shown_as_json() -> None:
+    """Also one without power modes: its one speed has no name."""
+    for listed in json.loads(said("boards", "--json").stdout):
+        board = json.loads(said("boards", listed["id"], "--json").stdout)
+        assert set(board["speeds"]) == set(listed["modes"] or [""])
 
 
 # --- profile ------------------------------------------------------------------------------------------
@@ -61,6 +69,7 @@ def quick(graph_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     return tmp_path
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_a_profile_in_three_forms(quick: Path) -> None:
     """Two splits x two mask ratios on two boards; the page has the figures of the JSON."""
     command = [

@@ -84,6 +84,17 @@ def test_submit_prints_the_name_of_the_run(tmp_path: Path, forked_worker: None) 
     store.close()
 
 
+def test_submit_takes_a_run_that_starts_from_one_before_it_in_the_queue(tmp_path: Path, forked_worker: None) -> None:
+    out = tmp_path / "runs"
+    said("submit", "--method", "fedavg", "--run", "one", "--out", out)
+    said("submit", "--method", "fedavg", "--run", "two", "--start-from", "one", "--out", out)
+    assert statuses(out) == {"one": "queued", "two": "queued"}
+    said("cancel", "one", "--out", out)
+    never = refused("submit", "--method", "fedavg", "--start-from", "one", "--out", out)
+    assert never == "start_from = 'one': that run closed no round"
+    assert "no run 'onee'; did you mean 'one'?" in refused("submit", "--start-from", "onee", "--out", out)
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

@@ -20,7 +20,7 @@ from fedvit.errors import ConfigError, DeviceTrouble, FedvitError
 from tests.e2e.stage import wait_for
 from tests.forked import ForkedWorker
 
-CHECK = Check(config=make_config({"method": "fedavg", "accelerator": "cpu"}, "test").run, where="run.toml")
+CHECK = Check(config=make_config({"method": "fedavg", "accelerator": "cpu"}, "test").run, where="run.toml", runs="runs")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def dying(code: int) -> process.Child:
 
 
 def test_worker_answers_whether_a_configuration_can_be_run(worker: Worker) -> None:
-    assert worker.ask(CHECK) == "cpu"
+    assert worker.ask(CHECK).accelerator == "cpu"
     with pytest.raises(ConfigError, match=r"^run\.toml: unknown method 'fedavk'"):
         worker.ask(msgspec.structs.replace(CHECK, config=make_config({"method": "fedavk"}, "test").run))
     with pytest.raises(ConfigError, match=r"^accelerator = 'warp' cannot be used: "):
@@ -49,11 +49,11 @@ def test_worker_answers_whether_a_configuration_can_be_run(worker: Worker) -> No
 def test_worker_says_what_failed_unexpectedly(worker: Worker) -> None:
     with pytest.raises(FedvitError, match="the worker process failed unexpectedly: AttributeError: "):
         worker.ask(Finish(saved=SavedState({}, None, {})))
-    assert worker.ask(CHECK) == "cpu", "it goes on"
+    assert worker.ask(CHECK).accelerator == "cpu", "it goes on"
 
 
 def test_worker_that_was_killed_while_it_had_nothing_to_do_is_started_again(worker: Worker) -> None:
-    assert worker.ask(CHECK) == "cpu"
+    assert worker.ask(CHECK).accelerator == "cpu"
     killed, said = worker.pid, list[str]()
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
@@ -63,13 +63,13 @@ def test_worker_that_was_killed_while_it_had_nothing_to_do_is_started_again(work
         "the worker process was started again",
     ]
     assert worker.pid != killed
-    assert worker.ask(CHECK) == "cpu"
+    assert worker.ask(CHECK).accelerator == "cpu"
 
 
 def test_worker_that_dies_is_asked_again(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     spawned = iter([dying, dying, lambda _: ForkedWorker()])
     monkeypatch.setattr(process, "spawn", lambda: next(spawned)(3))
-    assert worker.ask(CHECK) == "cpu"
+    assert worker.ask(CHECK).accelerator == "cpu"
     assert worker.keep().count("the worker process ended with exit code 3; nothing is lost") == 2
 
 

@@ -300,7 +300,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("variants", {"jetson-*": 3}, "a table"),
         ("variants", ["jetson-*"], "a table"),
         ("start_from", 3, "expected `str | null`"),
-        ("evaluation", "newer", "invalid enum value 'newer'"),
+        ("evaluation", "newer", "invalid value 'newer'; allowed are newest | pre_aggregation; did you mean 'newest'"),
         ("evaluation", 1, "expected `str`"),
         ("model_options", "depth=2", "a table"),
         ("images", 3, "a table"),

@@ -32,7 +32,7 @@ from coordinator.config import BrokerConfig, ProtectionConfig
 from coordinator.deployment.authority import DAY_S, Authority
 from coordinator.deployment.broker_log import MOST_CONNECTIONS
 from coordinator.deployment.folder import COORDINATOR, Deployment, make_token, own_hosts
-from coordinator.deployment.registry import Device, OpenToken
+from coordinator.deployment.registry import Certificate, Device, OpenToken
 from coordinator.deployment.service import Service, served
 from coordinator.record.store import Store
 from coordinator.run.quarantine import Quarantine
@@ -795,6 +795,19 @@ def test_a_clock_that_may_be_right_is_believed(tmp_path: Path) -> None:
     gone = Authority.create("gone", time.time() - 3700 * DAY_S)
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         handshake(gone, trusting(tmp_path / "b", gone))
+
+
+def test_devices_are_listed_in_plain_letters(tmp_path: Path) -> None:
+    """So that a terminal's search, and grep, find a date."""
+    deployment = make_deployment(tmp_path / "deployment")
+    with deployment.change() as rows:
+        rows.put_device("pi-1", Certificate("ab", 1_700_000_000.0, 4_000_000_000.0), 1_700_000_000.0)
+    output = CliRunner().invoke(cli, ["devices", "--deployment", str(deployment.folder)], catch_exceptions=False).output
+    [row] = [line for line in output.splitlines() if line.startswith("pi-1")]
+    assert " 2023-11-14 22:13 " in row
+    assert "\N{NO-BREAK SPACE}" not in output
+    assert "\N{NON-BREAKING HYPHEN}" not in output
+    assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" not in output
 
 
 # --- with a run ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -19,14 +20,16 @@ import torch
 from torch import Tensor
 
 from coordinator.compute.engine import Engine
+from coordinator.config import make_config, read_toml
 from coordinator.planning.planner import PROTOCOLS
 from coordinator.record.store import Store
 from coordinator.run import collector as results_module
 from coordinator.run import validation as admission_module
 from coordinator.run.coordinator import ATTEMPTS, Cancelled, Coordinator
-from coordinator.run.display import Display
+from coordinator.run.display import DeviceLine, Display
 from coordinator.run.inbox import Interrupted
 from coordinator.run.membership import MAX_CLASS_LISTS
+from coordinator.run.reporter import view
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.methods import METHODS
@@ -569,9 +572,18 @@ def test_classes_are_those_of_the_first_devices(stage: Stage) -> None:
     assert (refused.instance, refused.final) == (late.instance, True)
     assert refused.reason == "its class folder '7' is not among this run's 3 classes: 0, 1, 2"
     [said] = [line for line in stage.lines if line.startswith("the run has")]
-    assert said.startswith("the run has the 3 classes '0', '1', '2', as brought by 'a', 'b'; `classes` in the")
+    assert said.startswith("the run has 3 classes: '0', '1', '2', as brought by 'a', 'b'; `classes` in the")
     assert stage.refusals("late") == [f"hello: {refused.reason}"]
+    assert f"late was refused: {refused.reason}" in stage.lines
     assert late.got(Task) == []
+
+
+def test_classes_that_differ_in_case_alone_are_pointed_out(stage: Stage) -> None:
+    stage.fake("a", silent, classes=("deer", "frog"))
+    stage.fake("b", silent, classes=("Deer",))
+    stage.start(devices=2, classes=())
+    stage.drive(lambda: bool(stage.fakes[0].tasks()))
+    assert "warning: 'Deer', 'deer' differ in case alone, and are different classes" in stage.lines
 
 
 def test_a_first_device_cannot_bring_thousands_of_classes(stage: Stage, first: Tensors) -> None:
@@ -684,6 +696,37 @@ def test_coordinator_goes_on_with_a_finished_run_that_has_more_rounds_now(stage:
     assert stage.store.closed_rounds("r") == [1, 2, 3]
     assert device.tasks() == [1, 2, 3]
     assert device.tasks("evaluate") == [1, 2, 3]
+
+
+def test_the_time_of_a_round_counts_from_its_first_task_also_after_a_resume(stage: Stage) -> None:
+    device = stage.fake("a", silent)
+    stage.start()
+    stage.drive(lambda: device.tasks() == [1])
+    stage.stop()
+    opened_at = (datetime.now(UTC) - timedelta(seconds=500)).isoformat(timespec="milliseconds")
+    with sqlite3.connect(stage.out / "fedvit.db") as database:
+        database.execute("UPDATE rounds SET opened_at = ?, seal = NULL", (opened_at,))
+    database.close()
+    device.on_task = honest
+    stage.start(resume=True)
+    assert stage.finish() == "finished"
+    record = stage.store.round("r", 1)
+    assert record is not None
+    assert record.figures["devices_s"] >= 500
+    assert record.figures["server_s"] < 500
+
+
+def test_the_bar_of_a_device_that_is_done_is_full(stage: Stage) -> None:
+    stage.fake("a")
+    stage.fake("b", silent)
+    stage.start(devices=2)
+
+    def lines() -> dict[str, DeviceLine]:
+        return {line.name: line for line in view(stage.coordinator.state).devices} if stage.coordinator else {}
+
+    stage.drive(lambda: "a" in lines() and lines()["a"].state == "done")
+    assert lines()["a"].done == lines()["a"].total == 1
+    assert lines()["b"].done == 0
 
 
 def test_coordinator_that_is_cancelled_ends_its_run_for_good(stage: Stage) -> None:
@@ -912,6 +955,20 @@ def test_a_device_of_another_version_is_answered_in_the_version_byte(stage: Stag
         "the other side speaks wire version 2, this side speaks version 1; install the same version on both sides"
     ]
     assert all(refused.final for refused in device.got(Refused))
+
+
+def test_a_question_who_is_there_is_answered_without_joining(stage: Stage) -> None:
+    """As `edge-client doctor` asks it."""
+    asks = stage.fake("asks", silent)
+    asks.hello = msgspec.structs.replace(asks.hello, train_samples=0)  # refused, whenever it is said
+    stage.start()
+    stage.drive(lambda: bool(asks.got(Refused)))
+    before = len(asks.got(CoordinatorState))
+    asks.transport.publish(asks.topics.device_state("asks"), encode(DeviceState("other", online=True)))
+    stage.drive(lambda: len(asks.got(CoordinatorState)) > before)
+    answer = asks.got(CoordinatorState)[-1]
+    assert (answer.run, answer.alive) == ("r", True)
+    assert asks.got(Welcome) == []
 
 
 def test_two_devices_with_one_name(stage: Stage, first: Tensors) -> None:
@@ -1328,6 +1385,19 @@ def test_a_run_can_begin_where_another_ended(stage: Stage, first: Tensors) -> No
     stage.start(start_from="monday")
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 3.0)
+
+
+def test_a_run_leaves_its_configuration_as_a_file_that_start_takes(stage: Stage) -> None:
+    """All of it, also what was not said; what has no value is left out."""
+    stage.fake("a")
+    stage.start(rounds=1, options={"lr": 0.5, "clip_norm": None}, budget={"memory_budget": "2GB"})
+    assert stage.finish() == "finished"
+    file = stage.out / "r" / "run.toml"
+    began = stage.coordinator.state.config
+    again = make_config(read_toml(file), str(file)).run
+    set_options = {name: value for name, value in began.options.items() if value is not None}
+    assert again == msgspec.structs.replace(began, options=set_options)
+    assert "rejoin_grace_s = 600.0" in file.read_text()
 
 
 def test_a_run_to_begin_from_must_be_there_and_have_got_somewhere(stage: Stage) -> None:

@@ -483,7 +483,10 @@ def test_surgery_that_our_stages_do_not_know(made: Callable[[], VisionTransforme
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"widht": 64}, r"model 'vit_small_images' has no option 'widht', it has \['image_size', .*'registers'\]"),
+        (
+            {"widht": 64},
+            r"model 'vit_small_images' has no option 'widht'; did you mean 'width'\? It has .*registers",
+        ),
         ({"width": 0}, "model option width = 0 must be a whole number of at least 1"),
         ({"depth": -1}, "model option depth = -1 must be"),
         ({"heads": 2.0}, "model option heads = 2.0 must be"),
@@ -510,7 +513,7 @@ def test_bad_options_of_the_small_model(options: dict[str, Any], complaint: str)
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"depth": 3}, "model 'vit_tiny_patch16_224' has no option 'depth', it has 'image_size' and 'patch_size'"),
+        ({"depth": 3}, "model 'vit_tiny_patch16_224' has no option 'depth'; it has image_size, patch_size"),
         ({"image_size": "big"}, "cannot be built with {'image_size': 'big'}"),
         ({"image_size": 0}, "cannot be built with {'image_size': 0}"),
         ({"patch_size": 0}, "cannot be built with {'patch_size': 0}"),

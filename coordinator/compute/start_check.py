@@ -1,0 +1,72 @@
+"""Whether a run could begin, looked at before any device is waited for: with real weights, and a real earlier run."""
+
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from coordinator.compute.checkpoint import start_state
+from coordinator.compute.engine import choose_accelerator
+from coordinator.compute.messages import Check, Checked
+from coordinator.config import RunConfig
+from coordinator.planning.checks import check_run
+from coordinator.planning.planner import check_start_fits
+from coordinator.record.store import Store
+from fedvit.errors import ConfigError
+from fedvit.methods import build_model, make_method
+from fedvit.methods.base import Method
+from fedvit.models import checkpoint_notes
+from fedvit.models.vit import PatchViT
+from fedvit.program import Role
+
+MOSTLY = 0.5
+"""Share of a model's numbers."""
+
+
+def check_start(request: Check) -> Checked:
+    """Raises ConfigError, which begins with what `where` says, and Damaged where an earlier run's state is."""
+    config = request.config
+    check_run(config, request.where)
+    accelerator = choose_accelerator(config.accelerator)
+    try:
+        parameters, notes = _tried(config, Path(request.runs))
+    except ConfigError as error:
+        raise ConfigError(f"{request.where}: {error}") from None
+    return Checked(accelerator=accelerator, parameters=parameters, notes=notes)
+
+
+def _tried(config: RunConfig, runs: Path) -> tuple[int, list[str]]:
+    """The model as the run would begin with it: how many numbers it has, and what its operator should know."""
+    start, classes = None, config.classes
+    if config.start_from is not None:
+        with closing(Store.in_folder(runs, check=False)) as store:
+            start = start_state(config.start_from, store, runs)
+            classes = classes or store.run(config.start_from).classes
+    method = make_method(config.method, config.options)
+    # without weights to load, a model is made in no time and memory
+    with torch.device("cpu" if config.pretrained else "meta"):
+        vit = build_model(
+            method,
+            config.model,
+            max(2, len(classes)),
+            seed=0,
+            options=config.model_options,
+            pretrained=config.pretrained,
+        )
+    tensors = method.tensors(vit)
+    if start is not None:
+        check_start_fits({name: tuple(value.shape) for name, value in tensors.items()}, start)
+    notes = checkpoint_notes(vit, config.pretrained) if isinstance(config.pretrained, str) else []
+    return sum(value.numel() for value in tensors.values()), notes + _random_backbone(config, method, vit)
+
+
+def _random_backbone(config: RunConfig, method: Method, vit: PatchViT) -> list[str]:
+    """What is never trained, nor loaded, stays random."""
+    if config.pretrained or config.start_from is not None:
+        return []
+    tensors = method.tensors(vit)
+    fixed = [name for role, names in method.groups(vit).values() if role is Role.FROZEN for name in names]
+    share = sum(tensors[name].numel() for name in fixed) / sum(value.numel() for value in tensors.values())
+    if share < MOSTLY:
+        return []
+    return [f"{share:.0%} of the model is random and never trained: give it weights with --pretrained or --start-from"]

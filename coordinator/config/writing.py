@@ -1,0 +1,24 @@
+"""A run's configuration as a TOML file that `coordinator start --config` takes."""
+
+from typing import Any
+
+import msgspec
+
+from coordinator.config.run import RunConfig
+
+FILE = "run.toml"
+"""In a run's folder."""
+
+
+def as_toml(run: str, config: RunConfig) -> str:
+    """Every key of the configuration, but those that nobody set and that have no default."""
+    import tomli_w  # nobody who only reads a configuration needs it
+
+    head = f"# The configuration of run {run}. Another run like it: coordinator start --config {FILE}\n\n"
+    return head + tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return value

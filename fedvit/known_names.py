@@ -1,0 +1,135 @@
+"""Names that a run's configuration may hold, read from source files: a typo is answered without importing torch.
+
+The tables themselves are in `fedvit.methods` and `fedvit.models`, and in timm; nothing is written down a second time.
+"""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+from fedvit.choices import did_you_mean, known_are
+from fedvit.errors import ConfigError
+
+SMALL = "vit_small_images"
+"""The model that needs no timm name."""
+SMALL_OPTIONS = (
+    "image_size", "patch_size", "width", "depth", "heads", "mlp_ratio", "head_width", "qkv_bias", "registers",
+)  # fmt: skip
+TIMM_OPTIONS = ("image_size", "patch_size")
+
+_FOLDER = Path(__file__).parent / "methods"
+
+
+def check_names(
+    method: str, options: Iterable[str] = (), model: str = SMALL, model_options: Iterable[str] = ()
+) -> None:
+    """Raises ConfigError for a method, a model, or an option of one of them that there is not.
+
+    A name that passes may still be refused where torch is there: then also its value is looked at.
+    """
+    check_method(method, method_classes())
+    if options:
+        check_options(method, options, method_options(method))
+    check_model(model)
+    check_model_options(model, model_options)
+
+
+# --- methods ------------------------------------------------------------------------------------------
+
+
+def check_method(name: str, known: Iterable[str]) -> None:
+    """Raises ConfigError when the name is not one of those that are known."""
+    if name not in set(known):
+        raise ConfigError(f"unknown method {name!r}{known_are(name, sorted(known))}")
+
+
+def check_options(method: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ConfigError when one of the options `given` is not one of those that the method has."""
+    known = list(known)
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(f"method {method!r} has no option {unknown[0]!r}{known_are(unknown[0], known, 'it has')}")
+
+
+@cache
+def method_classes() -> Mapping[str, str]:
+    """Method -> its class, as the table METHODS of `fedvit.methods` has them."""
+    for node in ast.parse((_FOLDER / "__init__.py").read_text()).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "METHODS":
+            assert isinstance(node.value, ast.Dict)
+            return {
+                key.value: value.id
+                for key, value in zip(node.value.keys, node.value.values, strict=True)
+                if isinstance(key, ast.Constant) and isinstance(key.value, str) and isinstance(value, ast.Name)
+            }
+    raise AssertionError("fedvit.methods has no table METHODS")
+
+
+def method_options(method: str) -> tuple[str, ...]:
+    """The options of a method that there is: the fields of its class and of those that it is made from."""
+    return tuple(_fields(method_classes()[method]))
+
+
+def _fields(kind: str) -> list[str]:
+    if kind not in _classes():  # ABC, and whatever else has no options
+        return []
+    written = _classes()[kind]
+    found = [name for base in written.bases for name in _fields(ast.unparse(base))]
+    found += [
+        node.target.id
+        for node in written.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and not ast.unparse(node.annotation).startswith("ClassVar")
+    ]
+    return list(dict.fromkeys(found))
+
+
+@cache
+def _classes() -> dict[str, ast.ClassDef]:
+    """Every class in the files of the methods."""
+    return {
+        node.name: node
+        for file in sorted(_FOLDER.glob("*.py"))
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+# --- models -------------------------------------------------------------------------------------------
+
+
+def check_model(name: str) -> None:
+    """Raises ConfigError when there is no model of that name; timm's tags, as in `name.augreg_in21k`, are not read."""
+    if name == SMALL:
+        return
+    plain = name.partition(".")[0].removeprefix("timm/")
+    text = _timm_sources()
+    if re.search(rf"\b{re.escape(plain)}\b", text) is None:
+        known = [SMALL, *re.findall(r"^@register_model\s+def (\w+)\(", text, re.MULTILINE)]
+        raise unknown_model(name, known)
+
+
+def unknown_model(name: str, known: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"unknown model {name!r}: neither {SMALL!r} nor a name that timm knows{did_you_mean(name, known)}"
+    )
+
+
+def check_model_options(model: str, given: Iterable[str]) -> None:
+    """Raises ConfigError when one of the options `given` is not one of the model's."""
+    known = SMALL_OPTIONS if model == SMALL else TIMM_OPTIONS
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(f"model {model!r} has no option {unknown[0]!r}{known_are(unknown[0], known, 'it has')}")
+
+
+@cache
+def _timm_sources() -> str:
+    """The text of timm's models: each registers itself in the file that it is written in."""
+    spec = importlib.util.find_spec("timm")
+    if spec is None or spec.origin is None:
+        raise ConfigError("timm is not installed here: pip install 'fedvit[server]'")
+    folder = Path(spec.origin).parent / "models"
+    return "\n".join(file.read_text(errors="replace") for file in sorted(folder.glob("*.py")))

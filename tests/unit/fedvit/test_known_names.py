@@ -1,0 +1,32 @@
+"""Names that are known without torch, held against the tables that they are read from."""
+
+import inspect
+from dataclasses import fields
+
+import pytest
+import timm
+
+from fedvit import models
+from fedvit.errors import ConfigError
+from fedvit.known_names import SMALL_OPTIONS, check_model, method_classes, method_options
+from fedvit.methods import METHODS
+
+
+def test_known_methods_are_those_of_the_table() -> None:
+    assert method_classes() == {name: kind.__name__ for name, kind in METHODS.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_known_options_of_a_method_are_its_fields(method: str) -> None:
+    assert set(method_options(method)) == {option.name for option in fields(METHODS[method])}
+
+
+def test_known_options_of_the_small_model_are_its_arguments() -> None:
+    assert list(SMALL_OPTIONS) == list(inspect.signature(models._small).parameters)[1:]
+
+
+def test_known_models_are_all_that_timm_has() -> None:
+    for name in [*timm.list_models(), "vit_tiny_patch16_224_in21k", "vit_base_patch16_224.augreg_in21k"]:
+        check_model(name)
+    with pytest.raises(ConfigError, match=r"unknown model 'vit_tiny_patch16_22'.*did you mean 'vit_tiny_patch16_224'"):
+        check_model("vit_tiny_patch16_22")

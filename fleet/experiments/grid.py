@@ -79,8 +79,8 @@ class Cell(Struct, frozen=True, kw_only=True):
     seed: int
     deal: Deal
     run: dict[str, Any]  # a run's whole configuration
-    engine: Engine
-    precision: Precision
+    engine: Engine = "onnx"
+    precision: Precision = "fp32"
 
     @property
     def digest(self) -> str:

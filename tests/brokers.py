@@ -46,6 +46,8 @@ def served(address: Address, federation: str = "home") -> Iterator[list[str]]:
     link = MqttTransport(SimpleQueue(), address, f"coordinator-{secrets.token_hex(4)}")
     router = Router(link, federation, has_ended=lambda run: False, say=said.append)
     router.open()
+    while not router.connected:
+        router.pump(0.05)
     stop = threading.Event()
 
     def serve() -> None:

@@ -71,8 +71,16 @@ class Cohort:
     """One run's: the functions of its methods, and the images of its devices."""
 
     def __init__(
-        self, vit: PatchViT, pictures: Pictures, place: torch.device, *, precision: Precision, fused: bool
+        self,
+        vit: PatchViT,
+        pictures: Pictures,
+        place: torch.device,
+        *,
+        precision: Precision,
+        fused: bool,
+        say: Callable[[str], None],
     ) -> None:
+        self._say = say
         self._precision = precision
         self._fused = fused
         self._captures = place.type == "cuda"
@@ -81,6 +89,13 @@ class Cohort:
         self._place = place
         self._lanes: dict[tuple[object, ...], Lanes] = {}
         self._runners: dict[tuple[Method, Train, int, bool], Runner] = {}
+
+    def forget(self) -> None:
+        """Give back the memory of recordings and compiled functions; they are made again when they are needed."""
+        self._runners.clear()
+        self._lanes.clear()
+        if self._captures:
+            torch.cuda.empty_cache()
 
     # --- training -------------------------------------------------------------------------------------
 
@@ -236,7 +251,7 @@ class Cohort:
     def _made(self, key: tuple[object, ...], step: Callable[[], Step], *, fused: bool = False) -> Lanes:
         key = (*key, fused)
         if key not in self._lanes:
-            lanes = in_precision(side_by_side(step()), self._precision, self._place)
+            lanes = in_precision(side_by_side(step(), self._say), self._precision, self._place)
             self._lanes[key] = compiled(lanes) if fused else lanes
         return self._lanes[key]
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -51,6 +51,8 @@ from fleet.engines.cohort import Cohort, Values, answering_flops
 from fleet.engines.pictures import Images, Pictures
 from fleet.engines.steps import Named, Precision, on_processor
 from profiles.program_cost import PricedProgram
+
+T = TypeVar("T")
 
 CHECKPOINT_EVERY_S = 5.0
 CHECKPOINT_SHARE = 0.05
@@ -148,10 +150,12 @@ class TorchSimulation:
             self._place,
             precision=precision,
             fused=self._place.type == "cuda" and config.rounds >= FUSED_FROM_ROUNDS if fused is None else fused,
+            say=display.line,
         )
         self._quarantine = Quarantine(run, store, config.protection)
         self._screen = Screen.of(config.protection)
         self._priced: dict[Method, PricedProgram] = {}
+        self._at_once: dict[Method, int] = {}  # devices side by side
         self._state = plan.state
         self._sent: dict[str, Reference] = {}
         self._uploads: dict[str, Tensors] = {}  # those that the server's rule keeps for later rounds, by digest
@@ -217,12 +221,13 @@ class TorchSimulation:
         for method, group in self._groups(devices, number).items():
             program = self._program(method)
             lr_scale = method.lr_scale(number, self._config.rounds)
-            for some in self._parts(method, group):
-                yield from self._train_together(number, method, program, some, lr_scale)
+            train = partial(self._train_together, number, method, program, lr_scale)
+            for brought in self._in_parts(method, group, train):
+                yield from brought
 
     def _train_together(
-        self, number: int, method: Method, program: Program, devices: Sequence[Device], lr_scale: float
-    ) -> Iterator[Brought]:
+        self, number: int, method: Method, program: Program, lr_scale: float, devices: Sequence[Device]
+    ) -> list[Brought]:
         values = self._values(method, program, devices, number, "train")
         seeds = [Seeds(self._config.seed, number, device.name) for device in devices]
         trained = self._cohort.train(
@@ -247,6 +252,7 @@ class TorchSimulation:
             for name in program.names(group)
         ]
         kept = {name: trained.tensors.get(name, values.of(name, len(devices))) for name in keep}
+        brought: list[Brought] = []
         for place, (device, seed) in enumerate(zip(devices, seeds, strict=True)):
             if not finite[place]:
                 reason = f"training diverged in round {number}, nothing of it is kept"
@@ -256,9 +262,10 @@ class TorchSimulation:
             upload = self._upload(program, device, own_deltas, trained.collected[place], seed)
             device.kept = {name: value[place].clone() for name, value in kept.items()}
             device.kept_round = number
-            yield Brought(
-                device.name, trained.samples[place], trained.losses[place], trained.flops[place], received_bytes, upload
-            )
+            figures = trained.samples[place], trained.losses[place], trained.flops[place]
+            brought.append(Brought(device.name, *figures, received_bytes, upload))
+
+        return brought
 
     def _upload(self, program: Program, device: Device, deltas: Tensors, collected: Tensors, seeds: Seeds) -> Tensors:
         """The result's tensors, as the device would code them."""
@@ -281,22 +288,32 @@ class TorchSimulation:
         results: list[tuple[str, Result, None]] = []
         for method, group in self._groups([self._devices[name] for name in chosen], number).items():
             program = self._program(method)
-            for devices in self._parts(method, group):
-                values = self._values(method, program, devices, number, "evaluate")
-                drawn = [Seeds(config.seed, number, device.name).generators(6) for device in devices]
-                train, test = [device.train for device in devices], [device.test for device in devices]
-                adapting = [0] * len(devices)
-                if program.evaluate.adapt:
-                    adapted = self._cohort.train(
-                        program, method, program.evaluate.adapt, values, train, [draws[:5] for draws in drawn], 1.0
-                    )
-                    values, adapting = values.with_own(adapted.tensors), adapted.flops
-                answers = self._cohort.answer(program, method, values, train, test, [draws[5] for draws in drawn])
-                for place, (device, (correct, images)) in enumerate(zip(devices, answers, strict=True)):
-                    use = ResourceUse(flops=adapting[place] + answering_flops(program, device.train, device.test))
-                    made = self._result(number, "evaluate", images, {"correct": float(correct)}, use)
-                    results.append((device.name, made, None))
+            for some in self._in_parts(method, group, partial(self._test_together, number, method, program)):
+                results += some
         return sorted(results, key=lambda result: result[0])
+
+    def _test_together(
+        self, number: int, method: Method, program: Program, devices: Sequence[Device]
+    ) -> list[tuple[str, Result, None]]:
+        values = self._values(method, program, devices, number, "evaluate")
+        drawn = [Seeds(self._config.seed, number, device.name).generators(6) for device in devices]
+        train, test = [device.train for device in devices], [device.test for device in devices]
+        flops = [answering_flops(program, device.train, device.test) for device in devices]
+        if program.evaluate.adapt:
+            adapted = self._cohort.train(
+                program, method, program.evaluate.adapt, values, train, [draws[:5] for draws in drawn], 1.0
+            )
+            values = values.with_own(adapted.tensors)
+            flops = [sum(both) for both in zip(flops, adapted.flops, strict=True)]
+        answers = self._cohort.answer(program, method, values, train, test, [draws[5] for draws in drawn])
+        return [
+            (
+                device.name,
+                self._result(number, "evaluate", images, {"correct": float(correct)}, ResourceUse(flops=flops[place])),
+                None,
+            )
+            for place, (device, (correct, images)) in enumerate(zip(devices, answers, strict=True))
+        ]
 
     def _groups(self, devices: Sequence[Device], number: int) -> dict[Method, list[Device]]:
         """Devices of one Program, those with the most images first: they can be trained side by side."""
@@ -305,13 +322,32 @@ class TorchSimulation:
             groups.setdefault(self._plan.method_for(device.name, number), []).append(device)
         return groups
 
-    def _parts(self, method: Method, devices: Sequence[Device]) -> Iterator[Sequence[Device]]:
-        """As many devices at a time as memory is likely to hold."""
-        at_once = self._at_once(method)
-        for first in range(0, len(devices), at_once):
-            yield devices[first : first + at_once]
+    def _in_parts(
+        self, method: Method, devices: Sequence[Device], work: Callable[[Sequence[Device]], T]
+    ) -> Iterator[T]:
+        """Work on as many devices at a time as memory is likely to hold, and on fewer where it turns out too small.
 
-    def _at_once(self, method: Method) -> int:
+        Raises FedvitError when it does not hold the work of a single one.
+        """
+        left = list(devices)
+        while left:
+            some = left[: self._at_once.setdefault(method, self._likely_at_once(method))]
+            try:
+                made = work(some)
+            except torch.OutOfMemoryError as error:
+                if len(some) == 1:
+                    raise FedvitError(
+                        f"{self._place}: its memory is too small for the work of one device ({some[0].name}): "
+                        f"{str(error).splitlines()[0]} Choose a smaller batch_size or model, or accelerator = 'cpu'"
+                    ) from error
+                self._at_once[method] = len(some) // 2
+                self._display.line(f"{self._place}: memory is short, now {len(some) // 2} devices are side by side")
+                self._cohort.forget()
+                continue
+            left = left[len(some) :]
+            yield made
+
+    def _likely_at_once(self, method: Method) -> int:
         program, vit = self._program(method), self._plan.vit
         batch = program.batch
         numbers = sum(int(np.prod(spec.shape)) for spec in program.tensors.values())

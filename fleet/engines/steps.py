@@ -24,13 +24,39 @@ Lanes = Callable[[Named, Named, Named, Named, Named], Named]
 axis of devices in front."""
 
 
-def side_by_side(step: Step) -> Lanes:
-    """The step of D devices at a time."""
+def side_by_side(step: Step, say: Callable[[str], None]) -> Lanes:
+    """The step of D devices at a time; one after the other, and `say` why, where it cannot be mapped over devices."""
 
     def lane(moving: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
         return step({**moving, **own, **common, **batch, **scalars})
 
-    return torch.func.vmap(lane, in_dims=(0, 0, None, 0, None))
+    def one_by_one(moving: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
+        count = len(batch["batch/patches"])
+
+        def of(part: Named, device: int) -> Named:
+            return {name: value[device] for name, value in part.items()}
+
+        results = [
+            lane(of(moving, device), of(own, device), common, of(batch, device), scalars) for device in range(count)
+        ]
+        return {name: torch.stack([result[name] for result in results]) for name in results[0]}
+
+    mapped = torch.func.vmap(lane, in_dims=(0, 0, None, 0, None))
+    is_mapped = True
+
+    def call(*parts: Named) -> Named:
+        nonlocal is_mapped
+        if is_mapped:
+            try:
+                return mapped(*parts)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # vmap has no exception of its own
+                is_mapped = False
+                say(f"devices are computed one after the other: {str(error).splitlines()[0]}")
+        return one_by_one(*parts)
+
+    return call
 
 
 @dataclass
@@ -198,7 +224,7 @@ class CapturedRunner(Runner):
         self._outputs = {name: value for name, value in outputs.items() if name.startswith("collect/")}
 
 
-def compiled(lanes: Lanes) -> Lanes:
+def compiled(lanes: Lanes, backend: str = "inductor") -> Lanes:
     """The same function as fused kernels, made when it is first called with tensors of some shapes."""
     made: dict[tuple[object, ...], tuple[Callable[..., list[Tensor]], list[str]]] = {}
 
@@ -207,7 +233,7 @@ def compiled(lanes: Lanes) -> Lanes:
         flat = [value for part in parts for value in part.values()]
         key = tuple((tuple(value.shape), value.dtype) for value in flat)
         if key not in made:
-            made[key] = _compiled(lanes, names, flat)
+            made[key] = _compiled(lanes, names, flat, backend)
         function, outputs = made[key]
         return dict(zip(outputs, function(*flat), strict=True))
 
@@ -215,7 +241,7 @@ def compiled(lanes: Lanes) -> Lanes:
 
 
 def _compiled(
-    lanes: Lanes, names: Sequence[Sequence[str]], examples: Sequence[Tensor]
+    lanes: Lanes, names: Sequence[Sequence[str]], examples: Sequence[Tensor], backend: str
 ) -> tuple[Callable[..., list[Tensor]], list[str]]:
     outputs: list[str] = []
 
@@ -227,7 +253,7 @@ def _compiled(
 
     # the compiler cannot see through a mapped gradient: it gets the operators that it comes to
     module = make_fx(flat, tracing_mode="fake")(*examples)
-    return torch.compile(module, fullgraph=True, dynamic=False), outputs
+    return torch.compile(module, fullgraph=True, dynamic=False, backend=backend), outputs
 
 
 def on_processor(tensors: Named) -> dict[str, Array]:

@@ -11,6 +11,7 @@ from fedvit.wire.messages import CoordinatorState, DeviceState, decode, encode
 from fedvit.wire.topics import Topics
 
 ANSWER_S = 5.0
+ASK_EVERY_S = 1.0
 CONNECT_S = 10.0
 
 
@@ -25,23 +26,24 @@ def find_coordinator(
     transport = MqttTransport(inbox, address, f"{device}-{secrets.token_hex(4)}")
     transport.subscribe(topics.to_device(device), 1)
     transport.open()
-    until = time.monotonic() + CONNECT_S
+    connected, until = False, time.monotonic() + CONNECT_S
     try:
-        while True:
+        while (left_s := until - time.monotonic()) > 0:
             try:
-                event = inbox.get(timeout=max(0.0, until - time.monotonic()))
+                event = inbox.get(timeout=min(left_s, ASK_EVERY_S) if connected else left_s)
             except Empty:
-                return None
+                event = None
             match event:
                 case Connected():
-                    question = DeviceState(secrets.token_hex(8), online=True)
-                    transport.publish(topics.device_state(device), encode(question), qos=1)
-                    until = time.monotonic() + timeout_s
+                    connected, until = True, time.monotonic() + timeout_s
                 case Disconnected(reason=reason):
                     raise LinkDown(reason)
-                case Received(payload=payload):
-                    if (state := _state(payload)) is not None:
-                        return state
+                case Received(payload=payload) if (state := _state(payload)) is not None:
+                    return state
+            if connected:  # again and again: its link to the broker may have gone for a moment
+                question = DeviceState(secrets.token_hex(8), online=True)
+                transport.publish(topics.device_state(device), encode(question), qos=1)
+        return None
     finally:
         transport.close()
 

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from safetensors.numpy import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -34,6 +35,7 @@ from fedvit.data.images import draw_kept, normalise, select, unfold
 from fedvit.methods import METHODS, build_model, make_method
 from fedvit.methods.base import PREDICT, Method, trained_names
 from fedvit.methods.calculus import TorchCalculus
+from fedvit.methods.optimizers import AdamW
 from fedvit.methods.step import Update, example_inputs, gather_step, predict_step, steps_of, whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
@@ -63,7 +65,7 @@ OPTIONS = {"batch_size": 8, "micro_batch": 3, "epochs": 2, "lr": 0.003}
 """A batch is worked off in parts of 3, 3 and 2 samples, where a method's step is one gradient."""
 STEPS = 20
 TEST_IMAGES = 200
-DEVICES, ROUNDS = 3, 2
+DEVICES, ROUNDS = 3, 3
 
 SMALLEST: dict[str, dict[str, Any]] = {"eftvit": {"local_blocks": 1}, "fedbfpt": {"local_blocks": 2}}
 """Options that suit a model of two blocks."""
@@ -491,7 +493,7 @@ def whole_blobs(chunks: list[bytes]) -> dict[str, bytes]:
 
 
 def record(case: Case, seed: int, folders: list[Path], out: Path, cache: Path) -> Recorded:
-    """Two rounds on three devices over the memory transport, with one more client that listens to everything."""
+    """Some rounds on three devices over the memory transport, with one more client that listens to everything."""
     broker = MemoryBroker()
     recorder = Recorder(broker, out / case.id / "state", case.id)
     recorder.subscribe("#", 1)
@@ -558,14 +560,49 @@ def with_roles(case: Case, number: int, *roles: Role) -> set[str]:
 
 @each_case
 def test_a_run_asks_everybody_and_hears_everybody(case: Case, recorded: Record) -> None:
-    """Two rounds, three devices, training and evaluation: twelve tasks and twelve results, and nothing refused."""
+    """In each round every device has a training and an evaluation, brings a result of both, and none is refused."""
     run = recorded(case)
     assert len(run.tasks) == len(run.results) == ROUNDS * DEVICES * 2
     assert {(task.round, task.kind) for _, task in run.tasks} == {
-        (number, kind) for number in (1, 2) for kind in ("train", "evaluate")
+        (number, kind) for number in range(1, ROUNDS + 1) for kind in ("train", "evaluate")
     }
     assert not run.summary.refusals
     assert run.summary.protocol
+
+
+@each_case
+def test_torch_engine_makes_the_same_run(
+    case: Case, recorded: Record, device_folders: list[Path], tmp_path: Path
+) -> None:
+    """All devices side by side on torch, with the numbers of onnxruntime on each device alone: what the server has,
+    what devices keep, losses, FLOPs, and the answers to test images, of which one between two equal logits may differ.
+    """
+    ours, slack = recorded(case), 1e-3
+    if case.updates:
+        slack = 0.05  # a code's rounding may go the other way
+    elif isinstance(case.method().optimizer_rule(), AdamW):
+        slack = 1e-2  # gradients that are zero but for rounding become whole steps
+    theirs = simulate(device_folders, settings(case, 0), out=tmp_path, run=case.id, engine="torch")
+    assert far(unpack(ours.model), load_file(theirs.folder / "model.safetensors")) <= slack
+    kept = load_file(theirs.folder / "state" / f"devices-{ROUNDS}.safetensors")
+    for folder in device_folders:
+        mine = {name.split("/", 2)[2]: value for name, value in kept.items() if name.startswith(f"kept/{folder.name}/")}
+        assert far(ours.vaults[folder.name, ROUNDS], mine) <= slack
+    for one, other in zip(ours.summary.rounds, theirs.summary.rounds, strict=True):
+        assert (one.cohort, one.accepted, one.flops) == (other.cohort, other.accepted, other.flops)
+        assert one.train_loss == pytest.approx(other.train_loss, rel=slack)
+        assert one.accuracy.keys() == other.accuracy.keys()
+        assert all(abs(one.accuracy[name] - other.accuracy[name]) <= 0.25 for name in one.accuracy)
+    assert [device.train_samples for device in ours.summary.devices] == [
+        device.train_samples for device in theirs.summary.devices
+    ]
+
+
+def far(one: Tensors, other: Tensors) -> float:
+    """How far two sets of tensors are from each other: the most of any tensor, relative to its own length."""
+    assert one.keys() == other.keys()
+    apart = {name: float(np.linalg.norm(one[name].astype(float) - other[name])) for name in one}
+    return max((gap / max(1e-12, float(np.linalg.norm(one[name]))) for name, gap in apart.items()), default=0.0)
 
 
 @each_case

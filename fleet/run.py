@@ -15,6 +15,7 @@ from coordinator.commands.runs import print_summary
 from coordinator.config import StartConfig, read_toml
 from coordinator.record.store import Store
 from coordinator.record.summary import RunSummary, summarise
+from coordinator.run.display import Display, choose_display
 from fedvit.errors import ConfigError, FedvitError, LinkDown
 from fedvit.files import private_files
 from fedvit.wire.topics import check_name
@@ -206,6 +207,21 @@ def _last_line(log: Path) -> str:
     help="Instead of a process per folder: N virtual devices in a few processes; folders are dealt out in turn.",
 )
 @click.option("--hosts", type=click.IntRange(min=1), help="Processes of virtual devices; by default one per core.")
+@click.option(
+    "--engine",
+    type=click.Choice(["onnx", "torch", "auto"]),
+    default="onnx",
+    show_default=True,
+    help="onnx: devices as processes or hosts that speak MQTT. torch: virtual devices side by side on the accelerator, "
+    "without messages. auto: torch where the accelerator is a GPU.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "tf32", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="Of products in engine torch.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 @config_flags
 def run_command(
@@ -216,6 +232,8 @@ def run_command(
     threads: int | None,
     virtual: int | None,
     hosts: int | None,
+    engine: str,
+    precision: str,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -224,6 +242,8 @@ def run_command(
     values = merge_flags(read_toml(file) if file else {}, flags)
     name = name or time.strftime("%Y%m%d-%H%M%S-fleet")
     if virtual is None:
+        if engine != "onnx":
+            raise ConfigError(f"--engine {engine} is for virtual devices: say how many with --virtual N")
         if hosts:
             raise ConfigError("--hosts is for virtual devices: say how many with --virtual N")
         folders = device_folders(parts, wanted)
@@ -232,10 +252,49 @@ def run_command(
     else:
         if wanted is not None:
             raise ConfigError(f"--virtual {virtual} says how many devices there are; leave out --devices {wanted}")
+        if engine != "onnx":
+            outcome = _run_side_by_side(parts, virtual, values, out, name, threads, engine, precision, quiet=as_json)
+            _show(outcome, as_json)
+            return
+        if precision != "fp32":
+            raise ConfigError(f"--precision {precision} is for --engine torch")
         hosts = hosts or usable_cores()
         outcome = run_virtual(
             parts, virtual, values, hosts=hosts, out=out, run=name, threads=threads or 1, quiet=as_json
         )
+    _show(outcome, as_json)
+
+
+def _run_side_by_side(
+    parts: Path,
+    count: int,
+    values: dict[str, Any],
+    out: Path,
+    run: str,
+    threads: int | None,
+    engine: str,
+    precision: str,
+    *,
+    quiet: bool,
+) -> FleetOutcome:
+    """Virtual devices in this process, without a broker: see `fleet.simulate`."""
+    from fleet.simulate import Engine, Precision, simulate  # with torch: seconds that a mistyped flag need not wait
+
+    given = {key: value for key, value in values.items() if key != "broker"}
+    with Display() if quiet else choose_display() as display:
+        return simulate(
+            virtual_devices(parts, count),
+            {"accelerator": "auto", **given},
+            out=out,
+            run=check_name(run, "run"),
+            threads=threads or 1,
+            display=display,
+            engine=msgspec.convert(engine, Engine),
+            precision=msgspec.convert(precision, Precision),
+        )
+
+
+def _show(outcome: FleetOutcome, as_json: bool) -> None:
     if as_json:
         click.echo(outcome_json(outcome))
         return

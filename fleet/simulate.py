@@ -57,7 +57,8 @@ def simulate(
     devices, by folder name, other agents than the usual.
 
     `engine` says what computes the devices' part: "onnx" is onnxruntime, as on a device, "torch" a whole cohort at a
-    time on the run's `accelerator` (fleet.engines), and "auto" torch where that is a GPU.
+    time on the run's `accelerator` (fleet.engines), and "auto" torch where that is a GPU. `precision` is that of its
+    products, `fused` whether steps are compiled, by default on a GPU for long runs.
 
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
     """
@@ -66,16 +67,23 @@ def simulate(
     from coordinator.planning.checks import checked_config  # with torch: seconds that other commands need not wait
     from coordinator.run.coordinator import Coordinator
     from coordinator.run.inbox import Interrupted
+    from fleet.engines.simulation import check_engine_config
 
     devices = folders if isinstance(folders, Mapping) else {folder.name: folder for folder in folders}
     config = checked_config({**DEFAULTS, **values, "devices": len(devices)}, "simulation").run
     accelerator = choose_accelerator(config.accelerator)  # a run that could never begin need not be recorded
+    on_torch = engine == "torch" or (engine == "auto" and accelerator != "cpu")
+    if on_torch:
+        check_engine_config(config)
     home = out / run
     broker = MemoryBroker()
     store = Store.in_folder(out)
     if not (resume and _is_there(store, run, config)):
         store.create_run(run, msgspec.to_builtins(config))
-    if engine == "torch" or (engine == "auto" and accelerator != "cpu"):
+    if on_torch:
+        import torch
+
+        torch.set_num_threads((at_once or max(1, usable_cores() // threads)) * threads)
         return _on_torch(run, config, store, home, devices, accelerator, display or Display(), precision, fused)
     coordinator = Coordinator(
         run=run,

@@ -107,8 +107,8 @@ class Brought(NamedTuple):
 class TorchSimulation:
     """One run.
 
-    `folders` gives the devices' names and folders of images. Raises ConfigError for a configuration that is not for
-    this engine, DataError for folders that cannot be used.
+    `folders` gives the devices' names and folders of images; `config` is one that `check_engine_config` takes. Raises
+    DataError for folders that cannot be used.
     """
 
     def __init__(
@@ -124,7 +124,6 @@ class TorchSimulation:
         precision: Precision = "fp32",
         fused: bool | None = None,
     ) -> None:
-        check_engine_config(config)
         self._run, self._config, self._store, self._home = run, config, store, home
         self._display = display
         self._place = torch.device(accelerator)

@@ -21,7 +21,7 @@ def resumed_config(run: str, recorded: dict[str, Any], given: dict[str, Any], wh
     for key in given:
         if key not in ("broker", "metrics") and (differs := _difference(key, before[key], asked[key], given[key])):
             _check_change(run, *differs)
-    changed = {key: asked[key] for key in ("rounds", "devices") if key in given}
+    changed: dict[str, Any] = {key: asked[key] for key in ("rounds", "devices") if key in given}
     if "metrics" in given:
         values = {"metrics": {**before["metrics"], **given["metrics"]}}
         changed["metrics"] = make_config(values, where).run.metrics

@@ -103,6 +103,8 @@ class Follower:
                 self._writer.write(rounds)
                 self._newest = rounds[-1].round
                 self._active_at = time.monotonic()
+            if self._left:
+                return False
             if last:
                 self._writer.end(self._store.run(self._run).status)
         except Exception as error:  # noqa: BLE001 - whatever a library raises is no reason to end a run

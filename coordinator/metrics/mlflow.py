@@ -115,6 +115,7 @@ def _newest_step(client: "MlflowClient", run: str) -> int | None:
     from mlflow import MlflowException
 
     try:
+        client.get_run(run)  # a run that is not there has an empty history, too
         return max((entry.step for entry in client.get_metric_history(run, LAST_OF_ROUND)), default=0)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":

@@ -1,4 +1,4 @@
-"""A record made by hand, and what TensorBoard's own reader finds in the files that were written from it."""
+"""A record made by hand, that tests let grow."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +9,6 @@ from coordinator.config import RunConfig, make_config
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from tests.records import RUN, begun_run, evaluated
-
-Scalars = dict[str, list[tuple[int, float]]]
 
 
 @pytest.fixture
@@ -45,15 +43,3 @@ def close_round(store: Store) -> Callable[[int], None]:
         store.round_evaluated(RUN, number)
 
     return close_round
-
-
-@pytest.fixture
-def scalars() -> Callable[[Path], Scalars]:
-    """Steps and values by tag."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    def scalars(folder: Path) -> Scalars:
-        found = EventAccumulator(str(folder / "tensorboard")).Reload()
-        return {tag: [(entry.step, entry.value) for entry in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
-
-    return scalars

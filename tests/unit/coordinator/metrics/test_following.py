@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from coordinator.config import RunConfig
 from coordinator.metrics.following import following
 from coordinator.metrics.tensorboard import FOLDER
 from coordinator.record.store import Store
+from tests.event_files import scalars, steps
 from tests.records import RUN
 
 Configured = Callable[..., RunConfig]
 Close = Callable[[int], None]
-Read = Callable[[Path], dict[str, list[tuple[int, float]]]]
+WAIT_S = 120.0
 
 
 class Said:
@@ -32,19 +34,19 @@ class Said:
 
     def wait_for(self, part: str) -> None:
         with self._more:
-            assert self._more.wait_for(lambda: any(part in line for line in self.lines), timeout=60), self.lines
+            assert self._more.wait_for(lambda: any(part in line for line in self.lines), timeout=WAIT_S), self.lines
 
 
 def test_rounds_are_written_while_the_run_goes_on(
-    store: Store, configured: Configured, close_round: Close, scalars: Read, tmp_path: Path
+    store: Store, configured: Configured, close_round: Close, tmp_path: Path
 ) -> None:
     """The second round is closed only after the first one is in the file."""
-    said, seen = Said(), threading.Event()
+    said = Said()
     with following(RUN, configured("tensorboard"), store, tmp_path / RUN, said.line):
-        while not seen.is_set():
-            written = scalars(tmp_path / RUN) if (tmp_path / RUN / FOLDER).is_dir() else {}
-            if written.get("devices/accepted"):
-                seen.set()
+        until = time.monotonic() + WAIT_S
+        while not scalars(tmp_path / RUN):
+            assert time.monotonic() < until, said.lines
+            time.sleep(0.05)
         close_round(2)
         close_round(3)
         store.update_run(RUN, status="finished")
@@ -57,7 +59,7 @@ def test_rounds_are_written_while_the_run_goes_on(
 
 
 def test_a_resumed_run_writes_no_round_twice(
-    store: Store, configured: Configured, close_round: Close, scalars: Read, tmp_path: Path
+    store: Store, configured: Configured, close_round: Close, tmp_path: Path
 ) -> None:
     """Also where the file of the earlier process ends in the middle of a round, as after kill -9."""
     for number in (2, 3):
@@ -70,7 +72,7 @@ def test_a_resumed_run_writes_no_round_twice(
     close_round(3)
     with following(RUN, configured("tensorboard"), store, tmp_path / RUN, Said().line):
         pass
-    assert [step for step, _ in scalars(tmp_path / RUN)["devices/accepted"]] == [1, 2, 3]
+    assert steps(tmp_path / RUN, "devices/accepted") == [1, 2, 3]
 
 
 def test_settings_are_hyperparameters_of_tensorboard(store: Store, configured: Configured, tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_settings_are_hyperparameters_of_tensorboard(store: Store, configured: C
 
 
 def test_a_folder_that_cannot_be_written_is_said_once_and_made_up_for(
-    store: Store, configured: Configured, close_round: Close, scalars: Read, tmp_path: Path
+    store: Store, configured: Configured, close_round: Close, tmp_path: Path
 ) -> None:
     """A file lies where the folder is to be, and is removed later."""
     said = Said()
@@ -102,7 +104,7 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_made_up_for(
     assert len(said.lines) == 2
     assert "Make the folder writable" in said.lines[0]
     assert "again, and none is missing" in said.lines[1]
-    assert [step for step, _ in scalars(tmp_path / RUN)["devices/accepted"]] == [1, 2]
+    assert steps(tmp_path / RUN, "devices/accepted") == [1, 2]
 
 
 def test_a_library_that_is_gone_ends_no_run(

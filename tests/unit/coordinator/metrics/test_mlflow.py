@@ -1,14 +1,16 @@
 """Runs of MLflow in a database on this disk, read by MLflow's own client."""
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator.config import RunConfig
 from coordinator.metrics.following import following
-from coordinator.metrics.mlflow import MLFLOW_ENVIRONMENT
+from coordinator.metrics.mlflow import FILE, MLFLOW_ENVIRONMENT, Known
 from coordinator.record.store import Store
 from tests.records import RUN
 
@@ -69,6 +71,35 @@ def test_a_run_goes_to_another_server_as_a_whole(
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     assert [entry.step for entry in client.get_metric_history(run.info.run_id, "loss/train")] == [1, 2]
+
+
+def test_a_run_that_mlflow_lost_is_written_anew(store: Store, configured: Configured, tmp_path: Path, uri: str) -> None:
+    """As where its database was replaced by an empty one."""
+    from mlflow import MlflowClient
+
+    file = tmp_path / RUN / FILE
+    file.parent.mkdir()
+    file.write_bytes(msgspec.json.encode(Known(uri, "0" * 32)))
+    with following(RUN, configured("mlflow", mlflow_uri=uri), store, tmp_path / RUN, print):
+        pass
+    known = msgspec.json.decode(file.read_bytes(), type=Known)
+    history = MlflowClient(tracking_uri=uri).get_metric_history(known.run, "loss/train")
+    assert [(entry.step, entry.value) for entry in history] == [(1, 1.5)]
+
+
+def test_a_server_that_never_answers_holds_up_nothing(
+    store: Store, configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes connections and says nothing: the end of the run waits for a second here."""
+    monkeypatch.setattr("coordinator.metrics.following.PATIENCE_S", 1.0)
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with following(RUN, configured("mlflow", mlflow_uri=uri), store, tmp_path / RUN, said.append):
+            pass
+        assert said == [
+            f"the last metrics are not written to MLflow at {uri}; once that works again: coordinator metrics {RUN}"
+        ]
 
 
 def test_a_server_that_does_not_answer_is_said(store: Store, configured: Configured, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ SAID = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "inte
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_CONFIGURE_LOGGING": "0",  # its messages go where those of the run go
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the next attempt is ours, and said
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }

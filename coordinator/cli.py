@@ -6,6 +6,7 @@ from coordinator.commands.costs import boards, plan, profile, report
 from coordinator.commands.deployment import devices, enroll, init, revoke
 from coordinator.commands.export import export
 from coordinator.commands.methods import methods
+from coordinator.commands.metrics import metrics
 from coordinator.commands.quarantine import quarantine
 from coordinator.commands.retention import gc, rm
 from coordinator.commands.runs import runs, show, status
@@ -21,8 +22,8 @@ def cli() -> None:
 
 
 for command in (
-    boards, cancel, devices, enroll, export, gc, init, methods, plan, profile, quarantine, report, revoke, rm, runs,
-    serve, show, start, status, submit,
+    boards, cancel, devices, enroll, export, gc, init, methods, metrics, plan, profile, quarantine, report, revoke, rm,
+    runs, serve, show, start, status, submit,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -60,14 +60,14 @@ def _choices(kind: msgspec.inspect.Type) -> list[str]:
             return list(map(str, values))
         case msgspec.inspect.UnionType(types=types):
             return [value for each in types for value in _choices(each)]
-        case msgspec.inspect.Metadata(type=inner):
+        case msgspec.inspect.Metadata(type=inner) | msgspec.inspect.VarTupleType(item_type=inner):
             return _choices(inner)
     return []
 
 
 def _described(kind: msgspec.inspect.Type) -> str:
     match kind:
-        case msgspec.inspect.Metadata(type=inner):
+        case msgspec.inspect.Metadata(type=inner) | msgspec.inspect.VarTupleType(item_type=inner):
             return _described(inner)
         case msgspec.inspect.LiteralType(values=values):
             return " | ".join(map(str, values))

@@ -53,7 +53,7 @@ def experiment_command(
             conduct(
                 places,
                 jobs=jobs,
-                launch=partial(CellProcess, at_once=at_once, keep=keep),
+                launch=partial(CellProcess, at_once=at_once, keep=keep, metrics=grid.experiment.metrics),
                 display=display,
                 line_every_s=None if sys.stderr.isatty() else LINE_EVERY_S,
                 ended=ended.append,

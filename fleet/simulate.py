@@ -6,6 +6,7 @@ For experiments and tests: nothing but the network is left out, and the same see
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -13,6 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from coordinator.config import RunConfig
+from coordinator.metrics.following import following
+from coordinator.metrics.writers import check_writers
 from coordinator.record.store import Store
 from coordinator.record.summary import summarise
 from coordinator.run.display import Display
@@ -48,6 +51,7 @@ def simulate(
     engine: Engine = "onnx",
     precision: Precision = "fp32",
     fused: bool | None = None,
+    label: str | None = None,
 ) -> FleetOutcome:
     """Run one configuration with one virtual device per folder, in this process; a mapping names them.
 
@@ -60,6 +64,8 @@ def simulate(
     time on the run's `accelerator` (fleet.engines), and "auto" torch where that is a GPU. `precision` is that of its
     products, `fused` whether steps are compiled, by default on a GPU for long runs.
 
+    `label` is what writers of metrics call the run, by default its name.
+
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
     """
     from coordinator.compute.engine import Engine as Compute
@@ -71,6 +77,7 @@ def simulate(
 
     devices = folders if isinstance(folders, Mapping) else {folder.name: folder for folder in folders}
     config = checked_config({**DEFAULTS, **values, "devices": len(devices)}, "simulation").run
+    check_writers(config.metrics, "simulation")
     accelerator = choose_accelerator(config.accelerator)  # a run that could never begin need not be recorded
     on_torch = engine == "torch" or (engine == "auto" and accelerator != "cpu")
     if on_torch:
@@ -80,18 +87,20 @@ def simulate(
     store = Store.in_folder(out)
     if not (resume and _is_there(store, run, config)):
         store.create_run(run, msgspec.to_builtins(config))
+    display = display or Display()
+    written = following(run, config, store, home, display.line, label=label)
     if on_torch:
         import torch
 
         torch.set_num_threads((at_once or max(1, usable_cores() // threads)) * threads)
-        return _on_torch(run, config, store, home, devices, accelerator, display or Display(), precision, fused)
+        return _on_torch(run, config, store, home, devices, accelerator, display, precision, fused, written)
     coordinator = Coordinator(
         run=run,
         config=config,
         transport=MemoryTransport(SimpleQueue(), broker, "coordinator"),
         store=store,
         folder=home,
-        display=display or Display(),
+        display=display,
         compute=Compute(run=run, config=config, store=store, folder=home, graph_cache=graph_cache),
     )
     host = Host(
@@ -119,7 +128,8 @@ def simulate(
     began = time.monotonic()
     try:
         hosting.start()
-        coordinator.serve()
+        with written:
+            coordinator.serve()
         return FleetOutcome(summarise(store, run), time.monotonic() - began, home)
     except Interrupted:
         if broken:
@@ -141,12 +151,13 @@ def _on_torch(
     display: Display,
     precision: Precision,
     fused: bool | None,
+    written: AbstractContextManager[None],
 ) -> FleetOutcome:
     from fleet.engines.simulation import TorchSimulation
 
     began = time.monotonic()
     try:
-        TorchSimulation(
+        simulation = TorchSimulation(
             run=run,
             config=config,
             store=store,
@@ -156,7 +167,9 @@ def _on_torch(
             display=display,
             precision=precision,
             fused=fused,
-        ).run_rounds()
+        )
+        with written:
+            simulation.run_rounds()
         return FleetOutcome(summarise(store, run), time.monotonic() - began, home)
     finally:
         store.close()
@@ -164,6 +177,11 @@ def _on_torch(
 
 def _is_there(store: Store, run: str, config: RunConfig) -> bool:
     records = [record for record in store.runs() if record.id == run]
-    if records and records[0].config != msgspec.json.decode(msgspec.json.encode(config)):
+    if records and _of_training(records[0].config) != _of_training(msgspec.json.decode(msgspec.json.encode(config))):
         raise ConfigError(f"run {run!r} began with another configuration; it cannot go on with this one")
     return bool(records)
+
+
+def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without where metrics go, which may change."""
+    return {key: value for key, value in config.items() if key != "metrics"}

@@ -71,6 +71,8 @@ def _flag(
     if name == "variants":
         metavar = "DEVICES:KEY=VALUE"
         return click.option("--variant", name, multiple=True, metavar=metavar, help=f"{text} Repeatable.")
+    if name == "writers":
+        return click.option("--writer", name, multiple=True, metavar=_metavar(name, hint), help=f"{text} Repeatable.")
     if name == "classes":
         return click.option("--class", name, multiple=True, metavar="NAME", help=f"{text} Repeatable.")
     if isinstance(default, bool) and name != "pretrained":

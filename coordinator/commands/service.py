@@ -13,7 +13,7 @@ import msgspec
 
 from coordinator.commands.config_flags import GroupedCommand, merge_flags, run_flags, service_flags
 from coordinator.commands.flags import existing_store
-from coordinator.commands.start import check_new, check_start_from, opened_store, usual_name
+from coordinator.commands.start import check_metrics, check_new, check_start_from, opened_store, usual_name
 from coordinator.config import RunConfig, check_names, make_config, make_service_config, read_toml, why_not_asked
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
@@ -94,6 +94,7 @@ def submit(file: Path | None, name: str | None, out: Path, as_json: bool, **flag
         raise ConfigError(f"{where}: [broker] is for `coordinator start` and `serve`; this run has its service's")
     config = make_config(values, where).run
     check_names(config, where)
+    check_metrics(config, where)
     run = check_name(name or usual_name(config), "--run")
     with ExitStack() as stack:
         known = opened_store(out, stack) if (out / "fedvit.db").exists() else None

@@ -94,6 +94,7 @@ def start(
         record = _to_resume(store, resume, name if resume_or_new else None) if store or resume else None
         display = choose_display(quiet)
         if record is None:
+            check_metrics(given.run, where)
             check_new(store, run)
             check_start_from(store, given.run)
             stack.enter_context(display)
@@ -111,7 +112,7 @@ def start(
             )
 
             run, config = record.id, _resumed(record, values, where)
-            if record.status in ENDED and (record.status == "cancelled" or config.run == _config_of(record)):
+            if record.status in ENDED and (record.status == "cancelled" or _trains_nothing_more(config.run, record)):
                 if not resume_or_new:
                     raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")
                 display.line(f"run {run} is {record.status}: there is nothing to do")
@@ -222,6 +223,14 @@ def check_new(store: "Store | None", run: str) -> None:
         raise ConfigError(f"run {run!r} exists already; go on with it by --resume {run}, or choose another --run")
 
 
+def check_metrics(config: RunConfig, where: str) -> None:
+    """Raises ConfigError when a writer of metrics lacks its library."""
+    if config.metrics.writers:
+        from coordinator.metrics.writers import check_writers  # SQLAlchemy, for which other runs do not wait here
+
+        check_writers(config.metrics, where)
+
+
 def check_start_from(store: "Store | None", config: RunConfig) -> None:
     """Raises ConfigError when there is no run of that name that a new one can start from."""
     if config.start_from is None:
@@ -261,6 +270,11 @@ def _config_of(record: "RunRecord") -> RunConfig:
     return make_config(record.config, f"run {record.id}").run
 
 
+def _trains_nothing_more(config: RunConfig, finished: "RunRecord") -> bool:
+    """Whether the configuration is that with which the run finished; where its metrics go does not matter."""
+    return config == msgspec.structs.replace(_config_of(finished), metrics=config.metrics)
+
+
 def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartConfig:
     """The configuration with which a run goes on: its own, and its own broker, where nothing else is said.
 
@@ -297,6 +311,7 @@ def _serve(
     worker: "Worker",
 ) -> None:
     """Serve the run to its end. Raises KeyboardInterrupt when it was interrupted."""
+    from coordinator.metrics.following import following
     from coordinator.run.coordinator import Cancelled, Coordinator
     from coordinator.run.inbox import Interrupted
     from coordinator.run.lease import FederationTaken
@@ -329,7 +344,8 @@ def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: coordinator.stop())
     try:
-        coordinator.serve()
+        with following(run, config, store, folder, display.line):
+            coordinator.serve()
     except FederationTaken:
         if not store.last_round(run):  # it never began
             store.remove_run(run)

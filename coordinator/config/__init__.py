@@ -7,6 +7,7 @@ from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
 from coordinator.config.labels import why_not_asked
+from coordinator.config.metrics import MetricsConfig
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.protection import ProtectionConfig
 from coordinator.config.reading import StartConfig, check_names, make_config, read_toml
@@ -20,6 +21,7 @@ __all__ = [
     "BrokerConfig",
     "BudgetConfig",
     "ImageConfig",
+    "MetricsConfig",
     "PrivacyConfig",
     "ProtectionConfig",
     "RunConfig",

@@ -1,4 +1,5 @@
-"""A run is resumed with the configuration that it began with; it may have more rounds, and wait for fewer devices."""
+"""A run is resumed with the configuration that it began with; it may have more rounds, wait for fewer devices, and have
+its metrics written elsewhere."""
 
 from typing import Any
 
@@ -18,9 +19,12 @@ def resumed_config(run: str, recorded: dict[str, Any], given: dict[str, Any], wh
     asked = _plain(make_config(given, where).run)
     before = _plain(began)
     for key in given:
-        if key != "broker" and (differs := _difference(key, before[key], asked[key], given[key])):
+        if key not in ("broker", "metrics") and (differs := _difference(key, before[key], asked[key], given[key])):
             _check_change(run, *differs)
-    changed = {key: asked[key] for key in ("rounds", "devices") if key in given}
+    changed: dict[str, Any] = {key: asked[key] for key in ("rounds", "devices") if key in given}
+    if "metrics" in given:
+        values = {"metrics": {**before["metrics"], **given["metrics"]}}
+        changed["metrics"] = make_config(values, where).run.metrics
     return msgspec.structs.replace(began, **changed)
 
 
@@ -48,5 +52,5 @@ def _check_change(run: str, key: str, before: Any, asked: Any) -> None:
             return
         hint = "a run that is resumed can wait for fewer devices, not for more"
     else:
-        hint = "a run is resumed with its own configuration; only rounds and devices may change"
+        hint = "a run is resumed with its own configuration; only rounds, devices and metrics may change"
     raise ConfigError(f"run {run!r} began with {key} = {before!r}, and now {key} = {asked!r} is asked for: {hint}")

@@ -8,6 +8,7 @@ from msgspec import Meta, Struct, field
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
 from coordinator.config.labels import parse_labels
+from coordinator.config.metrics import MetricsConfig
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.protection import ProtectionConfig
 from coordinator.config.updates import UpdatesConfig
@@ -143,6 +144,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     updates: UpdatesConfig = field(default_factory=UpdatesConfig)
     protection: ProtectionConfig = field(default_factory=ProtectionConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")
@@ -191,5 +193,6 @@ TABLES: dict[str, type[Struct]] = {
     "updates": UpdatesConfig,
     "protection": ProtectionConfig,
     "privacy": PrivacyConfig,
+    "metrics": MetricsConfig,
 }
 """Tables of a run's configuration, with keys of their own."""

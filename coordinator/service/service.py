@@ -14,6 +14,7 @@ import msgspec
 
 from coordinator.compute.messages import Compute
 from coordinator.config import RunConfig, ServiceConfig, make_config
+from coordinator.metrics.following import following
 from coordinator.record.retention import lock_run
 from coordinator.record.store import Store
 from coordinator.record.tables import RunRecord
@@ -69,6 +70,8 @@ class ServedRun:
                 compute=compute,
                 watch=self._watch,
             )
+            say = RunDisplay(self.name, self._display).line
+            self._stack.enter_context(following(self.name, self._config, self._store, self._folder, say))
         except BaseException:
             self._stack.close()
             raise

@@ -163,7 +163,7 @@ class TorchSimulation:
         self._turns: dict[str, Asked] = {}
         self._here: dict[tuple[Method, str], Named] = {}  # what all devices get in this round, on the accelerator
         self._checkpoint_s, self._saved_at = 0.0, time.monotonic()
-        store.update_run(run, classes=list(classes), status="running", protocol=plan.protocol)
+        store.update_run(run, classes=list(classes), status="running", program=PROGRAM, protocol=plan.protocol)
 
     # --- the course of a run --------------------------------------------------------------------------
 

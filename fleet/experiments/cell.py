@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
 from coordinator.record.summary import RoundSummary, RunSummary, summarise
 from coordinator.run.display import Display, View
@@ -163,19 +164,28 @@ class Watcher(Display):
             self._store.close()
 
 
-def run_cell(folder: Path, parts: Path, *, at_once: int, keep: bool = False, graph_cache: Path | None = None) -> None:
+def run_cell(
+    folder: Path,
+    parts: Path,
+    *,
+    at_once: int,
+    keep: bool = False,
+    metrics: MetricsConfig | None = None,
+    graph_cache: Path | None = None,
+) -> None:
     """Run the cell that `folder` describes, or go on with it, and write its result.
 
     Without `keep`, only the server's tensors and the record are left of the run. Raises FedvitError.
     """
     cell = msgspec.json.decode((folder / CELL_FILE).read_bytes(), type=Cell)
     out = folder / "runs"
+    values = {**cell.run, "metrics": msgspec.to_builtins(metrics or MetricsConfig())}
     begun = out.exists()
     watcher = Watcher(folder)
 
     def attempt() -> RunSummary:
         return simulate(
-            device_folders(parts, None), cell.run, out=out, run=RUN, at_once=at_once, display=watcher,
+            device_folders(parts, None), values, out=out, run=RUN, label=cell.path, at_once=at_once, display=watcher,
             graph_cache=graph_cache, resume=True, engine=cell.engine, precision=cell.precision,
         ).summary  # fmt: skip
 
@@ -247,5 +257,11 @@ def main() -> None:
 
     torch.set_num_threads(1)  # the figures do not depend on how many cells run side by side
     configure_logging(level=logging.WARNING)
-    folder, parts, at_once, keep = sys.argv[1:]
-    run_cell(Path(folder), Path(parts), at_once=int(at_once), keep=bool(int(keep)))
+    folder, parts, at_once, keep, metrics = sys.argv[1:]
+    run_cell(
+        Path(folder),
+        Path(parts),
+        at_once=int(at_once),
+        keep=bool(int(keep)),
+        metrics=msgspec.json.decode(metrics, type=MetricsConfig),
+    )

@@ -6,6 +6,9 @@ from contextlib import ExitStack
 from statistics import fmean
 from typing import NamedTuple, Protocol
 
+import msgspec
+
+from coordinator.config import MetricsConfig
 from coordinator.run.display import DeviceLine, Display, View
 from fedvit.files import atomic_write
 from fleet.datasets import read_samples
@@ -31,9 +34,10 @@ class Work(Protocol):
 class CellProcess:
     """A cell in a process that ends with this one, however this one ends."""
 
-    def __init__(self, place: CellFolder, *, at_once: int, keep: bool) -> None:
+    def __init__(self, place: CellFolder, *, at_once: int, keep: bool, metrics: MetricsConfig) -> None:
         self._fleet = Fleet()
         arguments = [str(place.folder), str(place.parts), str(at_once), str(int(keep))]
+        arguments.append(msgspec.json.encode(metrics).decode())
         log = place.folder / LOG_FILE
         log.unlink(missing_ok=True)
         self._process = self._fleet.start(place.cell.path, [*program("fleet.experiments.cell"), *arguments], log)

@@ -8,7 +8,8 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct, field
 
-from coordinator.config import ImageConfig, read_toml
+from coordinator.config import ImageConfig, MetricsConfig, read_toml
+from coordinator.metrics.writers import check_writers
 from fedvit.blobs import digest_of
 from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
@@ -52,6 +53,7 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run: dict[str, Any] = field(default_factory=dict)  # other keys of a run's configuration
     engine: Engine = "onnx"  # what computes the devices' part
     precision: Precision = "fp32"  # of products, in the torch engine
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)  # where they are written; no outcome depends on it
 
 
 class Deal(Struct, frozen=True, kw_only=True):
@@ -111,6 +113,7 @@ def read_grid(file: Path) -> Grid:
         check_dataset(experiment.dataset)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
+    check_writers(experiment.metrics, f"{file}: [metrics]")
     methods = _methods(experiment, str(file))
     runs = {
         name: _run(experiment, method, _run_tables(experiment.methods[name]), f"{file}: [methods.{name}]")
@@ -215,12 +218,12 @@ def _run(experiment: Experiment, method: Mapping[str, Any], tables: dict[str, An
         "evaluate_every": experiment.evaluate_every,
         "images": msgspec.to_builtins(experiment.images),
     }
-    if twice := sorted(experiment.run.keys() & {*own, *tables, "seed", "broker"}):
+    if twice := sorted(experiment.run.keys() & {*own, *tables, "seed", "broker", "metrics"}):
         raise ConfigError(f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
     from coordinator.planning.checks import checked_config  # torch: seconds that a mistyped key need not wait
 
     config = checked_config({**DEFAULTS, **experiment.run, **own, **tables}, where).run
-    return {key: value for key, value in msgspec.to_builtins(config).items() if key != "seed"}
+    return {key: value for key, value in msgspec.to_builtins(config).items() if key not in ("seed", "metrics")}
 
 
 def _partition(name: str, table: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:

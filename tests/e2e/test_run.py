@@ -14,6 +14,7 @@ from fedvit.program import Role, decode_program
 from fedvit.wire.messages import Progress, Welcome
 from profiles.probes.host import parse_vm_hwm
 from tests.e2e.stage import DEVICES, ROUNDS, USUAL_UMASK, WAIT_S, Stage, open_to_others, program, wait_for
+from tests.event_files import steps
 from tests.forked import Forked
 
 DEEP_LEARNING = ("torch", "libc10", "onnx/", "timm")
@@ -81,8 +82,9 @@ def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: byt
 
 
 def test_ctrl_c_leaves_no_process_and_resumes(stage: Stage, undisturbed: bytes) -> None:
-    """Ctrl-C on the coordinator ends it with 130; devices wait, and the resumed run is the undisturbed one."""
-    coordinator = stage.coordinator()
+    """Ctrl-C on the coordinator ends it with 130; devices wait, and the resumed run is the undisturbed one, which wrote
+    no metrics; each of its rounds is written once."""
+    coordinator = stage.coordinator("--writer", "tensorboard")
     devices = {name: stage.device(name) for name in DEVICES}
     wait_for(lambda: stage.query("select 1 from results where round = 1"), "a result of round 1")
     coordinator.send_signal(signal.SIGINT)
@@ -92,6 +94,7 @@ def test_ctrl_c_leaves_no_process_and_resumes(stage: Stage, undisturbed: bytes) 
     assert all(process.poll() is None for process in devices.values())
     assert stage.finish(stage.coordinator(resume=True), "coordinator") == 0
     assert stage.model() == undisturbed
+    assert steps(stage.out / "run", "loss/train") == [number for (number,) in stage.query("select round from rounds")]
     assert all(stage.finish(process, name) == 0 for name, process in devices.items())
 
 

@@ -5,6 +5,7 @@ import subprocess
 
 from fedvit.wire.messages import Hello, Task
 from tests.e2e.stage import Stage, program, wait_for
+from tests.event_files import steps
 from tests.forked import Forked
 
 SITES = {"device-0": "berlin", "device-1": "munich"}
@@ -83,7 +84,7 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     which a run that fails holds up nobody."""
     where = {"devices_where": "site=berlin"}
     stage.submit("dropped", **where, variants=SLOW, rounds=9)
-    stage.submit("kept", **where, variants=SLOW, rounds=2)
+    stage.submit("kept", **where, variants=SLOW, rounds=2, metrics={"writers": ["tensorboard"]})
     stage.submit("never", **where)
     stage.submit("wrong", **where, start_from="never")
     stage.submit("queued", **where)
@@ -109,3 +110,4 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     check_that_nobody_left(stage, devices, joined=2)  # once with each service
     service.send_signal(signal.SIGINT)
     assert stage.finish(service, "service") == 130
+    assert steps(stage.out / "kept", "loss/train") == [1, 2]

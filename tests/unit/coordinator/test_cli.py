@@ -27,6 +27,7 @@ from fedvit.errors import ConfigError, StorageFailed
 from fedvit.models import build_vit
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages
+from tests.event_files import scalars
 from tests.forked import ForkedWorker
 
 PROGRAM = [sys.executable, "-c", "from coordinator.cli import main; main()"]
@@ -586,3 +587,41 @@ def test_reading_needs_no_permission_to_write(out: Path) -> None:
         for file in out.iterdir():
             file.chmod(0o644)
     assert sorted(out.iterdir()) == before
+
+
+# --- metrics ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["start"], ["submit"]])
+def test_a_writer_whose_library_is_missing_is_refused(command: list[str], tmp_path: Path) -> None:
+    """Before anything is opened, in one line that says what to install."""
+    blocked = "import sys; sys.modules['mlflow'] = None; from coordinator.cli import main; main()"
+    arguments = [*command, "--out", str(tmp_path / "runs"), "--writer", "mlflow"]
+    done = subprocess.run(
+        [sys.executable, "-c", blocked, *arguments], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert "writers: 'mlflow' needs the package 'mlflow'" in one_line(done, 2)
+    assert "pip install 'fedvit[mlflow]'" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_metrics_of_an_earlier_run(out: Path) -> None:
+    """It had no writers; what a second call finds written stays as it is."""
+    assert "run 'done' has no writers of its own" in refused("metrics", "done", "--out", out)
+    for rounds in ("1 round", "0 rounds"):
+        assert (
+            f"{rounds} written to TensorBoard"
+            in said("metrics", "done", "--out", out, "--writer", "tensorboard").output
+        )
+    assert scalars(out / "done")["accuracy/mean"] == [(1, pytest.approx(0.7))]
+
+
+def test_a_password_in_the_address_of_a_server_is_refused(tmp_path: Path) -> None:
+    told = refused("start", "--out", tmp_path, "--writer", "mlflow", "--mlflow-uri", "https://me:secret@mlflow")
+    assert "MLFLOW_TRACKING_PASSWORD in the environment" in told
+    assert "secret" not in told
+
+
+def test_a_writer_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    told = refused("start", "--out", tmp_path, "--writer", "tensorbord")
+    assert "allowed are mlflow | tensorboard" in told

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 from rich.console import Console
 
+from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
 from coordinator.run.display import Display
 from fedvit.errors import ConfigError
@@ -36,6 +37,7 @@ from fleet.experiments.grid import Grid, read_grid
 from fleet.experiments.outcome import Outcome, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from tests.conftest import TINY_MODEL
+from tests.event_files import steps
 from tests.forked import Forked
 from tests.reports import experiment_outcome
 
@@ -169,6 +171,14 @@ class TestGrid:
         for text in examples:
             assert read_grid(written(tmp_path, text)).cells
 
+    def test_metrics_are_no_part_of_a_cell(self, tmp_path: Path) -> None:
+        """What is finished stays finished when its metrics are to go elsewhere."""
+        grid = read_grid(written(tmp_path, FILE + '\n[metrics]\nwriters = ["tensorboard"]\n'))
+        assert grid.experiment.metrics == MetricsConfig(writers=("tensorboard",))
+        assert grid.cells == read_grid(written(tmp_path)).cells
+        with pytest.raises(ConfigError, match=r"\[run\]: 'metrics' is not set here"):
+            read_grid(written(tmp_path, FILE + '\n[run]\nmetrics = { writers = ["mlflow"] }\n'))
+
     def test_only(self, tmp_path: Path) -> None:
         grid = read_grid(written(tmp_path))
         assert [cell.path for cell in chosen(grid, ("*/even", "fedavg/*"))] == [
@@ -193,11 +203,11 @@ class TestGrid:
 class Here:
     """A cell that runs in this process, at once."""
 
-    def __init__(self, place: CellFolder, graph_cache: Path, ran: list[str]) -> None:
+    def __init__(self, place: CellFolder, graph_cache: Path, ran: list[str], metrics: MetricsConfig) -> None:
         ran.append(place.cell.path)
         self._code = 0
         try:
-            run_cell(place.folder, place.parts, at_once=2, graph_cache=graph_cache)
+            run_cell(place.folder, place.parts, at_once=2, graph_cache=graph_cache, metrics=metrics)
         except Exception as error:  # noqa: BLE001 - as it would leave a process
             (place.folder / LOG_FILE).write_text(f"Traceback\n{type(error).__name__}: {error}\n")
             self._code = 1
@@ -232,7 +242,7 @@ def run_here(graph_cache: Path) -> Callable[[Path, Path], Conducted]:
         conduct(
             [CellFolder(cell, out) for cell in grid.cells],
             jobs=1,
-            launch=lambda place: Here(place, graph_cache, ran),
+            launch=lambda place: Here(place, graph_cache, ran, grid.experiment.metrics),
             display=shown,
             line_every_s=None,
             ended=ended.append,
@@ -411,10 +421,10 @@ class TestOutcome:
 
 
 def test_interrupted_and_gone_on_with(tmp_path: Path, cache: Path, run_here: Callable[[Path, Path], Conducted]) -> None:
-    """Ctrl-C after the second of 12 rounds: no process is left, and the rest goes on from there."""
+    """Ctrl-C after the second of 12 rounds: no process is left, and the rest goes on from there, metrics with it."""
     only = FILE.replace('[partitions.even]\npartition = "iid"\n', "").partition("[methods.eftvit]")[0]
     text = only.replace("mask = 0.75", "").replace("rounds = 2\nevaluate_every = 2", "rounds = 12\nevaluate_every = 12")
-    file, out = written(tmp_path, text), tmp_path / "out"
+    file, out = written(tmp_path, text + '\n[metrics]\nwriters = ["tensorboard"]\n'), tmp_path / "out"
     home = out / "cells/fedavg/skewed/seed-0"
     environment: dict[str, Any] = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     process = Forked("fleet.cli", ["experiment", str(file), "--out", str(out)], tmp_path / "log", environment)
@@ -441,6 +451,7 @@ def test_interrupted_and_gone_on_with(tmp_path: Path, cache: Path, run_here: Cal
     result = outcome.cells[0].result
     assert result is not None
     assert len(result.rounds) == 12
+    assert steps(home / "runs" / "run", "loss/train") == list(range(1, 13))
 
 
 def closed(home: Path) -> list[tuple[int, str]]:

@@ -1,5 +1,6 @@
 """A federation in one process: devices take turns, runs go on, and a device that breaks ends the run."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from fedvit.errors import ConfigError, PeerRefused
 from fleet.devices import device_folders
 from fleet.partition import deal
 from fleet.shared import Turns
-from fleet.simulate import simulate
+from fleet.simulate import Engine, simulate
 from tests.conftest import TINY_MODEL
+from tests.event_files import steps
 
 VALUES: dict[str, Any] = {
     "method": "fedavg", "rounds": 2, "evaluate_every": 2, "options": {"batch_size": 8, "lr": 0.05},
@@ -96,6 +98,19 @@ def test_a_run_that_is_there(folders: list[Path], tmp_path: Path, graph_cache: P
     assert rounds() == before
     with pytest.raises(ConfigError, match="began with another configuration"):
         simulate(folders, {**VALUES, "seed": 1}, out=tmp_path, run="run", graph_cache=graph_cache, resume=True)
+
+
+@pytest.mark.parametrize("engine", ["onnx", "torch"])
+def test_metrics_of_a_simulation(engine: Engine, folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
+    """The torch engine records several rounds at once; resumed, a finished run has its rounds written elsewhere."""
+    values = {**VALUES, "rounds": 3, "metrics": {"writers": ["tensorboard"]}}
+    for resume in (False, True):
+        simulate(
+            folders, values, out=tmp_path, run="run", graph_cache=graph_cache, engine=engine, resume=resume, label="one"
+        )
+        assert steps(tmp_path / "run", "loss/train") == [1, 2, 3]
+        assert steps(tmp_path / "run", "accuracy/mean") == [2, 3]
+        shutil.rmtree(tmp_path / "run" / "tensorboard")
 
 
 def test_a_device_that_is_refused_ends_the_run(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:

@@ -17,6 +17,7 @@ from coordinator.config import (
     BrokerConfig,
     BudgetConfig,
     ImageConfig,
+    MetricsConfig,
     PrivacyConfig,
     ProtectionConfig,
     RunConfig,
@@ -105,6 +106,11 @@ accounting = "sampled"
 feature_noise = 0.0
 feature_clip = 3.0
 rehearsal = true
+
+[metrics]
+writers = ["tensorboard", "mlflow"]
+mlflow_uri = "http://m:5000"
+mlflow_experiment = "ants"
 
 [broker]
 broker = "mqtts://pi@h:8883"
@@ -206,6 +212,9 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             updates=UpdatesConfig(up="int8", up_groups={"model": "fp16"}, down="top_k:share=0.1", down_whole="fp16"),
             protection=PROTECTION,
             privacy=PRIVACY,
+            metrics=MetricsConfig(
+                writers=("tensorboard", "mlflow"), mlflow_uri="http://m:5000", mlflow_experiment="ants"
+            ),
         ),
         BrokerConfig(
             broker="mqtts://pi@h:8883",
@@ -219,6 +228,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
     said = read_toml(file)
     assert {*RunConfig.__struct_fields__, "broker"} == said.keys()
     assert set(ImageConfig.__struct_fields__) == said["images"].keys()
+    assert set(MetricsConfig.__struct_fields__) == said["metrics"].keys()
     assert set(BrokerConfig.__struct_fields__) == said["broker"].keys()
     assert set(ProtectionConfig.__struct_fields__) == said["protection"].keys()
     assert set(PrivacyConfig.__struct_fields__) == said["privacy"].keys()
@@ -472,6 +482,7 @@ def test_every_flag_arrives() -> None:
         *("--max-weight", "2.5", "--strikes", "1", "--quarantine-rounds", "4", "--noise-multiplier", "0"),
         *("--clip", "0.5", "--delta", "1e-4", "--accounting", "sampled", "--feature-noise", "0"),
         *("--feature-clip", "3.0", "--rehearsal"),
+        *("--writer", "mlflow", "--writer", "tensorboard", "--mlflow-uri", "http://m", "--mlflow-experiment", "ants"),
         *("--broker", "embedded", "--listen", "::1", "--port", "0", "--password", "p", "--ca-file", "ca.pem"),
     )
     assert config == StartConfig(
@@ -507,6 +518,7 @@ def test_every_flag_arrives() -> None:
             updates=UpdatesConfig(up="int8", up_groups={"model": "fp16"}, down="fp16", down_whole="int8"),
             protection=PROTECTION,
             privacy=PRIVACY,
+            metrics=MetricsConfig(writers=("mlflow", "tensorboard"), mlflow_uri="http://m", mlflow_experiment="ants"),
         ),
         BrokerConfig(broker="embedded", listen="::1", port=0, password="p", ca_file="ca.pem"),
     )

@@ -1,0 +1,38 @@
+"""The table [metrics]."""
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from msgspec import Meta, Struct
+
+from fedvit.errors import ConfigError
+
+WriterName = Literal["tensorboard", "mlflow"]
+
+
+class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the figures of rounds are written beside the record: the table [metrics]. Nothing that is trained depends
+    on it."""
+
+    writers: Annotated[
+        tuple[WriterName, ...], Meta(description="Where the figures of every round are written beside the record.")
+    ] = ()
+    mlflow_uri: Annotated[
+        str | None,
+        Meta(
+            description="Address of the MLflow tracking server, or sqlite:///FILE; by default MLFLOW_TRACKING_URI of "
+            "the environment, else mlflow.db in the current folder."
+        ),
+    ] = None
+    mlflow_experiment: Annotated[str, Meta(min_length=1, description="Experiment of MLflow that runs belong to.")] = (
+        "fedvit"
+    )
+
+    def __post_init__(self) -> None:
+        if len(set(self.writers)) != len(self.writers):
+            raise ConfigError(f"writers = {list(self.writers)}: a writer is listed more than once")
+        if self.mlflow_uri is not None and "@" in urlsplit(self.mlflow_uri).netloc:
+            raise ConfigError(
+                "mlflow_uri has a user or password in it, and would be recorded with the run: set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment, or MLFLOW_TRACKING_URI"
+            )

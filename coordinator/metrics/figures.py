@@ -1,0 +1,70 @@
+"""What is written of a round, and of a run's configuration: from the read model."""
+
+import json
+import math
+from datetime import datetime
+
+import msgspec
+
+from coordinator.config import TABLES, RunConfig
+from coordinator.metrics.writer import RoundFigures, Setting
+from coordinator.record.store import Store
+from coordinator.record.summary import RoundSummary, read_round
+from coordinator.record.tables import ENDED
+
+LAST_OF_ROUND = "devices/accepted"
+"""The tag that every round has, and that is written last."""
+_IN_PARTS = ("options", "model_options", *TABLES)
+_ELSEWHERE = "metrics"
+"""The table that says nothing of what is trained."""
+
+
+def figures_of(summary: RoundSummary) -> dict[str, float]:
+    """By tag: what is known of the round, and finite."""
+    found = {
+        "accuracy/mean": summary.accuracy_mean,
+        "accuracy/lowest": summary.accuracy_lowest,
+        "accuracy/highest": summary.accuracy_highest,
+        "loss/train": summary.train_loss,
+        "bytes/down": summary.bytes_down,
+        "bytes/up": summary.bytes_up,
+        "flops/devices": summary.flops or None,  # 0: no device counted them
+        "seconds/devices": summary.devices_s,
+        "seconds/server": summary.server_s,
+        "epsilon/updates": summary.epsilon,
+        "epsilon/row": summary.row_epsilon,
+        "epsilon/upload": summary.upload_epsilon,
+        "epsilon/device": summary.device_epsilon,
+        "devices/asked": summary.cohort,
+        LAST_OF_ROUND: summary.accepted,
+    }
+    return {tag: float(value) for tag, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def read_rounds(store: Store, run: str, config: RunConfig, after: int, most: int) -> list[RoundFigures]:
+    """The next rounds after one, in order, as far as they are complete: closed, and evaluated where they are to be."""
+    over = store.run(run).status in ENDED
+    found: list[RoundFigures] = []
+    for number in range(after + 1, after + 1 + most):
+        record = store.round(run, number)
+        if record is None or record.closed_at is None:
+            break
+        due = number % config.evaluate_every == 0 or number == config.rounds
+        if due and not record.evaluated and not over:
+            break
+        closed_at = datetime.fromisoformat(record.closed_at)
+        found.append(RoundFigures(number, closed_at, figures_of(read_round(store, run, number))))
+    return found
+
+
+def settings_of(config: RunConfig) -> dict[str, Setting]:
+    """The configuration as one level: keys of tables as "privacy.clip", everything that is no plain value as JSON."""
+    settings: dict[str, Setting] = {}
+    for key, value in msgspec.to_builtins(config).items():
+        if key == _ELSEWHERE:
+            continue
+        inside = {f"{key}.{name}": inner for name, inner in value.items()} if key in _IN_PARTS else {key: value}
+        for name, inner in inside.items():
+            if inner is not None:
+                settings[name] = inner if isinstance(inner, str | int | float) else json.dumps(inner)
+    return settings

@@ -1,0 +1,31 @@
+"""The table of writers."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from coordinator.config import MetricsConfig, RunConfig
+from coordinator.config.metrics import WriterName
+from coordinator.metrics.figures import settings_of
+from coordinator.metrics.mlflow import MlflowWriter
+from coordinator.metrics.tensorboard import TensorBoardWriter
+from coordinator.metrics.writer import RunInfo, Writer
+from fedvit.errors import ConfigError
+
+WRITERS: dict[WriterName, type[Writer]] = {"tensorboard": TensorBoardWriter, "mlflow": MlflowWriter}
+
+
+def check_writers(config: MetricsConfig, where: str) -> None:
+    """Raises ConfigError, which begins with `where`, when the library of a writer is not installed."""
+    for name in config.writers:
+        library = WRITERS[name].library
+        if find_spec(library) is None:
+            raise ConfigError(
+                f"{where}: writers: {name!r} needs the package {library!r}, which is not installed: "
+                f"pip install 'fedvit[{name}]', or leave the writer out"
+            )
+
+
+def make_writers(run: str, config: RunConfig, folder: Path) -> list[Writer]:
+    """Those that the configuration lists; `run` is what they call the run, whose folder is `folder`."""
+    info = RunInfo(run, folder, settings_of(config))
+    return [WRITERS[name](info, config.metrics) for name in config.metrics.writers]

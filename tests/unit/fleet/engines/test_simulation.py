@@ -1,0 +1,203 @@
+"""A run on torch: it ends as one without interruptions, and says what it cannot do."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from coordinator.record.store import Store
+from coordinator.run.display import Display
+from fedvit.errors import ConfigError, EmptyCohort, FedvitError
+from fleet.devices import device_folders
+from fleet.engines import simulation
+from fleet.engines.cohort import Cohort
+from fleet.partition import deal
+from fleet.run import FleetOutcome
+from fleet.simulate import simulate
+from tests.conftest import TINY_MODEL
+
+DEVICES, ROUNDS = 3, 4
+VALUES: dict[str, Any] = {
+    "method": "fedper", "rounds": ROUNDS, "evaluate_every": 2, "options": {"batch_size": 16, "lr": 0.05},
+    "model_options": TINY_MODEL, "updates": {"up": "top_k:share=0.2"},
+}  # fmt: skip
+COLLECTING = {
+    "method": "eftvit", "rounds": ROUNDS, "cohort": 2, "model_options": TINY_MODEL,
+    "options": {"batch_size": 16, "local_blocks": 1},
+}  # fmt: skip
+"""Whose server keeps devices' uploads of earlier rounds."""
+
+RUN_SLOWLY = """
+import sys
+import msgspec
+from pathlib import Path
+from coordinator.run.display import Display
+from fleet.engines import simulation
+from fleet.simulate import simulate
+
+simulation.CHECKPOINT_EVERY_S = 0.0
+
+class Lines(Display):
+    def line(self, text):
+        print(text, flush=True)
+        sys.stdin.readline()  # goes on when it is told to
+
+out, values, *folders = sys.argv[1:]
+simulate([Path(f) for f in folders], msgspec.json.decode(values), out=Path(out), run="run", engine="torch",
+         display=Lines())
+"""
+
+
+class Lines(Display):
+    """Keeps what it is given; breaks off at a line that begins so."""
+
+    def __init__(self, until: str | None = None) -> None:
+        self.lines: list[str] = []
+        self._until = until
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+        if self._until and text.startswith(self._until):
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three devices with 1797 digits between them, of which each tests with nine tenths."""
+    out = tmp_path_factory.mktemp("dealt") / "parts"
+    deal("digits", "iid", DEVICES, out, test_share=0.9)
+    return device_folders(out, None)
+
+
+def run(folders: list[Path], values: dict[str, Any], out: Path, **more: Any) -> FleetOutcome:
+    return simulate(folders, values, out=out, run="run", engine="torch", **more)
+
+
+def everything(outcome: FleetOutcome) -> dict[str, Any]:
+    """All that a run leaves: the server's tensors, devices' own, and the record without times."""
+    tensors = load_file(outcome.folder / "model.safetensors")
+    tensors |= load_file(outcome.folder / "state" / f"devices-{ROUNDS}.safetensors")
+    rounds = [(entry.round, entry.cohort, entry.accuracy, entry.train_loss) for entry in outcome.summary.rounds]
+    return {**tensors, "rounds": rounds, "devices": [device.rounds for device in outcome.summary.devices]}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        np.array_equal(one[key], other[key]) if isinstance(one[key], np.ndarray) else one[key] == other[key]
+        for key in one
+    )
+
+
+def test_run_that_was_killed_ends_with_the_same_bits(folders: list[Path], tmp_path: Path) -> None:
+    """kill -9 behind the checkpoint of round 2; with personal tensors, and what a codec left out."""
+    import msgspec
+
+    calm = everything(run(folders, VALUES, tmp_path / "calm"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN_SLOWLY, str(tmp_path / "killed"), msgspec.json.encode(VALUES).decode(),
+         *map(str, folders)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdin is not None
+    with process.stdout, process.stdin:
+        while not (line := process.stdout.readline()).startswith("round   2"):
+            assert line, "it ended"
+            process.stdin.write("\n")
+            process.stdin.flush()
+        process.send_signal(signal.SIGKILL)
+    process.wait()
+    resumed = Lines()
+    assert same(calm, everything(run(folders, VALUES, tmp_path / "killed", resume=True, display=resumed)))
+    assert not any(line.startswith(("round   1", "round   2")) for line in resumed.lines)
+
+
+def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulation, "CHECKPOINT_EVERY_S", 0.0)
+    calm = everything(run(folders, COLLECTING, tmp_path / "calm"))
+    with pytest.raises(KeyboardInterrupt):
+        run(folders, COLLECTING, tmp_path / "broken", display=Lines(until="round   2"))
+    store = Store.in_folder(tmp_path / "broken")
+    assert store.run("run").status == "interrupted"
+    store.close()
+    assert same(calm, everything(run(folders, COLLECTING, tmp_path / "broken", resume=True)))
+
+
+def test_run_of_the_other_engine_is_not_gone_on_with(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(folders, {**VALUES, "rounds": 1}, tmp_path, display=Lines(until="round   1"))
+    with pytest.raises(ConfigError, match="torch"):
+        simulate(
+            folders, {**VALUES, "rounds": 1}, out=tmp_path, run="run", resume=True, engine="onnx",
+            graph_cache=graph_cache,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"mode": "buffered"}, "mode = 'buffered'"),
+        ({"late": "use"}, "late = 'use'"),
+        ({"over_select": 0.5}, "over_select = 0.5"),
+        ({"budget": {"memory_budget": 200_000_000}}, "budget = "),
+    ],
+)
+def test_what_needs_real_devices_is_refused_before_there_is_a_run(
+    values: dict[str, Any], named: str, folders: list[Path], tmp_path: Path
+) -> None:
+    plain = {**VALUES, "method": "fedavg", "updates": {}}
+    with pytest.raises(ConfigError, match=f"{named}.*engine = 'onnx'"):
+        run(folders, {**plain, **values}, tmp_path)
+    assert not (tmp_path / "fedvit.db").exists()
+
+
+def test_devices_of_several_forms_train_in_the_same_round(folders: list[Path], tmp_path: Path) -> None:
+    outcome = run(folders, {**VALUES, "variants": {"device-1": {"epochs": 2}}}, tmp_path)
+    first, second, third = (device.flops_per_round for device in outcome.summary.devices)
+    assert first == third
+    assert first is not None
+    assert second == 2 * first
+
+
+def test_diverged_devices_are_refused_and_a_round_without_any_other_ends_the_run(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    values = {**VALUES, "options": {"batch_size": 16, "lr": 1e30}}
+    with pytest.raises(EmptyCohort, match="round 1: training diverged on all devices"):
+        run(folders, values, tmp_path)
+    store = Store.in_folder(tmp_path)
+    assert (store.run("run").status, "diverged" in str(store.run("run").reason)) == ("failed", True)
+    store.close()
+
+
+def test_fewer_devices_are_side_by_side_where_memory_is_short(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, sizes = Cohort.train, list[int]()
+
+    def short(self: Cohort, *arguments: Any) -> Any:
+        sizes.append(len(arguments[4]))
+        if len(arguments[4]) > most:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 2 GiB")
+        return train(self, *arguments)
+
+    most = 1
+    monkeypatch.setattr(Cohort, "train", short)
+    lines = Lines()
+    outcome = run(folders, VALUES, tmp_path / "short", display=lines)
+    assert sizes[:4] == [3, 1, 1, 1]
+    assert [line for line in lines.lines if "memory is short" in line] == [
+        "cpu: memory is short, now 1 devices are side by side"
+    ]
+    assert outcome.summary.rounds[-1].accepted == DEVICES
+    most = 0
+    with pytest.raises(FedvitError, match=r"memory is too small for the work of one device \(device-0\).*batch_size"):
+        run(folders, VALUES, tmp_path / "none")

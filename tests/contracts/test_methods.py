@@ -582,7 +582,7 @@ def test_torch_engine_makes_the_same_run(
         slack = 0.05  # a code's rounding may go the other way
     elif isinstance(case.method().optimizer_rule(), AdamW):
         slack = 1e-2  # gradients that are zero but for rounding become whole steps
-    theirs = simulate(device_folders, settings(case, 0), out=tmp_path, run=case.id, engine="torch")
+    theirs = simulate(device_folders, settings(case, 0), out=tmp_path, run=case.id, engine="torch", at_once=1)
     assert far(unpack(ours.model), load_file(theirs.folder / "model.safetensors")) <= slack
     kept = load_file(theirs.folder / "state" / f"devices-{ROUNDS}.safetensors")
     for folder in device_folders:

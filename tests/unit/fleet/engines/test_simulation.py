@@ -14,10 +14,11 @@ from safetensors.numpy import load_file
 from coordinator.record.store import Store
 from coordinator.run.display import Display
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
+from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
 from fleet.engines import simulation
 from fleet.engines.cohort import Cohort
-from fleet.partition import deal
+from fleet.partition import write_device_folders
 from fleet.run import FleetOutcome
 from fleet.simulate import simulate
 from tests.conftest import TINY_MODEL
@@ -50,7 +51,7 @@ class Lines(Display):
 
 out, values, *folders = sys.argv[1:]
 simulate([Path(f) for f in folders], msgspec.json.decode(values), out=Path(out), run="run", engine="torch",
-         display=Lines())
+         at_once=1, display=Lines())
 """
 
 
@@ -69,14 +70,15 @@ class Lines(Display):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three devices with 1797 digits between them, of which each tests with nine tenths."""
+    """Three devices with 20, 30 and 40 digits, of which each tests with a fifth."""
     out = tmp_path_factory.mktemp("dealt") / "parts"
-    deal("digits", "iid", DEVICES, out, test_share=0.9)
-    return device_folders(out, None)
+    parts = np.split(np.random.default_rng(0).permutation(90), [20, 50])
+    write_device_folders(read_digits(8), parts, out, test_share=0.2, seed=0)
+    return device_folders(out, DEVICES)
 
 
 def run(folders: list[Path], values: dict[str, Any], out: Path, **more: Any) -> FleetOutcome:
-    return simulate(folders, values, out=out, run="run", engine="torch", **more)
+    return simulate(folders, values, out=out, run="run", engine="torch", at_once=1, **more)
 
 
 def everything(outcome: FleetOutcome) -> dict[str, Any]:
@@ -162,19 +164,20 @@ def test_what_needs_real_devices_is_refused_before_there_is_a_run(
 def test_devices_of_several_forms_train_in_the_same_round(folders: list[Path], tmp_path: Path) -> None:
     outcome = run(folders, {**VALUES, "variants": {"device-1": {"epochs": 2}}}, tmp_path)
     first, second, third = (device.flops_per_round for device in outcome.summary.devices)
-    assert first == third
-    assert first is not None
-    assert second == 2 * first
+    assert first
+    assert second == 2 * third == 4 * first  # of 16, 24 and 32 images in batches of 16
 
 
+@pytest.mark.parametrize(("updates", "why"), [({}, "training diverged"), ({"up": "fp16"}, "range of fp16")])
 def test_diverged_devices_are_refused_and_a_round_without_any_other_ends_the_run(
-    folders: list[Path], tmp_path: Path
+    updates: dict[str, str], why: str, folders: list[Path], tmp_path: Path
 ) -> None:
-    values = {**VALUES, "options": {"batch_size": 16, "lr": 1e30}}
-    with pytest.raises(EmptyCohort, match="round 1: training diverged on all devices"):
+    rate = 1e30 if not updates else 1e6
+    values = {**VALUES, "options": {"batch_size": 16, "lr": rate}, "updates": updates}
+    with pytest.raises(EmptyCohort, match=f"round [12]: no device brought a result; device-0: .*{why}"):
         run(folders, values, tmp_path)
     store = Store.in_folder(tmp_path)
-    assert (store.run("run").status, "diverged" in str(store.run("run").reason)) == ("failed", True)
+    assert (store.run("run").status, why in str(store.run("run").reason)) == ("failed", True)
     store.close()
 
 
@@ -199,5 +202,5 @@ def test_fewer_devices_are_side_by_side_where_memory_is_short(
     ]
     assert outcome.summary.rounds[-1].accepted == DEVICES
     most = 0
-    with pytest.raises(FedvitError, match=r"memory is too small for the work of one device \(device-0\).*batch_size"):
+    with pytest.raises(FedvitError, match=r"memory is too small for the work of one device \(device-2\).*batch_size"):
         run(folders, VALUES, tmp_path / "none")

@@ -5,8 +5,8 @@ For experiments and tests: nothing but the network is left out, and the same see
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -90,10 +90,9 @@ def simulate(
     display = display or Display()
     written = following(run, config, store, home, display.line, label=label)
     if on_torch:
-        import torch
-
-        torch.set_num_threads((at_once or max(1, usable_cores() // threads)) * threads)
-        return _on_torch(run, config, store, home, devices, accelerator, display, precision, fused, written)
+        cores = (at_once or max(1, usable_cores() // threads)) * threads
+        with _torch_threads(cores):
+            return _on_torch(run, config, store, home, devices, accelerator, display, precision, fused, written)
     coordinator = Coordinator(
         run=run,
         config=config,
@@ -139,6 +138,19 @@ def simulate(
         stop.set()
         hosting.join()
         store.close()
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    """Torch computes with so many threads within; the process has its own number again afterwards."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _on_torch(

@@ -106,7 +106,15 @@ def test_metrics_of_a_simulation(engine: Engine, folders: list[Path], tmp_path: 
     values = {**VALUES, "rounds": 3, "metrics": {"writers": ["tensorboard"]}}
     for resume in (False, True):
         simulate(
-            folders, values, out=tmp_path, run="run", graph_cache=graph_cache, engine=engine, resume=resume, label="one"
+            folders,
+            values,
+            out=tmp_path,
+            run="run",
+            graph_cache=graph_cache,
+            engine=engine,
+            resume=resume,
+            label="one",
+            at_once=1,
         )
         assert steps(tmp_path / "run", "loss/train") == [1, 2, 3]
         assert steps(tmp_path / "run", "accuracy/mean") == [2, 3]

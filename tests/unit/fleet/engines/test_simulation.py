@@ -143,6 +143,17 @@ def test_run_of_the_other_engine_is_not_gone_on_with(folders: list[Path], tmp_pa
         )  # fmt: skip
 
 
+def test_process_has_its_own_number_of_torch_threads_again(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a process that is forked from it afterwards would wait for threads that it has not."""
+    asked: list[int] = []
+    before = torch.get_num_threads()
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    run(folders, {**VALUES, "rounds": 1}, tmp_path)
+    assert asked == [1, before]
+
+
 @pytest.mark.parametrize(
     ("values", "named"),
     [

@@ -142,7 +142,7 @@ def simulate(
 
 @contextmanager
 def _torch_threads(count: int) -> Iterator[None]:
-    """Torch computes with so many threads within; the process has its own number again afterwards."""
+    """Sets torch's number of threads; the process gets its own number back afterwards."""
     import torch
 
     before = torch.get_num_threads()

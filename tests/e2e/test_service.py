@@ -42,6 +42,12 @@ def check_that_nobody_left(stage: Stage, devices: "dict[str, subprocess.Popen[by
     assert "Traceback" not in stage.log("service")
 
 
+def members(stage: Stage) -> dict[str, str]:
+    """Which run each device of the service works for, as `status` has it."""
+    shown = stage.command("status", "--out", str(stage.out))["service"]
+    return {member["device"]: member["run"] for member in shown["members"]}
+
+
 def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) -> None:
     """Two runs on disjoint devices at the same time, then one on all of them: the devices join once."""
     assert stage.submit("berlin", devices_where="site=berlin", variants=SLOW)["status"] == "queued"
@@ -52,11 +58,10 @@ def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) 
     devices = {name: device(stage, name) for name in SITES}
     observer = stage.observer()
     wait_for(lambda: is_at_work(stage, "berlin") and is_at_work(stage, "munich"), "both runs to be at work")
+    # what `status` reads is written about once a second
+    wait_for(lambda: members(stage) == {"device-0": "berlin", "device-1": "munich"}, "the status to show who is where")
     shown = stage.command("status", "--out", str(stage.out))["service"]
     assert (shown["begun"], shown["queued"]) == (["berlin", "munich"], ["all"])
-    assert {member["device"]: member["run"] for member in shown["members"]} == {
-        "device-0": "berlin", "device-1": "munich",
-    }  # fmt: skip
     warned = stage.submit("nowhere", devices_where="site=paris")
     assert "labels that there are: site=berlin (1 device), site=munich (1 device)" in warned["warning"]
     wait_for(lambda: statuses(stage)["all"] == "finished", "the last run")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -42,7 +43,7 @@ from coordinator.run.display import Display
 from fleet.engines import simulation
 from fleet.simulate import simulate
 
-simulation.CHECKPOINT_EVERY_S = 0.0
+simulation.CHECKPOINT_EVERY_S, simulation.CHECKPOINT_SHARE = 0.0, float("inf")  # behind every round
 
 class Lines(Display):
     def line(self, text):
@@ -98,8 +99,6 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def test_run_that_was_killed_ends_with_the_same_bits(folders: list[Path], tmp_path: Path) -> None:
     """kill -9 behind the checkpoint of round 2; with personal tensors, and what a codec left out."""
-    import msgspec
-
     calm = everything(run(folders, VALUES, tmp_path / "calm"))
     process = subprocess.Popen(
         [sys.executable, "-c", RUN_SLOWLY, str(tmp_path / "killed"), msgspec.json.encode(VALUES).decode(),
@@ -124,6 +123,7 @@ def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulation, "CHECKPOINT_EVERY_S", 0.0)
+    monkeypatch.setattr(simulation, "CHECKPOINT_SHARE", float("inf"))  # behind every round
     calm = everything(run(folders, COLLECTING, tmp_path / "calm"))
     with pytest.raises(KeyboardInterrupt):
         run(folders, COLLECTING, tmp_path / "broken", display=Lines(until="round   2"))

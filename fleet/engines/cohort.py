@@ -32,6 +32,7 @@ from fleet.engines.steps import (
     compiled,
     in_precision,
     side_by_side,
+    until_through,
 )
 
 ANSWERED_AT_ONCE = 64
@@ -242,16 +243,19 @@ class Cohort:
         plain = replace(method, recompute=False)
         key = (plain, phase, devices if self._captures else 0, fused)
         if key not in self._runners:
-            lanes = self._made((plain, phase), lambda: whole_step(plain, self._vit, phase), fused=fused)
+            lanes = self._made((plain, phase), lambda: whole_step(plain, self._vit, phase), trains=True, fused=fused)
             given = lanes, self._pictures.pixels, batch
             recorded = self._place.type == "cuda"
             self._runners[key] = CapturedRunner(*given, recorded=recorded) if self._captures else Runner(*given)
         return self._runners[key]
 
-    def _made(self, key: tuple[object, ...], step: Callable[[], Step], *, fused: bool = False) -> Lanes:
+    def _made(
+        self, key: tuple[object, ...], step: Callable[[], Step], *, trains: bool = False, fused: bool = False
+    ) -> Lanes:
         key = (*key, fused)
         if key not in self._lanes:
             lanes = in_precision(side_by_side(step(), self._say), self._precision, self._place)
+            lanes = until_through(lanes) if trains else lanes
             self._lanes[key] = compiled(lanes) if fused else lanes
         return self._lanes[key]
 

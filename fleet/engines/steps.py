@@ -81,6 +81,24 @@ class Work:
         return Work(fewer(self.moving), fewer(self.own), self.common, arrays, self.ends[:count], self.last, self.lr)
 
 
+WORKS = "batch/works"
+"""(D,): whether a device takes part in a step, or is through with its images."""
+
+
+def until_through(lanes: Lanes) -> Lanes:
+    """The step, but a device that is through with its images stays as it is."""
+
+    def call(moving: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
+        given = {name: value for name, value in batch.items() if name != WORKS}
+        outputs = lanes(moving, own, common, given, scalars)
+        for name, before in moving.items():
+            works = batch[WORKS].reshape(-1, *(1 for _ in before.shape[1:]))
+            outputs[f"new/{name}"] = torch.where(works, outputs[f"new/{name}"], before)
+        return outputs
+
+    return call
+
+
 Precision = Literal["fp32", "tf32", "bf16"]
 """Of products. tf32 rounds their factors to 10 bits, bf16 computes in bfloat16; weights are float32 always."""
 
@@ -134,12 +152,7 @@ def one_step(lanes: Lanes, work: Work, pixels: Tensor, batch: Batch, step: Tenso
         "hyper/step": (step + 1).squeeze(0).float(),
         "hyper/last": work.last.index_select(0, step).squeeze(0),
     }
-    outputs = lanes(work.moving, work.own, work.common, given, scalars)
-    goes_on = step < work.ends
-    for name, before in work.moving.items():
-        of_each = goes_on.reshape(-1, *(1 for _ in before.shape[1:]))
-        outputs[f"new/{name}"] = torch.where(of_each, outputs[f"new/{name}"], before)
-    return outputs
+    return lanes(work.moving, work.own, work.common, {**given, WORKS: step < work.ends}, scalars)
 
 
 class CapturedRunner(Runner):
@@ -253,7 +266,9 @@ def _compiled(
 
     # the compiler cannot see through a mapped gradient: it gets the operators that it comes to
     module = make_fx(flat, tracing_mode="fake")(*examples)
-    return torch.compile(module, fullgraph=True, dynamic=False, backend=backend), outputs
+    # products of 65 tokens, say, are several times slower on a GPU than those of 72
+    options: dict[str, Any] | None = {"force_shape_pad": True} if backend == "inductor" else None
+    return torch.compile(module, fullgraph=True, dynamic=False, backend=backend, options=options), outputs
 
 
 def on_processor(tensors: Named) -> dict[str, Array]:

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from fedvit.program import Batch
-from fleet.engines.steps import CapturedRunner, Lanes, Named, Runner, Work, compiled, on_processor, side_by_side
+from fleet.engines.steps import (
+    CapturedRunner,
+    Lanes,
+    Named,
+    Runner,
+    Work,
+    compiled,
+    on_processor,
+    side_by_side,
+    until_through,
+)
 
 HALF = (0.5, 0.5, 0.5)
 BATCH = Batch(image_size=4, patch_size=4, batch_size=2, mean=HALF, std=HALF)
@@ -64,8 +74,8 @@ def said(text: str) -> None:
 
 
 RUNNERS: dict[str, Callable[[Lanes, Tensor], Runner]] = {
-    "captured": lambda lanes, pixels: CapturedRunner(lanes, pixels, BATCH, recorded=False),
-    "compiled": lambda lanes, pixels: Runner(compiled(lanes, backend="eager"), pixels, BATCH),
+    "captured": lambda lanes, pixels: CapturedRunner(until_through(lanes), pixels, BATCH, recorded=False),
+    "compiled": lambda lanes, pixels: Runner(compiled(until_through(lanes), backend="eager"), pixels, BATCH),
 }
 
 
@@ -73,7 +83,7 @@ RUNNERS: dict[str, Callable[[Lanes, Tensor], Runner]] = {
 def test_runner_of_each_kind_moves_tensors_alike(kind: str, pixels: Tensor) -> None:
     """Also when it is used again: what it holds of the work before is gone."""
     lanes = side_by_side(step, said)
-    plain = outcome(Runner(lanes, pixels, BATCH))
+    plain = outcome(Runner(until_through(lanes), pixels, BATCH))
     runner = RUNNERS[kind](lanes, pixels)
     for _ in range(2):
         for ours, theirs in zip(outcome(runner), plain, strict=True):
@@ -83,7 +93,7 @@ def test_runner_of_each_kind_moves_tensors_alike(kind: str, pixels: Tensor) -> N
 
 def test_device_that_is_through_stays_as_it_is(pixels: Tensor) -> None:
     """Each device alone, for as many steps as it has, ends with the same."""
-    together, _, _ = outcome(Runner(side_by_side(step, said), pixels, BATCH))
+    together, _, _ = outcome(Runner(until_through(side_by_side(step, said)), pixels, BATCH))
     for device, end in enumerate(ENDS):
         part = slice(device, device + 1)
         whole = work()
@@ -96,14 +106,14 @@ def test_device_that_is_through_stays_as_it_is(pixels: Tensor) -> None:
             whole.last,
             whole.lr,
         )
-        moved = Runner(side_by_side(step, said), pixels, BATCH).run(alone, 0, end, torch.zeros(5, 1))
+        moved = Runner(until_through(side_by_side(step, said)), pixels, BATCH).run(alone, 0, end, torch.zeros(5, 1))
         assert torch.allclose(moved["tensor/w"][0], together[device], atol=1e-6)
 
 
 def test_step_that_cannot_be_mapped_is_made_device_by_device_and_that_is_said(pixels: Tensor) -> None:
     lines: list[str] = []
-    moved, _, _ = outcome(Runner(side_by_side(stubborn, lines.append), pixels, BATCH))
-    assert torch.allclose(moved, outcome(Runner(side_by_side(step, said), pixels, BATCH))[0], atol=1e-6)
+    moved, _, _ = outcome(Runner(until_through(side_by_side(stubborn, lines.append)), pixels, BATCH))
+    assert torch.allclose(moved, outcome(Runner(until_through(side_by_side(step, said)), pixels, BATCH))[0], atol=1e-6)
     assert len(lines) == 1
     assert lines[0].startswith("devices are computed one after the other: ")
 

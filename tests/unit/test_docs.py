@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_lines import parse, shown_in
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README_LINES, README_WORDS = 130, 900
@@ -49,6 +51,12 @@ def test_pages_that_sources_name_are_there() -> None:
     named = {name for file in files for name in re.findall(r"\bdocs/[\w/-]+\.md\b", file.read_text())}
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_command_lines_of_a_page_are_understood(page: Path) -> None:
+    for words in shown_in(page):
+        parse(words)
 
 
 def test_readme_fits_three_screens() -> None:

@@ -3,7 +3,7 @@
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ ERRORS = {
 }
 VALUE = "…"
 """Stands for whatever a message has in it of the moment: names, numbers, the error of another library."""
-LEAST_LETTERS = 8
+LEAST_LETTERS = 5
 """A message with fewer of its own, as `FILE: REASON`, is said in the words of another one."""
 
 
@@ -36,11 +36,32 @@ def messages() -> tuple[Message, ...]:
 def collect() -> Iterator[Message]:
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] in ERRORS:
-                    text = re.sub(f"(?:{VALUE})+", VALUE, template(node.args[0]))
-                    if len(re.findall(r"[a-z]", text)) >= LEAST_LETTERS:
+            nodes = list(ast.walk(ast.parse(file.read_text())))
+            functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+            for node in nodes:
+                if isinstance(node, ast.Call) and node.args and called(node) in ERRORS:
+                    for text in own_words([template(node.args[0])]) or own_words(inner(node.args[0], functions)):
                         yield Message(text, f"{file.relative_to(ROOT)}:{node.lineno}")
+
+
+def called(node: ast.Call) -> str:
+    return ast.unparse(node.func).split(".")[-1]
+
+
+def inner(argument: ast.expr, functions: Mapping[str, ast.FunctionDef]) -> Iterator[str]:
+    """Of a message that is chosen, or made by a function of the same file: all that it can be."""
+    for node in ast.walk(argument):
+        if isinstance(node, ast.IfExp):
+            yield from (template(node.body), template(node.orelse))
+        if isinstance(node, ast.Call) and called(node) in functions:
+            for made in ast.walk(functions[called(node)]):
+                if isinstance(made, ast.Return) and made.value is not None:
+                    yield template(made.value)
+
+
+def own_words(texts: Iterable[str]) -> list[str]:
+    texts = [re.sub(f"(?:{VALUE})+", VALUE, text) for text in texts]
+    return [text for text in texts if len(re.findall(r"[a-z]", text)) >= LEAST_LETTERS]
 
 
 def template(node: ast.expr) -> str:

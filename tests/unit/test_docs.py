@@ -1,10 +1,12 @@
 """The documents hold together: links lead somewhere, the README stays short."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from coordinator.config import make_config
 from tests.command_lines import parse, shown_in
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +59,14 @@ def test_pages_that_sources_name_are_there() -> None:
 def test_command_lines_of_a_page_are_understood(page: Path) -> None:
     for words in shown_in(page):
         parse(words)
+
+
+@pytest.mark.parametrize("page", ["quickstart.md", "write-a-method.md", "configuration.md"])
+def test_configurations_of_a_page_are_accepted(page: str) -> None:
+    found = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert found
+    for text in found:
+        make_config(tomllib.loads(text), page)
 
 
 def test_readme_fits_three_screens() -> None:

@@ -1,7 +1,7 @@
 """What a device refuses in an ONNX file before its engine sees it: whatever could make the engine read another file.
 
 A weight may be said to lie in a file beside the graph; onnxruntime opens that file, and versions before 1.25 also
-where it lies outside the graph's folder (docs/security.md). Execution providers have operators that name files. Our
+where it lies outside the graph's folder (docs/threat-model.md). Execution providers have operators that name files. Our
 graphs have nothing of the kind, so a file is accepted only when it consists of what our graphs have.
 """
 

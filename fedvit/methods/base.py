@@ -325,7 +325,7 @@ class Method(ABC):
         """What may be given up where a device has not enough memory or time; images at a time are chosen anyway.
 
         What costs no accuracy has share 1: blocks that are computed again. Those of frozen weights in fewer bits are
-        measured (docs/bench.md); of fewer passes over the images, what is left of them.
+        measured (docs/measurements.md); of fewer passes over the images, what is left of them.
         """
         memory: frozenset[BudgetKind] = frozenset({"memory"})
         work: frozenset[BudgetKind] = frozenset({"flops", "time"})

@@ -10,12 +10,11 @@ import click
 import pytest
 import yaml
 
-import coordinator.cli
 import edge_client.cli
+from tests.command_lines import parse, shown_in
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-PROGRAMS: dict[str, click.Command] = {"coordinator": coordinator.cli.cli, "edge-client": edge_client.cli.cli}
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
 ENVIRONMENT = dict(
     line.split("=", 1)
@@ -53,32 +52,10 @@ def of_containers() -> dict[str, list[str]]:
 
 
 def of_the_page() -> dict[str, list[str]]:
-    """Lines of the shell blocks that run one of our programs."""
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL)
-    lines = [shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    found: dict[str, list[str]] = {}
-    for words in lines:
-        while words and re.fullmatch(r"[A-Z_]+=.*|sudo", words[0]):
-            words = words[1:]
-        if words and Path(words[0]).name in PROGRAMS:
-            found[f"docs/deploy.md {len(found)}"] = [word for word in words if word != "&"]
-    return found
+    return {f"docs/deploy.md {number}": words for number, words in enumerate(shown_in(ROOT / "docs" / "deploy.md"))}
 
 
 LINES = {**of_services(), **of_containers(), **of_the_page()}
-
-
-def parse(words: list[str]) -> None:
-    """As the program would, without running anything. Raises click's errors."""
-    command, words = PROGRAMS[Path(words[0]).name], words[1:]
-    context = None
-    while True:
-        context = command.make_context(command.name, list(words), parent=context)
-        if not isinstance(command, click.Group) or not (rest := [*context._protected_args, *context.args]):
-            return
-        _, inner, words = command.resolve_command(context, rest)
-        assert inner is not None
-        command = inner
 
 
 @pytest.mark.parametrize("where", LINES)

@@ -214,6 +214,10 @@ def rounds_command(
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=30.0, help="Measure no longer.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, help="Processes of each side, in turn.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of torch; by default as many as it takes.")
+@click.option("--accelerator", default="cpu", metavar="DEVICE", help="Torch device that trains: cpu, cuda, cuda:1.")
+@click.option(
+    "--precision", type=click.Choice(["fp32", "tf32", "bf16"]), default="fp32", help="Of products in training."
+)
 @click.option("--files-only", is_flag=True, help="Leave out the side that holds all features in memory.")
 @_json_flag
 def server_command(
@@ -226,11 +230,15 @@ def server_command(
     seconds: float,
     rounds: int,
     threads: int | None,
+    accelerator: str,
+    precision: str,
     files_only: bool,
     as_json: bool,
 ) -> None:
     """Compare the server's training on features in files with all of them in memory: speed and peak of memory."""
     from bench.server import ServerSettings, run_server_bench, server_table
+    from coordinator.compute.engine import choose_accelerator
+    from fedvit.precision import ProductPrecision
 
     settings = ServerSettings(
         devices=devices,
@@ -241,6 +249,8 @@ def server_command(
         seconds=seconds,
         rounds=rounds,
         threads=threads,
+        accelerator=choose_accelerator(accelerator),
+        precision=msgspec.convert(precision, ProductPrecision),
         in_memory=not files_only,
     )
     with choose_display() as display:

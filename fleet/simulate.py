@@ -22,15 +22,13 @@ from coordinator.run.display import Display
 from edge_client.agent import Agent
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
+from fedvit.precision import ProductPrecision
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fleet.run import FleetOutcome
 from fleet.virtual import Host
 from profiles.probes.host import usable_cores
 
 Engine = Literal["auto", "onnx", "torch"]
-Precision = Literal["fp32", "tf32", "bf16"]
-"""Of products on a GPU, in the torch engine."""
-
 DEFAULTS: dict[str, Any] = {"accelerator": "cpu", "deadline_s": 7 * 86400.0}
 """Where a simulation differs from a run on devices, unless it is told otherwise: a slow machine loses nobody."""
 
@@ -49,7 +47,7 @@ def simulate(
     resume: bool = False,
     agent_kinds: Mapping[str, Callable[..., Agent]] | None = None,
     engine: Engine = "onnx",
-    precision: Precision = "fp32",
+    precision: ProductPrecision = "fp32",
     fused: bool | None = None,
     label: str | None = None,
 ) -> FleetOutcome:
@@ -161,7 +159,7 @@ def _on_torch(
     devices: Mapping[str, Path],
     accelerator: str,
     display: Display,
-    precision: Precision,
+    precision: ProductPrecision,
     fused: bool | None,
     written: AbstractContextManager[None],
 ) -> FleetOutcome:

@@ -22,7 +22,7 @@ from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.vit import PatchViT
-from fedvit.precision import Precision, packed
+from fedvit.precision import Precision, ProductPrecision, packed
 from fedvit.program import Evaluate, Role, Train
 from fedvit.resources import BudgetKind
 from fedvit.tensors import Array, Tensors
@@ -138,6 +138,7 @@ class RoundContext(NamedTuple):
     load: Callable[[str], Mapping[str, Array]]  # tensors of a kept upload by digest
     progress: Callable[[str], None]  # one line for people, often
     aggregator: Aggregator = Mean()  # how shared tensors' deltas become one
+    precision: ProductPrecision = "fp32"  # of products in training
 
 
 class ServerRule(ABC):

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 from fedvit.methods.optimizers import Optimizer
+from fedvit.methods.products import products_in
 from fedvit.methods.rules.memory import with_tensors
 from fedvit.methods.rules.optimizer_state import restore, saved
 from fedvit.models.vit import PatchViT
@@ -91,10 +92,9 @@ class FeatureTraining(ServerRule):
             picks = _shuffled(buckets, self.batch_size, draw)
             for number, batch in enumerate(_read_ahead(picks), start=1):
                 optimizer.zero_grad()  # to None: blocks below this one stay as they are, weight decay included
-                loss = torch.nn.functional.cross_entropy(
-                    forward(torch.from_numpy(batch.features_BND).to(device), batch.block),
-                    torch.from_numpy(batch.labels).to(device),
-                )
+                with products_in(context.precision, device):
+                    logits = forward(torch.from_numpy(batch.features_BND).to(device), batch.block)
+                    loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch.labels).to(device))
                 loss.backward()
                 optimizer.step()
                 losses.append(float(loss.detach()) * len(batch.labels))

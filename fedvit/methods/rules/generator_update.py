@@ -12,6 +12,7 @@ from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload, clipped
 from fedvit.methods.generators.base import Generator, drawing
 from fedvit.methods.optimizers import Optimizer
+from fedvit.methods.products import products_in
 from fedvit.methods.rules.memory import tensor_of, with_tensors
 from fedvit.methods.rules.optimizer_state import restore, saved
 from fedvit.methods.rules.weighted_mean import cohort_weights
@@ -100,7 +101,7 @@ class GeneratorUpdate(ServerRule):
             deltas = uploads[number].load()
             at_once = max(1, AT_ONCE_BYTES // sum(delta.nbytes for delta in deltas.values()))
             part = uploads[number : number + at_once]
-            self._pull_back(part, shared, personal, weights, place)
+            self._pull_back(part, shared, personal, weights, context)
             number += len(part)
         grads = {name: value.grad for name, value in parameters.items() if value.grad is not None}
         norm = float(torch.sqrt(sum((grad.square().sum() for grad in grads.values()), torch.zeros((), device=place))))
@@ -119,18 +120,23 @@ class GeneratorUpdate(ServerRule):
         shared: dict[str, Tensor],
         personal: dict[str, dict[str, Tensor]],
         weights: dict[str, float],
-        place: torch.device,
+        context: RoundContext,
     ) -> None:
         """Adds w_i J_i^T (-delta_i) of some devices to the gradients of phi and z_i."""
         own = [personal[upload.device] for upload in uploads]
         stacked = {name: torch.stack([values[name] for values in own]) for name in own[0]}
-        made = self._made(shared, stacked, len(uploads))
+        place = torch.device(context.accelerator)
+        with products_in(context.precision, place):
+            made = self._made(shared, stacked, len(uploads))
         downhill: dict[str, list[Tensor]] = {name: [] for name in made}
         for upload in uploads:
             delta = upload.load()
             for name, values in downhill.items():
                 values.append(torch.tensor(delta[name], device=place) * -weights[upload.device])
-        torch.autograd.backward(list(made.values()), [torch.stack(downhill[name]) for name in made])
+        gradients = {name: torch.stack(values) for name, values in downhill.items()}
+        # made in bfloat16 where products are
+        wanted = [value.to(gradients[name].dtype) for name, value in made.items()]
+        torch.autograd.backward(wanted, list(gradients.values()))
 
     def _made(self, shared: dict[str, Tensor], personal: dict[str, Tensor], devices: int) -> dict[str, Tensor]:
         """(D, ...) of what the generator makes of `personal` (D, ...)."""

@@ -18,6 +18,7 @@ FEW = ServerSettings(devices=3, images=8, batch_size=4)
 def test_a_process_is_measured() -> None:
     """Four devices with 24 images each: 96 are 12 batches of 8, of which 3 are not timed and 5 are asked for."""
     flags = ["--model", MODEL, "--devices", "4", "--images", "24", "--batch", "8", "--steps", "5", "--files-only"]
+    flags += ["--accelerator", "cpu", "--precision", "bf16"]
     outcome = CliRunner().invoke(bench_command, ["server", *flags, "--json"], catch_exceptions=False)
     assert outcome.exit_code == 0
     [result] = json.loads(outcome.stdout)["results"]

@@ -237,7 +237,7 @@ def server_command(
 ) -> None:
     """Compare the server's training on features in files with all of them in memory: speed and peak of memory."""
     from bench.server import ServerSettings, run_server_bench, server_table
-    from coordinator.compute.engine import choose_accelerator
+    from coordinator.compute.accelerator import choose_accelerator
     from fedvit.precision import ProductPrecision
 
     settings = ServerSettings(

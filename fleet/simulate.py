@@ -66,8 +66,8 @@ def simulate(
 
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
     """
+    from coordinator.compute.accelerator import choose_accelerator, places
     from coordinator.compute.engine import Engine as Compute
-    from coordinator.compute.engine import choose_accelerator
     from coordinator.planning.checks import checked_config  # with torch: seconds that other commands need not wait
     from coordinator.run.coordinator import Coordinator
     from coordinator.run.inbox import Interrupted
@@ -77,8 +77,10 @@ def simulate(
     config = checked_config({**DEFAULTS, **values, "devices": len(devices)}, "simulation").run
     check_writers(config.metrics, "simulation")
     accelerator = choose_accelerator(config.accelerator)  # a run that could never begin need not be recorded
-    on_torch = engine == "torch" or (engine == "auto" and accelerator != "cpu")
+    on_torch = engine == "torch" or (engine == "auto" and not accelerator.startswith("cpu"))
     if on_torch:
+        if len(places(accelerator)) > 1:
+            raise ConfigError(f"accelerator = {accelerator!r}: engine torch computes on one; use engine = 'onnx'")
         check_engine_config(config)
     home = out / run
     broker = MemoryBroker()
@@ -91,6 +93,7 @@ def simulate(
         cores = (at_once or max(1, usable_cores() // threads)) * threads
         with _torch_threads(cores):
             return _on_torch(run, config, store, home, devices, accelerator, display, precision, fused, written)
+    compute = Compute(run=run, config=config, store=store, folder=home, graph_cache=graph_cache)
     coordinator = Coordinator(
         run=run,
         config=config,
@@ -98,7 +101,7 @@ def simulate(
         store=store,
         folder=home,
         display=display,
-        compute=Compute(run=run, config=config, store=store, folder=home, graph_cache=graph_cache),
+        compute=compute,
     )
     host = Host(
         devices,
@@ -135,6 +138,7 @@ def simulate(
     finally:
         stop.set()
         hosting.join()
+        compute.close()
         store.close()
 
 

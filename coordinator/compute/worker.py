@@ -11,7 +11,7 @@ from typing import IO, Any
 import msgspec
 
 from coordinator.compute.messages import Check
-from coordinator.compute.process import Answered, Begin, Doing, Incoming, raised_of, read_frame, write_frame
+from coordinator.compute.process import Answered, Begin, Doing, Incoming, Warned, raised_of, read_frame, write_frame
 from fedvit.descriptors import raise_limit
 from fedvit.files import private_files
 from fedvit.logs import configure_logging
@@ -21,6 +21,16 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Ends with the process that started it: at the end of standard input, in the midst of whatever it does."""
+    waiting, replies = open_pipes()
+    with private_files():
+        _Serving(replies).serve(waiting)
+
+
+def open_pipes() -> tuple["SimpleQueue[bytes]", IO[bytes]]:
+    """Frames from standard input, with whose end the process ends; and where replies go.
+
+    Called first by a process that another one started for its own use.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):  # of a group or a service, in which the other process ends it
         signal.signal(number, signal.SIG_IGN)
     raise_limit()
@@ -29,8 +39,7 @@ def main() -> None:
     configure_logging()
     waiting: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests, waiting), name="requests", daemon=True).start()
-    with private_files():
-        _Serving(replies).serve(waiting)
+    return waiting, replies
 
 
 def _listen(requests: IO[bytes], waiting: "SimpleQueue[bytes]") -> None:
@@ -80,6 +89,7 @@ class _Serving:
             graph_cache=Path(begin.graph_cache) if begin.graph_cache else None,
         )
         self._engine.progress = lambda text: write_frame(self._replies, Doing(text))
+        self._engine.warn = lambda text: write_frame(self._replies, Warned(text))
 
     def _answer(self, request: Any) -> Any:
         if isinstance(request, Check):

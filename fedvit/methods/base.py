@@ -139,6 +139,8 @@ class RoundContext(NamedTuple):
     progress: Callable[[str], None]  # one line for people, often
     aggregator: Aggregator = Mean()  # how shared tensors' deltas become one
     precision: ProductPrecision = "fp32"  # of products in training
+    rank: int = 0  # of this process among those that close the round together, each with an accelerator of its own
+    world_size: int = 1  # how many they are
 
 
 class ServerRule(ABC):
@@ -152,6 +154,11 @@ class ServerRule(ABC):
     @property
     def discounts(self) -> bool:
         """Whether an upload's `discount` is heeded."""
+        return False
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether processes share its work (`RoundContext.world_size`): each closes the round, to the same state."""
         return False
 
     def begin(self, seed: int) -> Tensors:

@@ -197,6 +197,7 @@ class TorchSimulation:
             load=self._load,
             progress=self._doing,
             aggregator=aggregator_of(config, number),
+            precision=config.server_precision,
         )
         self._state, figures = plan.rule.close(replace(self._state, uploads=older), screened.uploads, context)
         self._uploads = {name: self._uploads[name] for name in self._state.uploads.values()}

@@ -50,6 +50,11 @@ class GeneratorUpdate(ServerRule):
     def why_never_late(self) -> str:
         return "an update is pulled back through the generator as it was when it made the device's tensors"
 
+    @property
+    def is_divided(self) -> bool:
+        """Each process takes some devices' updates."""
+        return True
+
     def begin(self, seed: int) -> Tensors:
         first = self.generator.shared(drawing(seed, "shared"))
         return {f"{SHARED}{name}": value.numpy() for name, value in first.items()}
@@ -95,14 +100,16 @@ class GeneratorUpdate(ServerRule):
         for value in parameters.values():
             value.grad = torch.zeros_like(value)
         weights = self._weights(uploads, context.round)
-        number = 0
-        while number < len(uploads):
-            context.progress(f"generator: device {number + 1} of {len(uploads)}")
-            deltas = uploads[number].load()
+        number, mine = 0, uploads[context.rank :: context.world_size]
+        while number < len(mine):
+            context.progress(f"generator: device {number + 1} of {len(mine)}")
+            deltas = mine[number].load()
             at_once = max(1, AT_ONCE_BYTES // sum(delta.nbytes for delta in deltas.values()))
-            part = uploads[number : number + at_once]
+            part = mine[number : number + at_once]
             self._pull_back(part, shared, personal, weights, context)
             number += len(part)
+        if context.world_size > 1:
+            self._add_up(list(parameters.values()))
         grads = {name: value.grad for name, value in parameters.items() if value.grad is not None}
         norm = float(torch.sqrt(sum((grad.square().sum() for grad in grads.values()), torch.zeros((), device=place))))
         if self.clip_norm is not None:
@@ -138,6 +145,13 @@ class GeneratorUpdate(ServerRule):
         wanted = [value.to(gradients[name].dtype) for name, value in made.items()]
         torch.autograd.backward(wanted, list(gradients.values()))
 
+    def _add_up(self, parameters: Sequence[Tensor]) -> None:
+        """Gradients become their sum over all processes."""
+        grads = [value.grad for value in parameters if value.grad is not None]
+        flat = torch.nn.utils.parameters_to_vector(grads)
+        torch.distributed.all_reduce(flat)
+        torch.nn.utils.vector_to_parameters(flat, grads)
+
     def _made(self, shared: dict[str, Tensor], personal: dict[str, Tensor], devices: int) -> dict[str, Tensor]:
         """(D, ...) of what the generator makes of `personal` (D, ...)."""
         if personal:
@@ -164,4 +178,5 @@ class GeneratorUpdate(ServerRule):
 
 
 def _under(memory: Mapping[str, Array], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor_of(memory, name) for name in memory if name.startswith(prefix)}
+    """In the order of names: a file gives them in another each time, which sums over all of them would follow."""
+    return {name.removeprefix(prefix): tensor_of(memory, name) for name in sorted(memory) if name.startswith(prefix)}

@@ -4,10 +4,8 @@ Requests and answers are msgpack behind their length, on the pipes of the proces
 also after `kill -9` of this process.
 """
 
-import contextlib
 import logging
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -21,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.compute.messages import AnyRequest, Check, Prepare, Request
+from coordinator.compute.pipes import close, read_frame, write_frame
 from coordinator.config import RunConfig
 from coordinator.record.integrity import DamagedBlob
 from fedvit import errors
@@ -36,9 +35,6 @@ BACK_OFF_S = 1.0
 """Wait before the process is started for the second time in a row; it doubles with each further time."""
 END_S = 2.0
 """Longest wait for a process that has closed its pipe."""
-
-_LENGTH = struct.Struct("<Q")
-
 
 # --- what travels ---------------------------------------------------------------------------------------
 
@@ -82,26 +78,6 @@ class Raised(Struct, frozen=True, kw_only=True, tag=True):
 
 
 Reply = Doing | Warned | Answered | Raised
-
-
-def write_frame(pipe: IO[bytes], message: Struct) -> None:
-    write_raw(pipe, msgspec.msgpack.encode(message))
-
-
-def write_raw(pipe: IO[bytes], raw: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(raw)))
-    pipe.write(raw)
-    pipe.flush()
-
-
-def read_frame(pipe: IO[bytes]) -> bytes | None:
-    """None at the end."""
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    [length] = _LENGTH.unpack(head)
-    raw = pipe.read(length)
-    return raw if len(raw) == length else None
 
 
 def raised_of(error: Exception, damaged: list[str]) -> Raised:
@@ -339,12 +315,6 @@ def drained(lines: "SimpleQueue[str]") -> list[str]:
             found.append(lines.get_nowait())
         except Empty:
             return found
-
-
-def close(pipe: IO[bytes]) -> None:
-    """Of a process that has ended."""
-    with contextlib.suppress(OSError):  # what was not written yet cannot be any more
-        pipe.close()
 
 
 Incoming = Begin | AnyRequest

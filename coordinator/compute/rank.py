@@ -10,8 +10,8 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 import psutil
 
-from coordinator.compute.process import Answered, Doing, raised_of, write_frame
-from coordinator.compute.worker import open_pipes
+from coordinator.compute.pipes import open_pipes, write_frame
+from coordinator.compute.process import Answered, Doing, raised_of
 from fedvit.files import private_files
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from coordinator.compute.closing import Closing, Joining, Place
+from coordinator.compute.pipes import close, read_frame, write_raw
 from coordinator.compute.process import (
     DEATHS,
     END_S,
@@ -22,11 +23,8 @@ from coordinator.compute.process import (
     Doing,
     Raised,
     Reply,
-    close,
     exception_of,
     how_it_ended,
-    read_frame,
-    write_raw,
 )
 from coordinator.compute.rank import LOOPBACK, PATIENCE
 from coordinator.record.integrity import SoundBlobs

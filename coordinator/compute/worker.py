@@ -2,8 +2,6 @@
 
 import logging
 import os
-import signal
-import threading
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
@@ -11,10 +9,9 @@ from typing import IO, Any
 import msgspec
 
 from coordinator.compute.messages import Check
-from coordinator.compute.process import Answered, Begin, Doing, Incoming, Warned, raised_of, read_frame, write_frame
-from fedvit.descriptors import raise_limit
+from coordinator.compute.pipes import open_pipes, write_frame
+from coordinator.compute.process import Answered, Begin, Doing, Incoming, Warned, raised_of
 from fedvit.files import private_files
-from fedvit.logs import configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -24,28 +21,6 @@ def main() -> None:
     waiting, replies = open_pipes()
     with private_files():
         _Serving(replies).serve(waiting)
-
-
-def open_pipes() -> tuple["SimpleQueue[bytes]", IO[bytes]]:
-    """Frames from standard input, with whose end the process ends; and where replies go.
-
-    Called first by a process that another one started for its own use.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a group or a service, in which the other process ends it
-        signal.signal(number, signal.SIG_IGN)
-    raise_limit()
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever libraries print must not get among the replies
-    configure_logging()
-    waiting: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_listen, args=(requests, waiting), name="requests", daemon=True).start()
-    return waiting, replies
-
-
-def _listen(requests: IO[bytes], waiting: "SimpleQueue[bytes]") -> None:
-    while raw := read_frame(requests):
-        waiting.put(raw)
-    os._exit(0)
 
 
 class _Serving:

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 
 from bench.cases import CASES, choose
 from coordinator.run.display import choose_display
+from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
 
 _NAMES = ", ".join(case.name for case in CASES)
@@ -237,9 +238,11 @@ def server_command(
 ) -> None:
     """Compare the server's training on features in files with all of them in memory: speed and peak of memory."""
     from bench.server import ServerSettings, run_server_bench, server_table
-    from coordinator.compute.accelerator import choose_accelerator
+    from coordinator.compute.accelerator import choose_accelerator, places
     from fedvit.precision import ProductPrecision
 
+    if len(places(choose_accelerator(accelerator))) > 1:
+        raise ConfigError(f"--accelerator {accelerator}: one process is measured, on one torch device")
     settings = ServerSettings(
         devices=devices,
         images=images,
@@ -249,7 +252,7 @@ def server_command(
         seconds=seconds,
         rounds=rounds,
         threads=threads,
-        accelerator=choose_accelerator(accelerator),
+        accelerator=places(choose_accelerator(accelerator))[0],
         precision=msgspec.convert(precision, ProductPrecision),
         in_memory=not files_only,
     )

@@ -36,6 +36,11 @@ def test_both_sides_train_on_the_same_features(tmp_path: Path) -> None:
     assert files.steps == 3
 
 
+def test_several_processes_are_not_measured() -> None:
+    with pytest.raises(ConfigError, match="--accelerator cpu:2: one process is measured, on one torch device"):
+        CliRunner().invoke(bench_command, ["server", "--accelerator", "cpu:2"], catch_exceptions=False)
+
+
 def test_features_that_do_not_fit_on_the_disk() -> None:
     with pytest.raises(ConfigError, match="set TMPDIR to a larger disk, or measure fewer"):
         run_server_bench([MODEL], ServerSettings(devices=10**6, images=10**6))

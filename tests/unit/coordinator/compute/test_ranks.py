@@ -32,7 +32,7 @@ MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
 CLASSES, SEED = 5, 3
 FROM_SERVER = (Role.FROZEN, Role.GLOBAL, Role.SEEDED, Role.SHARED)
 TOLERANCE = 1e-5
-"""Of a tensor after 20 AdamW steps at a rate of 0.001, and of a generator after one step; docs/service.md has it."""
+"""Of a tensor after 20 AdamW steps at a rate of 0.001, or of a generator after one step: docs/configuration.md."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 
 from bench.cases import CASES, choose
 from coordinator.run.display import choose_display
+from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
 
 _NAMES = ", ".join(case.name for case in CASES)
@@ -214,6 +215,10 @@ def rounds_command(
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=30.0, help="Measure no longer.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, help="Processes of each side, in turn.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of torch; by default as many as it takes.")
+@click.option("--accelerator", default="cpu", metavar="DEVICE", help="Torch device that trains: cpu, cuda, cuda:1.")
+@click.option(
+    "--precision", type=click.Choice(["fp32", "tf32", "bf16"]), default="fp32", help="Of products in training."
+)
 @click.option("--files-only", is_flag=True, help="Leave out the side that holds all features in memory.")
 @_json_flag
 def server_command(
@@ -226,12 +231,18 @@ def server_command(
     seconds: float,
     rounds: int,
     threads: int | None,
+    accelerator: str,
+    precision: str,
     files_only: bool,
     as_json: bool,
 ) -> None:
     """Compare the server's training on features in files with all of them in memory: speed and peak of memory."""
     from bench.server import ServerSettings, run_server_bench, server_table
+    from coordinator.compute.accelerator import choose_accelerator, places
+    from fedvit.precision import ProductPrecision
 
+    if len(places(choose_accelerator(accelerator))) > 1:
+        raise ConfigError(f"--accelerator {accelerator}: one process is measured, on one torch device")
     settings = ServerSettings(
         devices=devices,
         images=images,
@@ -241,6 +252,8 @@ def server_command(
         seconds=seconds,
         rounds=rounds,
         threads=threads,
+        accelerator=places(choose_accelerator(accelerator))[0],
+        precision=msgspec.convert(precision, ProductPrecision),
         in_memory=not files_only,
     )
     with choose_display() as display:

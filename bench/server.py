@@ -33,6 +33,7 @@ from fedvit.methods.optimizers import AdamW
 from fedvit.methods.rules.optimizer_state import PREFIX
 from fedvit.models import build_vit
 from fedvit.models.vit import PatchViT
+from fedvit.precision import ProductPrecision
 from fedvit.program import Collect, Role
 from fedvit.quantities import format_bytes
 from fedvit.tensors import Array, TensorFile, Tensors, pack, total_bytes
@@ -58,6 +59,8 @@ class ServerSettings(Struct, frozen=True, kw_only=True):
     seconds: float = 30.0  # no new step is measured after this time
     rounds: int = 1  # processes of each side, in turn
     threads: int | None = None  # of torch; None: as many as it takes by itself
+    accelerator: str = "cpu"  # torch device that trains
+    precision: ProductPrecision = "fp32"  # of its products
     in_memory: bool = True  # whether to measure the side that holds all features, where they fit
 
 
@@ -70,6 +73,7 @@ class Measured(Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
     loaded_bytes: int  # resident with libraries, model and the optimizer's state, before the round
     model_bytes: int  # of the model and of the optimizer's state, once
+    accelerator_peak_bytes: int | None  # of tensors on a GPU; None: it trained on the processor
 
 
 class ServerResult(Struct, frozen=True, kw_only=True):
@@ -85,6 +89,7 @@ class ServerResult(Struct, frozen=True, kw_only=True):
     cpu_ms_per_image: float
     peak_rss_bytes: int
     peak_above_model_bytes: int  # peak_rss_bytes - loaded_bytes: what training adds
+    accelerator_peak_bytes: int | None  # the highest, of tensors on a GPU
     # the same with all features concatenated in memory; None: they do not fit, or nobody asked
     in_memory_images_per_s: float | None
     in_memory_images_per_s_runs: tuple[float, ...]
@@ -95,6 +100,7 @@ class ServerResult(Struct, frozen=True, kw_only=True):
 
 class ServerReport(Struct, frozen=True, kw_only=True):
     machine: Machine
+    accelerator: str  # the GPU's name, or "cpu"
     settings: ServerSettings
     results: list[ServerResult]
 
@@ -107,7 +113,9 @@ def run_server_bench(
     Raises ConfigError for a model that does not fit the settings, and where the disk has no room.
     """
     results = [_measured(model, settings, progress) for model in models]
-    return ServerReport(machine=this_machine(), settings=settings, results=results)
+    place = torch.device(settings.accelerator)
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else str(place)
+    return ServerReport(machine=this_machine(), accelerator=name, settings=settings, results=results)
 
 
 def _measured(model: str, settings: ServerSettings, progress: Progress) -> ServerResult:
@@ -150,6 +158,7 @@ def _measured(model: str, settings: ServerSettings, progress: Progress) -> Serve
         cpu_ms_per_image=median(each.cpu_ms_per_image for each in files),
         peak_rss_bytes=peak,
         peak_above_model_bytes=max(each.peak_rss_bytes - each.loaded_bytes for each in files),
+        accelerator_peak_bytes=max(each.accelerator_peak_bytes or 0 for each in files) or None,
         in_memory_images_per_s=in_memory,
         in_memory_images_per_s_runs=tuple(each.images_per_s for each in memory),
         in_memory_cpu_ms_per_image=median(each.cpu_ms_per_image for each in memory) if memory else None,
@@ -227,11 +236,20 @@ def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> Mea
         return stored[digest]
 
     clock = _Clock(settings)
-    context = RoundContext(round=2, seed=0, lr_scale=1.0, vit=vit, accelerator="cpu", load=load, progress=clock)
+    context = RoundContext(
+        round=2,
+        seed=0,
+        lr_scale=1.0,
+        vit=vit,
+        accelerator=settings.accelerator,
+        load=load,
+        progress=clock,
+        precision=settings.precision,
+    )
     uploads = [Upload(device, settings.images, digest, partial(load, digest)) for device, digest in digests.items()]
     with contextlib.suppress(_Enough):
         rule.close(state, uploads, context)
-    steps = len(clock.done_at) - WARM_STEPS
+    steps, place = len(clock.done_at) - WARM_STEPS, torch.device(settings.accelerator)
     images = steps * settings.batch_size
     return Measured(
         steps=steps,
@@ -240,6 +258,7 @@ def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> Mea
         peak_rss_bytes=peak_rss_bytes() or 0,
         loaded_bytes=loaded_bytes,
         model_bytes=total_bytes(values) + total_bytes(state.memory),
+        accelerator_peak_bytes=torch.cuda.max_memory_allocated(place) if place.type == "cuda" else None,
     )
 
 
@@ -262,9 +281,11 @@ def _concatenated(name: str, uploads: list[TensorFile]) -> Tensors:
 
 
 def server_table(report: ServerReport) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    title = f"{report.accelerator}, {report.settings.precision}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
     table.add_column("model", no_wrap=True)
-    for heading in ("features GB", "peak GB", "above model GB", "images/s", "in memory: peak GB", "images/s", "ratio"):
+    sizes = ("features GB", "peak GB", "above model GB", "GPU GB")
+    for heading in (*sizes, "images/s", "in memory: peak GB", "images/s", "ratio"):
         table.add_column(heading, justify="right")
     for result in report.results:
         fits = result.in_memory_peak_rss_bytes is not None
@@ -274,6 +295,7 @@ def server_table(report: ServerReport) -> RenderableType:
                 f"{size / GIGA:.2f}"
                 for size in (result.features_bytes, result.peak_rss_bytes, result.peak_above_model_bytes)
             ),
+            f"{result.accelerator_peak_bytes / GIGA:.2f}" if result.accelerator_peak_bytes else "",
             f"{result.images_per_s:.1f}",
             f"{(result.in_memory_peak_rss_bytes or 0) / GIGA:.2f}" if fits else "not measured",
             f"{result.in_memory_images_per_s:.1f}" if fits else "",

@@ -1,6 +1,7 @@
-"""Weights that a device does not train, in fewer bytes: float16, or int8 with a scale for every output channel.
+"""Numbers in fewer bits.
 
-A packed tensor keeps its name; that of its scales ends in SCALE.
+Weights that a device does not train travel in fewer bytes: float16, or int8 with a scale for every output channel. A
+packed tensor keeps its name; that of its scales ends in SCALE.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,8 @@ from fedvit.program import TensorSpec
 from fedvit.tensors import Array, Tensors
 
 Precision = Literal["fp32", "fp16", "int8"]
+ProductPrecision = Literal["fp32", "tf32", "bf16"]
+"""Of products on a server: tf32 rounds factors to 10 bits, bf16 computes in bfloat16. Weights are float32 always."""
 SCALE = "/scale"
 
 

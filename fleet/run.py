@@ -278,7 +278,8 @@ def _run_side_by_side(
     quiet: bool,
 ) -> FleetOutcome:
     """Virtual devices in this process, without a broker: see `fleet.simulate`."""
-    from fleet.simulate import Engine, Precision, simulate  # with torch: seconds that a mistyped flag need not wait
+    from fedvit.precision import ProductPrecision
+    from fleet.simulate import Engine, simulate  # with torch: seconds that a mistyped flag need not wait
 
     given = {key: value for key, value in values.items() if key != "broker"}
     with Display() if quiet else choose_display() as display:
@@ -290,7 +291,7 @@ def _run_side_by_side(
             threads=threads or 1,
             display=display,
             engine=msgspec.convert(engine, Engine),
-            precision=msgspec.convert(precision, Precision),
+            precision=msgspec.convert(precision, ProductPrecision),
         )
 
 

@@ -22,15 +22,13 @@ from coordinator.run.display import Display
 from edge_client.agent import Agent
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
+from fedvit.precision import ProductPrecision
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fleet.run import FleetOutcome
 from fleet.virtual import Host
 from profiles.probes.host import usable_cores
 
 Engine = Literal["auto", "onnx", "torch"]
-Precision = Literal["fp32", "tf32", "bf16"]
-"""Of products on a GPU, in the torch engine."""
-
 DEFAULTS: dict[str, Any] = {"accelerator": "cpu", "deadline_s": 7 * 86400.0}
 """Where a simulation differs from a run on devices, unless it is told otherwise: a slow machine loses nobody."""
 
@@ -49,7 +47,7 @@ def simulate(
     resume: bool = False,
     agent_kinds: Mapping[str, Callable[..., Agent]] | None = None,
     engine: Engine = "onnx",
-    precision: Precision = "fp32",
+    precision: ProductPrecision = "fp32",
     fused: bool | None = None,
     label: str | None = None,
 ) -> FleetOutcome:
@@ -68,8 +66,8 @@ def simulate(
 
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
     """
+    from coordinator.compute.accelerator import choose_accelerator, places
     from coordinator.compute.engine import Engine as Compute
-    from coordinator.compute.engine import choose_accelerator
     from coordinator.planning.checks import checked_config  # with torch: seconds that other commands need not wait
     from coordinator.run.coordinator import Coordinator
     from coordinator.run.inbox import Interrupted
@@ -79,8 +77,10 @@ def simulate(
     config = checked_config({**DEFAULTS, **values, "devices": len(devices)}, "simulation").run
     check_writers(config.metrics, "simulation")
     accelerator = choose_accelerator(config.accelerator)  # a run that could never begin need not be recorded
-    on_torch = engine == "torch" or (engine == "auto" and accelerator != "cpu")
+    on_torch = engine == "torch" or (engine == "auto" and not accelerator.startswith("cpu"))
     if on_torch:
+        if len(places(accelerator)) > 1:
+            raise ConfigError(f"accelerator = {accelerator!r}: engine torch computes on one; use engine = 'onnx'")
         check_engine_config(config)
     home = out / run
     broker = MemoryBroker()
@@ -93,6 +93,7 @@ def simulate(
         cores = (at_once or max(1, usable_cores() // threads)) * threads
         with _torch_threads(cores):
             return _on_torch(run, config, store, home, devices, accelerator, display, precision, fused, written)
+    compute = Compute(run=run, config=config, store=store, folder=home, graph_cache=graph_cache)
     coordinator = Coordinator(
         run=run,
         config=config,
@@ -100,7 +101,7 @@ def simulate(
         store=store,
         folder=home,
         display=display,
-        compute=Compute(run=run, config=config, store=store, folder=home, graph_cache=graph_cache),
+        compute=compute,
     )
     host = Host(
         devices,
@@ -137,6 +138,7 @@ def simulate(
     finally:
         stop.set()
         hosting.join()
+        compute.close()
         store.close()
 
 
@@ -161,7 +163,7 @@ def _on_torch(
     devices: Mapping[str, Path],
     accelerator: str,
     display: Display,
-    precision: Precision,
+    precision: ProductPrecision,
     fused: bool | None,
     written: AbstractContextManager[None],
 ) -> FleetOutcome:

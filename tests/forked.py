@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +24,8 @@ FORKS.set_forkserver_preload(
 """The process to fork from starts with the first fork and ends with the tests."""
 WORKERS = 6
 """Worker processes that a coordinator can have, one after the other; they end with it."""
+RANKS = 8
+"""Processes of the server's training that a worker process can have, where a coordinator is given `cpu:2`."""
 
 
 class Forked:
@@ -75,16 +78,17 @@ def _run(module: str, arguments: list[str], log: Path, environment: dict[str, st
 class ForkedWorker:
     """A coordinator's worker process, forked from the coordinator, which has torch already in these tests.
 
-    What `coordinator.compute.process.spawn` gives, for the real program with pipes of its own.
+    What `coordinator.compute.process.spawn` gives, for the real program with pipes of its own. With another `module`,
+    what `spawn` of `coordinator.compute.ranks` gives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "coordinator.compute.worker") -> None:
         requests, replies = os.pipe(), os.pipe()
         self._code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _become_worker(requests[0], replies[1])
+                _become_worker(module, requests[0], replies[1])
             except BaseException:  # noqa: BLE001 - nothing of the parent's may go on in this process
                 traceback.print_exc()
             os._exit(1)
@@ -114,11 +118,53 @@ class ForkedWorker:
         return self._code
 
 
-def _become_worker(requests: int, replies: int) -> None:
+class ForkedRank:
+    """A process of the server's training: what `coordinator.compute.ranks.spawn` gives, and has torch at once."""
+
+    def __init__(self) -> None:
+        (requests, asking), (hearing, replies) = FORKS.Pipe(duplex=False), FORKS.Pipe(duplex=False)
+        self._process = FORKS.Process(target=_become_rank, args=(requests, replies), daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.stdin: IO[bytes] | None = os.fdopen(os.dup(asking.fileno()), "wb")
+        self.stdout: IO[bytes] | None = os.fdopen(os.dup(hearing.fileno()), "rb")
+        for end in (requests, asking, hearing, replies):
+            end.close()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired("rank", timeout or 0)
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _become_rank(requests: Connection, replies: Connection) -> None:
+    os.dup2(requests.fileno(), 0)
+    os.dup2(replies.fileno(), 1)
+    for end in (requests, replies):
+        end.close()
+    importlib.import_module("coordinator.compute.rank").main()
+
+
+def _become_worker(module: str, requests: int, replies: int) -> None:
     """Nothing else of the coordinator's stays open here: its broker and its lock must see it end when it ends."""
     os.setpgid(0, 0)
     os.dup2(requests, 0)
     os.dup2(replies, 1)
     os.closerange(3, 4096)
     logging.getLogger().handlers.clear()
-    importlib.import_module("coordinator.compute.worker").main()
+    if module == "coordinator.compute.worker" and "cpu:2" in sys.argv:
+        from coordinator.compute import ranks
+
+        # now, since a process that was forked from one that has trained cannot train
+        spare = [ForkedWorker("coordinator.compute.rank") for _ in range(RANKS)]
+        ranks.spawn = spare.pop
+    importlib.import_module(module).main()

@@ -9,14 +9,22 @@ import msgspec
 
 from bench.simulate.jobs import Job, Measured, decode_job
 from coordinator.record.store import Store
-from fleet.simulate import Engine, Precision, simulate
+from fedvit.precision import ProductPrecision
+from fleet.simulate import Engine, simulate
 from profiles.probes.host import peak_rss_bytes
 
 RUN = "bench"
 
 
 def run(
-    job: Job, folders: list[Path], *, rounds: int, seed: int, engine: Engine, accelerator: str, precision: Precision
+    job: Job,
+    folders: list[Path],
+    *,
+    rounds: int,
+    seed: int,
+    engine: Engine,
+    accelerator: str,
+    precision: ProductPrecision,
 ) -> tuple[list[float], float | None]:
     """Simulate: (when each round ended, mean accuracy over devices after the last).
 
@@ -45,7 +53,7 @@ def main() -> None:
         seed=int(seed),
         engine=msgspec.convert(engine, Engine),
         accelerator=accelerator,
-        precision=msgspec.convert(precision, Precision),
+        precision=msgspec.convert(precision, ProductPrecision),
     )
     measured = Measured(ended=ended, accuracy=accuracy, peak_rss_bytes=peak_rss_bytes())
     sys.stdout.write(msgspec.json.encode(measured).decode() + "\n")

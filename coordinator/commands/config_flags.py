@@ -123,7 +123,7 @@ _NUMBER_OR_TEXT = {
 _OF_RUN = {
     "What is trained": (
         "method", "options", "variants", "model", "model_options", "pretrained", "start_from", "classes", "max_classes",
-        "seed", "accelerator",
+        "seed", "accelerator", "server_precision",
     ),
     "Rounds and devices": (
         "rounds", "devices", "devices_where", "federation", "cohort", "quorum", "over_select", "selection",

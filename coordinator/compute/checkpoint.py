@@ -33,7 +33,7 @@ def save_state(
     return SavedState(saved, memory, state.uploads, sent)
 
 
-def load_state(saved: SavedState, blobs: BlobStore, order: Tensors | None = None) -> ServerState:
+def load_state(saved: SavedState, blobs: BlobStore, order: Iterable[str] | None = None) -> ServerState:
     """Undo `save_state`: bit for bit; tensors in the order of `order`, where it is given."""
     tensors: Tensors = {}
     for digest in saved.groups.values():

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-import torch
-
+from coordinator.compute.accelerator import choose_accelerator, places
 from coordinator.compute.checkpoint import load_state, start_state, write_models
 from coordinator.compute.messages import (
     FindOutliers,
@@ -20,6 +20,8 @@ from coordinator.compute.messages import (
     Request,
     Step,
 )
+from coordinator.compute.process import drained
+from coordinator.compute.ranks import Ranks
 from coordinator.compute.restore import newest_state
 from coordinator.compute.server_step import ServerStep
 from coordinator.config import RunConfig
@@ -50,6 +52,9 @@ class Engine:
         self._graph_cache = graph_cache
         self._blobs = SoundBlobs(folder / "blobs")
         self._step: ServerStep | None = None
+        self._ranks: Ranks | None = None
+        self._news: SimpleQueue[str] = SimpleQueue()
+        self.warn: Callable[[str], None] = self._news.put
         self._answers: dict[type, Callable[[Any], Any]] = {
             Prepare: self._prepare,
             PlanTasks: self._plan,
@@ -66,10 +71,12 @@ class Engine:
         return self._blobs.found()
 
     def keep(self) -> list[str]:
-        return []
+        return drained(self._news)
 
     def close(self) -> None:
-        pass
+        if self._ranks is not None:
+            self._ranks.stop()
+            self._ranks = None
 
     @property
     def _prepared(self) -> ServerStep:
@@ -96,15 +103,29 @@ class Engine:
                 "resume it with the versions it began with"
             )
         accelerator = choose_accelerator(self._config.accelerator)
-        self._step = ServerStep(self._run, self._config, self._store, self._blobs, plan, accelerator, self._say)
+        self._step = ServerStep(
+            self._run, self._config, self._store, self._blobs, plan, places(accelerator)[0],
+            self._started_ranks(plan, places(accelerator)), self._say,
+        )  # fmt: skip
         saved, remade = newest_state(self._step, request.copies)
         groups = {group: (role.value, len(names)) for group, (role, names) in plan.method.groups(plan.vit).items()}
         return Prepared(
             program=made, protocol=plan.protocol, groups=groups, accelerator=accelerator, saved=saved, remade=remade
         )
 
+    def _started_ranks(self, plan: Plan, accelerators: tuple[str, ...]) -> Ranks | None:
+        """Several processes, where there is something for each to do."""
+        self.close()
+        if len(accelerators) > 1 and plan.rule.is_divided:
+            self._ranks = Ranks(accelerators, plan.rule, plan.vit, self._blobs, self._say, self._tell)
+            self._ranks.start()
+        return self._ranks
+
     def _say(self, text: str) -> None:
         self.progress(text)
+
+    def _tell(self, text: str) -> None:
+        self.warn(text)
 
     def _plan(self, request: PlanTasks) -> Planned:
         too_small: dict[str, str] = {}
@@ -162,15 +183,3 @@ class _Lazily:
         if self._value is None:
             self._value = self._load()
         return self._value
-
-
-def choose_accelerator(wanted: str) -> str:
-    """Torch device for the server's training. Raises ConfigError when it is not there."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=wanted)
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"accelerator = {wanted!r} cannot be used: {first}") from error
-    return wanted

@@ -4,10 +4,8 @@ Requests and answers are msgpack behind their length, on the pipes of the proces
 also after `kill -9` of this process.
 """
 
-import contextlib
 import logging
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -21,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.compute.messages import AnyRequest, Check, Prepare, Request
+from coordinator.compute.pipes import close, read_frame, write_frame
 from coordinator.config import RunConfig
 from coordinator.record.integrity import DamagedBlob
 from fedvit import errors
@@ -36,9 +35,6 @@ BACK_OFF_S = 1.0
 """Wait before the process is started for the second time in a row; it doubles with each further time."""
 END_S = 2.0
 """Longest wait for a process that has closed its pipe."""
-
-_LENGTH = struct.Struct("<I")
-
 
 # --- what travels ---------------------------------------------------------------------------------------
 
@@ -59,6 +55,12 @@ class Doing(Struct, frozen=True, tag=True):
     text: str
 
 
+class Warned(Struct, frozen=True, tag=True):
+    """What happened to the process's own processes, for the operator."""
+
+    text: str
+
+
 class Answered(Struct, frozen=True, kw_only=True, tag=True):
     value: msgspec.Raw
     damaged: list[str]  # digests of blobs that were found to be damaged
@@ -75,23 +77,7 @@ class Raised(Struct, frozen=True, kw_only=True, tag=True):
     damaged: list[str] = []
 
 
-Reply = Doing | Answered | Raised
-
-
-def write_frame(pipe: IO[bytes], message: Struct) -> None:
-    raw = msgspec.msgpack.encode(message)
-    pipe.write(_LENGTH.pack(len(raw)) + raw)
-    pipe.flush()
-
-
-def read_frame(pipe: IO[bytes]) -> bytes | None:
-    """None at the end."""
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    [length] = _LENGTH.unpack(head)
-    raw = pipe.read(length)
-    return raw if len(raw) == length else None
+Reply = Doing | Warned | Answered | Raised
 
 
 def raised_of(error: Exception, damaged: list[str]) -> Raised:
@@ -203,7 +189,7 @@ class Worker:
                 return answer
 
     def damaged(self) -> list[str]:
-        return _drained(self._damaged)
+        return drained(self._damaged)
 
     def keep(self) -> list[str]:
         if self._busy.acquire(blocking=False):  # else the thread that asks sees to it
@@ -214,7 +200,7 @@ class Worker:
                     self._start_again()
             finally:
                 self._busy.release()
-        return _drained(self._news)
+        return drained(self._news)
 
     def close(self) -> None:
         self._closed.set()
@@ -242,6 +228,9 @@ class Worker:
             reply = msgspec.msgpack.decode(raw, type=Reply)
             if isinstance(reply, Doing):
                 self.progress(reply.text)
+                continue
+            if isinstance(reply, Warned):
+                self._say(reply.text)
                 continue
             for digest in reply.damaged:
                 self._damaged.put(digest)
@@ -289,9 +278,9 @@ class Worker:
             code = child.wait()
         for pipe in (child.stdin, child.stdout):
             if pipe is not None:
-                _close(pipe)
+                close(pipe)
         self._begun = self._prepared = False
-        how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+        how = how_it_ended(code)
         self._start_at = time.monotonic() + (BACK_OFF_S * 2 ** (self._died - 1) if self._died else 0.0)
         self._died += 1
         if not self._closed.is_set():
@@ -310,18 +299,22 @@ class Worker:
         )
 
 
-def _drained(lines: "SimpleQueue[str]") -> list[str]:
+def how_it_ended(code: int) -> str:
+    """An exit status for people.
+
+    >>> how_it_ended(-9), how_it_ended(3)
+    ('signal 9 (SIGKILL)', 'exit code 3')
+    """
+    return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+
+
+def drained(lines: "SimpleQueue[str]") -> list[str]:
     found: list[str] = []
     while True:
         try:
             found.append(lines.get_nowait())
         except Empty:
             return found
-
-
-def _close(pipe: IO[bytes]) -> None:
-    with contextlib.suppress(OSError):  # what was not written yet cannot be any more
-        pipe.close()
 
 
 Incoming = Begin | AnyRequest

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import msgspec
 
-from coordinator.compute.checkpoint import load_state, save_state
+from coordinator.compute.checkpoint import save_state
 from coordinator.compute.server_step import ServerStep
 from coordinator.record.integrity import SoundBlobs, beyond_repair, essential, what_it_held
 from coordinator.record.tables import Reference, RoundRecord, SavedState
@@ -67,17 +67,16 @@ class _Again:
         self._copies = copies
 
     def closed(self, before: SavedState) -> SavedState:
-        step, plan, number = self._step, self._step.plan, self._number
+        step, number = self._step, self._number
         step.progress(f"round {number}: its state is damaged on this disk, and is made anew")
         results = step.results(number)
         for result in results:
             if result.upload and not step.blobs.is_sound(result.upload):
                 self._give_up(f"the upload of {result.device} for round {result.round} is not whole either")
         try:
-            state = step.again(number, results, load_state(before, step.blobs, plan.values))
+            saved = step.again(number, results, before)
         except EmptyCohort as error:
             self._give_up(str(error))
-        saved = save_state(state, plan.groups, step.blobs, step.config.updates, before)
         if essential(saved) != essential(self._recorded):
             self._give_up(f"round {number}, computed again, gives other numbers")
         log.warning("state made anew", extra={"round": number, "digests": self._damaged})

@@ -1,14 +1,16 @@
 """What a round's results make of the state: screened, put together by the method's server half, and accounted for."""
 
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
 
-from coordinator.compute.checkpoint import load_state, needed_blobs, save_state
+from coordinator.compute.checkpoint import needed_blobs
+from coordinator.compute.closing import Closing, Place, StoredUploads
 from coordinator.compute.messages import Outlier, Stepped
+from coordinator.compute.ranks import Ranks
 from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
 from coordinator.planning.planner import Plan
@@ -18,11 +20,9 @@ from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, SavedState
 from fedvit.errors import EmptyCohort
 from fedvit.methods.aggregators import Aggregator, make_aggregator
-from fedvit.methods.base import RoundContext, ServerState, Upload
+from fedvit.methods.base import Upload
 from fedvit.methods.private_mean import PrivateMean
 from fedvit.program import LABELS
-from fedvit.tensors import Array, TensorFile
-from fedvit.updates import Decoded
 
 
 @dataclass
@@ -34,7 +34,8 @@ class ServerStep:
     store: Store
     blobs: SoundBlobs
     plan: Plan
-    accelerator: str
+    accelerator: str  # torch device
+    ranks: Ranks | None  # the processes that close rounds; None: this one
     progress: Callable[[str], None]
     _newest: tuple[list[ResultRecord], Screened] | None = None  # what was screened last
 
@@ -51,25 +52,23 @@ class ServerStep:
         if not results:
             raise EmptyCohort(f"none of the devices that were asked brought a result for round {number}")
         screened = self._screened(number, results)
-        state = self._cleansed(load_state(saved, self.blobs, self.plan.values), number)
-        damaged = self._damaged_uploads(state, results)
-        begin = replace(state, uploads={who: kept for who, kept in state.uploads.items() if who not in damaged})
-        moved, figures = self.plan.rule.close(begin, screened.uploads, self._context(number))
+        kept = self._cleansed(saved.uploads, number)
+        damaged = self._damaged_uploads(kept, results)
+        kept = {device: digest for device, digest in kept.items() if device not in damaged}
+        moved, figures = self._close(number, saved, kept, screened.uploads)
         uploads = self._uploads(number, results) if config.privacy.feature_noise else []
         rows = [len(upload.load()[LABELS]) for upload in uploads]
         # of a draw by an earlier process nothing is known: no amplification is claimed for it
         population, cohort = drawn or (len(results), len(results))
         private = round_figures(self.store, self.run, config, population=population, cohort=cohort, feature_rows=rows)
-        self.progress(f"round {number}/{config.rounds}: keeping the new state")
-        kept = save_state(moved, self.plan.groups, self.blobs, config.updates, saved)
-        needed = needed_blobs(self.plan, kept)
+        needed = needed_blobs(self.plan, moved)
         self.blobs.forget_all_but(needed)
-        return Stepped(saved=kept, figures=figures | screened.figures | private, damaged=damaged, needed=needed)
+        return Stepped(saved=moved, figures=figures | screened.figures | private, damaged=damaged, needed=needed)
 
-    def again(self, number: int, results: list[ResultRecord], state: ServerState) -> ServerState:
-        """What the step of a round that is closed made of `state`; devices were judged then. Raises EmptyCohort."""
+    def again(self, number: int, results: list[ResultRecord], saved: SavedState) -> SavedState:
+        """What the step of a round that is closed made of `saved`; devices were judged then. Raises EmptyCohort."""
         uploads = self._screen.apply(self._uploads(number, results)).uploads
-        return self.plan.rule.close(self._cleansed(state, number), uploads, self._context(number))[0]
+        return self._close(number, saved, self._cleansed(saved.uploads, number), uploads)[0]
 
     def results(self, number: int) -> list[ResultRecord]:
         """Those that count in the server step of a round."""
@@ -91,41 +90,50 @@ class ServerStep:
                 result.device,
                 result.samples,
                 result.upload,
-                partial(self._load, result.upload),
+                partial(self._stored, result.upload),
                 discount(number - result.round),
             )
             for result in results
             if result.upload
         ]
 
-    def _load(self, digest: str) -> Mapping[str, Array]:
-        shapes = {name: value.shape for name, value in self.plan.values.items()}
-        return Decoded(TensorFile(self.blobs.path(digest)), shapes)
+    @cached_property
+    def _stored(self) -> StoredUploads:
+        return StoredUploads(self.blobs.folder, {name: value.shape for name, value in self.plan.values.items()})
 
-    def _cleansed(self, state: ServerState, number: int) -> ServerState:
-        """The state without what devices in quarantine had uploaded earlier."""
+    def _cleansed(self, uploads: dict[str, str], number: int) -> dict[str, str]:
+        """Uploads of earlier rounds without those of devices in quarantine."""
         kept_out = self.store.quarantined(self.run, number) if self.config.protection.strikes else {}
-        uploads = {device: digest for device, digest in state.uploads.items() if device not in kept_out}
-        return replace(state, uploads=uploads)
+        return {device: digest for device, digest in uploads.items() if device not in kept_out}
 
-    def _damaged_uploads(self, state: ServerState, results: list[ResultRecord]) -> dict[str, str]:
+    def _damaged_uploads(self, uploads: dict[str, str], results: list[ResultRecord]) -> dict[str, str]:
         """By device, uploads of earlier rounds that are not whole; those that are replaced now need not be."""
         fresh = {result.device for result in results if result.upload}
-        kept = {device: digest for device, digest in state.uploads.items() if device not in fresh}
+        kept = {device: digest for device, digest in uploads.items() if device not in fresh}
         return {device: digest for device, digest in kept.items() if not self.blobs.is_sound(digest)}
 
-    def _context(self, number: int) -> RoundContext:
+    def _close(
+        self, number: int, before: SavedState, kept: dict[str, str], uploads: list[Upload]
+    ) -> tuple[SavedState, dict[str, float]]:
         plan, config = self.plan, self.config
-        return RoundContext(
+        closing = Closing(
             round=number,
+            rounds=config.rounds,
             seed=config.seed,
             lr_scale=plan.method.lr_scale(number, config.rounds),
-            vit=plan.vit,
-            accelerator=self.accelerator,
-            load=self._load,
-            progress=self.progress,
+            before=before,
+            kept=kept,
+            uploads=uploads,
+            stored=self._stored,
+            names=list(plan.values),
+            groups=plan.groups,
+            updates=config.updates,
             aggregator=aggregator_of(config, number),
+            precision=config.server_precision,
         )
+        if self.ranks is not None:
+            return self.ranks.close_round(closing)
+        return closing.done(plan.rule, plan.vit, self.blobs, Place(self.accelerator), self.progress)
 
 
 def aggregator_of(config: RunConfig, round_number: int) -> Aggregator:

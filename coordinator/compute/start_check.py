@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from coordinator.compute.accelerator import choose_accelerator
 from coordinator.compute.checkpoint import start_state
-from coordinator.compute.engine import choose_accelerator
 from coordinator.compute.messages import Check, Checked
 from coordinator.config import RunConfig
 from coordinator.planning.checks import check_run

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import signal
-import threading
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
@@ -11,32 +9,18 @@ from typing import IO, Any
 import msgspec
 
 from coordinator.compute.messages import Check
-from coordinator.compute.process import Answered, Begin, Doing, Incoming, raised_of, read_frame, write_frame
-from fedvit.descriptors import raise_limit
+from coordinator.compute.pipes import open_pipes, write_frame
+from coordinator.compute.process import Answered, Begin, Doing, Incoming, Warned, raised_of
 from fedvit.files import private_files
-from fedvit.logs import configure_logging
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Ends with the process that started it: at the end of standard input, in the midst of whatever it does."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a group or a service, in which the other process ends it
-        signal.signal(number, signal.SIG_IGN)
-    raise_limit()
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever libraries print must not get among the replies
-    configure_logging()
-    waiting: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_listen, args=(requests, waiting), name="requests", daemon=True).start()
+    waiting, replies = open_pipes()
     with private_files():
         _Serving(replies).serve(waiting)
-
-
-def _listen(requests: IO[bytes], waiting: "SimpleQueue[bytes]") -> None:
-    while raw := read_frame(requests):
-        waiting.put(raw)
-    os._exit(0)
 
 
 class _Serving:
@@ -80,6 +64,7 @@ class _Serving:
             graph_cache=Path(begin.graph_cache) if begin.graph_cache else None,
         )
         self._engine.progress = lambda text: write_frame(self._replies, Doing(text))
+        self._engine.warn = lambda text: write_frame(self._replies, Warned(text))
 
     def _answer(self, request: Any) -> Any:
         if isinstance(request, Check):

@@ -13,6 +13,7 @@ from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.protection import ProtectionConfig
 from coordinator.config.updates import UpdatesConfig
 from fedvit.errors import ConfigError
+from fedvit.precision import ProductPrecision
 from fedvit.roles import NONE
 from fedvit.wire.topics import check_name
 
@@ -134,8 +135,15 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Annotated[int, Meta(ge=0, description="Finished runs that `coordinator gc` leaves; by default all.")] | None
     ) = None
     accelerator: Annotated[
-        str, Meta(description="Torch device of the server's training; auto takes CUDA where there is one.")
+        str,
+        Meta(
+            description="What the server trains on: cpu, cuda, cuda:1; with cuda:0,1 or cpu:2 two processes. auto "
+            "takes CUDA where there is one."
+        ),
     ] = "auto"
+    server_precision: Annotated[
+        ProductPrecision, Meta(description="Of products in the server's training; weights are float32 always.")
+    ] = "fp32"
     federation: Annotated[str, Meta(description="Name under which devices and coordinator meet at the broker.")] = (
         "home"
     )

@@ -22,7 +22,7 @@ from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.vit import PatchViT
-from fedvit.precision import Precision, packed
+from fedvit.precision import Precision, ProductPrecision, packed
 from fedvit.program import Evaluate, Role, Train
 from fedvit.resources import BudgetKind
 from fedvit.tensors import Array, Tensors
@@ -138,6 +138,9 @@ class RoundContext(NamedTuple):
     load: Callable[[str], Mapping[str, Array]]  # tensors of a kept upload by digest
     progress: Callable[[str], None]  # one line for people, often
     aggregator: Aggregator = Mean()  # how shared tensors' deltas become one
+    precision: ProductPrecision = "fp32"  # of products in training
+    rank: int = 0  # of this process among those that close the round together, each with an accelerator of its own
+    world_size: int = 1  # how many they are
 
 
 class ServerRule(ABC):
@@ -151,6 +154,11 @@ class ServerRule(ABC):
     @property
     def discounts(self) -> bool:
         """Whether an upload's `discount` is heeded."""
+        return False
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether processes share its work (`RoundContext.world_size`): each closes the round, to the same state."""
         return False
 
     def begin(self, seed: int) -> Tensors:

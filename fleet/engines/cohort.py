@@ -19,6 +19,7 @@ from fedvit.data.images import Indices
 from fedvit.methods.base import Method
 from fedvit.methods.step import Step, gather_step, predict_step, whole_step
 from fedvit.models.vit import PatchViT
+from fedvit.precision import ProductPrecision
 from fedvit.program import LABELS, Batch, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
 from fleet.engines.pictures import Drawn, Images, Pictures, draw_training, normalised, unfolded
@@ -26,7 +27,6 @@ from fleet.engines.steps import (
     CapturedRunner,
     Lanes,
     Named,
-    Precision,
     Runner,
     Work,
     compiled,
@@ -77,7 +77,7 @@ class Cohort:
         pictures: Pictures,
         place: torch.device,
         *,
-        precision: Precision,
+        precision: ProductPrecision,
         fused: bool,
         say: Callable[[str], None],
     ) -> None:

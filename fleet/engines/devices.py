@@ -26,14 +26,14 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.methods.base import Method, ServerState
 from fedvit.methods.packed import unpacked
-from fedvit.precision import SCALE
+from fedvit.precision import SCALE, ProductPrecision
 from fedvit.program import Program, Role
 from fedvit.tensors import Tensors, unpack
 from fedvit.updates import NONE
 from fedvit.wire.messages import TaskKind
 from fleet.engines.cohort import Cohort, Values, answering_flops
 from fleet.engines.pictures import Images, Pictures
-from fleet.engines.steps import Named, Precision, on_processor
+from fleet.engines.steps import Named, on_processor
 from profiles.program_cost import PricedProgram
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class Devices:
         place: torch.device,
         display: Display,
         *,
-        precision: Precision,
+        precision: ProductPrecision,
         fused: bool | None,
     ) -> None:
         self._config, self._plan, self._blobs = config, plan, blobs

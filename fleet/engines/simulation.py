@@ -34,13 +34,13 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
 from fedvit.files import atomic_write
 from fedvit.methods.base import RoundContext, Upload
+from fedvit.precision import ProductPrecision
 from fedvit.program import LABELS
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Array, Tensors, pack, packed_size, unpack
 from fedvit.updates import Decoded
 from fedvit.wire.messages import Result, TaskKind
 from fleet.engines.devices import Brought, Devices, Tested
-from fleet.engines.steps import Precision
 
 CHECKPOINT_EVERY_S = 5.0
 CHECKPOINT_SHARE = 0.05
@@ -82,7 +82,7 @@ class TorchSimulation:
         folders: Mapping[str, Path],
         accelerator: str,
         display: Display,
-        precision: Precision = "fp32",
+        precision: ProductPrecision = "fp32",
         fused: bool | None = None,
     ) -> None:
         self._run, self._config, self._store, self._home = run, config, store, home
@@ -197,6 +197,7 @@ class TorchSimulation:
             load=self._load,
             progress=self._doing,
             aggregator=aggregator_of(config, number),
+            precision=config.server_precision,
         )
         self._state, figures = plan.rule.close(replace(self._state, uploads=older), screened.uploads, context)
         self._uploads = {name: self._uploads[name] for name in self._state.uploads.values()}

@@ -5,14 +5,16 @@ It is the function that is traced into the graph of a device (`fedvit.methods.st
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fedvit.methods.products import products_in
 from fedvit.methods.step import Step
+from fedvit.precision import ProductPrecision
 from fedvit.program import Batch
 from fedvit.tensors import Array
 from fleet.engines.pictures import training_patches
@@ -99,16 +101,11 @@ def until_through(lanes: Lanes) -> Lanes:
     return call
 
 
-Precision = Literal["fp32", "tf32", "bf16"]
-"""Of products. tf32 rounds their factors to 10 bits, bf16 computes in bfloat16; weights are float32 always."""
-
-
-def in_precision(lanes: Lanes, precision: Precision, place: torch.device) -> Lanes:
+def in_precision(lanes: Lanes, precision: ProductPrecision, place: torch.device) -> Lanes:
     """The function with its products in a precision."""
 
     def call(*parts: Named) -> Named:
-        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-        with torch.autocast(place.type, torch.bfloat16, enabled=precision == "bf16"):
+        with products_in(precision, place):
             return lanes(*parts)
 
     return call

@@ -14,10 +14,11 @@ from fedvit.blobs import digest_of
 from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_names
+from fedvit.precision import ProductPrecision
 from fedvit.wire.topics import check_name
 from fleet.datasets import check_dataset
 from fleet.partitions import make_partition
-from fleet.simulate import DEFAULTS, Engine, Precision
+from fleet.simulate import DEFAULTS, Engine
 
 SCHEMA = 2
 """Version of what an experiment writes; another one makes every cell run again."""
@@ -52,7 +53,7 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     common: dict[str, Any] = field(default_factory=dict)  # options of every method that has them
     run: dict[str, Any] = field(default_factory=dict)  # other keys of a run's configuration
     engine: Engine = "onnx"  # what computes the devices' part
-    precision: Precision = "fp32"  # of products, in the torch engine
+    precision: ProductPrecision = "fp32"  # of products, in the torch engine
     metrics: MetricsConfig = field(default_factory=MetricsConfig)  # where they are written; no outcome depends on it
 
 
@@ -82,7 +83,7 @@ class Cell(Struct, frozen=True, kw_only=True):
     deal: Deal
     run: dict[str, Any]  # a run's whole configuration
     engine: Engine = "onnx"
-    precision: Precision = "fp32"
+    precision: ProductPrecision = "fp32"
 
     @property
     def digest(self) -> str:

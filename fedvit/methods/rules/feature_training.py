@@ -9,10 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 from fedvit.methods.optimizers import Optimizer
+from fedvit.methods.products import products_in
 from fedvit.methods.rules.memory import with_tensors
 from fedvit.methods.rules.optimizer_state import restore, saved
 from fedvit.models.vit import PatchViT
@@ -51,6 +53,11 @@ class FeatureTraining(ServerRule):
         """Features are examples, whenever they were made."""
         return None
 
+    @property
+    def is_divided(self) -> bool:
+        """Each process takes some items of every batch."""
+        return True
+
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
@@ -71,38 +78,36 @@ class FeatureTraining(ServerRule):
             raise EmptyCohort(f"round {context.round}: the uploads of {len(kept)} devices hold no feature")
         names = list(state.tensors)
         device = torch.device(context.accelerator)
-        values = [torch.tensor(state.tensors[name], device=device, requires_grad=True) for name in names]
-        optimizer = self.optimizer.in_torch(values, self.lr * context.lr_scale)
+        values = [torch.nn.Parameter(torch.tensor(state.tensors[name], device=device)) for name in names]
+        optimizer = self.optimizer.in_torch(list[Tensor](values), self.lr * context.lr_scale)
         by_name = dict(zip(names, values, strict=True))
         restore(optimizer, by_name, state.memory)
         vit = context.vit.to(device)
-
-        def forward(features: Tensor, block: int) -> Tensor:
-            def body(vit: PatchViT) -> Tensor:
-                return vit.classify(vit.run_to_class(features, block))
-
-            logits: Tensor = vit.call(by_name, body)
-            return logits
-
+        forward: torch.nn.Module = _Half(vit, by_name)
+        if context.world_size > 1:
+            skips = any(bucket.block > _first_block(names) for bucket in buckets)  # some blocks have no gradient
+            forward = DistributedDataParallel(forward, find_unused_parameters=skips)
         draw = np.random.default_rng([context.seed, context.round])
         losses: list[float] = []
         for epoch in range(self.epochs):
             losses = []
-            picks = _shuffled(buckets, self.batch_size, draw)
+            picks = _shuffled(buckets, self.batch_size, draw, (context.rank, context.world_size))
             for number, batch in enumerate(_read_ahead(picks), start=1):
                 optimizer.zero_grad()  # to None: blocks below this one stay as they are, weight decay included
-                loss = torch.nn.functional.cross_entropy(
-                    forward(torch.from_numpy(batch.features_BND).to(device), batch.block),
-                    torch.from_numpy(batch.labels).to(device),
-                )
-                loss.backward()
+                with products_in(context.precision, device):
+                    logits = forward(torch.from_numpy(batch.features_BND).to(device), batch.block)
+                    loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch.labels).to(device))
+                (loss * batch.share).backward()
                 optimizer.step()
-                losses.append(float(loss.detach()) * len(batch.labels))
+                losses.append(float(loss.detach()) * batch.counted)
                 context.progress(f"server epoch {epoch + 1}/{self.epochs}, batch {number}/{len(picks)}")
         vit.to("cpu")
+        loss_sum = torch.tensor(sum(losses), dtype=torch.float64, device=device)
+        if context.world_size > 1:
+            torch.distributed.all_reduce(loss_sum)
         tensors = {name: value.detach().cpu().numpy() for name, value in zip(names, values, strict=True)}
         figures = {
-            "server_loss": sum(losses) / items,
+            "server_loss": float(loss_sum) / items,
             "server_features": float(items),
             "stored_devices": float(len(kept)),
             "stored_bytes": float(sum(shelves[device].stored_bytes for device in kept)),
@@ -125,12 +130,31 @@ class FeatureTraining(ServerRule):
         return dropped
 
 
+class _Half(torch.nn.Module):
+    """The server's blocks, the norm and the head, with the tensors that are trained in place of the model's own."""
+
+    def __init__(self, vit: PatchViT, tensors: dict[str, torch.nn.Parameter]) -> None:
+        super().__init__()
+        self._names = list(tensors)
+        self._values = torch.nn.ParameterList(tensors.values())
+        self._call = vit.call  # the model itself is none of the modules whose gradients processes average
+
+    def forward(self, features_BND: Tensor, block: int) -> Tensor:
+        def body(vit: PatchViT) -> Tensor:
+            return vit.classify(vit.run_to_class(features_BND, block))
+
+        logits: Tensor = self._call(dict(zip(self._names, self._values, strict=True)), body)
+        return logits
+
+
 class _Batch(NamedTuple):
-    """Letters: B items, N tokens, D width."""
+    """What one process works on of a batch. Letters: B items, N tokens, D width."""
 
     block: int  # that the features enter
     features_BND: np.ndarray
     labels: np.ndarray  # (B,)
+    counted: int  # of these items; 0 where there is one that is another process's
+    share: float  # of their mean loss in the gradient: the mean over all processes of these is the whole batch's
 
 
 class _Bucket(NamedTuple):
@@ -141,8 +165,11 @@ class _Bucket(NamedTuple):
     starts: np.ndarray  # (uploads,): the first item of each
     labels: np.ndarray  # (items,)
 
-    def batch(self, items: np.ndarray) -> _Batch:
-        """Read some items; those of one upload in the order in which they lie."""
+    def batch(self, items: np.ndarray, rank: int, world_size: int) -> _Batch:
+        """Read the items of one process, of a batch; those of one upload in the order in which they lie."""
+        mine = np.array_split(items, world_size)[rank]
+        counted, share = len(mine), world_size * len(mine) / len(items)
+        items = mine if counted else items[:1]  # all processes step together, also one for which nothing is left
         name = features_into(self.block)
         shape = self.shelves[0].shape(name)[1:]
         features_BND = np.empty((len(items), *shape), np.float32)
@@ -151,7 +178,15 @@ class _Bucket(NamedTuple):
             number = int(np.searchsorted(self.starts, items[place], side="right")) - 1
             row = int(items[place] - self.starts[number])
             flat[place] = self.shelves[number].part(name, row * flat.shape[1], (row + 1) * flat.shape[1])
-        return _Batch(self.block, features_BND, self.labels[items])
+        return _Batch(self.block, features_BND, self.labels[items], counted, share)
+
+
+def _first_block(names: list[str]) -> int:
+    """
+    >>> _first_block(["blocks.10.norm1.weight", "blocks.9.norm1.weight", "head.weight"])
+    9
+    """
+    return min((int(name.split(".")[1]) for name in names if name.startswith("blocks.")), default=0)
 
 
 def _by_shape(shelves: list[TensorReader]) -> list[_Bucket]:
@@ -170,12 +205,17 @@ def _by_shape(shelves: list[TensorReader]) -> list[_Bucket]:
     return buckets
 
 
-def _shuffled(buckets: list[_Bucket], size: int, draw: np.random.Generator) -> list[Callable[[], _Batch]]:
-    """What reads each batch of an epoch, over all buckets in shuffled order; each batch comes from one bucket."""
+def _shuffled(
+    buckets: list[_Bucket], size: int, draw: np.random.Generator, process: tuple[int, int]
+) -> list[Callable[[], _Batch]]:
+    """What reads each batch of an epoch, over all buckets in shuffled order; each batch comes from one bucket.
+
+    `process` is the rank and the number of those that share a batch.
+    """
     picks: list[Callable[[], _Batch]] = []
     for bucket in buckets:
         order = draw.permutation(len(bucket.labels))
-        picks += [partial(bucket.batch, order[start : start + size]) for start in range(0, len(order), size)]
+        picks += [partial(bucket.batch, order[start : start + size], *process) for start in range(0, len(order), size)]
     return [picks[position] for position in draw.permutation(len(picks))]
 
 

@@ -12,6 +12,7 @@ from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload, clipped
 from fedvit.methods.generators.base import Generator, drawing
 from fedvit.methods.optimizers import Optimizer
+from fedvit.methods.products import products_in
 from fedvit.methods.rules.memory import tensor_of, with_tensors
 from fedvit.methods.rules.optimizer_state import restore, saved
 from fedvit.methods.rules.weighted_mean import cohort_weights
@@ -48,6 +49,11 @@ class GeneratorUpdate(ServerRule):
     @property
     def why_never_late(self) -> str:
         return "an update is pulled back through the generator as it was when it made the device's tensors"
+
+    @property
+    def is_divided(self) -> bool:
+        """Each process takes some devices' updates."""
+        return True
 
     def begin(self, seed: int) -> Tensors:
         first = self.generator.shared(drawing(seed, "shared"))
@@ -94,14 +100,16 @@ class GeneratorUpdate(ServerRule):
         for value in parameters.values():
             value.grad = torch.zeros_like(value)
         weights = self._weights(uploads, context.round)
-        number = 0
-        while number < len(uploads):
-            context.progress(f"generator: device {number + 1} of {len(uploads)}")
-            deltas = uploads[number].load()
+        number, mine = 0, uploads[context.rank :: context.world_size]
+        while number < len(mine):
+            context.progress(f"generator: device {number + 1} of {len(mine)}")
+            deltas = mine[number].load()
             at_once = max(1, AT_ONCE_BYTES // sum(delta.nbytes for delta in deltas.values()))
-            part = uploads[number : number + at_once]
-            self._pull_back(part, shared, personal, weights, place)
+            part = mine[number : number + at_once]
+            self._pull_back(part, shared, personal, weights, context)
             number += len(part)
+        if context.world_size > 1:
+            self._add_up(list(parameters.values()))
         grads = {name: value.grad for name, value in parameters.items() if value.grad is not None}
         norm = float(torch.sqrt(sum((grad.square().sum() for grad in grads.values()), torch.zeros((), device=place))))
         if self.clip_norm is not None:
@@ -119,18 +127,30 @@ class GeneratorUpdate(ServerRule):
         shared: dict[str, Tensor],
         personal: dict[str, dict[str, Tensor]],
         weights: dict[str, float],
-        place: torch.device,
+        context: RoundContext,
     ) -> None:
         """Adds w_i J_i^T (-delta_i) of some devices to the gradients of phi and z_i."""
         own = [personal[upload.device] for upload in uploads]
         stacked = {name: torch.stack([values[name] for values in own]) for name in own[0]}
-        made = self._made(shared, stacked, len(uploads))
+        place = torch.device(context.accelerator)
+        with products_in(context.precision, place):
+            made = self._made(shared, stacked, len(uploads))
         downhill: dict[str, list[Tensor]] = {name: [] for name in made}
         for upload in uploads:
             delta = upload.load()
             for name, values in downhill.items():
                 values.append(torch.tensor(delta[name], device=place) * -weights[upload.device])
-        torch.autograd.backward(list(made.values()), [torch.stack(downhill[name]) for name in made])
+        gradients = {name: torch.stack(values) for name, values in downhill.items()}
+        # made in bfloat16 where products are
+        wanted = [value.to(gradients[name].dtype) for name, value in made.items()]
+        torch.autograd.backward(wanted, list(gradients.values()))
+
+    def _add_up(self, parameters: Sequence[Tensor]) -> None:
+        """Gradients become their sum over all processes."""
+        grads = [value.grad for value in parameters if value.grad is not None]
+        flat = torch.nn.utils.parameters_to_vector(grads)
+        torch.distributed.all_reduce(flat)
+        torch.nn.utils.vector_to_parameters(flat, grads)
 
     def _made(self, shared: dict[str, Tensor], personal: dict[str, Tensor], devices: int) -> dict[str, Tensor]:
         """(D, ...) of what the generator makes of `personal` (D, ...)."""
@@ -158,4 +178,5 @@ class GeneratorUpdate(ServerRule):
 
 
 def _under(memory: Mapping[str, Array], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor_of(memory, name) for name in memory if name.startswith(prefix)}
+    """In the order of names: a file gives them in another each time, which sums over all of them would follow."""
+    return {name.removeprefix(prefix): tensor_of(memory, name) for name in sorted(memory) if name.startswith(prefix)}

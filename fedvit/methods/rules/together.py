@@ -24,6 +24,10 @@ class Together(ServerRule):
     def discounts(self) -> bool:
         return all(rule.discounts for rule in self.rules)
 
+    @property
+    def is_divided(self) -> bool:
+        return any(rule.is_divided for rule in self.rules)
+
     def begin(self, seed: int) -> Tensors:
         return {name: value for rule in self.rules for name, value in rule.begin(seed).items()}
 
@@ -42,6 +46,8 @@ class Together(ServerRule):
     ) -> tuple[ServerState, dict[str, float]]:
         figures: dict[str, float] = {}
         for rule in self.rules:
+            if context.rank and not rule.is_divided:
+                continue
             state, told = rule.close(state, uploads, context)
             figures |= told
         return state, figures

@@ -18,6 +18,7 @@ FEW = ServerSettings(devices=3, images=8, batch_size=4)
 def test_a_process_is_measured() -> None:
     """Four devices with 24 images each: 96 are 12 batches of 8, of which 3 are not timed and 5 are asked for."""
     flags = ["--model", MODEL, "--devices", "4", "--images", "24", "--batch", "8", "--steps", "5", "--files-only"]
+    flags += ["--accelerator", "cpu", "--precision", "bf16"]
     outcome = CliRunner().invoke(bench_command, ["server", *flags, "--json"], catch_exceptions=False)
     assert outcome.exit_code == 0
     [result] = json.loads(outcome.stdout)["results"]
@@ -33,6 +34,11 @@ def test_both_sides_train_on_the_same_features(tmp_path: Path) -> None:
     files, memory = (train(MODEL, side, tmp_path, FEW) for side in ("files", "memory"))
     assert (files.steps, files.model_bytes) == (memory.steps, memory.model_bytes)
     assert files.steps == 3
+
+
+def test_several_processes_are_not_measured() -> None:
+    with pytest.raises(ConfigError, match="--accelerator cpu:2: one process is measured, on one torch device"):
+        CliRunner().invoke(bench_command, ["server", "--accelerator", "cpu:2"], catch_exceptions=False)
 
 
 def test_features_that_do_not_fit_on_the_disk() -> None:

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from coordinator.cli import cli
 from coordinator.commands.config_flags import merge_flags
-from coordinator.compute.engine import choose_accelerator
+from coordinator.compute.accelerator import choose_accelerator
 from coordinator.config import RunConfig, make_config
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState

@@ -69,6 +69,7 @@ evaluation_cohort = 0.5
 evaluation_quorum = 0.25
 evaluation = "pre_aggregation"
 accelerator = "cpu"
+server_precision = "bf16"
 federation = "lab-1"
 devices_where = "site=berlin"
 
@@ -204,6 +205,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
             evaluation_quorum=0.25,
             evaluation="pre_aggregation",
             accelerator="cpu",
+            server_precision="bf16",
             federation="lab-1",
             images=ImageConfig(crop_padding=4, flip=True, brightness=0.25),
             budget=BudgetConfig(
@@ -318,6 +320,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("classes", ["a", 1], "expected `str`"),
         ("pretrained", 1, "expected `bool | str`"),
         ("accelerator", 0, "expected `str`"),
+        ("server_precision", "fp16", "fp16"),
         ("federation", 7, "expected `str`"),
     ],
 )
@@ -475,6 +478,7 @@ def test_every_flag_arrives() -> None:
         *("--variant", "jetson-*:epochs=1", "--variant", "jetson-*:lr=0.5", "--variant", "pi-1:epochs=2"),
         *("--start-from", "monday", "--evaluation", "pre_aggregation"),
         *("--accelerator", "cpu", "--federation", "lab-1", "--model", "vit_small_images", "--pretrained", "false"),
+        *("--server-precision", "bf16"),
         *("--crop-padding", "4", "--flip", "--brightness", "0.25"),
         *("--memory-budget", "512MB", "--flops-budget", "2e12", "--round-deadline", "10m", "--upload-budget", "5e6"),
         *("--up", "int8", "--up-group", "model=fp16", "--down", "fp16", "--down-whole", "int8"),
@@ -512,6 +516,7 @@ def test_every_flag_arrives() -> None:
             concurrency=6,
             evaluate_every=2,
             accelerator="cpu",
+            server_precision="bf16",
             federation="lab-1",
             images=ImageConfig(crop_padding=4, flip=True, brightness=0.25),
             budget=BudgetConfig(memory_budget="512MB", flops_budget="2e12", round_deadline="10m", upload_budget="5e6"),

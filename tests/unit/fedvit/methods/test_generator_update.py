@@ -59,6 +59,19 @@ class Product(Generator):
         return {"w": shared["s"] * personal["e"]}
 
 
+class Many(Product):
+    """w = e times the sum of 30 numbers, each with a factor of its own."""
+
+    def shared(self, draw: torch.Generator) -> dict[str, Tensor]:
+        return {f"s{number}": torch.tensor(1.0) for number in range(30)}
+
+    def personal(self, draw: torch.Generator) -> dict[str, Tensor]:
+        return {"e": torch.tensor(3.0)}
+
+    def generate(self, shared: Mapping[str, Tensor], personal: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"w": sum((shared[f"s{k}"] * 1.37**k for k in range(30)), torch.tensor(0.0)) * personal["e"]}
+
+
 def product(**changes: Any) -> GeneratorUpdate:
     return replace(GeneratorUpdate(generator=Product(), optimizer=Sgd(), lr=0.1), **changes)
 
@@ -120,6 +133,16 @@ def test_the_report_says_how_large_the_gradient_was() -> None:
     rule = product()
     _, figures = rule.close(begun(rule), [upload("a", 1, {"w": np.float64(-4 / 3)})], context())
     assert figures == pytest.approx({"generator_gradient_norm": np.sqrt(16 + 64 / 9)})
+
+
+def test_the_order_in_which_a_file_gives_the_memory_changes_no_bit() -> None:
+    """Of 30 numbers of very different size, whose sum of squares depends on the order."""
+    rule = product(generator=Many(), clip_norm=1.0)
+    state, delta = begun(rule), upload("a", 1, {"w": np.float32(-1.0)})
+    turned = replace(state, memory=dict(reversed(state.memory.items())))
+    one, other = (rule.close(given, [delta], context()) for given in (state, turned))
+    assert pack(one[0].memory) == pack(other[0].memory)
+    assert one[1] == other[1]
 
 
 @pytest.mark.parametrize(("clip_norm", "scale"), [(100.0, 1.0), (1.0, 1 / np.sqrt(13))])

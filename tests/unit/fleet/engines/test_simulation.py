@@ -160,6 +160,7 @@ def test_process_has_its_own_number_of_torch_threads_again(
         ({"mode": "buffered"}, "mode = 'buffered'"),
         ({"late": "use"}, "late = 'use'"),
         ({"over_select": 0.5}, "over_select = 0.5"),
+        ({"accelerator": "cpu:2"}, "accelerator = 'cpu:2'"),
         ({"budget": {"memory_budget": 200_000_000}}, "budget = "),
     ],
 )

@@ -1,0 +1,65 @@
+"""Frames on the pipes between a process and those that it starts for its own use: bytes behind their length."""
+
+import contextlib
+import os
+import signal
+import struct
+import threading
+from queue import SimpleQueue
+from typing import IO
+
+import msgspec
+from msgspec import Struct
+
+from fedvit.descriptors import raise_limit
+from fedvit.logs import configure_logging
+
+_LENGTH = struct.Struct("<Q")
+
+
+def write_frame(pipe: IO[bytes], message: Struct) -> None:
+    write_raw(pipe, msgspec.msgpack.encode(message))
+
+
+def write_raw(pipe: IO[bytes], raw: bytes) -> None:
+    pipe.write(_LENGTH.pack(len(raw)))
+    pipe.write(raw)
+    pipe.flush()
+
+
+def read_frame(pipe: IO[bytes]) -> bytes | None:
+    """None at the end."""
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    [length] = _LENGTH.unpack(head)
+    raw = pipe.read(length)
+    return raw if len(raw) == length else None
+
+
+def close(pipe: IO[bytes]) -> None:
+    """Of a process that has ended."""
+    with contextlib.suppress(OSError):  # what was not written yet cannot be any more
+        pipe.close()
+
+
+def open_pipes() -> tuple["SimpleQueue[bytes]", IO[bytes]]:
+    """Frames from standard input, with whose end the process ends; and where replies go.
+
+    Called first by a process that another one started for its own use.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a group or a service, in which the other process ends it
+        signal.signal(number, signal.SIG_IGN)
+    raise_limit()
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever libraries print must not get among the replies
+    configure_logging()
+    waiting: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_listen, args=(requests, waiting), name="requests", daemon=True).start()
+    return waiting, replies
+
+
+def _listen(requests: IO[bytes], waiting: "SimpleQueue[bytes]") -> None:
+    while raw := read_frame(requests):
+        waiting.put(raw)
+    os._exit(0)

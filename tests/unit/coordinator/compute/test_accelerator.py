@@ -1,0 +1,57 @@
+"""What the server trains on: what is taken, and what is refused."""
+
+import pytest
+import torch
+
+from coordinator.compute.accelerator import MOST_PROCESSES, choose_accelerator, places
+from fedvit.errors import ConfigError
+
+
+def refusal(wanted: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        choose_accelerator(wanted)
+    start = f"accelerator = {wanted!r} cannot be used: "
+    assert str(refused.value).startswith(start)
+    return str(refused.value).removeprefix(start)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_processors_are_one_process_or_several() -> None:
+    assert places(choose_accelerator("cpu")) == ("cpu",)
+    assert places(choose_accelerator("cpu:1")) == ("cpu",)
+    assert places(choose_accelerator("cpu:2")) == ("cpu", "cpu")
+
+
+@pytest.mark.parametrize("wanted", ["cpu:0", f"cpu:{MOST_PROCESSES + 1}"])
+def test_a_number_of_processes_that_this_machine_does_not_take(wanted: str) -> None:
+    assert refusal(wanted) == f"this machine takes 1 to {MOST_PROCESSES} processes"
+
+
+@pytest.mark.parametrize("wanted", ["cpu:", "cpu:two", "cpu:-1", "cpu:0,1"])
+def test_processors_that_are_written_otherwise(wanted: str) -> None:
+    assert refusal(wanted) == "processors are written 'cpu', or 'cpu:2' for two processes"
+
+
+@pytest.mark.parametrize("wanted", ["cuda:", "cuda:0,", "cuda:0;1", "cuda:first"])
+def test_gpus_that_are_written_otherwise(wanted: str) -> None:
+    assert refusal(wanted) == "GPUs are written 'cuda', 'cuda:1' or 'cuda:0,1'"
+
+
+def test_a_gpu_that_is_named_twice() -> None:
+    assert refusal("cuda:0,1,0") == "cuda:0 is in it more than once"
+
+
+@pytest.mark.parametrize("wanted", ["cuda", "cuda:0", "cuda:0,1"])
+def test_gpus_on_a_machine_without(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    gpus(monkeypatch, 0)
+    assert refusal(wanted) == ("torch finds no GPU with CUDA on this machine. Use 'cpu', or see what nvidia-smi says")
+
+
+def test_gpus_of_which_one_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    assert refusal("cuda:0,3") == "there is no cuda:3; torch finds cuda:0, cuda:1"
+    assert places(choose_accelerator("cuda:1,0")) == ("cuda:1", "cuda:0")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from coordinator.commands.runs import print_summary
+from coordinator.commands.show import print_summary
 from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
 from fleet.partition import summary_table, write_device_folders
@@ -67,4 +67,4 @@ def demo_command(devices: int, rounds: int, seed: int, method: str, out: Path, a
     click.echo(f"trained on the server:   {home / 'model.safetensors'}")
     click.echo(f"personal, per device:    {home / 'state' / 'DEVICE' / 'vault'}")
     click.echo(f"logs:                    {home / 'coordinator.log'}, {home / 'devices'}")
-    click.echo(f"again at any time:       coordinator show {outcome.summary.run} --out {out / 'runs'}")
+    click.echo(f"again at any time:       coordinator show {outcome.summary.run} --runs {out / 'runs'}")

@@ -11,7 +11,8 @@ import click
 import msgspec
 
 from coordinator.commands.config_flags import config_flags, merge_flags
-from coordinator.commands.runs import print_summary
+from coordinator.commands.flags import runs_flag
+from coordinator.commands.show import print_summary
 from coordinator.config import StartConfig, read_toml
 from coordinator.record.store import Store
 from coordinator.record.summary import RunSummary, summarise
@@ -130,7 +131,7 @@ def _conduct(
     file.write_bytes(msgspec.toml.encode(_as_toml(config, port)))
     began = time.monotonic()
     with Fleet() as fleet:
-        command = [*program("coordinator.cli"), "start", "--config", str(file), "--out", str(out), "--run", run]
+        command = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(out), "--run", run]
         coordinator = fleet.start("coordinator", command + (["--quiet"] if quiet else []))
         commands = edges(f"localhost:{port}" if own else config.broker.broker)
         left = dict.fromkeys(commands, COME_BACK if comes_back else 0)
@@ -193,10 +194,8 @@ def _last_line(log: Path) -> str:
 @click.option(
     "--config", "file", type=click.Path(path_type=Path), help="TOML file as for `coordinator start`; flags win over it."
 )
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of all runs."
-)
-@click.option("--name", default=None, help="Name of the run; by default date and time.")
+@runs_flag
+@click.option("--run", "name", metavar="NAME", default=None, help="Name of the run; by default date and time.")
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads per device; by default the cores divided among the devices."
 )
@@ -227,7 +226,7 @@ def _last_line(log: Path) -> str:
 def run_command(
     parts: Path,
     file: Path | None,
-    out: Path,
+    folder: Path,
     name: str | None,
     threads: int | None,
     virtual: int | None,
@@ -248,19 +247,19 @@ def run_command(
             raise ConfigError("--hosts is for virtual devices: say how many with --virtual N")
         folders = device_folders(parts, wanted)
         threads = threads or max(1, usable_cores() // len(folders))
-        outcome = run_fleet(folders, values, out=out, run=name, threads=threads, quiet=as_json)
+        outcome = run_fleet(folders, values, out=folder, run=name, threads=threads, quiet=as_json)
     else:
         if wanted is not None:
             raise ConfigError(f"--virtual {virtual} says how many devices there are; leave out --devices {wanted}")
         if engine != "onnx":
-            outcome = _run_side_by_side(parts, virtual, values, out, name, threads, engine, precision, quiet=as_json)
+            outcome = _run_side_by_side(parts, virtual, values, folder, name, threads, engine, precision, quiet=as_json)
             _show(outcome, as_json)
             return
         if precision != "fp32":
             raise ConfigError(f"--precision {precision} is for --engine torch")
         hosts = hosts or usable_cores()
         outcome = run_virtual(
-            parts, virtual, values, hosts=hosts, out=out, run=name, threads=threads or 1, quiet=as_json
+            parts, virtual, values, hosts=hosts, out=folder, run=name, threads=threads or 1, quiet=as_json
         )
     _show(outcome, as_json)
 

@@ -77,7 +77,7 @@ class ServerStep:
 
     @cached_property
     def _screen(self) -> Screen:
-        return Screen.of(self.config.protection)
+        return Screen.of(self.config.robust)
 
     def _screened(self, number: int, results: list[ResultRecord]) -> Screened:
         if self._newest is None or self._newest[0] != results:
@@ -104,7 +104,7 @@ class ServerStep:
 
     def _cleansed(self, state: ServerState, number: int) -> ServerState:
         """The state without what devices in quarantine had uploaded earlier."""
-        kept_out = self.store.quarantined(self.run, number) if self.config.protection.strikes else {}
+        kept_out = self.store.quarantined(self.run, number) if self.config.robust.strikes else {}
         uploads = {device: digest for device, digest in state.uploads.items() if device not in kept_out}
         return replace(state, uploads=uploads)
 
@@ -132,7 +132,7 @@ def aggregator_of(config: RunConfig, round_number: int) -> Aggregator:
     """How a round's updates become one; private where the run says so."""
     privacy = config.privacy
     if not privacy.noise_multiplier:
-        return make_aggregator(config.protection.aggregator, config.protection.malicious_share)
+        return make_aggregator(config.robust.aggregator, config.robust.malicious_share)
     assert privacy.clip is not None  # PrivacyConfig wants both
     draw = np.random.default_rng([config.seed, round_number] if privacy.rehearsal else secrets.randbits(256))
     return PrivateMean(privacy.clip, privacy.noise_multiplier, expected_cohort(config), draw)

@@ -29,7 +29,7 @@ from fedvit import command_line
 @click.group(
     cls=command_line.Group,
     context_settings={"show_default": True},
-    examples=["coordinator COMMAND --help", "coordinator start --config run.toml", "coordinator show RUN"],
+    examples=["coordinator start --config run.toml", "coordinator show RUN", "coordinator runs --json"],
 )
 @click.version_option(package_name="fedvit")
 def cli() -> None:

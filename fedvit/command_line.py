@@ -44,7 +44,7 @@ class Command(click.Command):
         """The command's own options first, then every section in the order in which it first appears."""
         sections: dict[str, list[tuple[str, str]]] = {SectionOption.OWN: []}
         for option in self.get_params(ctx):
-            if (record := option.get_help_record(ctx)) is not None:
+            if isinstance(option, click.Option) and (record := option.get_help_record(ctx)) is not None:
                 sections.setdefault(getattr(option, "section", SectionOption.OWN), []).append(record)
         for title, records in sections.items():
             with formatter.section(title):

@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -14,15 +14,16 @@ from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import runs_flag
 from coordinator.commands.show import print_summary
 from coordinator.config import StartConfig, read_toml
-from coordinator.record.store import Store
-from coordinator.record.summary import RunSummary, summarise
-from coordinator.run.display import Display, choose_display
+from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, FedvitError, LinkDown
 from fedvit.files import private_files
 from fedvit.wire.topics import check_name
 from fleet.devices import device_folders, virtual_devices
 from fleet.processes import Fleet, program
 from profiles.probes.host import usable_cores
+
+if TYPE_CHECKING:
+    from coordinator.record.summary import RunSummary
 
 DEVICES_LEAVE_S = 30.0
 COME_BACK = 3
@@ -35,7 +36,7 @@ to compute, and a slow machine loses nobody."""
 class FleetOutcome(msgspec.Struct, frozen=True):
     """What a whole fleet on one machine came to."""
 
-    summary: RunSummary
+    summary: "RunSummary"
     seconds: float
     folder: Path
 
@@ -123,6 +124,9 @@ def _conduct(
     comes_back: bool,
 ) -> FleetOutcome:
     """Start a coordinator and the processes that `edges` names for a broker's address; wait for the run's end."""
+    from coordinator.record.store import Store  # SQLAlchemy: half a second that a mistyped flag need not wait
+    from coordinator.record.summary import summarise
+
     own = config.broker.broker in ("auto", "mosquitto", "embedded")
     port = config.broker.port or free_port()
     home = out / check_name(run, "run")
@@ -183,7 +187,14 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-@click.command("run")
+@click.command(
+    "run",
+    cls=Command,
+    examples=[
+        "fleet run --parts parts --method fedavg --rounds 20",
+        "fleet run --virtual 500 --config run.toml",
+    ],
+)
 @click.option(
     "--parts",
     type=click.Path(path_type=Path),
@@ -221,7 +232,7 @@ def _last_line(log: Path) -> str:
     show_default=True,
     help="Of products in engine torch.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
+@json_flag
 @config_flags
 def run_command(
     parts: Path,
@@ -277,6 +288,7 @@ def _run_side_by_side(
     quiet: bool,
 ) -> FleetOutcome:
     """Virtual devices in this process, without a broker: see `fleet.simulate`."""
+    from coordinator.run.display import Display, choose_display
     from fleet.simulate import Engine, Precision, simulate  # with torch: seconds that a mistyped flag need not wait
 
     given = {key: value for key, value in values.items() if key != "broker"}

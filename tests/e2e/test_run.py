@@ -154,33 +154,9 @@ def test_second_device_with_the_same_id(stage: Stage) -> None:
 def test_fleet_run_with_flags_alone(stage: Stage) -> None:
     """`fleet run` starts everything by itself, FedAvg by flags, and ends with one JSON object on standard output."""
     command = [*program("fleet.cli"), "run", "--parts", str(stage.parts), "--devices", "2", "--runs", str(stage.out)]
-    command += [
-        "--run",
-        "run",
-        "--broker",
-        "embedded",
-        "--broker.port",
-        "0",
-        "--json",
-        "--method",
-        "fedavg",
-        "--rounds",
-        "2",
-    ]
-    command += [
-        "--rounds",
-        "2",
-        "-o",
-        "epochs=8",
-        "-o",
-        "lr=0.01",
-        "-o",
-        "momentum=0.9",
-        "--seed",
-        "1",
-        "--quorum",
-        "1.0",
-    ]
+    command += ["--run", "run", "--broker", "embedded", "--broker.port", "0", "--json"]
+    command += ["--method", "fedavg", "--rounds", "2", "--seed", "1", "--quorum", "1.0"]
+    command += ["-o", "epochs=8", "-o", "lr=0.01", "-o", "momentum=0.9"]
     command += ["--model-option", "patch_size=8", "--model-option", "width=32", "--model-option", "depth=3"]
     command += ["--model-option", "heads=2", "--images.brightness", "0.1", "--images.crop-padding", "2"]
     done = subprocess.run(

@@ -39,9 +39,9 @@ from coordinator.run.quarantine import Quarantine
 from coordinator.service.broker import meeting_point
 from edge_client import identity as identity_module
 from edge_client import join as join_module
-from edge_client.cli import Way, way_to_broker
 from edge_client.cli import cli as edge_cli
 from edge_client.doctor import check_broker
+from edge_client.endpoint import Endpoint, find_endpoint
 from edge_client.identity import Identity, Membership, Renewal
 from edge_client.join import join
 from edge_client.keys import check_identity
@@ -664,8 +664,8 @@ def test_the_doctor_of_a_device_that_has_joined(stage: Stage, tmp_path: Path) ->
     assert "join again with a token of the deployment that is there now" in str(moved.remedy)
 
 
-def way(**given: object) -> Way:
-    return way_to_broker(
+def way(**given: object) -> Endpoint:
+    return find_endpoint(
         **{"broker": None, "ca_file": None, "federation": None, "device": None, "state": None, **given}
     )
 

@@ -266,7 +266,7 @@ def _values(settings: AttackSettings, protection: Mapping[str, Any]) -> dict[str
     return {
         "method": settings.method, "options": dict(settings.options), "model_options": dict(settings.model),
         "rounds": settings.rounds, "evaluate_every": settings.rounds, "seed": settings.seed,
-        "protection": dict(protection),
+        "robust": dict(protection),
     }  # fmt: skip
 
 

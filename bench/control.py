@@ -80,7 +80,7 @@ def run_control(*, seconds: float, progress: Callable[[str], None] = lambda line
         store.create_run("run", msgspec.to_builtins(make_config(RUN, "bench").run))
         store.close()
         address = f"mqtt://{broker.address.host}:{broker.address.port}"
-        command = [*program("coordinator.cli"), "start", "--resume", "run", "--out", str(out), "--broker", address]
+        command = [*program("coordinator.cli"), "start", "--resume", "run", "--runs", str(out), "--broker", address]
         fleet = stack.enter_context(Fleet())
         stack.enter_context(_cache(home / "cache"))
         began = time.monotonic()
@@ -96,7 +96,7 @@ def run_control(*, seconds: float, progress: Callable[[str], None] = lambda line
         memory = read_memory(coordinator.pid)
         progress(f"waits after {times[1]:.2f} s with {memory['VmRSS'] / MEGA:.0f} MB")
         asked = time.monotonic()
-        subprocess.run([*program("coordinator.cli"), "status", "--out", str(out)], check=True, capture_output=True)
+        subprocess.run([*program("coordinator.cli"), "status", "--runs", str(out)], check=True, capture_output=True)
         status_s = time.monotonic() - asked
         hello, latencies, busy_s = _ask(broker.address, out / "run", seconds)
         progress(f"{len(latencies)} hellos in {busy_s:.0f} s, median {median(latencies) * 1e3:.1f} ms")

@@ -94,7 +94,7 @@ def one_round(
         file = home / "run.toml"
         file.write_bytes(msgspec.toml.encode({**run, "broker": {"broker": address}}))
         fleet = stack.enter_context(Fleet())
-        started = [*program("coordinator.cli"), "start", "--config", str(file), "--out", str(home / "runs")]
+        started = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(home / "runs")]
         coordinator = fleet.start("coordinator", [*started, "--run", RUN], log=home / "coordinator.log")
         edge = [*edge_command(address, data, home / "state"), *extra]
         device = fleet.start("device", command(edge), log=home / "device.log")

@@ -181,7 +181,7 @@ def _watch(
             file = home / "run.toml"
             settings = {"deadline_s": DEADLINE_S}
             file.write_bytes(msgspec.toml.encode({**settings, **values, "broker": {"broker": address}}))
-            command = [*program("coordinator.cli"), "start", "--config", str(file), "--out", str(home / "runs")]
+            command = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(home / "runs")]
             coordinator = fleet.start("coordinator", [*command, "--run", RUN], log=home / "coordinator.out")
             _wait(lambda: "waiting for" in said(home / "coordinator.out"), coordinator, home)
             seen = Watched(broker.kind, time.time(), [], [], [], [], None)

@@ -190,7 +190,7 @@ def _environment(out: Path) -> dict[str, str]:
 
 def _process(out: Path, *arguments: str) -> tuple[float, float]:
     """Wall and processor seconds of one command."""
-    before, began, command = os.times(), time.monotonic(), _command(*arguments, "--out", str(out))
+    before, began, command = os.times(), time.monotonic(), _command(*arguments, "--runs", str(out))
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=_environment(out))
     wall, after = time.monotonic() - began, os.times()
     if ended.returncode:
@@ -200,7 +200,7 @@ def _process(out: Path, *arguments: str) -> tuple[float, float]:
 
 
 def _until_it_waits(out: Path) -> float:
-    arguments = _command("start", "--resume", RUN, "--out", str(out), "--port", "0")
+    arguments = _command("start", "--resume", RUN, "--runs", str(out), "--broker.port", "0")
     began, lines = time.monotonic(), list[str]()
     with subprocess.Popen(
         arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment(out)

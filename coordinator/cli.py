@@ -2,20 +2,35 @@
 
 import click
 
-from coordinator.commands.costs import boards, plan, profile, report
-from coordinator.commands.deployment import devices, enroll, init, revoke
+from coordinator.commands.boards import boards
+from coordinator.commands.cancel import cancel
+from coordinator.commands.devices import devices
+from coordinator.commands.enroll import enroll
 from coordinator.commands.export import export
+from coordinator.commands.gc import gc
+from coordinator.commands.init import init
 from coordinator.commands.methods import methods
 from coordinator.commands.metrics import metrics
+from coordinator.commands.plan import plan
+from coordinator.commands.profile import profile
 from coordinator.commands.quarantine import quarantine
-from coordinator.commands.retention import gc, rm
-from coordinator.commands.runs import runs, show, status
-from coordinator.commands.service import cancel, serve, submit
+from coordinator.commands.report import report
+from coordinator.commands.revoke import revoke
+from coordinator.commands.rm import rm
+from coordinator.commands.runs import runs
+from coordinator.commands.serve import serve
+from coordinator.commands.show import show
 from coordinator.commands.start import start
+from coordinator.commands.status import status
+from coordinator.commands.submit import submit
 from fedvit import command_line
 
 
-@click.group(context_settings={"show_default": True})
+@click.group(
+    cls=command_line.Group,
+    context_settings={"show_default": True},
+    examples=["coordinator start --config run.toml", "coordinator show RUN", "coordinator runs --json"],
+)
 @click.version_option(package_name="fedvit")
 def cli() -> None:
     """Train models on a fleet of devices, round by round."""

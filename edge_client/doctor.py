@@ -389,13 +389,13 @@ def _reach_remedy(error: OSError, address: Address) -> str:
         return f"no such name: is {address.host!r} written rightly? Try the server's IP address"
     if isinstance(error, ConnectionRefusedError) and address.cert_file is not None:
         return (
-            "nobody listens there: is the coordinator running, with coordinator start --deployment DIR? This is where "
-            "the device joined; if the server has another name, address or port by now: --broker HOST:PORT"
+            "nobody listens there: is the coordinator running, with coordinator start --broker.deployment DIR? This is "
+            "where the device joined; if the server has another name, address or port by now: --broker HOST:PORT"
         )
     if isinstance(error, ConnectionRefusedError):
         return (
-            f"nobody listens there: is the coordinator running, with --listen 0.0.0.0 and --port {address.port}? "
-            "By itself it listens on its own machine only"
+            "nobody listens there: is the coordinator running, with --broker.listen 0.0.0.0 and --broker.port "
+            f"{address.port}? By itself it listens on its own machine only"
         )
     return "is the server on, in the same network, and does its firewall let this port through?"
 

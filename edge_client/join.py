@@ -166,7 +166,7 @@ def _ask(token: Token, request: bytes, address: Address, patience_s: float, say:
         time.sleep(AGAIN_S)
     raise LinkDown(
         f"{said or f'{address} took the question, but nobody answered'} (tried for {patience_s:.0f} s); is "
-        "`coordinator start --deployment` or `coordinator enroll` running, and is this the right --broker?"
+        "`coordinator start --broker.deployment` or `coordinator enroll` running, and is this the right --broker?"
     )
 
 

@@ -1,13 +1,80 @@
-"""The edge of a program: deliberate errors become one line and an exit code."""
+"""The one style of all programs' command lines: flags, `--help`, errors in one line, and exit codes."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
 from fedvit.descriptors import raise_limit
 from fedvit.errors import INTERRUPTED, ConfigError, FedvitError
+
+RENAMED = {"--out": "--runs", "--name": "--run"}
+"""Flags that had another name in an earlier version, in the commands that have the new one. A flag of a table that was
+written without the table, as in `--clip`, is found without being listed here."""
+
+
+class SectionOption(click.Option):
+    """An option that `--help` shows under a heading, which is not always that of the command's own options."""
+
+    OWN = "Options"
+
+    def __init__(self, *arguments: Any, section: str = OWN, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.section = section
+
+
+class Command(click.Command):
+    """A command whose `--help` groups its options and ends with examples, and which knows the old names of flags."""
+
+    def __init__(self, *arguments: Any, examples: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.examples = tuple(examples)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Raises ConfigError, which says the new name, for a flag of an earlier version."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if now := _renamed(error.option_name, self):
+                raise ConfigError(f"{error.option_name} is {' or '.join(now)} now") from None
+            raise
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The command's own options first, then every section in the order in which it first appears."""
+        sections: dict[str, list[tuple[str, str]]] = {SectionOption.OWN: []}
+        for option in self.get_params(ctx):
+            if isinstance(option, click.Option) and (record := option.get_help_record(ctx)) is not None:
+                sections.setdefault(getattr(option, "section", SectionOption.OWN), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.examples:
+            with formatter.section("Example" if len(self.examples) == 1 else "Examples"):
+                for example in self.examples:
+                    formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+
+
+class Group(Command, click.Group):
+    """A program, or a part of one, with commands."""
+
+    command_class = Command
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        Command.format_options(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+def _renamed(flag: str, command: click.Command) -> list[str]:
+    """The flags of a command that an unknown flag is called now; none where it is only mistyped."""
+    known = [name for option in command.params for name in (*option.opts, *option.secondary_opts)]
+    tail = "." + flag.removeprefix("--")
+    return [name for name in known if name.endswith(tail) or name == RENAMED.get(flag)]
+
+
+json_flag = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, and nothing else.")
 
 
 def amount(parse: Callable[[str], float]) -> Callable[[click.Context, click.Parameter, Any], Any]:

@@ -2,29 +2,47 @@
 
 import shlex
 import signal
+from importlib import import_module
 
 import click
 
 from fedvit import command_line
 from fedvit.errors import ConfigError
-from fleet.demo import demo_command
-from fleet.experiment import experiment_command
-from fleet.host import host_command
-from fleet.partition import partition_command
-from fleet.run import run_command
+
+COMMANDS = {
+    "demo": "Partition handwritten digits over devices, and train on them with real processes over MQTT.",
+    "experiment": "Run the grid that FILE describes, over a network in memory; finished cells are not run again.",
+    "host": "Host virtual devices in this process, each with its own name, vault and connection.",
+    "partition": "Deal a data set out into one folder per device.",
+    "run": "Run a coordinator and its devices on this machine: a process per device folder, or many virtual devices.",
+}
+"""Name -> what it is for. The command is `NAME_command` in `fleet.NAME`, which is imported when it is asked for."""
 
 
-@click.group(context_settings={"show_default": True})
+class _Group(command_line.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*COMMANDS, *super().list_commands(ctx)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = getattr(import_module(f"fleet.{cmd_name}"), f"{cmd_name}_command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=_Group,
+    context_settings={"show_default": True},
+    examples=["fleet demo", "fleet partition --devices 4 --out parts", "fleet run --parts parts --method fedavg"],
+)
 @click.version_option(package_name="fedvit")
 def cli() -> None:
     """Partition data over devices, run fleets on one machine, compare methods, see the demo."""
 
-
-cli.add_command(demo_command)
-cli.add_command(experiment_command)
-cli.add_command(host_command)
-cli.add_command(partition_command)
-cli.add_command(run_command)
 
 MOVED = {
     "bench": "python -m bench",

@@ -7,12 +7,8 @@ from typing import Any
 
 import click
 
-from coordinator.commands.runs import print_summary
-from fleet.datasets.digits import read_digits
-from fleet.devices import device_folders
-from fleet.partition import summary_table, write_device_folders
-from fleet.partitions import partition
-from fleet.run import outcome_json, run_fleet
+from coordinator.commands.show import print_summary
+from fedvit.command_line import Command, json_flag
 from profiles.probes.host import usable_cores
 
 DEMO: dict[str, Any] = {
@@ -26,18 +22,33 @@ DEMO: dict[str, Any] = {
 }
 
 
-@click.command("demo")
+@click.command(
+    "demo",
+    cls=Command,
+    examples=[
+        "fleet demo",
+        "fleet demo --devices 8 --method fedavg --json",
+    ],
+)
 @click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Edge processes.")
-@click.option("--rounds", type=click.IntRange(min=1), default=DEMO["rounds"], show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=DEMO["rounds"], show_default=True, help="Rounds to train."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of every random draw.")
 @click.option("--method", default=DEMO["method"], show_default=True, help="Federated method, with its defaults.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True, help="Folder for everything."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
+@json_flag
 def demo_command(devices: int, rounds: int, seed: int, method: str, out: Path, as_json: bool) -> None:
-    """Partition scikit-learn's handwritten digits over devices, and train on them with real processes over MQTT."""
+    """Partition handwritten digits over devices, and train on them with real processes over MQTT."""
     from rich.console import Console
+
+    from fleet.datasets.digits import read_digits  # scikit-learn and SQLAlchemy: seconds that --help need not wait
+    from fleet.devices import device_folders
+    from fleet.partition import summary_table, write_device_folders
+    from fleet.partitions import partition
+    from fleet.run import outcome_json, run_fleet
 
     values = {**DEMO, "rounds": rounds, "seed": seed, "method": method}
     if method != DEMO["method"]:
@@ -67,4 +78,4 @@ def demo_command(devices: int, rounds: int, seed: int, method: str, out: Path, a
     click.echo(f"trained on the server:   {home / 'model.safetensors'}")
     click.echo(f"personal, per device:    {home / 'state' / 'DEVICE' / 'vault'}")
     click.echo(f"logs:                    {home / 'coordinator.log'}, {home / 'devices'}")
-    click.echo(f"again at any time:       coordinator show {outcome.summary.run} --out {out / 'runs'}")
+    click.echo(f"again at any time:       coordinator show {outcome.summary.run} --runs {out / 'runs'}")

@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 
 from coordinator.run.display import choose_display
+from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, FedvitError, StorageFailed
 from fedvit.files import atomic_write
 from fleet.experiments.cell import CellFolder
@@ -24,7 +25,14 @@ RESULTS = ("results.json", "results.md", "report.html")
 LINE_EVERY_S = 60.0
 
 
-@click.command("experiment")
+@click.command(
+    "experiment",
+    cls=Command,
+    examples=[
+        "fleet experiment digits.toml --dry-run",
+        "fleet experiment digits.toml --only 'fedavg/*'",
+    ],
+)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for everything.  [default: experiments/NAME]")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Cells that run side by side.")
@@ -33,7 +41,7 @@ LINE_EVERY_S = 60.0
 )
 @click.option("--keep", is_flag=True, help="Keep what devices stored, also of cells that are finished.")
 @click.option("--dry-run", is_flag=True, help="Check the file, list the cells, run nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
+@json_flag
 def experiment_command(
     file: Path, out: Path | None, jobs: int, only: tuple[str, ...], keep: bool, dry_run: bool, as_json: bool
 ) -> None:
@@ -43,7 +51,7 @@ def experiment_command(
     cells = chosen(grid, only)
     places = [CellFolder(cell, out) for cell in cells]
     if dry_run:
-        _list(grid, places)
+        _list(grid, places, as_json)
         return
     lock = _lock(out)
     ended: list[Ended] = []
@@ -113,7 +121,15 @@ def _with_others(grid: Grid, out: Path, ended: list[Ended]) -> list[Ended]:
     return ended + [Ended(cell, result, None) for cell in others if (result := CellFolder(cell, out).result())]
 
 
-def _list(grid: Grid, places: list[CellFolder]) -> None:
+def _list(grid: Grid, places: list[CellFolder], as_json: bool) -> None:
+    if as_json:
+        cells = [
+            {"method": place.cell.method, "partition": place.cell.partition, "seed": place.cell.seed,
+             "finished": place.result() is not None}
+            for place in places
+        ]  # fmt: skip
+        click.echo(msgspec.json.encode(cells))
+        return
     for place in places:
         click.echo(f"{place.cell.path}{'  finished' if place.result() else ''}")
     click.echo(

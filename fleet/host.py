@@ -12,8 +12,9 @@ from pathlib import Path
 import click
 
 from edge_client.agent import RETURN_SPREAD_S
-from edge_client.cli import lock_state
+from edge_client.state import lock_state
 from fedvit import command_line
+from fedvit.command_line import Command
 from fedvit.files import make_private, private_files
 from fedvit.logs import configure_logging
 from fedvit.wire.topics import check_name
@@ -23,7 +24,14 @@ from profiles.probes.host import usable_cores
 log = logging.getLogger(__name__)
 
 
-@click.command("host", context_settings={"show_default": True})
+@click.command(
+    "host",
+    cls=Command,
+    context_settings={"show_default": True},
+    examples=[
+        "fleet host --broker SERVER --parts parts --devices 500 --state state",
+    ],
+)
 @click.option("--broker", metavar="HOST[:PORT]", default="localhost", help="MQTT broker, as for `edge-client`.")
 @click.option("--ca-file", type=click.Path(path_type=Path), help="Certificate authority of an mqtts:// broker.")
 @click.option("--federation", default="home", help="Which federation at the broker to join.")

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedvit.command_line import Command, json_flag
 from fedvit.data.images import Indices, Pixels
 from fedvit.data.layout import TEST, TRAIN
 from fedvit.data.split import split_train_test
@@ -232,7 +233,13 @@ def _merged_options(pairs: Sequence[str], flags: Mapping[str, Any]) -> dict[str,
     return options
 
 
-@click.command("partition")
+@click.command(
+    "partition",
+    cls=Command,
+    examples=[
+        "fleet partition --devices 6 --alpha 0.1 --plot --out parts",
+    ],
+)
 @click.option(
     "--dataset",
     default="digits",
@@ -266,7 +273,7 @@ def _merged_options(pairs: Sequence[str], flags: Mapping[str, Any]) -> dict[str,
 @click.option("--size", default=32, show_default=True, type=click.IntRange(min=1), help="Side of the images, pixels.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier partition in --out.")
 @click.option("--plot", is_flag=True, help=f"Draw who gets what, here and as {PLOT_FILE} in --out.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary, with all counts, as JSON.")
+@json_flag
 def partition_command(
     dataset: str,
     devices: int,

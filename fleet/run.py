@@ -5,23 +5,25 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from coordinator.commands.config_flags import config_flags, merge_flags
-from coordinator.commands.runs import print_summary
+from coordinator.commands.flags import runs_flag
+from coordinator.commands.show import print_summary
 from coordinator.config import StartConfig, read_toml
-from coordinator.record.store import Store
-from coordinator.record.summary import RunSummary, summarise
-from coordinator.run.display import Display, choose_display
+from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, FedvitError, LinkDown
 from fedvit.files import private_files
 from fedvit.wire.topics import check_name
 from fleet.devices import device_folders, virtual_devices
 from fleet.processes import Fleet, program
 from profiles.probes.host import usable_cores
+
+if TYPE_CHECKING:
+    from coordinator.record.summary import RunSummary
 
 DEVICES_LEAVE_S = 30.0
 COME_BACK = 3
@@ -34,7 +36,7 @@ to compute, and a slow machine loses nobody."""
 class FleetOutcome(msgspec.Struct, frozen=True):
     """What a whole fleet on one machine came to."""
 
-    summary: RunSummary
+    summary: "RunSummary"
     seconds: float
     folder: Path
 
@@ -122,6 +124,9 @@ def _conduct(
     comes_back: bool,
 ) -> FleetOutcome:
     """Start a coordinator and the processes that `edges` names for a broker's address; wait for the run's end."""
+    from coordinator.record.store import Store  # SQLAlchemy: half a second that a mistyped flag need not wait
+    from coordinator.record.summary import summarise
+
     own = config.broker.broker in ("auto", "mosquitto", "embedded")
     port = config.broker.port or free_port()
     home = out / check_name(run, "run")
@@ -130,7 +135,7 @@ def _conduct(
     file.write_bytes(msgspec.toml.encode(_as_toml(config, port)))
     began = time.monotonic()
     with Fleet() as fleet:
-        command = [*program("coordinator.cli"), "start", "--config", str(file), "--out", str(out), "--run", run]
+        command = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(out), "--run", run]
         coordinator = fleet.start("coordinator", command + (["--quiet"] if quiet else []))
         commands = edges(f"localhost:{port}" if own else config.broker.broker)
         left = dict.fromkeys(commands, COME_BACK if comes_back else 0)
@@ -182,7 +187,14 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-@click.command("run")
+@click.command(
+    "run",
+    cls=Command,
+    examples=[
+        "fleet run --parts parts --method fedavg --rounds 20",
+        "fleet run --virtual 500 --config run.toml",
+    ],
+)
 @click.option(
     "--parts",
     type=click.Path(path_type=Path),
@@ -193,10 +205,8 @@ def _last_line(log: Path) -> str:
 @click.option(
     "--config", "file", type=click.Path(path_type=Path), help="TOML file as for `coordinator start`; flags win over it."
 )
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of all runs."
-)
-@click.option("--name", default=None, help="Name of the run; by default date and time.")
+@runs_flag
+@click.option("--run", "name", metavar="NAME", default=None, help="Name of the run; by default date and time.")
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads per device; by default the cores divided among the devices."
 )
@@ -222,12 +232,12 @@ def _last_line(log: Path) -> str:
     show_default=True,
     help="Of products in engine torch.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
+@json_flag
 @config_flags
 def run_command(
     parts: Path,
     file: Path | None,
-    out: Path,
+    folder: Path,
     name: str | None,
     threads: int | None,
     virtual: int | None,
@@ -248,19 +258,19 @@ def run_command(
             raise ConfigError("--hosts is for virtual devices: say how many with --virtual N")
         folders = device_folders(parts, wanted)
         threads = threads or max(1, usable_cores() // len(folders))
-        outcome = run_fleet(folders, values, out=out, run=name, threads=threads, quiet=as_json)
+        outcome = run_fleet(folders, values, out=folder, run=name, threads=threads, quiet=as_json)
     else:
         if wanted is not None:
             raise ConfigError(f"--virtual {virtual} says how many devices there are; leave out --devices {wanted}")
         if engine != "onnx":
-            outcome = _run_side_by_side(parts, virtual, values, out, name, threads, engine, precision, quiet=as_json)
+            outcome = _run_side_by_side(parts, virtual, values, folder, name, threads, engine, precision, quiet=as_json)
             _show(outcome, as_json)
             return
         if precision != "fp32":
             raise ConfigError(f"--precision {precision} is for --engine torch")
         hosts = hosts or usable_cores()
         outcome = run_virtual(
-            parts, virtual, values, hosts=hosts, out=out, run=name, threads=threads or 1, quiet=as_json
+            parts, virtual, values, hosts=hosts, out=folder, run=name, threads=threads or 1, quiet=as_json
         )
     _show(outcome, as_json)
 
@@ -278,6 +288,7 @@ def _run_side_by_side(
     quiet: bool,
 ) -> FleetOutcome:
     """Virtual devices in this process, without a broker: see `fleet.simulate`."""
+    from coordinator.run.display import Display, choose_display
     from fedvit.precision import ProductPrecision
     from fleet.simulate import Engine, simulate  # with torch: seconds that a mistyped flag need not wait
 

@@ -131,7 +131,8 @@ class Federation:
         return lines[-1] if lines else "it said nothing"
 
     def _coordinator(self, arguments: Sequence[str], clock_s: float = 0.0) -> None:
-        given = ["start", "--out", str(self.runs), "--broker", self._broker, "--port", str(self.port), *arguments]
+        broker = ["--broker", self._broker, "--broker.port", str(self.port)]
+        given = ["start", "--runs", str(self.runs), *broker, *arguments]
         self.processes[COORDINATOR] = self._program(COORDINATOR, "coordinator.cli", given, clock_s)
 
     def _device(self, log: str, name: str, state: Path, clock_s: float = 0.0) -> Process:

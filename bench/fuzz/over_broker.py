@@ -122,7 +122,7 @@ def _attack(
     url = f"mqtt://{address.host}:{address.port}"
     config = home / "run.toml"
     config.write_bytes(msgspec.toml.encode({**settings, "broker": {"broker": url}}))
-    start = [*program("coordinator.cli"), "start", "--config", str(config), "--out", str(home / "runs"), "--run", RUN]
+    start = [*program("coordinator.cli"), "start", "--config", str(config), "--runs", str(home / "runs"), "--run", RUN]
     coordinator = fleet.start("coordinator", start, log=home / "coordinator.log")
     data = noise_folder(home / "data", images=16, size=8)
     devices = {}

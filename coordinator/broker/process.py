@@ -200,7 +200,7 @@ def claim_port(listen: str, port: int) -> int:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"port {port} on {listen} is in use by another program; "
-                "choose another with --port (0 takes a free one), or use that broker with --broker mqtt://HOST:PORT"
+                "choose another with --broker.port (0: a free one), or use that broker with --broker mqtt://HOST:PORT"
             ) from error
         raise ConfigError(f"cannot listen on port {port} of {listen}: {error.strerror or error}") from error
 

@@ -1,5 +1,13 @@
-"""A flag for every key of a run's configuration, and what a file and flags say together."""
+"""A flag for every key of a configuration, made from the types of its tables.
 
+The flag is the key, with its table before it: `--privacy.clip`. Only the key that has its table's name, as `broker`
+has, needs no second one. The key's type decides what the flag takes: a truth value has a flag for each of its values, a
+list takes one entry and a table of free keys one KEY=VALUE (both are repeatable); `msgspec.convert` reads all else.
+Where that says too little, `Meta(extra=...)` does: `flags` are other names, such as those of one entry, `metavar` is
+what `--help` shows for the value.
+"""
+
+import types
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -8,189 +16,177 @@ import click
 import msgspec
 from msgspec import Meta, Struct
 
-from coordinator.commands.flags import key_value, literal
-from coordinator.config import (
-    TABLES,
-    BrokerConfig,
-    BudgetConfig,
-    PrivacyConfig,
-    ProtectionConfig,
-    RunConfig,
-    ServiceConfig,
-)
-from fedvit.choices import allowed, choices
+from coordinator.commands.flags import literal
+from coordinator.config import SECTIONS, TABLES, BrokerConfig, RunConfig, ServiceConfig
+from fedvit.command_line import SectionOption
 from fedvit.errors import ConfigError
 
-
-class GroupedCommand(click.Command):
-    """A command whose `--help` shows the flags of each table under the table's name."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        shown: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                shown.setdefault(_section(parameter.name or ""), []).append(record)
-        for title in sorted(shown, key=_SECTIONS.index):
-            with formatter.section(title):
-                formatter.write_dl(shown[title])
+_Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-def flags_of(*kinds: type[Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one flag for every key of some tables; an unset flag is None."""
+def flags_of(*tables: tuple[str, type[Struct]]) -> _Decorator:
+    """Give a command one flag for every key of some tables, each a name and a class; an unset flag is None.
+
+    The keys that are in no table of a file have the name "".
+    """
 
     def give(command: Callable[..., None]) -> Callable[..., None]:
-        for kind in kinds:
-            for field in reversed(msgspec.structs.fields(kind)):
-                if field.name not in TABLES:
-                    command = _flag(kind, field.name, field.type, field.default)(command)
+        for table, kind in reversed(tables):
+            for field in reversed(_by_section(kind)):
+                if table or field.name not in TABLES:
+                    command = _flag(table, field)(command)
         return command
 
     return give
 
 
-run_flags = flags_of(*TABLES.values(), RunConfig)
+run_flags = flags_of(("", RunConfig), *TABLES.items())
 """Of a run alone."""
-config_flags = flags_of(BrokerConfig, *TABLES.values(), RunConfig)
+config_flags = flags_of(("", RunConfig), *TABLES.items(), ("broker", BrokerConfig))
 """Of a run, and of where its devices meet it."""
-service_flags = flags_of(BrokerConfig, ServiceConfig)
-
-
-def _flag(
-    kind: type[Struct], name: str, hint: Any, default: Any
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    text = _description(hint)
-    flag = "--" + name.replace("_", "-")
-    common: dict[str, Any] = {"default": None, "help": text, "show_default": False}
-    if default not in (None, msgspec.NODEFAULT, ()) and not isinstance(default, bool):
-        common["help"] = f"{text} [default: {default}]"
-    if name in ("options", "model_options"):
-        flags = ["--option", "-o"] if name == "options" else ["--model-option"]
-        return click.option(*flags, name, multiple=True, metavar="KEY=VALUE", help=f"{text} Repeatable.")
-    if name == "up_groups":
-        return click.option("--up-group", name, multiple=True, metavar="GROUP=CODEC", help=f"{text} Repeatable.")
-    if name == "variants":
-        metavar = "DEVICES:KEY=VALUE"
-        return click.option("--variant", name, multiple=True, metavar=metavar, help=f"{text} Repeatable.")
-    if name == "writers":
-        return click.option("--writer", name, multiple=True, metavar=_metavar(name, hint), help=f"{text} Repeatable.")
-    if name == "classes":
-        return click.option("--class", name, multiple=True, metavar="NAME", help=f"{text} Repeatable.")
-    if isinstance(default, bool) and name != "pretrained":
-        return click.option(f"{flag}/--no-{name.replace('_', '-')}", name, **common)
-    numbers = {int: int, float: float}
-    kind = str if name.endswith("cohort") else numbers.get(type(default), str)
-    return click.option(flag, name, type=kind, metavar=_metavar(name, hint), **common)
-
-
-def _metavar(name: str, hint: Any) -> str | None:
-    """What `--help` shows for a flag's value, where its type says more than click's: the names that are allowed."""
-    if name == "pretrained":
-        return "true|FILE"
-    if name in BudgetConfig.__struct_fields__:
-        return "AMOUNT"
-    if not (names := choices(hint)):
-        return None
-    others = ("NUMBER",) if "number" in allowed(hint) else ()
-    return f"[{'|'.join((*names, *others))}]"
-
-
-def _description(hint: Any) -> str:
-    """The description in an annotation, also inside a union."""
-    for part in (hint, *typing.get_args(hint)):
-        for note in getattr(part, "__metadata__", ()):
-            if isinstance(note, Meta) and note.description:
-                return note.description
-    return ""
-
-
-_NUMBER_OR_TEXT = {
-    "cohort",
-    "evaluation_cohort",
-    "keep_rounds",
-    "keep_runs",
-    "pretrained",
-    "deadline_s",
-    "concurrency",
-    *(
-        field.name
-        for kind in (ProtectionConfig, PrivacyConfig)
-        for field in msgspec.structs.fields(kind)
-        if field.default is None
-    ),
-}
-
-
-_OF_RUN = {
-    "What is trained": (
-        "method", "options", "variants", "model", "model_options", "pretrained", "start_from", "classes", "max_classes",
-        "seed", "accelerator", "server_precision",
-    ),
-    "Rounds and devices": (
-        "rounds", "devices", "devices_where", "federation", "cohort", "quorum", "over_select", "selection",
-        "deadline_s", "deadline_limit_s", "late", "max_staleness", "mode", "buffer", "concurrency", "rejoin_grace_s",
-    ),
-    "Evaluation": ("evaluate_every", "evaluation", "evaluation_cohort", "evaluation_quorum"),
-    "What is kept": ("backup_every", "keep_rounds", "keep_runs"),
-}  # fmt: skip
-"""Keys of a run that are in no table, by what they are about."""
-_TABLES: dict[str, type[Struct]] = {"broker": BrokerConfig, **TABLES}
-_SECTIONS = ["Options", *_OF_RUN, *(f"Table [{table}]" for table in _TABLES)]
-
-
-def _section(name: str) -> str:
-    of_run = {key: title for title, keys in _OF_RUN.items() for key in keys}
-    of_tables = {key: f"Table [{table}]" for table, kind in _TABLES.items() for key in kind.__struct_fields__}
-    return (of_tables | of_run).get(name, "Options")
+service_flags = flags_of(("", ServiceConfig), ("broker", BrokerConfig))
 
 
 def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """Put the flags that were set over a file's values."""
+    """Put the flags that were set over a file's values; `values` stay as they are."""
     merged = {**values}
-    for name, value in flags.items():
+    for path, value in flags.items():
+        if value is not None:
+            table, _, key = path.rpartition(".")
+            _merge(merged, {table: {key: value}} if table else {key: value})
+    return merged
+
+
+def _merge(into: dict[str, Any], given: dict[str, Any]) -> None:
+    """Tables key by key. A value where there should be a table stays, and make_config says that it is wrong."""
+    for key, value in given.items():
+        if not isinstance(value, dict):
+            into[key] = value
+        elif isinstance(before := into.get(key, {}), dict):
+            into[key] = {**before}
+            _merge(into[key], value)
+
+
+# --- one flag -----------------------------------------------------------------------------------------
+
+
+class _Flag(SectionOption):
+    """The flag of one key; its value is what the key's type makes of the text."""
+
+    def __init__(self, *arguments: Any, path: str, hint: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.name = path
+        self._hint = hint
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        value = super().process_value(ctx, value)
         if value is None or value == ():
-            continue
-        if name == "variants":
-            if isinstance(merged.get(name, {}), dict):  # else the file is wrong, and make_config says so
-                merged[name] = _with_variants(merged.get(name, {}), value)
-            continue
-        if name in ("options", "model_options"):
-            inside = merged.get(name, {})
-            if isinstance(inside, dict):  # else the file is wrong, and make_config says so
-                merged[name] = {**inside, **dict(key_value(pair) for pair in value)}
-            continue
-        if name in _NUMBER_OR_TEXT:
-            value = literal(value)
-        home = next((table for table, kind in _TABLES.items() if name in kind.__struct_fields__), None)
-        if home:
-            inside = merged.get(home, {})
-            if isinstance(inside, dict):
-                merged[home] = {**inside, name: _by_group(inside, value) if name == "up_groups" else value}
-        else:
-            merged[name] = list(value) if isinstance(value, tuple) else value
-    return merged
+            return None
+        if not self.multiple:
+            return value if self.is_flag else _read(value, self._hint)
+        origin, *inner = typing.get_origin(_bare(self._hint)), *typing.get_args(_bare(self._hint))
+        if origin is not dict:
+            return [_read(text, inner[0]) for text in value]
+        entries: dict[str, Any] = {}
+        for text in value:
+            try:
+                _merge(entries, _entry(text, inner[1]))
+            except ValueError:
+                raise ConfigError(f"{self.opts[0]} {text!r} must be written {self.metavar}") from None
+        return entries
 
 
-def _by_group(table: dict[str, Any], flags: tuple[str, ...]) -> dict[str, Any]:
-    """A file's codecs of groups, and over them those of the flags GROUP=CODEC."""
-    merged = dict(table.get("up_groups", {}))
-    for text in flags:
-        group, equals, codec = text.partition("=")
-        if not equals:
-            raise ConfigError(f"up-group {text!r} must be written GROUP=CODEC, as in 'head=none'")
-        merged[group] = codec
-    return merged
+def _flag(table: str, field: Any) -> _Decorator:
+    meta = _meta(field.type)
+    extra = meta.extra or {}
+    prefix = f"{table}." if table else ""
+    key = field.name.replace("_", "-")
+    kind = _bare(field.type)
+    repeatable = typing.get_origin(kind) in (dict, tuple)
+    settings: dict[str, Any] = {"default": None, "show_default": False, "multiple": repeatable}
+    if kind is bool:
+        names = [f"--{prefix}{key}/--{prefix}no-{key}"]
+    else:
+        names = [f"--{prefix}{name}" if len(name) > 1 else f"-{name}" for name in extra.get("flags", ())]
+        names = names or [f"--{table}" if field.name == table else f"--{prefix}{key}"]
+        settings |= {"metavar": extra.get("metavar") or _metavar(msgspec.inspect.type_info(field.type))}
+    text = meta.description or ""
+    if repeatable:
+        text += " Repeatable."
+    elif field.default not in (None, "") and not isinstance(field.default, bool):
+        text += f" [default: {field.default}]"
+    section = f"Table [{table}]" if table else _section(field.name)
+    return click.option(
+        *names, "value", cls=_Flag, path=prefix + field.name, hint=field.type, section=section, help=text, **settings
+    )
 
 
-def _with_variants(tables: dict[str, Any], flags: tuple[str, ...]) -> dict[str, Any]:
-    """A file's variants, and over them those of the flags DEVICES:KEY=VALUE."""
-    merged = {**tables}
-    for text in flags:
-        pattern, colon, pair = text.partition(":")
-        if not colon:
-            example = "'jetson-*:batch_size=64'"
-            raise ConfigError(f"variant {text!r} must be written DEVICES:KEY=VALUE, as in {example}")
-        key, value = key_value(pair)
-        inside = merged.get(pattern, {})
-        if isinstance(inside, dict):
-            merged[pattern] = {**inside, key: value}
-    return merged
+def _by_section(kind: type[Struct]) -> list[Any]:
+    """The fields of a table, in the order of the sections that they belong to."""
+    order = list(SECTIONS)
+    fields = msgspec.structs.fields(kind)
+    return sorted(fields, key=lambda field: order.index(name) if (name := _section(field.name)) in order else -1)
+
+
+def _section(key: str) -> str:
+    return next((title for title, keys in SECTIONS.items() if key in keys), SectionOption.OWN)
+
+
+def _meta(hint: Any) -> Meta:
+    """The annotation that describes a key, also inside of a union."""
+    for part in (hint, *typing.get_args(hint)):
+        for note in getattr(part, "__metadata__", ()):
+            if isinstance(note, Meta) and note.description:
+                return note
+    return Meta()
+
+
+def _bare(hint: Any) -> Any:
+    return hint.__origin__ if typing.get_origin(hint) is typing.Annotated else hint
+
+
+def _metavar(kind: msgspec.inspect.Type) -> str:
+    """The names that are allowed, and the other kinds of value."""
+    match kind:
+        case msgspec.inspect.Metadata(type=inner) | msgspec.inspect.VarTupleType(item_type=inner):
+            return _metavar(inner)
+        case msgspec.inspect.UnionType(types=kinds):
+            words = [_metavar(each) for each in kinds if not isinstance(each, msgspec.inspect.NoneType)]
+            return "|".join(dict.fromkeys(sorted(words, key=str.isupper)))
+        case msgspec.inspect.LiteralType(values=values):
+            return "|".join(map(str, values))
+        case msgspec.inspect.DictType():
+            return "KEY=VALUE"
+        case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
+            return "NUMBER"
+        case msgspec.inspect.BoolType():
+            return "true|false"
+    return "TEXT"
+
+
+# --- one value ----------------------------------------------------------------------------------------
+
+
+def _read(text: str, hint: Any) -> Any:
+    """What the type makes of a text: numbers, truth values and names before free text.
+
+    What fits nothing is returned as the number or text that it is, so that the check of the configuration names it.
+    """
+    if hint is Any:
+        return literal(text)
+    union = _bare(hint)
+    kinds = typing.get_args(union) if typing.get_origin(union) in (typing.Union, types.UnionType) else (union,)
+    others = [kind for kind in kinds if _bare(kind) not in (str, types.NoneType)]
+    try:
+        return msgspec.convert(text, typing.Union[tuple(others)], strict=False) if others else text  # noqa: UP007
+    except msgspec.ValidationError:
+        return text if any(_bare(kind) is str for kind in kinds) else literal(text)
+
+
+def _entry(text: str, hint: Any) -> dict[str, Any]:
+    """One KEY=VALUE, or NAME:KEY=VALUE where the values are tables. Raises ValueError when it is not written so."""
+    if typing.get_origin(hint) is dict:
+        name, inner = text.split(":", 1)
+        return {name: _entry(inner, typing.get_args(hint)[1])}
+    key, value = text.split("=", 1)
+    return {key: _read(value, hint)}

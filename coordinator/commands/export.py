@@ -6,14 +6,18 @@ from pathlib import Path
 
 import click
 
-from coordinator.commands.flags import existing_store
+from coordinator.commands.flags import existing_store, runs_flag
+from fedvit.command_line import Command, json_flag
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=["coordinator export RUN --out bundle", "coordinator export RUN --device device-0 --out bundle"],
+)
 @click.argument("run")
 @click.option("--device", metavar="ID", help="The model that was made for this device (FedTP, pFedHN, ...).")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bundle"), help="New folder for the bundle.")
-@click.option("--runs", "folder", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
+@runs_flag
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
@@ -27,7 +31,7 @@ from coordinator.commands.flags import existing_store
     multiple=True,
     help="Only these files. Repeatable.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the bundle's card.")
+@json_flag
 def export(
     run: str,
     device: str | None,
@@ -47,7 +51,7 @@ def export(
     from profiles.probes.host import usable_cores
 
     check_new(out)
-    store = existing_store(folder, "--runs")
+    store = existing_store(folder)
     try:
         trained = trained_by(store, folder, run, device, f"coordinator {version('fedvit')}")
     finally:

@@ -4,18 +4,25 @@ import click
 import msgspec
 
 from coordinator.commands.flags import key_value
+from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_model, check_model_options, check_names
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=[
+        "coordinator methods",
+        "coordinator methods fedtp --model vit_base_patch16_224",
+    ],
+)
 @click.argument("name", required=False)
 @click.option("--method", "names", multiple=True, metavar="NAME", help="List only this method. Repeatable.")
 @click.option("--model", default="vit_small_images", help="Model that the figures are for.")
 @click.option("--model-option", "model_pairs", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
 @click.option("--option", "-o", "pairs", multiple=True, metavar="KEY=VALUE", help="Option of the methods. Repeatable.")
 @click.option("--classes", default=10, help="Classes that the model tells apart.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+@json_flag
 def methods(
     name: str | None,
     names: tuple[str, ...],

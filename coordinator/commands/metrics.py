@@ -7,36 +7,36 @@ from typing import Any
 import click
 import msgspec
 
-from coordinator.commands.config_flags import flags_of
-from coordinator.commands.flags import existing_store
+from coordinator.commands.config_flags import flags_of, merge_flags
+from coordinator.commands.flags import existing_store, runs_flag
 from coordinator.config import MetricsConfig, make_config
+from fedvit.command_line import Command
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
 from fedvit.quantities import counted
 
 
-@click.command()
+@click.command(cls=Command, examples=["coordinator metrics RUN --metrics.writer tensorboard"])
 @click.argument("run")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
-@flags_of(MetricsConfig)
+@runs_flag
+@flags_of(("metrics", MetricsConfig))
 @private_files()
-def metrics(run: str, out: Path, **flags: Any) -> None:
+def metrics(run: str, folder: Path, **flags: Any) -> None:
     """Write the rounds of RUN that a writer lacks: to those of its configuration, or to others that flags name."""
     from coordinator.metrics.following import write_all
     from coordinator.metrics.writers import check_writers, make_writers
     from coordinator.record.retention import lock_run
 
-    store = existing_store(out, writes=True)
+    store = existing_store(folder, writes=True)
     try:
         config = make_config(store.run(run).config, f"run {run}").run
-        given = {key: value for key, value in flags.items() if value not in (None, ())}
-        values = {"metrics": {**msgspec.to_builtins(config.metrics), **given}}
+        values = merge_flags({"metrics": msgspec.to_builtins(config.metrics)}, flags)
         config = msgspec.structs.replace(config, metrics=make_config(values, "flags").run.metrics)
         if not config.metrics.writers:
-            raise ConfigError(f"run {run!r} has no writers of its own: name one, as in --writer tensorboard")
+            raise ConfigError(f"run {run!r} has no writers of its own: name one, as in --metrics.writer tensorboard")
         check_writers(config.metrics, "flags")
-        lock = lock_run(out / run, run)  # else it has a process that writes them
-        for writer in make_writers(run, config, out / run):
+        lock = lock_run(folder / run, run)  # else it has a process that writes them
+        for writer in make_writers(run, config, folder / run):
             try:
                 rounds = write_all(writer, run, config, store)
             except Exception as error:

@@ -7,7 +7,8 @@ import click
 import msgspec
 from msgspec import Struct
 
-from coordinator.commands.flags import existing_store
+from coordinator.commands.flags import existing_store, runs_flag
+from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,12 +41,12 @@ def standings(store: "Store", run: str) -> list[Standing]:
     ]
 
 
-@click.command()
+@click.command(cls=Command, examples=["coordinator quarantine RUN", "coordinator quarantine RUN --release pi-3"])
 @click.argument("run")
 @click.option("--release", "released", multiple=True, metavar="ID", help="End this device's quarantine. Repeatable.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
-def quarantine(run: str, released: tuple[str, ...], out: Path, as_json: bool) -> None:
+@runs_flag
+@json_flag
+def quarantine(run: str, released: tuple[str, ...], folder: Path, as_json: bool) -> None:
     """List devices with strikes or in quarantine; or release some, also while the run is on.
 
     A device that was sent away has to be started again.
@@ -56,7 +57,7 @@ def quarantine(run: str, released: tuple[str, ...], out: Path, as_json: bool) ->
     from profiles.report.terminal import column
     from profiles.report.terminal import table as new_table
 
-    store = existing_store(out, writes=bool(released))
+    store = existing_store(folder, writes=bool(released))
     try:
         store.run(run)
         for device in released:

@@ -1,32 +1,32 @@
-"""`coordinator runs`, `show` and `status`: what is there, what became of it, what it is waiting for."""
+"""`coordinator runs`: which runs there are."""
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
-from coordinator.commands.flags import existing_store
-from fedvit.errors import ConfigError
+from coordinator.commands.flags import existing_store, runs_flag
+from fedvit.command_line import Command, json_flag
 
 if TYPE_CHECKING:
-    from coordinator.record.store import Store
+    pass
 
 
-@click.command()
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
-def runs(out: Path, as_json: bool) -> None:
+@click.command(cls=Command, examples=["coordinator runs", "coordinator runs --runs /srv/fedvit/runs --json"])
+@runs_flag
+@json_flag
+def runs(folder: Path, as_json: bool) -> None:
     """List all runs, newest first."""
     from rich.console import Console
 
     from coordinator.commands.run_tables import runs_table
     from coordinator.record.summary import overview
 
-    store = existing_store(out)
+    store = existing_store(folder)
     try:
-        listed = overview(store, out)
+        listed = overview(store, folder)
     finally:
         store.close()
     if as_json:
@@ -34,105 +34,3 @@ def runs(out: Path, as_json: bool) -> None:
         return
     console = Console()
     console.print(runs_table(listed, console.width))
-
-
-@click.command()
-@click.argument("run")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def show(run: str, out: Path, as_json: bool) -> None:
-    """Print one run: accuracy by round, devices, refusals."""
-    from coordinator.commands.run_tables import MOST_ROUNDS
-    from coordinator.record.summary import summarise
-
-    store = existing_store(out)
-    try:
-        summary = summarise(store, run, accuracy_of=None if as_json else MOST_ROUNDS)
-    finally:
-        store.close()
-    if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
-        return
-    print_summary(summary)
-
-
-@click.command()
-@click.argument("run", required=False)
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def status(run: str | None, out: Path, as_json: bool) -> None:
-    """Say what RUN is waiting for, since when and until when; by default what the service does, or the newest run."""
-    from coordinator.record.summary import run_head
-    from coordinator.record.tables import ENDED
-    from coordinator.run.status import lines, read_status
-
-    store = existing_store(out)
-    if run is None and _service_status(store, out, as_json=as_json):
-        return
-    runs = store.runs()
-    if run is None and not runs:
-        raise ConfigError(f"there is no run in {out}")
-    record = store.run(run) if run else runs[0]
-    if record.status == "queued":
-        waits = {"run": record.id, "status": record.status}
-        click.echo(
-            json.dumps(waits, indent=2) if as_json else f"run {record.id}: queued; `coordinator serve` begins it"
-        )
-        return
-    found = read_status(out / record.id)
-    if as_json:
-        head = msgspec.structs.asdict(run_head(record))
-        told = msgspec.to_builtins(found)
-        if record.status in ENDED:  # what was done last is not being done
-            told |= {"doing": record.status, "waiting_for": [], "resting": [], "online": 0}
-        click.echo(json.dumps({**head, **told, "stale": found.is_stale()}, indent=2))
-        return
-    click.echo("\n".join(lines(record.id, record.status, found)))
-
-
-def print_summary(summary: Any) -> None:
-    """The tables of one run on standard output."""
-    from rich.console import Console
-
-    from coordinator.commands.run_tables import report
-
-    console = Console()
-    console.print(report(summary, console.width))
-
-
-def _service_status(store: "Store", out: Path, *, as_json: bool) -> bool:
-    """Print what the service of a folder does; False where there is none, and nothing waits for one."""
-    from coordinator.service.status import read_service_status
-
-    status, submitted = read_service_status(out), store.submitted()
-    alive = status is not None and not status.is_stale()
-    if not submitted and not alive:
-        return False
-    queued = [record.id for record in submitted if record.status == "queued"]
-    begun = [record.id for record in submitted if record.status != "queued"]
-    if as_json:
-        seen = msgspec.to_builtins(status) if status else {}
-        click.echo(json.dumps({"service": {**seen, "alive": alive, "queued": queued, "begun": begun}}, indent=2))
-        return True
-    if status and alive:
-        click.echo(f"service: federation {status.federation} at {status.broker}")
-    else:
-        click.echo(f"service: not running; `coordinator serve --out {out}` goes on with the runs below")
-    for name in begun:
-        click.echo(f"  run {name}: {_doing(out / name)}")
-    click.echo(f"  queue: {', '.join(queued) or 'empty'}")
-    for member in status.members if status and alive else ():
-        labels = "".join(f" {name}={value}" for name, value in member.labels.items())
-        where = f"in run {member.run}" if member.run else "no run has work for it now"
-        click.echo(f"  {member.device}{labels}: {where if member.online else 'offline'}")
-    return True
-
-
-def _doing(folder: Path) -> str:
-    from coordinator.run.status import read_status
-
-    try:
-        status = read_status(folder)
-    except ConfigError:
-        return "begins"
-    return "interrupted" if status.is_stale() else status.doing

@@ -14,7 +14,8 @@ from typing import Any
 import click
 import msgspec
 
-from coordinator.commands.config_flags import GroupedCommand, config_flags, merge_flags
+from coordinator.commands.config_flags import config_flags, merge_flags
+from coordinator.commands.flags import runs_flag
 from coordinator.config import (
     RunConfig,
     StartConfig,
@@ -24,6 +25,7 @@ from coordinator.config import (
     resumed_config,
     with_listen_port,
 )
+from fedvit.command_line import Command
 from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
 from fedvit.quantities import counted
@@ -39,9 +41,16 @@ if typing.TYPE_CHECKING:
     from fedvit.transport.base import Transport
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=Command,
+    examples=[
+        "coordinator start --method fedavg --rounds 50 --devices 3",
+        "coordinator start --config run.toml --privacy.noise-multiplier 0.5 --privacy.clip 1",
+        "coordinator start --resume",
+    ],
+)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags win over it.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs.")
+@runs_flag
 @click.option(
     "--resume",
     is_flag=False,
@@ -70,7 +79,7 @@ if typing.TYPE_CHECKING:
 @private_files()
 def start(
     file: Path | None,
-    out: Path,
+    folder: Path,
     resume: str | None,
     name: str | None,
     resume_or_new: bool,
@@ -90,7 +99,7 @@ def start(
     with ExitStack() as stack:
         if resume is None:
             run = check_name(name or usual_name(given.run), "--run")
-        store = opened_store(out, stack) if (out / "fedvit.db").exists() else None
+        store = opened_store(folder, stack) if (folder / "fedvit.db").exists() else None
         record = _to_resume(store, resume, name if resume_or_new else None) if store or resume else None
         display = choose_display(quiet)
         if record is None:
@@ -99,7 +108,7 @@ def start(
             check_start_from(store, given.run)
             stack.enter_context(display)
             display.line(f"run {run}: checking its configuration")
-            worker, config, checked = _checked(values, where, out, stack)
+            worker, config, checked = _checked(values, where, folder, stack)
             server = checked.accelerator
             for note in checked.notes:
                 display.line(f"warning: {note}")
@@ -121,29 +130,31 @@ def start(
             click.echo(f"would go on with run {run}: {_described(config.run)}")
             return
         made = stack.enter_context(ExitStack())  # what is undone unless the run gets as far as into the record
-        if not (out / run).exists():
-            made.callback(_remove, out, run)
-        _lock(out / run, run, stack)
+        if not (folder / run).exists():
+            made.callback(_remove, folder, run)
+        _lock(folder / run, run, stack)
         if record is not None:
             stack.enter_context(display)
             worker, server = _worker(stack), config.run.accelerator
         display.line(f"run {run}: {_described(config.run)}, server on {server}")
         from coordinator.service.broker import meeting_point
 
-        broker_folder = out / run / "broker"
+        broker_folder = folder / run / "broker"
         point = stack.enter_context(meeting_point(config.broker, config.run.federation, broker_folder, display.line))
         transport = _transport(point)
-        store = store or opened_store(out, stack)
+        store = store or opened_store(folder, stack)
         if record is None:
             store.create_run(run, msgspec.to_builtins(config.run), point.as_record())
         else:
             status = "interrupted" if record.status == "finished" else record.status
             store.update_run(run, config=msgspec.to_builtins(config.run), broker=point.as_record(), status=status)
         made.pop_all()
-        _serve(store, out, run, config.run, point, transport, display, worker)
+        _serve(store, folder, run, config.run, point, transport, display, worker)
 
 
-def _checked(values: dict[str, Any], where: str, out: Path, stack: ExitStack) -> "tuple[Worker, StartConfig, Checked]":
+def _checked(
+    values: dict[str, Any], where: str, folder: Path, stack: ExitStack
+) -> "tuple[Worker, StartConfig, Checked]":
     """The process that computes, the configuration of a new run, and what was found out about it.
 
     Raises ConfigError when it could never begin.
@@ -152,7 +163,7 @@ def _checked(values: dict[str, Any], where: str, out: Path, stack: ExitStack) ->
     from coordinator.service.broker import federation_of
 
     config, worker = make_config(federation_of(values), where), _worker(stack)
-    return worker, config, worker.ask(Check(config=config.run, where=where, runs=str(out)))
+    return worker, config, worker.ask(Check(config=config.run, where=where, runs=str(folder)))
 
 
 def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
@@ -192,21 +203,21 @@ def _worker(stack: ExitStack) -> "Worker":
     return worker
 
 
-def opened_store(out: Path, stack: ExitStack) -> "Store":
+def opened_store(folder: Path, stack: ExitStack) -> "Store":
     """The record of all runs, and none of their files open to others."""
     from coordinator.record.store import Store
 
-    store = Store.in_folder(out, check=False)  # the run reads it as a whole while it waits for devices
+    store = Store.in_folder(folder, check=False)  # the run reads it as a whole while it waits for devices
     stack.callback(store.close)
-    make_private([*out.glob("fedvit.db*"), *(out / record.id for record in store.runs())])
+    make_private([*folder.glob("fedvit.db*"), *(folder / record.id for record in store.runs())])
     return store
 
 
-def _remove(out: Path, run: str) -> None:
+def _remove(folder: Path, run: str) -> None:
     """The folder of a run that never began, and the folder of all runs where it was made for that one."""
-    shutil.rmtree(out / run, ignore_errors=True)
+    shutil.rmtree(folder / run, ignore_errors=True)
     with suppress(OSError):  # there are others in it
-        out.rmdir()
+        folder.rmdir()
 
 
 def _described(config: RunConfig) -> str:
@@ -302,7 +313,7 @@ def _transport(point: "MeetingPoint") -> "Transport":
 
 def _serve(
     store: "Store",
-    out: Path,
+    folder: Path,
     run: str,
     config: RunConfig,
     point: "MeetingPoint",
@@ -318,10 +329,10 @@ def _serve(
     from coordinator.service.cancelling import Cancellation
     from fedvit.logs import configure_logging
 
-    folder = out / run
-    log_file = folder / "coordinator.log"
+    home = folder / run
+    log_file = home / "coordinator.log"
     configure_logging(file=log_file, stderr=False)
-    worker.begin(run=run, config=config, folder=folder, log_file=log_file)
+    worker.begin(run=run, config=config, folder=home, log_file=log_file)
     cancellation = Cancellation(store, run)
 
     def watch() -> None:
@@ -336,7 +347,7 @@ def _serve(
         config=config,
         transport=transport,
         store=store,
-        folder=folder,
+        folder=home,
         display=display,
         compute=worker,
         watch=watch,
@@ -344,17 +355,17 @@ def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: coordinator.stop())
     try:
-        with following(run, config, store, folder, display.line):
+        with following(run, config, store, home, display.line):
             coordinator.serve()
     except FederationTaken:
         if not store.last_round(run):  # it never began
             store.remove_run(run)
-            _remove(out, run)
+            _remove(folder, run)
         raise
     except Cancelled:
         display.line(f"run {run} is cancelled")
         return
     except Interrupted:
-        display.line(f"interrupted; go on with: coordinator start --resume {run} --out {out}")
+        display.line(f"interrupted; go on with: coordinator start --resume {run} --runs {folder}")
         raise KeyboardInterrupt from None
-    display.line(f"finished; tensors: {folder / 'model.safetensors'}, log: {log_file}")
+    display.line(f"finished; tensors: {home / 'model.safetensors'}, log: {log_file}")

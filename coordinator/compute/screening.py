@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from coordinator.compute.messages import Outlier
-from coordinator.config import ProtectionConfig
+from coordinator.config import RobustConfig
 from fedvit.methods.aggregators import norm_of
 from fedvit.methods.base import Upload
 from fedvit.program import LABELS
@@ -39,7 +39,7 @@ class Screen:
     max_weight: float | None = None  # >= 1; samples count up to that multiple of the cohort's median
 
     @classmethod
-    def of(cls, config: ProtectionConfig) -> "Screen":
+    def of(cls, config: RobustConfig) -> "Screen":
         return cls(clip_norm=config.clip_norm, reject_scale=config.reject_scale, max_weight=config.max_weight)
 
     def apply(self, uploads: Sequence[Upload]) -> Screened:

@@ -76,7 +76,7 @@ class ServerStep:
 
     @cached_property
     def _screen(self) -> Screen:
-        return Screen.of(self.config.protection)
+        return Screen.of(self.config.robust)
 
     def _screened(self, number: int, results: list[ResultRecord]) -> Screened:
         if self._newest is None or self._newest[0] != results:
@@ -103,7 +103,7 @@ class ServerStep:
 
     def _cleansed(self, uploads: dict[str, str], number: int) -> dict[str, str]:
         """Uploads of earlier rounds without those of devices in quarantine."""
-        kept_out = self.store.quarantined(self.run, number) if self.config.protection.strikes else {}
+        kept_out = self.store.quarantined(self.run, number) if self.config.robust.strikes else {}
         return {device: digest for device, digest in uploads.items() if device not in kept_out}
 
     def _damaged_uploads(self, uploads: dict[str, str], results: list[ResultRecord]) -> dict[str, str]:
@@ -140,7 +140,7 @@ def aggregator_of(config: RunConfig, round_number: int) -> Aggregator:
     """How a round's updates become one; private where the run says so."""
     privacy = config.privacy
     if not privacy.noise_multiplier:
-        return make_aggregator(config.protection.aggregator, config.protection.malicious_share)
+        return make_aggregator(config.robust.aggregator, config.robust.malicious_share)
     assert privacy.clip is not None  # PrivacyConfig wants both
     draw = np.random.default_rng([config.seed, round_number] if privacy.rehearsal else secrets.randbits(256))
     return PrivateMean(privacy.clip, privacy.noise_multiplier, expected_cohort(config), draw)

@@ -9,30 +9,34 @@ from coordinator.config.images import ImageConfig
 from coordinator.config.labels import why_not_asked
 from coordinator.config.metrics import MetricsConfig
 from coordinator.config.privacy import PrivacyConfig
-from coordinator.config.protection import ProtectionConfig
 from coordinator.config.reading import StartConfig, check_names, make_config, read_toml
+from coordinator.config.renamed import check_new_names, with_new_names
 from coordinator.config.resuming import resumed_config
-from coordinator.config.run import TABLES, RunConfig
+from coordinator.config.robust import RobustConfig
+from coordinator.config.run import SECTIONS, TABLES, RunConfig
 from coordinator.config.service import ServiceConfig, make_service_config
 from coordinator.config.updates import UpdatesConfig
 
 __all__ = [
+    "SECTIONS",
     "TABLES",
     "BrokerConfig",
     "BudgetConfig",
     "ImageConfig",
     "MetricsConfig",
     "PrivacyConfig",
-    "ProtectionConfig",
+    "RobustConfig",
     "RunConfig",
     "ServiceConfig",
     "StartConfig",
     "UpdatesConfig",
     "check_names",
+    "check_new_names",
     "make_config",
     "make_service_config",
     "read_toml",
     "resumed_config",
     "why_not_asked",
     "with_listen_port",
+    "with_new_names",
 ]

@@ -17,13 +17,25 @@ class BudgetConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What every device may spend, beside its own limits: the table [budget]. Raises ConfigError on construction."""
 
     memory_budget: Annotated[
-        Amount | None, Meta(description="Resident memory of a device's process, e.g. 512MB; it gets what fits.")
+        Amount | None,
+        Meta(
+            description="Resident memory of a device's process, e.g. 512MB; it gets what fits.",
+            extra={"metavar": "AMOUNT"},
+        ),
     ] = None
-    flops_budget: Annotated[Amount | None, Meta(description="FLOPs of a round's training, e.g. 2TFLOP.")] = None
+    flops_budget: Annotated[
+        Amount | None, Meta(description="FLOPs of a round's training, e.g. 2TFLOP.", extra={"metavar": "AMOUNT"})
+    ] = None
     round_deadline: Annotated[
-        Amount | None, Meta(description="Time of a round's training on a device, without transfers, e.g. 10m.")
+        Amount | None,
+        Meta(
+            description="Time of a round's training on a device, without transfers, e.g. 10m.",
+            extra={"metavar": "AMOUNT"},
+        ),
     ] = None
-    upload_budget: Annotated[Amount | None, Meta(description="Bytes of one round's result, e.g. 5MB.")] = None
+    upload_budget: Annotated[
+        Amount | None, Meta(description="Bytes of one round's result, e.g. 5MB.", extra={"metavar": "AMOUNT"})
+    ] = None
 
     def __post_init__(self) -> None:
         self.limits()

@@ -15,7 +15,10 @@ class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     on it."""
 
     writers: Annotated[
-        tuple[WriterName, ...], Meta(description="Where the figures of every round are written beside the record.")
+        tuple[WriterName, ...],
+        Meta(
+            description="Where the figures of every round are written beside the record.", extra={"flags": ["writer"]}
+        ),
     ] = ()
     mlflow_uri: Annotated[
         str | None,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from coordinator.config.protection import ProtectionConfig
+from coordinator.config.robust import RobustConfig
 from fedvit.errors import ConfigError
 from fedvit.roles import Role
 
@@ -40,7 +40,7 @@ class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             if limit is not None and not 0 < limit < math.inf:
                 raise ConfigError(f"{clip} = {limit} must be above 0")
 
-    def check(self, method: str, roles: set[Role], collects: bool, protection: ProtectionConfig) -> None:
+    def check(self, method: str, roles: set[Role], collects: bool, robust: RobustConfig) -> None:
         """Raises ConfigError where the noise would not make private what the method sends, or not as promised."""
         if self.feature_noise and not collects:
             raise ConfigError(f"feature_noise = {self.feature_noise}: method {method!r} uploads no features")
@@ -53,7 +53,7 @@ class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             other = "features" if collects else "updates of generated tensors"
             raise ConfigError(f"{what}: method {method!r} also uploads {other}, which no noise would cover")
         for key, allowed in (("aggregator", "mean"), ("clip_norm", None), ("reject_scale", None), ("max_weight", None)):
-            if getattr(protection, key) != allowed:
+            if getattr(robust, key) != allowed:
                 raise ConfigError(
-                    f"{what}: protection's {key} looks at updates before the noise, which the promise does not allow"
+                    f"{what}: robust.{key} looks at updates before the noise, which the promise does not allow"
                 )

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.config.broker import BrokerConfig, with_listen_port
+from coordinator.config.renamed import check_new_names
 from coordinator.config.run import TABLES, RunConfig
 from fedvit import known_names
 from fedvit.choices import did_you_mean, why_invalid
@@ -69,6 +70,7 @@ Config = TypeVar("Config", bound=Struct)
 def convert_table(values: dict[str, Any], kind: type[Config], where: str) -> Config:
     """Values as a table's class. Raises ConfigError naming the key, its value and what is allowed."""
     known = kind.__struct_fields__
+    check_new_names(values, where)
     for key in values:
         if key not in known:
             hint = did_you_mean(key, known, most=1) or f"; known keys are {', '.join(known)}"

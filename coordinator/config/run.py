@@ -10,7 +10,7 @@ from coordinator.config.images import ImageConfig
 from coordinator.config.labels import parse_labels
 from coordinator.config.metrics import MetricsConfig
 from coordinator.config.privacy import PrivacyConfig
-from coordinator.config.protection import ProtectionConfig
+from coordinator.config.robust import RobustConfig
 from coordinator.config.updates import UpdatesConfig
 from fedvit.errors import ConfigError
 from fedvit.precision import ProductPrecision
@@ -25,23 +25,36 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     method: Annotated[str, Meta(description="Federated method.")] = "eftvit"
-    options: Annotated[dict[str, Any], Meta(description="Hyperparameter of the method.")] = field(default_factory=dict)
+    options: Annotated[
+        dict[str, Any], Meta(description="Hyperparameter of the method.", extra={"flags": ["option", "o"]})
+    ] = field(default_factory=dict)
     variants: Annotated[
         dict[str, dict[str, Any]],
-        Meta(description="Other hyperparameters for some devices: a pattern of device names, then options."),
+        Meta(
+            description="Other hyperparameters for some devices: a pattern of device names, then options.",
+            extra={"flags": ["variant"], "metavar": "DEVICES:KEY=VALUE"},
+        ),
     ] = field(default_factory=dict)
     model: Annotated[str, Meta(description="Name of a timm Vision Transformer, or vit_small_images.")] = (
         "vit_small_images"
     )
-    model_options: Annotated[dict[str, Any], Meta(description="Option of the model, e.g. image_size or depth.")] = (
-        field(default_factory=dict)
-    )
-    pretrained: Annotated[bool | str, Meta(description="true for timm's weights, or the path of a checkpoint.")] = False
+    model_options: Annotated[
+        dict[str, Any],
+        Meta(description="Option of the model, e.g. image_size or depth.", extra={"flags": ["model-option"]}),
+    ] = field(default_factory=dict)
+    pretrained: Annotated[
+        bool | str,
+        Meta(description="true for timm's weights, or the path of a checkpoint.", extra={"metavar": "true|FILE"}),
+    ] = False
     start_from: Annotated[
         str | None, Meta(description="Begin with what an earlier run of the same folder ended with: its name.")
     ] = None
     classes: Annotated[
-        tuple[str, ...], Meta(description="Class of the run; without any: all that the first devices have.")
+        tuple[str, ...],
+        Meta(
+            description="Class of the run; without any: all that the first devices have.",
+            extra={"flags": ["class"], "metavar": "NAME"},
+        ),
     ] = ()
     max_classes: Annotated[
         int, Meta(ge=2, le=100_000, description="Classes that the first devices may bring, where none are listed.")
@@ -150,7 +163,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     images: ImageConfig = field(default_factory=ImageConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     updates: UpdatesConfig = field(default_factory=UpdatesConfig)
-    protection: ProtectionConfig = field(default_factory=ProtectionConfig)
+    robust: RobustConfig = field(default_factory=RobustConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
@@ -168,9 +181,9 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def check_privacy_of_ways(self) -> None:
         """What accounting and the aggregators say holds for whole rounds of plain updates only."""
         late = "mode = 'buffered'" if self.mode == "buffered" else f"late = {self.late!r}"
-        if self.protection.aggregator != "mean" and (self.mode == "buffered" or self.late == "discount"):
+        if self.robust.aggregator != "mean" and (self.mode == "buffered" or self.late == "discount"):
             raise ConfigError(
-                f"aggregator = {self.protection.aggregator!r} treats updates as equals, {late} discounts late ones"
+                f"aggregator = {self.robust.aggregator!r} treats updates as equals, {late} discounts late ones"
             )
         if not self.privacy.noise_multiplier:
             return
@@ -199,8 +212,22 @@ TABLES: dict[str, type[Struct]] = {
     "images": ImageConfig,
     "budget": BudgetConfig,
     "updates": UpdatesConfig,
-    "protection": ProtectionConfig,
+    "robust": RobustConfig,
     "privacy": PrivacyConfig,
     "metrics": MetricsConfig,
 }
 """Tables of a run's configuration, with keys of their own."""
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "What is trained": (
+        "method", "options", "variants", "model", "model_options", "pretrained", "start_from", "classes", "max_classes",
+        "seed", "accelerator", "server_precision",
+    ),
+    "Rounds and devices": (
+        "rounds", "devices", "devices_where", "federation", "cohort", "quorum", "over_select", "selection",
+        "deadline_s", "deadline_limit_s", "late", "max_staleness", "mode", "buffer", "concurrency", "rejoin_grace_s",
+    ),
+    "Evaluation": ("evaluate_every", "evaluation", "evaluation_cohort", "evaluation_quorum"),
+    "What is kept": ("backup_every", "keep_rounds", "keep_runs"),
+}  # fmt: skip
+"""Keys that are in no table, by what they are about: how `--help` shows them."""

@@ -15,9 +15,13 @@ class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     up: Annotated[str, Meta(description="Codec of what devices send back of trained tensors.")] = NONE
-    up_groups: Annotated[dict[str, str], Meta(description="Another codec for a group that is sent back.")] = field(
-        default_factory=dict
-    )
+    up_groups: Annotated[
+        dict[str, str],
+        Meta(
+            description="Another codec for a group that is sent back.",
+            extra={"flags": ["up-group"], "metavar": "GROUP=CODEC"},
+        ),
+    ] = field(default_factory=dict)
     features: Annotated[str, Meta(description="Codec of what devices collect and upload: none, fp16 or int8.")] = NONE
     down: Annotated[
         str, Meta(description="Codec of what changes from round to round, for devices that have what was before.")

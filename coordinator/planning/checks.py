@@ -42,9 +42,9 @@ def _check(config: RunConfig) -> None:
         groups = method.groups(vit)
         _check_late_results(config, method.server_rule(vit))
         roles = {role for role, names in groups.values() if names}
-        config.protection.check(config.method, roles)
+        config.robust.check(config.method, roles)
         collects = any(phase.collect for phase in method.phases(vit))
-        config.privacy.check(config.method, roles, collects, config.protection)
+        config.privacy.check(config.method, roles, collects, config.robust)
         config.check_privacy_of_ways()
         for pattern, options in config.variants.items():
             try:

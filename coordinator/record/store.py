@@ -801,7 +801,7 @@ def remedy(database: Path, why: str, of_run: str = "*") -> str:
     return (
         f"{damaged}. The newest good copy is {copy}, made after round {number} of run {run}. While no coordinator "
         f"serves this folder, put it back: mv {database} {database}.damaged; rm -f {database}-wal {database}-shm; "
-        f"cp {copy} {database}; then: coordinator start --resume {run} --out {database.parent}"
+        f"cp {copy} {database}; then: coordinator start --resume {run} --runs {database.parent}"
     )
 
 

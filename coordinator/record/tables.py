@@ -9,8 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import force_setattr
 from sqlalchemy import JSON, Boolean, Column, ForeignKeyConstraint, Index, Integer, MetaData, String, Table
 
+from coordinator.config import with_new_names
 from fedvit.blobs import BlobStore
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.roles import NONE
@@ -124,6 +126,9 @@ class RunRecord(Struct, frozen=True):
     broker: dict[str, Any] = {}  # the table [broker] with which it was served last
     submitted_at: str | None = None  # ISO 8601, UTC; None: it was begun by `start`, and no service takes it
     cancelled_at: str | None = None  # ISO 8601, UTC: the operator asked for its end
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "config", with_new_names(self.config))
 
 
 class RoundRecord(Struct, frozen=True):

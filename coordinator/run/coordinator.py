@@ -122,7 +122,7 @@ class Coordinator:
             receivers=state.expected_receivers,
             lane_for=state.topics.lane,
         )
-        self.quarantine = Quarantine(run, store, config.protection)
+        self.quarantine = Quarantine(run, store, config.robust)
         self.profiles = DeviceProfiles(run, store, state.presence, config.budget.limits())
         self.membership = Membership(state, self.exchange, self.quarantine)
         self.scheduler = TaskScheduler(state, self.exchange)
@@ -415,7 +415,7 @@ class Coordinator:
             raise EmptyCohort(f"none of the devices that were asked brought a result for round {number}")
         state.doing = f"round {number}/{state.config.rounds}: server step"
         # the quarantines that follow hold in this step already
-        for device, reason in self._ask(FindOutliers(round=number)) if state.config.protection.reject_scale else ():
+        for device, reason in self._ask(FindOutliers(round=number)) if state.config.robust.reject_scale else ():
             state.refuse(device, "train", f"left out: {reason}", number)
             self._say(f"round {number}: {device} is left out: {reason}")
             self._strike(device, number, reason)

@@ -8,7 +8,7 @@ nothing, and an operator's release in another process is heard at once.
 import logging
 from collections.abc import Iterable
 
-from coordinator.config import ProtectionConfig
+from coordinator.config import RobustConfig
 from coordinator.record.store import Store
 from coordinator.record.tables import QuarantineRecord
 
@@ -16,16 +16,16 @@ log = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """One run's, with the limits of its table [protection].
+    """One run's, with the limits of its table [robust].
 
     A device gets one strike a round at most, so that work which is done again after a restart counts nothing twice.
     """
 
-    def __init__(self, run: str, store: Store, protection: ProtectionConfig) -> None:
+    def __init__(self, run: str, store: Store, robust: RobustConfig) -> None:
         self._run = run
         self._store = store
-        self._limit = protection.strikes  # the last of them puts a device into quarantine; 0 counts none
-        self._rounds = protection.quarantine_rounds  # None: until the operator says otherwise
+        self._limit = robust.strikes  # the last of them puts a device into quarantine; 0 counts none
+        self._rounds = robust.quarantine_rounds  # None: until the operator says otherwise
 
     def strike(self, device: str, round_number: int, reason: str) -> bool:
         """Count a fault; True where it is the one too many, which puts the device into quarantine."""

@@ -99,8 +99,8 @@ class TorchSimulation:
         self._devices = Devices(
             config, plan, self._blobs, folders, opened, self._place, display, precision=precision, fused=fused
         )
-        self._quarantine = Quarantine(run, store, config.protection)
-        self._screen = Screen.of(config.protection)
+        self._quarantine = Quarantine(run, store, config.robust)
+        self._screen = Screen.of(config.robust)
         self._state = plan.state
         self._sent: dict[str, Reference] = {}
         self._uploads: dict[str, Tensors] = {}  # those that the server's rule keeps for later rounds, by digest
@@ -219,7 +219,7 @@ class TorchSimulation:
 
     def _is_checkpoint(self, number: int) -> bool:
         privacy, is_last = self._config.privacy, number == self._config.rounds
-        if is_last or self._config.protection.reject_scale or privacy.noise_multiplier or privacy.feature_noise:
+        if is_last or self._config.robust.reject_scale or privacy.noise_multiplier or privacy.feature_noise:
             return True  # what privacy cost, and strikes, are read from the record in the next round
         pause_s = max(CHECKPOINT_EVERY_S, self._checkpoint_s / CHECKPOINT_SHARE)
         return time.monotonic() - self._saved_at >= pause_s

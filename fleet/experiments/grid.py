@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct, field
 
-from coordinator.config import ImageConfig, MetricsConfig, read_toml
+from coordinator.config import ImageConfig, MetricsConfig, check_new_names, read_toml
 from coordinator.metrics.writers import check_writers
 from fedvit.blobs import digest_of
 from fedvit.choices import did_you_mean
@@ -23,8 +23,8 @@ from fleet.simulate import DEFAULTS, Engine
 SCHEMA = 2
 """Version of what an experiment writes; another one makes every cell run again."""
 
-RUN_TABLES = ("updates", "privacy", "protection")
-"""Keys of a method's table that are tables of a run's configuration: codecs, noise, and what guards the aggregate."""
+RUN_TABLES = ("updates", "privacy", "robust")
+"""Keys of a method's table that are tables of a run's configuration: codecs, noise, and robust aggregation."""
 
 
 class ModelTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -194,6 +194,7 @@ def _methods(experiment: Experiment, where: str) -> dict[str, dict[str, Any]]:
 
 def _check_names(experiment: Experiment, table: dict[str, Any], where: str) -> None:
     kind, own = _named(table, "method", where)
+    check_new_names(own, where)
     try:
         check_names(kind, own.keys() - set(RUN_TABLES), experiment.model.name, experiment.model.options)
     except ConfigError as error:

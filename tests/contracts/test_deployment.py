@@ -109,7 +109,7 @@ def test_services_give_up_what_they_do_not_need(unit: Path) -> None:
     assert "MemoryMax" in settings
     assert "StateDirectory" in settings
     [start] = [value for name, value in given if name == "ExecStart"]
-    written = set(re.findall(r"(?:--state|--out) (/\S+)", start))
+    written = set(re.findall(r"(?:--state|--runs) (/\S+)", start))
     assert written, "it names where it writes"
     assert all(path.startswith(f"/var/lib/{settings['StateDirectory']}") for path in written)
 

@@ -160,8 +160,8 @@ class Stage:
         return self.log_path(name).read_text()
 
     def coordinator(self, *arguments: str, broker: str = "embedded", resume: bool = False) -> Forked:
-        given = ["start", "--out", str(self.out), "--broker", broker]
-        given += ["--port", str(self.port)] if "://" not in broker else []
+        given = ["start", "--runs", str(self.out), "--broker", broker]
+        given += ["--broker.port", str(self.port)] if "://" not in broker else []
         if resume:
             given.append("--resume")
         else:
@@ -189,7 +189,7 @@ class Stage:
         """Put a run into the queue, by default of one round."""
         file = self.folder / f"{run}.toml"
         file.write_text(toml({**CONFIG, "variants": {}, "rounds": 1, **more}))
-        return self.command("submit", str(file), "--run", run, "--out", str(self.out))
+        return self.command("submit", str(file), "--run", run, "--runs", str(self.out))
 
     def device(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [*program("edge_client.cli"), "--broker", f"127.0.0.1:{self.port}", "--data", str(self.parts / name)]
@@ -212,7 +212,7 @@ class Stage:
         return (self.out / "run" / "model.safetensors").read_bytes()
 
     def show(self) -> dict[str, Any]:
-        return self._said("show", "run", "--out", str(self.out), "--json")
+        return self._said("show", "run", "--runs", str(self.out), "--json")
 
     def report(self) -> dict[str, Any]:
         return self._said("report", "run", "--runs", str(self.out), "--json")

@@ -82,7 +82,7 @@ def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> No
     killed_in_round(stage, coordinator, 1)
     coordinator = begin(stage, line)
     killed_in_round(stage, coordinator, 2)
-    by_hand = ["start", "--resume-or-new", "--run", "main", "--out", str(stage.out)]
+    by_hand = ["start", "--resume-or-new", "--run", "main", "--runs", str(stage.out)]
     assert stage.finish(begin(stage, by_hand), "coordinator") == 0, stage.log("coordinator")
     check_outcome(stage, devices)
     assert stage.finish(begin(stage, by_hand), "coordinator") == 0, stage.log("coordinator")
@@ -94,7 +94,7 @@ def test_container_resumes_its_run_with_its_broker(stage: Stage) -> None:
     """The command of compose.yaml, killed and started again."""
     stage.environment["FEDVIT_BROKER_PASSWORD"] = "a-password"
     line = [str(stage.out) if word == "/state/runs" else word for word in composed()]
-    line[line.index("--listen") + 1] += f":{stage.port}"
+    line[line.index("--broker.listen") + 1] += f":{stage.port}"
     coordinator = begin(stage, line)
     broker = f"mqtt://fedvit:a-password@127.0.0.1:{stage.port}"
     devices = {name: stage.device(name, "--broker", broker) for name in TRAINED}

@@ -27,7 +27,7 @@ def test_join_train_and_revoke(stage: Stage) -> None:
         stage, "coordinator.cli", "init", folder, "--listen", "127.0.0.1", "--host", "localhost",
         "--port", ports[0], "--enrolment-port", ports[1], "--federation", "fleet-7",
     )  # fmt: skip
-    given = ["--devices", "2", "--deployment", folder, "--variant", "device-1:epochs=3000"]
+    given = ["--devices", "2", "--broker.deployment", folder, "--variant", "device-1:epochs=3000"]
     coordinator = stage.coordinator(*given, broker="auto")
     wait_for(lambda: "broker: mosquitto" in stage.log("coordinator"), "the broker")
     devices = {}

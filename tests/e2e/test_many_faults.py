@@ -26,8 +26,8 @@ def test_a_device_that_dies_at_every_task_holds_no_round(stage: Stage) -> None:
     coordinator = Forked(
         "coordinator.cli",
         [
-            "start", "--config", str(config), "--run", "run", "--out", str(stage.out), "--broker", "embedded",
-            "--port", str(stage.port),
+            "start", "--config", str(config), "--run", "run", "--runs", str(stage.out), "--broker", "embedded",
+            "--broker.port", str(stage.port),
         ],
         stage.log_path("coordinator"),
         stage.environment,
@@ -73,7 +73,7 @@ def test_a_second_coordinator_on_the_same_broker_ends_at_once_and_names_the_firs
         config.write_text(toml({**BRIEF, "devices": 1}))
         second = Forked(
             "coordinator.cli",
-            ["start", "--config", str(config), "--run", "second", "--out", str(elsewhere), "--broker", address],
+            ["start", "--config", str(config), "--run", "second", "--runs", str(elsewhere), "--broker", address],
             stage.log_path("second"),
             stage.environment,
         )
@@ -101,7 +101,7 @@ def test_a_coordinator_with_few_open_files_serves_a_hundred_devices(stage: Stage
             str(config),
             "--run",
             "run",
-            "--out",
+            "--runs",
             str(stage.out),
             "--broker",
             f"mqtt://{address}",

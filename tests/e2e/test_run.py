@@ -84,7 +84,7 @@ def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: byt
 def test_ctrl_c_leaves_no_process_and_resumes(stage: Stage, undisturbed: bytes) -> None:
     """Ctrl-C on the coordinator ends it with 130; devices wait, and the resumed run is the undisturbed one, which wrote
     no metrics; each of its rounds is written once."""
-    coordinator = stage.coordinator("--writer", "tensorboard")
+    coordinator = stage.coordinator("--metrics.writer", "tensorboard")
     devices = {name: stage.device(name) for name in DEVICES}
     wait_for(lambda: stage.query("select 1 from results where round = 1"), "a result of round 1")
     coordinator.send_signal(signal.SIGINT)
@@ -153,11 +153,12 @@ def test_second_device_with_the_same_id(stage: Stage) -> None:
 
 def test_fleet_run_with_flags_alone(stage: Stage) -> None:
     """`fleet run` starts everything by itself, FedAvg by flags, and ends with one JSON object on standard output."""
-    command = [*program("fleet.cli"), "run", "--parts", str(stage.parts), "--devices", "2", "--out", str(stage.out)]
-    command += ["--name", "run", "--broker", "embedded", "--port", "0", "--json", "--method", "fedavg", "--rounds", "2"]
-    command += ["-o", "epochs=8", "-o", "lr=0.01", "-o", "momentum=0.9", "--seed", "1", "--quorum", "1.0"]
+    command = [*program("fleet.cli"), "run", "--parts", str(stage.parts), "--devices", "2", "--runs", str(stage.out)]
+    command += ["--run", "run", "--broker", "embedded", "--broker.port", "0", "--json"]
+    command += ["--method", "fedavg", "--rounds", "2", "--seed", "1", "--quorum", "1.0"]
+    command += ["-o", "epochs=8", "-o", "lr=0.01", "-o", "momentum=0.9"]
     command += ["--model-option", "patch_size=8", "--model-option", "width=32", "--model-option", "depth=3"]
-    command += ["--model-option", "heads=2", "--brightness", "0.1", "--crop-padding", "2"]
+    command += ["--model-option", "heads=2", "--images.brightness", "0.1", "--images.crop-padding", "2"]
     done = subprocess.run(
         command, env=stage.environment, capture_output=True, text=True, timeout=WAIT_S, umask=USUAL_UMASK
     )
@@ -174,5 +175,5 @@ def test_fleet_run_with_flags_alone(stage: Stage) -> None:
     shown = stage.show()
     assert shown["method"] == "fedavg"
     assert shown["rounds"][-1]["train_loss"] < shown["rounds"][0]["train_loss"]
-    listed = [*program("coordinator.cli"), "runs", "--out", str(stage.out)]
+    listed = [*program("coordinator.cli"), "runs", "--runs", str(stage.out)]
     assert "fedavg" in subprocess.run(listed, capture_output=True, check=True, text=True).stdout

@@ -13,7 +13,7 @@ SLOW = {"*": {"epochs": 90}}
 
 
 def serve(stage: Stage, *arguments: str) -> Forked:
-    given = ["serve", "--out", str(stage.out), "--broker", "embedded", "--port", str(stage.port), *arguments]
+    given = ["serve", "--runs", str(stage.out), "--broker", "embedded", "--broker.port", str(stage.port), *arguments]
     return stage.keep(Forked("coordinator.cli", given, stage.log_path("service"), stage.environment))
 
 
@@ -44,7 +44,7 @@ def check_that_nobody_left(stage: Stage, devices: "dict[str, subprocess.Popen[by
 
 def members(stage: Stage) -> dict[str, str]:
     """Which run each device of the service works for, as `status` has it."""
-    shown = stage.command("status", "--out", str(stage.out))["service"]
+    shown = stage.command("status", "--runs", str(stage.out))["service"]
     return {member["device"]: member["run"] for member in shown["members"]}
 
 
@@ -60,7 +60,7 @@ def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) 
     wait_for(lambda: is_at_work(stage, "berlin") and is_at_work(stage, "munich"), "both runs to be at work")
     # what `status` reads is written about once a second
     wait_for(lambda: members(stage) == {"device-0": "berlin", "device-1": "munich"}, "the status to show who is where")
-    shown = stage.command("status", "--out", str(stage.out))["service"]
+    shown = stage.command("status", "--runs", str(stage.out))["service"]
     assert (shown["begun"], shown["queued"]) == (["berlin", "munich"], ["all"])
     warned = stage.submit("nowhere", devices_where="site=paris")
     assert "labels that there are: site=berlin (1 device), site=munich (1 device)" in warned["warning"]
@@ -75,7 +75,7 @@ def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) 
     assert all("run finished" in log for log in logs.values())
     assert "device-1" not in logs["berlin"], "of the other run"
     wait_for(lambda: statuses(stage)["nowhere"] == "waiting", "the next run")
-    assert stage.command("cancel", "nowhere", "--out", str(stage.out))["run"] == "nowhere"
+    assert stage.command("cancel", "nowhere", "--runs", str(stage.out))["run"] == "nowhere"
     wait_for(lambda: statuses(stage)["nowhere"] == "cancelled", "the run to be cancelled")
     check_that_nobody_left(stage, devices, joined=1)
     asked = [message for message in observer.messages() if isinstance(message, Task | Hello)]
@@ -96,8 +96,8 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     service = serve(stage)
     devices = {"device-0": device(stage, "device-0")}
     wait_for(lambda: is_at_work(stage, "dropped"), "the first run to be at work")
-    assert stage.command("cancel", "never", "--out", str(stage.out)) == {"run": "never", "status": "cancelled"}
-    stage.command("cancel", "dropped", "--out", str(stage.out))
+    assert stage.command("cancel", "never", "--runs", str(stage.out)) == {"run": "never", "status": "cancelled"}
+    stage.command("cancel", "dropped", "--runs", str(stage.out))
     wait_for(lambda: is_at_work(stage, "kept"), "the second run to be at work")
     assert "run ended" in stage.log("device-0")
     wait_for(lambda: stage.query("select 1 from results where run = 'kept' and kind = 'train'"), "a result of it")

@@ -35,7 +35,7 @@ def test_a_stopped_device_is_late_and_a_busy_one_declines(stage: Stage) -> None:
         return waiting == {"device-0": 3, "device-1": 1} and bool(now.resting) and now.doing == "round 3/3: train"
 
     wait_for(all_are_named, "the status to name them")
-    command = [*program("coordinator.cli"), "status", "run", "--out", str(stage.out), "--json"]
+    command = [*program("coordinator.cli"), "status", "run", "--runs", str(stage.out), "--json"]
     told: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert (told["run"], told["status"], told["doing"], told["stale"]) == ("run", "running", "round 3/3: train", False)
     assert {one["device"]: one["round"] for one in told["waiting_for"]} == {"device-0": 3, "device-1": 1}

@@ -41,13 +41,23 @@ def test_a_killed_host_comes_back_and_changes_no_bit(stage: Stage, graph_cache: 
     """40 devices in two processes, one of which is killed in a round: the tensors are those of the run in memory."""
     config = stage.folder / "run.toml"
     config.write_text(toml(VALUES))
-    arguments = ["run", "--virtual", str(DEVICES), "--hosts", "2", "--parts", str(stage.parts), "--out", str(stage.out)]
+    arguments = [
+        "run",
+        "--virtual",
+        str(DEVICES),
+        "--hosts",
+        "2",
+        "--parts",
+        str(stage.parts),
+        "--runs",
+        str(stage.out),
+    ]
     arguments += [
-        "--name",
+        "--run",
         "run",
         "--broker",
         "mosquitto",
-        "--port",
+        "--broker.port",
         str(stage.port),
         "--config",
         str(config),

@@ -26,7 +26,7 @@ def test_a_coordinator_that_waits_for_devices_has_no_torch(stage: Stage) -> None
     store = Store.in_folder(stage.out)
     store.create_run("run", msgspec.to_builtins(make_config({**CONFIG, "devices": 1}, "test").run))
     store.close()
-    given = ["start", "--out", str(stage.out), "--broker", "embedded", "--port", str(stage.port), "--resume"]
+    given = ["start", "--runs", str(stage.out), "--broker", "embedded", "--broker.port", str(stage.port), "--resume"]
     coordinator = stage.start("coordinator", [*program("coordinator.cli"), *given])
     wait_for(lambda: "waiting for 1 device" in stage.log("coordinator"), "the coordinator to wait")
     maps = Path(f"/proc/{coordinator.pid}/maps").read_text()

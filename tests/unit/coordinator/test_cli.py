@@ -88,14 +88,14 @@ def one_line(done: "subprocess.CompletedProcess[str]", code: int) -> str:
 
 
 def test_runs_are_listed_newest_first(out: Path) -> None:
-    lines = said("runs", "--out", out).output.splitlines()
+    lines = said("runs", "--runs", out).output.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["half", "done"]
     assert lines[2].split()[-3:] == ["0/3", "-", "0.0"]
     assert lines[3].split()[-3:] == ["1/3", "0.700", "0.0"]  # (4/5 + 3/5) / 2
 
 
 def test_runs_as_json(out: Path) -> None:
-    listed = json.loads(said("runs", "--out", out, "--json").output)
+    listed = json.loads(said("runs", "--runs", out, "--json").output)
     assert [entry["run"] for entry in listed] == ["half", "done"]
     assert listed[1] == {
         "run": "done",
@@ -114,7 +114,7 @@ def test_runs_as_json(out: Path) -> None:
 
 
 def test_show_prints_the_tables(out: Path) -> None:
-    output = said("show", "done", "--out", out).output
+    output = said("show", "done", "--runs", out).output
     for text in (
         "run done: fedavg on vit_small_images, finished, 1 of 3 rounds, seed 5",
         "accuracy by round",
@@ -133,7 +133,7 @@ def test_show_prints_the_tables(out: Path) -> None:
 
 
 def test_show_as_json(out: Path) -> None:
-    shown: dict[str, Any] = json.loads(said("show", "done", "--out", out, "--json").output)
+    shown: dict[str, Any] = json.loads(said("show", "done", "--runs", out, "--json").output)
     assert (shown["run"], shown["status"], shown["classes"]) == ("done", "finished", ["ant", "bee"])
     assert shown["mean_accuracy"] == pytest.approx(0.7)
     assert (shown["bytes_down"], shown["bytes_up"], shown["max_edge_rss_bytes"]) == (2 * 10**6, 2 * 10**5, 10**8)
@@ -143,19 +143,19 @@ def test_show_as_json(out: Path) -> None:
 
 
 def test_an_unknown_run_is_one_line(out: Path) -> None:
-    line = one_line(as_process("show", "yesterday", "--out", out), ConfigError.exit_code)
+    line = one_line(as_process("show", "yesterday", "--runs", out), ConfigError.exit_code)
     assert "'yesterday'" in line
 
 
 def test_a_folder_without_runs_is_named_and_left_alone(tmp_path: Path) -> None:
     for command in (("runs",), ("show", "r")):
-        assert str(tmp_path / "none") in refused(*command, "--out", tmp_path / "none")
+        assert str(tmp_path / "none") in refused(*command, "--runs", tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
 def test_a_record_that_is_no_database_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "fedvit.db").write_bytes(b"something else entirely " * 100)
-    line = one_line(as_process("runs", "--out", tmp_path), StorageFailed.exit_code)
+    line = one_line(as_process("runs", "--runs", tmp_path), StorageFailed.exit_code)
     assert "fedvit.db" in line
     assert "not a database" in line
 
@@ -165,7 +165,7 @@ def test_commands_that_only_read_import_no_torch(out: Path) -> None:
     commands = [["runs"], ["show", "done"], ["status", "done"], ["quarantine", "done"], ["devices", "--help"]]
     script = (
         "import sys; from click.testing import CliRunner; from coordinator.cli import cli\n"
-        f"for command in {[[*given, '--out', str(out)] for given in commands]}: CliRunner().invoke(cli, command)\n"
+        f"for command in {[[*given, '--runs', str(out)] for given in commands]}: CliRunner().invoke(cli, command)\n"
         f"CliRunner().invoke(cli, ['report', 'done', '--runs', {str(out)!r}, '--json'], catch_exceptions=False)\n"
         "print([name for name in ('torch', 'timm', 'onnx', 'onnxruntime', 'sklearn') if name in sys.modules])"
     )
@@ -180,7 +180,7 @@ def test_a_typing_error_in_the_file_is_one_line(tmp_path: Path) -> None:
     """And nothing is made."""
     file = tmp_path / "run.toml"
     file.write_text("rounds = 3\nquorun = 0.5\n")
-    line = one_line(as_process("start", "--config", file, "--out", tmp_path / "runs"), ConfigError.exit_code)
+    line = one_line(as_process("start", "--config", file, "--runs", tmp_path / "runs"), ConfigError.exit_code)
     assert line == f"coordinator: {file}: unknown key 'quorun'; did you mean 'quorum'?"
     assert not (tmp_path / "runs").exists()
 
@@ -193,9 +193,9 @@ def test_an_unknown_flag_is_named() -> None:
 
 
 def test_there_may_be_nothing_to_resume(tmp_path: Path, out: Path) -> None:
-    assert "no run to resume" in refused("start", "--resume", "--out", tmp_path / "fresh")
-    assert refused("start", "--resume", "done", "--out", out) == "run 'done' is finished; there is nothing to resume"
-    assert "'other'" in refused("start", "--resume", "other", "--out", out)
+    assert "no run to resume" in refused("start", "--resume", "--runs", tmp_path / "fresh")
+    assert refused("start", "--resume", "done", "--runs", out) == "run 'done' is finished; there is nothing to resume"
+    assert "'other'" in refused("start", "--resume", "other", "--runs", out)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +204,12 @@ def test_there_may_be_nothing_to_resume(tmp_path: Path, out: Path) -> None:
         (("--rounds", 2), "rounds = 3, and now rounds = 2 is asked for: a run that is resumed can have more rounds"),
         (("--devices", 2), "devices = 1, and now devices = 2 is asked for: a run that is resumed can wait for fewer"),
         (("--seed", 6), "seed = 5, and now seed = 6 is asked for: a run is resumed with its own configuration"),
-        (("--flip",), "images.flip = False, and now images.flip = True is asked for"),
+        (("--images.flip",), "images.flip = False, and now images.flip = True is asked for"),
         (("-o", "lr=0.5"), "options.lr = None, and now options.lr = 0.5 is asked for"),
     ],
 )
 def test_resume_refuses_what_differs(out: Path, flags: tuple[object, ...], complaint: str) -> None:
-    assert f"run 'half' began with {complaint}" in refused("start", "--resume", "half", *flags, "--out", out)
+    assert f"run 'half' began with {complaint}" in refused("start", "--resume", "half", *flags, "--runs", out)
 
 
 def test_start_whose_port_is_busy_leaves_nothing_behind(out: Path, tmp_path: Path, forked_worker: None) -> None:
@@ -219,7 +219,7 @@ def test_start_whose_port_is_busy_leaves_nothing_behind(out: Path, tmp_path: Pat
         taken.listen()
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         for folder in (out, tmp_path / "fresh"):
-            complaint = refused("start", "--listen", listen, "--run", "new", "--out", folder, "--quiet")
+            complaint = refused("start", "--broker.listen", listen, "--run", "new", "--runs", folder, "--quiet")
             assert complaint.startswith(f"port {listen.partition(':')[2]} on 127.0.0.1 is in use")
     assert not (tmp_path / "fresh").exists()
     assert not (out / "new").exists()
@@ -227,17 +227,56 @@ def test_start_whose_port_is_busy_leaves_nothing_behind(out: Path, tmp_path: Pat
 
 
 def test_start_resume_or_new_wants_a_name(out: Path) -> None:
-    assert "wants the name of the run by --run NAME" in refused("start", "--resume-or-new", "--out", out)
+    assert "wants the name of the run by --run NAME" in refused("start", "--resume-or-new", "--runs", out)
 
 
 def test_start_resume_or_new_has_nothing_to_do_for_a_finished_run(out: Path) -> None:
     """Also with the file that it began with; a service manager may start it as often as it likes."""
     file = out / "run.toml"
     file.write_text('method = "fedavg"\nrounds = 3\nseed = 5\n')
-    done = said("start", "--config", file, "--run", "done", "--resume-or-new", "--out", out)
+    done = said("start", "--config", file, "--run", "done", "--resume-or-new", "--runs", out)
     assert done.exit_code == 0
     assert done.exception is None
     assert "run done is finished: there is nothing to do" in done.stderr
+
+
+def test_a_run_recorded_with_the_table_protection_is_resumed_and_shown(out: Path) -> None:
+    """That was the name of the table [robust] in an earlier version. A file has to have the new one."""
+    store = Store.in_folder(out)
+    old = {**store.run("half").config, "protection": {"strikes": 7}}
+    del old["robust"]
+    store.update_run("half", config=old)
+    store.close()
+    assert "would go on with run half" in said("start", "--check", "--resume", "half", "--runs", out).stdout
+    assert json.loads(said("show", "half", "--runs", out, "--json").output)["settings"]["robust.strikes"] == 7
+    complaint = "robust.strikes = 7, and now robust.strikes = 3 is asked for"
+    assert complaint in refused("start", "--resume", "half", "--robust.strikes", 3, "--runs", out)
+
+
+def test_a_file_with_the_table_protection_is_told_its_new_name(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[protection]\nstrikes = 7\n")
+    said = refused("start", "--config", file, "--runs", tmp_path / "runs")
+    assert said == f"{file}: the table 'protection' is 'robust' now; rename it"
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [
+        (("runs",), "--out", "--runs"),
+        (("start",), "--out", "--runs"),
+        (("start",), "--clip", "--privacy.clip"),
+        (("start",), "--clip-norm", "--robust.clip-norm"),
+        (("submit",), "--up-group", "--updates.up-group"),
+        (("start",), "--no-flip", "--images.no-flip"),
+        (("serve",), "--deployment", "--broker.deployment"),
+        (("metrics", "done"), "--writer", "--metrics.writer"),
+    ],
+)
+def test_a_flag_of_an_earlier_version_is_answered_with_the_new_one(
+    command: tuple[str, ...], old: str, new: str
+) -> None:
+    assert refused(*command, f"{old}=x") == f"{old} is {new} now"
 
 
 @pytest.mark.parametrize("how", [("--resume",), ("--resume", "half")])
@@ -246,7 +285,7 @@ def test_a_run_is_served_once(out: Path, how: tuple[str, ...]) -> None:
     (out / "half").mkdir()
     with open(out / "half" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert refused("start", *how, "--out", out) == "run 'half' is being served by another coordinator"
+        assert refused("start", *how, "--runs", out) == "run 'half' is being served by another coordinator"
 
 
 def test_a_start_takes_from_others_what_an_earlier_version_left_open(out: Path) -> None:
@@ -255,28 +294,28 @@ def test_a_start_takes_from_others_what_an_earlier_version_left_open(out: Path) 
         (out / name).mkdir(exist_ok=True)
         (out / name).chmod(0o755)
     (out / "fedvit.db").chmod(0o644)
-    assert "exists already" in refused("start", "--run", "half", "--out", out)
+    assert "exists already" in refused("start", "--run", "half", "--runs", out)
     modes = {name: (out / name).stat().st_mode & 0o777 for name in (".", "done", "half", "fedvit.db")}
     assert modes == {".": 0o755, "done": 0o700, "half": 0o700, "fedvit.db": 0o600}
 
 
 def test_a_new_run_needs_a_new_name(out: Path) -> None:
     assert "run 'half' exists already; go on with it by --resume half" in refused(
-        "start", "--run", "half", "--out", out
+        "start", "--run", "half", "--runs", out
     )
-    assert "--run 'a b' must be" in refused("start", "--run", "a b", "--out", out)
+    assert "--run 'a b' must be" in refused("start", "--run", "a b", "--runs", out)
 
 
 @pytest.mark.parametrize("name", ["-x", "..", "a/b", "a ", "x" * 65])
 def test_a_name_that_no_folder_should_have_makes_no_run(out: Path, name: str) -> None:
     before = {path for path in out.rglob("*") if "fedvit.db" not in path.name}
-    assert refused("start", "--out", out, "--run", name).startswith(f"--run {name!r} must be 1 to 64 letters, digits")
+    assert refused("start", "--runs", out, "--run", name).startswith(f"--run {name!r} must be 1 to 64 letters, digits")
     assert {path for path in out.rglob("*") if "fedvit.db" not in path.name} == before
 
 
 @pytest.mark.usefixtures("forked_worker")
 def test_an_accelerator_that_is_not_there_is_named_and_no_run_is_made(out: Path) -> None:
-    said = refused("start", "--accelerator", "warp", "--run", "new", "--out", out, "--quiet")
+    said = refused("start", "--accelerator", "warp", "--run", "new", "--runs", out, "--quiet")
     assert said.startswith("accelerator = 'warp' cannot be used: ")
     assert "\n" not in said
     assert "new" not in [record.id for record in Store.in_folder(out).runs()]
@@ -290,7 +329,7 @@ def test_an_accelerator_that_is_not_there_is_named_and_no_run_is_made(out: Path)
 def test_variants_by_flag_go_over_those_of_the_file() -> None:
     """One option a flag; values are numbers where they look so, and a name may hold no colon before its first."""
     file = {"method": "eftvit", "variants": {"pi-*": {"mask": 0.5, "epochs": 1}}}
-    flags = {"variants": ("pi-*:mask=0.75", "jetson-*:batch_size=64", "jetson-*:optimizer=sgd"), "rounds": None}
+    flags = {"variants": {"pi-*": {"mask": 0.75}, "jetson-*": {"batch_size": 64, "optimizer": "sgd"}}, "rounds": None}
     merged = merge_flags(file, flags)
     assert merged["variants"] == {
         "pi-*": {"mask": 0.75, "epochs": 1},
@@ -303,22 +342,22 @@ def test_variants_by_flag_go_over_those_of_the_file() -> None:
 @pytest.mark.parametrize(
     ("flag", "complaint"),
     [
-        ("batch_size=64", "variant 'batch_size=64' must be written DEVICES:KEY=VALUE, as in 'jetson-*:batch_size=64'"),
-        ("pi-*:batch_size", "option 'batch_size' must be written KEY=VALUE"),
+        ("batch_size=64", "--variant 'batch_size=64' must be written DEVICES:KEY=VALUE"),
+        ("pi-*:batch_size", "--variant 'pi-*:batch_size' must be written DEVICES:KEY=VALUE"),
         ("pi-*:batch_size=0", "variants: 'pi-*': option batch_size = 0 of method 'eftvit'"),
         ("pi-*:bach_size=8", "variants: 'pi-*': method 'eftvit' has no option 'bach_size'"),
     ],
 )
 @pytest.mark.usefixtures("forked_worker")
 def test_a_variant_that_cannot_be_is_named(flag: str, complaint: str, tmp_path: Path) -> None:
-    assert complaint in refused("start", "--variant", flag, "--out", tmp_path / "runs", "--quiet")
+    assert complaint in refused("start", "--variant", flag, "--runs", tmp_path / "runs", "--quiet")
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("wrong", [3, {"pi-*": 3}])
 def test_a_files_variants_of_another_kind_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="variants = "):
-        make_config(merge_flags({"variants": wrong}, {"variants": ("pi-*:epochs=2",)}), "test")
+        make_config(merge_flags({"variants": wrong}, {"variants": {"pi-*": {"epochs": 2}}}), "test")
 
 
 # --- methods ------------------------------------------------------------------------------------------
@@ -397,7 +436,7 @@ def test_a_command_imports_what_it_needs(out: Path, arguments: list[str], compla
         "except Exception as error: print(error)\n"
         "print('imported', sorted(set(sys.argv[1].split()) & sys.modules.keys()))"
     )
-    command = [sys.executable, "-c", script, unneeded, *arguments, "--out", str(out)]
+    command = [sys.executable, "-c", script, unneeded, *arguments, "--runs", str(out)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S)
     assert ended.stdout.endswith("imported []\n"), ended.stdout
     assert complaint is None or complaint in ended.stdout
@@ -431,10 +470,14 @@ def test_a_mistyped_name_is_refused_before_torch_is_imported(arguments: list[str
     [
         ("--mode", "bufered", "allowed are buffered | rounds; did you mean 'buffered'?"),
         ("--late", "accept", "allowed are discount | refuse | use"),
-        ("--aggregator", "medain", "allowed are geometric_median | krum | mean | median | multi_krum | trimmed_mean"),
+        (
+            "--robust.aggregator",
+            "medain",
+            "allowed are geometric_median | krum | mean | median | multi_krum | trimmed_mean",
+        ),
         ("--deadline-s", "soon", "allowed are auto | number > 0"),
-        ("--clip-norm", "midian", "allowed are median | number | none; did you mean 'median'?"),
-        ("--accounting", "always", "allowed are every_round | sampled"),
+        ("--robust.clip-norm", "midian", "allowed are median | number | none; did you mean 'median'?"),
+        ("--privacy.accounting", "always", "allowed are every_round | sampled"),
     ],
 )
 def test_a_value_that_is_not_allowed_is_answered_with_those_that_are(flag: str, value: str, complaint: str) -> None:
@@ -448,20 +491,20 @@ def test_help_shows_flags_by_what_they_are_about() -> None:
     text = said("start", "--help").stdout
     own = text.split("\nOptions:")[1].split("\n\n")[0]
     flags = [line.split()[0].rstrip(",") for line in own.splitlines() if line.startswith("  -")]
-    assert flags == ["--config", "--out", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--help"]
-    protection = text.split("Table [protection]:")[1].split("\n\n")[0]
-    assert "--aggregator" in protection
-    assert "--malicious-share" in protection
+    assert flags == ["--config", "--runs", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--help"]
+    robust = text.split("Table [robust]:")[1].split("\n\n")[0]
+    assert "--robust.aggregator" in robust
+    assert "--robust.malicious-share" in robust
     assert "Rounds and devices:" in text
     assert "Table [broker]:" in said("serve", "--help").stdout
 
 
 def test_help_shows_the_values_of_a_flag() -> None:
     text = " ".join(said("start", "--help").stdout.split())
-    for flag in ("--mode [buffered|rounds]", "--late [discount|refuse|use]", "--deadline-s [auto|NUMBER]"):
+    for flag in ("--mode buffered|rounds", "--late discount|refuse|use", "--deadline-s auto|NUMBER"):
         assert flag in text
-    assert "--aggregator [geometric_median|krum|mean|median|multi_krum|trimmed_mean]" in text
-    assert "--memory-budget AMOUNT" in text
+    assert "--robust.aggregator geometric_median|krum|mean|median|multi_krum|trimmed_mean" in text
+    assert "--budget.memory-budget AMOUNT" in text
     assert "--pretrained true|FILE" in text
 
 
@@ -472,7 +515,7 @@ TIMM = ("--method", "fedavg", "--model", "vit_tiny_patch16_224", "--model-option
 
 @pytest.mark.usefixtures("forked_worker")
 def test_check_says_what_would_run_and_makes_nothing(tmp_path: Path) -> None:
-    result = said("start", "--check", "--out", tmp_path / "runs", "--method", "fedavg", "--devices", 3, "--run", "r")
+    result = said("start", "--check", "--runs", tmp_path / "runs", "--method", "fedavg", "--devices", 3, "--run", "r")
     assert result.exit_code == 0, result.output
     for text in (
         "run r can begin: fedavg on vit_small_images, 10 rounds, server on cpu",
@@ -487,7 +530,7 @@ def test_check_says_what_would_run_and_makes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked_worker")
 def test_check_of_a_run_that_is_resumed(out: Path) -> None:
-    result = said("start", "--check", "--resume", "half", "--out", out)
+    result = said("start", "--check", "--resume", "half", "--runs", out)
     assert "would go on with run half: fedavg on vit_small_images, 3 rounds" in result.stdout
 
 
@@ -510,7 +553,7 @@ def test_what_cannot_begin_is_refused_before_any_device_is_waited_for(
     monkeypatch.chdir(out.parent)
     Path("junk.pth").write_bytes(b"no checkpoint")
     save_file({"cls_token": np.zeros((1, 1, 7), np.float32)}, "small.safetensors")
-    result = said("start", "--out", out, "--broker", "mqtt://127.0.0.1:1", *flags, *check)
+    result = said("start", "--runs", out, "--broker", "mqtt://127.0.0.1:1", *flags, *check)
     assert isinstance(result.exception, ConfigError), result.output
     assert complaint in str(result.exception)
     assert [record.id for record in Store.in_folder(out).runs()] == ["half", "done"]
@@ -518,9 +561,9 @@ def test_what_cannot_begin_is_refused_before_any_device_is_waited_for(
 
 @pytest.mark.usefixtures("forked_worker")
 def test_start_warns_of_a_random_backbone_that_is_never_trained(tmp_path: Path) -> None:
-    result = said("start", "--check", "--out", tmp_path / "runs", "--method", "fed_head")
+    result = said("start", "--check", "--runs", tmp_path / "runs", "--method", "fed_head")
     assert "of the model is random and never trained: give it weights with --pretrained" in result.output
-    assert "never trained" not in said("start", "--check", "--out", tmp_path / "runs", "--method", "fedavg").output
+    assert "never trained" not in said("start", "--check", "--runs", tmp_path / "runs", "--method", "fedavg").output
 
 
 @pytest.mark.usefixtures("forked_worker")
@@ -529,7 +572,7 @@ def test_start_says_what_a_checkpoint_does_not_give(tmp_path: Path) -> None:
     safetensors.torch.save_file(
         build_vit("vit_tiny_patch16_224", 7, seed=1, options={"image_size": 48}).vit.state_dict(), file
     )
-    output = said("start", "--check", "--out", tmp_path / "runs", "--pretrained", file, *TIMM).output
+    output = said("start", "--check", "--runs", tmp_path / "runs", "--pretrained", file, *TIMM).output
     assert "pos_embed has shape (1, 10, 192) there and (1, 5, 192) here: it is resampled" in output
     assert "its head (for 7 classes) is replaced" in output
 
@@ -545,9 +588,9 @@ def test_status_of_a_finished_run_says_nothing_of_what_it_did_last(out: Path) ->
     for run in ("done", "half"):
         (out / run).mkdir()
         (out / run / "status.json").write_text(json.dumps(left))
-    told = json.loads(said("status", "done", "--out", out, "--json").stdout)
+    told = json.loads(said("status", "done", "--runs", out, "--json").stdout)
     assert (told["doing"], told["online"]) == ("finished", 0)
-    assert json.loads(said("status", "half", "--out", out, "--json").stdout)["doing"] == "server epoch 3/4"
+    assert json.loads(said("status", "half", "--runs", out, "--json").stdout)["doing"] == "server epoch 3/4"
 
 
 def _as_everybody() -> None:
@@ -562,7 +605,7 @@ def test_reading_needs_no_permission_to_write(out: Path) -> None:
     out.chmod(0o555)
     before = sorted(out.iterdir())
     try:
-        for command in (("runs", "--out"), ("show", "done", "--out"), ("report", "done", "--runs")):
+        for command in (("runs", "--runs"), ("show", "done", "--runs"), ("report", "done", "--runs")):
             done = subprocess.run(
                 [*PROGRAM, *command, str(out)],
                 capture_output=True,
@@ -574,7 +617,7 @@ def test_reading_needs_no_permission_to_write(out: Path) -> None:
             assert done.returncode == 0, done.stderr
             assert "done" in done.stdout
         refused_rm = subprocess.run(
-            [*PROGRAM, "rm", "done", "--out", str(out)],
+            [*PROGRAM, "rm", "done", "--runs", str(out)],
             capture_output=True,
             text=True,
             timeout=WAIT_S,
@@ -596,7 +639,7 @@ def test_reading_needs_no_permission_to_write(out: Path) -> None:
 def test_a_writer_whose_library_is_missing_is_refused(command: list[str], tmp_path: Path) -> None:
     """Before anything is opened, in one line that says what to install."""
     blocked = "import sys; sys.modules['mlflow'] = None; from coordinator.cli import main; main()"
-    arguments = [*command, "--out", str(tmp_path / "runs"), "--writer", "mlflow"]
+    arguments = [*command, "--runs", str(tmp_path / "runs"), "--metrics.writer", "mlflow"]
     done = subprocess.run(
         [sys.executable, "-c", blocked, *arguments], capture_output=True, text=True, timeout=WAIT_S, check=False
     )
@@ -607,21 +650,23 @@ def test_a_writer_whose_library_is_missing_is_refused(command: list[str], tmp_pa
 
 def test_metrics_of_an_earlier_run(out: Path) -> None:
     """It had no writers; what a second call finds written stays as it is."""
-    assert "run 'done' has no writers of its own" in refused("metrics", "done", "--out", out)
+    assert "run 'done' has no writers of its own" in refused("metrics", "done", "--runs", out)
     for rounds in ("1 round", "0 rounds"):
         assert (
             f"{rounds} written to TensorBoard"
-            in said("metrics", "done", "--out", out, "--writer", "tensorboard").output
+            in said("metrics", "done", "--runs", out, "--metrics.writer", "tensorboard").output
         )
     assert scalars(out / "done")["accuracy/mean"] == [(1, pytest.approx(0.7))]
 
 
 def test_a_password_in_the_address_of_a_server_is_refused(tmp_path: Path) -> None:
-    told = refused("start", "--out", tmp_path, "--writer", "mlflow", "--mlflow-uri", "https://me:secret@mlflow")
+    told = refused(
+        "start", "--runs", tmp_path, "--metrics.writer", "mlflow", "--metrics.mlflow-uri", "https://me:secret@mlflow"
+    )
     assert "MLFLOW_TRACKING_PASSWORD in the environment" in told
     assert "secret" not in told
 
 
 def test_a_writer_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    told = refused("start", "--out", tmp_path, "--writer", "tensorbord")
+    told = refused("start", "--runs", tmp_path, "--metrics.writer", "tensorbord")
     assert "allowed are mlflow | tensorboard" in told

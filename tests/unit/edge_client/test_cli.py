@@ -16,8 +16,8 @@ import pytest
 import fedvit.data
 import profiles.probes.host
 from coordinator.broker import Broker
-from edge_client.cli import device_id
 from edge_client.speed import find_speed
+from edge_client.state import device_id
 from fedvit.errors import ConfigError, DataError
 from fedvit.resources import Budget
 from fedvit.transport.base import Received

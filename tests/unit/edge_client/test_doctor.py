@@ -332,11 +332,11 @@ def test_nobody_listens(patient: Patient) -> None:
     [found] = check_broker(patient)
     assert (found.check, found.level) == ("broker", "error")
     assert found.what == "127.0.0.1:1: connection refused"
-    assert "--listen 0.0.0.0 and --port 1" in str(found.remedy)
+    assert "--broker.listen 0.0.0.0 and --broker.port 1" in str(found.remedy)
     # a deployment listens on all addresses from the beginning, and says itself on which ports
     [joined] = check_broker(replace(patient, address=replace(patient.address, cert_file=Path("certificate.pem"))))
-    assert "coordinator start --deployment" in str(joined.remedy)
-    assert "--listen" not in str(joined.remedy)
+    assert "coordinator start --broker.deployment" in str(joined.remedy)
+    assert "--broker.listen" not in str(joined.remedy)
     assert "--broker HOST:PORT" in str(joined.remedy)
 
 

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from click.testing import Result as Done
 
 import edge_client.trained
-from edge_client.cli import cli, lock_state
+from edge_client.cli import cli
+from edge_client.state import lock_state
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData

@@ -119,10 +119,10 @@ class TestGrid:
         assert [cell.run["options"]["mask"] for cell in grid.cells if "mask" in cell.run["options"]] == [0.75, 0.5] * 2
 
     def test_tables_of_a_run_that_one_method_has(self, tmp_path: Path) -> None:
-        own = "lr = 0.05\nprivacy = { noise_multiplier = 1.0, clip = 0.5 }\nprotection = { strikes = 0 }\nupdates = {}"
+        own = "lr = 0.05\nprivacy = { noise_multiplier = 1.0, clip = 0.5 }\nrobust = { strikes = 0 }\nupdates = {}"
         fedavg, eftvit, *_ = read_grid(written(tmp_path, FILE.replace("lr = 0.05", own))).cells
-        assert (fedavg.run["privacy"]["noise_multiplier"], fedavg.run["protection"]["strikes"]) == (1.0, 0)
-        assert (eftvit.run["privacy"]["noise_multiplier"], eftvit.run["protection"]["strikes"]) == (0.0, 3)
+        assert (fedavg.run["privacy"]["noise_multiplier"], fedavg.run["robust"]["strikes"]) == (1.0, 0)
+        assert (eftvit.run["privacy"]["noise_multiplier"], eftvit.run["robust"]["strikes"]) == (0.0, 3)
 
     @pytest.mark.parametrize(
         ("old", "new", "said"),
@@ -152,6 +152,8 @@ class TestGrid:
             ("lr = 0.05", "lr = -1", r"\[methods\.fedavg\]: option lr = -1 of method 'fedavg'"),
             ("mask = 0.75", "maks = 0.5", r"\[common\]: none of the methods has an option 'maks'"),
             ("[methods.fedavg]", '[methods."fed avg"]', r"the method 'fed avg' must be 1 to 64 letters"),
+            ("lr = 0.05", "protection = {}", r"\[methods\.fedavg\]: the table 'protection' is 'robust' now; rename it"),
+            ("[common]", "[run]\nprotection = {}\n[common]", r"the table 'protection' is 'robust' now; rename it"),
             ("[common]", "[run]\nseed = 1\n[common]", r"\[run\]: 'seed' is not set here"),
             ("[common]", "[run]\nqorum = 1\n[common]", r"unknown key 'qorum'; did you mean 'quorum'\?"),
             ("[common]", "[common", r"tiny\.toml is not TOML"),

@@ -105,7 +105,7 @@ def test_mosquitto_is_found_although_users_do_not_search_there(monkeypatch: pyte
 def test_a_port_in_use_is_named(start: Start, kind: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use.*--port"):
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use.*--broker.port"):
             start(kind, port=port)
 
 

@@ -10,8 +10,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from coordinator.commands.costs import report
-from coordinator.commands.runs import runs, show, status
+from coordinator.commands.report import report
+from coordinator.commands.runs import runs
+from coordinator.commands.show import show
+from coordinator.commands.status import status
 from coordinator.config import make_config
 from coordinator.record.summary import RunHead
 from coordinator.run.status import FILE, Status
@@ -40,9 +42,9 @@ def said(command: click.Command, *arguments: object) -> str:
 
 @pytest.mark.parametrize("run", [RUN, "other"])
 def test_every_command_says_the_same_of_a_run(folder: Path, run: str) -> None:
-    shown = json.loads(said(show, run, "--out", folder, "--json"))
-    [listed] = [entry for entry in json.loads(said(runs, "--out", folder, "--json")) if entry["run"] == run]
-    served = json.loads(said(status, run, "--out", folder, "--json"))
+    shown = json.loads(said(show, run, "--runs", folder, "--json"))
+    [listed] = [entry for entry in json.loads(said(runs, "--runs", folder, "--json")) if entry["run"] == run]
+    served = json.loads(said(status, run, "--runs", folder, "--json"))
     reported = json.loads(said(report, run, "--runs", folder, "--json"))
     head = {name: shown[name] for name in RunHead.__struct_fields__}
     assert head == {name: listed[name] for name in head} == {name: served[name] for name in head}
@@ -59,6 +61,6 @@ def test_every_command_says_the_same_of_a_run(folder: Path, run: str) -> None:
 
 
 def test_two_runs_are_told_apart_by_their_settings(folder: Path) -> None:
-    assert "settings: seed = 7, rounds = 3" in said(show, RUN, "--out", folder)
-    assert 'settings: method = "fedavg", options.lr = 0.1, devices = 4' in said(show, "other", "--out", folder)
+    assert "settings: seed = 7, rounds = 3" in said(show, RUN, "--runs", folder)
+    assert 'settings: method = "fedavg", options.lr = 0.1, devices = 4' in said(show, "other", "--runs", folder)
     assert 'settings: method = "fedavg", options.lr = 0.1, devices = 4' in said(report, "other", "--runs", folder)

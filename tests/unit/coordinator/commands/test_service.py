@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cli
-from coordinator.commands import service as service_module
+from coordinator.commands import submit as submit_module
 from coordinator.compute.engine import Engine
 from coordinator.config import RunConfig
 from coordinator.record.store import Store
@@ -72,27 +72,27 @@ def test_submit_prints_the_name_of_the_run(tmp_path: Path, forked_worker: None) 
     """And its service decides the federation, where the configuration does not."""
     out, file = tmp_path / "runs", tmp_path / "run.toml"
     file.write_text('method = "fedavg"\n[model_options]\ndepth = 2\n')
-    assert said("submit", file, "--run", "one", "--rounds", 3, "--out", out) == "one\n"
-    name = json.loads(said("submit", file, "--federation", "home", "--out", out, "--json"))["run"]
+    assert said("submit", file, "--run", "one", "--rounds", 3, "--runs", out) == "one\n"
+    name = json.loads(said("submit", file, "--federation", "home", "--runs", out, "--json"))["run"]
     store = Store.in_folder(out)
     assert [record.id for record in store.submitted()] == ["one", name]
     config = store.run("one").config
     assert (config["rounds"], config["model_options"]) == (3, {"depth": 2})
     assert "federation" not in config
     assert store.run(name).config["federation"] == "home"
-    assert "run 'one' exists already" in refused("submit", file, "--run", "one", "--out", out)
+    assert "run 'one' exists already" in refused("submit", file, "--run", "one", "--runs", out)
     store.close()
 
 
 def test_submit_takes_a_run_that_starts_from_one_before_it_in_the_queue(tmp_path: Path, forked_worker: None) -> None:
     out = tmp_path / "runs"
-    said("submit", "--method", "fedavg", "--run", "one", "--out", out)
-    said("submit", "--method", "fedavg", "--run", "two", "--start-from", "one", "--out", out)
+    said("submit", "--method", "fedavg", "--run", "one", "--runs", out)
+    said("submit", "--method", "fedavg", "--run", "two", "--start-from", "one", "--runs", out)
     assert statuses(out) == {"one": "queued", "two": "queued"}
-    said("cancel", "one", "--out", out)
-    never = refused("submit", "--method", "fedavg", "--start-from", "one", "--out", out)
+    said("cancel", "one", "--runs", out)
+    never = refused("submit", "--method", "fedavg", "--start-from", "one", "--runs", out)
     assert never == "start_from = 'one': that run closed no round"
-    assert "no run 'onee'; did you mean 'one'?" in refused("submit", "--start-from", "onee", "--out", out)
+    assert "no run 'onee'; did you mean 'one'?" in refused("submit", "--start-from", "onee", "--runs", out)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_submit_takes_a_run_that_starts_from_one_before_it_in_the_queue(tmp_path
 def test_submit_refuses_as_start_does(tmp_path: Path, text: str, complaint: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(text)
-    assert complaint in refused("submit", file, "--out", tmp_path / "runs")
+    assert complaint in refused("submit", file, "--runs", tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
@@ -120,29 +120,29 @@ def test_submit_refuses_as_start_does(tmp_path: Path, text: str, complaint: str)
 )
 def test_submit_warns_of_labels_that_no_device_has(out: Path, where: str, labels: Any, warns: bool) -> None:
     members(out, **labels)
-    warning = service_module._warning(RunConfig(devices_where=where), out)
+    warning = submit_module._warning(RunConfig(devices_where=where), out)
     assert (warning is not None) == warns
     assert warning is None or "labels that there are: site=munich (1 device)." in warning
 
 
 @pytest.mark.parametrize("run", ["first", "begun"])
 def test_cancel_ends_a_run_that_nobody_serves_at_once(out: Path, run: str) -> None:
-    assert said("cancel", run, "--out", out) == f"run {run}: cancelled\n"
+    assert said("cancel", run, "--runs", out) == f"run {run}: cancelled\n"
     assert statuses(out)[run] == "cancelled"
-    assert refused("cancel", run, "--out", out) == f"run {run!r} is cancelled already"
+    assert refused("cancel", run, "--runs", out) == f"run {run!r} is cancelled already"
     store = Store.in_folder(out)
     assert run not in [record.id for record in store.submitted()]
     assert store.has_ended(run), "results of it are refused"
     assert not store.take_from_queue(run, CONFIG, {})
     store.close()
-    assert f"run {run!r} is cancelled" in refused("start", "--resume", run, "--out", out)
+    assert f"run {run!r} is cancelled" in refused("start", "--resume", run, "--runs", out)
 
 
 def test_cancel_leaves_a_run_that_is_served_to_its_coordinator(out: Path) -> None:
     (out / "begun").mkdir()
     with open(out / "begun" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert json.loads(said("cancel", "begun", "--out", out, "--json")) == {"run": "begun", "status": "interrupted"}
+        assert json.loads(said("cancel", "begun", "--runs", out, "--json")) == {"run": "begun", "status": "interrupted"}
     store = Store.in_folder(out)
     assert store.is_cancelled("begun")
     assert not store.is_cancelled("first")
@@ -150,44 +150,46 @@ def test_cancel_leaves_a_run_that_is_served_to_its_coordinator(out: Path) -> Non
 
 
 def test_cancel_names_runs_that_are_over_or_unknown(out: Path) -> None:
-    assert refused("cancel", "done", "--out", out) == "run 'done' is finished already"
-    assert "no run 'nosuch'" in refused("cancel", "nosuch", "--out", out)
+    assert refused("cancel", "done", "--runs", out) == "run 'done' is finished already"
+    assert "no run 'nosuch'" in refused("cancel", "nosuch", "--runs", out)
 
 
 @pytest.mark.parametrize("run", ["first", "begun"])
 def test_rm_refuses_runs_that_a_service_will_serve(out: Path, run: str) -> None:
-    assert "a service will go on with it: cancel it first" in refused("rm", run, "--out", out)
-    said("cancel", run, "--out", out)
-    said("rm", run, "--out", out)
+    assert "a service will go on with it: cancel it first" in refused("rm", run, "--runs", out)
+    said("cancel", run, "--runs", out)
+    said("rm", run, "--runs", out)
     assert run not in statuses(out)
 
 
 def test_start_does_not_resume_a_queued_run(out: Path) -> None:
-    assert "run 'first' is queued: `coordinator serve` begins it" in refused("start", "--resume", "first", "--out", out)
+    assert "run 'first' is queued: `coordinator serve` begins it" in refused(
+        "start", "--resume", "first", "--runs", out
+    )
 
 
 def test_serve_serves_a_folder_once(out: Path) -> None:
     with open(out / "service.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "being served by another `coordinator serve`" in refused("serve", "--out", out, "--port", 0)
+        assert "being served by another `coordinator serve`" in refused("serve", "--runs", out, "--broker.port", 0)
 
 
 def test_status_says_what_the_service_does(out: Path) -> None:
     members(out, site="berlin")
-    lines = said("status", "--out", out).splitlines()
+    lines = said("status", "--runs", out).splitlines()
     assert lines == [
         "service: federation home at localhost:1883",
         "  run begun: begins",
         "  queue: first, second",
         "  pi-1 site=berlin: no run has work for it now",
     ]
-    shown = json.loads(said("status", "--out", out, "--json"))["service"]
+    shown = json.loads(said("status", "--runs", out, "--json"))["service"]
     assert (shown["alive"], shown["begun"], shown["queued"]) == (True, ["begun"], ["first", "second"])
     (out / "service.json").unlink()
-    assert "service: not running" in said("status", "--out", out)
-    assert said("status", "first", "--out", out) == "run first: queued; `coordinator serve` begins it\n"
+    assert "service: not running" in said("status", "--runs", out)
+    assert said("status", "first", "--runs", out) == "run first: queued; `coordinator serve` begins it\n"
 
 
 def test_runs_lists_the_queue(out: Path) -> None:
-    listed = {entry["run"]: entry["status"] for entry in json.loads(said("runs", "--out", out, "--json"))}
+    listed = {entry["run"]: entry["status"] for entry in json.loads(said("runs", "--runs", out, "--json"))}
     assert listed == {"done": "finished", "begun": "interrupted", "first": "queued", "second": "queued"}

@@ -19,7 +19,7 @@ from coordinator.config import (
     ImageConfig,
     MetricsConfig,
     PrivacyConfig,
-    ProtectionConfig,
+    RobustConfig,
     RunConfig,
     StartConfig,
     UpdatesConfig,
@@ -90,7 +90,7 @@ flops_budget = 2e12
 round_deadline = "10m"
 upload_budget = 5_000_000
 
-[protection]
+[robust]
 aggregator = "median"
 malicious_share = 0.2
 clip_norm = "median"
@@ -156,7 +156,7 @@ def flagged(*arguments: str, values: dict[str, Any] | None = None) -> StartConfi
 # --- files --------------------------------------------------------------------------------------------
 
 
-PROTECTION = ProtectionConfig(
+ROBUST = RobustConfig(
     aggregator="median",
     malicious_share=0.2,
     clip_norm="median",
@@ -212,7 +212,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
                 memory_budget="512MB", flops_budget=2e12, round_deadline="10m", upload_budget=5_000_000.0
             ),
             updates=UpdatesConfig(up="int8", up_groups={"model": "fp16"}, down="top_k:share=0.1", down_whole="fp16"),
-            protection=PROTECTION,
+            robust=ROBUST,
             privacy=PRIVACY,
             metrics=MetricsConfig(
                 writers=("tensorboard", "mlflow"), mlflow_uri="http://m:5000", mlflow_experiment="ants"
@@ -232,7 +232,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
     assert set(ImageConfig.__struct_fields__) == said["images"].keys()
     assert set(MetricsConfig.__struct_fields__) == said["metrics"].keys()
     assert set(BrokerConfig.__struct_fields__) == said["broker"].keys()
-    assert set(ProtectionConfig.__struct_fields__) == said["protection"].keys()
+    assert set(RobustConfig.__struct_fields__) == said["robust"].keys()
     assert set(PrivacyConfig.__struct_fields__) == said["privacy"].keys()
 
 
@@ -449,19 +449,28 @@ def test_a_large_model_is_checked_without_taking_memory() -> None:
 
 def test_every_key_has_a_flag_and_a_description() -> None:
     flags = {option.name: option for option in cli.commands["start"].params if isinstance(option, click.Option)}
-    for kind in (RunConfig, BrokerConfig, *TABLES.values()):
+    for table, kind in (
+        ("", RunConfig),
+        ("broker.", BrokerConfig),
+        *((f"{key}.", kind) for key, kind in TABLES.items()),
+    ):
         for key in kind.__struct_fields__:
             if key not in TABLES:  # tables: their keys are flags
-                assert len(flags[key].help or "") > 15, key
+                assert len(flags[table + key].help or "") > 15, key
     shown = CliRunner().invoke(cli, ["start", "--help"], terminal_width=200).output
     for flag in (
         "--method",
         "-o, --option KEY=VALUE",
         "--variant DEVICES:KEY=VALUE",
         "--class NAME",
-        "--flip / --no-flip",
-        "--deadline-s",
-        "--port",
+        "--images.flip / --images.no-flip",
+        "--deadline-s auto|NUMBER",
+        "--pretrained true|FILE",
+        "--budget.memory-budget AMOUNT",
+        "--updates.up-group GROUP=CODEC",
+        "--metrics.writer mlflow|tensorboard",
+        "--broker TEXT",
+        "--broker.port NUMBER",
     ):
         assert flag in shown
     assert "[default: 21600.0]" in shown
@@ -479,15 +488,18 @@ def test_every_flag_arrives() -> None:
         *("--start-from", "monday", "--evaluation", "pre_aggregation"),
         *("--accelerator", "cpu", "--federation", "lab-1", "--model", "vit_small_images", "--pretrained", "false"),
         *("--server-precision", "bf16"),
-        *("--crop-padding", "4", "--flip", "--brightness", "0.25"),
-        *("--memory-budget", "512MB", "--flops-budget", "2e12", "--round-deadline", "10m", "--upload-budget", "5e6"),
-        *("--up", "int8", "--up-group", "model=fp16", "--down", "fp16", "--down-whole", "int8"),
-        *("--aggregator", "median", "--malicious-share", "0.2", "--clip-norm", "median", "--reject-scale", "5"),
-        *("--max-weight", "2.5", "--strikes", "1", "--quarantine-rounds", "4", "--noise-multiplier", "0"),
-        *("--clip", "0.5", "--delta", "1e-4", "--accounting", "sampled", "--feature-noise", "0"),
-        *("--feature-clip", "3.0", "--rehearsal"),
-        *("--writer", "mlflow", "--writer", "tensorboard", "--mlflow-uri", "http://m", "--mlflow-experiment", "ants"),
-        *("--broker", "embedded", "--listen", "::1", "--port", "0", "--password", "p", "--ca-file", "ca.pem"),
+        *("--images.crop-padding", "4", "--images.flip", "--images.brightness", "0.25"),
+        *("--budget.memory-budget", "512MB", "--budget.flops-budget", "2e12", "--budget.round-deadline", "10m"),
+        *("--budget.upload-budget", "5e6", "--updates.up", "int8", "--updates.up-group", "model=fp16"),
+        *("--updates.down", "fp16", "--updates.down-whole", "int8", "--robust.aggregator", "median"),
+        *("--robust.malicious-share", "0.2", "--robust.clip-norm", "median", "--robust.reject-scale", "5"),
+        *("--robust.max-weight", "2.5", "--robust.strikes", "1", "--robust.quarantine-rounds", "4"),
+        *("--privacy.noise-multiplier", "0", "--privacy.clip", "0.5", "--privacy.delta", "1e-4"),
+        *("--privacy.accounting", "sampled", "--privacy.feature-noise", "0", "--privacy.feature-clip", "3.0"),
+        *("--privacy.rehearsal", "--metrics.writer", "mlflow", "--metrics.writer", "tensorboard"),
+        *("--metrics.mlflow-uri", "http://m", "--metrics.mlflow-experiment", "ants"),
+        *("--broker", "embedded", "--broker.listen", "::1", "--broker.port", "0", "--broker.password", "p"),
+        *("--broker.ca-file", "ca.pem"),
     )
     assert config == StartConfig(
         RunConfig(
@@ -519,9 +531,9 @@ def test_every_flag_arrives() -> None:
             server_precision="bf16",
             federation="lab-1",
             images=ImageConfig(crop_padding=4, flip=True, brightness=0.25),
-            budget=BudgetConfig(memory_budget="512MB", flops_budget="2e12", round_deadline="10m", upload_budget="5e6"),
+            budget=BudgetConfig(memory_budget="512MB", flops_budget=2e12, round_deadline="10m", upload_budget=5e6),
             updates=UpdatesConfig(up="int8", up_groups={"model": "fp16"}, down="fp16", down_whole="int8"),
-            protection=PROTECTION,
+            robust=ROBUST,
             privacy=PRIVACY,
             metrics=MetricsConfig(writers=("mlflow", "tensorboard"), mlflow_uri="http://m", mlflow_experiment="ants"),
         ),
@@ -547,8 +559,8 @@ def test_flags_win_over_the_file_key_by_key() -> None:
         "broker": {"port": 5, "listen": "::1"},
     }
     config = flagged(
-        *("--rounds", "9", "-o", "lr=0.25", "--no-flip", "--port", "6", "--class", "a", "--class", "b"),
-        *("--variant", "jetson-*:lr=0.25"),
+        *("--rounds", "9", "-o", "lr=0.25", "--images.no-flip", "--broker.port", "6", "--class", "a"),
+        *("--class", "b", "--variant", "jetson-*:lr=0.25"),
         values=values,
     )
     assert (config.run.rounds, config.run.seed, config.run.classes) == (9, 4, ("a", "b"))
@@ -563,8 +575,8 @@ def test_flags_win_over_the_file_key_by_key() -> None:
 @pytest.mark.parametrize(
     ("values", "flag"),
     [
-        ({"broker": "localhost"}, ("--port", "0")),
-        ({"images": 3}, ("--flip",)),
+        ({"broker": "localhost"}, ("--broker.port", "0")),
+        ({"images": 3}, ("--images.flip",)),
         ({"options": 3}, ("-o", "epochs=2")),
         ({"variants": 3}, ("--variant", "pi:epochs=2")),
         ({"variants": {"pi": 3}}, ("--variant", "pi:epochs=2")),
@@ -674,4 +686,4 @@ def test_a_group_may_have_a_codec_of_its_own() -> None:
     assert updates.up_of("body") == "int8"
     assert updates.up_of("head") == "top_k:share=0.05"
     with pytest.raises(ConfigError, match="must be written GROUP=CODEC"):
-        flagged("--up-group", "head")
+        flagged("--updates.up-group", "head")

@@ -28,7 +28,7 @@ from bench.pentest.parties import device_address, make_deployment, make_request,
 from coordinator.broker.mosquitto import memory_limit_bytes
 from coordinator.broker.process import Broker
 from coordinator.cli import cli
-from coordinator.config import BrokerConfig, ProtectionConfig
+from coordinator.config import BrokerConfig, RobustConfig
 from coordinator.deployment.authority import DAY_S, Authority
 from coordinator.deployment.broker_log import MOST_CONNECTIONS
 from coordinator.deployment.folder import COORDINATOR, Deployment, make_token, own_hosts
@@ -39,9 +39,9 @@ from coordinator.run.quarantine import Quarantine
 from coordinator.service.broker import meeting_point
 from edge_client import identity as identity_module
 from edge_client import join as join_module
-from edge_client.cli import Way, way_to_broker
 from edge_client.cli import cli as edge_cli
 from edge_client.doctor import check_broker
+from edge_client.endpoint import Endpoint, find_endpoint
 from edge_client.identity import Identity, Membership, Renewal
 from edge_client.join import join
 from edge_client.keys import check_identity
@@ -421,7 +421,7 @@ def test_a_genuine_answer_for_another_authority_is_not_used(stage: Stage, tmp_pa
 
 def test_nobody_is_there(tmp_path: Path) -> None:
     token = make_token(make_deployment(tmp_path / "made"), "pi-1", 60.0)
-    with pytest.raises(LinkDown, match=r"connection refused.*coordinator start --deployment"):
+    with pytest.raises(LinkDown, match=r"connection refused.*coordinator start --broker.deployment"):
         join(token, tmp_path / "identity", patience_s=0.5)
 
 
@@ -664,8 +664,8 @@ def test_the_doctor_of_a_device_that_has_joined(stage: Stage, tmp_path: Path) ->
     assert "join again with a token of the deployment that is there now" in str(moved.remedy)
 
 
-def way(**given: object) -> Way:
-    return way_to_broker(
+def way(**given: object) -> Endpoint:
+    return find_endpoint(
         **{"broker": None, "ca_file": None, "federation": None, "device": None, "state": None, **given}
     )
 
@@ -718,7 +718,7 @@ def test_enroll_ends_when_its_token_is_withdrawn(stage: Stage) -> None:
 
 def test_start_takes_no_deployment_from_the_environment() -> None:
     """A run has the broker that its command line or its file names; the other commands may find the folder there."""
-    [start] = [option for option in cli.commands["start"].params if "--deployment" in option.opts]
+    [start] = [option for option in cli.commands["start"].params if "--broker.deployment" in option.opts]
     assert start.envvar is None
     for name in ("enroll", "devices", "revoke"):
         [other] = [option for option in cli.commands[name].params if "--deployment" in option.opts]
@@ -734,20 +734,20 @@ def test_one_list_says_who_is_here_and_who_is_in_quarantine(tmp_path: Path) -> N
     for record, device, limit in (("older", "pi-2", 1), ("newest", "pi-1", 3)):
         store.create_run(record, {})
         store.open_round(record, 1, ["pi-1", "pi-2"])
-        Quarantine(record, store, ProtectionConfig(strikes=limit, quarantine_rounds=4)).strike(device, 1, "NaN")
+        Quarantine(record, store, RobustConfig(strikes=limit, quarantine_rounds=4)).strike(device, 1, "NaN")
     store.close()
     listed = ["devices", "--deployment", str(deployment.folder)]
     assert all("strikes" not in entry for entry in json.loads(run(*listed, "--json").stdout))
-    here = json.loads(run(*listed, "--out", str(runs), "--json").stdout)
+    here = json.loads(run(*listed, "--runs", str(runs), "--json").stdout)
     assert [(entry["device"], entry["state"], entry["run"], entry["strikes"]) for entry in here] == [
         ("pi-1", "valid", "newest", 1), ("pi-2", "valid", "newest", 0),
     ]  # fmt: skip
-    _, put_away = json.loads(run(*listed, "--out", str(runs), "--run", "older", "--json").stdout)
+    _, put_away = json.loads(run(*listed, "--runs", str(runs), "--run", "older", "--json").stdout)
     assert (put_away["quarantine"], put_away["until_round"]) == ("1 strike, the last: NaN", 5)
-    shown = run(*listed, "--out", str(runs), "--run", "older").stdout
+    shown = run(*listed, "--runs", str(runs), "--run", "older").stdout
     assert "in run older" in " ".join(shown.split())
     assert isinstance(run(*listed, "--run", "older").exception, ConfigError)
-    assert "'nope'" in str(run(*listed, "--out", str(runs), "--run", "nope").exception)
+    assert "'nope'" in str(run(*listed, "--runs", str(runs), "--run", "nope").exception)
 
 
 # --- the clock ----------------------------------------------------------------------------------------

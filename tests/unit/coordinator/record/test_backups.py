@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.store import RUN, one_round
-from coordinator.config import ProtectionConfig
+from coordinator.config import RobustConfig
 from coordinator.record import backups as module
 from coordinator.record.backups import NOTED_SHARE, Backups, Struck
 from coordinator.record.store import Store, is_whole
@@ -37,7 +37,7 @@ class Record:
 
     def _connect(self) -> None:
         self.backups = Backups(self.store, RUN, self.out / RUN, 1)
-        self.quarantine = Quarantine(RUN, self.store, ProtectionConfig(strikes=2, quarantine_rounds=50))
+        self.quarantine = Quarantine(RUN, self.store, RobustConfig(strikes=2, quarantine_rounds=50))
 
     def play(self, *numbers: int) -> None:
         for number in numbers:

@@ -75,10 +75,10 @@ def test_a_record_of_version_0_1_0_opens(tmp_path: Path) -> None:
 
 def test_a_record_of_version_0_1_0_is_shown(tmp_path: Path) -> None:
     written(tmp_path / "fedvit.db")
-    shown = CliRunner().invoke(cli, ["show", "old", "--out", str(tmp_path), "--json"])
+    shown = CliRunner().invoke(cli, ["show", "old", "--runs", str(tmp_path), "--json"])
     assert shown.exit_code == 0, shown.output
     assert json.loads(shown.output)["mean_accuracy"] == pytest.approx(0.5)
-    assert "old" in CliRunner().invoke(cli, ["runs", "--out", str(tmp_path)]).output
+    assert "old" in CliRunner().invoke(cli, ["runs", "--runs", str(tmp_path)]).output
 
 
 def test_a_run_of_version_0_1_0_goes_on(stage: Stage, tmp_path: Path) -> None:

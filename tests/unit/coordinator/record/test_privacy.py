@@ -24,8 +24,8 @@ from fedvit.methods.aggregators import Delta, Mean
 from fedvit.methods.private_mean import PrivateMean
 
 
-def config(method: str = "fedavg", protection: dict[str, Any] | None = None, **privacy: Any) -> RunConfig:
-    values = {"method": method, "devices": 4, "privacy": privacy, "protection": protection or {}}
+def config(method: str = "fedavg", robust: dict[str, Any] | None = None, **privacy: Any) -> RunConfig:
+    values = {"method": method, "devices": 4, "privacy": privacy, "robust": robust or {}}
     return checked_config(values, "test").run
 
 
@@ -160,7 +160,7 @@ def test_features_add_up_over_rounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "privacy", "protection", "named"),
+    ("method", "privacy", "robust", "named"),
     [
         ("fedavg", {"noise_multiplier": 1.0}, {}, "needs clip"),
         ("fedavg", {"noise_multiplier": 1.0, "clip": -1.0}, {}, "clip = -1.0 must be above 0"),
@@ -169,8 +169,8 @@ def test_features_add_up_over_rounds(tmp_path: Path) -> None:
         ("fedtp", {"noise_multiplier": 1.0, "clip": 1.0}, {}, "'fedtp' also uploads updates of generated tensors"),
         ("fedavg", {"feature_noise": 1.0, "feature_clip": 1.0}, {}, "method 'fedavg' uploads no features"),
         ("eftvit", {"feature_noise": 1.0}, {}, "needs feature_clip"),
-        ("fedavg", {"noise_multiplier": 1.0, "clip": 1.0}, {"aggregator": "median"}, "protection's aggregator"),
-        ("fedavg", {"noise_multiplier": 1.0, "clip": 1.0}, {"reject_scale": 3.0}, "protection's reject_scale"),
+        ("fedavg", {"noise_multiplier": 1.0, "clip": 1.0}, {"aggregator": "median"}, "robust.aggregator"),
+        ("fedavg", {"noise_multiplier": 1.0, "clip": 1.0}, {"reject_scale": 3.0}, "robust.reject_scale"),
         ("eftvit", {}, {"aggregator": "krum"}, "method 'eftvit' averages no tensors"),
         ("pfedpg", {}, {"aggregator": "multi_krum"}, "method 'pfedpg' averages no tensors"),
         ("fedavg", {}, {"malicious_share": 0.5}, "malicious_share = 0.5"),
@@ -179,8 +179,8 @@ def test_features_add_up_over_rounds(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_promised_is_refused(
-    method: str, privacy: dict[str, Any], protection: dict[str, Any], named: str
+    method: str, privacy: dict[str, Any], robust: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        config(method, protection, **privacy)
+        config(method, robust, **privacy)
     assert named in str(refused.value)

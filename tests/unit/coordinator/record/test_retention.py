@@ -149,11 +149,11 @@ def said(*arguments: object) -> Any:
 
 def listed(out: Path) -> dict[str, int]:
     """Runs of the record and their bytes."""
-    return {entry["run"]: entry["bytes"] for entry in said("runs", "--out", out)}
+    return {entry["run"]: entry["bytes"] for entry in said("runs", "--runs", out)}
 
 
 def test_rm_removes_a_run_from_the_record_and_the_disk(out: Path) -> None:
-    [gone] = said("rm", "third", "--out", out)
+    [gone] = said("rm", "third", "--runs", out)
     assert (gone["run"], gone["bytes"]) == ("third", 1000)
     assert listed(out) == {"open": 1000, "second": 1000, "first": 1000}
     assert not (out / "third").exists()
@@ -172,15 +172,15 @@ def test_rm_refuses_a_run_that_is_served_and_one_that_another_needs(out: Path) -
         (["no"], "no run"),
     ):
         with pytest.raises(ConfigError, match=why):
-            said("rm", *names, "--out", out)
+            said("rm", *names, "--runs", out)
     assert len(listed(out)) == 4, "nothing is removed then"
     os.close(held)
-    said("rm", "first", "second", "--out", out)
+    said("rm", "first", "second", "--runs", out)
     assert set(listed(out)) == {"open", "third"}
 
 
 def test_rm_with_force_removes_what_another_run_started_from(out: Path) -> None:
-    said("rm", "first", "--force", "--out", out)
+    said("rm", "first", "--force", "--runs", out)
     assert "first" not in listed(out)
 
 
@@ -193,10 +193,10 @@ def test_gc_without_a_policy_removes_only_what_nothing_refers_to(out: Path) -> N
     half = out / "open" / "blobs" / "ab" / f"{WRITING}0123"
     half.write_bytes(bytes(30))
     wanted = [("folder", str(out / "lost"), 500), ("file", str(half), 30)]
-    told = said("gc", "--dry-run", "--out", out)
+    told = said("gc", "--dry-run", "--runs", out)
     assert [(entry["what"], entry["path"], entry["bytes"]) for entry in told] == wanted
     assert half.exists()
-    assert said("gc", "--out", out) == told
+    assert said("gc", "--runs", out) == told
     assert sorted(file.name for file in out.iterdir() if file.is_dir()) == [
         "bundle",
         "first",
@@ -204,17 +204,17 @@ def test_gc_without_a_policy_removes_only_what_nothing_refers_to(out: Path) -> N
         "second",
         "third",
     ]
-    assert said("gc", "--out", out) == []
+    assert said("gc", "--runs", out) == []
 
 
 def test_gc_keeps_so_many_finished_runs_and_those_that_others_started_from(out: Path) -> None:
-    removed = said("gc", "--keep-runs", 1, "--out", out)
+    removed = said("gc", "--keep-runs", 1, "--runs", out)
     assert [(entry["what"], entry["run"]) for entry in removed] == [("run", "second"), ("run", "first")]
     assert set(listed(out)) == {"open", "third"}
 
 
 def test_gc_keeps_a_run_that_a_kept_one_started_from(out: Path) -> None:
-    assert [entry["run"] for entry in said("gc", "--keep-runs", 2, "--out", out)] == []
+    assert [entry["run"] for entry in said("gc", "--keep-runs", 2, "--runs", out)] == []
     assert set(listed(out)) == {"open", "third", "second", "first"}
 
 
@@ -222,17 +222,17 @@ def test_gc_thins_rounds_by_flag_and_by_each_runs_configuration(out: Path) -> No
     store = Store.in_folder(out)
     played(store, "tidy", 4, {(number, "a"): 0 for number in range(1, 6)}, keep_rounds=3)
     store.close()
-    assert [entry["run"] for entry in said("gc", "--out", out)] == ["tidy"]
-    said("gc", "--keep-rounds", 1, "--out", out)
+    assert [entry["run"] for entry in said("gc", "--runs", out)] == ["tidy"]
+    said("gc", "--keep-rounds", 1, "--runs", out)
     store = Store.in_folder(out)
     assert [store.run(name).thinned for name in ("tidy", "open", "first")] == [4, 4, 4]
     assert {entry.used_in for entry in store.results("open")} == {4, 5}
     store.close()
-    assert said("gc", "--keep-rounds", 1, "--out", out) == []
+    assert said("gc", "--keep-rounds", 1, "--runs", out) == []
 
 
 def test_gc_leaves_a_run_that_is_served(out: Path) -> None:
     held = lock_run(out / "third", "third")
-    assert said("gc", "--keep-runs", 0, "--out", out)
+    assert said("gc", "--keep-runs", 0, "--runs", out)
     assert "third" in listed(out)
     os.close(held)

@@ -1589,7 +1589,7 @@ def test_the_run_s_aggregator_decides(stage: Stage, first: Tensors) -> None:
     """Updates 1, 2, 900: their median is 2."""
     for name, value in (("a", 1.0), ("b", 2.0), ("c", 900.0)):
         stage.fake(name, value=value)
-    stage.start(devices=3, protection={"aggregator": "median"})
+    stage.start(devices=3, robust={"aggregator": "median"})
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 2.0)
 
@@ -1598,7 +1598,7 @@ def test_what_is_out_of_scale_is_left_out_and_leads_to_quarantine(stage: Stage, 
     """Updates of 1 but for 900: in rounds 1 and 2 left out, then not asked any more; each round moves by 1."""
     fakes = [stage.fake(name) for name in ("a", "b", "c")]
     liar = stage.fake("d", value=900.0)
-    stage.start(devices=4, rounds=4, protection={"reject_scale": 5.0, "strikes": 2})
+    stage.start(devices=4, rounds=4, robust={"reject_scale": 5.0, "strikes": 2})
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 4.0)
     assert liar.tasks() == [1, 2]
@@ -1615,7 +1615,7 @@ def test_a_quarantine_of_some_rounds_is_waited_for(stage: Stage, first: Tensors)
     """Refused in round 1, kept out of round 2, asked again in round 3."""
     stage.fake("a")
     liar = stage.fake("b", poisoned)
-    stage.start(devices=2, rounds=3, protection={"strikes": 1, "quarantine_rounds": 1})
+    stage.start(devices=2, rounds=3, robust={"strikes": 1, "quarantine_rounds": 1})
     stage.drive(lambda: bool(liar.answers()))
     liar.on_task = honest
     assert stage.finish() == "finished"
@@ -1627,7 +1627,7 @@ def test_a_quarantine_of_some_rounds_is_waited_for(stage: Stage, first: Tensors)
 def test_a_restart_knows_who_is_in_quarantine(stage: Stage) -> None:
     stage.fake("a")
     liar = stage.fake("b", poisoned)
-    stage.start(devices=2, rounds=50, protection={"strikes": 1})
+    stage.start(devices=2, rounds=50, robust={"strikes": 1})
     stage.drive(lambda: bool(liar.got(Refused)))
     stage.stop()
     stage.fakes.remove(liar)
@@ -1640,7 +1640,7 @@ def test_a_restart_knows_who_is_in_quarantine(stage: Stage) -> None:
 def test_failures_are_no_strikes(stage: Stage) -> None:
     stage.fake("a")
     unable = stage.fake("b", lambda device, task: device.fail(task, "out of memory"))
-    stage.start(devices=2, rounds=3, protection={"strikes": 1})
+    stage.start(devices=2, rounds=3, robust={"strikes": 1})
     assert stage.finish() == "finished"
     assert unable.tasks() == [1, 2, 3]
     assert stage.store.strikes("r") == []

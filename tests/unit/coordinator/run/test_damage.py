@@ -387,8 +387,8 @@ def test_a_damaged_record_is_named_with_its_newest_good_copy(
     else:
         database.write_bytes(b"" if damage == "empty" else b"no database" * 1000)
     commands = [
-        ["runs", "--out"], ["show", "r", "--out"], ["status", "r", "--out"], ["report", "r", "--runs"],
-        ["start", "--resume", "r", "--out"],
+        ["runs", "--runs"], ["show", "r", "--runs"], ["status", "r", "--runs"], ["report", "r", "--runs"],
+        ["start", "--resume", "r", "--runs"],
     ]  # fmt: skip
     for command in commands:
         ended = CliRunner().invoke(cli, [*command, str(stage.out)], standalone_mode=False).exception
@@ -525,10 +525,10 @@ def test_a_record_is_read_as_a_whole_before_a_task_is_given(stage: Stage) -> Non
         "start",
         "--resume",
         "r",
-        "--port",
+        "--broker.port",
         "0",
     ]
-    ended = subprocess.run([*command, "--out", str(stage.out)], capture_output=True, text=True, check=False)
+    ended = subprocess.run([*command, "--runs", str(stage.out)], capture_output=True, text=True, check=False)
     assert ended.returncode == 10, ended.stderr
     assert f"{database} is damaged" in ended.stderr
     assert "waiting for 2 devices" in ended.stderr

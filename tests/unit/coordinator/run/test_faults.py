@@ -118,7 +118,7 @@ def test_a_result_of_another_task_is_no_strike_and_the_device_is_told_again(stag
         device.bring(msgspec.structs.replace(result, task=result.task or task.task))
 
     device = stage.fake("a", of_another)
-    stage.start(protection={"strikes": 1})
+    stage.start(robust={"strikes": 1})
     assert stage.finish() == "finished"
     first_told, again = (task for task in device.got(Task) if task.kind == "train")
     assert first_told.task == again.task != ""

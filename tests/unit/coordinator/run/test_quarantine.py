@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import ProtectionConfig
+from coordinator.config import RobustConfig
 from coordinator.record.store import Store
 from coordinator.run.quarantine import Quarantine
 
@@ -19,7 +19,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def of(store: Store, *, limit: int = 2, rounds: int | None = None) -> Quarantine:
-    return Quarantine("r", store, ProtectionConfig(strikes=limit, quarantine_rounds=rounds))
+    return Quarantine("r", store, RobustConfig(strikes=limit, quarantine_rounds=rounds))
 
 
 def test_the_last_of_the_strikes_puts_a_device_away(store: Store) -> None:

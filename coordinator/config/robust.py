@@ -1,4 +1,4 @@
-"""The table [protection]."""
+"""The table [robust]."""
 
 import math
 from typing import Annotated, Literal
@@ -9,8 +9,8 @@ from fedvit.errors import ConfigError
 from fedvit.roles import Role
 
 
-class ProtectionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the server keeps devices that lie from ruining a run: the table [protection] (docs/security.md).
+class RobustConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the server keeps devices that lie from ruining a run: the table [robust] (docs/security.md).
 
     Raises ConfigError on construction when keys do not fit together.
     """

@@ -1,0 +1,25 @@
+"""`coordinator boards`: what is known of boards."""
+
+import click
+import msgspec
+
+from fedvit.command_line import Command, json_flag
+
+
+@click.command(cls=Command, examples=["coordinator boards", "coordinator boards jetson-orin-nano-8"])
+@click.argument("id", required=False, metavar="[ID[@MODE]]")
+@json_flag
+def boards(id: str | None, as_json: bool) -> None:
+    """List the boards that costs can be predicted for; or all about the one named ID, with sources."""
+    from rich.console import Console
+
+    from coordinator.planning.boards import board_page, boards_table, entries, entry
+    from profiles.catalogue import in_mode
+
+    board = in_mode(id)[0] if id else None
+    if as_json:
+        data = entry(board) if board else entries()
+        click.echo(msgspec.json.format(msgspec.json.encode(data)).decode())
+        return
+    console = Console()
+    console.print(board_page(board) if board else boards_table(console.width))

@@ -1,0 +1,121 @@
+"""`coordinator devices`: who belongs to a deployment."""
+
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coordinator.commands.flags import deployment_flag
+from fedvit.command_line import Command, json_flag
+from fedvit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coordinator.deployment.registry import Device
+
+
+@click.command(
+    cls=Command, examples=["coordinator devices --deployment deployment", "coordinator devices --runs runs --json"]
+)
+@deployment_flag
+@click.option(
+    "--runs",
+    type=click.Path(path_type=Path),
+    help="Folder of all runs: devices with strikes or in quarantine there are marked.",
+)
+@click.option("--run", help="With --runs: in this run and not in the newest.")
+@json_flag
+def devices(folder: Path, runs: Path | None, run: str | None, as_json: bool) -> None:
+    """List the devices of a deployment: when they joined, were seen last, and must be renewed."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from coordinator.deployment.folder import Deployment
+    from profiles.report.terminal import column
+    from profiles.report.terminal import table as new_table
+
+    if run and runs is None:
+        raise ConfigError(f"--run {run}: --runs is missing, the folder of all runs")
+    with Deployment.open(folder).registry.read() as rows:
+        listed = [_as_json(device) for device in rows.devices()]
+        waiting = rows.open_tokens(time.time())
+    if runs is not None:
+        run = _add_standings(listed, runs, run)
+    if as_json:
+        click.echo(json.dumps(listed, indent=2))
+        return
+    table = new_table(None)
+    column(table, "device", justify="left")
+    table.add_column(Text("state"), overflow="fold")
+    for heading in ("joined, UTC", "last seen", "certificate until"):
+        column(table, heading, justify="left")
+    if run:
+        table.add_column(Text(f"in run {run}"), overflow="fold")
+    for entry in listed:
+        standing = [Text(_in_words(entry))] if run else []
+        table.add_row(
+            Text(entry["device"]),
+            entry["state"] + (f", misused the broker {entry['misuses']} times" if entry["misuses"] else ""),
+            *(_short(entry[key]) for key in ("joined", "last_seen", "expires")),
+            *standing,
+        )  # fmt: skip
+    console = Console()
+    console.print(table if listed else "no device has joined; coordinator enroll NAME lets one in")
+    for token in waiting:
+        console.print(f"a token for {token.device} can be used until {_iso(token.expires_at)}")
+
+
+def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) -> str:
+    """How each device stands with a run, by default the newest; returns its name. Raises ConfigError without one."""
+    from coordinator.commands.flags import existing_store
+    from coordinator.commands.quarantine import standings
+
+    store = existing_store(runs)
+    try:
+        run = run or next((record.id for record in store.runs()), None)
+        if run is None:
+            raise ConfigError(f"there is no run in {runs}")
+        known = {standing.device: standing for standing in standings(store, run)}
+    finally:
+        store.close()
+    for entry in listed:
+        standing = known.get(entry["device"])
+        entry |= {
+            "run": run,
+            "strikes": standing.strikes if standing else 0,
+            "quarantine": standing.quarantine if standing else None,
+            "until_round": standing.until_round if standing else None,
+        }
+    return run
+
+
+def _in_words(entry: dict[str, Any]) -> str:
+    if entry["quarantine"]:
+        until = "" if entry["until_round"] is None else f" until round {entry['until_round']}"
+        return f"quarantine{until}: {entry['quarantine']}"
+    strikes = entry["strikes"]
+    return f"{strikes} strike{'' if strikes == 1 else 's'}" if strikes else "-"
+
+
+def _as_json(device: "Device") -> dict[str, Any]:
+    expired = device.expires_at < time.time()
+    return {
+        "device": device.name,
+        "state": "revoked" if device.revoked_at is not None else "expired" if expired else "valid",
+        "joined": _iso(device.joined_at),
+        "last_seen": _iso(device.last_seen),
+        "expires": _iso(device.expires_at),
+        "revoked": _iso(device.revoked_at),
+        "misuses": device.misuses,
+    }
+
+
+def _iso(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _short(text: str | None) -> str:
+    """To the minute."""
+    return (text or "never").replace("T", " ")[:16]

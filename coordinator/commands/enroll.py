@@ -1,0 +1,74 @@
+"""`coordinator enroll`: lets one device into a deployment."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from coordinator.commands.flags import deployment_flag
+from fedvit.command_line import Command, amount
+from fedvit.errors import ConfigError, LinkDown
+from fedvit.quantities import format_seconds, parse_seconds
+
+if TYPE_CHECKING:  # the library of certificates is loaded where one is made
+    from coordinator.deployment.folder import Deployment
+
+TICK_S = 0.1
+LINGER_S = 5.0
+"""How long the broker stays for a device that has just got its certificate."""
+
+
+@click.command(cls=Command, examples=["coordinator enroll pi-1", "coordinator enroll pi-1 --valid 10m --no-wait"])
+@click.argument("name")
+@deployment_flag
+@click.option("--valid", default="1h", callback=amount(parse_seconds), metavar="TIME", help="How long it can be used.")
+@click.option("--replace", is_flag=True, help="NAME may exist: what it has now is revoked when the token is used.")
+@click.option(
+    "--wait/--no-wait", default=True, help="Wait until the device has joined, and answer it where no coordinator does."
+)
+def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool) -> None:
+    """Print a token with which one device can join, once, under NAME."""
+    from coordinator.deployment.folder import Deployment, make_token
+
+    deployment = Deployment.open(folder)
+    token = make_token(deployment, name, valid, replaces=replace)
+    click.echo(f"on the device, within {format_seconds(valid)}:", err=True)
+    click.echo(f"edge-client join {token.text()}")
+    if wait:
+        _wait_for_device(deployment, token.id, name, valid)
+
+
+def _wait_for_device(deployment: "Deployment", token: str, name: str, valid_s: float) -> None:
+    from contextlib import ExitStack
+
+    from coordinator.deployment.service import is_served, served
+
+    until = time.monotonic() + valid_s
+    with ExitStack() as stack:
+        service = None
+        if is_served(deployment):
+            click.echo("the coordinator that serves this deployment will answer it; waiting", err=True)
+        else:
+            service = stack.enter_context(served(deployment, lambda line: click.echo(line, err=True)))
+            click.echo("waiting for it; Ctrl-C leaves, and the token stays valid", err=True)
+        while not _is_used(deployment, token, name):
+            if time.monotonic() > until:
+                raise LinkDown(f"{name} did not come within {format_seconds(valid_s)}; the token has expired")
+            if service:
+                service.watch()
+            time.sleep(TICK_S)
+        linger = time.monotonic() + LINGER_S
+        while service and time.monotonic() < linger:  # its answer must reach it, and it tries its certificate
+            service.watch()
+            time.sleep(TICK_S)
+    click.echo(f"{name} has joined", err=True)
+
+
+def _is_used(deployment: "Deployment", token_id: str, name: str) -> bool:
+    """Whether the device has joined. Raises ConfigError when it cannot do so any more."""
+    with deployment.registry.read() as rows:
+        token = rows.token(token_id)
+    if token is None or token.withdrawn:
+        raise ConfigError(f"this token for {name} was withdrawn: {name} has joined with another one, or was revoked")
+    return token.request is not None

@@ -1,0 +1,29 @@
+"""`coordinator gc`: room on the disk, by the policy of runs."""
+
+from pathlib import Path
+
+import click
+
+from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.removals import print_removals
+from fedvit.command_line import Command, json_flag
+
+
+@click.command(cls=Command, examples=["coordinator gc --keep-runs 10 --dry-run"])
+@click.option("--keep-runs", type=click.IntRange(min=0), help="Finished runs that stay; by default as configured.")
+@click.option("--keep-rounds", type=click.IntRange(min=1), help="Rounds whose details stay; by default as configured.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@runs_flag
+@json_flag
+def gc(keep_runs: int | None, keep_rounds: int | None, dry_run: bool, folder: Path, as_json: bool) -> None:
+    """Remove what the policy does not keep, and files that nothing refers to. Runs that are being served stay."""
+    from coordinator.record.retention import collect
+
+    store = existing_store(folder, writes=True)
+    try:
+        removed = list(collect(store, folder, keep_runs=keep_runs, keep_rounds=keep_rounds, dry_run=dry_run))
+        if any(entry.what in ("run", "details") for entry in removed) and not dry_run:
+            store.compact()
+    finally:
+        store.close()
+    print_removals(removed, as_json, "would remove" if dry_run else "removed")

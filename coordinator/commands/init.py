@@ -1,0 +1,43 @@
+"""`coordinator init`: makes a deployment."""
+
+from pathlib import Path
+
+import click
+
+from coordinator.commands.flags import DEPLOYMENT
+from fedvit.command_line import Command
+
+
+@click.command(cls=Command, examples=["coordinator init --host server.local"])
+@click.argument("folder", type=click.Path(path_type=Path), default=DEPLOYMENT)
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Name or address at which devices find the broker. Repeatable.",
+)
+@click.option("--listen", default="0.0.0.0", help="Address that the broker listens on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8883, help="For devices; 0 takes a free one.")
+@click.option(
+    "--enrolment-port", type=click.IntRange(0, 65535), default=8884, help="For devices that join; 0 takes a free one."
+)
+@click.option("--federation", default="home", help="Name under which devices and coordinator meet at the broker.")
+def init(folder: Path, hosts: tuple[str, ...], listen: str, port: int, enrolment_port: int, federation: str) -> None:
+    """Make a deployment: its authority, certificates, and a broker's configuration that lets in its devices alone."""
+    from coordinator.broker.process import claim_port
+    from coordinator.deployment.folder import Deployment, Settings, own_addresses, own_hosts
+
+    settings = Settings(
+        federation=federation,
+        listen=listen,
+        port=port or claim_port(listen, 0),
+        enrolment_port=enrolment_port or claim_port(listen, 0),
+        hosts=own_hosts(hosts, listen, own_addresses()),
+    )
+    deployment = Deployment.create(folder, settings)
+    given = "" if folder == DEPLOYMENT else f" --deployment {folder}"
+    click.echo(f"deployment: {deployment.folder} (keep it secret: with it devices can be let in)")
+    click.echo(f"the broker's certificate is for: {', '.join(settings.hosts)}")
+    click.echo(f"next: coordinator start{given or f' --deployment {folder}'}, and for each device: "
+               f"coordinator enroll NAME{given}")  # fmt: skip

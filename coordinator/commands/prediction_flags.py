@@ -1,0 +1,72 @@
+"""The flags of commands that predict costs: a method on a model, boards, and budgets."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from fedvit.command_line import amount
+from fedvit.known_names import check_names
+from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
+from fedvit.resources import Budget
+
+
+def _budget_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Budgets with units, as devices and runs have them; `_budget` takes them."""
+    for flag, parse, text in (
+        ("--memory-budget", parse_bytes, "Memory of every device's process, beside its board's; e.g. 512MB."),
+        ("--flops-budget", parse_flops, "FLOPs of a round's training, e.g. 2TFLOP."),
+        ("--round-deadline", parse_seconds, "Time of a round's training, e.g. 10m."),
+        ("--upload-budget", parse_bytes, "Bytes of one round's result, e.g. 5MB."),
+    ):
+        command = click.option(flag, callback=amount(parse), metavar="AMOUNT", help=text)(command)
+    return command
+
+
+def budget_of(flags: dict[str, Any]) -> Budget:
+    return Budget(
+        memory_bytes=flags["memory_budget"],
+        flops_per_round=flags["flops_budget"],
+        round_deadline_s=flags["round_deadline"],
+        upload_bytes=flags["upload_budget"],
+    )
+
+
+def request_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """A method on a model, boards, and what they have and may spend."""
+    options = (
+        click.option("--method", default="eftvit", help="Federated method."),
+        click.option(
+            "--model", default="vit_small_images", help="Name of a timm Vision Transformer, or vit_small_images."
+        ),
+        click.option(
+            "--option", "-o", "pairs", multiple=True, metavar="KEY=VALUE", help="Option of the method. Repeatable."
+        ),
+        click.option("--model-option", "model_pairs", multiple=True, metavar="KEY=VALUE", help="Repeatable."),
+        click.option(
+            "--device",
+            "devices",
+            multiple=True,
+            required=True,
+            metavar="ID[@MODE]",
+            help="A board, in a power mode: see `coordinator boards`. Repeatable.",
+        ),
+        click.option("--classes", default=10, type=click.IntRange(min=2), help="Classes that the model tells apart."),
+        click.option("--images", default=500, type=click.IntRange(min=1), help="Training images of one device."),
+        click.option("--test-images", default=100, type=click.IntRange(min=0), help="Test images of one device."),
+        _budget_flags,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def check_request(
+    method: str, model: str, options: dict[str, Any], model_options: dict[str, Any], devices: tuple[str, ...]
+) -> None:
+    """Raises ConfigError for names that there are not, before anything imports torch."""
+    from profiles.catalogue import in_mode
+
+    check_names(method, options, model, model_options)
+    for device in devices:
+        in_mode(device)

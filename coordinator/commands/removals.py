@@ -1,0 +1,19 @@
+"""What the commands that remove something print."""
+
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    from coordinator.record.retention import Removal
+
+
+def print_removals(removed: "list[Removal]", as_json: bool, verb: str) -> None:
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(removed)).decode())
+        return
+    for entry in removed:
+        where = entry.path or f"record of run {entry.run}"
+        click.echo(f"{verb} {entry.what} ({entry.bytes / 1e6:.1f} MB): {where}: {entry.why}")
+    click.echo(f"{verb} {sum(entry.bytes for entry in removed) / 1e6:.1f} MB" if removed else "nothing to remove")

@@ -1,0 +1,39 @@
+"""`coordinator report`: what a run cost and reached."""
+
+from pathlib import Path
+
+import click
+
+from coordinator.commands.flags import existing_store, runs_flag
+from fedvit.command_line import Command, json_flag
+from fedvit.files import atomic_write
+
+
+@click.command(cls=Command, examples=["coordinator report RUN --out report.html"])
+@click.argument("run")
+@runs_flag
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write a page: FILE.html.")
+@json_flag
+def report(run: str, folder: Path, out: Path | None, as_json: bool) -> None:
+    """Tell what a run cost and reached: accuracy, bytes, time, memory, energy; predicted beside measured."""
+    from rich.console import Console
+
+    from coordinator.record.reporting import run_document
+    from profiles.report.document import encode
+    from profiles.report.terminal import run_report
+
+    store = existing_store(folder)
+    try:
+        document = run_document(store, run)
+    finally:
+        store.close()
+    if as_json:
+        click.echo(encode(document), nl=False)
+    else:
+        console = Console()
+        console.print(run_report(document, console.width))
+    if out:
+        from profiles.report.run_page import run_page  # matplotlib, a second that the tables need not wait
+
+        atomic_write(out, run_page(document).encode())
+        click.echo(f"written: {out}", err=True)

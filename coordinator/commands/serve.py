@@ -1,0 +1,70 @@
+"""`coordinator serve`: a service that runs what is submitted."""
+
+import os
+import secrets
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coordinator.commands.config_flags import merge_flags, service_flags
+from coordinator.commands.flags import runs_flag
+from coordinator.commands.start import opened_store
+from coordinator.config import RunConfig, make_service_config, read_toml
+from fedvit.command_line import Command
+from fedvit.files import private_files
+
+if TYPE_CHECKING:
+    from coordinator.compute.messages import Compute
+
+
+@click.command(cls=Command, examples=["coordinator serve --broker.deployment deployment --side-by-side 2"])
+@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags win over it.")
+@runs_flag
+@click.option("--quiet", is_flag=True, help="Show nothing but errors.")
+@service_flags
+@private_files()
+def serve(file: Path | None, folder: Path, quiet: bool, **flags: Any) -> None:
+    """Keep a broker and its devices, and serve the runs that are submitted, until it is stopped."""
+    from coordinator.record.retention import lock_service
+    from coordinator.run.display import Display, LineDisplay
+    from coordinator.service.broker import federation_of, meeting_point
+    from coordinator.service.service import RunService
+    from fedvit.logs import configure_logging
+    from fedvit.transport.mqtt import MqttTransport
+
+    where = str(file) if file else "flags"
+    values = merge_flags(read_toml(file) if file else {}, flags)
+    config, broker = make_service_config(federation_of(values), where)
+    with ExitStack() as stack:
+        store = opened_store(folder, stack)
+        stack.callback(os.close, lock_service(folder))
+        display = Display() if quiet else LineDisplay()
+        point = stack.enter_context(meeting_point(broker, config.federation, folder / "broker", display.line))
+        configure_logging(file=folder / "service.log", stderr=False)
+        service = RunService(
+            out=folder,
+            config=config,
+            store=store,
+            link=MqttTransport(SimpleQueue(), point.address, client_id=f"coordinator-{secrets.token_hex(4)}"),
+            point=point,
+            display=display,
+            compute_of=_worker_of,
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: service.stop())
+        display.line(f"serving the runs of {folder}, {config.side_by_side} at a time; `coordinator submit` adds one")
+        service.serve()
+        display.line(f"stopped; go on with: coordinator serve --runs {folder}")
+    raise KeyboardInterrupt
+
+
+def _worker_of(run: str, config: RunConfig, folder: Path) -> "Compute":
+    from coordinator.compute.process import Worker
+
+    worker = Worker()
+    worker.begin(run=run, config=config, folder=folder, log_file=folder / "coordinator.log")
+    return worker

@@ -1,0 +1,43 @@
+"""`coordinator show`: what became of a run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from coordinator.commands.flags import existing_store, runs_flag
+from fedvit.command_line import Command, json_flag
+
+if TYPE_CHECKING:
+    pass
+
+
+@click.command(cls=Command, examples=["coordinator show RUN"])
+@click.argument("run")
+@runs_flag
+@json_flag
+def show(run: str, folder: Path, as_json: bool) -> None:
+    """Print one run: accuracy by round, devices, refusals."""
+    from coordinator.commands.run_tables import MOST_ROUNDS
+    from coordinator.record.summary import summarise
+
+    store = existing_store(folder)
+    try:
+        summary = summarise(store, run, accuracy_of=None if as_json else MOST_ROUNDS)
+    finally:
+        store.close()
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
+        return
+    print_summary(summary)
+
+
+def print_summary(summary: Any) -> None:
+    """The tables of one run on standard output."""
+    from rich.console import Console
+
+    from coordinator.commands.run_tables import report
+
+    console = Console()
+    console.print(report(summary, console.width))

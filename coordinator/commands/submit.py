@@ -1,0 +1,88 @@
+"""`coordinator submit`: puts a run into the queue of a service."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from coordinator.commands.config_flags import merge_flags, run_flags
+from coordinator.commands.flags import runs_flag
+from coordinator.commands.start import check_metrics, check_new, check_start_from, opened_store, usual_name
+from coordinator.config import RunConfig, check_names, make_config, read_toml, why_not_asked
+from fedvit.command_line import Command, json_flag
+from fedvit.errors import ConfigError
+from fedvit.files import private_files
+
+if TYPE_CHECKING:
+    from coordinator.record.store import Store
+
+
+@click.command(cls=Command, examples=["coordinator submit run.toml --rounds 50 --devices-where site=berlin"])
+@click.argument("file", type=click.Path(path_type=Path), required=False, metavar="[CONFIG]")
+@click.option("--run", "name", metavar="NAME", default=None, help="Name of the run; by default date, time and method.")
+@runs_flag
+@json_flag
+@run_flags
+@private_files()
+def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **flags: Any) -> None:
+    """Put a run into the queue of a service: the TOML file CONFIG, and flags that win over it."""
+    from coordinator.compute.messages import Check
+    from coordinator.compute.process import Worker
+    from fedvit.wire.topics import check_name
+
+    where = str(file) if file else "flags"
+    values = merge_flags(read_toml(file) if file else {}, flags)
+    if "broker" in values:
+        raise ConfigError(f"{where}: [broker] is for `coordinator start` and `serve`; this run has its service's")
+    config = make_config(values, where).run
+    check_names(config, where)
+    check_metrics(config, where)
+    run = check_name(name or usual_name(config), "--run")
+    with ExitStack() as stack:
+        known = opened_store(folder, stack) if (folder / "fedvit.db").exists() else None
+        check_new(known, run)
+        now = _as_far_as_known_now(config, known)
+        warning = _warning(config, folder)
+        worker = Worker()
+        stack.callback(worker.close)
+        notes = worker.ask(Check(config=now, where=where, runs=str(folder))).notes
+        recorded = msgspec.to_builtins(config)
+        if "federation" not in values:  # it is the service's
+            del recorded["federation"]
+        opened_store(folder, stack).submit_run(run, recorded)
+    for note in (*notes, *([warning] if warning else [])):
+        click.echo(f"warning: {note}", err=True)
+    click.echo(msgspec.json.encode({"run": run, "status": "queued", "warning": warning}).decode() if as_json else run)
+
+
+def _as_far_as_known_now(config: RunConfig, store: "Store | None") -> RunConfig:
+    """What can be checked of a run: the one that it starts from may be in the queue before it.
+
+    Raises ConfigError when there is no such run.
+    """
+    if config.start_from is None:
+        return config
+    from coordinator.record.tables import ENDED
+
+    earlier = config.start_from
+    if store is not None and store.run(earlier).status not in ENDED and store.newest_closed(earlier) is None:
+        return msgspec.structs.replace(config, start_from=None)
+    check_start_from(store, config)
+    return config
+
+
+def _warning(config: RunConfig, folder: Path) -> str | None:
+    """What the operator should know of a run that may wait for long."""
+    from coordinator.service.status import labels_seen, read_service_status
+
+    status = read_service_status(folder)
+    fits = status and any(why_not_asked(config.devices_where, member.labels) is None for member in status.members)
+    if status is None or not config.devices_where or fits:
+        return None
+    seen = ", ".join(labels_seen(status)) or "none"
+    return (
+        f"devices_where = {config.devices_where!r}: no device that the service has seen has these labels; labels that "
+        f"there are: {seen}. The run waits for such devices"
+    )

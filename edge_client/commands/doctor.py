@@ -1,0 +1,60 @@
+"""`edge-client doctor`: finds what would keep the device from taking part."""
+
+import sys
+from typing import Any
+
+import click
+import msgspec
+
+from edge_client.commands.options import OF_DEVICE, given_to, of_program
+from edge_client.endpoint import endpoint_of, state_and_name
+from edge_client.state import identity_folder
+from fedvit.command_line import Command, json_flag
+from fedvit.resources import Budget
+from fedvit.wire.topics import Topics
+
+
+@click.command(
+    "doctor",
+    cls=Command,
+    params=of_program(*OF_DEVICE, "test_share", "max_temperature", "min_battery", "vault_key"),
+    examples=["edge-client doctor --broker SERVER --data ~/images"],
+)
+@json_flag
+@click.pass_context
+def doctor(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
+    """Find out whether this device can take part, and what to do if not.
+
+    Exit code 0: all is well; 1: warnings; 2: errors.
+    """
+    from edge_client.doctor import examine, lines, worst
+    from edge_client.patient import LEVELS, Finding, Patient
+
+    given = given_to(context, own)
+    endpoint = endpoint_of(given)
+    state, device = state_and_name(given, endpoint)
+    patient = Patient(
+        address=endpoint.address,
+        topics=Topics(endpoint.federation),
+        device=device,
+        state=state,
+        data=given["data"],
+        test_share=given["test_share"],
+        budget=Budget(memory_bytes=given["memory_budget"]),
+        temperature_limit_c=given["temperature_limit"],
+        most_celsius=given["max_temperature"],
+        least_battery=given["min_battery"],
+        vault_key=given["vault_key"],
+        identity=endpoint.identity,
+        identity_folder=identity_folder(given["state"]),
+    )
+    findings: list[Finding] = []
+    for finding in examine(patient):
+        findings.append(finding)
+        if not as_json:
+            click.echo(lines(finding))
+    level = worst(findings)
+    if as_json:
+        listed = msgspec.json.encode({"worst": level, "findings": findings})
+        click.echo(msgspec.json.format(listed).decode())
+    sys.exit(LEVELS.index(level))

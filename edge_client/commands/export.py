@@ -1,0 +1,75 @@
+"""`edge-client export`: the device's own model as ONNX files."""
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edge_client.commands.options import given_to, of_program
+from edge_client.state import kept_device_id, state_folder
+from fedvit.command_line import Command, json_flag
+from fedvit.errors import ConfigError
+from profiles.probes.host import fast_cores, usable_cores
+
+
+@click.command(
+    "export",
+    cls=Command,
+    params=of_program("data", "state", "threads", "test_share", "vault_key"),
+    examples=["edge-client export RUN --data ~/images --out bundle"],
+)
+@click.argument("run")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("bundle"), help="New folder for the bundle.")
+@click.option(
+    "--precision",
+    "precisions",
+    type=click.Choice(("fp32", "fp16", "int8")),
+    multiple=True,
+    help="Only these files. Repeatable.",
+)
+@json_flag
+@click.pass_context
+def export(
+    context: click.Context, /, *, run: str, out: Path, precisions: tuple[str, ...], as_json: bool, **own: Any
+) -> None:
+    """Write this device's own model of RUN as ONNX files that work without the coordinator.
+
+    The model is the server's newest that came here with the device's personal tensors, from its vault.
+    """
+    from edge_client.trained import trained_here
+    from export.bundle.assemble import Precision
+    from export.bundle.card import summary
+    from export.bundle.write import Bench, check_new, write_bundle
+    from fedvit.data.folder import DeviceData
+
+    given = given_to(context, own)
+    data, threads = given["data"], given["threads"] or fast_cores()
+    folder = state_folder(data, given["state"])
+    check_new(out)
+    if not (folder / "device-id").is_file():
+        raise ConfigError(f"no device has kept its state in {folder}; --state names another folder")
+    images = DeviceData.open(data, test_share=given["test_share"]) if data else None
+    trained, labelled = trained_here(
+        run,
+        device=kept_device_id(folder / "device-id"),
+        state=folder,
+        data=images,
+        threads=threads,
+        made_by=f"edge-client {version('fedvit')}",
+        vault_key=given["vault_key"],
+    )
+    bench = Bench(
+        images=labelled.test if labelled else None,
+        described="of the device's own test images",
+        threads=threads,
+        machine=platform.machine(),
+        cores=usable_cores(),
+    )
+    chosen = tuple(map(Precision, precisions)) or tuple(Precision)
+    card = write_bundle(out, trained, bench, precisions=chosen, progress=lambda line: click.echo(line, err=True))
+    if as_json:
+        click.echo((out / "card.json").read_text(), nl=False)
+        return
+    click.echo("\n".join([f"bundle: {out}", *summary(card)]))

@@ -1,0 +1,36 @@
+"""`edge-client gc`: room on the disk."""
+
+from typing import Any
+
+import click
+import msgspec
+
+from edge_client.commands.options import given_to, of_program
+from edge_client.state import existing_state, lock_state
+from fedvit.command_line import Command, json_flag
+
+
+@click.command(
+    "gc",
+    cls=Command,
+    params=of_program("data", "state"),
+    examples=["edge-client gc --data ~/images --keep-runs 3 --dry-run"],
+)
+@click.option(
+    "--keep-runs", type=click.IntRange(min=1), metavar="N", help="The newest runs, whose vaults stay; by default 1."
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@json_flag
+@click.pass_context
+def gc(context: click.Context, /, *, keep_runs: int | None, dry_run: bool, as_json: bool, **own: Any) -> None:
+    """Remove the vaults of finished runs but the newest, blobs that no run needs, and files that were half written.
+
+    A run whose result was not acknowledged stays, and so does one whose end this device did not hear.
+    """
+    from edge_client.retention import collect, lines, locked
+
+    given = given_to(context, {**own, "keep_runs": keep_runs})
+    state = existing_state(given)
+    with locked(state, lock_state):
+        report = collect(state, keep_runs=given["keep_runs"] or 1, dry_run=dry_run)
+    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))

@@ -1,0 +1,64 @@
+"""`edge-client join`: makes the device one of a deployment."""
+
+import time
+from typing import Any
+
+import click
+
+from edge_client.commands.options import given_to, of_program
+from edge_client.state import identity_folder
+from fedvit.command_line import Command, amount
+from fedvit.quantities import parse_seconds
+
+CLOCK_REMEDY = "set the clock: sudo timedatectl set-ntp true"
+
+
+@click.command(
+    "join",
+    cls=Command,
+    params=of_program("broker", "state"),
+    examples=["edge-client join TOKEN"],
+)
+@click.argument("token")
+@click.option("--enrolment-port", type=click.IntRange(1, 65535), help="Where the broker takes tokens, if not as usual.")
+@click.option("--replace", is_flag=True, help="Forget an earlier deployment of this device.")
+@click.option("--patience", default="60s", callback=amount(parse_seconds), metavar="TIME", help="How long to try.")
+@click.pass_context
+def join_command(
+    context: click.Context, /, *, token: str, enrolment_port: int | None, replace: bool, patience: float, **own: Any
+) -> None:
+    """Become a device of a deployment, with the one-time TOKEN of `coordinator enroll`.
+
+    From then on no flag is needed to reach its broker.
+    """
+    from edge_client.identity import host_and_port
+    from edge_client.join import join
+    from fedvit.wire.enrolment import Token
+
+    given = given_to(context, own)
+    host, port = host_and_port(given["broker"]) if given["broker"] else (None, None)
+    joined = join(
+        Token.parse(token),
+        identity_folder(given["state"]),
+        host=host,
+        port=port,
+        enrolment_port=enrolment_port,
+        replace=replace,
+        patience_s=patience,
+        say=lambda line: click.echo(line, err=True),
+    )
+    known = joined.identity.membership
+    click.echo(f"joined as {known.device!r}; certificate: {joined.identity.certificate}")
+    if joined.trouble:
+        click.echo(f"but a first connection failed: {joined.trouble}\n{trouble_remedy(joined.trouble)}", err=True)
+    state = f" --state {given['state']}" if given["state"] else ""
+    click.echo(f"next: edge-client --data FOLDER{state}")
+
+
+def trouble_remedy(trouble: str) -> str:
+    """What to do about a certificate that was just issued and does not work."""
+    if "mismatch" in trouble or "not valid for" in trouble:
+        return "use a --broker that the server's certificate is for (coordinator init says which)"
+    if "expired" in trouble or "not yet valid" in trouble:
+        return f"{CLOCK_REMEDY}; this device's clock says {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
+    return "edge-client doctor looks closer"

@@ -1,0 +1,191 @@
+"""The options of the program itself, many of which its commands take as well."""
+
+import copy
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fedvit.command_line import SectionOption, amount
+from fedvit.errors import ConfigError
+from fedvit.quantities import parse_bytes, parse_celsius, parse_flops, parse_seconds
+from fedvit.wire.messages import MAX_LABELS
+
+_LABEL = re.compile(r"([A-Za-z0-9._-]{1,64})=([A-Za-z0-9._-]{1,64})")
+
+
+def _labels(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    """Raises ConfigError naming the label that cannot be used."""
+    labels = dict[str, str]()
+    for text in given:
+        read = _LABEL.fullmatch(text)
+        if read is None:
+            raise ConfigError(
+                f"--label {text[:200]!r} cannot be used: expected KEY=VALUE, each 1 to 64 letters, digits, '.', '_' "
+                "or '-'"
+            )
+        key, value = read.groups()
+        if labels.setdefault(key, value) != value:
+            raise ConfigError(f"--label {text!r}: {key} is {labels[key]!r} already; give each key once")
+    if len(labels) > MAX_LABELS:
+        raise ConfigError(f"{len(labels)} labels are given with --label, a device can have {MAX_LABELS}")
+    return labels
+
+
+_DECLINING = "When the device declines or stops a task"
+
+OPTIONS = (
+    SectionOption(
+        ["--broker"],
+        envvar="FEDVIT_BROKER",
+        metavar="HOST[:PORT]",
+        help="MQTT broker; also mqtt://USER:PASSWORD@HOST:PORT and mqtts://... Or set FEDVIT_BROKER, which nobody else "
+        "on this machine can read. By default where this device has joined, else localhost.",
+    ),
+    SectionOption(
+        ["--data"],
+        type=click.Path(path_type=Path),
+        help="Folder with train/CLASS/ and test/CLASS/ images, or CLASS/ alone.",
+    ),
+    SectionOption(
+        ["--id", "device"], metavar="NAME", help="Name of this device; by default made once and kept in --state."
+    ),
+    SectionOption(
+        ["--state"],
+        type=click.Path(path_type=Path),
+        help="Folder for personal tensors and unsent results; by default one per data folder.",
+    ),
+    SectionOption(
+        ["--threads"],
+        type=click.IntRange(min=1),
+        help="Threads that training may use; by default one for each fast core.",
+    ),
+    SectionOption(
+        ["--provider"],
+        default="CPUExecutionProvider",
+        metavar="NAME",
+        help="Execution provider of onnxruntime, e.g. CUDAExecutionProvider on a Jetson; without it the CPU is used.",
+    ),
+    SectionOption(
+        ["--federation"],
+        help="Which federation at the broker to join. By default the one where this device has joined, else home.",
+    ),
+    SectionOption(["--ca-file"], type=click.Path(path_type=Path), help="Certificate authority of an mqtts:// broker."),
+    SectionOption(
+        ["--test-share"],
+        type=click.FloatRange(0, 0.9),
+        default=0.2,
+        help="Share of test images where the data folder has no train/ and test/.",
+    ),
+    SectionOption(
+        ["--memory-budget"],
+        section="Budgets",
+        callback=amount(parse_bytes),
+        metavar="BYTES",
+        help="Resident memory of the whole process that a task may take, e.g. 512MB.",
+    ),
+    SectionOption(
+        ["--flops-budget"],
+        section="Budgets",
+        callback=amount(parse_flops),
+        metavar="FLOP",
+        help="Work that a round's training may take, e.g. 2TFLOP.",
+    ),
+    SectionOption(
+        ["--round-deadline"],
+        section="Budgets",
+        callback=amount(parse_seconds),
+        metavar="TIME",
+        help="Time that a round's training may take on this device, without transfers, e.g. 10m.",
+    ),
+    SectionOption(
+        ["--upload-budget"],
+        section="Budgets",
+        callback=amount(parse_bytes),
+        metavar="BYTES",
+        help="Size of a round's result, e.g. 5MB.",
+    ),
+    SectionOption(
+        ["--temperature-limit"],
+        section=_DECLINING,
+        callback=amount(parse_celsius),
+        metavar="CELSIUS",
+        help="Stop a task when the processor is hotter than this, e.g. 80.",
+    ),
+    SectionOption(
+        ["--max-temperature"],
+        section=_DECLINING,
+        callback=amount(parse_celsius),
+        metavar="CELSIUS",
+        help="Decline a task while the processor is hotter than this, e.g. 65; asked again later.",
+    ),
+    SectionOption(
+        ["--min-battery"],
+        section=_DECLINING,
+        type=click.IntRange(0, 100),
+        metavar="PERCENT",
+        help="Decline a task while the battery holds less and no charger is connected.",
+    ),
+    SectionOption(
+        ["--busy-file"],
+        section=_DECLINING,
+        type=click.Path(path_type=Path),
+        help="Decline a task while this file exists.",
+    ),
+    SectionOption(
+        ["--label", "labels"],
+        multiple=True,
+        envvar="FEDVIT_LABELS",
+        callback=_labels,
+        metavar="KEY=VALUE",
+        help="What the operator says of this device, e.g. site=berlin; repeatable. Or set FEDVIT_LABELS to "
+        "several, with spaces between them.",
+    ),
+    SectionOption(
+        ["--quiet-hours"],
+        section=_DECLINING,
+        metavar="HH:MM-HH:MM",
+        help="Decline a task at this time of day, e.g. 22:00-06:30.",
+    ),
+    SectionOption(
+        ["--vault-key"],
+        type=click.Path(path_type=Path),
+        help="Encrypt personal tensors with the key in this file, which is made where it is missing.",
+    ),
+    SectionOption(
+        ["--profile"], is_flag=True, help="Measure the compute speed at the start, where it is not known yet."
+    ),
+    SectionOption(
+        ["--keep-runs"],
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Remove the vaults of finished runs that are older than the newest N runs of this device, whenever a run "
+        "has finished. By default all stay.",
+    ),
+    SectionOption(["--once"], is_flag=True, help="Leave when the run has ended instead of waiting for the next."),
+    SectionOption(["--quiet"], is_flag=True, help="Say only what is wrong."),
+)
+"""Of `edge-client`; they stand before the name of a command."""
+
+
+def of_program(*names: str) -> list[click.Parameter]:
+    """Options of the program that a command takes, too, behind its own name; there they win."""
+    taken: list[click.Parameter] = []
+    for option in OPTIONS:
+        if option.name in names:
+            again = copy.copy(option)
+            again.default = again.envvar = None  # the program's own option has read it
+            taken.append(again)
+    return taken
+
+
+def given_to(context: click.Context, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What the options of `of_program` say, behind the command's name or before it."""
+    before = context.parent.params if context.parent else {}
+    return {**before, **{name: value for name, value in own.items() if value is not None}}
+
+
+OF_DEVICE = ("broker", "data", "device", "state", "federation", "ca_file", "memory_budget", "temperature_limit")
+"""Options of commands that look at the device."""

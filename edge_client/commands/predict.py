@@ -1,0 +1,75 @@
+"""`edge-client predict`: names what is on images, by the model in a bundle."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edge_client.commands.options import given_to, of_program
+from fedvit.command_line import Command, json_flag
+from fedvit.errors import DataError
+from fedvit.quantities import counted
+from profiles.probes.host import fast_cores
+
+
+@click.command(
+    "predict",
+    cls=Command,
+    params=of_program("threads"),
+    examples=["edge-client predict photo.jpg --bundle bundle --top 3"],
+)
+@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--bundle", type=click.Path(path_type=Path), default=Path("bundle"), help="Folder of the bundle.")
+@click.option("--precision", type=click.Choice(("fp32", "fp16", "int8")), help="Which file answers; by default fp32.")
+@click.option("--top", type=click.IntRange(min=1), default=1, help="Name so many of the likeliest classes.")
+@json_flag
+@click.pass_context
+def predict(
+    context: click.Context,
+    /,
+    *,
+    images: tuple[Path, ...],
+    bundle: Path,
+    precision: str | None,
+    top: int,
+    as_json: bool,
+    **own: Any,
+) -> None:
+    """Name what is on each of IMAGES, with its probability, by the model in a bundle; of a folder all images in it."""
+    from export.bundle.assemble import Precision
+    from export.bundle.read import Bundle
+
+    threads = given_to(context, own)["threads"] or fast_cores()
+    model = Bundle.open(bundle, Precision(precision) if precision else None, threads)
+    listed: list[dict[str, Any]] = []
+    failed = 0
+    listed_images = [file for path in images for file in _images_of(path)]
+    for path in listed_images:
+        try:
+            answers = model.answer(path, top)
+        except DataError as error:
+            failed += 1
+            listed.append({"image": str(path), "error": str(error)})
+            click.echo(f"edge-client: {error}", err=True)
+            continue
+        listed.append({"image": str(path), "answers": [answer._asdict() for answer in answers]})
+        if not as_json:
+            named = ", ".join(f"{answer.label} {answer.probability:.3f}" for answer in answers)
+            click.echo(f"{path}: {named}")
+    if as_json:
+        click.echo(json.dumps(listed, indent=2))
+    if failed:
+        raise DataError(f"{failed} of {counted(len(listed_images), 'image')} cannot be read")
+
+
+def _images_of(path: Path) -> list[Path]:
+    """The image itself, or all images below a folder, by name. Raises DataError where there is none in it."""
+    if not path.is_dir():
+        return [path]
+    from fedvit.data.images import is_image_name
+
+    found = sorted(file for file in path.rglob("*") if file.is_file() and is_image_name(file.name))
+    if not found:
+        raise DataError(f"{path}: there is no image in this folder")
+    return found

@@ -1,0 +1,33 @@
+"""`edge-client rm`: removes runs from the device."""
+
+from typing import Any
+
+import click
+import msgspec
+
+from edge_client.commands.options import given_to, of_program
+from edge_client.state import existing_state, lock_state
+from fedvit.command_line import Command, json_flag
+
+
+@click.command(
+    "rm",
+    cls=Command,
+    params=of_program("data", "state"),
+    examples=["edge-client rm RUN --data ~/images"],
+)
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--force", is_flag=True, help="Also a run whose end this device did not hear.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@json_flag
+@click.pass_context
+def rm(
+    context: click.Context, /, *, runs: tuple[str, ...], force: bool, dry_run: bool, as_json: bool, **own: Any
+) -> None:
+    """Remove the vaults of RUNS, the newest too. Never one whose result was not acknowledged."""
+    from edge_client.retention import lines, locked, remove_runs
+
+    state = existing_state(given_to(context, own))
+    with locked(state, lock_state):
+        report = remove_runs(state, list(dict.fromkeys(runs)), force=force, dry_run=dry_run)
+    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))

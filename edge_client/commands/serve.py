@@ -1,0 +1,158 @@
+"""What `edge-client` does without a command: it takes part in runs."""
+
+import logging
+import os
+import secrets
+import signal
+import threading
+from importlib.metadata import version
+from pathlib import Path
+from queue import SimpleQueue
+
+from edge_client.endpoint import find_endpoint
+from edge_client.state import default_state, device_id, lock_state
+from fedvit.errors import ConfigError
+from fedvit.files import make_private, private_files
+from fedvit.logs import configure_logging
+from fedvit.resources import Budget, Speed, image_cache_bytes
+from fedvit.wire.topics import Topics
+from profiles.probes.host import device_profile, fast_cores, resident_bytes
+from profiles.probes.meter import Sensors
+
+log = logging.getLogger(__name__)
+
+
+@private_files()
+def serve(
+    *,
+    broker: str | None,
+    data: Path | None,
+    device: str | None,
+    state: Path | None,
+    threads: int | None,
+    provider: str,
+    federation: str | None,
+    ca_file: Path | None,
+    test_share: float,
+    memory_budget: int | None,
+    flops_budget: int | None,
+    round_deadline: float | None,
+    upload_budget: int | None,
+    temperature_limit: float | None,
+    max_temperature: float | None,
+    min_battery: int | None,
+    busy_file: Path | None,
+    quiet_hours: str | None,
+    labels: dict[str, str],
+    vault_key: Path | None,
+    profile: bool,
+    keep_runs: int | None,
+    once: bool,
+    quiet: bool,
+) -> None:
+    """Connect the parts and take part until stopped."""
+    # onnxruntime and the data readers are imported here, so that --help and typing errors answer at once
+    from edge_client.agent import RETURN_SPREAD_S, Agent
+    from edge_client.guard import Guard
+    from edge_client.identity import Renewal
+    from edge_client.readiness import Hours, Readiness
+    from edge_client.runtime import Runtime
+    from edge_client.vault import Vault
+    from edge_client.vault_key import VaultKey
+    from fedvit.blobs import BlobStore
+    from fedvit.data.folder import DeviceData
+    from fedvit.transport.mqtt import MqttTransport
+
+    configure_logging(level=logging.WARNING if quiet else logging.INFO)
+    if data is None:
+        raise ConfigError("--data is missing: the folder with this device's images")
+    readiness = Readiness(
+        most_celsius=max_temperature,
+        least_battery=min_battery,
+        busy_file=busy_file,
+        quiet_hours=Hours.parse(quiet_hours) if quiet_hours else None,
+    )
+    endpoint = find_endpoint(broker, ca_file=ca_file, federation=federation, device=device, state=state)
+    images = DeviceData.open(data, test_share=test_share, cache_bytes=image_cache_bytes(memory_budget))
+    folder = state or default_state(data)
+    lock = lock_state(folder)
+    make_private(folder / kept for kept in ("blobs", "vault"))
+    name = device_id(folder, endpoint.device, data)
+    vault = Vault(folder / "vault", VaultKey.load(vault_key, make=True) if vault_key else None)
+    vault.check_key()
+    threads = threads or fast_cores()
+    budget = Budget(
+        memory_bytes=memory_budget,
+        flops_per_round=flops_budget,
+        round_deadline_s=round_deadline,
+        upload_bytes=upload_budget,
+    )
+    sensors = Sensors.find()
+    if temperature_limit is not None and sensors.thermometer.celsius() is None:
+        log.warning("no temperature sensor: the limit cannot be kept", extra={"limit_c": temperature_limit})
+    speed = speed_at_start(folder, threads, measure=profile or budget != Budget())
+    if memory_budget is not None:
+        ready_for_memory_budget(memory_budget)
+    client_id = f"{name}-{secrets.token_hex(4)}"
+    transport = MqttTransport(SimpleQueue(), endpoint.address, client_id, return_spread_s=RETURN_SPREAD_S)
+    agent = Agent(
+        device=name,
+        federation=endpoint.federation,
+        transport=transport,
+        data=images,
+        vault=vault,
+        blobs=BlobStore(folder / "blobs"),
+        runtime=Runtime(threads, provider),
+        profile=device_profile(threads, folder, speed=speed, budget=budget),
+        software=version("fedvit"),
+        guard=Guard(budget, temperature_limit_c=temperature_limit, sensors=sensors, owns_process=True),
+        readiness=readiness,
+        renewal=Renewal(endpoint.identity, Topics(endpoint.federation)) if endpoint.identity else None,
+        labels=labels,
+        keep_runs=keep_runs,
+    )
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    log.info(
+        "device ready",
+        extra={"device": name, "train": len(images.train), "test": len(images.test), "classes": len(images.classes)},
+    )
+    for path, reason in images.unreadable[:5]:
+        log.warning("image left out", extra={"file": str(path), "reason": reason})
+    if len(images.unreadable) > 5:
+        log.warning("more images left out", extra={"count": len(images.unreadable) - 5})
+    if images.passed_over:
+        count, first = len(images.passed_over), str(images.passed_over[0])
+        log.warning("files that are not used", extra={"count": count, "first": first})
+    if empty := images.without_images():
+        log.warning("class folders without images", extra={"count": len(empty), "first": empty[0]})
+    reason = agent.serve(stop, once=once)
+    log.info("device leaves", extra={"reason": reason})
+    os.close(lock)
+
+
+def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
+    """What is kept of an earlier measurement; only where `measure` says so it is measured now, which takes seconds."""
+    from edge_client.speed import find_speed, kept_speed
+    from profiles.probes.speed import measure_speed
+
+    if speed := kept_speed(state, threads):
+        log.info("compute speed is known from an earlier start")
+    elif measure:
+        log.info("compute speed is being measured")
+        speed, origin = find_speed(state, threads, measure_speed)
+        log.info("compute speed", extra={"origin": origin})
+    else:
+        log.info("compute speed is not known: --profile or 'edge-client profile' measures it")
+    return speed
+
+
+def ready_for_memory_budget(limit_bytes: int) -> None:
+    """Load the engine first, so that what this process says of its memory has it in it; warn where that is too much."""
+    from edge_client.guard import memory_words
+    from fedvit.engine import load_engine
+
+    load_engine()
+    if (base_bytes := resident_bytes()) > limit_bytes:
+        log.warning(memory_words(base_bytes, limit_bytes, base_bytes))

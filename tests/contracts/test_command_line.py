@@ -1,0 +1,255 @@
+"""One style of command line for all three programs."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+import coordinator.cli
+import edge_client.cli
+import fleet.cli
+from coordinator.config import RunConfig
+from coordinator.record.store import Store
+from fedvit.command_line import Command
+
+PROGRAMS: dict[str, click.Group] = {
+    "coordinator": coordinator.cli.cli,
+    "edge-client": edge_client.cli.cli,
+    "fleet": fleet.cli.cli,
+}
+WAIT_S = 120
+
+
+def _commands() -> dict[str, click.Command]:
+    found: dict[str, click.Command] = {}
+    for program, group in PROGRAMS.items():
+        context = click.Context(group, info_name=program)
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            assert command is not None
+            if not command.hidden:
+                found[f"{program} {name}"] = command
+    return found
+
+
+COMMANDS = _commands()
+
+WITH_JSON = {
+    *(f"coordinator {name}" for name in (
+        "boards", "cancel", "devices", "export", "gc", "methods", "plan", "profile", "quarantine", "report", "rm",
+        "runs", "show", "status", "submit",
+    )),
+    *(f"edge-client {name}" for name in ("doctor", "export", "gc", "predict", "profile", "rm")),
+    *(f"fleet {name}" for name in ("demo", "experiment", "partition", "run")),
+}  # fmt: skip
+"""Commands that list or show something."""
+WITHOUT_JSON = {
+    *(f"coordinator {name}" for name in ("enroll", "init", "metrics", "revoke", "serve", "start")),
+    "edge-client join",
+    "fleet host",
+}
+"""Commands that do something, and print what they do."""
+WITH_RUNS = {
+    *(f"coordinator {name}" for name in (
+        "cancel", "devices", "export", "gc", "metrics", "quarantine", "report", "rm", "runs", "serve", "show", "start",
+        "status", "submit",
+    )),
+    "fleet run",
+}  # fmt: skip
+"""Commands that read or make runs of a folder."""
+WITH_OUT = {
+    "coordinator export", "coordinator profile", "coordinator report", "edge-client export", "fleet demo",
+    "fleet experiment", "fleet partition",
+}  # fmt: skip
+"""Commands that write a file or a folder of their own."""
+
+
+def _option(command: click.Command, flag: str) -> click.Option | None:
+    return next((each for each in command.params if isinstance(each, click.Option) and flag in each.opts), None)
+
+
+def _with(flag: str) -> set[str]:
+    return {name for name, command in COMMANDS.items() if _option(command, flag)}
+
+
+# --- flags --------------------------------------------------------------------------------------------
+
+
+def test_every_command_is_listed_here() -> None:
+    """A new command has to be placed: it prints JSON, or it has nothing to list."""
+    assert COMMANDS.keys() == WITH_JSON | WITHOUT_JSON
+    assert not WITH_JSON & WITHOUT_JSON
+
+
+def test_what_lists_or_shows_has_json() -> None:
+    assert _with("--json") == WITH_JSON
+    texts = {option.help for name in WITH_JSON if (option := _option(COMMANDS[name], "--json"))}
+    assert texts == {"Print one JSON document, and nothing else."}
+
+
+def test_runs_is_where_runs_lie() -> None:
+    assert _with("--runs") == WITH_RUNS
+    for name in WITH_RUNS:
+        option = _option(COMMANDS[name], "--runs")
+        assert option is not None
+        assert option.help is not None
+        assert option.help.startswith("Folder of all runs"), name
+        assert isinstance(option.type, click.Path)
+
+
+def test_out_is_what_is_written() -> None:
+    assert _with("--out") == WITH_OUT
+    for name in WITH_OUT:
+        option = _option(COMMANDS[name], "--out")
+        assert option is not None
+        assert "all runs" not in (option.help or "")
+        assert option.default != Path("runs"), name
+
+
+@pytest.mark.parametrize("name", sorted(WITH_RUNS - WITH_OUT))
+def test_out_in_its_old_meaning_is_answered_with_runs(name: str) -> None:
+    program, command = name.split()
+    result = CliRunner().invoke(PROGRAMS[program], [command, "--out", "here"])
+    assert str(result.exception) == "--out is --runs now"
+    assert getattr(result.exception, "exit_code", None) == 2
+
+
+def test_a_flag_that_several_commands_have_means_the_same() -> None:
+    """Values of one kind, whatever each command does with them."""
+    kinds: dict[str, set[str]] = {}
+    for command in (*PROGRAMS.values(), *COMMANDS.values()):
+        for option in command.params:
+            if isinstance(option, click.Option) and option.opts[0] in ("--runs", "--out", "--data", "--state", "--run"):
+                kinds.setdefault(option.opts[0], set()).add(type(option.type).__name__)
+    assert {flag: len(each) for flag, each in kinds.items()} == dict.fromkeys(kinds, 1)
+
+
+# --- help ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted([*COMMANDS, *PROGRAMS]))
+def test_help_says_what_a_command_and_each_option_is_for(name: str) -> None:
+    command = COMMANDS.get(name) or PROGRAMS[name]
+    assert isinstance(command, Command)
+    assert re.match(r"[A-Z][a-z]+ .*[.:]", command.get_short_help_str(1000)), command.help
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert len(option.help or "") >= 5, option.opts
+
+
+def _parse(words: list[str]) -> None:
+    """As the program would, without running anything. Raises click's errors."""
+    command: click.Command = PROGRAMS[words[0]]
+    context, words = None, words[1:]
+    while True:
+        context = command.make_context(command.name, list(words), parent=context)
+        if not isinstance(command, click.Group) or not (rest := [*context._protected_args, *context.args]):
+            return
+        _, inner, words = command.resolve_command(context, rest)
+        assert inner is not None
+        command = inner
+
+
+@pytest.mark.parametrize("name", sorted([*COMMANDS, *PROGRAMS]))
+def test_help_ends_with_examples_that_the_program_understands(name: str) -> None:
+    command = COMMANDS.get(name) or PROGRAMS[name]
+    assert isinstance(command, Command)
+    assert command.examples
+    shown = command.get_help(click.Context(command, info_name=name))
+    for example in command.examples:
+        assert shown.splitlines()[-len(command.examples) :].count(f"  {example}") == 1
+        assert example.startswith(name)
+        _parse(shlex.split(example))
+
+
+def test_fleet_says_of_its_commands_what_they_say_themselves() -> None:
+    """It lists them without importing them."""
+    for name, text in fleet.cli.COMMANDS.items():
+        assert COMMANDS[f"fleet {name}"].get_short_help_str(1000) == text
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_and_typing_errors_need_nothing_that_takes_seconds(program: str) -> None:
+    module = {"edge-client": "edge_client"}.get(program, program)
+    names = [name.split()[1] for name in COMMANDS if name.startswith(f"{program} ")]
+    script = (
+        f"import sys\nfrom click.testing import CliRunner\nfrom {module}.cli import cli\n"
+        f"for given in ['--help'], ['--typo'], *([name, flag] for name in {names} for flag in ('--help', '--typo')):\n"
+        "    code = CliRunner().invoke(cli, given).exit_code\n"
+        "    assert code == (0 if given[-1] == '--help' else 2), (given, code)\n"
+        "print(sorted({'torch', 'timm', 'sklearn', 'onnxruntime', 'matplotlib'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.stdout == "[]\n", done.stderr
+
+
+# --- JSON ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that the commands below look at."""
+    folder = tmp_path_factory.mktemp("here")
+    store = Store.in_folder(folder / "runs")
+    for name in ("done", "other"):
+        store.create_run(name, msgspec.to_builtins(RunConfig(method="fedavg")))
+        store.update_run(name, status="finished")
+    store.create_run("half", msgspec.to_builtins(RunConfig(method="fedavg")))
+    store.close()
+    (folder / "runs" / "done").mkdir()
+    status = {"at": "2026-01-02T03:04:05+00:00", "doing": "x", "waiting_for": [], "resting": [], "online": 0}
+    (folder / "runs" / "done" / "status.json").write_text(json.dumps(status))
+    (folder / "state" / "vault").mkdir(parents=True)
+    made = CliRunner().invoke(coordinator.cli.cli, ["init", str(folder / "deployment"), "--port", "0"])
+    assert made.exit_code == 0, made.output
+    for label in ("ant", "bee"):
+        for number in range(4):
+            _picture(folder / "pictures" / label / f"{number}.png", number)
+    (folder / "tiny.toml").write_text(
+        'dataset = "digits"\nimage_size = 8\ndevices = 2\nrounds = 1\n'
+        '[partitions.even]\npartition = "iid"\n[methods.fedavg]\nmethod = "fedavg"\n'
+    )
+    return folder
+
+
+def _picture(file: Path, gray: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), (gray, gray, gray)).save(file)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "coordinator boards",
+        "coordinator boards rpi5-8",
+        "coordinator methods --method local",
+        "coordinator runs --runs runs",
+        "coordinator show done --runs runs",
+        "coordinator status done --runs runs",
+        "coordinator quarantine done --runs runs",
+        "coordinator report done --runs runs",
+        "coordinator devices --deployment deployment",
+        "coordinator devices --deployment deployment --runs runs",
+        "coordinator gc --dry-run --runs runs",
+        "coordinator rm other --runs runs",
+        "coordinator cancel half --runs runs",
+        "edge-client gc --state state",
+        "fleet partition --dataset pictures --devices 2 --partition iid --out parts",
+        "fleet experiment tiny.toml --dry-run",
+    ],
+)
+def test_json_is_one_document_and_nothing_else(line: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here)
+    program, *words = line.split()
+    done = CliRunner().invoke(PROGRAMS[program], [*words, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    json.loads(done.stdout)
+    assert f"{program} {words[0]}" in WITH_JSON

@@ -15,7 +15,7 @@ from rich.console import Console
 from coordinator.record.store import Store
 from fedvit.errors import ConfigError
 from fleet.experiment import chosen, experiment_command
-from fleet.experiments.cell import RESULT_FILE, Accuracy, CellResult
+from fleet.experiments.cell import RESULT_FILE, Accuracy, CellResult, RoundFigures
 from fleet.experiments.conduct import Ended
 from fleet.experiments.grid import Cell, Grid, as_text, read_grid
 from fleet.experiments.outcome import make_outcome, mean_interval
@@ -53,10 +53,16 @@ HALVING = NINE.replace("rounds = 2", "rounds = 30") + '\n[tuning]\nsearch = "hal
 
 
 def result(cell: Cell, mean: float) -> CellResult:
+    accuracy = Accuracy(mean=mean, std_over_devices=0.1, weighted=mean)
     return CellResult(
-        digest=cell.digest, software="1", protocol="p",
-        accuracy=Accuracy(mean=mean, std_over_devices=0.1, weighted=mean), accuracy_by_device={"device-0": mean},
-        wall_s=1.0, bytes_down=1.0, bytes_up=1.0, flops=None, peak_rss_bytes=None, refusals=0, rounds=[],
+        digest=cell.digest, software="1", protocol="p", accuracy=accuracy, accuracy_by_device={"device-0": mean},
+        wall_s=1.0, bytes_down=1.0, bytes_up=1.0, flops=None, peak_rss_bytes=None, refusals=0,
+        rounds=[
+            RoundFigures(
+                round=1, cohort=1, accepted=1, accuracy=accuracy, train_loss=None, bytes_down=None, bytes_up=None,
+                flops=None,
+            )
+        ],
     )  # fmt: skip
 
 

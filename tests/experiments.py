@@ -31,7 +31,7 @@ class Here:
         ran.append(place.cell.path)
         self._code = 0
         try:
-            run_cell(place.folder, place.parts, at_once=2, graph_cache=graph_cache, metrics=metrics)
+            run_cell(place.folder, place.parts, at_once=1, graph_cache=graph_cache, metrics=metrics)
         except Exception as error:  # noqa: BLE001 - as it would leave a process
             (place.folder / LOG_FILE).write_text(f"Traceback\n{type(error).__name__}: {error}\n")
             self._code = 1

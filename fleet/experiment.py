@@ -15,10 +15,10 @@ from coordinator.run.display import choose_display
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, FedvitError, StorageFailed
 from fedvit.files import atomic_write
-from fleet.experiments.cell import CellFolder
-from fleet.experiments.conduct import CellProcess, Ended, conduct
-from fleet.experiments.grid import Cell, Grid, read_grid
+from fleet.experiments.conduct import CellProcess, conduct
+from fleet.experiments.grid import Cell, Grid, Search, as_text, read_grid
 from fleet.experiments.outcome import Outcome, make_outcome
+from fleet.experiments.search import Schedule, planned_rounds, standing
 from profiles.probes.host import usable_cores
 
 RESULTS = ("results.json", "results.md", "report.html")
@@ -48,57 +48,68 @@ def experiment_command(
     """Run the grid that FILE describes, over a network in memory; finished cells are not run again."""
     grid = read_grid(file)
     out = out or Path("experiments") / grid.name
-    cells = chosen(grid, only)
-    places = [CellFolder(cell, out) for cell in cells]
+    mine = chosen(grid, only)
     if dry_run:
-        _list(grid, places, as_json)
+        _list(mine, out, as_json)
         return
     lock = _lock(out)
-    ended: list[Ended] = []
+    schedule = Schedule(mine, out)
     at_once = max(1, usable_cores() // jobs)
     try:
         with choose_display(quiet=as_json) as display:
             conduct(
-                places,
+                schedule.runnable(),
                 jobs=jobs,
                 launch=partial(CellProcess, at_once=at_once, keep=keep, metrics=grid.experiment.metrics),
                 display=display,
                 line_every_s=None if sys.stderr.isatty() else LINE_EVERY_S,
-                ended=ended.append,
+                ended=schedule.add,
+                ahead=schedule.ahead,
             )
     except KeyboardInterrupt:
-        finished = sum(entry.result is not None for entry in ended)
-        click.echo(f"interrupted, {finished} of {len(cells)} cells are finished; the same command goes on", err=True)
+        over = [entry for entry in schedule.over.values() if not entry.failure]
+        click.echo(
+            f"interrupted, {len(over)} of {schedule.total()} cells are finished; the same command goes on", err=True
+        )
         raise
     finally:
-        outcome = make_outcome(grid, _with_others(grid, out, ended))
-        if outcome.comparisons:
+        outcome = make_outcome(grid, Schedule(grid, out, schedule.over.values()).read().over.values())
+        if outcome.has_figures:
             write_results(outcome, out)
         os.close(lock)
     if as_json:
         click.echo(msgspec.json.encode(outcome))
-    elif outcome.comparisons:
+    elif outcome.has_figures:
         from fleet.experiments.report import terminal_report
 
         Console().print(terminal_report(outcome))
         click.echo(f"written: {', '.join(str(out / name) for name in RESULTS)}")
-    if failed := [entry for entry in ended if entry.failure]:
+    if failed := [entry for entry in schedule.over.values() if entry.failure]:
         raise FedvitError(
-            f"{len(failed)} of {len(cells)} cells failed, the first: {failed[0].cell.path}: {failed[0].failure}"
+            f"{len(failed)} of {schedule.total()} cells failed, the first: {failed[0].cell.path}: {failed[0].failure}"
         )
+    for search in mine.searches:
+        at = standing(search, schedule.over)
+        if at.over and not at.chosen:
+            raise FedvitError(
+                f"{search.method}/{search.partition}: no device could train with any of the values that were tried;"
+                f" {as_text(search.points[0].values)}: {at.tries[0].unusable}"
+            )
 
 
-def chosen(grid: Grid, only: tuple[str, ...]) -> list[Cell]:
-    """The cells that one of the patterns names; all where there is none. Raises ConfigError for an idle pattern."""
-    names = {f"{cell.method}/{cell.partition}" for cell in grid.cells}
+def chosen(grid: Grid, only: tuple[str, ...]) -> Grid:
+    """The cells and searches that one of the patterns names; all where there is none. Raises ConfigError for an idle
+    pattern."""
+    every: list[Cell | Search] = [*grid.cells, *grid.searches]
+    names = sorted({f"{one.method}/{one.partition}" for one in every})
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(f"--only {pattern!r} names no cell; there are: {', '.join(sorted(names))}")
-    return [
-        cell
-        for cell in grid.cells
-        if not only or any(fnmatchcase(f"{cell.method}/{cell.partition}", pattern) for pattern in only)
-    ]
+            raise ConfigError(f"--only {pattern!r} names no cell; there are: {', '.join(names)}")
+
+    def is_meant(one: Cell | Search) -> bool:
+        return not only or any(fnmatchcase(f"{one.method}/{one.partition}", pattern) for pattern in only)
+
+    return grid._replace(cells=tuple(filter(is_meant, grid.cells)), searches=tuple(filter(is_meant, grid.searches)))
 
 
 def write_results(outcome: Outcome, out: Path) -> None:
@@ -114,27 +125,34 @@ def write_results(outcome: Outcome, out: Path) -> None:
         atomic_write(out / name, content)
 
 
-def _with_others(grid: Grid, out: Path, ended: list[Ended]) -> list[Ended]:
-    """Also the finished cells that this call had nothing to do with."""
-    mine = {entry.cell.digest for entry in ended}
-    others = [cell for cell in grid.cells if cell.digest not in mine]
-    return ended + [Ended(cell, result, None) for cell in others if (result := CellFolder(cell, out).result())]
-
-
-def _list(grid: Grid, places: list[CellFolder], as_json: bool) -> None:
+def _list(grid: Grid, out: Path, as_json: bool) -> None:
+    """The cells that can run now, those that are finished, and what searches cost."""
+    schedule = Schedule(grid, out).read()
     if as_json:
-        cells = [
-            {"method": place.cell.method, "partition": place.cell.partition, "seed": place.cell.seed,
-             "finished": place.result() is not None}
-            for place in places
+        cells_now = [
+            {"method": cell.method, "partition": cell.partition, "seed": cell.seed, "path": cell.path,
+             "finished": digest in schedule.over}
+            for digest, cell in schedule.cells.items()
         ]  # fmt: skip
-        click.echo(msgspec.json.encode(cells))
+        click.echo(msgspec.json.encode(cells_now))
         return
-    for place in places:
-        click.echo(f"{place.cell.path}{'  finished' if place.result() else ''}")
+    for digest, cell in schedule.cells.items():
+        click.echo(f"{cell.path}{'  finished' if digest in schedule.over else ''}")
+    cells, rounds = 0, 0
+    for search in grid.searches:
+        steps = " then ".join(f"{rung.points} for {rung.rounds} rounds" for rung in search.rungs) or "nothing to try"
+        chosen = standing(search, schedule.over).chosen
+        click.echo(
+            f"{search.method}/{search.partition}: search among {len(search.points)} points: {steps}"
+            f"{f'; chosen: {as_text(chosen.values)}' if chosen else ''}"
+        )
+        planned = planned_rounds(search)
+        cells, rounds = cells + len(planned), rounds + sum(planned)
+    total = schedule.total()
     click.echo(
-        f"{len(places)} cells of {grid.experiment.rounds} rounds on {grid.experiment.devices} devices, "
-        f"{sum(place.result() is None for place in places)} to run"
+        f"{total - cells} cells of {grid.experiment.rounds} rounds on {grid.experiment.devices} devices, "
+        + (f"{cells} cells of a search with {rounds} rounds in all, " if cells else "")
+        + f"{total - len(schedule.over)} to run"
     )
 
 

@@ -63,6 +63,7 @@ class PartitionSummary(Struct, frozen=True, kw_only=True):
     seed: int
     test_share: float
     devices: tuple[DeviceCounts, ...]
+    validation_share: float | None = None  # where it is set, "test" images are of the training images
     domains: tuple[str, ...] = ()  # of the data set, in the order in which `domain` deals them out
     unreadable: tuple[str, ...] = ()  # what was left out and why, one line each
 
@@ -76,6 +77,7 @@ def deal(
     options: Mapping[str, Option | str] | None = None,
     seed: int = 0,
     test_share: float = 0.2,
+    validation_share: float | None = None,
     size: int = 32,
     overwrite: bool = False,
     plot: bool = False,
@@ -83,7 +85,8 @@ def deal(
     """Deal a data set out by a partition of `PARTITIONS` and write a folder per device, as `fleet partition` does.
 
     `dataset` is a name, a path, or samples already read; `size`, the side of images in pixels, is for the
-    first two. With `plot` a picture lies beside the folders. The same arguments write the same files.
+    first two. `validation_share` is as for `write_device_folders`. With `plot` a picture lies beside the folders. The
+    same arguments write the same files.
     Raises ConfigError for bad values and where `out` is occupied, DataError for an unusable data set,
     StorageFailed when the disk is full or not writable.
     """
@@ -95,6 +98,7 @@ def deal(
         deal_out(rule, samples.annotations, devices, seed),
         out,
         test_share=test_share,
+        validation_share=validation_share,
         seed=seed,
         partition=partition,
         options=asdict(rule),
@@ -113,6 +117,7 @@ def write_device_folders(
     *,
     test_share: float,
     seed: int,
+    validation_share: float | None = None,
     partition: str | None = None,
     options: Mapping[str, Option] | None = None,
     noise_stds: Sequence[float] | None = None,
@@ -122,12 +127,14 @@ def write_device_folders(
 
     Every device gets a folder for every class, also for those that it has no image of, so that all devices
     name the same classes. Images that cannot be decoded are left out and listed in the summary.
+    With `validation_share` devices test on that share of each class of their training images, train on the others, and
+    get no test image at all: for what must be chosen before the test images are looked at.
     `noise_stds` has the noise of each device's images, in gray levels of 0..255. `partition` and `options`
     only go into the summary.
 
     `out` appears when it is complete; a run that breaks leaves what was there before. Raises ConfigError
-    when `out` is a file or holds something, unless `overwrite` is set and `out` is an earlier partition;
-    StorageFailed when the disk is full or not writable.
+    when `out` is a file or holds something, unless `overwrite` is set and `out` is an earlier partition, and when a
+    device has too few training images for a validation image; StorageFailed when the disk is full or not writable.
     """
     _refuse_occupied(out, overwrite)
     out = out.resolve()  # behind a symlink, renaming works only beside the folder itself
@@ -140,6 +147,15 @@ def write_device_folders(
             rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
             train, test = split_train_test(part, samples.labels, test_share, rng)
             folder = partial / f"device-{number}"
+            if validation_share is not None:
+                held = len(train)
+                train, test = split_train_test(train, samples.labels, validation_share, rng)
+                if not len(test):
+                    raise ConfigError(
+                        f"validation_share = {validation_share} leaves {folder.name} without a validation image: its"
+                        f" {held} training images are of {held} classes, and one of each class has to train; give"
+                        " devices more images"
+                    )
             noise = _Noise(noise_stds[number] if noise_stds else 0.0, seed)
             devices.append(
                 DeviceCounts(
@@ -157,6 +173,7 @@ def write_device_folders(
             options=dict(options or {}),
             seed=seed,
             test_share=test_share,
+            validation_share=validation_share,
             devices=tuple(devices),
             domains=samples.domain_names,
             unreadable=tuple(unreadable),

@@ -1,8 +1,8 @@
 """One cell of the grid: its folder, its run in a process of its own, and what is kept of it.
 
 A cell's folder holds `cell.json` (what it is), `progress.json` (how far it got), `runs/` (the run itself) and,
-once it is finished, `result.json`. A folder whose `cell.json` says something else is of an earlier version of
-the experiment and is begun anew.
+once it is finished, `result.json`, or `unusable.json` for values of a search that no device could train with. A
+folder whose `cell.json` says something else is of an earlier version of the experiment and is begun anew.
 """
 
 import logging
@@ -12,6 +12,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -20,7 +21,7 @@ from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
 from coordinator.record.summary import RoundSummary, RunSummary, summarise
 from coordinator.run.display import Display, View
-from fedvit.errors import ConfigError, StorageFailed
+from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.files import atomic_write
 from fleet.devices import device_folders
 from fleet.experiments.grid import Cell
@@ -31,6 +32,7 @@ RUN = "run"
 CELL_FILE = "cell.json"
 PROGRESS_FILE = "progress.json"
 RESULT_FILE = "result.json"
+UNUSABLE_FILE = "unusable.json"
 LOG_FILE = "cell.log"
 
 
@@ -83,18 +85,37 @@ class CellResult(Struct, frozen=True, kw_only=True):
     feature_epsilon: float | None = None  # of one device's features, over all rounds
 
 
+class Unusable(Struct, frozen=True, kw_only=True):
+    """What came of a cell of a search whose values no device could train with: a finding, and no failure."""
+
+    digest: str  # of the cell
+    reason: str
+
+
+Found = TypeVar("Found", CellResult, Unusable)
+
+
 class CellFolder:
     """Where a cell lies. `begin` before it is run, `result` after."""
 
     def __init__(self, cell: Cell, out: Path) -> None:
         self.cell = cell
         self.folder = out / "cells" / cell.path
-        self.parts = out / "parts" / cell.partition / f"seed-{cell.seed}"
+        images = "seed" if cell.deal.validation_share is None else "validation-seed"
+        self.parts = out / "parts" / cell.partition / f"{images}-{cell.seed}"
 
     def result(self) -> CellResult | None:
         """What is there of this very cell; None when it is not finished, or its settings have changed."""
+        return self._read(RESULT_FILE, CellResult)
+
+    def unusable(self) -> str | None:
+        """Why no device could train with the values of this very cell; None when that is not known."""
+        found = self._read(UNUSABLE_FILE, Unusable)
+        return found.reason if found else None
+
+    def _read(self, name: str, kind: type[Found]) -> Found | None:
         try:
-            found = msgspec.json.decode((self.folder / RESULT_FILE).read_bytes(), type=CellResult)
+            found = msgspec.json.decode((self.folder / name).read_bytes(), type=kind)
         except (FileNotFoundError, msgspec.MsgspecError):
             return None
         return found if found.digest == self.cell.digest else None
@@ -173,7 +194,8 @@ def run_cell(
     metrics: MetricsConfig | None = None,
     graph_cache: Path | None = None,
 ) -> None:
-    """Run the cell that `folder` describes, or go on with it, and write its result.
+    """Run the cell that `folder` describes, or go on with it, and write its result; of a search also that its values
+    are unusable.
 
     Without `keep`, only the server's tensors and the record are left of the run. Raises FedvitError.
     """
@@ -197,6 +219,11 @@ def run_cell(
                 raise
             shutil.rmtree(out)  # begun by another version of the software
             summary = attempt()
+    except EmptyCohort as error:
+        if cell.deal.validation_share is None:
+            raise
+        atomic_write(folder / UNUSABLE_FILE, msgspec.json.encode(Unusable(digest=cell.digest, reason=str(error))))
+        return
     finally:
         watcher.close()
     result = cell_result(cell, summary, wall_s=watcher.wall_s)

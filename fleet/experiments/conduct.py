@@ -55,6 +55,7 @@ class Ended(NamedTuple):
     cell: Cell
     result: CellResult | None
     failure: str | None
+    unusable: str | None = None  # of a search: why no device could train with its values
 
 
 class _Running(NamedTuple):
@@ -69,25 +70,39 @@ def conduct(
     launch: Callable[[CellFolder], Work],
     display: Display,
     line_every_s: float | None,
-    ended: Callable[[Ended], None],
+    ended: Callable[[Ended], Sequence[CellFolder]],
+    ahead: Callable[[], list[tuple[str, int]]] = list,
 ) -> None:
-    """Bring every cell to its end; `ended` hears of each, first of those that were finished before.
+    """Bring every cell to its end; `ended` hears of each, first of those that were finished before, and returns cells
+    that can run now. `ahead` gives method and rounds of those that will follow later.
 
-    With `line_every_s` the display gets a permanent line about what is running every so often. Whatever
-    ends this function, no process is left behind, and cells under way can go on later.
+    The images of a search are dealt out before any cell runs, since a device may have too few. With `line_every_s` the
+    display gets a permanent line about what is running every so often. Whatever ends this function, no process is left
+    behind, and cells under way can go on later.
     """
-    pending = []
-    pace = Pace()
-    for place in places:
-        if result := place.result():
-            pace.learn(place.cell, result.wall_s, len(result.rounds))
-            ended(Ended(place.cell, result, None))
-        else:
-            pending.append(place)
-    total, dealer = len(pending), Dealer()
-    if pending and total < len(places):
-        display.line(f"{len(places) - total} of {len(places)} cells are finished already")
+    pending: list[CellFolder] = []
     running: list[_Running] = []
+    pace, dealer = Pace(), Dealer()
+
+    def add(following: Sequence[CellFolder]) -> int:
+        """How many of them, and of those that follow from them, are finished already."""
+        following, known = list(following), 0
+        for place in following:
+            if over := finished(place):
+                known += 1
+                if over.result:
+                    pace.learn(place.cell, over.result.wall_s, len(over.result.rounds))
+                following += ended(over)
+            else:
+                pending.append(place)
+        return known
+
+    known, done = add(places), 0
+    if pending and known:
+        display.line(f"{known} of {known + len(pending) + len(ahead())} cells are finished already")
+    for place in pending:
+        if place.cell.deal.validation_share is not None:
+            dealer.deal(place)
     said_at = time.monotonic()
     with ExitStack() as stack:
         while pending or running:
@@ -105,9 +120,10 @@ def conduct(
                 over = _ended(entry)
                 if over.result:
                     pace.learn(over.cell, over.result.wall_s, len(over.result.rounds))
-                ended(over)
-                display.line(_said(over, pace, pending, running, jobs))
-            view = _view(total, pending, running, pace, jobs)
+                done += 1
+                add(ended(over))
+                display.line(_said(over, spoken(_left_s(pending, running, ahead(), pace, jobs))))
+            view = _view(done, pending, running, ahead(), pace, jobs)
             display.show(view)
             if line_every_s is not None and running and time.monotonic() - said_at >= line_every_s:
                 said_at = time.monotonic()
@@ -142,6 +158,7 @@ class Dealer:
             options=wanted.options,
             seed=wanted.seed,
             test_share=wanted.test_share,
+            validation_share=wanted.validation_share,
             overwrite=True,
         )
         atomic_write(note, wanted.digest.encode())
@@ -171,43 +188,61 @@ class Pace:
         return sum(self._round_s.get(method, other) * rounds for method, rounds in left) / jobs
 
 
-def _left_s(pending: Sequence[CellFolder], running: Sequence[_Running], pace: Pace, jobs: int) -> float | None:
-    left = [(place.cell.method, int(place.cell.run["rounds"])) for place in pending]
+def _left_s(
+    pending: Sequence[CellFolder],
+    running: Sequence[_Running],
+    ahead: list[tuple[str, int]],
+    pace: Pace,
+    jobs: int,
+) -> float | None:
+    left = [(place.cell.method, place.cell.rounds) for place in pending] + ahead
     for place, _ in running:
         progress = place.progress()
         pace.learn(place.cell, progress.wall_s, progress.round)
-        left.append((place.cell.method, int(place.cell.run["rounds"]) - progress.round))
-    return pace.left_s(left, min(jobs, max(1, len(left))))
+        left.append((place.cell.method, place.cell.rounds - progress.round))
+    return pace.left_s(left, min(jobs, len(left))) if left else None
 
 
-def _view(total: int, pending: Sequence[CellFolder], running: Sequence[_Running], pace: Pace, jobs: int) -> View:
-    done = total - len(pending) - len(running)
+def _view(
+    done: int,
+    pending: Sequence[CellFolder],
+    running: Sequence[_Running],
+    ahead: list[tuple[str, int]],
+    pace: Pace,
+    jobs: int,
+) -> View:
     devices = []
     for place, _ in running:
-        progress, rounds = place.progress(), int(place.cell.run["rounds"])
+        progress, rounds = place.progress(), place.cell.rounds
         accuracy = "" if progress.accuracy is None else f", accuracy {progress.accuracy:.3f}"
         state = f"round {progress.round}/{rounds}{accuracy}" if progress.round else progress.headline or "starting"
         devices.append(DeviceLine(place.cell.path, state, progress.round, rounds))
-    left = spoken(_left_s(pending, running, pace, jobs))
-    return View(f"{done} of {total} cells done{left}", devices)
+    left = spoken(_left_s(pending, running, ahead, pace, jobs))
+    return View(f"{done} of {done + len(pending) + len(running) + len(ahead)} cells done{left}", devices)
 
 
-def _said(over: Ended, pace: Pace, pending: Sequence[CellFolder], running: Sequence[_Running], jobs: int) -> str:
+def _said(over: Ended, left: str) -> str:
+    if over.unusable:
+        return f"{over.cell.path}: unusable: {over.unusable}{left}"
     if over.result is None:
         return f"{over.cell.path}: failed: {over.failure}"
     figures = over.result.accuracy
-    left = spoken(_left_s(pending, running, pace, jobs)) if pending or running else ""
     return (
         f"{over.cell.path}: accuracy {figures.mean:.3f} ± {figures.std_over_devices:.3f} over devices, "
         f"{over.result.wall_s:.0f} s{left}"
     )
 
 
+def finished(place: CellFolder) -> Ended | None:
+    """What came of a cell that need not run again; None where it must run."""
+    result, unusable = place.result(), place.unusable()
+    return Ended(place.cell, result, None, unusable) if result or unusable else None
+
+
 def _ended(entry: _Running) -> Ended:
     code = entry.work.code()
-    result = entry.place.result() if code == 0 else None
-    failure = None if result else entry.place.failure(code or 0)
-    return Ended(entry.place.cell, result, failure)
+    over = finished(entry.place) if code == 0 else None
+    return over or Ended(entry.place.cell, None, entry.place.failure(code or 0))
 
 
 def spoken(seconds: float | None) -> str:

@@ -1,12 +1,18 @@
-"""What an experiment is: a TOML file that spans a grid of methods, partitions and seeds."""
+"""What an experiment is: a TOML file that spans a grid of methods, partitions and seeds.
 
+A method's table may list values for some options: each partition then has a search, whose cells train and validate on
+training images alone, and the method's own cells have the values that the search chose.
+"""
+
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from coordinator.config import ImageConfig, MetricsConfig, check_new_names, read_toml
 from coordinator.metrics.writers import check_writers
@@ -26,6 +32,14 @@ SCHEMA = 2
 RUN_TABLES = ("updates", "privacy", "robust")
 """Keys of a method's table that are tables of a run's configuration: codecs, noise, and robust aggregation."""
 
+TUNE = "tune"
+"""Key of a method's table: options, each with the values to search among. Text is an option of that name (FedBABU)."""
+
+Values = dict[str, Any]
+"""Some options of a method; of a search, those that are tuned."""
+
+Seed = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
 
 class ModelTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The table [model]."""
@@ -33,6 +47,16 @@ class ModelTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "vit_small_images"
     options: dict[str, Any] = field(default_factory=dict)
     pretrained: bool | str = False
+
+
+class TuningTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The table [tuning]: how values are searched for."""
+
+    search: Literal["grid", "halving"] = "grid"
+    validation_share: Annotated[float, Meta(gt=0, lt=1)] = 0.2  # of each class of a device's training images
+    rounds: Annotated[int, Meta(ge=1)] | None = None  # of the longest runs of a search; None: the experiment's
+    seeds: Annotated[tuple[Seed, ...], Meta(min_length=1)] | None = None  # None: the first of the experiment's
+    keep: Annotated[float, Meta(gt=0, le=0.5)] | None = None  # share that goes on to more rounds; None: a third
 
 
 class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,21 +67,22 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     devices: Annotated[int, Meta(ge=1)]
     rounds: Annotated[int, Meta(ge=1)]
     cohort: Annotated[float, Meta(gt=0, le=1)] | Annotated[int, Meta(ge=1)] = 1.0
-    seeds: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(min_length=1)] = (0,)
+    seeds: Annotated[tuple[Seed, ...], Meta(min_length=1)] = (0, 1, 2)
     evaluate_every: Annotated[int, Meta(ge=1)] = 1
     test_share: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     model: ModelTable = field(default_factory=ModelTable)
     images: ImageConfig = field(default_factory=ImageConfig)
     partitions: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> partition and its options
-    methods: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> method, its options, RUN_TABLES
+    methods: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> method, its options, RUN_TABLES, TUNE
     common: dict[str, Any] = field(default_factory=dict)  # options of every method that has them
+    tuning: TuningTable | None = None
     run: dict[str, Any] = field(default_factory=dict)  # other keys of a run's configuration
     engine: Engine = "onnx"  # what computes the devices' part
     precision: ProductPrecision = "fp32"  # of products, in the torch engine
     metrics: MetricsConfig = field(default_factory=MetricsConfig)  # where they are written; no outcome depends on it
 
 
-class Deal(Struct, frozen=True, kw_only=True):
+class Deal(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a data set is dealt out; cells with an equal one share their device folders."""
 
     dataset: str
@@ -67,6 +92,7 @@ class Deal(Struct, frozen=True, kw_only=True):
     options: dict[str, Any]  # all of them
     seed: int
     test_share: float
+    validation_share: float | None = None  # of a search: devices test with this share of their training images
 
     @property
     def digest(self) -> str:
@@ -84,6 +110,7 @@ class Cell(Struct, frozen=True, kw_only=True):
     run: dict[str, Any]  # a run's whole configuration
     engine: Engine = "onnx"
     precision: ProductPrecision = "fp32"
+    tried: Values | UnsetType = UNSET  # of a search: the values that this cell tries
 
     @property
     def digest(self) -> str:
@@ -91,7 +118,38 @@ class Cell(Struct, frozen=True, kw_only=True):
 
     @property
     def path(self) -> str:
-        return f"{self.method}/{self.partition}/seed-{self.seed}"
+        place = f"{self.method}/{self.partition}"
+        if self.tried is not UNSET:
+            place = f"{place}/search/{as_text(self.tried)}/rounds-{self.rounds}"
+        return f"{place}/seed-{self.seed}"
+
+    @property
+    def rounds(self) -> int:
+        return int(self.run["rounds"])
+
+
+class Point(NamedTuple):
+    """Values that a search may choose."""
+
+    values: Values
+    tries: tuple[tuple[Cell, ...], ...]  # by rung, a cell for each seed of the search
+    cells: tuple[Cell, ...]  # the method's own, for each seed of the experiment, when these values are chosen
+
+
+class Rung(NamedTuple):
+    """One step of a search: as many points as are left, each for as many rounds."""
+
+    points: int
+    rounds: int
+
+
+class Search(NamedTuple):
+    """The values of one method on one partition that are tried, and how."""
+
+    method: str
+    partition: str
+    points: tuple[Point, ...]
+    rungs: tuple[Rung, ...]
 
 
 class Grid(NamedTuple):
@@ -100,16 +158,19 @@ class Grid(NamedTuple):
     name: str
     description: str  # the file's leading comment
     experiment: Experiment
-    methods: dict[str, dict[str, Any]]  # name -> method and all its options
-    cells: tuple[Cell, ...]
+    methods: dict[str, dict[str, Any]]  # name -> method and all its options; of one that is tuned, all its values
+    cells: tuple[Cell, ...]  # of methods that are not tuned
+    searches: tuple[Search, ...]
 
 
 def read_grid(file: Path) -> Grid:
     """Read and check an experiment. Raises ConfigError naming the file, the key and what is allowed."""
     experiment = _experiment(read_toml(file), str(file))
     check_name(file.stem, f"{file}: the experiment's name")
-    if len(set(experiment.seeds)) != len(experiment.seeds):
-        raise ConfigError(f"{file}: seeds = {list(experiment.seeds)}: a seed is listed more than once")
+    tuning = _tuning(experiment, str(file))
+    for key, seeds in (("seeds", experiment.seeds), ("[tuning]: seeds", tuning.seeds or ())):
+        if len(set(seeds)) != len(seeds):
+            raise ConfigError(f"{file}: {key} = {list(seeds)}: a seed is listed more than once")
     try:
         check_dataset(experiment.dataset)
     except ConfigError as error:
@@ -117,38 +178,129 @@ def read_grid(file: Path) -> Grid:
     check_writers(experiment.metrics, f"{file}: [metrics]")
     methods = _methods(experiment, str(file))
     runs = {
-        name: _run(experiment, method, _run_tables(experiment.methods[name]), f"{file}: [methods.{name}]")
-        for name, method in methods.items()
+        name: [
+            (values, _run(experiment, method, _run_tables(experiment.methods[name]), f"{file}: [methods.{name}]"))
+            for values, method in points
+        ]
+        for name, points in methods.items()
     }
     rules = {name: _partition(name, table, str(file)) for name, table in experiment.partitions.items()}
-    cells = [
-        Cell(
-            schema=SCHEMA,
-            method=method,
-            partition=partition,
+    searched = {name for name, table in experiment.methods.items() if _tune(table)}
+    return Grid(
+        name=file.stem,
+        description=_leading_comment(file),
+        experiment=experiment,
+        methods={name: {**points[0][1], **_tune(experiment.methods[name])} for name, points in methods.items()},
+        cells=tuple(
+            _cell(experiment, method, partition, rule, seed, points[0][1])
+            for seed in experiment.seeds
+            for partition, rule in rules.items()
+            for method, points in runs.items()
+            if method not in searched
+        ),
+        searches=tuple(
+            _search(experiment, tuning, method, partition, rule, points)
+            for partition, rule in rules.items()
+            for method, points in runs.items()
+            if method in searched
+        ),
+    )
+
+
+def _cell(
+    experiment: Experiment, method: str, partition: str, rule: tuple[str, dict[str, Any]], seed: int,
+    run: dict[str, Any], *, tried: Values | UnsetType = UNSET, validation_share: float | None = None,
+) -> Cell:  # fmt: skip
+    kind, options = rule
+    return Cell(
+        schema=SCHEMA,
+        method=method,
+        partition=partition,
+        seed=seed,
+        deal=Deal(
+            dataset=experiment.dataset,
+            image_size=experiment.image_size,
+            devices=experiment.devices,
+            partition=kind,
+            options=options,
             seed=seed,
-            deal=Deal(
-                dataset=experiment.dataset,
-                image_size=experiment.image_size,
-                devices=experiment.devices,
-                partition=rule,
-                options=options,
-                seed=seed,
-                test_share=experiment.test_share,
-            ),
-            run={**run, "seed": seed},
-            engine=experiment.engine,
-            precision=experiment.precision,
+            test_share=experiment.test_share,
+            validation_share=validation_share,
+        ),
+        run={**run, "seed": seed},
+        engine=experiment.engine,
+        precision=experiment.precision,
+        tried=tried,
+    )
+
+
+def _search(
+    experiment: Experiment,
+    tuning: TuningTable,
+    method: str,
+    partition: str,
+    rule: tuple[str, dict[str, Any]],
+    points: list[tuple[Values, dict[str, Any]]],
+) -> Search:
+    rungs = search_rungs(len(points), tuning, experiment.rounds)
+
+    def tries(values: Values, run: dict[str, Any], rounds: int) -> tuple[Cell, ...]:
+        once = {**run, "rounds": rounds, "evaluate_every": rounds}  # only the last accuracy counts
+        share = tuning.validation_share
+        return tuple(
+            _cell(experiment, method, partition, rule, seed, once, tried=values, validation_share=share)
+            for seed in tuning.seeds or experiment.seeds[:1]
         )
-        for seed in experiment.seeds
-        for partition, (rule, options) in rules.items()
-        for method, run in runs.items()
-    ]
-    return Grid(file.stem, _leading_comment(file), experiment, methods, tuple(cells))
+
+    return Search(
+        method,
+        partition,
+        tuple(
+            Point(
+                values,
+                tuple(tries(values, run, rung.rounds) for rung in rungs),
+                tuple(_cell(experiment, method, partition, rule, seed, run) for seed in experiment.seeds),
+            )
+            for values, run in points
+        ),
+        rungs,
+    )
+
+
+def search_rungs(points: int, tuning: TuningTable, rounds: int) -> tuple[Rung, ...]:
+    """The steps of a search among some points; `rounds` are those of the experiment. A single point needs none.
+
+    >>> search_rungs(9, TuningTable(search="halving"), 30)
+    (Rung(points=9, rounds=10), Rung(points=3, rounds=30))
+    """
+    keep = tuning.keep or 1 / 3
+    counts = [points]
+    while tuning.search == "halving" and (fewer := math.ceil(round(counts[-1] * keep, 9))) > 1:
+        counts.append(fewer)
+    longest = tuning.rounds or rounds
+    return tuple(
+        Rung(count, max(1, round(longest * keep**before)))
+        for before, count in zip(reversed(range(len(counts))), counts, strict=True)
+        if points > 1
+    )
+
+
+def as_text(values: Values) -> str:
+    """
+    >>> as_text({"lr": 1e-06, "optimizer": "sgd", "adaptive": True})
+    'lr=1e-06,optimizer=sgd,adaptive=true'
+    """
+    return ",".join(
+        f"{option}={str(value).lower() if isinstance(value, bool) else value}" for option, value in values.items()
+    )
 
 
 def _experiment(values: dict[str, Any], where: str) -> Experiment:
-    for table, kind, at in ((values, Experiment, ""), (values.get("model"), ModelTable, " [model]")):
+    for table, kind, at in (
+        (values, Experiment, ""),
+        (values.get("model"), ModelTable, " [model]"),
+        (values.get("tuning"), TuningTable, " [tuning]"),
+    ):
         known = kind.__struct_fields__
         for key in table if isinstance(table, dict) else ():
             if key not in known:
@@ -166,25 +318,37 @@ def _experiment(values: dict[str, Any], where: str) -> Experiment:
         raise ConfigError(f"{where}: {key}{given}: {reason.lower().replace('`object`', 'a table')}") from None
 
 
-def _methods(experiment: Experiment, where: str) -> dict[str, dict[str, Any]]:
-    """Each method's name in the table METHODS, under "method", and all of its options."""
+def _tuning(experiment: Experiment, where: str) -> TuningTable:
+    tuned = any(map(_tune, experiment.methods.values()))
+    if experiment.tuning and not tuned:
+        raise ConfigError(f"{where}: [tuning]: none of the methods has a table {TUNE!r} of values to search among")
+    tuning = experiment.tuning or TuningTable()
+    if tuning.keep is not None and tuning.search != "halving":
+        raise ConfigError(f"{where}: [tuning]: keep = {tuning.keep} is for search = 'halving', not {tuning.search!r}")
+    return tuning
+
+
+def _methods(experiment: Experiment, where: str) -> dict[str, list[tuple[Values, dict[str, Any]]]]:
+    """Of each method, for all values to search among: the method's name in the table METHODS, under "method", and all
+    of its options. A method that is not tuned has one entry, without values."""
     for name, table in experiment.methods.items():
         _check_names(experiment, table, f"{where}: [methods.{name}]")
     from fedvit.methods import METHODS, make_method  # torch: seconds that a mistyped name need not wait
 
     used: set[str] = set()
-    complete: dict[str, dict[str, Any]] = {}
+    complete: dict[str, list[tuple[Values, dict[str, Any]]]] = {}
     for name, table in experiment.methods.items():
         check_name(name, f"{where}: the method")
         at = f"{where}: [methods.{name}]"
-        kind, own = _named(table, "method", at)
-        for key in RUN_TABLES:
-            own.pop(key, None)
+        kind, own, _ = _parts(table, at)
         has = {option.name for option in fields(METHODS[kind])} if kind in METHODS else set()
         common = {option: value for option, value in experiment.common.items() if option in has}
         used |= common.keys()
         try:
-            complete[name] = {"method": kind, **asdict(make_method(kind, {**common, **own}))}
+            complete[name] = [
+                (values, {"method": kind, **asdict(make_method(kind, {**common, **own, **values}))})
+                for values in _points(table)
+            ]
         except ConfigError as error:
             raise ConfigError(f"{at}: {error}") from None
     if unused := sorted(experiment.common.keys() - used):
@@ -192,13 +356,55 @@ def _methods(experiment: Experiment, where: str) -> dict[str, dict[str, Any]]:
     return complete
 
 
-def _check_names(experiment: Experiment, table: dict[str, Any], where: str) -> None:
+def _points(table: dict[str, Any]) -> list[Values]:
+    """All combinations of the values to search among, the last option's first; one without values where there is none.
+
+    >>> _points({"tune": {"lr": [0.1, 0.2], "mu": [1, 2]}})[:3]
+    [{'lr': 0.1, 'mu': 1}, {'lr': 0.1, 'mu': 2}, {'lr': 0.2, 'mu': 1}]
+    """
+    tune = _tune(table)
+    return [dict(zip(tune, values, strict=True)) for values in product(*tune.values())]
+
+
+def _tune(table: dict[str, Any]) -> dict[str, list[Any]]:
+    found = table.get(TUNE)
+    return found if isinstance(found, dict) else {}
+
+
+def _parts(table: dict[str, Any], where: str) -> tuple[str, dict[str, Any], dict[str, list[Any]]]:
+    """Of a method's table: the method, options that are set, and those to search among."""
     kind, own = _named(table, "method", where)
     check_new_names(own, where)
+    tune = _tune(table)
+    apart = {*RUN_TABLES, *([TUNE] if tune else ())}
+    return kind, {key: value for key, value in own.items() if key not in apart}, tune
+
+
+def _check_names(experiment: Experiment, table: dict[str, Any], where: str) -> None:
+    kind, own, tune = _parts(table, where)
     try:
-        check_names(kind, own.keys() - set(RUN_TABLES), experiment.model.name, experiment.model.options)
+        _check_tune(tune, own)
+        check_names(kind, own.keys() | tune.keys(), experiment.model.name, experiment.model.options)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_tune(tune: dict[str, Any], own: dict[str, Any]) -> None:
+    if isinstance(given := own.get(TUNE), list | dict):
+        raise ConfigError(f"{TUNE} = {given!r}: expected a table of options, each with a list of values")
+    for option, values in tune.items():
+        at = f"{TUNE}: {option} = {values!r}"
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{at}: expected a list of values to search among")
+        for value in values:
+            if not isinstance(value, int | float | str):
+                raise ConfigError(f"{at}: {value!r} is neither a number nor a name")
+            if isinstance(value, str):
+                check_name(value, at)  # it becomes part of a folder's name
+            if values.count(value) > 1:
+                raise ConfigError(f"{at}: {value!r} is listed more than once")
+        if option in own:
+            raise ConfigError(f"option {option} = {own[option]!r} is set and also to be tuned; keep one of the two")
 
 
 def _run_tables(table: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What came of an experiment: the figures of every cell, and of every method on every partition."""
+"""What came of an experiment: the figures of every cell, of every method on every partition, and of searches."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
@@ -9,7 +9,12 @@ from msgspec import Struct
 
 from fleet.experiments.cell import CellResult
 from fleet.experiments.conduct import Ended
-from fleet.experiments.grid import SCHEMA, Grid
+from fleet.experiments.grid import SCHEMA, Grid, Search, Values
+from fleet.experiments.search import standing
+
+CONFIDENCE = 0.95
+"""Of all intervals."""
+OF_MEAN = f" of the mean over devices, [ ] is its {CONFIDENCE:.0%} interval over seeds (Student's t)"
 
 
 class CellOutcome(Struct, frozen=True, kw_only=True):
@@ -18,6 +23,13 @@ class CellOutcome(Struct, frozen=True, kw_only=True):
     seed: int
     result: CellResult | None  # None: not finished
     failure: str | None  # why, when it was tried
+
+
+class Interval(Struct, frozen=True):
+    """Of a mean over seeds, by Student's t; not cut off at 0 and 1."""
+
+    low: float
+    high: float
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
@@ -37,6 +49,38 @@ class Comparison(Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int | None  # the most of any cell
     epsilon: float | None = None  # of devices' updates, over all rounds; the most of any cell
     feature_epsilon: float | None = None  # of one device's features; the most of any cell
+    interval: Interval | None = None  # of `accuracy`; None: a single seed tells nothing of it
+
+
+class Difference(Struct, frozen=True, kw_only=True):
+    """How much more accurate a method is than the first of the file, on the same partition and the same seeds."""
+
+    method: str
+    reference: str
+    partition: str
+    seeds: list[int]  # finished of both
+    mean: float  # over seeds, of the difference in accuracy
+    interval: Interval
+
+
+class TriedValues(Struct, frozen=True, kw_only=True):
+    """Values that a search tried."""
+
+    values: Values
+    rounds: int  # that it ran for, when it was last compared with others; 0: it was not tried
+    accuracy: float | None  # on validation images, mean over devices, then over seeds; None: not known, or unusable
+    unusable: str | None  # why no device could train with these values
+
+
+class SearchOutcome(Struct, frozen=True, kw_only=True):
+    """What came of the search for one method's values on one partition."""
+
+    method: str
+    partition: str
+    tried: list[TriedValues]
+    chosen: Values | None  # None: not known yet, or no values are usable
+    over: bool
+    at_edge: dict[str, str]  # options of which the lowest or highest value was chosen -> "lowest" or "highest"
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -51,6 +95,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     seeds: list[int]
     comparisons: list[Comparison]
     cells: list[CellOutcome]
+    differences: list[Difference] = []
+    searches: list[SearchOutcome] = []
 
     @property
     def partitions(self) -> list[str]:
@@ -61,14 +107,23 @@ class Outcome(Struct, frozen=True, kw_only=True):
         """What stands behind ± in tables."""
         counts = {len(entry.seeds) for entry in self.comparisons}
         if counts == {1}:
-            return "single seed: ± is the standard deviation over devices within one run, not between runs"
-        if 1 in counts:
             return (
-                "± is the sample standard deviation over seeds of the mean over devices; where it is missing, "
-                "a single seed is finished"
+                "single seed: ± is the standard deviation over devices within one run, not between runs; "
+                "there are no intervals"
             )
+        if 1 in counts:
+            return f"± is the sample standard deviation over seeds{OF_MEAN}; without, a single seed is finished"
         seeds = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else f"{max(counts, default=0)}"
-        return f"± is the sample standard deviation over {seeds} seeds of the mean over devices"
+        return f"± is the sample standard deviation over {seeds} seeds{OF_MEAN}"
+
+    @property
+    def has_figures(self) -> bool:
+        return bool(self.comparisons) or any(one.rounds for search in self.searches for one in search.tried)
+
+    def difference(self, method: str, partition: str) -> Difference | None:
+        return next(
+            (entry for entry in self.differences if (entry.method, entry.partition) == (method, partition)), None
+        )
 
     def comparison(self, method: str, partition: str) -> Comparison | None:
         return next(
@@ -87,21 +142,27 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return {entry.method for entry in entries if round(entry.accuracy, 3) == top} if len(entries) > 1 else set()
 
 
-def make_outcome(grid: Grid, ended: Sequence[Ended]) -> Outcome:
+def make_outcome(grid: Grid, ended: Iterable[Ended]) -> Outcome:
     """Put the cells together; those that `ended` does not name are not finished."""
     known = {entry.cell.digest: entry for entry in ended}
+    standings = [(search, standing(search, known)) for search in grid.searches]
+    runnable = [*grid.cells, *(cell for _, at in standings if at.chosen for cell in at.chosen.cells)]
+    by_place = {(cell.method, cell.partition, cell.seed): cell for cell in runnable}
     cells = []
-    for cell in grid.cells:
-        over = known.get(cell.digest)
-        cells.append(
-            CellOutcome(
-                method=cell.method,
-                partition=cell.partition,
-                seed=cell.seed,
-                result=over.result if over else None,
-                failure=over.failure if over else None,
-            )
-        )
+    for seed in grid.experiment.seeds:
+        for partition in grid.experiment.partitions:
+            for method in grid.methods:
+                cell = by_place.get((method, partition, seed))  # None: a search has not chosen its values
+                over = known.get(cell.digest) if cell else None
+                cells.append(
+                    CellOutcome(
+                        method=method,
+                        partition=partition,
+                        seed=seed,
+                        result=over.result if over else None,
+                        failure=over.failure if over else None,
+                    )
+                )
     pairs = dict.fromkeys((cell.method, cell.partition) for cell in cells)
     comparisons = [
         _compared(method, partition, finished)
@@ -118,7 +179,70 @@ def make_outcome(grid: Grid, ended: Sequence[Ended]) -> Outcome:
         seeds=list(grid.experiment.seeds),
         comparisons=comparisons,
         cells=cells,
+        differences=_differences(list(grid.methods), list(grid.experiment.partitions), cells),
+        searches=[
+            SearchOutcome(
+                method=search.method,
+                partition=search.partition,
+                tried=[
+                    TriedValues(
+                        values=one.point.values, rounds=one.rounds, accuracy=one.accuracy, unusable=one.unusable
+                    )
+                    for one in at.tries
+                ],
+                chosen=at.chosen.values if at.chosen else None,
+                over=at.over,
+                at_edge=_at_edge(search, at.chosen.values) if at.chosen else {},
+            )
+            for search, at in standings
+        ],
     )
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """The interval of their mean, as of a sample of a normal distribution; None for a single value."""
+    if len(values) < 2:
+        return None
+    from scipy.special import stdtrit  # the quantile of scipy.stats.t; seconds that other commands need not wait
+
+    freedom = len(values) - 1
+    half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * stdev(values) / len(values) ** 0.5
+    return Interval(fmean(values) - half, fmean(values) + half)
+
+
+def _differences(methods: list[str], partitions: list[str], cells: Sequence[CellOutcome]) -> list[Difference]:
+    """To the first method rather than to the best: which one is the best, the same figures would have said."""
+    found = []
+    for partition in partitions:
+        first = _finished(cells, methods[0], partition)
+        for method in methods[1:]:
+            other = _finished(cells, method, partition)
+            seeds = [seed for seed in first if seed in other]
+            paired = [other[seed].accuracy.mean - first[seed].accuracy.mean for seed in seeds]
+            if interval := mean_interval(paired):
+                found.append(
+                    Difference(
+                        method=method,
+                        reference=methods[0],
+                        partition=partition,
+                        seeds=seeds,
+                        mean=fmean(paired),
+                        interval=interval,
+                    )
+                )
+    return found
+
+
+def _at_edge(search: Search, chosen: Values) -> dict[str, str]:
+    """Options whose values are numbers alone, where nothing beyond the chosen one was tried."""
+    edges = {}
+    for option, value in chosen.items():
+        values = {point.values[option] for point in search.points}
+        if len(values) > 1 and all(isinstance(one, int | float) and not isinstance(one, bool) for one in values):
+            for name, edge in (("lowest", min(values)), ("highest", max(values))):
+                if value == edge:
+                    edges[option] = name
+    return edges
 
 
 def _finished(cells: Sequence[CellOutcome], method: str, partition: str) -> dict[int, CellResult]:
@@ -147,6 +271,7 @@ def _compared(method: str, partition: str, finished: dict[int, CellResult]) -> C
         peak_rss_bytes=max(peaks, default=None),
         epsilon=_most(result.epsilon for result in results),
         feature_epsilon=_most(result.feature_epsilon for result in results),
+        interval=mean_interval(means),
     )
 
 

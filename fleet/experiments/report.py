@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fleet.experiments.outcome import CellOutcome, Comparison, Outcome
+from fleet.experiments.grid import as_text
+from fleet.experiments.outcome import CONFIDENCE, CellOutcome, Comparison, Interval, Outcome, SearchOutcome
 from profiles.report.figures import svg
 from profiles.report.page import Grid, environment
 from profiles.report.terminal import table as new_table
@@ -19,6 +20,15 @@ COST_HEADINGS = (
     "method", "partition", "accuracy", "± devices", "by image", "down MB", "up MB", "GFLOP", "wall s", "memory MB",
 )  # fmt: skip
 COSTS = "bytes and FLOPs per device and round; wall seconds of a whole run; memory of its process, all devices in it"
+DIFFERENCES = (
+    f"mean over seeds of the difference on the same seed, and its {CONFIDENCE:.0%} interval (Student's t, paired),"
+    " not corrected for the number of comparisons"
+)
+SEARCH_HEADINGS = ("values", "", "rounds", "validation accuracy")
+VALIDATION = (
+    "validation accuracy: on images set apart from each device's training images, mean over devices after the last"
+    " round, then over the search's seeds; no test image was seen"
+)
 
 
 def terminal_report(outcome: Outcome) -> Group:
@@ -26,7 +36,10 @@ def terminal_report(outcome: Outcome) -> Group:
     accuracy = _table(f"{outcome.experiment}: accuracy, best in bold", ("method", *outcome.partitions))
     for method in outcome.methods:
         cells = [
-            Text(_accuracy(outcome, method, partition), style="bold" if method in outcome.best(partition) else "")
+            Text(
+                _accuracy(outcome, method, partition, before_interval="\n"),
+                style="bold" if method in outcome.best(partition) else "",
+            )
             for partition in outcome.partitions
         ]
         accuracy.add_row(Text(method), *cells)
@@ -36,6 +49,12 @@ def terminal_report(outcome: Outcome) -> Group:
     parts: list[RenderableType] = [accuracy, Text(outcome.spread, style="dim")]
     parts += [Text(f"accuracy: {protocol}", style="dim") for protocol in outcome.protocols]
     parts += [Text(line, style="dim") for line in spent(outcome)]
+    if outcome.differences:
+        differences = _table(difference_title(outcome), ("method", *outcome.partitions))
+        for row in difference_rows(outcome, before_interval="\n"):
+            differences.add_row(*map(Text, row))
+        parts += [Text(), differences, Text(DIFFERENCES, style="dim")]
+    parts += [Text(f"{search_title(search)}: {search_note(search)}") for search in outcome.searches]
     parts += [Text(), costs, Text(COSTS, style="dim")]
     if missing := unfinished(outcome):
         parts += [Text(), Text(missing, style="bold")]
@@ -43,7 +62,7 @@ def terminal_report(outcome: Outcome) -> Group:
 
 
 def markdown_report(outcome: Outcome) -> str:
-    """Both tables, to be pasted into a document."""
+    """All tables, to be pasted into a document."""
     rows = []
     for method in outcome.methods:
         cells = []
@@ -56,9 +75,18 @@ def markdown_report(outcome: Outcome) -> str:
     parts = [
         _markdown_table(("method", *outcome.partitions), rows),
         "\n".join(f"{note}  " for note in notes if note),
-        _markdown_table(COST_HEADINGS, cost_rows(outcome)),
-        COSTS,
     ]
+    if outcome.differences:
+        rows = difference_rows(outcome)
+        parts += [difference_title(outcome), _markdown_table(("method", *outcome.partitions), rows), DIFFERENCES]
+    parts += [_markdown_table(COST_HEADINGS, cost_rows(outcome)), COSTS]
+    for search in outcome.searches:
+        parts += [
+            f"{search_title(search)}: {search_note(search)}",
+            _markdown_table(SEARCH_HEADINGS, search_rows(search)),
+        ]
+    if outcome.searches:
+        parts.append(VALIDATION)
     return "\n\n".join(parts) + "\n"
 
 
@@ -80,6 +108,14 @@ def html_report(outcome: Outcome) -> str:
         ],
         cost_table=Grid(COST_HEADINGS, cost_rows(outcome), names=2),
         costs=COSTS,
+        difference_title=difference_title(outcome),
+        difference_table=Grid(("method", *outcome.partitions), difference_rows(outcome)),
+        differences=DIFFERENCES,
+        searches=[
+            (search_title(search), search_note(search), Grid(SEARCH_HEADINGS, search_rows(search), names=2))
+            for search in outcome.searches
+        ],
+        validation=VALIDATION,
         spent=spent(outcome),
         unfinished=unfinished(outcome),
         figures=[
@@ -87,6 +123,47 @@ def html_report(outcome: Outcome) -> str:
             for partition in dict.fromkeys(entry.partition for entry in outcome.comparisons)
         ],
     )
+
+
+def difference_title(outcome: Outcome) -> str:
+    return f"{outcome.experiment}: difference in accuracy to {next(iter(outcome.methods), '-')}"
+
+
+def difference_rows(outcome: Outcome, before_interval: str = " ") -> list[tuple[str, ...]]:
+    """One row for each method but the first, a column for each partition."""
+    return [
+        (method, *(_difference(outcome, method, partition, before_interval) for partition in outcome.partitions))
+        for method in list(outcome.methods)[1:]
+    ]
+
+
+def search_title(search: SearchOutcome) -> str:
+    return f"search for {search.method} on {search.partition}"
+
+
+def search_note(search: SearchOutcome) -> str:
+    """What was chosen, and whether other values may be better."""
+    if search.chosen is None:
+        return "no device could train with any of these values" if search.over else "not finished"
+    edges = [
+        f"{option} = {search.chosen[option]} is the {edge} value tried, {'lower' if edge == 'lowest' else 'higher'}"
+        " ones may be better"
+        for option, edge in search.at_edge.items()
+    ]
+    return "; ".join([f"chosen: {as_text(search.chosen)}", *edges])
+
+
+def search_rows(search: SearchOutcome) -> list[tuple[str, ...]]:
+    """One row for all values that were tried together, under SEARCH_HEADINGS."""
+    return [
+        (
+            as_text(one.values),
+            "chosen" if one.values == search.chosen else f"unusable: {one.unusable}" if one.unusable else "",
+            str(one.rounds or "-"),
+            "-" if one.accuracy is None else f"{one.accuracy:.3f}",
+        )
+        for one in search.tried
+    ]
 
 
 def cost_rows(outcome: Outcome) -> list[tuple[str, ...]]:
@@ -114,13 +191,29 @@ def unfinished(outcome: Outcome) -> str:
     return f"{len(missing)} of {len(outcome.cells)} cells are not finished{reasons}"
 
 
-def _accuracy(outcome: Outcome, method: str, partition: str) -> str:
+def _accuracy(outcome: Outcome, method: str, partition: str, before_interval: str = " ") -> str:
     entry = outcome.comparison(method, partition)
     if entry is None:
         return "-"
     deviation = outcome.deviation(entry)
-    fewer = f" ({len(entry.seeds)} of {len(outcome.seeds)} seeds)" if len(entry.seeds) < len(outcome.seeds) else ""
-    return f"{entry.accuracy:.3f}{'' if deviation is None else f' ± {deviation:.3f}'}{fewer}"
+    plus_minus = "" if deviation is None else f" ± {deviation:.3f}"
+    interval = f"{before_interval}{_interval(entry.interval)}" if entry.interval else ""
+    return f"{entry.accuracy:.3f}{plus_minus}{interval}{_fewer(outcome, entry.seeds)}"
+
+
+def _difference(outcome: Outcome, method: str, partition: str, before_interval: str) -> str:
+    entry = outcome.difference(method, partition)
+    if entry is None:
+        return "-"
+    return f"{entry.mean:+.3f}{before_interval}{_interval(entry.interval)}{_fewer(outcome, entry.seeds)}"
+
+
+def _interval(interval: Interval) -> str:
+    return f"[{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def _fewer(outcome: Outcome, seeds: Sequence[int]) -> str:
+    return f" ({len(seeds)} of {len(outcome.seeds)} seeds)" if len(seeds) < len(outcome.seeds) else ""
 
 
 def _cost_row(entry: Comparison) -> tuple[str, ...]:

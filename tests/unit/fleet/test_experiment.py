@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,22 @@ from rich.console import Console
 
 from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
-from coordinator.run.display import Display
 from fedvit.errors import ConfigError
 from fleet.cli import cli
 from fleet.experiment import chosen, experiment_command, write_results
 from fleet.experiments.cell import (
-    LOG_FILE,
     Accuracy,
-    CellFolder,
     CellResult,
     RoundFigures,
     read_progress,
-    run_cell,
 )
-from fleet.experiments.conduct import Ended, conduct
+from fleet.experiments.conduct import Ended
 from fleet.experiments.grid import Grid, read_grid
 from fleet.experiments.outcome import Outcome, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from tests.conftest import TINY_MODEL
 from tests.event_files import steps
+from tests.experiments import Conducted, run_experiment, written_experiment
 from tests.forked import Forked
 from tests.reports import experiment_outcome
 
@@ -50,6 +48,7 @@ dataset = "digits"
 image_size = 32
 devices = 3
 rounds = 2
+seeds = [0]
 evaluate_every = 2
 test_share = 0.9
 
@@ -77,11 +76,8 @@ method = "eftvit"
 """.lstrip()
 
 
-def written(folder: Path, text: str = FILE, name: str = "tiny") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.toml"
-    file.write_text(text)
-    return file
+def written(folder: Path, text: str = FILE) -> Path:
+    return written_experiment(folder, text)
 
 
 # --- the file -----------------------------------------------------------------------------------------
@@ -90,7 +86,7 @@ def written(folder: Path, text: str = FILE, name: str = "tiny") -> Path:
 class TestGrid:
     def test_cells(self, tmp_path: Path) -> None:
         """2 seeds x 2 partitions x 2 methods; a seed's comparison is whole before the next seed begins."""
-        grid = read_grid(written(tmp_path, FILE.replace("rounds = 2", "rounds = 2\nseeds = [3, 5]")))
+        grid = read_grid(written(tmp_path, FILE.replace("seeds = [0]", "seeds = [3, 5]")))
         assert grid.name == "tiny"
         assert grid.description == "Two methods, two partitions.\nA few seconds."
         assert [cell.path for cell in grid.cells] == [
@@ -140,7 +136,7 @@ class TestGrid:
             ("rounds = 2", "rouns = 2", r"tiny\.toml: unknown key 'rouns'; did you mean 'rounds'\?"),
             ("rounds = 2", "rounds = 0", r"tiny\.toml: rounds = 0: expected `int` >= 1"),
             ("rounds = 2", "", r"tiny\.toml: object missing required field `rounds`"),
-            ("rounds = 2", "rounds = 2\nseeds = [1, 1]", r"seeds = \[1, 1\]: a seed is listed more than once"),
+            ("seeds = [0]", "seeds = [1, 1]", r"seeds = \[1, 1\]: a seed is listed more than once"),
             ("[model]", "[model]\nnmae = 1", r"tiny\.toml \[model\]: unknown key 'nmae'; did you mean 'name'\?"),
             ("width = 32", "widht = 32", r"\[methods\.fedavg\]: model 'vit_small_images' has no option 'widht'"),
             ('"dirichlet"', '"dirichlt"', r"\[partitions\.skewed\]: partition 'dirichlt' is not known"),
@@ -183,10 +179,10 @@ class TestGrid:
 
     def test_only(self, tmp_path: Path) -> None:
         grid = read_grid(written(tmp_path))
-        assert [cell.path for cell in chosen(grid, ("*/even", "fedavg/*"))] == [
+        assert [cell.path for cell in chosen(grid, ("*/even", "fedavg/*")).cells] == [
             "fedavg/skewed/seed-0", "fedavg/even/seed-0", "eftvit/even/seed-0",
         ]  # fmt: skip
-        assert len(chosen(grid, ())) == 4
+        assert chosen(grid, ()) == grid
         with pytest.raises(ConfigError, match=r"--only 'fedavg' names no cell; there are: eftvit/even"):
             chosen(grid, ("fedavg",))
 
@@ -202,56 +198,9 @@ class TestGrid:
 # --- running ------------------------------------------------------------------------------------------
 
 
-class Here:
-    """A cell that runs in this process, at once."""
-
-    def __init__(self, place: CellFolder, graph_cache: Path, ran: list[str], metrics: MetricsConfig) -> None:
-        ran.append(place.cell.path)
-        self._code = 0
-        try:
-            run_cell(place.folder, place.parts, at_once=2, graph_cache=graph_cache, metrics=metrics)
-        except Exception as error:  # noqa: BLE001 - as it would leave a process
-            (place.folder / LOG_FILE).write_text(f"Traceback\n{type(error).__name__}: {error}\n")
-            self._code = 1
-
-    def code(self) -> int | None:
-        return self._code
-
-    def stop(self) -> None:
-        pass
-
-
-class Lines(Display):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-
-Conducted = tuple[Outcome, list[str], list[str]]  # outcome, cells that ran, lines that were shown
-
-
 @pytest.fixture(scope="module")
 def run_here(graph_cache: Path) -> Callable[[Path, Path], Conducted]:
-    """Run an experiment's file in this process."""
-
-    def run(file: Path, out: Path) -> Conducted:
-        grid = read_grid(file)
-        ran: list[str] = []
-        ended: list[Ended] = []
-        shown = Lines()
-        conduct(
-            [CellFolder(cell, out) for cell in grid.cells],
-            jobs=1,
-            launch=lambda place: Here(place, graph_cache, ran, grid.experiment.metrics),
-            display=shown,
-            line_every_s=None,
-            ended=ended.append,
-        )
-        return make_outcome(grid, ended), ran, shown.lines
-
-    return run
+    return partial(run_experiment, graph_cache=graph_cache)
 
 
 @pytest.fixture(scope="module")
@@ -379,7 +328,7 @@ class TestOutcome:
 
     @pytest.fixture
     def grid(self, tmp_path: Path) -> Grid:
-        return read_grid(written(tmp_path, FILE.replace("rounds = 2", "rounds = 2\nseeds = [0, 1]")))
+        return read_grid(written(tmp_path, FILE.replace("seeds = [0]", "seeds = [0, 1]")))
 
     def outcome(self, grid: Grid, known: dict[str, float]) -> Outcome:
         return make_outcome(
@@ -396,14 +345,17 @@ class TestOutcome:
         assert outcome.best("even") == {"eftvit"}
         assert outcome.best("skewed") == set()
         table = markdown_report(outcome)
-        assert "| fedavg | - | 0.300 ± 0.141 |" in table
+        assert "| fedavg | - | 0.300 ± 0.141 [-0.971, 1.571] |" in table
         assert "| eftvit | - | **0.500 (1 of 2 seeds)** |" in table
-        assert "a single seed is finished" in table
+        assert "without, a single seed is finished" in table
+        assert outcome.differences == []  # one seed of both
         assert "5 of 8 cells are not finished" in table
 
     def test_all_seeds(self, grid: Grid) -> None:
         outcome = self.outcome(grid, {cell.path: 0.1 * (1 + cell.seed) for cell in grid.cells})
-        assert outcome.spread == "± is the sample standard deviation over 2 seeds of the mean over devices"
+        assert outcome.spread.startswith(
+            "± is the sample standard deviation over 2 seeds of the mean over devices, [ ]"
+        )
         assert outcome.best("even") == {"fedavg", "eftvit"}  # equal as printed
 
     def test_a_terminal_of_80_columns(self, grid: Grid) -> None:
@@ -425,7 +377,7 @@ class TestOutcome:
 def test_interrupted_and_gone_on_with(tmp_path: Path, cache: Path, run_here: Callable[[Path, Path], Conducted]) -> None:
     """Ctrl-C after the second of 12 rounds: no process is left, and the rest goes on from there, metrics with it."""
     only = FILE.replace('[partitions.even]\npartition = "iid"\n', "").partition("[methods.eftvit]")[0]
-    text = only.replace("mask = 0.75", "").replace("rounds = 2\nevaluate_every = 2", "rounds = 12\nevaluate_every = 12")
+    text = only.replace("mask = 0.75", "").replace("rounds = 2", "rounds = 12").replace("every = 2", "every = 12")
     file, out = written(tmp_path, text + '\n[metrics]\nwriters = ["tensorboard"]\n'), tmp_path / "out"
     home = out / "cells/fedavg/skewed/seed-0"
     environment: dict[str, Any] = {**os.environ, "XDG_CACHE_HOME": str(cache)}

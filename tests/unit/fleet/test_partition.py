@@ -1,5 +1,6 @@
 import io
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
@@ -66,6 +69,55 @@ class TestWriteDeviceFolders:
         assert names == [f"{number:04d}.png" for number in range(8)]
         levels = [Image.open(path).getpixel((0, 0))[0] for path in out.rglob("*.png")]  # type: ignore[index]
         assert sorted(levels) == list(range(15))
+
+    @given(
+        labels=st.lists(st.integers(0, 2), min_size=6, max_size=60),
+        devices=st.integers(1, 3),
+        name=st.sampled_from(["iid", "dirichlet", "disjoint"]),
+        shares=st.tuples(st.floats(0.05, 0.6), st.floats(0.05, 0.6)),
+        seed=st.integers(0, 5),
+    )
+    @settings(max_examples=25)
+    def test_validation_images_are_training_images(
+        self, labels: list[int], devices: int, name: str, shares: tuple[float, float], seed: int
+    ) -> None:
+        """Whatever the partition: no test image is among them, and together with what trains they are all of those."""
+        test_share, validation_share = shares
+        options = {"min_samples": 1} if name == "dirichlet" else {}
+        with tempfile.TemporaryDirectory() as folder:
+
+            def levels(place: str, part: str, device: int) -> set[int]:
+                files = Path(folder, place, f"device-{device}", part).rglob("*.png")
+                return {Image.open(path).getpixel((0, 0))[0] for path in files}  # type: ignore[index]
+
+            def dealt(place: str, share: float | None) -> None:
+                deal(
+                    made(labels), name, devices, Path(folder, place), options=options, seed=seed,
+                    test_share=test_share, validation_share=share,
+                )  # fmt: skip
+
+            try:
+                dealt("whole", None)
+                dealt("search", validation_share)
+            except ConfigError:  # too few images for so many devices
+                assume(False)
+            for device in range(devices):
+                train, validation = levels("search", "train", device), levels("search", "test", device)
+                assert validation
+                assert train
+                assert not train & validation
+                assert train | validation == levels("whole", "train", device)
+                assert not validation & levels("whole", "test", device)
+
+    def test_device_without_a_validation_image_is_named(self, tmp_path: Path) -> None:
+        """Device 1 has one image of each class, and one of each has to train."""
+        samples = made([0] * 10 + [0, 1, 2])
+        with pytest.raises(ConfigError, match=r"validation_share = 0\.5 leaves device-1 without .* its 3 training"):
+            write_device_folders(
+                samples, (np.arange(10), np.arange(10, 13)), tmp_path / "parts", test_share=0.2, validation_share=0.5,
+                seed=0,
+            )  # fmt: skip
+        assert not (tmp_path / "parts").exists()
 
     def test_a_device_can_use_its_folder(self, tmp_path: Path) -> None:
         write_device_folders(self.SAMPLES, self.PARTS, tmp_path / "parts", test_share=0.2, seed=0)

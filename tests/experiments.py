@@ -1,0 +1,99 @@
+"""Experiments whose cells run in the test's own process, one after the other; and that process as one to be killed."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coordinator.config import MetricsConfig
+from coordinator.record.store import Store
+from coordinator.run.display import Display
+from fleet.experiments.cell import LOG_FILE, CellFolder, run_cell
+from fleet.experiments.conduct import conduct
+from fleet.experiments.grid import read_grid
+from fleet.experiments.outcome import Outcome, make_outcome
+from fleet.experiments.search import Schedule
+
+
+def written_experiment(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "tiny.toml"
+    file.write_text(text)
+    return file
+
+
+class Here:
+    """A cell that runs in this process, at once."""
+
+    def __init__(self, place: CellFolder, graph_cache: Path, ran: list[str], metrics: MetricsConfig) -> None:
+        ran.append(place.cell.path)
+        self._code = 0
+        try:
+            run_cell(place.folder, place.parts, at_once=1, graph_cache=graph_cache, metrics=metrics)
+        except Exception as error:  # noqa: BLE001 - as it would leave a process
+            (place.folder / LOG_FILE).write_text(f"Traceback\n{type(error).__name__}: {error}\n")
+            self._code = 1
+
+    def code(self) -> int | None:
+        return self._code
+
+    def stop(self) -> None:
+        pass
+
+
+class Lines(Display):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+
+class Conducted(NamedTuple):
+    outcome: Outcome  # of this call's cells
+    ran: list[str]  # cells
+    lines: list[str]  # that were shown
+
+
+def run_experiment(
+    file: Path, out: Path, *, graph_cache: Path, begin: Callable[[CellFolder], None] = lambda place: None
+) -> Conducted:
+    """Run an experiment's file in this process; `begin` hears of each cell before it runs."""
+    grid = read_grid(file)
+    ran: list[str] = []
+    schedule = Schedule(grid, out)
+    shown = Lines()
+
+    def launch(place: CellFolder) -> Here:
+        begin(place)
+        return Here(place, graph_cache, ran, grid.experiment.metrics)
+
+    conduct(
+        schedule.runnable(),
+        jobs=1,
+        launch=launch,
+        display=shown,
+        line_every_s=None,
+        ended=schedule.add,
+        ahead=schedule.ahead,
+    )
+    return Conducted(make_outcome(grid, schedule.over.values()), ran, shown.lines)
+
+
+def main() -> None:
+    """For `Forked`: run an experiment's file in a folder, with a folder of graphs; a cell that is named gets a kill -9
+    when its second round is closed."""
+    file, out, graph_cache, fatal = sys.argv[1:]
+    close = Store.close_round
+
+    def begin(place: CellFolder) -> None:
+        def close_and_die(self: Store, run: str, number: int, *arguments: Any) -> None:
+            close(self, run, number, *arguments)
+            if number == 2 and place.cell.path == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Store.close_round = close_and_die  # type: ignore[method-assign]
+
+    run_experiment(Path(file), Path(out), graph_cache=Path(graph_cache), begin=begin)

@@ -66,6 +66,7 @@ def conduct(
     places: Sequence[CellFolder],
     *,
     jobs: int,
+    at_once: int | None = None,
     launch: Callable[[CellFolder], Work],
     display: Display,
     line_every_s: float | None,
@@ -73,6 +74,7 @@ def conduct(
 ) -> None:
     """Bring every cell to its end; `ended` hears of each, first of those that were finished before.
 
+    At most `jobs` are launched and not over; `at_once` of them are expected to be at work, by default all.
     With `line_every_s` the display gets a permanent line about what is running every so often. Whatever
     ends this function, no process is left behind, and cells under way can go on later.
     """
@@ -85,6 +87,7 @@ def conduct(
         else:
             pending.append(place)
     total, dealer = len(pending), Dealer()
+    at_once = at_once or jobs
     if pending and total < len(places):
         display.line(f"{len(places) - total} of {len(places)} cells are finished already")
     running: list[_Running] = []
@@ -106,8 +109,8 @@ def conduct(
                 if over.result:
                     pace.learn(over.cell, over.result.wall_s, len(over.result.rounds))
                 ended(over)
-                display.line(_said(over, pace, pending, running, jobs))
-            view = _view(total, pending, running, pace, jobs)
+                display.line(_said(over, pace, pending, running, at_once))
+            view = _view(total, pending, running, pace, at_once)
             display.show(view)
             if line_every_s is not None and running and time.monotonic() - said_at >= line_every_s:
                 said_at = time.monotonic()

@@ -14,7 +14,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from coordinator.run.display import choose_display
+from coordinator.run.display import Display, choose_display
 from fedvit.errors import ConfigError, FedvitError, StorageFailed
 from fedvit.files import atomic_write
 from fleet.experiments.cell import CellFolder
@@ -64,8 +64,8 @@ def experiment_command(
     ended: list[Ended] = []
     try:
         with (
-            _launching(address, grid, places, jobs, keep=keep) as launching,
             choose_display(quiet=as_json) as display,
+            _launching(address, grid, places, jobs, display, keep=keep) as launching,
         ):
             conduct(
                 places,
@@ -108,7 +108,7 @@ class Launching(NamedTuple):
 
 @contextmanager
 def _launching(
-    address: str | None, grid: Grid, places: list[CellFolder], jobs: int | None, *, keep: bool
+    address: str | None, grid: Grid, places: list[CellFolder], jobs: int | None, display: Display, *, keep: bool
 ) -> Iterator[Launching]:
     """In processes of this machine, or on the cluster of that address. Raises ConfigError, LinkDown."""
     metrics = grid.experiment.metrics
@@ -121,7 +121,7 @@ def _launching(
     from fleet.clusters.cluster import connected
 
     with connected(address) as cluster:
-        cells = CellsOnRay(cluster, grid.experiment.ray, keep=keep, metrics=metrics)
+        cells = CellsOnRay(cluster, grid.experiment.ray, display, keep=keep, metrics=metrics)
         waiting = [place for place in places if place.result() is None]
         cells.check(waiting)
         at_once = cluster.at_once([cells.resources(place) for place in waiting])

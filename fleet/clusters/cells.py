@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from coordinator.config import MetricsConfig
+from coordinator.run.display import Display
 from fedvit.errors import ConfigError, FedvitError
 from fleet.clusters.cluster import Cluster, Lost, Reports
 from fleet.clusters.programs import Order, pack, unpack
@@ -24,9 +25,12 @@ NODE_BACK_S = 60.0
 class CellsOnRay:
     """Gives cells to the nodes of a cluster; as `launch` of `conduct`."""
 
-    def __init__(self, cluster: Cluster, table: RayTable, *, keep: bool, metrics: MetricsConfig) -> None:
+    def __init__(
+        self, cluster: Cluster, table: RayTable, display: Display, *, keep: bool, metrics: MetricsConfig
+    ) -> None:
         self.cluster = cluster
         self._table = table
+        self._display = display
         self._arguments = (str(int(keep)), msgspec.json.encode(metrics).decode())
         self._parts: dict[Path, Any] = {}
 
@@ -51,18 +55,21 @@ class CellsOnRay:
             progress=PROGRESS_FILE,
             software=version("fedvit"),
         )
-        return CellOnRay(self.cluster, place, order, self._parts[place.parts], wanted)
+        return CellOnRay(self.cluster, place, order, self._parts[place.parts], wanted, self._display)
 
 
 class CellOnRay:
     """A cell on some node; where that is gone, on another, from the files that came back last."""
 
-    def __init__(self, cluster: Cluster, place: CellFolder, order: Order, parts: Any, wanted: Resources) -> None:
+    def __init__(
+        self, cluster: Cluster, place: CellFolder, order: Order, parts: Any, wanted: Resources, display: Display
+    ) -> None:
         self._cluster = cluster
         self._place = place
         self._order = order
         self._parts = parts
         self._wanted = wanted
+        self._display = display
         self._left = COME_BACK
         self._code: int | None = None
         self._begin()
@@ -114,6 +121,7 @@ class CellOnRay:
             self._fail(f"its node was gone {COME_BACK + 1} times, the last time: {reason}")
             return
         self._left -= 1
+        self._display.line(f"{self._place.cell.path}: {self._node or 'its node'} is gone; it goes to another")
         self._begin()
 
     def _fail(self, reason: str) -> None:

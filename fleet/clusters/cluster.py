@@ -38,8 +38,7 @@ def connected(address: str) -> Iterator["Cluster"]:
     that of a cluster is found by Ray in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, a local cluster gets
     one of its own. Raises ConfigError or LinkDown where there is no cluster that can be used.
     """
-    settings = {"RAY_AUTH_MODE": "token", "RAY_NUM_REDIS_GET_RETRIES": "1"}
-    settings |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    settings = {"RAY_AUTH_MODE": "token", "RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     settings |= {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if address == LOCAL else {}
     for name, value in settings.items():  # Ray reads them when it is imported
         os.environ.setdefault(name, value)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from coordinator.broker.mosquitto import FLEET_USER
+from coordinator.broker import FLEET_USER
 from coordinator.config import BrokerConfig
 from fedvit.errors import ConfigError, FedvitError
 from fleet.clusters.cluster import Cluster, Lost, Reports

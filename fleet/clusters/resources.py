@@ -43,16 +43,14 @@ class RayTable(Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def resources(self, method: str, partition: str) -> "Resources":
         """Of a cell: its partition's table wins over its method's, and that over the general one."""
-        chosen = {"num_cpus": 1.0, "num_gpus": 0.0, "memory": 0}
-        for request in (self, self.methods.get(method), self.partitions.get(partition)):
-            for key in chosen:
-                if request is not None and getattr(request, key) is not None:
-                    chosen[key] = getattr(request, key)
-        memory = chosen["memory"]
-        if chosen["num_gpus"] > 1 and chosen["num_gpus"] % 1:
-            raise ConfigError(f"num_gpus = {chosen['num_gpus']:g}: expected a fraction of one GPU, or whole GPUs")
-        memory_bytes = parse_bytes(memory) if isinstance(memory, str) else int(memory)
-        return Resources(chosen["num_cpus"], chosen["num_gpus"], memory_bytes)
+        found = (self.partitions.get(partition), self.methods.get(method), self)
+        requests = [request for request in found if request is not None]
+        num_cpus = next((one.num_cpus for one in requests if one.num_cpus is not None), 1.0)
+        num_gpus = next((one.num_gpus for one in requests if one.num_gpus is not None), 0.0)
+        memory = next((one.memory for one in requests if one.memory is not None), 0)
+        if num_gpus > 1 and num_gpus % 1:
+            raise ConfigError(f"num_gpus = {num_gpus:g}: expected a fraction of one GPU, or whole GPUs")
+        return Resources(num_cpus, num_gpus, parse_bytes(memory) if isinstance(memory, str) else memory)
 
 
 class Resources(NamedTuple):

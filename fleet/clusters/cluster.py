@@ -39,6 +39,7 @@ def connected(address: str) -> Iterator["Cluster"]:
     one of its own. Raises ConfigError or LinkDown where there is no cluster that can be used.
     """
     settings = {"RAY_AUTH_MODE": "token", "RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    settings |= {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}  # what nodes say would go to standard output, between our lines
     settings |= {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if address == LOCAL else {}
     for name, value in settings.items():  # Ray reads them when it is imported
         os.environ.setdefault(name, value)

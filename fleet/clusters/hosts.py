@@ -33,6 +33,7 @@ class HostsOnRay:
         self._states = states
         self._wanted = Resources(threads, 0, 0)
         self._hosts: dict[str, _Host] = {}
+        self._came_back: set[str] = set()
 
     def __enter__(self) -> "HostsOnRay":
         return self
@@ -46,7 +47,9 @@ class HostsOnRay:
         order = Order(name, "fleet.host", tuple(command), progress=None, software=version("fedvit"))
         folder = self._states / name
         work = pack(folder) if folder.is_dir() else {}
-        wanted = Resources(0, 0, 0) if name in self._hosts else self._wanted
+        if name in self._hosts:
+            self._came_back.add(name)
+        wanted = Resources(0, 0, 0) if name in self._came_back else self._wanted
         actor, reports = self._cluster.host(order, self._parts, work, wanted)
         self._hosts[name] = _Host(actor, Reports(self._cluster.ray, reports), self._cluster.ray, folder, log)
 
@@ -55,13 +58,14 @@ class HostsOnRay:
         return {name: code for name, host in self._hosts.items() if (code := host.poll()) is not None}
 
     def wait(self, names: Sequence[str], timeout_s: float) -> bool:
-        """Whether all of `names` ended by themselves within the time."""
+        """Whether all of `names` ended by themselves within the time.
+
+        A host that was started again may have come when the run was over, which it cannot know: it need not end.
+        """
         until = time.monotonic() + timeout_s
-        while time.monotonic() < until:
-            if set(names) <= self.ended().keys():
-                return True
+        while time.monotonic() < until and not set(names) <= self.ended().keys():
             time.sleep(0.1)
-        return False
+        return set(names) - self._came_back <= self.ended().keys()
 
 
 class _Host:

@@ -66,7 +66,7 @@ class Resources(NamedTuple):
     def __str__(self) -> str:
         """
         >>> print(Resources(2, 0.5, 10**9), Resources(1, 0, 0), sep="; ")
-        2 CPUs, 0.5 GPUs, 1.00 GB; 1 CPU
+        2 CPUs, 0.5 GPUs, 1 GB; 1 CPU
         """
         parts = [f"{self.num_cpus:g} CPU{'' if self.num_cpus == 1 else 's'}"]
         if self.num_gpus:

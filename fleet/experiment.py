@@ -3,19 +3,23 @@
 import fcntl
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import msgspec
 from rich.console import Console
 
-from coordinator.run.display import choose_display
+from coordinator.run.display import Display, choose_display
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, FedvitError, StorageFailed
 from fedvit.files import atomic_write
-from fleet.experiments.conduct import CellProcess, conduct
+from fleet.experiments.cell import CellFolder
+from fleet.experiments.conduct import CellProcess, Work, conduct
 from fleet.experiments.grid import Cell, Grid, Search, as_text, read_grid
 from fleet.experiments.outcome import Outcome, make_outcome
 from fleet.experiments.search import Schedule, planned_rounds, standing
@@ -35,7 +39,12 @@ LINE_EVERY_S = 60.0
 )
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for everything.  [default: experiments/NAME]")
-@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Cells that run side by side.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Cells that run side by side.  [default: 1; with --ray what nodes can take]",
+)
+@click.option("--ray", "address", metavar="HOST:PORT|local", help="Run cells on the nodes of a Ray cluster.")
 @click.option(
     "--only", multiple=True, metavar="METHOD/PARTITION", help="Only these cells; * stands for any. Repeatable."
 )
@@ -43,7 +52,14 @@ LINE_EVERY_S = 60.0
 @click.option("--dry-run", is_flag=True, help="Check the file, list the cells, run nothing.")
 @json_flag
 def experiment_command(
-    file: Path, out: Path | None, jobs: int, only: tuple[str, ...], keep: bool, dry_run: bool, as_json: bool
+    file: Path,
+    out: Path | None,
+    jobs: int | None,
+    address: str | None,
+    only: tuple[str, ...],
+    keep: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Run the grid that FILE describes, over a network in memory; finished cells are not run again."""
     grid = read_grid(file)
@@ -54,13 +70,17 @@ def experiment_command(
         return
     lock = _lock(out)
     schedule = Schedule(mine, out)
-    at_once = max(1, usable_cores() // jobs)
+    first = schedule.runnable()
     try:
-        with choose_display(quiet=as_json) as display:
+        with (
+            choose_display(quiet=as_json) as display,
+            _launching(address, grid, first, jobs, display, keep=keep) as launching,
+        ):
             conduct(
-                schedule.runnable(),
-                jobs=jobs,
-                launch=partial(CellProcess, at_once=at_once, keep=keep, metrics=grid.experiment.metrics),
+                first,
+                jobs=launching.jobs,
+                at_once=launching.at_once,
+                launch=launching.launch,
                 display=display,
                 line_every_s=None if sys.stderr.isatty() else LINE_EVERY_S,
                 ended=schedule.add,
@@ -95,6 +115,38 @@ def experiment_command(
                 f"{search.method}/{search.partition}: no device could train with any of the values that were tried;"
                 f" {as_text(search.points[0].values)}: {at.tries[0].unusable}"
             )
+
+
+class Launching(NamedTuple):
+    """How cells are begun."""
+
+    launch: Callable[[CellFolder], Work]
+    jobs: int  # cells that are launched and not over, at most
+    at_once: int  # of them, those that can be at work
+
+
+@contextmanager
+def _launching(
+    address: str | None, grid: Grid, places: list[CellFolder], jobs: int | None, display: Display, *, keep: bool
+) -> Iterator[Launching]:
+    """In processes of this machine, or on the cluster of that address. Raises ConfigError, LinkDown."""
+    metrics = grid.experiment.metrics
+    if address is None:
+        jobs = jobs or 1
+        cores = max(1, usable_cores() // jobs)
+        yield Launching(partial(CellProcess, at_once=cores, keep=keep, metrics=metrics), jobs, jobs)
+        return
+    from fleet.clusters.cells import CellsOnRay
+    from fleet.clusters.cluster import connected
+
+    with connected(address) as cluster:
+        cells = CellsOnRay(cluster, grid.experiment.ray, display, keep=keep, metrics=metrics)
+        waiting = [place for place in places if place.result() is None]
+        cells.check(waiting)
+        at_once = cluster.at_once([cells.resources(place) for place in waiting])
+        # all that wait are given to Ray, unless --jobs says otherwise: it knows which of them fits on which node next
+        jobs = jobs or max(1, len(waiting))
+        yield Launching(cells, jobs, max(1, min(jobs, at_once)))
 
 
 def chosen(grid: Grid, only: tuple[str, ...]) -> Grid:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -20,16 +21,20 @@ def program(module: str) -> list[str]:
     return [sys.executable, "-c", f"from {module} import main; main()"]
 
 
-def _end_with_parent() -> None:
-    """In the child: die when the parent dies, even by kill -9 (Linux)."""
+def _end_with_parent(signal_number: int) -> None:
+    """In the child: get this signal when the parent dies, even by kill -9 (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal_number)
 
 
 class Fleet:
-    """A set of child processes that end together; use as a context manager."""
+    """A set of child processes that end together; use as a context manager.
 
-    def __init__(self) -> None:
+    They get the signal `ends_with_parent` when this process dies.
+    """
+
+    def __init__(self, *, ends_with_parent: int = signal.SIGTERM) -> None:
+        self._ends_with_parent = ends_with_parent
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: list[IO[bytes]] = []
 
@@ -39,11 +44,14 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self, name: str, command: Sequence[str], log: Path | None = None) -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, command: Sequence[str], log: Path | None = None, folder: Path | None = None
+    ) -> subprocess.Popen[bytes]:
         """Start a process in its own session, so that Ctrl-C reaches us alone and we stop it in order.
 
-        With `log`, its output goes there; else it shares our standard error. Its OpenMP threads do not spin
-        while they wait: on cores that are shared, torch's server step took ten times as long.
+        With `log`, its output goes there; else it shares our standard error. `folder` is its current one. Its
+        OpenMP threads do not spin while they wait: on cores that are shared, torch's server step took ten times
+        as long.
         """
         output: IO[bytes] | int = sys.stderr.fileno()
         if log is not None:
@@ -57,7 +65,8 @@ class Fleet:
             stderr=output,
             start_new_session=True,
             env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(_end_with_parent, self._ends_with_parent),
+            cwd=folder,
         )
         self._running[name] = process
         return process

@@ -3,9 +3,10 @@
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 import msgspec
@@ -24,6 +25,7 @@ from profiles.probes.host import usable_cores
 
 if TYPE_CHECKING:
     from coordinator.record.summary import RunSummary
+    from fleet.clusters.cluster import Cluster
 
 DEVICES_LEAVE_S = 30.0
 COME_BACK = 3
@@ -47,10 +49,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _answers(port: int) -> bool:
+def _answers(host: str, port: int) -> bool:
     """Whether somebody listens there."""
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex((host, port)) == 0
 
 
 def run_fleet(
@@ -89,28 +91,79 @@ def run_virtual(
     run: str,
     threads: int = 1,
     quiet: bool = False,
+    cluster: "Cluster | None" = None,
 ) -> FleetOutcome:
     """As `run_fleet`, with `count` virtual devices in `hosts` processes; those that are killed are started again.
 
-    `values` stand over VIRTUAL_DEFAULTS. Logs of hosts lie in `out/run/devices`.
+    `values` stand over VIRTUAL_DEFAULTS. Logs of hosts lie in `out/run/devices`. With `cluster` the hosts are on its
+    nodes, and their states come back to `out/run/state`.
     """
     from coordinator.planning.checks import checked_config  # torch: seconds that a mistyped key need not wait
 
     config = checked_config({**VIRTUAL_DEFAULTS, **values, "devices": count}, "run")
     home = out / run
 
+    def arguments(number: int, address: str, parts: str, state: str) -> list[str]:
+        return [
+            "--broker", address, "--parts", parts, "--devices", str(count), "--number", str(number),
+            "--hosts", str(hosts), "--state", state, "--threads", str(threads),
+            "--federation", config.run.federation, "--once",
+        ]  # fmt: skip
+
+    names = {f"host-{number}": number for number in range(min(hosts, count))}
+    virtual_devices(parts, count)  # raises where there are no folders, before anything is started
+    if cluster is not None:
+        return _conduct_on_nodes(config, cluster, names, arguments, parts, threads, out=out, run=run, quiet=quiet)
+
     def edges(address: str) -> dict[str, list[str]]:
         return {
-            f"host-{number}": [
-                *program("fleet.host"), "--broker", address, "--parts", str(parts), "--devices", str(count),
-                "--number", str(number), "--hosts", str(hosts), "--state", str(home / "state"),
-                "--threads", str(threads), "--federation", config.run.federation, "--once",
-            ]
-            for number in range(min(hosts, count))
-        }  # fmt: skip
+            name: [*program("fleet.host"), *arguments(number, address, str(parts), str(home / "state"))]
+            for name, number in names.items()
+        }
 
-    virtual_devices(parts, count)  # raises where there are no folders, before anything is started
     return _conduct(config, edges, out=out, run=run, quiet=quiet, comes_back=True)
+
+
+def _conduct_on_nodes(
+    config: StartConfig,
+    cluster: "Cluster",
+    names: dict[str, int],
+    arguments: Callable[[int, str, str, str], list[str]],
+    parts: Path,
+    threads: int,
+    *,
+    out: Path,
+    run: str,
+    quiet: bool,
+) -> FleetOutcome:
+    from fleet.clusters.hosts import HostsOnRay, broker_for_nodes
+
+    port = config.broker.port or free_port()
+    address = broker_for_nodes(cluster, config.broker, port) if _is_own(config) else config.broker.broker
+    config = msgspec.structs.replace(config, broker=msgspec.structs.replace(config.broker, port=port))
+
+    def edges(_: str) -> dict[str, list[str]]:
+        return {
+            name: [*arguments(number, address, "parts", "work"), "--at-once", "1"] for name, number in names.items()
+        }
+
+    with HostsOnRay(cluster, parts, out / check_name(run, "run") / "state", threads=threads) as hosts:
+        return _conduct(config, edges, out=out, run=run, quiet=quiet, comes_back=True, devices=hosts)
+
+
+class Devices(Protocol):
+    """Where the processes of devices are; see `Fleet`."""
+
+    def start(self, name: str, command: Sequence[str], log: Path) -> object: ...
+
+    def ended(self) -> dict[str, int]: ...
+
+    def wait(self, names: Sequence[str], timeout_s: float) -> bool: ...
+
+
+def _is_own(config: StartConfig) -> bool:
+    """Whether the coordinator starts the broker."""
+    return config.broker.broker in ("auto", "mosquitto", "embedded")
 
 
 @private_files()
@@ -122,12 +175,16 @@ def _conduct(
     run: str,
     quiet: bool,
     comes_back: bool,
+    devices: Devices | None = None,
 ) -> FleetOutcome:
-    """Start a coordinator and the processes that `edges` names for a broker's address; wait for the run's end."""
+    """Start a coordinator and the processes that `edges` names for a broker's address; wait for the run's end.
+
+    The processes are started by `devices`, by default on this machine.
+    """
     from coordinator.record.store import Store  # SQLAlchemy: half a second that a mistyped flag need not wait
     from coordinator.record.summary import summarise
 
-    own = config.broker.broker in ("auto", "mosquitto", "embedded")
+    own = _is_own(config)
     port = config.broker.port or free_port()
     home = out / check_name(run, "run")
     home.mkdir(parents=True, exist_ok=True)
@@ -137,20 +194,22 @@ def _conduct(
     with Fleet() as fleet:
         command = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(out), "--run", run]
         coordinator = fleet.start("coordinator", command + (["--quiet"] if quiet else []))
+        devices = devices or fleet
         commands = edges(f"localhost:{port}" if own else config.broker.broker)
         left = dict.fromkeys(commands, COME_BACK if comes_back else 0)
 
         def begin(name: str) -> None:
-            fleet.start(name, commands[name], log=home / "devices" / f"{name}.log")
+            devices.start(name, commands[name], home / "devices" / f"{name}.log")
 
+        listens = {"0.0.0.0": "127.0.0.1"}.get(config.broker.listen, config.broker.listen)
         # the coordinator loads torch first; who came earlier would find no broker, and take its time to try again
-        while own and coordinator.poll() is None and not _answers(port):
+        while own and coordinator.poll() is None and not _answers(listens, port):
             time.sleep(0.1)
         for name in commands:
             begin(name)
         while coordinator.poll() is None:
             time.sleep(0.1)
-            for name, code in fleet.ended().items():
+            for name, code in devices.ended().items():
                 if name not in commands or code == 0:
                     continue
                 if code > 0 or not left[name]:
@@ -162,7 +221,7 @@ def _conduct(
                 f"the coordinator ended with code {coordinator.returncode}; its log: {home}/coordinator.log"
             )
         seconds = time.monotonic() - began
-        if not fleet.wait(list(commands), DEVICES_LEAVE_S):
+        if not devices.wait(list(commands), DEVICES_LEAVE_S):
             raise LinkDown(f"devices are still there {DEVICES_LEAVE_S:.0f} s after the run ended")
     store = Store.in_folder(out)
     try:
@@ -217,6 +276,7 @@ def _last_line(log: Path) -> str:
     help="Instead of a process per folder: N virtual devices in a few processes; folders are dealt out in turn.",
 )
 @click.option("--hosts", type=click.IntRange(min=1), help="Processes of virtual devices; by default one per core.")
+@click.option("--ray", metavar="HOST:PORT|local", help="Have the virtual devices on the nodes of a Ray cluster.")
 @click.option(
     "--engine",
     type=click.Choice(["onnx", "torch", "auto"]),
@@ -242,6 +302,7 @@ def run_command(
     threads: int | None,
     virtual: int | None,
     hosts: int | None,
+    ray: str | None,
     engine: str,
     precision: str,
     as_json: bool,
@@ -254,6 +315,8 @@ def run_command(
     if virtual is None:
         if engine != "onnx":
             raise ConfigError(f"--engine {engine} is for virtual devices: say how many with --virtual N")
+        if ray:
+            raise ConfigError("--ray is for virtual devices: say how many with --virtual N")
         if hosts:
             raise ConfigError("--hosts is for virtual devices: say how many with --virtual N")
         folders = device_folders(parts, wanted)
@@ -263,16 +326,42 @@ def run_command(
         if wanted is not None:
             raise ConfigError(f"--virtual {virtual} says how many devices there are; leave out --devices {wanted}")
         if engine != "onnx":
+            if ray:
+                raise ConfigError("--ray is for --engine onnx: engine torch has no processes of devices")
             outcome = _run_side_by_side(parts, virtual, values, folder, name, threads, engine, precision, quiet=as_json)
             _show(outcome, as_json)
             return
         if precision != "fp32":
             raise ConfigError(f"--precision {precision} is for --engine torch")
-        hosts = hosts or usable_cores()
-        outcome = run_virtual(
-            parts, virtual, values, hosts=hosts, out=folder, run=name, threads=threads or 1, quiet=as_json
-        )
+        threads = threads or 1
+        with _cluster(ray) as cluster:
+            if cluster is None:
+                hosts = hosts or usable_cores()
+            else:
+                from fleet.clusters.hosts import check_hosts
+
+                hosts = check_hosts(cluster, hosts, threads)
+            outcome = run_virtual(
+                parts,
+                virtual,
+                values,
+                hosts=hosts,
+                out=folder,
+                run=name,
+                threads=threads,
+                quiet=as_json,
+                cluster=cluster,
+            )
     _show(outcome, as_json)
+
+
+def _cluster(address: str | None) -> "AbstractContextManager[Cluster | None]":
+    """The Ray cluster of that address; None where there is no address."""
+    if address is None:
+        return nullcontext()
+    from fleet.clusters.cluster import connected
+
+    return connected(address)
 
 
 def _run_side_by_side(

@@ -8,6 +8,7 @@ folder whose `cell.json` says something else is of an earlier version of the exp
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
 from importlib.metadata import version
@@ -134,7 +135,9 @@ class CellFolder:
         return read_progress(self.folder)
 
     def failure(self, code: int) -> str:
-        """Why its process ended with `code`: the last thing that it said."""
+        """Why its process ended with `code`: the last thing that it said, or that it was killed."""
+        if code == -signal.SIGKILL:
+            return "its process was killed, as the system does when memory runs out; run fewer cells at the same time"
         lines = (self.folder / LOG_FILE).read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"its process ended with code {code}"
 

@@ -67,6 +67,7 @@ def conduct(
     places: Sequence[CellFolder],
     *,
     jobs: int,
+    at_once: int | None = None,
     launch: Callable[[CellFolder], Work],
     display: Display,
     line_every_s: float | None,
@@ -76,11 +77,13 @@ def conduct(
     """Bring every cell to its end; `ended` hears of each, first of those that were finished before, and returns cells
     that can run now. `ahead` gives method and rounds of those that will follow later.
 
-    The images of a search are dealt out before any cell runs, since a device may have too few. With `line_every_s` the
+    The images of a search are dealt out before any cell runs, since a device may have too few. At most `jobs` are
+    launched and not over; `at_once` of them are expected to be at work, by default all. With `line_every_s` the
     display gets a permanent line about what is running every so often. Whatever ends this function, no process is left
     behind, and cells under way can go on later.
     """
     pending: list[CellFolder] = []
+    at_once = at_once or jobs
     running: list[_Running] = []
     pace, dealer = Pace(), Dealer()
 
@@ -122,8 +125,8 @@ def conduct(
                     pace.learn(over.cell, over.result.wall_s, len(over.result.rounds))
                 done += 1
                 add(ended(over))
-                display.line(_said(over, spoken(_left_s(pending, running, ahead(), pace, jobs))))
-            view = _view(done, pending, running, ahead(), pace, jobs)
+                display.line(_said(over, spoken(_left_s(pending, running, ahead(), pace, at_once))))
+            view = _view(done, pending, running, ahead(), pace, at_once)
             display.show(view)
             if line_every_s is not None and running and time.monotonic() - said_at >= line_every_s:
                 said_at = time.monotonic()

@@ -22,6 +22,7 @@ from fedvit.errors import ConfigError
 from fedvit.known_names import check_names
 from fedvit.precision import ProductPrecision
 from fedvit.wire.topics import check_name
+from fleet.clusters.resources import RayTable
 from fleet.datasets import check_dataset
 from fleet.partitions import make_partition
 from fleet.simulate import DEFAULTS, Engine
@@ -80,6 +81,7 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: Engine = "onnx"  # what computes the devices' part
     precision: ProductPrecision = "fp32"  # of products, in the torch engine
     metrics: MetricsConfig = field(default_factory=MetricsConfig)  # where they are written; no outcome depends on it
+    ray: RayTable = field(default_factory=RayTable)  # what a cell needs of a node, with --ray; likewise
 
 
 class Deal(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -176,6 +178,7 @@ def read_grid(file: Path) -> Grid:
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     check_writers(experiment.metrics, f"{file}: [metrics]")
+    experiment.ray.check(list(experiment.methods), list(experiment.partitions), str(file))
     methods = _methods(experiment, str(file))
     runs = {
         name: [
@@ -296,11 +299,13 @@ def as_text(values: Values) -> str:
 
 
 def _experiment(values: dict[str, Any], where: str) -> Experiment:
-    for table, kind, at in (
+    tables = (
         (values, Experiment, ""),
         (values.get("model"), ModelTable, " [model]"),
         (values.get("tuning"), TuningTable, " [tuning]"),
-    ):
+        (values.get("ray"), RayTable, " [ray]"),
+    )
+    for table, kind, at in tables:
         known = kind.__struct_fields__
         for key in table if isinstance(table, dict) else ():
             if key not in known:

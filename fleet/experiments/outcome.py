@@ -174,7 +174,7 @@ def make_outcome(grid: Grid, ended: Iterable[Ended]) -> Outcome:
         experiment=grid.name,
         description=grid.description,
         protocols=sorted({cell.result.protocol for cell in cells if cell.result and cell.result.protocol}),
-        settings=msgspec.json.decode(msgspec.json.encode(grid.experiment)),
+        settings=_settings(grid),
         methods=grid.methods,
         seeds=list(grid.experiment.seeds),
         comparisons=comparisons,
@@ -243,6 +243,12 @@ def _at_edge(search: Search, chosen: Values) -> dict[str, str]:
                 if value == edge:
                     edges[option] = name
     return edges
+
+
+def _settings(grid: Grid) -> dict[str, Any]:
+    """What outcomes may depend on: where cells ran is not."""
+    settings: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(grid.experiment))
+    return {key: value for key, value in settings.items() if key != "ray"}
 
 
 def _finished(cells: Sequence[CellOutcome], method: str, partition: str) -> dict[int, CellResult]:

@@ -1,0 +1,135 @@
+"""Cells of an experiment as tasks of a Ray cluster."""
+
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from coordinator.config import MetricsConfig
+from coordinator.run.display import Display
+from fedvit.errors import ConfigError, FedvitError
+from fleet.clusters.cluster import Cluster, Lost, Reports
+from fleet.clusters.programs import Order, pack, unpack
+from fleet.clusters.resources import RayTable, Resources
+from fleet.experiments.cell import LOG_FILE, PROGRESS_FILE, CellFolder
+
+COME_BACK = 3
+"""Times that a cell is given to another node when its own is gone."""
+NODE_BACK_S = 60.0
+"""Patience with a cluster of which no node has what a cell needs any more."""
+
+
+class CellsOnRay:
+    """Gives cells to the nodes of a cluster; as `launch` of `conduct`."""
+
+    def __init__(
+        self, cluster: Cluster, table: RayTable, display: Display, *, keep: bool, metrics: MetricsConfig
+    ) -> None:
+        self.cluster = cluster
+        self._table = table
+        self._display = display
+        self._arguments = (str(int(keep)), msgspec.json.encode(metrics).decode())
+        self._parts: dict[Path, Any] = {}
+
+    def resources(self, place: CellFolder) -> Resources:
+        return self._table.resources(place.cell.method, place.cell.partition)
+
+    def check(self, cells: Sequence[CellFolder]) -> None:
+        """Raises ConfigError for a cell that no node can take."""
+        for place in cells:
+            if why := self.cluster.why_nowhere(self.resources(place)):
+                raise ConfigError(f"[ray], for {place.cell.path}: {why}; change the table, or add such a node")
+
+    def __call__(self, place: CellFolder) -> "CellOnRay":
+        if place.parts not in self._parts:
+            self._parts[place.parts] = self.cluster.ray.put(pack(place.parts))
+        wanted = self.resources(place)
+        at_once = str(max(1, int(wanted.num_cpus)))
+        order = Order(
+            name=place.cell.path,
+            module="fleet.experiments.cell",
+            arguments=("work", "parts", at_once, *self._arguments),
+            progress=PROGRESS_FILE,
+            software=version("fedvit"),
+        )
+        return CellOnRay(self.cluster, place, order, self._parts[place.parts], wanted, self._display)
+
+
+class CellOnRay:
+    """A cell on some node; where that is gone, on another, from the files that came back last."""
+
+    def __init__(
+        self, cluster: Cluster, place: CellFolder, order: Order, parts: Any, wanted: Resources, display: Display
+    ) -> None:
+        self._cluster = cluster
+        self._place = place
+        self._order = order
+        self._parts = parts
+        self._wanted = wanted
+        self._display = display
+        self._left = COME_BACK
+        self._code: int | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._task = self._cluster.run(self._order, self._parts, pack(self._place.folder), self._wanted)
+        self._reports = Reports(self._cluster.ray, self._task)
+        self._node: str | None = None
+        self._nowhere_since: float | None = None
+
+    def code(self) -> int | None:
+        """Exit code; None while it goes on, or waits for a node."""
+        if self._code is None:
+            try:
+                self._look()
+            except FedvitError as error:
+                self._fail(str(error))
+            except Lost as error:
+                self._lost(str(error))
+        return self._code
+
+    def _look(self) -> None:
+        for report in self._reports:
+            self._node = report.node
+            folder = self._place.folder
+            if report.files is not None:
+                unpack(report.files, folder)
+            if report.progress is not None:
+                (folder / PROGRESS_FILE).write_bytes(report.progress)
+            if report.log or report.code is not None:
+                (folder / LOG_FILE).write_bytes(report.log)
+            if report.code is not None:
+                self._code = report.code
+                return
+        if self._node is None:
+            self._check_somewhere()
+
+    def _check_somewhere(self) -> None:
+        why = self._cluster.why_nowhere(self._wanted)
+        if why is None:
+            self._nowhere_since = None
+            return
+        self._nowhere_since = self._nowhere_since or time.monotonic()
+        if time.monotonic() - self._nowhere_since >= NODE_BACK_S:
+            raise FedvitError(f"{why}, for {NODE_BACK_S:.0f} s")
+
+    def _lost(self, reason: str) -> None:
+        if not self._left:
+            self._fail(f"its node was gone {COME_BACK + 1} times, the last time: {reason}")
+            return
+        self._left -= 1
+        self._display.line(f"{self._place.cell.path}: {self._node or 'its node'} is gone; it goes to another")
+        self._begin()
+
+    def _fail(self, reason: str) -> None:
+        (self._place.folder / LOG_FILE).write_text(reason + "\n")
+        self.stop()
+        self._code = 1
+
+    def stop(self) -> None:
+        """End it, if it goes on; what came back of it stays."""
+        if self._code is None:
+            self._cluster.ray.cancel(self._task, force=True)

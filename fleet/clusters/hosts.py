@@ -1,0 +1,137 @@
+"""Hosts of virtual devices as actors of a Ray cluster."""
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from coordinator.broker import FLEET_USER
+from coordinator.config import BrokerConfig
+from fedvit.errors import ConfigError, FedvitError
+from fleet.clusters.cluster import Cluster, Lost, Reports
+from fleet.clusters.programs import Order, pack, unpack
+from fleet.clusters.resources import Resources
+
+LOST = -9
+"""Exit code of a host whose node is gone: as if it had been killed."""
+
+
+class HostsOnRay:
+    """What `fleet.processes.Fleet` is for hosts on this machine. Use it as a context manager.
+
+    What a host keeps of its devices comes back to `states/HOST` every few seconds. A host that is started again goes
+    on from there, wherever there is a node: it asks for no cores of its own then, since those of its node are gone.
+    """
+
+    def __init__(self, cluster: Cluster, parts: Path, states: Path, *, threads: int) -> None:
+        self._cluster = cluster
+        self._parts = cluster.ray.put(pack(parts))
+        self._states = states
+        self._wanted = Resources(threads, 0, 0)
+        self._hosts: dict[str, _Host] = {}
+        self._came_back: set[str] = set()
+
+    def __enter__(self) -> "HostsOnRay":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self._hosts.values():
+            host.stop()
+
+    def start(self, name: str, command: Sequence[str], log: Path) -> None:
+        """Start a host, or start it again; `command` are the arguments of `fleet host`, with paths as on a node."""
+        order = Order(name, "fleet.host", tuple(command), progress=None, software=version("fedvit"))
+        folder = self._states / name
+        work = pack(folder) if folder.is_dir() else {}
+        if name in self._hosts:
+            self._came_back.add(name)
+        wanted = Resources(0, 0, 0) if name in self._came_back else self._wanted
+        actor, reports = self._cluster.host(order, self._parts, work, wanted)
+        self._hosts[name] = _Host(actor, Reports(self._cluster.ray, reports), self._cluster.ray, folder, log)
+
+    def ended(self) -> dict[str, int]:
+        """Exit codes of hosts that are over."""
+        return {name: code for name, host in self._hosts.items() if (code := host.poll()) is not None}
+
+    def wait(self, names: Sequence[str], timeout_s: float) -> bool:
+        """Whether all of `names` ended by themselves within the time.
+
+        A host that was started again may have come when the run was over, which it cannot know: it need not end.
+        """
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until and not set(names) <= self.ended().keys():
+            time.sleep(0.1)
+        return set(names) - self._came_back <= self.ended().keys()
+
+
+class _Host:
+    """One actor, and what came back of it."""
+
+    def __init__(self, actor: Any, reports: Reports, ray: Any, folder: Path, log: Path) -> None:
+        self._actor = actor
+        self._reports = reports
+        self._ray = ray
+        self._folder = folder
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._said_before = log.read_bytes() if log.is_file() else b""
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            try:
+                for report in self._reports:
+                    if report.files is not None:
+                        unpack(report.files, self._folder)
+                    if report.log:
+                        self._log.write_bytes(self._said_before + report.log)
+                    self._code = report.code
+            except (FedvitError, Lost) as error:
+                self._code = LOST if isinstance(error, Lost) else 1
+                with open(self._log, "a") as log:
+                    log.write(f"{error}\n")
+            if self._code is not None:
+                self.stop()
+        return self._code
+
+    def stop(self) -> None:
+        self._ray.kill(self._actor)
+
+
+def check_hosts(cluster: Cluster, hosts: int | None, threads: int) -> int:
+    """How many hosts of so many threads there are to be, by default what the cluster takes. Raises ConfigError."""
+    wanted = Resources(threads, 0, 0)
+    if why := cluster.why_nowhere(wanted):
+        raise ConfigError(f"--threads {threads}: {why}")
+    most = cluster.at_once([wanted])
+    if hosts is not None and hosts > most:
+        raise ConfigError(f"--hosts {hosts} of {wanted} each, but the cluster has room for {most}: give --hosts {most}")
+    return hosts or most
+
+
+def broker_for_nodes(cluster: Cluster, broker: BrokerConfig, port: int) -> str:
+    """Where hosts on the nodes reach the run's own broker. Raises ConfigError where they cannot."""
+    if broker.listen in ("127.0.0.1", "::1", "localhost"):
+        if others := [name for name in cluster.nodes() if not _is_here(name)]:
+            raise ConfigError(
+                f"nodes {', '.join(others)} are other machines and do not reach a broker on {broker.listen}: set "
+                "`listen` and `password` of [broker], or name a broker that all reach with --broker"
+            )
+        return f"{broker.listen}:{port}"
+    host = cluster.ray.util.get_node_ip_address() if broker.listen in ("0.0.0.0", "::") else broker.listen
+    password = broker.password or os.environ.get("FEDVIT_BROKER_PASSWORD")
+    secret = f"{FLEET_USER}:{quote(password, safe='')}@" if password else ""
+    return f"mqtt://{secret}{host}:{port}"
+
+
+def _is_here(address: str) -> bool:
+    try:
+        with socket.socket() as probe:
+            probe.bind((address.split()[0], 0))
+    except OSError:
+        return False
+    return True

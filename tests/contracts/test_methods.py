@@ -52,9 +52,9 @@ from fleet.partition import write_device_folders
 from fleet.simulate import simulate
 from profiles.cost import graph_cost
 from profiles.program_cost import PricedProgram
-from tests.conftest import TINY_MODEL, Tiny, make_tiny
-from tests.once import made_once
-from tests.steps import Run, Session, assert_names_of_the_contract, in_parts, whole
+from tests.support.once import made_once
+from tests.support.steps import Run, Session, assert_names_of_the_contract, in_parts, whole
+from tests.support.tiny import TINY_MODEL, Tiny, make_tiny
 
 SHARED_FILES = {"__init__", "aggregators", "base", "calculus", "optimizers", "packed", "parts", "private_mean", "step"}
 """Files of fedvit/methods that are no method."""

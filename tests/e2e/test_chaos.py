@@ -11,9 +11,9 @@ import pytest
 from bench.chaos.network import Network
 from bench.chaos.ordeal import ORDEAL, calm_run, run_ordeal
 from bench.chaos.schedule import KINDS, Fault, draw_schedule
-from tests.e2e.stage import DEVICES, ROUNDS, Stage, wait_for
-from tests.forked import Forked
-from tests.once import made_once
+from tests.support.forked import Forked
+from tests.support.once import made_once
+from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
 
 VALUES = {**ORDEAL, "rounds": 2}
 SEED = 11

@@ -9,12 +9,13 @@ import pytest
 
 from fedvit.blobs import digest_of
 from fedvit.program import Program, decode_program
-from fedvit.resources import DeviceProfile, ResourceUse
+from fedvit.resources import ResourceUse
 from fedvit.tensors import pack
 from fedvit.wire.messages import Failed, Hello, Manifest, Progress, Refused, Result, ResultAck, Task, Want, encode
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_BYTES, Chunk
-from tests.e2e.stage import DEVICES, ROUNDS, Observer, Stage, program, wait_for
+from tests.support.messages import hello
+from tests.support.programs import DEVICES, ROUNDS, Observer, Stage, program, wait_for
 
 TOPICS = Topics("home")
 
@@ -78,13 +79,12 @@ class Impostor:
         self.observer = observer
         self.name = name
         self.classes = classes
-        self.profile = DeviceProfile(host="nowhere", machine="none", cores=1, threads=1)
 
     def say(self, message: Hello | Result | Failed) -> None:
         self.observer.publish(TOPICS.from_device(self.name), encode(message))
 
     def hello(self) -> None:
-        self.say(Hello("impostor", "0", self.profile, self.classes, 50, 10))
+        self.say(hello("impostor", classes=self.classes, train_samples=50, test_samples=10))
 
     def task(self, number: int, kind: str = "train") -> Task:
         found = self.observer.find(Task, since_start=True, round=number, kind=kind, device=self.name)

@@ -13,11 +13,20 @@ from fedvit.blobs import BlobStore
 from fedvit.program import Role, decode_program
 from fedvit.wire.messages import Progress, Welcome
 from profiles.probes.host import parse_vm_hwm
-from tests.e2e.stage import DEVICES, ROUNDS, USUAL_UMASK, WAIT_S, Stage, open_to_others, program, wait_for
-from tests.event_files import steps
-from tests.forked import Forked
+from tests.support.event_files import steps
+from tests.support.forked import Forked
+from tests.support.programs import (
+    DEEP_LEARNING,
+    DEVICES,
+    ROUNDS,
+    USUAL_UMASK,
+    WAIT_S,
+    Stage,
+    open_to_others,
+    program,
+    wait_for,
+)
 
-DEEP_LEARNING = ("torch", "libc10", "onnx/", "timm")
 """What must not be mapped into a device's process; `onnx/` is the library onnx, not onnxruntime."""
 
 

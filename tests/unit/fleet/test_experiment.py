@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from rich.console import Console
 
 from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
-from coordinator.run.display import Display
 from fedvit.errors import ConfigError
 from fleet.cli import cli
 from fleet.experiment import chosen, experiment_command, write_results
@@ -36,13 +34,14 @@ from fleet.experiments.conduct import Ended, conduct
 from fleet.experiments.grid import Grid, read_grid
 from fleet.experiments.outcome import Outcome, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
-from tests.conftest import TINY_MODEL
-from tests.event_files import steps
-from tests.forked import Forked
-from tests.reports import experiment_outcome
+from tests.support.displays import Lines
+from tests.support.event_files import steps
+from tests.support.forked import Forked
+from tests.support.reports import experiment_outcome
+from tests.support.tiny import TINY_MODEL
+from tests.support.waiting import wait_until
 
 DOCS = Path(__file__).parents[3] / "docs" / "experiments.md"
-WAIT_S = 240.0
 FILE = """
 # Two methods, two partitions.
 # A few seconds.
@@ -217,14 +216,6 @@ class Here:
 
     def stop(self) -> None:
         pass
-
-
-class Lines(Display):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
 
 
 Conducted = tuple[Outcome, list[str], list[str]]  # outcome, cells that ran, lines that were shown
@@ -429,11 +420,8 @@ def test_interrupted_and_gone_on_with(tmp_path: Path, cache: Path, run_here: Cal
     environment: dict[str, Any] = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     process = Forked("fleet.cli", ["experiment", str(file), "--out", str(out)], tmp_path / "log", environment)
     try:
-        until = time.monotonic() + WAIT_S
-        while read_progress(home).round < 2:
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_until(lambda: read_progress(home).round >= 2 or process.poll() is not None, "round 2", wait_s=240.0)
+        assert process.poll() is None, (tmp_path / "log").read_text()
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         process.send_signal(signal.SIGINT)

@@ -15,7 +15,7 @@ from coordinator.commands.runs import runs, show, status
 from coordinator.config import make_config
 from coordinator.record.summary import RunHead
 from coordinator.run.status import FILE, Status
-from tests.records import RUN, begun_run
+from tests.support.records import RUN, begun_run
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
 import safetensors.numpy
 
 from fedvit.blobs import BlobStore
@@ -30,12 +29,12 @@ from tests.support.programs import (
 """What must not be mapped into a device's process; `onnx/` is the library onnx, not onnxruntime."""
 
 
-@pytest.mark.parametrize("broker", ["embedded", "mosquitto"])
-def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: bytes, broker: str) -> None:
-    """Devices start first, the coordinator later; an independent client hears every payload at the broker."""
+def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: bytes) -> None:
+    """Devices start first, the coordinator later; an independent client hears every payload at the broker. Most other
+    tests of processes are over the embedded one."""
     devices = {name: stage.device(name) for name in DEVICES}
     wait_for(lambda: "no connection to the broker" in stage.log("device-0"), "the device to report the missing broker")
-    coordinator = stage.coordinator(broker=broker)
+    coordinator = stage.coordinator(broker="mosquitto")
     wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
     observer = stage.observer()
     wait_for(observer.find(Progress, round=2, device="device-1"), "round 2")

@@ -60,6 +60,7 @@ LONGEST = (
     "unit/coordinator/planning/test_fitting.py",
     "unit/coordinator/run/test_coordinator.py",
     "unit/export/test_lower.py",
+    "contracts/test_families.py",
     "contracts/test_blob_exchange.py",
     "unit/coordinator/planning/test_planner.py",
     "unit/edge_client/test_agent.py",

@@ -8,17 +8,15 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-if TYPE_CHECKING:  # the device's tests run without torch
-    from export.graphs import Exported
-    from fedvit.methods.base import Method
-    from fedvit.models.vit import PatchViT
-    from fedvit.program import Batch
+if TYPE_CHECKING:
+    from tests.support.tiny import Tiny
 
+pytest.register_assert_rewrite("tests.support")  # before any of it is imported
 # with more threads torch takes many times as long for models as small as these, when something else runs, too
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a shell that runs the tests in its background lets them ignore Ctrl-C, and with them every program that they start
@@ -60,11 +58,12 @@ LONGEST = (
     "e2e/test_budgets.py",
     "e2e/test_deployment.py",
     "unit/fleet/test_experiment.py",
-    "unit/coordinator/test_fitting.py",
-    "unit/coordinator/test_rounds.py",
+    "unit/coordinator/planning/test_fitting.py",
+    "unit/coordinator/run/test_coordinator.py",
     "unit/export/test_lower.py",
+    "contracts/test_families.py",
     "contracts/test_blob_exchange.py",
-    "unit/coordinator/test_planner.py",
+    "unit/coordinator/planning/test_planner.py",
     "unit/edge_client/test_agent.py",
     "contracts/test_methods.py",
 )
@@ -80,50 +79,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Our own groups: those of xdist 3.8 by marks are lost with pytest 9.2, without a word."""
-    from tests.scheduling import Groups
+    from tests.support.scheduling import Groups
 
     config.option.loadscopereorder = False  # the order of collection is kept
     return Groups(config, log)
 
 
-TINY_MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2, "mlp_ratio": 4.0}
-TINY_OPTIONS = {"batch_size": 8}
-TINY_CLASSES = 10
-
-
-class Tiny(NamedTuple):
-    """A method on the tiny model, and its verified graphs."""
-
-    method: "Method"
-    vit: "PatchViT"
-    batch: "Batch"
-    graphs: "dict[str, Exported]"
-
-
-def make_tiny(method: "Method", cache: Path, **model: int) -> Tiny:
-    """A method on the tiny model: 16 patches and 3 blocks of width 32, unless `model` says otherwise."""
-    from export.graphs import export_graphs
-    from fedvit.methods import build_model
-    from fedvit.models import SMALL
-    from fedvit.program import Batch
-
-    vit = build_model(method, SMALL, TINY_CLASSES, seed=0, options={**TINY_MODEL, **model})
-    mean, std = vit.mean_std
-    batch = Batch(
-        image_size=vit.image_size,
-        patch_size=vit.patch_size,
-        batch_size=method.samples_per_step,
-        mean=mean,
-        std=std,
-        mask_ratio=method.mask_ratio,
-        micro_batch=method.micro_batch,
-    )
-    return Tiny(method, vit, batch, export_graphs(method, vit, batch, cache=cache))
-
-
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this session, the same in whatever process a test runs; see `tests.once`."""
+    """A folder of this session, the same in whatever process a test runs; see `tests.support.once`."""
     folder = tmp_path_factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
@@ -150,6 +114,7 @@ def cache(shared: Path, graph_cache: Path) -> Path:
 def tiny(graph_cache: Path) -> "Callable[[str], Tiny]":
     """A method by name on the tiny model; its graphs are exported when first asked for."""
     from fedvit.methods import make_method
+    from tests.support.tiny import TINY_OPTIONS, make_tiny
 
     made: dict[str, Tiny] = {}
 

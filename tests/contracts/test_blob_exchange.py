@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
 
 from bench.wire import Side
+from coordinator.broker import Broker
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.partials import PartialBlob
@@ -25,13 +26,10 @@ from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import Apart, Done, Manifest, Want, decode, encode
 from fedvit.wire.topics import blob_level
 from fedvit.wire.transfer import CHUNK_BYTES, WINDOW_CHUNKS
-from tests.brokers import mosquitto
+from tests.support.brokers import mosquitto
+from tests.support.waiting import WAIT_S, wait_until
+from tests.support.worlds import MqttWorld, World
 
-if TYPE_CHECKING:
-    from coordinator.broker import Broker
-    from tests.contracts.conftest import MqttWorld, World
-
-WAIT_S = 60.0
 BIG = 20_000_000
 """158 chunks: more than two windows."""
 
@@ -143,12 +141,13 @@ class Peer:
 
 def drive(peers: list[Peer], until: Callable[[], bool]) -> None:
     """Run all peers in this thread."""
-    deadline = time.monotonic() + WAIT_S
-    while not until():
-        assert time.monotonic() < deadline, f"did not happen within {WAIT_S:.0f} s"
+
+    def all_step() -> None:
         busy = [peer.step() for peer in peers]
         if not any(busy):
             time.sleep(0.001)
+
+    wait_until(until, pause_s=0.0, meanwhile=all_step)
 
 
 def settle(peers: list[Peer]) -> None:
@@ -163,17 +162,17 @@ def blob(size: int, seed: int = 0) -> bytes:
 Peers = Callable[[str], Peer]
 
 
-def make_peers(world: "World", folder: Path) -> Peers:
+def make_peers(world: World, folder: Path) -> Peers:
     return lambda name: Peer(world.prefix, name, world.new_transport(name), folder)
 
 
 @pytest.fixture
-def peer(world: "World", tmp_path: Path) -> Peers:
+def peer(world: World, tmp_path: Path) -> Peers:
     return make_peers(world, tmp_path)
 
 
 @pytest.fixture
-def mqtt_peer(mqtt_world: "MqttWorld", tmp_path: Path) -> Peers:
+def mqtt_peer(mqtt_world: MqttWorld, tmp_path: Path) -> Peers:
     return make_peers(mqtt_world, tmp_path)
 
 
@@ -271,7 +270,7 @@ def test_large_blob_that_is_being_synced_keeps_no_other_waiting(peer: Peers, mon
 
     def slow(partial: PartialBlob) -> None:
         if len(partial.have) > 1:
-            assert arrived.wait(WAIT_S / 2), "the small one did not arrive"
+            assert arrived.wait(WAIT_S), "the small one did not arrive"
         commit(partial)
 
     monkeypatch.setattr(PartialBlob, "commit", slow)
@@ -392,7 +391,7 @@ def test_a_folder_that_cannot_be_written_ends_in_an_error(peer: Peers) -> None:
 # --- MQTT ---------------------------------------------------------------------------------------------
 
 
-def test_a_transfer_survives_the_death_of_the_broker(mqtt_world: "MqttWorld", mqtt_peer: Peers) -> None:
+def test_a_transfer_survives_the_death_of_the_broker(mqtt_world: MqttWorld, mqtt_peer: Peers) -> None:
     sender, *receivers = peers = [mqtt_peer("sender"), mqtt_peer("r1"), mqtt_peer("r2")]
     settle(peers)
     content = blob(BIG)
@@ -409,7 +408,7 @@ def test_a_transfer_survives_the_death_of_the_broker(mqtt_world: "MqttWorld", mq
     assert sender.sent_chunks < manifest.chunks + 3 * WINDOW_CHUNKS
 
 
-def test_a_bulk_link_that_is_lost_alone_comes_back_alone(mqtt_world: "MqttWorld", mqtt_peer: Peers) -> None:
+def test_a_bulk_link_that_is_lost_alone_comes_back_alone(mqtt_world: MqttWorld, mqtt_peer: Peers) -> None:
     """Somebody takes over the client id of the receiver's second connection; the first never notices."""
     sender, receiver = peers = [mqtt_peer("sender"), mqtt_peer("receiver")]
     settle(peers)
@@ -430,7 +429,7 @@ def test_a_bulk_link_that_is_lost_alone_comes_back_alone(mqtt_world: "MqttWorld"
 class Ends:
     """A sender and a receiver in processes of their own, around one folder; both can be killed and started again."""
 
-    def __init__(self, broker: "Broker", folder: Path, size: int) -> None:
+    def __init__(self, broker: Broker, folder: Path, size: int) -> None:
         store = BlobStore(folder / "sender")
         self.manifest = store.put(blob(size))
         self.warm = store.put(b"warm")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import edge_client.cli
-from tests.command_lines import parse, shown_in
+from tests.support.command_lines import parse, shown_in
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -52,9 +52,9 @@ from fleet.partition import write_device_folders
 from fleet.simulate import simulate
 from profiles.cost import graph_cost
 from profiles.program_cost import PricedProgram
-from tests.conftest import TINY_MODEL, Tiny, make_tiny
-from tests.once import made_once
-from tests.steps import Run, Session, assert_names_of_the_contract, in_parts, whole
+from tests.support.once import made_once
+from tests.support.steps import Run, Session, assert_names_of_the_contract, in_parts, whole
+from tests.support.tiny import TINY_MODEL, Tiny, make_tiny
 
 SHARED_FILES = {"__init__", "aggregators", "base", "calculus", "optimizers", "packed", "parts", "private_mean", "step"}
 """Files of fedvit/methods that are no method."""
@@ -65,7 +65,7 @@ OPTIONS = {"batch_size": 8, "micro_batch": 3, "epochs": 2, "lr": 0.003}
 """A batch is worked off in parts of 3, 3 and 2 samples, where a method's step is one gradient."""
 STEPS = 20
 TEST_IMAGES = 200
-DEVICES, ROUNDS = 3, 3
+DEVICES, ROUNDS = 3, 2
 
 SMALLEST: dict[str, dict[str, Any]] = {"eftvit": {"local_blocks": 1}, "fedbfpt": {"local_blocks": 2}}
 """Options that suit a model of two blocks."""
@@ -146,33 +146,15 @@ def test_a_method_says_where_it_comes_from(name: str) -> None:
     assert "Source" in METHODS[name].__doc__
 
 
-# --- groups -------------------------------------------------------------------------------------------
+# --- phases -------------------------------------------------------------------------------------------
 
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny": (SMALL, MODEL),
-    "registers": ("vit_small_patch14_reg4_dinov2", {"image_size": 56}),
-    "vit-b": ("vit_base_patch16_224", {}),
-    "deit": ("deit_tiny_patch16_224", {}),
-}
+OWN_PHASES = [case for case in CASES if type(case.method()).phases is not Method.phases]
+"""Of the others `Method.phases` makes one phase of all that the device trains."""
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_groups_partition_the_tensors(case: Case, model: str) -> None:
-    name, options = MODELS[model]
-    with torch.device("meta"):
-        method = case.method()
-        vit = build_model(method, name, 5, seed=0, options=options)
-        groups = method.groups(vit)
-        members = [tensor for _, names in groups.values() for tensor in names]
-        assert sorted(members) == sorted(method.tensors(vit))
-        assert {name for name, _ in vit.vit.named_parameters()} <= set(members)
-        assert all(isinstance(role, Role) for role, _ in groups.values())
-
-
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_phases_move_what_the_roles_allow(case: Case) -> None:
+@pytest.mark.parametrize("case", OWN_PHASES, ids=repr)
+def test_phases_move_what_the_device_trains(case: Case) -> None:
     """Every group that the device trains is moved by some phase, and no other."""
     with torch.device("meta"):
         method = case.method()
@@ -606,26 +588,6 @@ def far(one: Tensors, other: Tensors) -> float:
 
 
 @each_case
-def test_what_is_sent_up_is_what_the_roles_say(case: Case, recorded: Record) -> None:
-    """In every round: deltas of the shared and the generated tensors, what a phase collects, and nothing else. The
-    names are read from the header of what was really sent."""
-    run, sent = recorded(case), set()
-    method = case.method()
-    vit = build_model(method, SMALL, 10, seed=0, options=MODEL)
-    collected = {phase.collect.output for phase in method.phases(vit) if phase.collect}
-    for (_, number, kind), result in run.results.items():
-        expected = with_roles(case, number, Role.SHARED, Role.GENERATED) | collected
-        expected |= {"labels"} if collected else set()
-        if kind == "evaluate" or not expected:
-            assert result.upload is None
-        else:
-            assert result.upload is not None
-            assert set(unpack(run.up[result.upload.digest])) == expected
-            sent.add(result.upload.digest)
-    assert set(run.up) == sent, "something else was sent up"
-
-
-@each_case
 def test_bytes_and_flops_of_a_round_are_known_beforehand(case: Case, recorded: Record) -> None:
     """From the Program alone: what a device with nothing at all fetches for its first round, what it sends back, and
     the FLOPs that it reports."""
@@ -787,11 +749,51 @@ def fleet(device_folders: list[Path], graph_cache: Path, tmp_path_factory: pytes
     fleet.close()
 
 
-@each_case
+REAL = [
+    case
+    for case in CASES
+    if case.id
+    in ("fedavg", "eftvit", "fedbfpt", "fedrep", "apfl", "pfedme", "per_fedavg", "knn_per", "fedtp", "pfedpg")
+]
+"""A method for each kind of work that a Program can ask of a device; agents and their code are those of all others."""
+
+
+def kinds_of_work(case: Case) -> set[str]:
+    """What is special about what a device does in the case."""
+    method = case.method()
+    with torch.device("meta"):
+        vit = build_model(method, SMALL, 5, seed=0, options=MODEL)
+        groups, phases, evaluate = method.groups(vit), method.phases(vit), method.evaluate(vit)
+        rounds = {method.in_round(number, ROUNDS) for number in range(1, ROUNDS + 1)}
+    found = {f"role {role.value}" for role, names in groups.values() if names}
+    found |= {
+        f"{name} of a phase"
+        for phase in phases
+        for name in ("collect", "draws", "slots", "update")
+        if getattr(phase, name)
+    }
+    found |= {"a phase with repeats" for phase in phases if phase.repeats > 1}
+    found |= {f"{name} of the evaluation" for name in ("adapt", "gather", "kept") if getattr(evaluate, name)}
+    found |= {"several phases"} if len(phases) > 1 else set()
+    found |= {"a program for each round"} if len(rounds) > 1 else set()
+    found |= {"masked images"} if method.mask_ratio else set()
+    return found
+
+
+def test_real_devices_do_every_kind_of_work() -> None:
+    """Which methods train on real devices below: those that have between them all that any method has."""
+    assert set().union(*map(kinds_of_work, REAL)) == set().union(*map(kinds_of_work, CASES))
+
+
+@pytest.mark.parametrize("case", REAL, ids=repr)
 def test_real_devices_train_it_bit_for_bit_as_in_memory(case: Case, fleet: Fleet, recorded: Record) -> None:
     """Two rounds on three `edge-client` processes over mosquitto: every result counts, and tensors, losses and answers
     are those of the run in memory. The same processes serve every method, one after the other: no method needs
     another device software."""
+    assert_as_in_memory(case, fleet, recorded)
+
+
+def assert_as_in_memory(case: Case, fleet: Fleet, recorded: Record) -> None:
     calm = recorded(case)
     summary, model = fleet.run(case)
     assert fleet.running(), fleet.logs()
@@ -814,7 +816,7 @@ each_coded = pytest.mark.parametrize("case", CODED, ids=repr)
 @each_coded
 def test_real_devices_train_coded_updates_bit_for_bit_as_in_memory(case: Case, fleet: Fleet, recorded: Record) -> None:
     """What is left out by coding and what is made by recipes included; and it is another model than uncoded."""
-    test_real_devices_train_it_bit_for_bit_as_in_memory(case, fleet, recorded)
+    assert_as_in_memory(case, fleet, recorded)
     [plain] = [other for other in CASES if other.id == case.name]
     assert recorded(case).model != recorded(plain).model
 

@@ -10,7 +10,6 @@ import pytest
 from coordinator.broker import Broker, start_broker
 from fedvit.transport.base import Connected, Disconnected, Transport
 from fedvit.transport.mqtt_shared import MqttLoop, SharedMqttTransport
-from tests.contracts.conftest import Client, MqttWorld
 from tests.contracts.test_transport import (  # noqa: F401 - the contract, held here once more
     test_a_client_id_that_comes_back_ends_its_old_link_first,
     test_closing_is_a_farewell_without_a_will,
@@ -18,6 +17,7 @@ from tests.contracts.test_transport import (  # noqa: F401 - the contract, held 
     test_the_will_of_a_client_that_vanishes_is_published,
     test_the_will_of_each_connection_has_its_number,
 )
+from tests.support.worlds import Client, MqttWorld
 
 LINKS = 30
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from paho.mqtt.client import Client as RawClient
@@ -23,11 +23,9 @@ from fedvit.transport import bulk
 from fedvit.transport.backoff import Backoff
 from fedvit.transport.base import Connected, Disconnected, Received, Will
 from fedvit.transport.mqtt import Address, MqttTransport
-from tests.brokers import mosquitto
-from tests.contracts.conftest import make_world, wait_until
-
-if TYPE_CHECKING:
-    from tests.contracts.conftest import MqttWorld, World
+from tests.support.brokers import mosquitto
+from tests.support.waiting import wait_until
+from tests.support.worlds import MqttWorld, World, make_world
 
 
 @pytest.fixture(scope="module", params=["memory", "embedded", "mosquitto", "mosquitto-3.1.1"])
@@ -47,7 +45,7 @@ def any_mqtt_world(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 # --- every transport ----------------------------------------------------------------------------------
 
 
-def test_filters_with_wildcards_hear_what_they_cover(world: "World") -> None:
+def test_filters_with_wildcards_hear_what_they_cover(world: World) -> None:
     p = world.prefix
     listener = world.client("listener", ("+/ctl", 1), ("deep/#", 0))
     speaker = world.client("speaker")
@@ -58,7 +56,7 @@ def test_filters_with_wildcards_hear_what_they_cover(world: "World") -> None:
     assert heard == {(p + name, name.encode()) for name in ("a/ctl", "deep/x/y", "deep")} | {(p + "end/ctl", b"end")}
 
 
-def test_the_will_of_a_client_that_vanishes_is_published(world: "World") -> None:
+def test_the_will_of_a_client_that_vanishes_is_published(world: World) -> None:
     p = world.prefix
     witness = world.client("witness", ("will", 1))
     vanish = world.doomed("doomed", Will(p + "will", b"gone"))
@@ -66,7 +64,7 @@ def test_the_will_of_a_client_that_vanishes_is_published(world: "World") -> None
     assert witness.messages(1) == [(p + "will", b"gone")]
 
 
-def test_closing_is_a_farewell_without_a_will(world: "World") -> None:
+def test_closing_is_a_farewell_without_a_will(world: World) -> None:
     p = world.prefix
     witness = world.client("witness", ("#", 1))
     leaving = world.client("leaving", will=Will(p + "will", b"gone"))
@@ -78,7 +76,7 @@ def test_closing_is_a_farewell_without_a_will(world: "World") -> None:
     assert not leaving.transport.publish(p + "ghost", b"")
 
 
-def test_a_client_id_that_comes_back_ends_its_old_link_first(world: "World") -> None:
+def test_a_client_id_that_comes_back_ends_its_old_link_first(world: World) -> None:
     """Else the will of the old link would declare the new one dead, whenever the broker noticed."""
     p = world.prefix
     witness = world.client("witness", ("#", 1))
@@ -87,7 +85,7 @@ def test_a_client_id_that_comes_back_ends_its_old_link_first(world: "World") -> 
     assert witness.messages(2) == [(p + "will", b"gone"), (p + "marker", b"here")]
 
 
-def test_the_will_of_each_connection_has_its_number(world: "World") -> None:
+def test_the_will_of_each_connection_has_its_number(world: World) -> None:
     """So that a will which arrives late can be told from one of the connection that is there now."""
     p = world.prefix
     witness = world.client("witness", ("will", 1))
@@ -105,7 +103,7 @@ def test_the_will_of_each_connection_has_its_number(world: "World") -> None:
     assert witness.messages(1) == [(p + "will", str(second).encode())]
 
 
-def test_after_unsubscribing_nothing_more_comes(world: "World") -> None:
+def test_after_unsubscribing_nothing_more_comes(world: World) -> None:
     p = world.prefix
     client = world.client("client", ("a", 1), ("b", 1))
     client.publish(p + "a", b"1")
@@ -116,7 +114,7 @@ def test_after_unsubscribing_nothing_more_comes(world: "World") -> None:
     assert client.messages(1) == [(p + "b", b"3")]
 
 
-def test_a_subscription_made_while_connected_counts(world: "World") -> None:
+def test_a_subscription_made_while_connected_counts(world: World) -> None:
     client = world.client("client")
     client.transport.subscribe(world.prefix + "a", 1)
     client.publish(world.prefix + "a", b"1")
@@ -125,7 +123,7 @@ def test_a_subscription_made_while_connected_counts(world: "World") -> None:
 
 @pytest.mark.parametrize("qos", [0, 1])
 @pytest.mark.parametrize("size", [1, 127_040])
-def test_payloads_arrive_as_they_were_sent(world: "World", size: int, qos: int) -> None:
+def test_payloads_arrive_as_they_were_sent(world: World, size: int, qos: int) -> None:
     payload = bytes(index % 251 for index in range(size))
     client = world.client("client", ("a", qos))
     client.publish(world.prefix + "a", payload, qos=qos)
@@ -133,7 +131,7 @@ def test_payloads_arrive_as_they_were_sent(world: "World", size: int, qos: int) 
 
 
 @pytest.mark.parametrize("qos", [0, 1])
-def test_messages_of_one_topic_keep_their_order(world: "World", qos: int) -> None:
+def test_messages_of_one_topic_keep_their_order(world: World, qos: int) -> None:
     sent = [str(number).encode() for number in range(300)]
     listener = world.client("listener", ("a", qos))
     speaker = world.client("speaker")
@@ -142,7 +140,7 @@ def test_messages_of_one_topic_keep_their_order(world: "World", qos: int) -> Non
     assert [payload for _, payload in listener.messages(len(sent))] == sent
 
 
-def test_nothing_can_be_published_before_the_link_is_up(world: "World") -> None:
+def test_nothing_can_be_published_before_the_link_is_up(world: World) -> None:
     p = world.prefix
     listener = world.client("listener", ("#", 1))
     early = world.new_transport("early")
@@ -154,7 +152,7 @@ def test_nothing_can_be_published_before_the_link_is_up(world: "World") -> None:
     assert listener.messages(1) == [(p + "a", b"now")]
 
 
-def test_what_was_published_while_the_broker_was_away_is_gone_and_subscriptions_are_back(world: "World") -> None:
+def test_what_was_published_while_the_broker_was_away_is_gone_and_subscriptions_are_back(world: World) -> None:
     p = world.prefix
     listener = world.client("listener", ("a/+", 1), *((f"more/{number}", 0) for number in range(20)))
     speaker = world.client("speaker")
@@ -173,7 +171,7 @@ def test_what_was_published_while_the_broker_was_away_is_gone_and_subscriptions_
         assert listener.messages(2) == [(p + "a/2", b"found"), (p + "more/19", b"found too")]
 
 
-def test_payload_bytes_are_counted_and_leave_the_process(world: "World") -> None:
+def test_payload_bytes_are_counted_and_leave_the_process(world: World) -> None:
     p = world.prefix
     listener = world.client("listener", ("#", 1))
     speaker = world.client("speaker")
@@ -188,7 +186,7 @@ def test_payload_bytes_are_counted_and_leave_the_process(world: "World") -> None
         pass
 
 
-def test_a_message_that_no_broker_would_take_is_refused_here(world: "World") -> None:
+def test_a_message_that_no_broker_would_take_is_refused_here(world: World) -> None:
     p = world.prefix
     client = world.client("client", ("a", 1))
     with pytest.raises(BadPayload, match="1048576 bytes per packet"):
@@ -232,7 +230,7 @@ def bring_bulk_up(client: Any) -> None:
     raise AssertionError("the bulk link did not come up")
 
 
-def test_bulk_arrives_in_order_and_as_it_was_sent(world: "World") -> None:
+def test_bulk_arrives_in_order_and_as_it_was_sent(world: World) -> None:
     topic = world.prefix + "bulk"
     speaker, listener, sink = world.client("speaker"), world.client("listener"), Sink()
     listener.transport.listen(topic, sink)
@@ -249,7 +247,7 @@ def test_bulk_arrives_in_order_and_as_it_was_sent(world: "World") -> None:
         pass
 
 
-def test_bulk_that_nobody_listens_to_any_more_does_not_come(world: "World") -> None:
+def test_bulk_that_nobody_listens_to_any_more_does_not_come(world: World) -> None:
     p = world.prefix
     speaker, listener, sink = world.client("speaker"), world.client("listener"), Sink()
     for topic in ("a", "b"):
@@ -264,7 +262,7 @@ def test_bulk_that_nobody_listens_to_any_more_does_not_come(world: "World") -> N
     assert next_bulk(listener, sink) == (p + "b", b"xy")
 
 
-def test_bulk_that_no_broker_would_take_is_refused_here(world: "World") -> None:
+def test_bulk_that_no_broker_would_take_is_refused_here(world: World) -> None:
     client = world.client("client")
     bring_bulk_up(client)
     with pytest.raises(BadPayload, match="1048576 bytes per packet"):
@@ -274,7 +272,7 @@ def test_bulk_that_no_broker_would_take_is_refused_here(world: "World") -> None:
 # --- MQTT ---------------------------------------------------------------------------------------------
 
 
-def test_closing_waits_until_the_broker_has_the_last_messages(mqtt_world: "MqttWorld") -> None:
+def test_closing_waits_until_the_broker_has_the_last_messages(mqtt_world: MqttWorld) -> None:
     p = mqtt_world.prefix
     listener = mqtt_world.client("listener", ("a", 1))
     speaker = mqtt_world.client("speaker", ("a", 1))
@@ -284,7 +282,7 @@ def test_closing_waits_until_the_broker_has_the_last_messages(mqtt_world: "MqttW
     assert len(listener.messages(100)) == 100
 
 
-def test_a_closed_transport_says_nothing_more(mqtt_world: "MqttWorld") -> None:
+def test_a_closed_transport_says_nothing_more(mqtt_world: MqttWorld) -> None:
     p = mqtt_world.prefix
     other = mqtt_world.client("other", ("marker", 1))
     closed = mqtt_world.client("closed", ("#", 1))
@@ -295,7 +293,7 @@ def test_a_closed_transport_says_nothing_more(mqtt_world: "MqttWorld") -> None:
         closed.transport.inbox.get_nowait()
 
 
-def test_the_will_of_a_client_that_only_keeps_its_socket_open_is_published(mqtt_world: "MqttWorld") -> None:
+def test_the_will_of_a_client_that_only_keeps_its_socket_open_is_published(mqtt_world: MqttWorld) -> None:
     """A device without power sends no end of its connection; keep-alive must find out."""
     p = mqtt_world.prefix
     witness = mqtt_world.client("witness", ("will", 1))
@@ -305,7 +303,7 @@ def test_the_will_of_a_client_that_only_keeps_its_socket_open_is_published(mqtt_
     assert witness.messages(1) == [(p + "will", b"gone")]
 
 
-def test_bulk_comes_back_when_the_broker_does(mqtt_world: "MqttWorld") -> None:
+def test_bulk_comes_back_when_the_broker_does(mqtt_world: MqttWorld) -> None:
     topic = mqtt_world.prefix + "bulk"
     speaker, listener, sink = mqtt_world.client("speaker"), mqtt_world.client("listener"), Sink()
     listener.transport.listen(topic, sink)
@@ -321,7 +319,7 @@ def test_bulk_comes_back_when_the_broker_does(mqtt_world: "MqttWorld") -> None:
     assert next_bulk(listener, sink) == (topic, b"found")
 
 
-def test_the_bulk_link_exists_while_bulk_moves(mqtt_world: "MqttWorld", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bulk_link_exists_while_bulk_moves(mqtt_world: MqttWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that waits holds one connection."""
     monkeypatch.setattr(bulk, "IDLE_S", 0.2)
     topic = mqtt_world.prefix + "bulk"
@@ -342,7 +340,7 @@ def test_the_bulk_link_exists_while_bulk_moves(mqtt_world: "MqttWorld", monkeypa
         wait_until(lambda: threads() == [])
 
 
-def test_an_inbox_that_fails_does_not_end_the_link(mqtt_world: "MqttWorld") -> None:
+def test_an_inbox_that_fails_does_not_end_the_link(mqtt_world: MqttWorld) -> None:
     class Failing(SimpleQueue[object]):
         failed = False
 
@@ -363,7 +361,7 @@ def test_an_inbox_that_fails_does_not_end_the_link(mqtt_world: "MqttWorld") -> N
     assert inbox.get(timeout=30) == Received(mqtt_world.prefix + "a", b"2")
 
 
-def test_small_messages_are_not_held_back(mqtt_world: "MqttWorld") -> None:
+def test_small_messages_are_not_held_back(mqtt_world: MqttWorld) -> None:
     """Without TCP_NODELAY each message after an acknowledgement waits 40 ms; no event shows it."""
     transport = mqtt_world.client("client").transport
     assert isinstance(transport, MqttTransport)

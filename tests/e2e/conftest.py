@@ -11,8 +11,8 @@ from fleet.datasets.digits import read_digits
 from fleet.partition import write_device_folders
 from fleet.partitions import partition
 from fleet.simulate import simulate
-from tests.e2e.stage import CONFIG, DEVICES, Stage
-from tests.once import made_once
+from tests.support.once import made_once
+from tests.support.programs import CONFIG, DEVICES, Stage
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ from edge_client.speed import find_speed
 from fedvit.errors import PeerRefused
 from fedvit.resources import Budget, ProductRate, Speed
 from fedvit.wire.messages import Failed, Hello
-from tests.e2e.stage import ROUNDS, Stage, wait_for
-from tests.unit.edge_client.speeds import some_speed
+from tests.support.programs import ROUNDS, Stage, wait_for
+from tests.support.speeds import some_speed
 
 MB = 10**6
 

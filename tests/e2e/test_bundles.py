@@ -24,7 +24,7 @@ from fedvit.errors import ConfigError, DataError, FedvitError, StorageFailed
 from fedvit.program import Program, decode_program
 from fedvit.tensors import unpack
 from fleet.simulate import simulate
-from tests.e2e.stage import CONFIG, program
+from tests.support.programs import CONFIG, program
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {},

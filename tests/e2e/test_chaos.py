@@ -11,9 +11,9 @@ import pytest
 from bench.chaos.network import Network
 from bench.chaos.ordeal import ORDEAL, calm_run, run_ordeal
 from bench.chaos.schedule import KINDS, Fault, draw_schedule
-from tests.e2e.stage import DEVICES, ROUNDS, Stage, wait_for
-from tests.forked import Forked
-from tests.once import made_once
+from tests.support.forked import Forked
+from tests.support.once import made_once
+from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
 
 VALUES = {**ORDEAL, "rounds": 2}
 SEED = 11
@@ -88,24 +88,26 @@ def test_a_run_over_a_bad_network(tmp_path: Path, parts: Path, calm: bytes, star
     assert outcome.carried_down_bytes > outcome.carried_up_bytes > 0
 
 
-@pytest.mark.parametrize("end", ["room again", "killed", "ctrl-c"])
-def test_a_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes, end: str) -> None:
-    """No file may grow beyond ROOM_BYTES from the first result on. The run stands still and says why; no device is
-    sent away, and with room again it ends as if nothing had been, also when it was killed or interrupted meanwhile."""
+def test_a_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes) -> None:
+    """No file may grow beyond ROOM_BYTES from the first result of a round on. The run stands still and says why; no
+    device is sent away. In round 1 there is room again; in round 2 the coordinator is interrupted while it waits for
+    room, in round 3 it is killed, and each time it is resumed. It ends as if nothing had been."""
     coordinator = stage.coordinator()
     devices = {name: stage.device(name) for name in DEVICES}
-    wait_for(lambda: stage.query("select 1 from results where round = 1"), "a result of round 1")
-    resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE, (ROOM_BYTES, resource.RLIM_INFINITY))
-    wait_for(lambda: "paused: " in stage.log("coordinator"), "the coordinator to pause")
-    before = stage.query("select count(*) from results")
-    if end == "room again":
-        resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        wait_for(lambda: "there is room again" in stage.log("coordinator"), "the run to go on")
-    else:
-        coordinator.send_signal(signal.SIGKILL if end == "killed" else signal.SIGINT)
-        assert stage.finish(coordinator, "coordinator") == (-signal.SIGKILL if end == "killed" else 130)
-        assert stage.query("select count(*) from results") == before
-        coordinator = stage.coordinator(resume=True)
+    for number, end in enumerate(("room again", "ctrl-c", "killed"), start=1):
+        wait_for(lambda: stage.query(f"select 1 from results where round = {number}"), f"a result of round {number}")  # noqa: B023
+        said = stage.log("coordinator").count("paused: ")
+        resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE, (ROOM_BYTES, resource.RLIM_INFINITY))
+        wait_for(lambda: stage.log("coordinator").count("paused: ") > said, "the coordinator to pause")  # noqa: B023
+        before = stage.query("select count(*) from results")
+        if end == "room again":
+            resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            wait_for(lambda: "there is room again" in stage.log("coordinator"), "the run to go on")
+        else:
+            coordinator.send_signal(signal.SIGKILL if end == "killed" else signal.SIGINT)
+            assert stage.finish(coordinator, "coordinator") == (-signal.SIGKILL if end == "killed" else 130)
+            assert stage.query("select count(*) from results") == before
+            coordinator = stage.coordinator(resume=True)
     assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
     assert all(stage.finish(process, name) == 0 for name, process in devices.items())
     assert [entry["accepted"] for entry in stage.show()["rounds"]] == [3] * ROUNDS

@@ -1,8 +1,8 @@
 """A memory card flips bits of a device in the middle of a run: real processes, real files."""
 
 from fedvit.wire.messages import Progress
-from tests.damage import flip
-from tests.e2e.stage import DEVICES, ROUNDS, Stage, wait_for
+from tests.support.damage import flip
+from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
 
 
 def test_damaged_blobs_are_fetched_anew_and_the_numbers_stay(stage: Stage, undisturbed: bytes) -> None:

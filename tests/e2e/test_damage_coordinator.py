@@ -7,14 +7,8 @@ from pathlib import Path
 
 from fedvit.program import decode_program
 from fedvit.wire.messages import Progress
-from tests.e2e.stage import DEVICES, ROUNDS, Stage, wait_for
-
-
-def flip(file: Path) -> None:
-    """One byte in the middle is another one."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 0x20
-    file.write_bytes(content)
+from tests.support.damage import flip
+from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
 
 
 def blob(stage: Stage, digest: str) -> Path:
@@ -37,7 +31,7 @@ def test_files_are_damaged_in_the_middle_of_a_run(stage: Stage, undisturbed: byt
     [(state,)] = stage.query("select json_extract(state, '$.groups.norm') from rounds where round = 1")
     damaged = [blob(stage, digest) for digest in (*(graph.digest for graph in named.graphs.values()), state)]
     for file in damaged:
-        flip(file)
+        flip(file, keep_date=False)
     accepted = "select 1 from results where round = 2 and kind = 'train' and device = 'device-2'"
     wait_for(lambda: stage.query(accepted), "device-2's result: what it brings is not to be lost with its blobs")
     shutil.rmtree(stage.folder / "state" / "device-2" / "blobs")

@@ -9,8 +9,8 @@ from pathlib import Path
 import yaml
 
 from coordinator.broker.process import claim_port
-from tests.e2e.stage import CONFIG, Stage, program, toml, wait_for
-from tests.forked import Forked
+from tests.support.forked import Forked
+from tests.support.programs import CONFIG, Stage, program, toml, wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TRAINED = ("device-0", "device-1")  # the second one trains for so long that a kill comes in the middle of a round

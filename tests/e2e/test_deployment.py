@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from coordinator.broker.process import claim_port
-from tests.e2e.stage import ROUNDS, Stage, program, wait_for
+from tests.support.programs import ROUNDS, Stage, program, wait_for
 
 
 def said(stage: Stage, module: str, *arguments: str) -> str:

@@ -5,34 +5,32 @@ import signal
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from fedvit.blobs import digest_of
 from fedvit.program import Program, decode_program
-from fedvit.resources import DeviceProfile, ResourceUse
+from fedvit.resources import ResourceUse
 from fedvit.tensors import pack
 from fedvit.wire.messages import Failed, Hello, Manifest, Progress, Refused, Result, ResultAck, Task, Want, encode
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_BYTES, Chunk
-from tests.e2e.stage import DEVICES, ROUNDS, Observer, Stage, program, wait_for
+from tests.support.messages import hello
+from tests.support.programs import DEVICES, ROUNDS, Observer, Stage, program, wait_for
 
 TOPICS = Topics("home")
 
 
-@pytest.mark.parametrize("broker", ["embedded", "mosquitto"])
-def test_everything_is_killed_once(stage: Stage, undisturbed: bytes, broker: str) -> None:
+def test_everything_is_killed_once(stage: Stage, undisturbed: bytes) -> None:
     """kill -9 of the broker in round 1, of a device in round 2, of the coordinator in round 3.
 
     The coordinator starts its broker again; the device does its round again from its vault; the resumed
     coordinator keeps what it had accepted. In the end the numbers are those of the undisturbed run.
     """
-    coordinator = stage.coordinator(broker=broker)
+    coordinator = stage.coordinator(broker="mosquitto")
     devices = {name: stage.device(name) for name in DEVICES}
     wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
     observer = stage.observer()
     wait_for(observer.find(Progress, since_start=True, round=1, kind="train"), "round 1")
-    marker = {"embedded": "coordinator.broker.embedded", "mosquitto": "mosquitto"}[broker]
-    [child] = _children(coordinator.pid, marker)
+    [child] = _children(coordinator.pid, "mosquitto")
     devices["device-1"].send_signal(signal.SIGSTOP)  # round 1 does not end without it
     os.kill(child, signal.SIGKILL)
     wait_for(lambda: "was started again" in stage.log("coordinator"), "the broker to be started again")
@@ -51,7 +49,9 @@ def test_everything_is_killed_once(stage: Stage, undisturbed: bytes, broker: str
     assert all(process.poll() is None for process in devices.values())
     earlier = "select device, round, received_at from results where round < 3 and kind = 'train'"
     before = stage.query(earlier)
-    assert stage.finish(stage.coordinator(broker=broker, resume=True), "coordinator") == 0, stage.log("coordinator")
+    assert stage.finish(stage.coordinator(broker="mosquitto", resume=True), "coordinator") == 0, stage.log(
+        "coordinator"
+    )
     assert all(stage.finish(process, name) == 0 for name, process in devices.items())
     assert stage.query(earlier) == before
     assert [entry["accepted"] for entry in stage.show()["rounds"]] == [3] * ROUNDS
@@ -78,13 +78,12 @@ class Impostor:
         self.observer = observer
         self.name = name
         self.classes = classes
-        self.profile = DeviceProfile(host="nowhere", machine="none", cores=1, threads=1)
 
     def say(self, message: Hello | Result | Failed) -> None:
         self.observer.publish(TOPICS.from_device(self.name), encode(message))
 
     def hello(self) -> None:
-        self.say(Hello("impostor", "0", self.profile, self.classes, 50, 10))
+        self.say(hello("impostor", classes=self.classes, train_samples=50, test_samples=10))
 
     def task(self, number: int, kind: str = "train") -> Task:
         found = self.observer.find(Task, since_start=True, round=number, kind=kind, device=self.name)

@@ -4,9 +4,9 @@ import time
 from typing import Any
 
 from fedvit.wire.messages import Task
-from tests.brokers import mosquitto
-from tests.e2e.stage import CONFIG, DEVICES, WAIT_S, Stage, program, toml, wait_for
-from tests.forked import Forked
+from tests.support.brokers import mosquitto
+from tests.support.forked import Forked
+from tests.support.programs import CONFIG, DEVICES, WAIT_S, Stage, program, toml, wait_for
 
 BRIEF: dict[str, Any] = {**CONFIG, "rounds": 1, "variants": {}}
 """Short tasks; what concerns deadlines is at its defaults."""

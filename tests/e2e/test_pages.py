@@ -13,7 +13,7 @@ import pytest
 from fleet.experiments.report import html_report
 from profiles.report.profile_page import profile_page
 from profiles.report.run_page import run_page
-from tests.reports import experiment_outcome, private_document, profile_document, run_document
+from tests.support.reports import experiment_outcome, private_document, profile_document, run_document
 
 WAIT_S = 240
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -12,8 +12,8 @@ import pytest
 from bench.chaos.federation import worker_of
 from coordinator.compute import ranks
 from fleet.simulate import simulate
-from tests.e2e.stage import CONFIG, DEVICES, Stage, toml, wait_for
-from tests.forked import Forked, ForkedRank
+from tests.support.forked import Forked, ForkedRank
+from tests.support.programs import CONFIG, DEVICES, Stage, toml, wait_for
 
 ACCELERATOR = ("--accelerator", "cpu:2")
 RUN: dict[str, Any] = {

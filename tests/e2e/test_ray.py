@@ -18,7 +18,7 @@ from fleet.experiments.cell import CellFolder, CellResult, run_cell
 from fleet.experiments.conduct import Dealer
 from fleet.experiments.grid import read_grid
 from fleet.simulate import simulate
-from tests.e2e.stage import CONFIG, Stage, open_to_others, program, toml, wait_for
+from tests.support.programs import CONFIG, Stage, open_to_others, program, toml, wait_for
 
 HEAD, SECOND = "127.0.0.2", "127.0.0.3"
 FILE = """

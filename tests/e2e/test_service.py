@@ -4,9 +4,9 @@ import signal
 import subprocess
 
 from fedvit.wire.messages import Hello, Task
-from tests.e2e.stage import Stage, program, wait_for
-from tests.event_files import steps
-from tests.forked import Forked
+from tests.support.event_files import steps
+from tests.support.forked import Forked
+from tests.support.programs import Stage, program, wait_for
 
 SITES = {"device-0": "berlin", "device-1": "munich"}
 SLOW = {"*": {"epochs": 90}}

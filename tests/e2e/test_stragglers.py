@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.run.status import read_status
 from fedvit.wire.messages import Progress
-from tests.e2e.stage import DEVICES, Stage, program, wait_for
+from tests.support.programs import DEVICES, Stage, program, wait_for
 
 
 def test_a_stopped_device_is_late_and_a_busy_one_declines(stage: Stage) -> None:

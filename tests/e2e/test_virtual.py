@@ -8,9 +8,8 @@ from typing import Any
 
 from fleet.devices import virtual_devices
 from fleet.simulate import simulate
-from tests.e2e.stage import CONFIG, WAIT_S, Stage, open_to_others, toml, wait_for
-from tests.e2e.test_run import DEEP_LEARNING
-from tests.forked import Forked
+from tests.support.forked import Forked
+from tests.support.programs import CONFIG, DEEP_LEARNING, WAIT_S, Stage, open_to_others, toml, wait_for
 
 DEVICES = 40
 VALUES: dict[str, Any] = {

@@ -13,7 +13,7 @@ import psutil
 from bench.chaos.federation import worker_of
 from coordinator.config import make_config
 from coordinator.record.store import Store
-from tests.e2e.stage import CONFIG, DEVICES, ROUNDS, Stage, program, wait_for
+from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, program, wait_for
 
 MOST_RSS_BYTES = 200e6
 """Of a coordinator that waits; docs/architecture.md has what was measured."""

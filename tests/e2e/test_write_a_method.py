@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fleet.run import free_port
-from tests.e2e.stage import WAIT_S
+from tests.support.programs import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "write-a-method.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import make_config
-from tests.command_lines import parse, shown_in
+from tests.support.command_lines import parse, shown_in
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -23,7 +23,7 @@ from bench.memory_limit import Cgroup, DataLimit, limited
 from fedvit.data.folder import DeviceData
 from fedvit.errors import FedvitError
 from fedvit.models import SMALL
-from tests.conftest import TINY_MODEL
+from tests.support.tiny import TINY_MODEL
 
 MEGA = 10**6
 GREEDY = "import sys; held = b'x' * int(sys.argv[1]); print('held')"

@@ -20,7 +20,7 @@ from fedvit.blobs import BlobStore
 from fedvit.errors import FedvitError
 from fedvit.models import SMALL
 from fedvit.program import Draw, Program, decode_program
-from tests.conftest import TINY_MODEL
+from tests.support.tiny import TINY_MODEL
 
 CASE = Case(
     name="tiny",

@@ -24,7 +24,7 @@ from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Images
 from fedvit.models import SMALL
 from fedvit.program import Role
-from tests.conftest import TINY_MODEL
+from tests.support.tiny import TINY_MODEL
 
 TRAINED = [role for role in Role if role.trained_on_device]
 

@@ -1,6 +1,6 @@
-"""The tiny model's configuration, and its graphs, made once per session."""
+"""The tiny model's configuration, its graphs, made once per session, and runs in memory."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,9 @@ import pytest
 
 from coordinator.config import RunConfig
 from coordinator.planning.checks import checked_config
+from fedvit.methods import METHODS
+from fedvit.tensors import Tensors
+from tests.support.runs import Configure, Generated, Stage
 
 MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
 CLASSES = ("0", "1", "2")
@@ -16,8 +19,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedavg": {"batch_size": 8, "epochs": 2, "lr": 0.05, "momentum": 0.9},
     "eftvit": {"batch_size": 8, "epochs": 3, "lr": 1e-3, "mask": 0.5, "local_blocks": 1},
 }
-
-Configure = Callable[..., RunConfig]
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +32,26 @@ def configure(graph_cache: Path) -> Configure:
         ).run
 
     return configure
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method that is made for tests of runs, by name."""
+    monkeypatch.setitem(METHODS, "generated", Generated)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, configure: Configure, graph_cache: Path) -> Iterator[Stage]:
+    made = Stage(tmp_path, configure, graph_cache)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory, configure: Configure, graph_cache: Path) -> Tensors:
+    """FedAvg's tensors before the first round: what a run with updates of 0 ends with."""
+    stage = Stage(tmp_path_factory.mktemp("first"), configure, graph_cache)
+    stage.fake("a", value=0.0)
+    stage.start()
+    assert stage.finish() == "finished"
+    return stage.model()

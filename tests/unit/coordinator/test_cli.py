@@ -27,8 +27,8 @@ from fedvit.errors import ConfigError, StorageFailed
 from fedvit.models import build_vit
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages
-from tests.event_files import scalars
-from tests.forked import ForkedWorker
+from tests.support.event_files import scalars
+from tests.support.forked import ForkedWorker
 
 PROGRAM = [sys.executable, "-c", "from coordinator.cli import main; main()"]
 WAIT_S = 120

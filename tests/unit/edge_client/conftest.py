@@ -1,7 +1,6 @@
 """Tiny programs, really exported, and a device's digits; made once per session."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ import pytest
 from PIL import Image
 
 from coordinator.config import make_config
-from coordinator.planning.planner import Plan, make_plan
-from edge_client.runtime import Runtime, Watch
+from coordinator.planning.planner import make_plan
+from edge_client import agent as agent_module
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
-from fedvit.program import Program
-from fedvit.tensors import Tensors, unpack
 from fleet.datasets.digits import read_digits
+from tests.support.agents import Log, Setting, World
 
 CLASSES = ("0", "1", "2")
 MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
@@ -25,33 +23,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedavg in parts": {"batch_size": 8, "micro_batch": 3, "epochs": 2, "lr": 0.05, "momentum": 0.9},
     "eftvit": {"batch_size": 8, "epochs": 3, "lr": 1e-3, "mask": 0.5, "local_blocks": 1},
 }
-
-
-@dataclass
-class Setting:
-    """A program as the coordinator makes it, with everything that a device may fetch."""
-
-    plan: Plan
-    blobs: BlobStore
-
-    @property
-    def program(self) -> Program:
-        return self.plan.first.program
-
-    def start(self) -> Tensors:
-        """Every tensor at the start of the first round."""
-        values: Tensors = dict(self.plan.state.tensors)
-        for group in self.program.groups.values():
-            if group.initial:
-                values |= unpack(self.blobs.get(group.initial))
-        return values
-
-    def runtime(self) -> Runtime:
-        """A runtime with the program's graphs loaded."""
-        runtime = Runtime(1)
-        for graph in self.program.graphs.values():
-            runtime.open(graph.digest, self.blobs.path(graph.digest))
-        return runtime
 
 
 @pytest.fixture(scope="session")
@@ -116,14 +87,15 @@ def data(digits: Path) -> DeviceData:
     return DeviceData.open(digits)
 
 
-class Log(Watch):
-    """Remembers the steps, and says stop after some."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.steps: list[tuple[int, int, float | None]] = []
-        super().__init__(lambda *step: self.steps.append(step), lambda: len(self.steps) == stop_after)
-
-
 @pytest.fixture
 def log() -> Log:
     return Log()
+
+
+@pytest.fixture
+def world(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 600.0)  # what is said again is said for another reason
+    monkeypatch.setattr(agent_module, "HELLO_SPREAD_S", 0.0)
+    world = World(digits, tmp_path)
+    yield world
+    world.stop()

@@ -1,13 +1,11 @@
 """The device's loop over the memory transport; the test is the coordinator and says every word itself."""
 
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,31 +13,24 @@ import pytest
 
 from edge_client import agent as agent_module
 from edge_client import workbench as workbench_module
-from edge_client.agent import Agent
 from edge_client.guard import Guard
 from edge_client.readiness import Readiness
-from edge_client.runtime import Runtime, Seeds, Watch
-from edge_client.vault import Vault
-from fedvit.blobs import BlobStore, digest_of
+from edge_client.runtime import Seeds
+from fedvit.blobs import digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.errors import DataError, PeerRefused
-from fedvit.program import Group, Program, Role, encode_program
-from fedvit.resources import Budget, DeviceProfile, ResourceUse
-from fedvit.tensors import Tensors, delta, pack, unpack
-from fedvit.transport.base import Received
-from fedvit.transport.exchange import BlobExchange
-from fedvit.transport.memory import MemoryBroker, MemoryTransport
+from fedvit.program import Group, Program, Role
+from fedvit.resources import Budget, ResourceUse
+from fedvit.tensors import Tensors, delta, pack
 from fedvit.wire import messages
 from fedvit.wire.messages import (
     Cancel,
-    CoordinatorState,
     Declined,
     DeviceState,
     Done,
     Extended,
     Failed,
     FromCoordinator,
-    FromDevice,
     Hello,
     Manifest,
     Progress,
@@ -47,335 +38,30 @@ from fedvit.wire.messages import (
     Result,
     ResultAck,
     RunEnded,
-    Task,
-    TaskKind,
     Want,
     Welcome,
-    decode,
     decode_class_list,
     encode,
 )
-from fedvit.wire.topics import Topics
-
-if TYPE_CHECKING:
-    from tests.unit.edge_client.conftest import Setting
-
-WAIT_S = 30.0
-"""Bound of every wait; only a failing test waits so long."""
-PROFILE = DeviceProfile(host="pi.local", machine="aarch64", cores=4, threads=1, ram_bytes=2**30)
-FAR_OFF = "blake3:" + "0" * 64
-SILENT = Watch(lambda *step: None, lambda: False)
-
-Kind = TypeVar("Kind", bound=FromDevice)
-
-
-class Device:
-    """A real agent in a thread."""
-
-    def __init__(
-        self,
-        broker: MemoryBroker,
-        digits: Path,
-        state: Path,
-        *,
-        once: bool = False,
-        guard: Guard | None = None,
-        readiness: Readiness | None = None,
-    ) -> None:
-        self.transport = MemoryTransport(SimpleQueue(), broker, "pi")
-        self.vault = Vault(state / "vault")
-        self.blobs = BlobStore(state / "blobs")
-        self.agent = Agent(
-            device="pi",
-            federation="home",
-            transport=self.transport,
-            data=DeviceData.open(digits),
-            vault=self.vault,
-            blobs=self.blobs,
-            runtime=Runtime(1),
-            profile=PROFILE,
-            software="9.9",
-            guard=guard,
-            readiness=readiness,
-        )
-        self.outcome: str | BaseException | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._serve, args=(once,), daemon=True)
-        self._thread.start()
-
-    def _serve(self, once: bool) -> None:
-        try:
-            self.outcome = self.agent.serve(self._stop, once=once)
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
-            self.outcome = error
-
-    def ended(self) -> str | BaseException:
-        """How `serve` ended by itself."""
-        self._thread.join(WAIT_S)
-        assert self.outcome is not None, "the agent did not end"
-        return self.outcome
-
-    def stop(self) -> str | BaseException:
-        self._stop.set()
-        return self.ended()
+from tests.support.agents import (
+    FAR_OFF,
+    PROFILE,
+    SILENT,
+    Device,
+    Setting,
+    World,
+    trained_here,
+    with_kept,
+    with_local_head,
+)
 
 
-class Server:
-    """The coordinator's end of the wire: blobs are served and fetched, everything else the test does."""
-
-    def __init__(self, broker: MemoryBroker, folder: Path) -> None:
-        self.topics = Topics("home")
-        self.blobs = BlobStore(folder)
-        self.transport = MemoryTransport(SimpleQueue(), broker, "coordinator")
-        self.heard: list[FromDevice] = []
-        self.chunks: list[str] = []  # topics of uploads that were sent
-        self.epoch = 1
-        self.instance = ""
-        self._read = 0  # how much of `heard` the test has looked at
-        self._marks = 0
-        self._marks_back: set[int] = set()
-        self.exchange = BlobExchange(
-            self.transport,
-            self.blobs,
-            tell=lambda peer, message: self.tell(message),
-            topic_for=self.topics.broadcast,
-            may_read=lambda peer, digest: True,
-        )
-        for topic in (*self.topics.from_all_devices, "fl1/home/d/+/up/b/+"):
-            self.transport.subscribe(topic, 1)
-        self.transport.open()
-
-    # --- saying ---------------------------------------------------------------------------------------
-
-    def tell(self, message: FromCoordinator) -> None:
-        self.transport.publish(self.topics.to_device("pi"), encode(message))
-
-    def is_here(self, epoch: int, *, alive: bool = True) -> None:
-        self.epoch = epoch
-        state = encode(CoordinatorState(epoch, alive))
-        self.transport.publish(self.topics.coordinator_state, state)
-
-    def welcome(self) -> None:
-        """Take in the device: answer its newest hello."""
-        self.instance = self.expect(Hello).instance
-        self.tell(Welcome(self.instance, self.epoch, "tests"))
-
-    def keep(self, content: bytes) -> Manifest:
-        return self.blobs.put(content)
-
-    def acknowledge(self, result: Result, *, accepted: bool = True) -> None:
-        self.tell(ResultAck(result.run, result.round, result.kind, accepted, "" if accepted else "too late"))
-
-    # --- hearing --------------------------------------------------------------------------------------
-
-    def _pump(self) -> None:
-        try:
-            event = self.transport.inbox.get(timeout=0.02)
-        except Empty:
-            self.exchange.tick()
-            return
-        if not isinstance(event, Received):
-            return
-        if "/up/b/" in event.topic:
-            self.chunks.append(event.topic)
-            self.exchange.heard(event.topic, event.payload)
-            return
-        message: Any = decode(event.payload)
-        if isinstance(message, Failed) and message.run == "mark":
-            self._marks_back.add(message.round)
-            return
-        self.heard.append(message)
-        match message:
-            case Want():
-                self.exchange.on_want("pi", message)
-            case Done():
-                self.exchange.on_done("pi", message)
-
-    def wait(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < deadline, f"did not happen; heard {self.heard[-5:]}"
-            self._pump()
-
-    def expect(self, kind: type[Kind]) -> Kind:
-        """The next message of a kind; others are passed over."""
-        found: list[Kind] = []
-
-        def look() -> bool:
-            while self._read < len(self.heard) and not found:
-                message = self.heard[self._read]
-                self._read += 1
-                if isinstance(message, kind):
-                    found.append(message)
-            return bool(found)
-
-        self.wait(look)
-        return found[0]
-
-    def count(self, kind: type[FromDevice]) -> int:
-        return sum(isinstance(message, kind) for message in self.heard)
-
-    def since(self, number: int) -> list[str]:
-        """Kinds of the messages heard after the first `number`."""
-        return [type(message).__name__ for message in self.heard[number:]]
-
-    def mark(self) -> None:
-        """Ask for what cannot be done and hear that it cannot: what was said before is dealt with by then."""
-        self._marks += 1
-        number = self._marks
-        self.tell(Task(self.instance, self.epoch, "mark", number, "evaluate", 0, FAR_OFF, {}, (), 600.0))
-        self.wait(lambda: number in self._marks_back)
-
-    def roll_call(self) -> None:
-        """A new epoch, and the hello that follows."""
-        self.is_here(self.epoch + 1)
-        self.welcome()
-        self.mark()
-
-    def fetch(self, manifest: Manifest | None) -> Tensors:
-        return unpack(self.fetch_bytes(manifest))
-
-    def fetch_bytes(self, manifest: Manifest | None) -> bytes:
-        assert manifest is not None
-        ended: list[Exception | None] = []
-        topic = self.topics.upload("pi", manifest.digest)
-        self.exchange.fetch(manifest, "pi", topic, lambda _, error: ended.append(error))
-        self.wait(lambda: bool(ended))
-        assert ended == [None]
-        return self.blobs.get(manifest.digest)
-
-
-class World:
-    """A server, a device, and the tasks that one may give to the other."""
-
-    def __init__(self, broker: MemoryBroker, server: Server, digits: Path, folder: Path) -> None:
-        self.broker = broker
-        self.server = server
-        self.devices: list[Device] = []
-        self._digits = digits
-        self.state = folder / "state"
-
-    def device(
-        self,
-        *,
-        joined: bool = True,
-        once: bool = False,
-        digits: Path | None = None,
-        guard: Guard | None = None,
-        readiness: Readiness | None = None,
-    ) -> Device:
-        device = Device(self.broker, digits or self._digits, self.state, once=once, guard=guard, readiness=readiness)
-        self.devices.append(device)
-        if joined:
-            self.server.is_here(self.server.epoch)
-            self.server.welcome()
-            self.server.mark()
-        return device
-
-    def task(
-        self,
-        setting: "Setting",
-        *,
-        round: int = 1,
-        kind: TaskKind = "train",
-        program: Program | None = None,
-        group_values: dict[str, Tensors] | None = None,
-        **changed: Any,
-    ) -> Task:
-        """A task as the coordinator would send it, unless the test says otherwise."""
-        program, server = program or setting.program, self.server
-        values = setting.start()
-        brought = {
-            group: {name: values[name] for name in program.names(group)}
-            for group, spec in program.groups.items()
-            if spec.role.from_server_each_round
-        } | (group_values or {})
-        groups = {group: server.keep(pack(tensors)) for group, tensors in brought.items()}
-        once = [graph.digest for graph in program.graphs.values()]
-        once += [spec.initial for spec in program.groups.values() if spec.initial]
-        for digest in once:
-            if setting.blobs.has(digest):
-                server.keep(setting.blobs.get(digest))
-        shipped = server.keep(encode_program(program))
-        task = Task(
-            instance=server.instance,
-            epoch=server.epoch,
-            run="run",
-            round=round,
-            kind=kind,
-            seed=5,
-            program=shipped.digest,
-            groups={group: manifest.digest for group, manifest in groups.items()},
-            blobs=(shipped, *groups.values(), *(server.blobs.manifest(digest) for digest in once)),
-            deadline_s=600.0,
-        )
-        return msgspec.structs.replace(task, **changed)
-
-    def give(self, setting: "Setting", **changed: Any) -> None:
-        self.server.tell(self.task(setting, **changed))
-
-    def result(self, setting: "Setting", **changed: Any) -> Result:
-        self.give(setting, **changed)
-        return self.server.expect(Result)
-
-    def failure(self, setting: "Setting", **changed: Any) -> str:
-        self.give(setting, **changed)
-        return self.server.expect(Failed).reason
-
-
-@pytest.fixture
-def world(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 600.0)  # what is said again is said for another reason
-    monkeypatch.setattr(agent_module, "HELLO_SPREAD_S", 0.0)
-    broker = MemoryBroker()
-    world = World(broker, Server(broker, tmp_path / "server"), digits, tmp_path)
-    yield world
-    for device in world.devices:
-        device.stop()
-
-
-def trained_here(setting: "Setting", program: Program, start: Tensors, digits: Path, round: int = 1) -> Tensors:
-    """What the same round gives without an agent: new values of what moves, and what is collected."""
-    trained = setting.runtime().train(
-        program,
-        start,
-        DeviceData.open(digits).relabelled(program.classes).train,
-        Seeds(5, round, "pi"),
-        1.0,
-        SILENT,
-    )
-    return trained.tensors | trained.collected
-
-
-def with_local_head(setting: "Setting") -> Program:
-    """FedAvg's graphs with the head as a local group (FedPer)."""
-    program = setting.program
-    [phase] = program.train
-    head = {name: setting.start()[name] for name in ("head.weight", "head.bias")}
-    initial = setting.blobs.put(pack(head)).digest
-    return msgspec.structs.replace(
-        program,
-        groups={**program.groups, "head": Group(Role.LOCAL, initial)},
-        tensors={
-            name: msgspec.structs.replace(spec, group="head") if name in head else spec
-            for name, spec in program.tensors.items()
-        },
-        train=(msgspec.structs.replace(phase, groups=("model", "head")),),
-    )
-
-
-def with_kept(setting: "Setting", *, of_this_round: bool = False) -> Program:
-    """FedAvg's graphs, tested with the model as the device itself trained it."""
-    evaluate = msgspec.structs.replace(setting.program.evaluate, kept=("model",), kept_of_this_round=of_this_round)
-    return msgspec.structs.replace(setting.program, evaluate=evaluate)
-
-
-def with_generated_model(setting: "Setting") -> Program:
+def with_generated_model(setting: Setting) -> Program:
     """FedAvg's graphs with a model that the server makes for each device."""
     return msgspec.structs.replace(setting.program, groups={"model": Group(Role.GENERATED)})
 
 
-def always(setting: "Setting", answer: int) -> Tensors:
+def always(setting: Setting, answer: int) -> Tensors:
     """The model with a head that gives one answer to everything."""
     head = {"head.weight": np.zeros((3, 32), np.float32), "head.bias": np.eye(3, dtype=np.float32)[answer]}
     return setting.start() | head
@@ -409,7 +95,7 @@ def crowded(world: World, digits: Path, classes: int, monkeypatch: pytest.Monkey
 
 
 def test_class_folders_that_fit_into_no_hello_travel_as_a_blob(
-    world: World, fedavg: "Setting", digits: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, fedavg: Setting, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is served again, to the next process of the coordinator, after a task has tidied up what no task names."""
     crowded(world, digits, 8000, monkeypatch)
@@ -577,7 +263,7 @@ def test_hello_and_last_will_name_their_connection(world: World) -> None:
 # --- a task from end to end ---------------------------------------------------------------------------
 
 
-def test_training_sends_the_delta_of_what_is_shared(world: World, fedavg: "Setting", digits: Path) -> None:
+def test_training_sends_the_delta_of_what_is_shared(world: World, fedavg: Setting, digits: Path) -> None:
     """delta = after - start, and after is what the same graphs give without an agent, bit by bit."""
     device = world.device()
     result = world.result(fedavg)
@@ -600,7 +286,7 @@ def test_training_sends_the_delta_of_what_is_shared(world: World, fedavg: "Setti
     )
 
 
-def test_evaluation_answers_with_counts_and_nothing_else(world: World, fedavg: "Setting", digits: Path) -> None:
+def test_evaluation_answers_with_counts_and_nothing_else(world: World, fedavg: Setting, digits: Path) -> None:
     device = world.device()
     result = world.result(fedavg, kind="evaluate")
     evaluated = fedavg.runtime().evaluate(
@@ -612,7 +298,7 @@ def test_evaluation_answers_with_counts_and_nothing_else(world: World, fedavg: "
 
 
 def test_local_tensors_stay_in_the_vault_and_are_the_next_rounds_start(
-    world: World, fedavg: "Setting", digits: Path
+    world: World, fedavg: Setting, digits: Path
 ) -> None:
     """The head is local: round 1 starts from its initial value, round 2 from the vault, whatever the server has."""
     program = with_local_head(fedavg)
@@ -631,7 +317,7 @@ def test_local_tensors_stay_in_the_vault_and_are_the_next_rounds_start(
         world.server.acknowledge(result)
 
 
-def test_evaluation_uses_the_local_tensors_of_the_vault(world: World, fedavg: "Setting") -> None:
+def test_evaluation_uses_the_local_tensors_of_the_vault(world: World, fedavg: Setting) -> None:
     """A head in the vault that always answers "2" is right on the 4 twos of 12 test images."""
     program = with_local_head(fedavg)
     device = world.device()
@@ -640,7 +326,7 @@ def test_evaluation_uses_the_local_tensors_of_the_vault(world: World, fedavg: "S
     assert world.result(fedavg, program=program, kind="evaluate").metrics == {"correct": 4.0}
 
 
-def test_an_upload_of_features_holds_no_tensor_of_the_model(world: World, eftvit: "Setting", digits: Path) -> None:
+def test_an_upload_of_features_holds_no_tensor_of_the_model(world: World, eftvit: Setting, digits: Path) -> None:
     device = world.device()
     upload = world.server.fetch(world.result(eftvit).upload)
     after = trained_here(eftvit, eftvit.program, eftvit.start(), digits)
@@ -650,7 +336,7 @@ def test_an_upload_of_features_holds_no_tensor_of_the_model(world: World, eftvit
     assert_same_bits(local, {name: after[name] for name in eftvit.program.names("local")})
 
 
-def test_a_seeded_head_comes_from_the_server_each_round(world: World, eftvit: "Setting", digits: Path) -> None:
+def test_a_seeded_head_comes_from_the_server_each_round(world: World, eftvit: Setting, digits: Path) -> None:
     """Round 2 brings another head: the device starts from it, not from what it trained in round 1."""
     device = world.device()
     world.server.acknowledge(world.result(eftvit))
@@ -669,7 +355,7 @@ def test_a_seeded_head_comes_from_the_server_each_round(world: World, eftvit: "S
 STILL = 1e-30
 
 
-def correct(world: World, setting: "Setting", program: Program, answer: int, round: int) -> float:
+def correct(world: World, setting: Setting, program: Program, answer: int, round: int) -> float:
     """Right answers in an evaluation to which the server brings a model that always gives this one."""
     brought = {"model": always(setting, answer)}
     result = world.result(setting, program=program, kind="evaluate", round=round, group_values=brought)
@@ -678,7 +364,7 @@ def correct(world: World, setting: "Setting", program: Program, answer: int, rou
 
 
 def test_without_a_word_of_what_is_kept_the_newest_is_tested(
-    world: World, fedavg: "Setting", uneven_digits: Path
+    world: World, fedavg: Setting, uneven_digits: Path
 ) -> None:
     device = world.device(digits=uneven_digits)
     world.result(fedavg, group_values={"model": always(fedavg, 0)}, lr_scale=STILL)
@@ -687,7 +373,7 @@ def test_without_a_word_of_what_is_kept_the_newest_is_tested(
 
 
 def test_kept_groups_are_tested_as_the_device_last_trained_them(
-    world: World, fedavg: "Setting", uneven_digits: Path
+    world: World, fedavg: Setting, uneven_digits: Path
 ) -> None:
     """In round 1 what it trained always says 0, in round 3 it says 1; the server's newest says 2, which is tested only
     as long as the device has trained nothing."""
@@ -704,7 +390,7 @@ def test_kept_groups_are_tested_as_the_device_last_trained_them(
 
 
 def test_what_is_kept_for_a_round_is_tested_in_that_round_alone(
-    world: World, fedavg: "Setting", uneven_digits: Path
+    world: World, fedavg: Setting, uneven_digits: Path
 ) -> None:
     """Before averaging: who was in the cohort of round 1 tests its own then; in round 2, whose cohort it is not in, the
     newest."""
@@ -716,9 +402,7 @@ def test_what_is_kept_for_a_round_is_tested_in_that_round_alone(
     assert [correct(world, fedavg, program, 2, round=number) for number in (1, 2)] == [1, 3]
 
 
-def test_training_begins_with_the_newest_and_not_with_what_is_kept(
-    world: World, fedavg: "Setting", digits: Path
-) -> None:
+def test_training_begins_with_the_newest_and_not_with_what_is_kept(world: World, fedavg: Setting, digits: Path) -> None:
     """What is kept is for evaluations: round 2 starts from what the server brings, and replaces what is kept."""
     program = with_kept(fedavg)
     device = world.device()
@@ -733,7 +417,7 @@ def test_training_begins_with_the_newest_and_not_with_what_is_kept(
         world.server.acknowledge(result)
 
 
-def test_the_vault_holds_kept_groups_beside_local_ones(world: World, eftvit: "Setting", digits: Path) -> None:
+def test_the_vault_holds_kept_groups_beside_local_ones(world: World, eftvit: Setting, digits: Path) -> None:
     """EFTViT's head is seeded and would be gone after the round. What is kept and did not move stays as it came."""
     program = eftvit.program
     evaluate = msgspec.structs.replace(program.evaluate, kept=("head", "norm"))
@@ -749,7 +433,7 @@ def test_the_vault_holds_kept_groups_beside_local_ones(world: World, eftvit: "Se
     assert kept["norm.weight"].tobytes() == start["norm.weight"].tobytes()
 
 
-def test_generated_groups_come_from_the_task_each_round(world: World, fedavg: "Setting", digits: Path) -> None:
+def test_generated_groups_come_from_the_task_each_round(world: World, fedavg: Setting, digits: Path) -> None:
     """In training and in evaluation; the device sends back how far it moved them, and keeps nothing."""
     program = with_generated_model(fedavg)
     device = world.device()
@@ -765,14 +449,14 @@ def test_generated_groups_come_from_the_task_each_round(world: World, fedavg: "S
     )
 
 
-def test_an_evaluation_tests_what_was_generated_for_it(world: World, fedavg: "Setting", uneven_digits: Path) -> None:
+def test_an_evaluation_tests_what_was_generated_for_it(world: World, fedavg: Setting, uneven_digits: Path) -> None:
     world.device(digits=uneven_digits)
     program = with_generated_model(fedavg)
     assert [correct(world, fedavg, program, answer, round=1 + answer) for answer in (0, 1, 2)] == [1, 2, 3]
 
 
 def test_a_group_that_becomes_local_on_the_way_begins_with_its_first_value(
-    world: World, fedavg: "Setting", digits: Path
+    world: World, fedavg: Setting, digits: Path
 ) -> None:
     """Roles may change from round to round: the head is shared in round 1, and local from round 2 on."""
     device = world.device()
@@ -789,7 +473,7 @@ def test_a_group_that_becomes_local_on_the_way_begins_with_its_first_value(
     assert_same_bits(kept, {name: after[name] for name in program.names("head")})
 
 
-def test_what_is_here_already_is_not_fetched_again(world: World, fedavg: "Setting") -> None:
+def test_what_is_here_already_is_not_fetched_again(world: World, fedavg: Setting) -> None:
     world.device()
     world.server.acknowledge(world.result(fedavg))
     before = len(world.server.heard)
@@ -798,7 +482,7 @@ def test_what_is_here_already_is_not_fetched_again(world: World, fedavg: "Settin
 
 
 def test_small_blobs_come_and_go_inside_messages(
-    world: World, fedavg: "Setting", monkeypatch: pytest.MonkeyPatch
+    world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a task brings along is not asked for; an upload that fits goes with its result, and is the one it names.
 
@@ -818,7 +502,7 @@ def test_small_blobs_come_and_go_inside_messages(
     assert digest_of(result.inline) == result.upload.digest
 
 
-def test_what_a_task_brings_must_be_what_it_describes(world: World, fedavg: "Setting") -> None:
+def test_what_a_task_brings_must_be_what_it_describes(world: World, fedavg: Setting) -> None:
     world.device()
     assert "the task brings 8 bytes that it does not describe" in world.failure(fedavg, inline=(b"stranger",))
 
@@ -827,9 +511,7 @@ def test_what_a_task_brings_must_be_what_it_describes(world: World, fedavg: "Set
 
 
 @pytest.mark.parametrize("changed", [{"epoch": 99}, {"instance": "an earlier process"}])
-def test_a_task_for_another_process_or_epoch_is_ignored(
-    world: World, fedavg: "Setting", changed: dict[str, Any]
-) -> None:
+def test_a_task_for_another_process_or_epoch_is_ignored(world: World, fedavg: Setting, changed: dict[str, Any]) -> None:
     """A task that is taken is answered at once, by what the device wants."""
     world.device()
     before = len(world.server.heard)
@@ -839,7 +521,7 @@ def test_a_task_for_another_process_or_epoch_is_ignored(
     assert world.result(fedavg).round == 1
 
 
-def test_the_same_task_again_starts_nothing_twice(world: World, fedavg: "Setting") -> None:
+def test_the_same_task_again_starts_nothing_twice(world: World, fedavg: Setting) -> None:
     device = world.device()
     task = world.task(fedavg, program=with_epochs(fedavg.program, 40))
     for _ in range(3):
@@ -851,7 +533,7 @@ def test_the_same_task_again_starts_nothing_twice(world: World, fedavg: "Setting
     assert device.vault.round_of("run") == 1
 
 
-def test_a_new_task_supersedes_the_running_one(world: World, fedavg: "Setting") -> None:
+def test_a_new_task_supersedes_the_running_one(world: World, fedavg: Setting) -> None:
     device = world.device()
     world.give(fedavg, program=with_epochs(fedavg.program, 1_000_000))
     assert world.server.expect(Progress).total_steps == 3_000_000
@@ -863,7 +545,7 @@ def test_a_new_task_supersedes_the_running_one(world: World, fedavg: "Setting") 
     assert (world.server.count(Result), world.server.count(Failed)) == (1, 0)
 
 
-def test_a_task_ends_at_its_deadline(world: World, fedavg: "Setting") -> None:
+def test_a_task_ends_at_its_deadline(world: World, fedavg: Setting) -> None:
     device = world.device()
     reason = world.failure(fedavg, program=with_epochs(fedavg.program, 1_000_000), deadline_s=0.4)
     assert "deadline" in reason
@@ -871,7 +553,7 @@ def test_a_task_ends_at_its_deadline(world: World, fedavg: "Setting") -> None:
     assert world.result(fedavg, round=2).round == 2
 
 
-def test_the_end_of_a_run_stops_its_task(world: World, fedavg: "Setting") -> None:
+def test_the_end_of_a_run_stops_its_task(world: World, fedavg: Setting) -> None:
     device = world.device()
     world.give(fedavg, program=with_epochs(fedavg.program, 1_000_000))
     world.server.expect(Progress)
@@ -880,7 +562,7 @@ def test_the_end_of_a_run_stops_its_task(world: World, fedavg: "Setting") -> Non
     assert device.vault.local("run") is None
 
 
-def test_the_end_of_another_run_does_not(world: World, fedavg: "Setting") -> None:
+def test_the_end_of_another_run_does_not(world: World, fedavg: Setting) -> None:
     world.device()
     world.give(fedavg, program=with_epochs(fedavg.program, 100))
     world.server.expect(Progress)
@@ -888,7 +570,7 @@ def test_the_end_of_another_run_does_not(world: World, fedavg: "Setting") -> Non
     assert world.server.expect(Result).use.steps == 300
 
 
-def test_once_leaves_when_the_run_has_ended(world: World, fedavg: "Setting") -> None:
+def test_once_leaves_when_the_run_has_ended(world: World, fedavg: Setting) -> None:
     device = world.device(once=True)
     world.server.acknowledge(world.result(fedavg))
     world.server.tell(RunEnded("run", "finished"))
@@ -917,7 +599,7 @@ ANSWERS_TO_A_REFUSAL: dict[str, Callable[[Failed | Declined], FromCoordinator]] 
 @pytest.mark.parametrize("kind", [Failed, Declined])
 def test_failures_and_refusals_are_repeated_until_they_are_answered(
     world: World,
-    fedavg: "Setting",
+    fedavg: Setting,
     tmp_path: Path,
     kind: type[Failed | Declined],
     answer: Callable[[Failed | Declined], FromCoordinator],
@@ -942,7 +624,7 @@ def test_failures_and_refusals_are_repeated_until_they_are_answered(
 
 
 @pytest.mark.usefixtures("repeating")
-def test_failure_that_was_lost_with_the_link_is_said_after_the_next_welcome(world: World, fedavg: "Setting") -> None:
+def test_failure_that_was_lost_with_the_link_is_said_after_the_next_welcome(world: World, fedavg: Setting) -> None:
     device, server = world.device(), world.server
     world.give(fedavg, program=with_epochs(fedavg.program, 500_000), deadline_s=600.0)
     server.expect(Progress)
@@ -956,7 +638,7 @@ def test_failure_that_was_lost_with_the_link_is_said_after_the_next_welcome(worl
     assert "not done within the deadline" in server.expect(Failed).reason
 
 
-def test_task_that_was_given_again_is_left_when_its_failure_is_acknowledged(world: World, fedavg: "Setting") -> None:
+def test_task_that_was_given_again_is_left_when_its_failure_is_acknowledged(world: World, fedavg: Setting) -> None:
     """The coordinator heard of the failure after all; to go on would only cost energy."""
     device, server = world.device(), world.server
     world.give(fedavg, groups={})
@@ -968,7 +650,7 @@ def test_task_that_was_given_again_is_left_when_its_failure_is_acknowledged(worl
 
 
 def test_a_result_is_sent_until_it_is_acknowledged(
-    world: World, fedavg: "Setting", monkeypatch: pytest.MonkeyPatch
+    world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
     monkeypatch.setattr(agent_module, "AGAIN_MAX_S", 0.1)
@@ -984,7 +666,7 @@ def test_a_result_is_sent_until_it_is_acknowledged(
     assert world.server.count(Result) == said
 
 
-def test_a_result_survives_the_device(world: World, fedavg: "Setting") -> None:
+def test_a_result_survives_the_device(world: World, fedavg: Setting) -> None:
     """Started again from the same state, it sends the same bytes, and trains nothing: the vault's folder stays."""
     first = world.device()
     result = world.result(fedavg)
@@ -1003,7 +685,7 @@ def test_a_result_survives_the_device(world: World, fedavg: "Setting") -> None:
     world.server.wait(lambda: again.vault.pending() == [])
 
 
-def test_progress_is_said_as_often_as_the_task_asks(world: World, fedavg: "Setting") -> None:
+def test_progress_is_said_as_often_as_the_task_asks(world: World, fedavg: Setting) -> None:
     """At the first step, at the last, and in between only where the interval has passed: here it never has."""
     world.device()
     result = world.result(fedavg, program=with_epochs(fedavg.program, 150), progress_s=3600.0)
@@ -1014,7 +696,7 @@ def test_progress_is_said_as_often_as_the_task_asks(world: World, fedavg: "Setti
 
 
 def test_progress_is_in_the_log_of_the_device(
-    world: World, fedavg: "Setting", monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(workbench_module, "LOG_EVERY_S", 0.0)
     caplog.set_level("INFO")
@@ -1024,7 +706,7 @@ def test_progress_is_in_the_log_of_the_device(
     assert said == [f"{step}/{result.use.steps}" for step in range(1, int(result.use.steps) + 1)]
 
 
-def test_what_a_device_says_of_a_task_names_the_task(world: World, fedavg: "Setting", tmp_path: Path) -> None:
+def test_what_a_device_says_of_a_task_names_the_task(world: World, fedavg: Setting, tmp_path: Path) -> None:
     """A result does, and names its Program, also when another process of the device sends it again."""
     first, server = world.device(), world.server
     task = world.task(fedavg, task="digest of what is asked")
@@ -1041,14 +723,14 @@ def test_what_a_device_says_of_a_task_names_the_task(world: World, fedavg: "Sett
     assert server.expect(Declined).task == "another"
 
 
-def test_a_failure_names_its_task(world: World, fedavg: "Setting") -> None:
+def test_a_failure_names_its_task(world: World, fedavg: Setting) -> None:
     world.device()
     world.give(fedavg, groups={}, task="nothing is brought")
     assert world.server.expect(Failed).task == "nothing is brought"
 
 
 def test_a_result_of_a_run_that_is_not_known_now_is_kept_and_sent_in_the_next_epoch(
-    world: World, fedavg: "Setting", monkeypatch: pytest.MonkeyPatch
+    world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, server = world.device(), world.server
     monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.0)  # of results from now on
@@ -1070,7 +752,7 @@ def test_a_result_of_a_run_that_is_not_known_now_is_kept_and_sent_in_the_next_ep
     server.wait(lambda: device.vault.pending() == [])
 
 
-def test_a_result_survives_other_tasks(world: World, fedavg: "Setting") -> None:
+def test_a_result_survives_other_tasks(world: World, fedavg: Setting) -> None:
     """Blobs that no task names are deleted, but not an upload that nobody has fetched."""
     world.device()
     result = world.result(fedavg)
@@ -1079,7 +761,7 @@ def test_a_result_survives_other_tasks(world: World, fedavg: "Setting") -> None:
     assert set(world.server.fetch(result.upload)) == set(fedavg.program.tensors)
 
 
-def test_a_result_whose_upload_is_gone_is_lost_and_the_device_is_not(world: World, fedavg: "Setting") -> None:
+def test_a_result_whose_upload_is_gone_is_lost_and_the_device_is_not(world: World, fedavg: Setting) -> None:
     """Found by fuzzing: a newer task had tidied up. Such a device ended, and ended again at each start."""
     first = world.device()
     result = world.result(fedavg)
@@ -1093,7 +775,7 @@ def test_a_result_whose_upload_is_gone_is_lost_and_the_device_is_not(world: Worl
     assert world.result(fedavg, run="other", kind="evaluate").run == "other"
 
 
-def test_a_result_survives_the_link(world: World, fedavg: "Setting") -> None:
+def test_a_result_survives_the_link(world: World, fedavg: Setting) -> None:
     world.device()
     result = world.result(fedavg)
     world.broker.stop()
@@ -1103,7 +785,7 @@ def test_a_result_survives_the_link(world: World, fedavg: "Setting") -> None:
     assert world.server.expect(Result) == result
 
 
-def test_a_refused_result_is_settled(world: World, fedavg: "Setting") -> None:
+def test_a_refused_result_is_settled(world: World, fedavg: Setting) -> None:
     """Its personal tensors stay: they are as good as before."""
     device = world.device()
     result = world.result(fedavg, program=with_local_head(fedavg))
@@ -1115,7 +797,7 @@ def test_a_refused_result_is_settled(world: World, fedavg: "Setting") -> None:
     assert world.server.count(Result) == 1
 
 
-def test_an_acknowledgement_of_something_else_settles_nothing(world: World, fedavg: "Setting") -> None:
+def test_an_acknowledgement_of_something_else_settles_nothing(world: World, fedavg: Setting) -> None:
     device = world.device()
     result = world.result(fedavg)
     for wrong in (
@@ -1129,7 +811,7 @@ def test_an_acknowledgement_of_something_else_settles_nothing(world: World, feda
     assert device.vault.pending() == [result]
 
 
-def test_once_leaves_with_a_result_of_another_run(world: World, fedavg: "Setting") -> None:
+def test_once_leaves_with_a_result_of_another_run(world: World, fedavg: Setting) -> None:
     """That run may have been interrupted, and nobody is there to acknowledge; the vault keeps the result for it."""
     device = world.device(once=True)
     result = world.result(fedavg, run="other")
@@ -1138,7 +820,7 @@ def test_once_leaves_with_a_result_of_another_run(world: World, fedavg: "Setting
     assert device.vault.pending() == [result]
 
 
-def test_only_uploads_are_served(world: World, fedavg: "Setting") -> None:
+def test_only_uploads_are_served(world: World, fedavg: Setting) -> None:
     """The device has the program and the group too; a peer gets none of them, before and after the upload."""
     world.device()
     result = world.result(fedavg, program=with_local_head(fedavg))
@@ -1159,14 +841,14 @@ def test_only_uploads_are_served(world: World, fedavg: "Setting") -> None:
 # --- what cannot be done is said, and nothing of it is kept -------------------------------------------
 
 
-def test_a_program_of_another_version_is_named(world: World, fedavg: "Setting") -> None:
+def test_a_program_of_another_version_is_named(world: World, fedavg: Setting) -> None:
     world.device()
     newer = msgspec.structs.replace(fedavg.program, v=3)
     assert world.failure(fedavg, program=newer) == "program version 3, this software knows versions 1 and 2"
     assert world.result(fedavg, round=2).round == 2
 
 
-def test_a_program_that_is_none_is_named(world: World, fedavg: "Setting") -> None:
+def test_a_program_that_is_none_is_named(world: World, fedavg: Setting) -> None:
     world.device()
     task, nonsense = world.task(fedavg), world.server.keep(b"\x81\xa1v\x01")  # {"v": 1}
     world.server.tell(msgspec.structs.replace(task, program=nonsense.digest, blobs=(nonsense, *task.blobs)))
@@ -1200,9 +882,7 @@ def damaged(start: Tensors, how: str) -> Tensors:
         ("extra", r"1 tensors were not asked for, the first is 'head\.extra'"),
     ],
 )
-def test_a_group_that_is_not_as_the_program_says_is_named(
-    world: World, fedavg: "Setting", how: str, reason: str
-) -> None:
+def test_a_group_that_is_not_as_the_program_says_is_named(world: World, fedavg: Setting, how: str, reason: str) -> None:
     device = world.device()
     values = damaged(fedavg.start(), how)
     failed = world.failure(fedavg, group_values={"model": values})
@@ -1212,7 +892,7 @@ def test_a_group_that_is_not_as_the_program_says_is_named(
     assert world.result(fedavg, round=2).round == 2
 
 
-def test_a_group_that_is_no_tensors_at_all_is_named(world: World, fedavg: "Setting") -> None:
+def test_a_group_that_is_no_tensors_at_all_is_named(world: World, fedavg: Setting) -> None:
     world.device()
     nonsense = world.server.keep(b"no tensors")
     task = world.task(fedavg)
@@ -1220,19 +900,19 @@ def test_a_group_that_is_no_tensors_at_all_is_named(world: World, fedavg: "Setti
     assert "10 bytes are not safetensors" in world.server.expect(Failed).reason
 
 
-def test_a_group_that_is_not_brought_is_named(world: World, fedavg: "Setting") -> None:
+def test_a_group_that_is_not_brought_is_named(world: World, fedavg: Setting) -> None:
     world.device()
     assert world.failure(fedavg, groups={}) == "group 'model' of round 1: the task does not bring it"
 
 
 @pytest.mark.parametrize("digest", [FAR_OFF, "nonsense", "blake3:../../../etc/passwd"])
-def test_a_blob_that_the_task_does_not_describe_is_named(world: World, fedavg: "Setting", digest: str) -> None:
+def test_a_blob_that_the_task_does_not_describe_is_named(world: World, fedavg: Setting, digest: str) -> None:
     world.device()
     assert digest in world.failure(fedavg, program=None, groups={"model": digest})
     assert world.result(fedavg, round=2).round == 2
 
 
-def test_a_description_that_is_no_digest_is_named(world: World, fedavg: "Setting") -> None:
+def test_a_description_that_is_no_digest_is_named(world: World, fedavg: Setting) -> None:
     world.device()
     task = world.task(fedavg)
     bad = Manifest("blake3:../../../etc/passwd", 10, 1024)
@@ -1241,7 +921,7 @@ def test_a_description_that_is_no_digest_is_named(world: World, fedavg: "Setting
     assert world.result(fedavg, round=2).round == 2
 
 
-def test_a_damaged_graph_is_named(world: World, fedavg: "Setting") -> None:
+def test_a_damaged_graph_is_named(world: World, fedavg: Setting) -> None:
     device = world.device()
     nonsense = world.server.keep(b"no graph")
     graphs = {
@@ -1253,13 +933,13 @@ def test_a_damaged_graph_is_named(world: World, fedavg: "Setting") -> None:
     assert device.vault.round_of("run") == 0
 
 
-def test_images_of_a_class_that_the_run_does_not_know_are_named(world: World, fedavg: "Setting") -> None:
+def test_images_of_a_class_that_the_run_does_not_know_are_named(world: World, fedavg: Setting) -> None:
     world.device()
     other = msgspec.structs.replace(fedavg.program, classes=("0", "1", "seven"))
     assert "class folders that the run does not know: 2" in world.failure(fedavg, program=other)
 
 
-def test_diverged_training_keeps_nothing(world: World, fedavg: "Setting") -> None:
+def test_diverged_training_keeps_nothing(world: World, fedavg: Setting) -> None:
     """A rate of 1e30 makes the second step infinite; personal tensors of round 1 and its result stay as they are."""
     program = with_local_head(fedavg)
     device = world.device()
@@ -1278,7 +958,7 @@ def test_diverged_training_keeps_nothing(world: World, fedavg: "Setting") -> Non
     assert world.result(fedavg, program=program, round=3).round == 3
 
 
-def test_a_vault_that_cannot_be_written_is_named_and_the_device_stays(world: World, fedavg: "Setting") -> None:
+def test_a_vault_that_cannot_be_written_is_named_and_the_device_stays(world: World, fedavg: Setting) -> None:
     device = world.device()
     in_the_way = device.vault.folder / "run"
     device.vault.folder.mkdir(parents=True)
@@ -1288,7 +968,7 @@ def test_a_vault_that_cannot_be_written_is_named_and_the_device_stays(world: Wor
     assert world.result(fedavg, round=2).round == 2
 
 
-def test_a_vault_whose_round_is_gone_is_named_and_the_run_begins_anew(world: World, fedavg: "Setting") -> None:
+def test_a_vault_whose_round_is_gone_is_named_and_the_run_begins_anew(world: World, fedavg: Setting) -> None:
     device = world.device()
     result = world.result(fedavg)
     [folder] = (device.vault.folder / "run").glob("round-*")
@@ -1300,13 +980,13 @@ def test_a_vault_whose_round_is_gone_is_named_and_the_run_begins_anew(world: Wor
     assert world.result(fedavg, round=3, run="other").damaged == ()
 
 
-def test_a_run_whose_name_leads_elsewhere_is_refused(world: World, fedavg: "Setting", tmp_path: Path) -> None:
+def test_a_run_whose_name_leads_elsewhere_is_refused(world: World, fedavg: Setting, tmp_path: Path) -> None:
     world.device()
     assert "../../escaped" in world.failure(fedavg, run="../../escaped")
     assert not (tmp_path / "escaped").exists()
 
 
-def test_an_error_that_nobody_foresaw_is_named_and_the_device_stays(world: World, fedavg: "Setting") -> None:
+def test_an_error_that_nobody_foresaw_is_named_and_the_device_stays(world: World, fedavg: Setting) -> None:
     world.device()
     [phase] = fedavg.program.train
     odd = msgspec.structs.replace(fedavg.program, train=(msgspec.structs.replace(phase, graph="no such graph"),))
@@ -1321,7 +1001,7 @@ def budgeted(world: World, **budget: int) -> Device:
     return world.device(guard=Guard(Budget(**budget)))
 
 
-def flops_of_training(world: World, setting: "Setting") -> int:
+def flops_of_training(world: World, setting: Setting) -> int:
     """Of the whole task, as a device without budgets reports it; its result is settled."""
     device = world.device()
     result = world.result(setting)
@@ -1331,7 +1011,7 @@ def flops_of_training(world: World, setting: "Setting") -> int:
     return result.use.flops
 
 
-def test_a_result_says_what_was_measured(world: World, fedavg: "Setting") -> None:
+def test_a_result_says_what_was_measured(world: World, fedavg: Setting) -> None:
     """Two epochs of three batches. Without sensors energy and heat are None, as is `sustained` after six steps."""
     world.device()
     use = world.result(fedavg).use
@@ -1343,7 +1023,7 @@ def test_a_result_says_what_was_measured(world: World, fedavg: "Setting") -> Non
     assert (use.energy_j, use.temperature_c, use.throttled, use.sustained, use.broke) == (None, None, None, None, ())
 
 
-def test_a_task_over_its_memory_is_refused_with_what_was_measured(world: World, fedavg: "Setting") -> None:
+def test_a_task_over_its_memory_is_refused_with_what_was_measured(world: World, fedavg: Setting) -> None:
     """No step is made, nothing is kept, and the device stays for the next task."""
     device = budgeted(world, memory_bytes=10**6)
     for kind in ("train", "evaluate"):
@@ -1361,7 +1041,7 @@ def test_a_task_over_its_memory_is_refused_with_what_was_measured(world: World, 
     world.server.roll_call()
 
 
-def test_after_a_task_over_its_memory_graphs_are_loaded_again(world: World, fedavg: "Setting") -> None:
+def test_after_a_task_over_its_memory_graphs_are_loaded_again(world: World, fedavg: Setting) -> None:
     """The same device, with a budget that it can keep: its engine gave everything back and works as before."""
     guard = Guard(Budget(memory_bytes=1))
     world.device(guard=guard)
@@ -1372,7 +1052,7 @@ def test_after_a_task_over_its_memory_graphs_are_loaded_again(world: World, feda
     assert result.use.broke == ()
 
 
-def test_a_task_is_stopped_between_two_steps(world: World, fedavg: "Setting") -> None:
+def test_a_task_is_stopped_between_two_steps(world: World, fedavg: Setting) -> None:
     """Six equal steps; the budget is that of two and a half, so the third is the first beyond it and the last."""
     flops = flops_of_training(world, fedavg)
     device = budgeted(world, flops_per_round=flops * 5 // 12)
@@ -1386,7 +1066,7 @@ def test_a_task_is_stopped_between_two_steps(world: World, fedavg: "Setting") ->
     world.server.mark()
 
 
-def test_a_budget_that_only_the_last_step_broke_is_reported_with_the_result(world: World, fedavg: "Setting") -> None:
+def test_a_budget_that_only_the_last_step_broke_is_reported_with_the_result(world: World, fedavg: Setting) -> None:
     flops = flops_of_training(world, fedavg)
     budgeted(world, flops_per_round=flops - 1)
     result = world.result(fedavg, round=2)
@@ -1394,13 +1074,13 @@ def test_a_budget_that_only_the_last_step_broke_is_reported_with_the_result(worl
     assert (result.use.steps, result.use.flops) == (6, flops)
 
 
-def test_a_budget_that_is_just_kept(world: World, fedavg: "Setting") -> None:
+def test_a_budget_that_is_just_kept(world: World, fedavg: Setting) -> None:
     flops = flops_of_training(world, fedavg)
     budgeted(world, flops_per_round=flops)
     assert world.result(fedavg, round=2).use.broke == ()
 
 
-def test_a_result_that_may_not_be_sent_is_not_kept(world: World, fedavg: "Setting") -> None:
+def test_a_result_that_may_not_be_sent_is_not_kept(world: World, fedavg: Setting) -> None:
     device = budgeted(world, upload_bytes=1000)
     world.give(fedavg)
     failed = world.server.expect(Failed)
@@ -1412,7 +1092,7 @@ def test_a_result_that_may_not_be_sent_is_not_kept(world: World, fedavg: "Settin
     assert world.result(fedavg, kind="evaluate").use.broke == ()
 
 
-def test_other_failures_break_no_budget(world: World, fedavg: "Setting") -> None:
+def test_other_failures_break_no_budget(world: World, fedavg: Setting) -> None:
     world.device(guard=Guard(Budget(memory_bytes=10**12)))
     world.give(fedavg, groups={})
     failed = world.server.expect(Failed)
@@ -1423,7 +1103,7 @@ def test_other_failures_break_no_budget(world: World, fedavg: "Setting") -> None
 
 
 def test_a_device_that_is_not_ready_declines_and_works_when_it_is(
-    world: World, fedavg: "Setting", tmp_path: Path
+    world: World, fedavg: Setting, tmp_path: Path
 ) -> None:
     busy = tmp_path / "busy"
     device = world.device(readiness=Readiness(busy_file=busy))
@@ -1439,7 +1119,7 @@ def test_a_device_that_is_not_ready_declines_and_works_when_it_is(
     assert world.result(fedavg).round == 1
 
 
-def test_a_cancelled_task_is_dropped_and_nothing_of_it_is_kept(world: World, fedavg: "Setting") -> None:
+def test_a_cancelled_task_is_dropped_and_nothing_of_it_is_kept(world: World, fedavg: Setting) -> None:
     """It would train for an hour; the next task is done as if that one had not been."""
     device = world.device()
     world.give(fedavg, program=with_epochs(fedavg.program, 100_000))
@@ -1455,7 +1135,7 @@ def test_a_cancelled_task_is_dropped_and_nothing_of_it_is_kept(world: World, fed
     assert device.vault.round_of("run") == 2
 
 
-def test_a_deadline_can_be_extended(world: World, fedavg: "Setting") -> None:
+def test_a_deadline_can_be_extended(world: World, fedavg: Setting) -> None:
     """3 s are too few; told in time that it has ten minutes, the device goes on until it is told to stop."""
     world.device()
     world.give(fedavg, program=with_epochs(fedavg.program, 100_000), deadline_s=3.0)

@@ -24,8 +24,8 @@ from fedvit.transport.base import Received
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import Hello, decode
 from fedvit.wire.topics import Topics
-from tests.brokers import mosquitto, served
-from tests.unit.edge_client.speeds import some_speed
+from tests.support.brokers import mosquitto, served
+from tests.support.speeds import some_speed
 
 PROGRAM = [sys.executable, "-c", "from edge_client.cli import main; main()"]
 NOBODY = "127.0.0.1:1"  # a port where no broker listens

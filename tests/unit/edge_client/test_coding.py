@@ -1,10 +1,9 @@
 """What an agent does with codecs: error feedback from round to round, and blobs that it makes by recipes.
 
-The world of `test_agent`: the device is real, the test is the coordinator.
+The device is real, the test is the coordinator.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -13,22 +12,16 @@ import pytest
 from fedvit.program import Program
 from fedvit.tensors import Tensors, delta, pack
 from fedvit.updates import decode, make_codec
-from fedvit.wire.messages import Recipe, Result
-from tests.unit.edge_client import test_agent
-from tests.unit.edge_client.test_agent import World, trained_here
-
-if TYPE_CHECKING:
-    from tests.unit.edge_client.conftest import Setting
-
-world = test_agent.world  # the fixture
+from fedvit.wire.messages import Result
+from tests.support.agents import Setting, World, trained_here, with_a_patch
 
 
-def coded(setting: "Setting", up: str) -> Program:
+def coded(setting: Setting, up: str) -> Program:
     groups = {name: msgspec.structs.replace(group, up=up) for name, group in setting.program.groups.items()}
     return msgspec.structs.replace(setting.program, groups=groups)
 
 
-def round_of(world: World, setting: "Setting", program: Program, number: int, *, accepted: bool | None) -> Tensors:
+def round_of(world: World, setting: Setting, program: Program, number: int, *, accepted: bool | None) -> Tensors:
     """One round's upload as it came; `accepted` None: the coordinator says nothing."""
     result = world.result(setting, program=program, round=number)
     upload = world.server.fetch(result.upload)
@@ -39,9 +32,7 @@ def round_of(world: World, setting: "Setting", program: Program, number: int, *,
 
 
 @pytest.mark.parametrize("up", ["int8", "top_k:share=0.05"])
-def test_what_coding_left_out_comes_with_the_next_result(
-    world: World, fedavg: "Setting", digits: Path, up: str
-) -> None:
+def test_what_coding_left_out_comes_with_the_next_result(world: World, fedavg: Setting, digits: Path, up: str) -> None:
     """Accepted, refused, accepted again, with a restart between: every upload is the round's delta and what was still
     owed, coded; every round begins with the same values."""
     world.device()
@@ -62,21 +53,7 @@ def test_what_coding_left_out_comes_with_the_next_result(
             world.device()
 
 
-def with_a_patch(world: World, setting: "Setting", *, honest: bool) -> tuple[Tensors, Tensors, Recipe]:
-    """What the device has, what it shall have, and how it may get there."""
-    old = setting.start()
-    draw = np.random.default_rng(0)
-    moved = {name: value + draw.normal(0, 0.01, value.shape).astype(np.float32) for name, value in old.items()}
-    patch = make_codec("int8").encode(delta(moved, old))
-    got = decode(patch, {})
-    new = {name: value + got[name] for name, value in old.items()}
-    if not honest:
-        patch["head.bias"] = patch["head.bias"] + np.float32(1)
-    keep = world.server.keep
-    return old, new, Recipe(keep(pack(new)).digest, keep(pack(old)).digest, keep(pack(patch)))
-
-
-def test_a_device_makes_a_blob_from_what_it_has(world: World, fedavg: "Setting") -> None:
+def test_a_device_makes_a_blob_from_what_it_has(world: World, fedavg: Setting) -> None:
     """It fetches the patch alone, and trains from the very target."""
     device = world.device()
     old, new, recipe = with_a_patch(world, fedavg, honest=True)
@@ -91,7 +68,7 @@ def test_a_device_makes_a_blob_from_what_it_has(world: World, fedavg: "Setting")
     assert not device.blobs.has(recipe.base), "what it began with is not kept for longer than needed"
 
 
-def test_a_device_without_the_base_fetches_the_whole(world: World, fedavg: "Setting") -> None:
+def test_a_device_without_the_base_fetches_the_whole(world: World, fedavg: Setting) -> None:
     world.device()
     _, new, recipe = with_a_patch(world, fedavg, honest=True)
     result = world.result(fedavg, kind="evaluate", group_values={"model": new}, recipes=(recipe,))
@@ -100,7 +77,7 @@ def test_a_device_without_the_base_fetches_the_whole(world: World, fedavg: "Sett
     assert result.use.fetched_bytes > len(pack(new))
 
 
-def test_a_recipe_that_gives_something_else_is_told_and_not_followed_again(world: World, fedavg: "Setting") -> None:
+def test_a_recipe_that_gives_something_else_is_told_and_not_followed_again(world: World, fedavg: Setting) -> None:
     device = world.device()
     old, new, recipe = with_a_patch(world, fedavg, honest=False)
     world.server.acknowledge(world.result(fedavg, kind="evaluate", group_values={"model": old}))

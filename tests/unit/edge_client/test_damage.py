@@ -4,7 +4,7 @@ is damaged and what it does about it. Never anything else.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -13,14 +13,9 @@ from edge_client import agent as agent_module
 from edge_client import integrity as integrity_module
 from fedvit.program import Program
 from fedvit.tensors import pack
-from fedvit.transport.memory import MemoryBroker
 from fedvit.wire.messages import Failed, Result, Want
-from tests.damage import flip
-from tests.unit.edge_client.test_agent import Device, Server, World, with_local_head
-from tests.unit.edge_client.test_coding import with_a_patch
-
-if TYPE_CHECKING:
-    from tests.unit.edge_client.conftest import Setting
+from tests.support.agents import Device, Setting, World, with_a_patch, with_local_head
+from tests.support.damage import flip
 
 ROUNDS = 3
 
@@ -38,17 +33,15 @@ def worlds(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     made: list[World] = []
 
     def make() -> World:
-        folder, broker = tmp_path / f"world-{len(made)}", MemoryBroker()
-        made.append(World(broker, Server(broker, folder / "server"), digits, folder))
+        made.append(World(digits, tmp_path / f"world-{len(made)}"))
         return made[-1]
 
     yield make
     for world in made:
-        for device in world.devices:
-            device.stop()
+        world.stop()
 
 
-def run(world: World, setting: "Setting", program: Program, spoil: Callable[[Device], object]) -> Run:
+def run(world: World, setting: Setting, program: Program, spoil: Callable[[Device], object]) -> Run:
     """Three rounds. After the second the device is stopped, `spoil` is done to its disk, and it starts again."""
     device = world.device()
     uploads, told = list[bytes](), list[str]()
@@ -92,7 +85,7 @@ def before(device: Device) -> Path:
 # --- blobs --------------------------------------------------------------------------------------------
 
 
-def test_every_damaged_blob_is_fetched_anew(worlds: Callable[[], World], fedavg: "Setting") -> None:
+def test_every_damaged_blob_is_fetched_anew(worlds: Callable[[], World], fedavg: Setting) -> None:
     """Graphs, the program, the round's weights, and the first values of the head: all at once, and told one by one."""
     program, spoilt = with_local_head(fedavg), list[Path]()
 
@@ -111,7 +104,7 @@ def test_every_damaged_blob_is_fetched_anew(worlds: Callable[[], World], fedavg:
     assert len(damaged.told) <= len(spoilt)
 
 
-def test_damaged_frozen_weights_train_no_other_model(worlds: Callable[[], World], eftvit: "Setting") -> None:
+def test_damaged_frozen_weights_train_no_other_model(worlds: Callable[[], World], eftvit: Setting) -> None:
     """A number of them is another one: nothing but their digest can tell."""
     [*frozen] = [group.initial for group in eftvit.program.groups.values() if group.initial]
     assert frozen
@@ -127,7 +120,7 @@ def test_damaged_frozen_weights_train_no_other_model(worlds: Callable[[], World]
 
 
 def test_what_is_damaged_while_the_device_runs_is_found_in_idle_time(
-    worlds: Callable[[], World], fedavg: "Setting", monkeypatch: pytest.MonkeyPatch
+    worlds: Callable[[], World], fedavg: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither size nor date of the file change, and this process has found it whole before."""
     world = worlds()
@@ -145,7 +138,7 @@ def test_what_is_damaged_while_the_device_runs_is_found_in_idle_time(
     assert device.blobs.verify(f"blake3:{graph.name}")
 
 
-def test_a_damaged_base_is_not_patched(worlds: Callable[[], World], fedavg: "Setting") -> None:
+def test_a_damaged_base_is_not_patched(worlds: Callable[[], World], fedavg: Setting) -> None:
     """The target is fetched whole instead, within the same task; recipes are followed again afterwards."""
     world = worlds()
     device = world.device()
@@ -162,7 +155,7 @@ def test_a_damaged_base_is_not_patched(worlds: Callable[[], World], fedavg: "Set
 
 
 def test_a_base_that_is_damaged_after_it_was_read_is_found_by_what_comes_out(
-    worlds: Callable[[], World], fedavg: "Setting"
+    worlds: Callable[[], World], fedavg: Setting
 ) -> None:
     world = worlds()
     device = world.device()
@@ -176,7 +169,7 @@ def test_a_base_that_is_damaged_after_it_was_read_is_found_by_what_comes_out(
 
 
 def test_a_disk_that_keeps_nothing_is_named_and_the_task_ends(
-    worlds: Callable[[], World], fedavg: "Setting", monkeypatch: pytest.MonkeyPatch
+    worlds: Callable[[], World], fedavg: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A blob that is damaged as often as it comes is not fetched for ever."""
     world = worlds()
@@ -195,7 +188,7 @@ def test_a_disk_that_keeps_nothing_is_named_and_the_task_ends(
 
 @pytest.mark.parametrize("suffix", ["part", "map"])
 def test_what_was_half_received_and_damaged_is_fetched_again_and_ends(
-    worlds: Callable[[], World], fedavg: "Setting", suffix: str
+    worlds: Callable[[], World], fedavg: Setting, suffix: str
 ) -> None:
     """The digest of the whole tells; then it begins from scratch."""
     world = worlds()
@@ -220,7 +213,7 @@ def test_what_was_half_received_and_damaged_is_fetched_again_and_ends(
 
 
 @pytest.mark.parametrize("kind", ["result", "upload"])
-def test_a_damaged_result_is_lost_and_never_sent(worlds: Callable[[], World], fedavg: "Setting", kind: str) -> None:
+def test_a_damaged_result_is_lost_and_never_sent(worlds: Callable[[], World], fedavg: Setting, kind: str) -> None:
     """Said once, with the file; the device goes on with its personal tensors."""
     world = worlds()
     program = with_local_head(fedavg)
@@ -249,7 +242,7 @@ def test_a_damaged_result_is_lost_and_never_sent(worlds: Callable[[], World], fe
 
 
 def test_an_upload_that_was_damaged_while_it_was_sent_is_found_when_it_is_refused(
-    worlds: Callable[[], World], fedavg: "Setting"
+    worlds: Callable[[], World], fedavg: Setting
 ) -> None:
     world = worlds()
     device = world.device()
@@ -267,7 +260,7 @@ def test_an_upload_that_was_damaged_while_it_was_sent_is_found_when_it_is_refuse
 
 
 def test_damaged_personal_tensors_are_those_of_the_round_before_and_the_run_says_so(
-    worlds: Callable[[], World], fedavg: "Setting"
+    worlds: Callable[[], World], fedavg: Setting
 ) -> None:
     """The third round then begins where the second had begun."""
     program = with_local_head(fedavg)
@@ -284,7 +277,7 @@ def test_damaged_personal_tensors_are_those_of_the_round_before_and_the_run_says
 
 
 def test_personal_tensors_that_are_lost_begin_anew_and_the_run_says_so(
-    worlds: Callable[[], World], fedavg: "Setting"
+    worlds: Callable[[], World], fedavg: Setting
 ) -> None:
     program = with_local_head(fedavg)
 
@@ -299,7 +292,7 @@ def test_personal_tensors_that_are_lost_begin_anew_and_the_run_says_so(
 
 @pytest.mark.parametrize("name", ["CURRENT", "TASK", "result.msgpack", "before"])
 def test_what_is_not_needed_or_is_there_twice_changes_no_number(
-    worlds: Callable[[], World], fedavg: "Setting", name: str
+    worlds: Callable[[], World], fedavg: Setting, name: str
 ) -> None:
     program = with_local_head(fedavg)
 

@@ -35,9 +35,9 @@ from fedvit.wire.messages import Result
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
 from profiles.probes.broker import BrokerProbe
-from tests.brokers import mosquitto, served
-from tests.damage import flip
-from tests.unit.profiles.probes.boards import pi_4, pi_5, write_tree
+from tests.support.boards import pi_4, pi_5, write_tree
+from tests.support.brokers import mosquitto, served
+from tests.support.damage import flip
 
 NOBODY = Address.parse("127.0.0.1:1")
 

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +13,10 @@ from fedvit.resources import Budget, BudgetKind
 from fedvit.wire.messages import TaskKind
 from profiles.probes.host import resident_bytes
 from profiles.probes.meter import Sensors
-from tests.unit.profiles.probes.boards import orin_nano, pi_4, write_tree
+from tests.support.boards import orin_nano, pi_4, write_tree
+from tests.support.waiting import wait_until
 
 MIB = 2**20
-WAIT_S = 30.0
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < until, "did not happen"
-        time.sleep(0.005)
 
 
 def watching(kind: TaskKind = "train", **budget: float) -> Guarded:
@@ -74,7 +66,7 @@ def test_memory_that_a_step_takes_is_seen_while_it_runs() -> None:
     with watching(memory_bytes=limit) as guarded:
         assert not guarded.over()
         filled = np.ones(100 * MIB, np.uint8)
-        wait_for(lambda: guarded.broke == ("memory",))
+        wait_until(lambda: guarded.broke == ("memory",))
         del filled
     use = guarded.use()
     assert use.broke == ("memory",)
@@ -114,7 +106,7 @@ def test_the_base_is_that_before_the_first_task() -> None:
 def test_what_training_may_take(budget: dict[str, float], broke: BudgetKind, words: str) -> None:
     with watching(**budget) as guarded:
         guarded.tally.flops, guarded.upload_bytes = 1000, 5
-        wait_for(guarded.over)
+        wait_until(guarded.over)
     assert guarded.broke == (broke,)
     assert words in guarded.reason()
     assert guarded.use().broke == (broke,)
@@ -143,7 +135,7 @@ def test_a_processor_that_becomes_too_hot(tmp_path: Path) -> None:
     with guard.watching("evaluate") as guarded:
         assert not guarded.over()
         write_tree(root, {"sys/class/thermal/thermal_zone0/temp": "81500\n"})
-        wait_for(guarded.over)
+        wait_until(guarded.over)
     assert guarded.broke == ("temperature",)
     assert guarded.reason() == "the processor was at 81.5 C, the limit of this device is 80.0 C"
     use = guarded.use()

@@ -9,7 +9,7 @@ from edge_client import integrity as integrity_module
 from edge_client.integrity import KEPT_REPORTS, Damaged, Integrity, Verified
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, StorageFailed
-from tests.damage import flip
+from tests.support.damage import flip
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
@@ -18,7 +19,7 @@ from edge_client.vault_key import VaultKey
 from fedvit.errors import ConfigError
 from fedvit.transport.mqtt import Address, tls_context
 from fedvit.wire.topics import Topics
-from tests.unit.edge_client.test_vault_key import SECRET, result
+from tests.support.messages import result
 
 NOW_S = time.time()
 
@@ -43,7 +44,7 @@ def patient(tmp_path: Path) -> Patient:
 def sealed(tmp_path: Path) -> Path:
     """The key of a vault that holds encrypted tensors."""
     key = VaultKey.load(tmp_path / "key", make=True)
-    Vault(tmp_path / "state" / "vault", key).commit(result(1), SECRET)
+    Vault(tmp_path / "state" / "vault", key).commit(result(1), {"w": np.ones(4, np.float32)})
     return key.file
 
 

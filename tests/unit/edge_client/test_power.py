@@ -8,11 +8,11 @@ import pytest
 
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore, digest_of
-from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
 from fedvit.wire.messages import Manifest, Result, Task
-from tests.damage import flip
-from tests.power import Tree, after_power_cut, recorded, tree, write_tree
+from tests.support import messages
+from tests.support.damage import flip
+from tests.support.power import Tree, after_power_cut, recorded, tree, write_tree
 
 RUN = "run"
 UPLOAD = b"what the device sends of round " * 40
@@ -20,7 +20,7 @@ UPLOAD = b"what the device sends of round " * 40
 
 def result(number: int) -> Result:
     upload = Manifest(digest_of(UPLOAD), len(UPLOAD), 126_976)
-    return Result(RUN, number, "train", 5, {"loss": 1 / number}, ResourceUse(), upload)
+    return messages.result(number, run=RUN, upload=upload)
 
 
 def personal(number: int) -> Tensors:

@@ -11,8 +11,8 @@ from edge_client.profile import Place, SelfReport, measure_self, table
 from fedvit.errors import OverBudget
 from fedvit.resources import Budget, Speed
 from fedvit.transport.mqtt import Address
-from tests.unit.edge_client.speeds import some_speed
-from tests.unit.profiles.probes.boards import orin_nano, pi_4, write_tree
+from tests.support.boards import orin_nano, pi_4, write_tree
+from tests.support.speeds import some_speed
 
 NOBODY = Address.parse("127.0.0.1:1")
 BUDGET = Budget(memory_bytes=512_000_000, round_deadline_s=600.0)

@@ -1,9 +1,7 @@
-# ruff: noqa: F811 - a fixture comes from test_agent
 """What a device keeps of runs: its own model, what was not acknowledged, and as many vaults as it should."""
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +22,9 @@ from fedvit.program import encode_program
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack
 from fedvit.wire.messages import Manifest, Result, RunEnded, Task
-from tests.power import after_power_cut, recorded, tree, write_tree
-from tests.unit.edge_client.conftest import Setting
-from tests.unit.edge_client.test_agent import (
-    WAIT_S,
-    Device,
-    World,
-    with_kept,
-    with_local_head,
-    world,  # noqa: F401 - a fixture
-)
+from tests.support.agents import Device, Setting, World, with_kept, with_local_head
+from tests.support.power import after_power_cut, recorded, tree, write_tree
+from tests.support.waiting import wait_until
 
 
 def digests(blobs: BlobStore) -> set[str]:
@@ -136,10 +127,7 @@ def test_a_result_that_is_done_just_when_its_run_ends_does_not_wait(
 
     def late(*arguments: Any) -> None:
         world.server.tell(RunEnded("run", "finished"))
-        until = time.monotonic() + WAIT_S
-        while not device.vault.is_over("run"):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: device.vault.is_over("run"))
         commit(*arguments)
 
     monkeypatch.setattr(device.vault, "commit", late)

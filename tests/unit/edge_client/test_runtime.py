@@ -4,7 +4,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -33,15 +33,13 @@ from fedvit.program import (
     Train,
 )
 from fedvit.tensors import Tensors
-
-if TYPE_CHECKING:
-    from tests.unit.edge_client.conftest import Log, Setting
+from tests.support.agents import Log, Setting
 
 SEEDS = Seeds(run=1, round=1, device="pi")
 SILENT = Watch(lambda *step: None, lambda: False)
 
 
-def train(setting: "Setting", images: Split, program: Program | None = None, **changed: Any) -> Trained:
+def train(setting: Setting, images: Split, program: Program | None = None, **changed: Any) -> Trained:
     """One round from the program's start values; `seeds`, `start`, `lr_scale` or `watch` as given."""
     given = {"start": setting.start(), "seeds": SEEDS, "lr_scale": 1.0, "watch": SILENT, **changed}
     return setting.runtime().train(program or setting.program, images=images, **given)
@@ -72,7 +70,7 @@ def lose_pixels(folder: Path, name: str) -> None:
     (folder / name).write_bytes((folder / name).read_bytes()[:200])
 
 
-def in_torch(setting: "Setting", images: Split, steps: int, *, fresh_slots: bool) -> tuple[Tensors, float]:
+def in_torch(setting: Setting, images: Split, steps: int, *, fresh_slots: bool) -> tuple[Tensors, float]:
     """Full-batch training of FedAvg's step in eager torch, without padding: (tensors, loss of the last step)."""
     plan, batch = setting.plan, setting.program.batch
     [phase] = setting.program.train
@@ -102,7 +100,7 @@ def in_torch(setting: "Setting", images: Split, steps: int, *, fresh_slots: bool
     return {name: inputs[f"tensor/{name}"].numpy() for name in names}, loss
 
 
-def assert_moved_alike(setting: "Setting", got: Tensors, want: Tensors) -> None:
+def assert_moved_alike(setting: Setting, got: Tensors, want: Tensors) -> None:
     """Updates agree within 1e-3 of the largest update of their tensor, or 2 units in the last place of 1."""
     start = setting.start()
     assert got.keys() == want.keys()
@@ -115,7 +113,7 @@ def assert_moved_alike(setting: "Setting", got: Tensors, want: Tensors) -> None:
 
 
 @pytest.mark.parametrize(("method", "lr"), [("fedavg", 0.03), ("eftvit", 3e-4)])
-def test_training_learns(settings: dict[str, "Setting"], data: DeviceData, method: str, lr: float) -> None:
+def test_training_learns(settings: dict[str, Setting], data: DeviceData, method: str, lr: float) -> None:
     """Three classes: a guess costs ln 3 = 1.10. 120 epochs over 20 digits must explain at least a third of it."""
     setting = settings[method]
     first = train(setting, data.train, with_phase(setting.program, epochs=1, lr=lr))
@@ -124,7 +122,7 @@ def test_training_learns(settings: dict[str, "Setting"], data: DeviceData, metho
     assert last.loss < 0.73
 
 
-def test_local_and_head_move_and_the_global_part_does_not(eftvit: "Setting", data: DeviceData) -> None:
+def test_local_and_head_move_and_the_global_part_does_not(eftvit: Setting, data: DeviceData) -> None:
     program, start = eftvit.program, eftvit.start()
     untouched = {name: value.tobytes() for name, value in start.items()}
     trained = train(eftvit, data.train, start=start)
@@ -137,7 +135,7 @@ def test_local_and_head_move_and_the_global_part_does_not(eftvit: "Setting", dat
     assert {name: value.tobytes() for name, value in start.items()} == untouched
 
 
-def test_what_a_round_says_of_itself(fedavg: "Setting", data: DeviceData, log: "Log") -> None:
+def test_what_a_round_says_of_itself(fedavg: Setting, data: DeviceData, log: Log) -> None:
     """20 images in batches of 8: 3 steps an epoch, 6 in 2 epochs. The loss is the mean over the last epoch's 20."""
     trained = train(fedavg, data.train, watch=log)
     assert (trained.samples, trained.steps) == (20, 6)
@@ -149,7 +147,7 @@ def test_what_a_round_says_of_itself(fedavg: "Setting", data: DeviceData, log: "
     assert trained.collected == {}
 
 
-def test_features_are_collected_as_the_program_says(eftvit: "Setting", data: DeviceData) -> None:
+def test_features_are_collected_as_the_program_says(eftvit: Setting, data: DeviceData) -> None:
     """n_c = 8, 8, 4: the median is 8; 4 < 8 gives 8 of its 3 * 4. 16 patches, half kept, and the class token: 9."""
     collected = train(eftvit, data.train).collected
     assert collected["features.1"].shape == (24, 9, 32)
@@ -158,7 +156,7 @@ def test_features_are_collected_as_the_program_says(eftvit: "Setting", data: Dev
     assert collected["labels"].dtype == np.int64
 
 
-def test_the_schedule_scales_the_learning_rate(fedavg: "Setting", data: DeviceData, tmp_path: Path) -> None:
+def test_the_schedule_scales_the_learning_rate(fedavg: Setting, data: DeviceData, tmp_path: Path) -> None:
     """One plain step: the update is proportional to the rate, so a quarter of it moves a quarter as far."""
     images = some(data, tmp_path, [0, 9, 17]).train
     program = with_phase(fedavg.program, epochs=1)
@@ -172,7 +170,7 @@ def test_the_schedule_scales_the_learning_rate(fedavg: "Setting", data: DeviceDa
 
 
 @pytest.mark.parametrize("method", ["fedavg", "eftvit"])
-def test_the_same_seeds_give_the_same_bits(settings: dict[str, "Setting"], data: DeviceData, method: str) -> None:
+def test_the_same_seeds_give_the_same_bits(settings: dict[str, Setting], data: DeviceData, method: str) -> None:
     first, again = (train(settings[method], data.train) for _ in range(2))
     assert first.loss == again.loss
     for one, other in ((first.tensors, again.tensors), (first.collected, again.collected)):
@@ -181,7 +179,7 @@ def test_the_same_seeds_give_the_same_bits(settings: dict[str, "Setting"], data:
 
 
 @pytest.mark.parametrize("other", [Seeds(2, 1, "pi"), Seeds(1, 2, "pi"), Seeds(1, 1, "pi2")])
-def test_another_run_round_or_device_draws_otherwise(fedavg: "Setting", data: DeviceData, other: Seeds) -> None:
+def test_another_run_round_or_device_draws_otherwise(fedavg: Setting, data: DeviceData, other: Seeds) -> None:
     images = data.train
     assert train(fedavg, images).tensors["head.weight"].tobytes() != (
         train(fedavg, images, seeds=other).tensors["head.weight"].tobytes()
@@ -194,7 +192,7 @@ def test_generators_are_independent() -> None:
     assert [generator.random() for generator in SEEDS.generators(2)] == draws[:2]
 
 
-def test_masks_differ_between_epochs(eftvit: "Setting", data: DeviceData) -> None:
+def test_masks_differ_between_epochs(eftvit: Setting, data: DeviceData) -> None:
     """With a learning rate of 1e-30 no weight moves, so only the mask can change a sample's features.
 
     n_c = 8, 8, 4, three epochs: the third class gives 8 of its 12; with 4 images, some image comes from at
@@ -216,7 +214,7 @@ def test_masks_differ_between_epochs(eftvit: "Setting", data: DeviceData) -> Non
 # --- short batches and unreadable images --------------------------------------------------------------
 
 
-def test_a_short_batch_is_as_exact_as_one_without_padding(fedavg: "Setting", data: DeviceData, tmp_path: Path) -> None:
+def test_a_short_batch_is_as_exact_as_one_without_padding(fedavg: Setting, data: DeviceData, tmp_path: Path) -> None:
     """5 images in a batch of 8, two epochs with momentum; torch takes the 5 alone."""
     images = some(data, tmp_path, [0, 1, 8, 9, 16]).train
     trained = train(fedavg, images)
@@ -227,7 +225,7 @@ def test_a_short_batch_is_as_exact_as_one_without_padding(fedavg: "Setting", dat
 
 @pytest.mark.parametrize(("rows", "runs"), [([*range(8)], 3), ([0, 1, 8, 9, 16], 2), ([9], 1)])
 def test_a_batch_in_parts_is_the_batch_as_a_whole(
-    parts: "Setting", data: DeviceData, tmp_path: Path, rows: list[int], runs: int
+    parts: Setting, data: DeviceData, tmp_path: Path, rows: list[int], runs: int
 ) -> None:
     """8, 5 and 1 images in a batch of 8, worked off 3 at a time, two epochs with momentum; torch takes them all at
     once. What a step costs are the parts that have images."""
@@ -241,7 +239,7 @@ def test_a_batch_in_parts_is_the_batch_as_a_whole(
 
 
 def test_phases_follow_one_another_with_fresh_optimizer_state(
-    fedavg: "Setting", data: DeviceData, tmp_path: Path
+    fedavg: Setting, data: DeviceData, tmp_path: Path
 ) -> None:
     """Two phases of one step each: the second begins where the first ended, with zero momentum."""
     images = some(data, tmp_path, [0, 8, 16]).train
@@ -253,7 +251,7 @@ def test_phases_follow_one_another_with_fresh_optimizer_state(
     assert_moved_alike(fedavg, trained.tensors, want)
 
 
-def test_adaptive_steps_are_those_of_torch(eftvit: "Setting", data: DeviceData, tmp_path: Path) -> None:
+def test_adaptive_steps_are_those_of_torch(eftvit: Setting, data: DeviceData, tmp_path: Path) -> None:
     """Three AdamW steps on masked patches: the runtime counts them, keeps their moments, draws the same masks."""
     images = some(data, tmp_path, [0, 8, 16]).train
     trained = train(eftvit, images)
@@ -277,7 +275,7 @@ def test_adaptive_steps_are_those_of_torch(eftvit: "Setting", data: DeviceData, 
         assert np.abs(value - want).mean() < 0.02 * np.abs(want - first).mean() or name.endswith("qkv.bias"), name
 
 
-def test_an_unreadable_image_does_not_count(fedavg: "Setting", data: DeviceData, tmp_path: Path) -> None:
+def test_an_unreadable_image_does_not_count(fedavg: Setting, data: DeviceData, tmp_path: Path) -> None:
     """4 good images and one that fails when it is decoded: torch takes the 4 alone; 4 samples are reported."""
     lose_pixels(tmp_path / "train" / "1", "broken.png")
     images = some(data, tmp_path, [0, 8, 9, 16]).train
@@ -289,7 +287,7 @@ def test_an_unreadable_image_does_not_count(fedavg: "Setting", data: DeviceData,
     assert_moved_alike(fedavg, trained.tensors, want)
 
 
-def test_an_unreadable_image_is_not_collected(eftvit: "Setting", data: DeviceData, tmp_path: Path) -> None:
+def test_an_unreadable_image_is_not_collected(eftvit: Setting, data: DeviceData, tmp_path: Path) -> None:
     """n_c = 1, 2, 1 with one of the two unreadable; E = 3, the median is 1: one feature of each class at most."""
     lose_pixels(tmp_path / "train" / "1", "broken.png")
     images = some(data, tmp_path, [0, 8, 16]).train
@@ -297,7 +295,7 @@ def test_an_unreadable_image_is_not_collected(eftvit: "Setting", data: DeviceDat
     assert {tuple(sorted(kept)) for kept in labels} == {(0, 1, 2), (0, 2)}
 
 
-def test_nothing_but_unreadable_images_is_an_error(fedavg: "Setting", tmp_path: Path) -> None:
+def test_nothing_but_unreadable_images_is_an_error(fedavg: Setting, tmp_path: Path) -> None:
     for name in ("0", "1", "2"):
         lose_pixels(tmp_path / "train" / name, "broken.png")
     with pytest.raises(DataError, match="none of the 3 training images can be decoded"):
@@ -381,7 +379,7 @@ def test_who_leaves_early_leaves_no_thread() -> None:
     assert makers() == []
 
 
-def test_a_task_that_ends_early_leaves_no_thread(fedavg: "Setting", data: DeviceData, log: "Log") -> None:
+def test_a_task_that_ends_early_leaves_no_thread(fedavg: Setting, data: DeviceData, log: Log) -> None:
     """Stopped between two steps; and after its last step, before its epochs are over."""
     log.stopped = lambda: len(log.steps) == 2
     with pytest.raises(Stopped):
@@ -394,7 +392,7 @@ def test_a_task_that_ends_early_leaves_no_thread(fedavg: "Setting", data: Device
 # --- evaluation ---------------------------------------------------------------------------------------
 
 
-def test_evaluation_counts_right_answers(fedavg: "Setting", data: DeviceData, log: "Log") -> None:
+def test_evaluation_counts_right_answers(fedavg: Setting, data: DeviceData, log: Log) -> None:
     """12 test images in batches of 8 and 4: as many right as torch says of the same tensors."""
     values = fedavg.start() | train(fedavg, data.train, with_phase(fedavg.program, epochs=3)).tensors
     batch = fedavg.program.batch
@@ -411,7 +409,7 @@ def test_evaluation_counts_right_answers(fedavg: "Setting", data: DeviceData, lo
 
 
 def test_evaluation_takes_as_many_images_at_a_time_as_training(
-    fedavg: "Setting", parts: "Setting", data: DeviceData, log: "Log"
+    fedavg: Setting, parts: Setting, data: DeviceData, log: Log
 ) -> None:
     """12 test images in runs of 3 are as often right as in runs of 8."""
     values = fedavg.start() | train(fedavg, data.train, with_phase(fedavg.program, epochs=3)).tensors
@@ -422,7 +420,7 @@ def test_evaluation_takes_as_many_images_at_a_time_as_training(
     assert log.steps == [(number, 4, None) for number in (1, 2, 3, 4)]
 
 
-def test_evaluation_uses_full_images_also_where_training_masks(eftvit: "Setting", data: DeviceData) -> None:
+def test_evaluation_uses_full_images_also_where_training_masks(eftvit: Setting, data: DeviceData) -> None:
     """Nothing is drawn at random, so a second look counts the same."""
     runtime, values = eftvit.runtime(), eftvit.start()
     first, again = (runtime.evaluate(eftvit.program, values, data, SEEDS, SILENT) for _ in range(2))
@@ -430,9 +428,7 @@ def test_evaluation_uses_full_images_also_where_training_masks(eftvit: "Setting"
     assert first.samples == 12
 
 
-def test_an_unreadable_test_image_is_neither_right_nor_wrong(
-    fedavg: "Setting", data: DeviceData, tmp_path: Path
-) -> None:
+def test_an_unreadable_test_image_is_neither_right_nor_wrong(fedavg: Setting, data: DeviceData, tmp_path: Path) -> None:
     lose_pixels(tmp_path / "test" / "0", "broken.png")
     (tmp_path / "test" / "1").mkdir()
     (tmp_path / "test" / "1" / "0.png").write_bytes(data.test.paths[4].read_bytes())
@@ -449,7 +445,7 @@ def test_an_unreadable_test_image_is_neither_right_nor_wrong(
     assert right == {0: 0, 1: 1, 2: 0}
 
 
-def test_a_device_without_test_images_counts_nothing(fedavg: "Setting", data: DeviceData, tmp_path: Path) -> None:
+def test_a_device_without_test_images_counts_nothing(fedavg: Setting, data: DeviceData, tmp_path: Path) -> None:
     device = some(data, tmp_path, [0])
     evaluated = fedavg.runtime().evaluate(fedavg.program, fedavg.start(), device, SEEDS, SILENT)
     assert (evaluated.correct, evaluated.samples, evaluated.flops) == (0, 0, 0)
@@ -632,7 +628,7 @@ def test_a_step_made_by_hand(device: DeviceData, make_toy: Callable[..., Toy]) -
 
 @pytest.mark.parametrize(("steps", "taken", "images"), [(1, 1, 4), (3, 3, 10), (4, 4, 14), (5, 5, 18), (99, 6, 20)])
 def test_a_phase_ends_after_its_steps(
-    device: DeviceData, make_toy: Callable[..., Toy], log: "Log", steps: int, taken: int, images: int
+    device: DeviceData, make_toy: Callable[..., Toy], log: Log, steps: int, taken: int, images: int
 ) -> None:
     """Two epochs have six batches, of 4, 4 and 2 images twice; each image adds 0.5 to w. Progress counts to what is
     to be done. However few images it came to: the device has ten, and the server weighs it by them."""
@@ -643,7 +639,7 @@ def test_a_phase_ends_after_its_steps(
     assert [(done, total) for done, total, _ in log.steps] == [(number, taken) for number in range(1, taken + 1)]
 
 
-def test_a_short_phase_after_a_long_one(device: DeviceData, make_toy: Callable[..., Toy], log: "Log") -> None:
+def test_a_short_phase_after_a_long_one(device: DeviceData, make_toy: Callable[..., Toy], log: Log) -> None:
     """Three batches, then one more; the images that it did not come to count as the device's all the same."""
     toy = make_toy()
     trained = toy.train(device.train, toy.phase, msgspec.structs.replace(toy.phase, steps=1), watch=log)
@@ -653,7 +649,7 @@ def test_a_short_phase_after_a_long_one(device: DeviceData, make_toy: Callable[.
 
 
 def test_each_batch_is_repeated_and_the_last_time_is_told(
-    device: DeviceData, make_toy: Callable[..., Toy], log: "Log"
+    device: DeviceData, make_toy: Callable[..., Toy], log: Log
 ) -> None:
     """Three batches, each three times: the same images, steps go on counting, last is 1 in every third only, and w
     moves only then. A report after each batch."""
@@ -758,7 +754,7 @@ def test_a_copy_is_tuned_before_it_is_tested(device: DeviceData, make_toy: Calla
     assert toy.evaluate(device, plain, start).correct == 1
 
 
-def test_tuning_has_its_price_and_says_nothing(device: DeviceData, make_toy: Callable[..., Toy], log: "Log") -> None:
+def test_tuning_has_its_price_and_says_nothing(device: DeviceData, make_toy: Callable[..., Toy], log: Log) -> None:
     """Three steps of 10 FLOPs, and two batches of answers; progress counts the answers alone."""
     toy = make_toy()
     tuned = toy.evaluate(device, Evaluate(graph="predict", adapt=(toy.phase,)), watch=log)
@@ -774,7 +770,7 @@ def test_tuning_can_be_stopped(device: DeviceData, make_toy: Callable[..., Toy])
     assert len(toy.fed) == 2
 
 
-def test_tuning_is_the_training_of_the_same_round(spied: None, fedavg: "Setting", data: DeviceData) -> None:
+def test_tuning_is_the_training_of_the_same_round(spied: None, fedavg: Setting, data: DeviceData) -> None:
     """On a real model: as if one trained the phase, and then tested what came of it; bit by bit."""
     [phase] = with_phase(fedavg.program, epochs=3).train
     start = fedavg.start()
@@ -877,21 +873,21 @@ def test_what_is_gathered_sees_what_was_tuned(device: DeviceData, make_toy: Call
 # --- stopping and errors ------------------------------------------------------------------------------
 
 
-def test_training_stops_between_two_steps(fedavg: "Setting", data: DeviceData, log: "Log") -> None:
+def test_training_stops_between_two_steps(fedavg: Setting, data: DeviceData, log: Log) -> None:
     log.stopped = lambda: len(log.steps) == 4
     with pytest.raises(Stopped):
         train(fedavg, data.train, watch=log)
     assert len(log.steps) == 4
 
 
-def test_evaluation_stops_between_two_batches(fedavg: "Setting", data: DeviceData, log: "Log") -> None:
+def test_evaluation_stops_between_two_batches(fedavg: Setting, data: DeviceData, log: Log) -> None:
     log.stopped = lambda: len(log.steps) == 1
     with pytest.raises(Stopped):
         fedavg.runtime().evaluate(fedavg.program, fedavg.start(), data, SEEDS, log)
     assert len(log.steps) == 1
 
 
-def test_an_input_that_the_program_does_not_provide_is_named(fedavg: "Setting", data: DeviceData) -> None:
+def test_an_input_that_the_program_does_not_provide_is_named(fedavg: Setting, data: DeviceData) -> None:
     lacking = msgspec.structs.replace(
         fedavg.program, tensors={name: spec for name, spec in fedavg.program.tensors.items() if name != "head.bias"}
     )
@@ -902,13 +898,13 @@ def test_an_input_that_the_program_does_not_provide_is_named(fedavg: "Setting", 
         fedavg.runtime().evaluate(lacking, start, data, SEEDS, SILENT)
 
 
-def test_a_masked_graph_is_not_fed_whole_images(eftvit: "Setting", data: DeviceData) -> None:
+def test_a_masked_graph_is_not_fed_whole_images(eftvit: Setting, data: DeviceData) -> None:
     batch = msgspec.structs.replace(eftvit.program.batch, mask_ratio=0.0)
     with pytest.raises(BadPayload, match=r"wants 'batch/patches' as .* of shape \[8, 8, 192\], it is .*\[8, 16, 192\]"):
         train(eftvit, data.train, msgspec.structs.replace(eftvit.program, batch=batch))
 
 
-def test_a_graph_that_does_not_fit_the_batch_is_refused(fedavg: "Setting", data: DeviceData) -> None:
+def test_a_graph_that_does_not_fit_the_batch_is_refused(fedavg: Setting, data: DeviceData) -> None:
     batch = msgspec.structs.replace(fedavg.program.batch, batch_size=4, micro_batch=4)
     with pytest.raises(
         BadPayload, match=r"wants 'batch/patches' as .* of shape \[8, 16, 192\], it is .*\[4, 16, 192\]"
@@ -917,7 +913,7 @@ def test_a_graph_that_does_not_fit_the_batch_is_refused(fedavg: "Setting", data:
 
 
 @pytest.mark.parametrize("damage", ["cut", "nonsense", "missing"])
-def test_a_damaged_graph_is_named(fedavg: "Setting", tmp_path: Path, damage: str) -> None:
+def test_a_damaged_graph_is_named(fedavg: Setting, tmp_path: Path, damage: str) -> None:
     digest = fedavg.program.graphs["train"].digest
     content = fedavg.blobs.get(digest)
     path = tmp_path / "graph.onnx"
@@ -927,7 +923,7 @@ def test_a_damaged_graph_is_named(fedavg: "Setting", tmp_path: Path, damage: str
         Runtime(1).open(digest, path)
 
 
-def test_graphs_of_programs_that_are_over_are_closed(fedavg: "Setting", eftvit: "Setting", data: DeviceData) -> None:
+def test_graphs_of_programs_that_are_over_are_closed(fedavg: Setting, eftvit: Setting, data: DeviceData) -> None:
     runtime = fedavg.runtime()
     runtime.keep_only({fedavg.program.graphs["predict"].digest})
     assert runtime.evaluate(fedavg.program, fedavg.start(), data, SEEDS, SILENT).samples == 12

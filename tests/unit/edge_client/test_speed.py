@@ -8,7 +8,7 @@ import pytest
 from edge_client.speed import FILE, Circumstances, find_speed, kept_speed
 from fedvit.errors import LinkDown
 from fedvit.resources import Speed
-from tests.unit.edge_client.speeds import some_speed
+from tests.support.speeds import some_speed
 
 
 class Measure:

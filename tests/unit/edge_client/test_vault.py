@@ -19,7 +19,8 @@ from fedvit.errors import BadPayload, StorageFailed
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack
 from fedvit.wire.messages import Manifest, Result, Task
-from tests.damage import flip
+from tests.support import messages
+from tests.support.damage import flip
 
 RUN = "run"
 
@@ -98,7 +99,7 @@ except StorageFailed as error:
 
 def result(number: int, run: str = RUN) -> Result:
     upload = Manifest("blake3:" + "ab" * 32, 1234, 126_976)
-    return Result(run, number, "train", 5, {"loss": 1 / number}, ResourceUse(train_s=1.5, steps=3), upload)
+    return messages.result(number, run=run, use=ResourceUse(train_s=1.5, steps=3), upload=upload)
 
 
 def personal(value: float) -> Tensors:

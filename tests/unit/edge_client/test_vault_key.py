@@ -10,16 +10,11 @@ from edge_client.vault import Vault
 from edge_client.vault_key import VaultKey
 from fedvit.blobs import digest_of_file
 from fedvit.errors import ConfigError, StorageFailed
-from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
-from fedvit.wire.messages import Result
-from tests.damage import flip
+from tests.support.damage import flip
+from tests.support.messages import result
 
 SECRET: Tensors = {"head.weight": np.frombuffer(b"the tensors of this very device!", np.float32).copy()}
-
-
-def result(number: int) -> Result:
-    return Result("run", number, "train", 5, {"loss": 0.5}, ResourceUse())
 
 
 def key(tmp_path: Path, name: str = "key") -> VaultKey:

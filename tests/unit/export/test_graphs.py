@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fedvit.methods.step import Update, example_inputs, gather_step, predict_step, steps_of
-from tests.steps import run
+from tests.support.steps import run
 
 if TYPE_CHECKING:
     from tests.unit.export.conftest import Made

@@ -19,7 +19,7 @@ from torch.nn import functional
 from export.lower import LARGE_BYTES, LOWERED, Unsupported
 from export.trace import Trace, to_onnx, trace
 from fedvit.methods.packed import unpack
-from tests.steps import run
+from tests.support.steps import run
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from fedvit.methods.step import (
     update_step,
     whole_step,
 )
-from tests.steps import Session, assert_names_of_the_contract, in_parts, run, whole
+from tests.support.steps import Session, assert_names_of_the_contract, in_parts, run, whole
 
 if TYPE_CHECKING:
     from tests.unit.export.conftest import Made

@@ -22,7 +22,7 @@ from fedvit.methods.step import Serves, Step, Update, example_inputs, train_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch
-from tests.steps import whole
+from tests.support.steps import whole
 
 START = torch.tensor([1.0, 2.0, 4.0])
 INPUTS = {"tensor/w": START, "hyper/step": torch.tensor(3.0)}

@@ -21,7 +21,7 @@ from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.step import Step, Update, example_inputs, predict_step, whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.program import Batch
-from tests.steps import whole
+from tests.support.steps import whole
 
 FLOAT, DOUBLE = onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE
 

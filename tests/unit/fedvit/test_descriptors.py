@@ -1,11 +1,10 @@
 """No file or connection can be opened any more: that is said, and passes."""
 
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 from fedvit.descriptors import are_used_up, how_many, raise_limit
+from tests.support.children import in_child
 
 USED_UP = """
 import pathlib, resource, sys
@@ -64,15 +63,8 @@ transport.close()
 """
 
 
-def in_child(code: str, *arguments: Path) -> list[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_used_up_descriptors_are_told_from_a_file_that_is_missing_or_damaged(tmp_path: Path) -> None:
-    *said, mapped, again = in_child(USED_UP, tmp_path)
+    *said, mapped, again = in_child(USED_UP, tmp_path).splitlines()
     assert len(said) == 3
     for line in said:
         assert "are open, 3 are allowed" in line
@@ -83,7 +75,7 @@ def test_used_up_descriptors_are_told_from_a_file_that_is_missing_or_damaged(tmp
 
 def test_links_outlive_used_up_descriptors() -> None:
     """Control messages' link says why it is not there, and tries again; that of blobs, too."""
-    assert in_child(LINKS) == ["said", "bulk-c.b"]
+    assert in_child(LINKS).splitlines() == ["said", "bulk-c.b"]
 
 
 def test_the_limit_is_raised_to_what_is_granted() -> None:

@@ -3,7 +3,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,17 +10,8 @@ import pytest
 
 from fedvit.errors import StorageFailed
 from fedvit.files import FileGroup, atomic_write, make_private, private_files
-
-WAIT_S = 30.0
-
-
-def in_child(code: str, *arguments: object) -> str:
-    """Run code in a process of its own, so that its limits are not ours."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.support.children import in_child
+from tests.support.waiting import wait_until
 
 
 def test_a_file_is_made_with_its_folders(tmp_path: Path) -> None:
@@ -127,13 +117,15 @@ while True:
         writer = subprocess.Popen([sys.executable, "-c", code, str(path)])
         try:
             seen: set[int] = set()
-            deadline = time.monotonic() + WAIT_S
-            while len(seen) < 3:
-                assert time.monotonic() < deadline, "the child does not write"
+
+            def saw_three() -> bool:
                 if path.exists():
                     content = path.read_bytes()
                     assert (len(content), len(set(content))) == (200_000, 1)
-                    seen.add(content[0])
+                    seen.add(content[0])  # noqa: B023 - called now
+                return len(seen) >= 3  # noqa: B023
+
+            wait_until(saw_three, "the child does not write", pause_s=0.0)
         finally:
             writer.send_signal(signal.SIGKILL)
             writer.wait()

@@ -9,7 +9,7 @@ from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError
 from fleet.experiments.cell import cell_result
 from fleet.experiments.grid import SCHEMA, Cell, Deal
-from tests.records import RUN, begun_run, evaluated
+from tests.support.records import RUN, begun_run, evaluated
 
 CELL = Cell(
     schema=SCHEMA,

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,14 +32,14 @@ from fleet.experiments.conduct import Ended
 from fleet.experiments.grid import Grid, read_grid
 from fleet.experiments.outcome import Outcome, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
-from tests.conftest import TINY_MODEL
-from tests.event_files import steps
-from tests.experiments import Conducted, run_experiment, written_experiment
-from tests.forked import Forked
-from tests.reports import experiment_outcome
+from tests.support.event_files import steps
+from tests.support.experiments import Conducted, run_experiment, written_experiment
+from tests.support.forked import Forked
+from tests.support.reports import experiment_outcome
+from tests.support.tiny import TINY_MODEL
+from tests.support.waiting import wait_until
 
 DOCS = Path(__file__).parents[3] / "docs" / "experiments.md"
-WAIT_S = 240.0
 FILE = """
 # Two methods, two partitions.
 # A few seconds.
@@ -383,11 +382,8 @@ def test_interrupted_and_gone_on_with(tmp_path: Path, cache: Path, run_here: Cal
     environment: dict[str, Any] = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     process = Forked("fleet.cli", ["experiment", str(file), "--out", str(out)], tmp_path / "log", environment)
     try:
-        until = time.monotonic() + WAIT_S
-        while read_progress(home).round < 2:
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_until(lambda: read_progress(home).round >= 2 or process.poll() is not None, "round 2", wait_s=240.0)
+        assert process.poll() is None, (tmp_path / "log").read_text()
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         process.send_signal(signal.SIGINT)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -12,8 +11,7 @@ import pytest
 
 from fleet import processes
 from fleet.processes import Fleet, program
-
-WAIT_S = 30.0
+from tests.support.waiting import WAIT_S, wait_until
 
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
 STUBBORN = (
@@ -45,10 +43,7 @@ def python(source: str) -> list[str]:
 
 def ready(log: Path) -> None:
     """Wait until a child has said so."""
-    until = time.monotonic() + WAIT_S
-    while not (log.exists() and "ready" in log.read_text()):
-        assert time.monotonic() < until, "the child did not begin"
-        time.sleep(0.01)
+    wait_until(lambda: log.exists() and "ready" in log.read_text(), "the child did not begin")
 
 
 def is_gone(pid: int) -> bool:
@@ -60,10 +55,10 @@ def is_gone(pid: int) -> bool:
 
 
 def gone(*pids: int) -> None:
-    until = time.monotonic() + WAIT_S
-    while not all(is_gone(pid) for pid in pids):
-        assert time.monotonic() < until, f"still there: {[pid for pid in pids if not is_gone(pid)]}"
-        time.sleep(0.01)
+    wait_until(
+        lambda: all(is_gone(pid) for pid in pids),
+        lambda: f"still there: {[pid for pid in pids if not is_gone(pid)]}",
+    )
 
 
 def test_stop_asks_every_child_to_end(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from fleet.experiments.grid import Cell, Grid, as_text, read_grid
 from fleet.experiments.outcome import make_outcome, mean_interval
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.search import Schedule, planned_rounds, standing
-from tests.experiments import Conducted, run_experiment, written_experiment
-from tests.forked import Forked
+from tests.support.experiments import Conducted, run_experiment, written_experiment
+from tests.support.forked import Forked
 
 WAIT_S = 240.0
 FILE = """

@@ -16,8 +16,8 @@ from fleet.devices import device_folders
 from fleet.partition import deal
 from fleet.shared import Turns
 from fleet.simulate import Engine, simulate
-from tests.conftest import TINY_MODEL
-from tests.event_files import steps
+from tests.support.event_files import steps
+from tests.support.tiny import TINY_MODEL
 
 VALUES: dict[str, Any] = {
     "method": "fedavg", "rounds": 2, "evaluate_every": 2, "options": {"batch_size": 8, "lr": 0.05},

@@ -13,7 +13,7 @@ from fleet import simulate as simulation
 from fleet.devices import virtual_devices
 from fleet.partition import deal
 from fleet.virtual import Host, share
-from tests.conftest import TINY_MODEL
+from tests.support.tiny import TINY_MODEL
 
 DEVICES = 4
 ROUNDS = 4

@@ -8,8 +8,8 @@ import pytest
 from fedvit.methods import make_method
 from profiles.cost import graph_cost
 from profiles.crosscheck import fvcore_check
-from tests.conftest import make_tiny
-from tests.reports import cost
+from tests.support.reports import cost
+from tests.support.tiny import make_tiny
 
 
 @pytest.mark.parametrize("name", ["eftvit", "fedavg", "fedperfix", "adapters"])

@@ -5,7 +5,7 @@ import pytest
 
 from profiles.prediction import ProgramCost
 from profiles.published import published_figures
-from tests.reports import cost
+from tests.support.reports import cost
 
 
 def of(method: str, mask: float = 0.0, **options: int) -> ProgramCost:

@@ -1,6 +1,5 @@
 """The plain loop: it learns, and averages and moves its hypernetwork as fedvit's rules do."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from bench.simulate.loop import (
     make_model,
     run,
 )
-from fedvit.methods.base import RoundContext, ServerState, Upload
+from fedvit.methods.base import RoundContext, ServerState
 from fedvit.methods.fedtp import FedTP as OurFedTP
 from fedvit.methods.generators.hypernetwork import EMBEDDING as OUR_EMBEDDING
 from fedvit.methods.generators.hypernetwork import Hypernetwork
@@ -33,6 +32,7 @@ from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models import SMALL, build_vit
 from fleet.devices import device_folders
 from fleet.partition import deal
+from tests.support.uploads import upload
 
 MODEL = {"image_size": 16, "patch_size": 8, "width": 32, "depth": 1, "heads": 2}
 OPTIONS = {"epochs": 2, "batch_size": 16, "optimizer": "sgd", "lr": 0.05, "momentum": 0.9}
@@ -56,10 +56,6 @@ def context() -> RoundContext:
         load=lambda digest: {},
         progress=lambda line: None,
     )
-
-
-def upload(device: str, samples: int, tensors: Mapping[str, Any]) -> Upload:
-    return Upload(device, samples, device, lambda: {name: np.asarray(value) for name, value in tensors.items()})
 
 
 @pytest.fixture(scope="module")

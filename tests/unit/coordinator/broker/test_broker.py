@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,8 @@ from coordinator.broker.process import MOST_LOG_BYTES, claim_port
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.transport.base import Connected, Disconnected
 from fedvit.transport.mqtt import Address, MqttTransport
+from tests.support.waiting import WAIT_S, wait_until
 
-WAIT_S = 30.0
 BOTH = pytest.mark.parametrize("kind", ["mosquitto", "embedded"])
 
 Start = Callable[..., Broker]
@@ -52,13 +51,6 @@ def first_event(address: Address) -> object:
         return inbox.get(timeout=WAIT_S)
     finally:
         transport.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"did not happen within {WAIT_S:.0f} s"
-        time.sleep(0.01)
 
 
 def is_listening(address: Address) -> bool:

@@ -23,7 +23,7 @@ from coordinator.record.store import Store
 from coordinator.record.summary import RunSummary, natural_order, summarise
 from coordinator.record.tables import SavedState
 from profiles.report.terminal import shortened
-from tests.records import PROTOCOL, RUN, begun_run, evaluated, line, trained
+from tests.support.records import PROTOCOL, RUN, begun_run, evaluated, line, trained
 
 
 @pytest.fixture

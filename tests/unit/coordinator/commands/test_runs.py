@@ -17,7 +17,7 @@ from coordinator.commands.status import status
 from coordinator.config import make_config
 from coordinator.record.summary import RunHead
 from coordinator.run.status import FILE, Status
-from tests.records import RUN, begun_run
+from tests.support.records import RUN, begun_run
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from coordinator.config import RunConfig
 from coordinator.record.store import Store
 from coordinator.service.status import MemberStatus, write_service_status
 from fedvit.errors import ConfigError
-from tests.forked import ForkedWorker
+from tests.support.forked import ForkedWorker
 
 CONFIG = msgspec.to_builtins(RunConfig(method="fedavg"))
 

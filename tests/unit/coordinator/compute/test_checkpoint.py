@@ -1,7 +1,6 @@
 """What a round leaves behind, and what the next one or a restart begins with."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -11,14 +10,12 @@ from coordinator.planning.planner import Plan, make_plan
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.methods.base import ServerState
 from fedvit.tensors import pack, unpack
-
-if TYPE_CHECKING:
-    from tests.unit.coordinator.conftest import Configure
+from tests.support.runs import Configure
 
 
 @pytest.fixture(scope="module")
 def planned(
-    tmp_path_factory: pytest.TempPathFactory, graph_cache: Path, configure: "Configure"
+    tmp_path_factory: pytest.TempPathFactory, graph_cache: Path, configure: Configure
 ) -> tuple[Plan, BlobStore]:
     blobs = BlobStore(tmp_path_factory.mktemp("blobs"))
     return make_plan(configure("eftvit"), ("0", "1", "2"), blobs, cache=graph_cache), blobs
@@ -96,9 +93,7 @@ def test_a_group_that_did_not_move_keeps_its_blob(planned: tuple[Plan, BlobStore
     assert {group for group in plan.groups if before.groups[group] != after.groups[group]} == {"block.2"}
 
 
-def test_programs_of_every_variant_must_not_be_deleted(
-    configure: "Configure", graph_cache: Path, tmp_path: Path
-) -> None:
+def test_programs_of_every_variant_must_not_be_deleted(configure: Configure, graph_cache: Path, tmp_path: Path) -> None:
     """Two splits: two programs and two first values of local tensors. Prediction and the update are the same graphs for
     both: four graphs, and the four groups of the state: 12 blobs."""
     blobs = BlobStore(tmp_path)

@@ -26,7 +26,7 @@ from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
 from fedvit.tensors import Tensors, pack
-from tests.forked import ForkedRank
+from tests.support.forked import ForkedRank
 
 MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
 CLASSES, SEED = 5, 3

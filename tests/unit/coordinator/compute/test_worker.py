@@ -17,8 +17,8 @@ from coordinator.record.integrity import DamagedBlob
 from coordinator.record.store import SavedState
 from fedvit import errors
 from fedvit.errors import ConfigError, DeviceTrouble, FedvitError
-from tests.e2e.stage import wait_for
-from tests.forked import ForkedWorker
+from tests.support.forked import ForkedWorker
+from tests.support.programs import wait_for
 
 CHECK = Check(config=make_config({"method": "fedavg", "accelerator": "cpu"}, "test").run, where="run.toml", runs="runs")
 

@@ -8,7 +8,7 @@ import pytest
 from coordinator.config import RunConfig, make_config
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
-from tests.records import RUN, begun_run, evaluated
+from tests.support.records import RUN, begun_run, evaluated
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from coordinator.config import RunConfig, make_config
 from coordinator.metrics.figures import LAST_OF_ROUND, read_rounds, settings_of
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
-from tests.records import RUN
+from tests.support.records import RUN
 
 Configured = Callable[..., RunConfig]
 

@@ -1,8 +1,6 @@
 """Writers that follow a run, at a record that grows: TensorBoard's files, read by its own reader."""
 
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,41 +10,22 @@ from coordinator.config import RunConfig
 from coordinator.metrics.following import following
 from coordinator.metrics.tensorboard import FOLDER
 from coordinator.record.store import Store
-from tests.event_files import scalars, steps
-from tests.records import RUN
+from tests.support.displays import Lines
+from tests.support.event_files import scalars, steps
+from tests.support.records import RUN
+from tests.support.waiting import wait_until
 
 Configured = Callable[..., RunConfig]
 Close = Callable[[int], None]
-WAIT_S = 120.0
-
-
-class Said:
-    """Lines, and a way to wait for one."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._more = threading.Condition()
-
-    def line(self, text: str) -> None:
-        with self._more:
-            self.lines.append(text)
-            self._more.notify_all()
-
-    def wait_for(self, part: str) -> None:
-        with self._more:
-            assert self._more.wait_for(lambda: any(part in line for line in self.lines), timeout=WAIT_S), self.lines
 
 
 def test_rounds_are_written_while_the_run_goes_on(
     store: Store, configured: Configured, close_round: Close, tmp_path: Path
 ) -> None:
     """The second round is closed only after the first one is in the file."""
-    said = Said()
+    said = Lines()
     with following(RUN, configured("tensorboard"), store, tmp_path / RUN, said.line):
-        until = time.monotonic() + WAIT_S
-        while not scalars(tmp_path / RUN):
-            assert time.monotonic() < until, said.lines
-            time.sleep(0.05)
+        wait_until(lambda: scalars(tmp_path / RUN), lambda: str(said.lines), pause_s=0.05)
         close_round(2)
         close_round(3)
         store.update_run(RUN, status="finished")
@@ -63,14 +42,14 @@ def test_a_resumed_run_writes_no_round_twice(
 ) -> None:
     """Also where the file of the earlier process ends in the middle of a round, as after kill -9."""
     for number in (2, 3):
-        with following(RUN, configured("tensorboard"), store, tmp_path / RUN, Said().line):
+        with following(RUN, configured("tensorboard"), store, tmp_path / RUN, Lines().line):
             pass
         if number == 2:
             close_round(2)
     (*_, newest) = sorted((tmp_path / RUN / FOLDER).iterdir())
     newest.write_bytes(newest.read_bytes()[:-10])  # of round 2
     close_round(3)
-    with following(RUN, configured("tensorboard"), store, tmp_path / RUN, Said().line):
+    with following(RUN, configured("tensorboard"), store, tmp_path / RUN, Lines().line):
         pass
     assert steps(tmp_path / RUN, "devices/accepted") == [1, 2, 3]
 
@@ -80,7 +59,7 @@ def test_settings_are_hyperparameters_of_tensorboard(store: Store, configured: C
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     for _ in range(2):
-        with following(RUN, configured("tensorboard"), store, tmp_path / RUN, Said().line, label="the first"):
+        with following(RUN, configured("tensorboard"), store, tmp_path / RUN, Lines().line, label="the first"):
             pass
     found = EventAccumulator(str(tmp_path / RUN / FOLDER)).Reload()
     (content,) = found.PluginTagToContent("hparams").values()
@@ -94,11 +73,14 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_made_up_for(
     store: Store, configured: Configured, close_round: Close, tmp_path: Path
 ) -> None:
     """A file lies where the folder is to be, and is removed later."""
-    said = Said()
+    said = Lines()
     (tmp_path / RUN).mkdir()
     (tmp_path / RUN / FOLDER).touch()
     with following(RUN, configured("tensorboard"), store, tmp_path / RUN, said.line):
-        said.wait_for("metrics are not written to TensorBoard files in")
+        wait_until(
+            lambda: any("metrics are not written to TensorBoard files in" in line for line in said.lines),
+            lambda: str(said.lines),
+        )
         close_round(2)
         (tmp_path / RUN / FOLDER).unlink()
     assert len(said.lines) == 2
@@ -111,7 +93,7 @@ def test_a_library_that_is_gone_ends_no_run(
     store: Store, configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    said = Said()
+    said = Lines()
     with following(RUN, configured("mlflow"), store, tmp_path / RUN, said.line):
         pass
     assert "metrics are not written to MLflow: import of mlflow halted" in said.lines[0]
@@ -121,7 +103,7 @@ def test_a_library_that_is_gone_ends_no_run(
 def test_a_run_that_never_begins_leaves_nothing(tmp_path: Path, configured: Configured) -> None:
     fresh = Store.in_folder(tmp_path / "fresh")
     fresh.create_run("new", {})
-    with following("new", configured("tensorboard"), fresh, tmp_path / "fresh" / "new", Said().line):
+    with following("new", configured("tensorboard"), fresh, tmp_path / "fresh" / "new", Lines().line):
         pass
     fresh.close()
     assert not (tmp_path / "fresh" / "new").exists()

@@ -12,7 +12,7 @@ from coordinator.config import RunConfig
 from coordinator.metrics.following import following
 from coordinator.metrics.mlflow import FILE, MLFLOW_ENVIRONMENT, Known
 from coordinator.record.store import Store
-from tests.records import RUN
+from tests.support.records import RUN
 
 Configured = Callable[..., RunConfig]
 Close = Callable[[int], None]

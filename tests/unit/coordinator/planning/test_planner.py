@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -33,9 +33,7 @@ from profiles.cost import GraphCost, graph_cost
 from profiles.predict import predict
 from profiles.prediction import Expected
 from profiles.program_cost import PricedProgram
-
-if TYPE_CHECKING:
-    from tests.unit.coordinator.conftest import Configure
+from tests.support.runs import Configure
 
 CLASSES = ("0", "1", "2")
 SMALLEST = {"image_size": 8, "patch_size": 8, "width": 4, "depth": 1, "heads": 1}
@@ -47,7 +45,7 @@ def blobs(tmp_path_factory: pytest.TempPathFactory) -> BlobStore:
 
 
 @pytest.fixture(scope="module")
-def plan(blobs: BlobStore, graph_cache: Path, configure: "Configure") -> Callable[..., Plan]:
+def plan(blobs: BlobStore, graph_cache: Path, configure: Configure) -> Callable[..., Plan]:
     """A plan for a configuration; each is made once."""
     made: dict[str, Plan] = {}
 
@@ -227,7 +225,7 @@ class Staged(FedAvg):
 
 
 @pytest.fixture
-def staged(monkeypatch: pytest.MonkeyPatch, configure: "Configure", graph_cache: Path, tmp_path: Path) -> Any:
+def staged(monkeypatch: pytest.MonkeyPatch, configure: Configure, graph_cache: Path, tmp_path: Path) -> Any:
     """A plan for `Staged` on the smallest model, with these options and run settings."""
     monkeypatch.setitem(METHODS, "staged", Staged)
 
@@ -436,7 +434,7 @@ def test_another_round_or_budget_is_another_choice(staged: Any) -> None:
     assert corrected.prediction.train_s == pytest.approx(2 * first.prediction.train_s)
 
 
-def test_the_server_holds_what_smaller_forms_need(configure: "Configure", blobs: BlobStore, graph_cache: Path) -> None:
+def test_the_server_holds_what_smaller_forms_need(configure: Configure, blobs: BlobStore, graph_cache: Path) -> None:
     """Two local blocks; a device whose budget lets it train one gets the other from the server, if budgets are known
     to matter when the run begins."""
     config = configure("eftvit", {"local_blocks": 2})

@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - fixtures come from test_rounds
 """Records of older versions, and of newer ones."""
 
 import json
@@ -23,12 +22,9 @@ from coordinator.record.store import Store, is_whole, newest_copy
 from coordinator.record.summary import summarise
 from coordinator.record.tables import SCHEMA, TABLES, Asked
 from fedvit.errors import ConfigError, Damaged
-from tests.unit.coordinator.run.test_coordinator import (
-    Stage,
-    by_round,
-    known,  # noqa: F401 - a fixture
-    stage,  # noqa: F401 - a fixture
-)
+from tests.support.runs import Stage, by_round
+
+pytestmark = pytest.mark.usefixtures("known")
 
 OLD = (Path(__file__).parent / "record-0.1.0.sql").read_text()
 """What version 0.1.0 wrote, as its own code wrote it: two closed rounds and an open one, of devices a and b."""

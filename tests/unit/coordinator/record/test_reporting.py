@@ -16,7 +16,7 @@ from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Result
 from profiles.prediction import Expected
 from profiles.report.document import RunDevice, RunDocument, RunPrivacy, decode, encode
-from tests.reports import cost, prediction
+from tests.support.reports import cost, prediction
 
 RUN = "20261122-eftvit"
 

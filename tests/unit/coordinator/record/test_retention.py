@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - fixtures come from test_rounds
 """What is kept of runs: details of rounds, whole runs, and files that nothing refers to."""
 
 import json
@@ -22,13 +21,9 @@ from fedvit.files import WRITING
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
 from fedvit.wire.messages import Manifest, Result
-from tests.unit.coordinator.run.test_coordinator import (
-    Stage,
-    assert_moved_by,
-    first,  # noqa: F401 - a fixture
-    known,  # noqa: F401 - a fixture
-    stage,  # noqa: F401 - a fixture
-)
+from tests.support.runs import Stage, assert_moved_by
+
+pytestmark = pytest.mark.usefixtures("known")
 
 DIGEST = "blake3:" + "5" * 64
 

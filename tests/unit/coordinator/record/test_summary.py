@@ -14,7 +14,7 @@ from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
-from tests.records import PROTOCOL, RUN, begun_run, evaluated, line, trained
+from tests.support.records import PROTOCOL, RUN, begun_run, evaluated, line, trained
 
 
 @pytest.fixture

@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - fixtures come from test_rounds
 """Files of a coordinator that are damaged while it runs: the tensors are those of a calm run, or it says what to do."""
 
 import os
@@ -10,7 +9,6 @@ from binascii import a2b_base64
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -24,30 +22,12 @@ from fedvit.blobs import BlobStore
 from fedvit.errors import Damaged
 from fedvit.tensors import Tensors
 from fedvit.wire.messages import Manifest, Task
-from tests.unit.coordinator.run.test_coordinator import (
-    Fake,
-    Stage,
-    by_round,
-    known,  # noqa: F401 - a fixture
-    stage,  # noqa: F401 - a fixture
-)
+from tests.support.damage import flip
+from tests.support.runs import Configure, Fake, Stage, by_round
 
-if TYPE_CHECKING:
-    from tests.unit.coordinator.conftest import Configure
+pytestmark = pytest.mark.usefixtures("known")
 
 ROUNDS = 3
-
-
-def flip(file: Path, *, unnoticed: bool = False) -> None:
-    """One byte in the middle is another one; `unnoticed`: with the dates of before, as when a medium fails."""
-    before = file.stat()
-    with open(file, "r+b") as opened:
-        opened.seek(before.st_size // 2)
-        [byte] = opened.read(1)
-        opened.seek(before.st_size // 2)
-        opened.write(bytes([byte ^ 0x20]))
-    if unnoticed:
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def fetching(device: Fake, task: Task) -> None:
@@ -103,9 +83,7 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def calm(
-    tmp_path_factory: pytest.TempPathFactory, configure: "Configure", graph_cache: Path
-) -> Callable[[str], Tensors]:
+def calm(tmp_path_factory: pytest.TempPathFactory, configure: Configure, graph_cache: Path) -> Callable[[str], Tensors]:
     """The tensors of a run to which nothing happened, by method."""
     made: dict[str, Tensors] = {}
 
@@ -176,11 +154,11 @@ def test_a_damaged_blob_changes_no_tensor(
     file = scene.blob(which(scene))
     if restarted:
         stage.stop()
-        flip(file)
+        flip(file, keep_date=False)
         scene.resume()
         stage.drive(lambda: scene.b.tasks() == [1, 2, 2])
     else:
-        flip(file)
+        flip(file, keep_date=False)
     assert_equal(scene.end(), calm(method))
     assert any(str(file) in line and held in line and "damaged" in line for line in stage.lines), stage.lines
     assert stage.store.strikes("r") == []
@@ -195,7 +173,7 @@ def test_a_damaged_blob_changes_no_tensor(
 def test_without_a_damaged_patch_devices_get_the_whole_value(stage: Stage, calm: Callable[[str], Tensors]) -> None:
     scene = Scene(stage, method="eftvit", updates={"down": "int8"}).begin()
     [link, *_] = [link for reference in saved(scene).references.values() for link in reference.links]
-    flip(scene.blob(link.patch))
+    flip(scene.blob(link.patch), keep_date=False)
     stage.stop()
     scene.resume()
     stage.drive(lambda: scene.b.tasks() == [1, 2, 2])
@@ -214,7 +192,7 @@ def test_damage_that_only_a_receiver_sees_is_not_charged_to_it(
     monkeypatch.setattr("fedvit.transport.exchange.MAX_RESTARTS", 0)
     scene = Scene(stage).begin()
     file = scene.blob(next(iter(stage.program(scene.a.got(Task)[0]).graphs.values())).digest)
-    flip(file, unnoticed=True)
+    flip(file)
     assert_equal(scene.end(), calm("fedavg"))
     assert any(str(file) in line and "damaged" in line for line in stage.lines)
     assert stage.refusals("b") == stage.refusals("a") == []
@@ -246,7 +224,7 @@ def test_features_of_an_earlier_round_that_are_damaged_are_left_out_and_named(st
     state = scene.store.rounds("r")[0].state
     assert state is not None
     scene.stop()
-    flip(BlobStore(scene.out / "r" / "blobs").path(state.uploads["b"]))
+    flip(BlobStore(scene.out / "r" / "blobs").path(state.uploads["b"]), keep_date=False)
     with sqlite3.connect(scene.out / "fedvit.db") as database:  # as if only a had been drawn
         database.execute("DELETE FROM results WHERE round = 2")
         database.execute("UPDATE rounds SET cohort = '[\"a\"]', needed = 1, seal = NULL WHERE round = 2")
@@ -274,7 +252,7 @@ def test_a_state_that_cannot_be_made_anew_stops_the_run(stage: Stage, calm: Call
     file = scene.blob(state.groups["model"])
     whole = file.read_bytes()
     stage.stop()
-    flip(file)
+    flip(file, keep_date=False)
     scene.resume()
     ended = stage.finish()
     assert isinstance(ended, Damaged)
@@ -289,7 +267,7 @@ def test_a_state_that_cannot_be_made_anew_stops_the_run(stage: Stage, calm: Call
     assert_equal(stage.model(), calm("fedavg"))
 
 
-def test_a_run_does_not_begin_from_a_damaged_one(stage: Stage, configure: "Configure") -> None:
+def test_a_run_does_not_begin_from_a_damaged_one(stage: Stage, configure: Configure) -> None:
     stage.fake("a", by_round)
     stage.start()
     assert stage.finish() == "finished"
@@ -297,7 +275,7 @@ def test_a_run_does_not_begin_from_a_damaged_one(stage: Stage, configure: "Confi
     assert state is not None
     file = BlobStore(stage.out / "r" / "blobs").path(state.groups["model"])
     stage.stop()
-    flip(file)
+    flip(file, keep_date=False)
     store = Store.in_folder(stage.out)
     store.create_run("next", {})
     store.close()
@@ -317,7 +295,7 @@ def test_sound_blobs_give_no_damaged_one(tmp_path: Path) -> None:
     content = bytes(range(200))
     digest = blobs.put(content).digest
     assert blobs.get(digest) == content
-    flip(blobs.path(digest))
+    flip(blobs.path(digest), keep_date=False)
     for ask in (blobs.get, blobs.manifest, blobs.check, lambda digest: blobs.small([digest], 1000)):
         with pytest.raises(DamagedBlob, match="is damaged") as caught:
             ask(digest)
@@ -327,7 +305,7 @@ def test_sound_blobs_give_no_damaged_one(tmp_path: Path) -> None:
     assert blobs.found() == []
     blobs.put(content)
     assert blobs.get(digest) == content
-    flip(blobs.path(digest))
+    flip(blobs.path(digest), keep_date=False)
     with blobs.gathering() as gathering:
         gathering.put(content)
     assert blobs.manifest(digest).size == 200

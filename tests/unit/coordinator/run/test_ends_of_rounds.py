@@ -1,11 +1,9 @@
-# ruff: noqa: F811 - fixtures come from test_rounds
 """How rounds end: over-selection, stragglers and their late results, mode buffered, declines. As in test_rounds."""
 
 import math
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,19 +16,7 @@ from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
 from fedvit.wire.messages import Cancel, Declined, Done, Extended, Manifest, Progress, Result, ResultAck, Task, Want
 from fedvit.wire.transfer import Chunk
-from tests.unit.coordinator.run.test_coordinator import (
-    Answer,
-    Fake,
-    Stage,
-    assert_moved_by,
-    first,  # noqa: F401 - a fixture
-    honest,
-    silent,
-    stage,  # noqa: F401 - a fixture
-)
-
-if TYPE_CHECKING:
-    from tests.unit.coordinator.conftest import Configure
+from tests.support.runs import Answer, Configure, Fake, Stage, assert_moved_by, honest, silent
 
 
 def newest(device: Fake, kind: str = "train") -> Task:
@@ -450,7 +436,7 @@ def test_an_evaluation_waits_for_those_at_work_and_nobody_trains_meanwhile(stage
 
 
 def test_a_buffered_run_goes_on_after_a_kill(
-    tmp_path: Path, configure: "Configure", graph_cache: Path, first: Tensors
+    tmp_path: Path, configure: Configure, graph_cache: Path, first: Tensors
 ) -> None:
     """Killed in round 2 with one of two results in and c at work for round 1: the end is the same as without."""
     stage = Stage(tmp_path / "broken", configure, graph_cache)

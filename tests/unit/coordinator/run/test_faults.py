@@ -1,6 +1,5 @@
 """What one device, one fault of ours, or a second coordinator does to a run: nothing that others would notice."""
 
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from coordinator.run.recovery import Recovery
 from coordinator.run.scheduler import TaskScheduler
 from fedvit.errors import BadPayload
 from fedvit.tensors import Tensors
-from fedvit.transport.base import Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
     Cancel,
@@ -33,32 +31,13 @@ from fedvit.wire.messages import (
     Welcome,
     encode,
 )
-from tests.unit.coordinator.run.test_coordinator import (
-    Answer,
-    Fake,
-    Stage,
-    assert_moved_by,
-    first,
-    honest,
-    known,
-    silent,
-    stage,
-)
+from tests.support.runs import Answer, Fake, Stage, assert_moved_by, honest, silent
 
-__all__ = ["first", "known", "stage"]
-
-
-def start_again(device: Fake) -> None:
-    """Its process ends as by kill -9, and another one begins."""
-    device.transport.vanish()
-    device.instance = secrets.token_hex(8)
-    device.hello = msgspec.structs.replace(device.hello, instance=device.instance)
-    will = encode(DeviceState(device.instance, online=False))
-    device.transport.open(Will(device.topics.device_state(device.name), will))
+pytestmark = pytest.mark.usefixtures("known")
 
 
 def dies(device: Fake, task: Task) -> None:
-    start_again(device)
+    device.start_again()
 
 
 # --- devices that end at their tasks ------------------------------------------------------------------

@@ -5,13 +5,8 @@ import time
 import pytest
 
 from coordinator.run.presence import LONGEST_REST_S, Presence
-from fedvit.resources import DeviceProfile
-from fedvit.wire.messages import DeviceState, Hello
-
-
-def hello(instance: str, host: str = "desk") -> Hello:
-    profile = DeviceProfile(host=host, machine="aarch64", cores=4, threads=4)
-    return Hello(instance, "0.1", profile, ("ant", "bee"), 10, 5)
+from fedvit.wire.messages import DeviceState
+from tests.support.messages import hello
 
 
 @pytest.fixture
@@ -35,7 +30,7 @@ def test_who_said_hello_is_here(presence: Presence) -> None:
 def test_a_will_or_farewell_takes_a_device_away_and_a_hello_brings_it_back(presence: Presence) -> None:
     assert presence.state_changed("a", DeviceState("a1", online=False))
     assert presence.online() == ["b"]
-    assert presence["a"].hello.train_samples == 10, "what it said is still known"
+    assert presence["a"].hello.train_samples == 20, "what it said is still known"
     assert not presence.state_changed("a", DeviceState("a1", online=False)), "it is told once"
     presence.arrived("a", hello("a2"))
     assert presence.online() == ["a", "b"]
@@ -54,7 +49,7 @@ def test_the_will_of_a_stranger_changes_nothing(presence: Presence) -> None:
 
 
 def test_a_second_process_with_a_name_that_is_taken_is_a_rival(presence: Presence) -> None:
-    rival = presence.rival("a", hello("other", "elsewhere"))
+    rival = presence.rival("a", hello("other", host="elsewhere"))
     assert rival is not None
     assert rival.hello.profile.host == "desk"
     assert presence.rival("a", hello("a1")) is None, "the same process says hello again"

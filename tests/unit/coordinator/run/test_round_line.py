@@ -4,7 +4,7 @@ from pathlib import Path
 
 from coordinator.record.tables import SavedState
 from coordinator.run.round_line import round_line
-from tests.records import RUN, begun_run
+from tests.support.records import RUN, begun_run
 
 
 def test_the_line_of_a_round(tmp_path: Path) -> None:

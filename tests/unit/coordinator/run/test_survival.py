@@ -1,14 +1,13 @@
 """A full disk is told from a broken one; who was here a moment ago is waited for."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from coordinator.run.presence import Presence
-from fedvit.resources import DeviceProfile
-from fedvit.wire.messages import DeviceState, Hello
+from fedvit.wire.messages import DeviceState
+from tests.support.children import in_child
+from tests.support.messages import hello
 
 FULL_RECORD = """
 # The record may grow by nothing; then it may again.
@@ -55,32 +54,22 @@ for write in (lambda: store.put(content), lambda: store.receive(manifest).write(
 """
 
 
-def in_child(code: str, folder: Path) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_a_record_without_room_keeps_what_it_had_and_goes_on(tmp_path: Path) -> None:
-    said, again = in_child(FULL_RECORD, tmp_path)
+    said, again = in_child(FULL_RECORD, tmp_path).splitlines()
     assert said.startswith(f"database sqlite:///{tmp_path / 'fedvit.db'}: ")
     assert again == "True"
 
 
 def test_blobs_without_room_say_that_it_is_room_that_they_lack(tmp_path: Path) -> None:
-    assert in_child(FULL_BLOBS, tmp_path) == ["full", "full"]
+    assert in_child(FULL_BLOBS, tmp_path).split() == ["full", "full"]
 
 
 @pytest.fixture
 def presence() -> Presence:
     made = Presence()
     for name in ("a", "b", "c"):
-        made.arrived(name, hello(name))
+        made.arrived(name, hello(f"{name}1"))
     return made
-
-
-def hello(name: str) -> Hello:
-    return Hello(f"{name}1", "0", DeviceProfile(host="h", machine="m", cores=1, threads=1), ("0", "1"), 5, 5)
 
 
 def test_who_left_may_return_within_the_grace(presence: Presence) -> None:
@@ -88,7 +77,7 @@ def test_who_left_may_return_within_the_grace(presence: Presence) -> None:
     presence.state_changed("a", DeviceState("a1", online=False))
     assert presence.may_return(60.0) == ["a"]
     assert presence.may_return(0.0) == []
-    presence.arrived("a", hello("a"))
+    presence.arrived("a", hello("a1"))
     assert presence.may_return(60.0) == []
 
 

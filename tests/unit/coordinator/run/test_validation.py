@@ -24,10 +24,11 @@ from coordinator.run.validation import (
 )
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.program import Batch, Collect, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, Train
-from fedvit.resources import DeviceProfile, ResourceUse
+from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack
 from fedvit.updates import make_codec
-from fedvit.wire.messages import Hello, Manifest, Result
+from fedvit.wire.messages import Manifest, Result
+from tests.support.messages import hello
 
 CLASSES = ("ant", "bee", "cow")
 DIGEST = "blake3:" + "5" * 64
@@ -57,12 +58,6 @@ COLLECTED = msgspec.structs.replace(
     train=(Train(graph="train", groups=("body",), epochs=5, lr=0.1, collect=Collect("features", (2, 8))),),
 )
 """Only features (n, 2, 8) and labels (n,) go up."""
-
-
-def hello(**changed: Any) -> Hello:
-    profile = DeviceProfile(host="pi.local", machine="aarch64", cores=4, threads=4)
-    announced = Hello("instance", "0.1", profile, ("ant", "bee"), train_samples=20, test_samples=5)
-    return msgspec.structs.replace(announced, **changed)
 
 
 def result(**changed: Any) -> Result:

@@ -1,20 +1,18 @@
 """The router over the memory transport: runs are what the test makes of their transports, devices what it says."""
 
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from coordinator.service.router import NO_WORK, Router, RunTransport
-from fedvit.resources import DeviceProfile, ResourceUse
-from fedvit.transport.base import Connected, Disconnected, Received, Will
+from fedvit.resources import ResourceUse
+from fedvit.transport.base import Connected, Disconnected, Received
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import (
     CoordinatorState,
     Declined,
     DeviceState,
-    FromDevice,
-    Hello,
     Refused,
     Result,
     ResultAck,
@@ -24,28 +22,23 @@ from fedvit.wire.messages import (
     encode,
 )
 from fedvit.wire.topics import Topics
+from tests.support.devices import SpeakingDevice, drained
+from tests.support.messages import hello
 
 TOPICS = Topics("home")
-PROFILE = DeviceProfile(host="desk", machine="made", cores=1, threads=1)
 
 
-class Device:
-    """One device at the broker, and what it heard."""
+class Device(SpeakingDevice):
+    """One device at the hall's broker."""
 
     def __init__(self, hall: "Hall", name: str, instance: str = "i1", **labels: str) -> None:
-        self.hall, self.name = hall, name
-        self.hello = Hello(instance, "0.1", PROFILE, ("ant", "bee"), 5, 5, labels=labels)
-        self.transport = MemoryTransport(SimpleQueue(), hall.broker, f"{name}-{instance}")
-        self.transport.subscribe(TOPICS.to_device(name), 1)
-        self.transport.subscribe(TOPICS.coordinator_state, 1)
-        self.transport.open(Will(TOPICS.device_state(name), encode(DeviceState(instance, online=False))))
+        super().__init__(hall.broker, name, hello(instance, labels=labels))
+        self.hall = hall
+        self.connect()
 
-    def say(self, message: FromDevice) -> None:
-        self.transport.publish(TOPICS.from_device(self.name), encode(message))
+    def say_raw(self, raw: bytes) -> None:
+        super().say_raw(raw)
         self.hall.settle()
-
-    def heard(self) -> list[Any]:
-        return [decode(event.payload) for event in drained(self.transport.inbox) if isinstance(event, Received)]
 
 
 class Hall:
@@ -79,15 +72,6 @@ def hall() -> Hall:
     return Hall()
 
 
-def drained(inbox: "SimpleQueue[object]") -> list[object]:
-    events = []
-    while True:
-        try:
-            events.append(inbox.get_nowait())
-        except Empty:
-            return events
-
-
 def messages(transport: RunTransport) -> list[tuple[str, Any]]:
     """What a run heard from devices since this was asked last: (device, message)."""
     events = [event for event in drained(transport.inbox) if isinstance(event, Received)]
@@ -102,7 +86,7 @@ def refuse(transport: RunTransport, device: Device, reason: str, *, final: bool)
 def test_router_without_runs_welcomes_a_device(hall: Hall) -> None:
     device = Device(hall, "pi-1")
     device.say(device.hello)
-    assert device.heard() == [Welcome("i1", hall.router.epoch, NO_WORK)]
+    assert device.messages() == [Welcome("i1", hall.router.epoch, NO_WORK)]
     assert hall.belongs() == {"pi-1": None}
 
 
@@ -140,7 +124,7 @@ def test_router_says_why_no_run_wants_a_device(hall: Hall) -> None:
     hall.run("b", "site=berlin")
     device = Device(hall, "d-1", site="munich")
     device.say(device.hello)
-    [welcome] = device.heard()
+    [welcome] = device.messages()
     assert welcome.waiting_for == "run b: it is for devices with site=berlin, and this one has site=munich"
 
 
@@ -150,16 +134,16 @@ def test_router_gives_devices_of_a_run_that_ends_to_the_next(hall: Hall) -> None
     device = Device(hall, "pi-1")
     device.say(device.hello)
     assert messages(second) == []
-    device.heard()
+    device.messages()
     first.publish(TOPICS.to_device("pi-1"), encode(RunEnded("a", "finished")))
     first.publish(TOPICS.coordinator_state, encode(CoordinatorState(0, alive=False)))
     first.close()
     hall.settle()
-    assert device.heard() == [RunEnded("a", "finished")]
+    assert device.messages() == [RunEnded("a", "finished")]
     assert messages(second) == [("pi-1", device.hello)]
     second.close()
     hall.settle()
-    assert device.heard() == [Welcome("i1", hall.router.epoch, NO_WORK)]
+    assert device.messages() == [Welcome("i1", hall.router.epoch, NO_WORK)]
 
 
 def test_router_offers_a_device_that_one_run_refuses_to_others(hall: Hall) -> None:
@@ -168,13 +152,13 @@ def test_router_offers_a_device_that_one_run_refuses_to_others(hall: Hall) -> No
     device = Device(hall, "pi-1")
     device.say(device.hello)
     refuse(first, device, "a twin", final=False)
-    assert device.heard() == [Refused("i1", "a twin", final=False)]
+    assert device.messages() == [Refused("i1", "a twin", final=False)]
     refuse(first, device, "other classes", final=True)
     hall.settle()
     assert messages(second) == [("pi-1", device.hello)]
     refuse(second, device, "too small", final=True)
     hall.settle()
-    assert device.heard() == [Welcome("i1", hall.router.epoch, "run a: other classes; run b: too small")]
+    assert device.messages() == [Welcome("i1", hall.router.epoch, "run a: other classes; run b: too small")]
 
 
 def test_router_passes_a_last_will_on_and_forgets_nothing(hall: Hall) -> None:
@@ -211,7 +195,7 @@ def test_router_refuses_a_second_device_of_the_same_name(hall: Hall) -> None:
     device.say(device.hello)
     twin = Device(hall, "pi-1", instance="i2")
     twin.say(twin.hello)
-    refused = twin.heard()[-1]
+    refused = twin.messages()[-1]
     assert isinstance(refused, Refused)
     assert not refused.final
     assert "online already (on desk)" in refused.reason
@@ -223,7 +207,7 @@ def test_router_answers_results_of_other_runs(hall: Hall, ended: bool, keep: boo
     device = Device(hall, "pi-1")
     device.say(device.hello)
     device.say(Result("old", 3, "train", 5, {}, ResourceUse()))
-    ack = device.heard()[-1]
+    ack = device.messages()[-1]
     assert isinstance(ack, ResultAck)
     assert (ack.run, ack.round, ack.accepted, ack.keep) == ("old", 3, False, keep)
 
@@ -232,7 +216,7 @@ def test_router_answers_a_hello_that_cannot_be_read(hall: Hall) -> None:
     device = Device(hall, "pi-1")
     device.transport.publish(TOPICS.from_device("pi-1"), b"\x63" + encode(device.hello)[1:])
     hall.settle()
-    [refused] = device.heard()
+    [refused] = device.messages()
     assert refused.final
     assert "wire version 99" in refused.reason
 
@@ -265,7 +249,7 @@ def test_router_answers_a_device_of_another_version_whose_name_a_run_knows(hall:
     device.transport.publish(TOPICS.from_device("pi-1"), b"\x63" + encode(device.hello)[1:])
     device.transport.publish(TOPICS.from_device("pi-1"), encode(device.hello)[:1] + b"noise")
     hall.settle()
-    assert [type(message) for message in device.heard()] == [Refused]
+    assert [type(message) for message in device.messages()] == [Refused]
     [noise] = drained(run.inbox)
     assert isinstance(noise, Received)
     assert noise.payload.endswith(b"noise")

@@ -7,7 +7,7 @@ from onnx import numpy_helper
 
 from export.bundle.model import FLOAT, MAX_BYTES, Port, node, read_model, size_bytes, whole_numbers, write_model
 from fedvit.errors import BadPayload, ConfigError
-from tests.conftest import Tiny
+from tests.support.tiny import Tiny
 
 
 @pytest.fixture(scope="session")

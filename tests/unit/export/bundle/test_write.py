@@ -18,7 +18,7 @@ from export.bundle.read import Bundle
 from export.bundle.write import Bench, Trained, write_bundle
 from fedvit.data.images import normalise, read_image, unfold
 from fedvit.errors import BadPayload, ConfigError, DataError, ExportMismatch, StorageFailed
-from tests.conftest import TINY_CLASSES, Tiny
+from tests.support.tiny import TINY_CLASSES, Tiny
 
 BENCH = Bench(images=None, described="", threads=1, machine="test", cores=1)
 LABELS = tuple(f"class {number}" for number in range(TINY_CLASSES))

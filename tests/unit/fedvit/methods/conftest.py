@@ -3,7 +3,7 @@
 import pytest
 
 from fedvit.models.vit import PatchViT
-from tests.unit.fedvit.methods.quadratic import small
+from tests.support.quadratic import small
 
 
 @pytest.fixture(scope="session")

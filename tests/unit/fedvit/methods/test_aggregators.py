@@ -29,7 +29,7 @@ from fedvit.methods.aggregators import (
 from fedvit.tensors import Array, TensorFile, Tensors, pack, unpack
 from fedvit.updates import Decoded, decode, make_codec
 from profiles.probes.host import peak_rss_bytes
-from tests.forked import FORKS
+from tests.support.forked import FORKS
 
 EVERY: list[Name] = ["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
 ROBUST: list[Name] = EVERY[1:]

@@ -16,8 +16,8 @@ from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.methods.step import example_inputs, whole_step
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
-from tests.steps import whole
-from tests.unit.fedvit.methods.quadratic import BATCH, Inputs, Quadratic, after, assert_close, in_double, own
+from tests.support.quadratic import BATCH, Inputs, Quadratic, after, assert_close, in_double, own
+from tests.support.steps import whole
 
 RATE = 0.25
 

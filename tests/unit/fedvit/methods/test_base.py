@@ -139,12 +139,15 @@ class Sorted(FedAvg):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_tensor_is_in_one_group(name: str) -> None:
-    """The model's own, those of surgeries, and those that the method adds beside the model."""
+    """The model's own, also of one with register tokens, those of surgeries, and those that the method adds beside the
+    model."""
     method = make_method(name)
-    vit = build_model(method, SMALL, 5, seed=0, options=DEEP)
-    members = [tensor for _, names in method.groups(vit).values() for tensor in names]
-    assert sorted(members) == sorted(method.tensors(vit))
-    assert vit.tensors().keys() <= method.tensors(vit).keys()
+    for model, options in ((SMALL, DEEP), ("vit_small_patch14_reg4_dinov2", {"image_size": 56})):
+        with torch.device("meta"):
+            vit = build_model(method, model, 5, seed=0, options=options)
+            members = [tensor for _, names in method.groups(vit).values() for tensor in names]
+            assert sorted(members) == sorted(method.tensors(vit))
+            assert vit.tensors().keys() <= method.tensors(vit).keys()
 
 
 def test_patterns_are_anchored() -> None:

@@ -15,7 +15,7 @@ from fedvit.methods.step import example_inputs, steps_of, whole_step
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Evaluate, Role, Train
-from tests.steps import whole
+from tests.support.steps import whole
 
 HALF = (0.5, 0.5, 0.5)
 BATCH = Batch(image_size=16, patch_size=8, batch_size=8, mean=HALF, std=HALF)

@@ -23,7 +23,7 @@ from fedvit.models.vit import PatchViT
 from fedvit.tensors import Array, TensorFile, Tensors, pack, unpack
 from fedvit.updates import Decoded, make_codec
 from profiles.probes.host import peak_rss_bytes
-from tests.forked import FORKS
+from tests.support.forked import FORKS
 
 CLASSES, WIDTH = 4, 16
 OPTIONS = {"image_size": 32, "patch_size": 8, "width": WIDTH, "depth": 3, "heads": 2}

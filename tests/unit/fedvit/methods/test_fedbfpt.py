@@ -18,7 +18,7 @@ from fedvit.methods.step import example_inputs, whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Draw, Role
-from tests.steps import whole
+from tests.support.steps import whole
 
 DEPTH = 5
 HALF = (0.5, 0.5, 0.5)

@@ -22,6 +22,7 @@ from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
 from fedvit.tensors import Tensors, pack, unpack
+from tests.support.uploads import upload
 
 CLASSES = 4
 MODEL = {"image_size": 16, "patch_size": 8, "width": 8, "depth": 2, "heads": 2, "mlp_ratio": 2.0, "qkv_bias": False}
@@ -37,10 +38,6 @@ def context(vit: PatchViT | None = None) -> RoundContext:
         load=lambda digest: {},
         progress=lambda line: None,
     )
-
-
-def upload(device: str, samples: int, tensors: Mapping[str, Any]) -> Upload:
-    return Upload(device, samples, f"blake3:{device}", lambda: {name: np.asarray(v) for name, v in tensors.items()})
 
 
 # --- by hand ------------------------------------------------------------------------------------------

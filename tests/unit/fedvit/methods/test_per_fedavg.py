@@ -24,7 +24,7 @@ from fedvit.methods.step import example_inputs, predict_step, whole_step
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, GraphSpec, Group, Program, Role, TensorSpec, Train
-from tests.unit.fedvit.methods.quadratic import BATCH, HALF, Inputs, in_double, small
+from tests.support.quadratic import BATCH, HALF, Inputs, in_double, small
 
 RATE, INNER = 0.25, 0.125
 MOMENTUM: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1}

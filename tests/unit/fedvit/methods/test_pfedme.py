@@ -17,7 +17,7 @@ from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.methods.step import example_inputs, whole_step
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
-from tests.unit.fedvit.methods.quadratic import BATCH, Inputs, Quadratic, after, assert_close, in_double, own
+from tests.support.quadratic import BATCH, Inputs, Quadratic, after, assert_close, in_double, own
 
 SPRING = 15.0
 

@@ -20,6 +20,7 @@ from fedvit.models import SMALL, build_vit
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, delta
 from fedvit.wire.messages import Manifest, Result
+from tests.support.uploads import upload
 
 VIT = build_vit(SMALL, 4, seed=0, options={"image_size": 16, "patch_size": 8, "width": 8, "depth": 2, "heads": 2})
 
@@ -34,10 +35,6 @@ def context(number: int = 1) -> RoundContext:
         load=lambda digest: {},
         progress=lambda line: None,
     )
-
-
-def upload(device: str, samples: int, tensors: Tensors) -> Upload:
-    return Upload(device, samples, f"blake3:{device}", lambda: tensors)
 
 
 def one(value: float) -> Tensors:

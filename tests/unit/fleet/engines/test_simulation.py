@@ -13,7 +13,6 @@ import torch
 from safetensors.numpy import load_file
 
 from coordinator.record.store import Store
-from coordinator.run.display import Display
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
 from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
@@ -22,7 +21,8 @@ from fleet.engines.cohort import Cohort
 from fleet.partition import write_device_folders
 from fleet.run import FleetOutcome
 from fleet.simulate import simulate
-from tests.conftest import TINY_MODEL
+from tests.support.displays import Lines
+from tests.support.tiny import TINY_MODEL
 
 DEVICES, ROUNDS = 3, 4
 VALUES: dict[str, Any] = {
@@ -54,19 +54,6 @@ out, values, *folders = sys.argv[1:]
 simulate([Path(f) for f in folders], msgspec.json.decode(values), out=Path(out), run="run", engine="torch",
          at_once=1, display=Lines())
 """
-
-
-class Lines(Display):
-    """Keeps what it is given; breaks off at a line that begins so."""
-
-    def __init__(self, until: str | None = None) -> None:
-        self.lines: list[str] = []
-        self._until = until
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-        if self._until and text.startswith(self._until):
-            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from profiles.probes.battery import Battery, battery
-from tests.unit.profiles.probes.boards import pi_5, write_tree
+from tests.support.boards import pi_5, write_tree
 
 SUPPLY = "sys/class/power_supply"
 

@@ -8,7 +8,7 @@ from coordinator.broker import Broker
 from fedvit.errors import LinkDown
 from fedvit.transport.mqtt import Address
 from profiles.probes.broker import BrokerProbe, measure_round_trip
-from tests.brokers import mosquitto
+from tests.support.brokers import mosquitto
 
 ACCESS = "user fedvit\ntopic read fl1/home/d/pi/up/probe\ntopic readwrite open/#\n"
 

@@ -1,7 +1,5 @@
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -9,7 +7,8 @@ import pytest
 
 from fedvit.resources import Budget
 from profiles.probes.host import board, device_profile, host, parse_vm_hwm, peak_rss_bytes, usable_cores
-from tests.unit.profiles.probes.boards import jetson_nano, pi_4, write_tree, x86
+from tests.support.boards import jetson_nano, pi_4, write_tree, x86
+from tests.support.children import in_child
 
 MIB = 2**20
 
@@ -28,12 +27,6 @@ RssAnon:\t   40040 kB
 Threads:\t11
 """
 """Lines of /proc/PID/status of an edge client on x86-64, Linux 6.1; the format is the same on every architecture."""
-
-
-def in_child(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_the_high_water_mark_is_read() -> None:
@@ -96,7 +89,7 @@ from profiles.probes.host import usable_cores
 os.sched_setaffinity(0, {{{core}}})
 print(usable_cores())
 """
-    assert in_child(code) == "1"
+    assert in_child(code).strip() == "1"
 
 
 def test_the_profile_of_this_machine() -> None:

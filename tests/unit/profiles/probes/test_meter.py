@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from profiles.probes.meter import Meter, Metered, Sensors
-from tests.unit.profiles.probes.boards import orin_nano, pi_4, rapl, vcgencmd, write_tree, x86
+from tests.support.boards import orin_nano, pi_4, rapl, vcgencmd, write_tree, x86
 
 WAIT_S = 30
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from profiles.probes.power import PowerSensor, find_power
-from tests.unit.profiles.probes.boards import agx_orin, jetson_nano, orin_nano, pi_4, pi_5, rapl, write_tree
+from tests.support.boards import agx_orin, jetson_nano, orin_nano, pi_4, pi_5, rapl, write_tree
 
 
 def sensor_of(root: Path) -> PowerSensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from profiles.probes.thermal import BRAKES, Brakes, Clock, Thermometer, Zone, clocks
-from tests.unit.profiles.probes.boards import (
+from tests.support.boards import (
     agx_orin,
     jetson_nano,
     orin_nano,

@@ -6,7 +6,7 @@ import pytest
 from fedvit.errors import BadPayload
 from fedvit.resources import Budget, ResourceUse
 from profiles.report.document import Comparison, DeviceRound, ProfileDocument, RunDevice, RunDocument, decode, encode
-from tests.reports import profile_document, run_document
+from tests.support.reports import profile_document, run_document
 
 
 @pytest.mark.parametrize("document", [profile_document(), run_document(), run_document(predicted=False)])

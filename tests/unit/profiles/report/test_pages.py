@@ -9,7 +9,7 @@ from profiles.report.document import Comparison
 from profiles.report.page import Bar, Chart, Segment
 from profiles.report.profile_page import profile_page
 from profiles.report.run_page import MOST_ROWS, run_page
-from tests.reports import private_document, profile_document, run_document
+from tests.support.reports import private_document, profile_document, run_document
 
 PROFILE = profile_page(profile_document())
 RUN = run_page(run_document())

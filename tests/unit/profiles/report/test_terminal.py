@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from profiles.report.terminal import profile_report, run_report
-from tests.reports import private_document, profile_document, run_document
+from tests.support.reports import private_document, profile_document, run_document
 
 
 def drawn(report: RenderableType, width: int) -> list[str]:

@@ -11,7 +11,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -24,7 +23,8 @@ import paho.mqtt.client as paho
 from fedvit.errors import FedvitError
 from fedvit.wire.messages import AnyMessage, decode
 from fleet.run import free_port
-from tests.forked import Forked
+from tests.support.forked import Forked
+from tests.support.waiting import wait_until
 
 DEVICES = ("device-0", "device-1", "device-2")
 ROUNDS = 3
@@ -40,6 +40,8 @@ CONFIG: dict[str, Any] = {
     "rejoin_grace_s": 60.0,
 }
 WAIT_S = 240.0
+DEEP_LEARNING = ("torch", "libc10", "onnx/", "timm")
+"""Parts of the names of files that a device never maps into its memory."""
 USUAL_UMASK = 0o022
 """What programs start with: without a word of ours others can read their files."""
 
@@ -50,12 +52,7 @@ def program(module: str) -> list[str]:
 
 def wait_for(holds: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
     """The first true value of `holds()`; fails, saying what was waited for, when there is none in time."""
-    until = time.monotonic() + timeout_s
-    while time.monotonic() < until:
-        if value := holds():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"waited {timeout_s:.0f} s for {what}")
+    return wait_until(holds, f"waited for {what}", wait_s=timeout_s, pause_s=0.05)
 
 
 def open_to_others(folder: Path) -> list[str]:

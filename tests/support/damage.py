@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 
-def flip(path: Path, place: float = 0.5, mask: int = 0x10) -> None:
-    """Flip bits of the byte at this part of a file; size, modification time and inode stay as they are."""
+def flip(path: Path, place: float = 0.5, mask: int = 0x10, *, keep_date: bool = True) -> None:
+    """Flip bits of the byte at this part of a file. Size and inode stay as they are, and so does the modification time,
+    unless `keep_date` is off: then it is as if a program had written there."""
     state = path.stat()
     at = min(state.st_size - 1, int(state.st_size * place))
     handle = os.open(path, os.O_RDWR)
@@ -14,4 +15,5 @@ def flip(path: Path, place: float = 0.5, mask: int = 0x10) -> None:
         os.pwrite(handle, bytes([byte ^ mask]), at)
     finally:
         os.close(handle)
-    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    if keep_date:
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))

@@ -239,7 +239,7 @@ def server_command(
     """Compare the server's training on features in files with all of them in memory: speed and peak of memory."""
     from bench.server import ServerSettings, run_server_bench, server_table
     from coordinator.compute.accelerator import choose_accelerator, places
-    from fedvit.precision import ProductPrecision
+    from fedvit.roles import ProductPrecision
 
     if len(places(choose_accelerator(accelerator))) > 1:
         raise ConfigError(f"--accelerator {accelerator}: one process is measured, on one torch device")

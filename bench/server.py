@@ -33,9 +33,9 @@ from fedvit.methods.optimizers import AdamW
 from fedvit.methods.rules.optimizer_state import PREFIX
 from fedvit.models import build_vit
 from fedvit.models.vit import PatchViT
-from fedvit.precision import ProductPrecision
 from fedvit.program import Collect, Role
 from fedvit.quantities import format_bytes
+from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, TensorFile, Tensors, pack, total_bytes
 from profiles.probes.host import peak_rss_bytes
 

@@ -13,8 +13,6 @@ from fedvit.program import TensorSpec
 from fedvit.tensors import Array, Tensors
 
 Precision = Literal["fp32", "fp16", "int8"]
-ProductPrecision = Literal["fp32", "tf32", "bf16"]
-"""Of products on a server: tf32 rounds factors to 10 bits, bf16 computes in bfloat16. Weights are float32 always."""
 SCALE = "/scale"
 
 

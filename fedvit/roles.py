@@ -1,7 +1,10 @@
 """Words of a Program that are also words of a configuration, apart from it since numpy takes long to import."""
 
 import enum
+from typing import Literal
 
+ProductPrecision = Literal["fp32", "tf32", "bf16"]
+"""Of products on a server: tf32 rounds factors to 10 bits, bf16 computes in bfloat16. Weights are float32 always."""
 NONE = "none"
 """The codec that changes nothing."""
 

@@ -378,7 +378,7 @@ def _run_side_by_side(
 ) -> FleetOutcome:
     """Virtual devices in this process, without a broker: see `fleet.simulate`."""
     from coordinator.run.display import Display, choose_display
-    from fedvit.precision import ProductPrecision
+    from fedvit.roles import ProductPrecision
     from fleet.simulate import Engine, simulate  # with torch: seconds that a mistyped flag need not wait
 
     given = {key: value for key, value in values.items() if key != "broker"}

@@ -22,7 +22,7 @@ from coordinator.run.display import Display
 from edge_client.agent import Agent
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
-from fedvit.precision import ProductPrecision
+from fedvit.roles import ProductPrecision
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fleet.run import FleetOutcome
 from fleet.virtual import Host

@@ -118,7 +118,7 @@ def tiny(graph_cache: Path) -> "Callable[[str], Tiny]":
 
     made: dict[str, Tiny] = {}
 
-    def make(name: str) -> Tiny:
+    def make(name: str) -> "Tiny":
         if name not in made:
             made[name] = make_tiny(make_method(name, TINY_OPTIONS), graph_cache)
         return made[name]

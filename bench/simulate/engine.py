@@ -9,7 +9,7 @@ import msgspec
 
 from bench.simulate.jobs import Job, Measured, decode_job
 from coordinator.record.store import Store
-from fedvit.precision import ProductPrecision
+from fedvit.roles import ProductPrecision
 from fleet.simulate import Engine, simulate
 from profiles.probes.host import peak_rss_bytes
 

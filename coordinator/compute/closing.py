@@ -12,7 +12,7 @@ from fedvit.blobs import BlobStore
 from fedvit.methods.aggregators import Aggregator
 from fedvit.methods.base import RoundContext, ServerRule, Upload
 from fedvit.models.vit import PatchViT
-from fedvit.precision import ProductPrecision
+from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, TensorFile
 from fedvit.updates import Decoded
 

@@ -13,8 +13,7 @@ from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.robust import RobustConfig
 from coordinator.config.updates import UpdatesConfig
 from fedvit.errors import ConfigError
-from fedvit.precision import ProductPrecision
-from fedvit.roles import NONE
+from fedvit.roles import NONE, ProductPrecision
 from fedvit.wire.topics import check_name
 
 

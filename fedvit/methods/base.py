@@ -22,9 +22,10 @@ from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.vit import PatchViT
-from fedvit.precision import Precision, ProductPrecision, packed
+from fedvit.precision import Precision, packed
 from fedvit.program import Evaluate, Role, Train
 from fedvit.resources import BudgetKind
+from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, Tensors
 
 PREDICT = "predict"

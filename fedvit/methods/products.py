@@ -2,7 +2,7 @@
 
 import torch
 
-from fedvit.precision import ProductPrecision
+from fedvit.roles import ProductPrecision
 
 
 def products_in(precision: ProductPrecision, place: torch.device) -> torch.autocast:

@@ -19,8 +19,8 @@ from fedvit.data.images import Indices
 from fedvit.methods.base import Method
 from fedvit.methods.step import Step, gather_step, predict_step, whole_step
 from fedvit.models.vit import PatchViT
-from fedvit.precision import ProductPrecision
 from fedvit.program import LABELS, Batch, Gather, Program, Train
+from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, Tensors
 from fleet.engines.pictures import Drawn, Images, Pictures, draw_training, normalised, unfolded
 from fleet.engines.steps import (

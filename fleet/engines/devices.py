@@ -26,8 +26,9 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.methods.base import Method, ServerState
 from fedvit.methods.packed import unpacked
-from fedvit.precision import SCALE, ProductPrecision
+from fedvit.precision import SCALE
 from fedvit.program import Program, Role
+from fedvit.roles import ProductPrecision
 from fedvit.tensors import Tensors, unpack
 from fedvit.updates import NONE
 from fedvit.wire.messages import TaskKind

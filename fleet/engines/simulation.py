@@ -34,9 +34,9 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
 from fedvit.files import atomic_write
 from fedvit.methods.base import RoundContext, Upload
-from fedvit.precision import ProductPrecision
 from fedvit.program import LABELS
 from fedvit.resources import ResourceUse
+from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, Tensors, pack, packed_size, unpack
 from fedvit.updates import Decoded
 from fedvit.wire.messages import Result, TaskKind

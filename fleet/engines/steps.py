@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedvit.methods.products import products_in
 from fedvit.methods.step import Step
-from fedvit.precision import ProductPrecision
 from fedvit.program import Batch
+from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array
 from fleet.engines.pictures import training_patches
 

@@ -20,7 +20,7 @@ from fedvit.blobs import digest_of
 from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_names
-from fedvit.precision import ProductPrecision
+from fedvit.roles import ProductPrecision
 from fedvit.wire.topics import check_name
 from fleet.clusters.resources import RayTable
 from fleet.datasets import check_dataset

@@ -354,7 +354,9 @@ FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 LOADERS = {("pickle", name) for name in ("load", "loads", "_load", "_loads", "_Unpickler")}
 FORBIDDEN_ATTRIBUTES = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("torch", "load"), *LOADERS}
-KNOW_PICKLES = {"fleet/datasets/pickles.py", "bench/wire_side.py"}
+OWN_PIPES = {"coordinator/compute/rank.py", "coordinator/compute/ranks.py"}
+"""The worker process sends work to the processes that it started itself, over pipes that nobody else has."""
+KNOW_PICKLES = {"fleet/datasets/pickles.py", "bench/wire_side.py", *OWN_PIPES}
 """CIFAR comes as pickles; an unpickler that makes nothing but arrays reads them. The benchmark writes some."""
 
 
@@ -370,7 +372,7 @@ def offences(name: str, source: str) -> Iterator[str]:
                 if (keyword.arg, given) in (("shell", True), ("allow_pickle", True), ("trust_remote_code", True)):
                     yield f"{where} passes {keyword.arg}=True"
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if (node.value.id, node.attr) in FORBIDDEN_ATTRIBUTES:
+            if (node.value.id, node.attr) in FORBIDDEN_ATTRIBUTES - (LOADERS if name in OWN_PIPES else set()):
                 yield f"{where} uses {node.value.id}.{node.attr}"
             if node.attr == "register_custom_ops_library":
                 yield f"{where} loads a library of operators"

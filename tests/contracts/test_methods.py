@@ -56,7 +56,18 @@ from tests.support.once import made_once
 from tests.support.steps import Run, Session, assert_names_of_the_contract, in_parts, whole
 from tests.support.tiny import TINY_MODEL, Tiny, make_tiny
 
-SHARED_FILES = {"__init__", "aggregators", "base", "calculus", "optimizers", "packed", "parts", "private_mean", "step"}
+SHARED_FILES = {
+    "__init__",
+    "aggregators",
+    "base",
+    "calculus",
+    "optimizers",
+    "packed",
+    "parts",
+    "private_mean",
+    "products",
+    "step",
+}
 """Files of fedvit/methods that are no method."""
 
 DEPTH = 2

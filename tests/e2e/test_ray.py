@@ -25,6 +25,7 @@ FILE = """
 dataset = "digits"
 image_size = 16
 devices = 3
+seeds = [0]
 rounds = 60
 evaluate_every = 60
 test_share = 0.9
@@ -179,8 +180,9 @@ def test_a_run_ends_when_a_node_is_gone(nodes: Nodes, stage: Stage, graph_cache:
     config = stage.folder / "run.toml"
     config.write_text(toml(VALUES))
     running = fleet(
-        stage, "run", "--virtual", "6", "--parts", str(stage.parts), "--out", str(stage.out), "--name", "run",
-        "--broker", "mosquitto", "--port", str(stage.port), "--config", str(config), "--ray", nodes.address, "--json",
+        stage, "run", "--virtual", "6", "--parts", str(stage.parts), "--runs", str(stage.out), "--run", "run",
+        "--broker", "mosquitto", "--broker.port", str(stage.port), "--config", str(config),
+        "--ray", nodes.address, "--json",
     )  # fmt: skip
     some = "select 1 from results where round = 2"
     wait_for(lambda: running.poll() is not None or stage.query(some), "results of round 2")
@@ -217,14 +219,11 @@ class TestRefused:
 
     def test_resources_that_no_node_has(self, nodes: Nodes, stage: Stage) -> None:
         said = self.experiment(stage, FILE.replace("num_cpus = 1", "num_cpus = 1\nnum_gpus = 0.5"), nodes.address)
-        assert (
-            "[ray], for fedavg/even/seed-0: no node of the cluster has 1 CPU, 0.5 GPUs; nodes are 127.0.0.2: 1 CPU"
-            in said
-        )
+        assert "[ray], for fedavg/even/seed-0: no node of the cluster has 1 CPU, 0.5 GPUs; nodes are 127.0.0." in said
 
     def test_more_hosts_than_nodes_take(self, nodes: Nodes, stage: Stage) -> None:
         said = self.refused(
-            stage, "run", "--virtual", "6", "--parts", str(stage.parts), "--out", str(stage.out), "--hosts", "9",
+            stage, "run", "--virtual", "6", "--parts", str(stage.parts), "--runs", str(stage.out), "--hosts", "9",
             "--ray", nodes.address,
         )  # fmt: skip
         assert "--hosts 9 of 1 CPU each, but the cluster has room for" in said

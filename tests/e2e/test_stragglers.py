@@ -6,7 +6,7 @@ import subprocess
 from typing import Any
 
 from coordinator.run.status import read_status
-from fedvit.wire.messages import Progress
+from fedvit.wire.messages import Progress, Task
 from tests.support.programs import DEVICES, Stage, program, wait_for
 
 
@@ -26,8 +26,8 @@ def test_a_stopped_device_is_late_and_a_busy_one_declines(stage: Stage) -> None:
     devices["device-1"].send_signal(signal.SIGSTOP)
     wait_for(observer.find(Progress, since_start=True, round=1, device="device-2"), "device-2 to train in round 1")
     in_use.touch()
-    wait_for(observer.find(Progress, since_start=True, round=3, device="device-0"), "device-0 to train in round 3")
-    devices["device-0"].send_signal(signal.SIGSTOP)
+    wait_for(observer.find(Task, since_start=True, round=3, device="device-0"), "device-0 to be asked in round 3")
+    devices["device-0"].send_signal(signal.SIGSTOP)  # before it is through, which takes it seconds
 
     def all_are_named() -> bool:
         now = read_status(stage.out / "run")  # written once a second: for a while it says what was so in round 2

@@ -20,7 +20,6 @@ from rich.console import Console
 from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
 from fedvit.errors import ConfigError
-from fleet.cli import cli
 from fleet.experiment import chosen, experiment_command, write_results
 from fleet.experiments.cell import (
     Accuracy,
@@ -410,10 +409,6 @@ def closed(home: Path) -> list[tuple[int, str]]:
         return [(entry.round, entry.closed_at) for entry in store.rounds("run") if entry.closed_at]
     finally:
         store.close()
-
-
-def test_it_is_a_command_of_fleet() -> None:
-    assert "experiment" in cli.commands
 
 
 def test_what_noise_spent_stands_below_the_accuracies() -> None:

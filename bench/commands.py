@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import msgspec
@@ -368,3 +368,20 @@ def store_command(rounds: int, devices: int, as_json: bool) -> None:
     with choose_display() as display:
         report = run_store_bench(rounds=rounds, devices=devices, progress=display.line)
     _print(report, store_table, as_json)
+
+
+@bench_command.command("pool")
+@click.option("--devices", type=click.IntRange(min=2), default=10_000, help="Devices in the pool.")
+@click.option("--cohort", type=click.IntRange(min=1), default=200, help="Devices asked per round.")
+@click.option("--rounds", type=click.IntRange(min=2), default=6, help="The first is not counted.")
+@click.option("--engine", type=click.Choice(["onnx", "torch"]), default="torch", help="What computes devices' parts.")
+@_json_flag
+def pool_command(devices: int, cohort: int, rounds: int, engine: Literal["onnx", "torch"], as_json: bool) -> None:
+    """Measure what devices cost a simulation that are in its pool and not in a round."""
+    from bench.pool import pool_report, run_pool_bench
+
+    if devices <= cohort:
+        raise ConfigError(f"--devices {devices}: expected more than --cohort {cohort}")
+    with choose_display() as display:
+        report = run_pool_bench(devices=devices, cohort=cohort, rounds=rounds, engine=engine, progress=display.line)
+    _print(report, pool_report, as_json)

@@ -8,11 +8,15 @@ farewell, drop a share of the QoS 0 messages.
 import random
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from queue import SimpleQueue
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from paho.mqtt.matcher import MQTTMatcher
 
 from fedvit.errors import BadPayload
 from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Transport, Will, WillMaker
-from fedvit.wire.topics import covers
 
 
 class MemoryBroker:
@@ -27,6 +31,8 @@ class MemoryBroker:
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._clients: dict[str, MemoryTransport] = {}
+        # by filter: its clients, and the QoS that each was granted
+        self._subscribers: Any = MQTTMatcher()  # type: ignore[no-untyped-call]
         self._running = True
 
     def stop(self) -> None:
@@ -71,11 +77,28 @@ class MemoryBroker:
         with self._lock:
             if not self._running:
                 return False
-            for client in self._clients.values():
-                granted = [granted for wanted, granted in client.filters.items() if covers(wanted, topic)]
-                if granted and not (min(qos, max(granted)) == 0 and self._random.random() < self._loss):
+            granted: dict[MemoryTransport, int] = {}
+            for subscribers in self._subscribers.iter_match(topic):
+                for client, its in subscribers.items():
+                    granted[client] = max(its, granted.get(client, 0))
+            for client, its in granted.items():
+                is_here = self._clients.get(client.client_id) is client
+                if is_here and not (min(qos, its) == 0 and self._random.random() < self._loss):
                     client.deliver(topic, payload)
             return True
+
+    def subscribe(self, client: "MemoryTransport", topic_filter: str, qos: int) -> None:
+        with self._lock:
+            try:
+                self._subscribers[topic_filter][client] = qos
+            except KeyError:
+                self._subscribers[topic_filter] = WeakKeyDictionary({client: qos})
+
+    def unsubscribe(self, client: "MemoryTransport", topic_filter: str) -> None:
+        with self._lock, suppress(KeyError):
+            self._subscribers[topic_filter].pop(client, None)
+            if not self._subscribers[topic_filter]:
+                del self._subscribers[topic_filter]
 
 
 class MemoryTransport(Transport):
@@ -86,7 +109,6 @@ class MemoryTransport(Transport):
         self.client_id = client_id
         self.will: Will | None = None  # of the newest connection
         self._will: Will | WillMaker | None = None
-        self.filters: dict[str, int] = {}
         self._broker = broker
         self._lock = threading.Lock()
         self._up = False
@@ -96,12 +118,10 @@ class MemoryTransport(Transport):
         self._broker.attach(self)
 
     def subscribe(self, topic_filter: str, qos: int) -> None:
-        with self._lock:
-            self.filters = {**self.filters, topic_filter: qos}
+        self._broker.subscribe(self, topic_filter, qos)
 
     def unsubscribe(self, topic_filter: str) -> None:
-        with self._lock:
-            self.filters = {wanted: qos for wanted, qos in self.filters.items() if wanted != topic_filter}
+        self._broker.unsubscribe(self, topic_filter)
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1) -> bool:
         if len(topic) + len(payload) > self._broker.max_packet_bytes:

@@ -98,20 +98,3 @@ class Topics(NamedTuple):
     def device_of(self, topic: str) -> str:
         """Which device a topic below `d/`, or which token a topic below `enrol/`, belongs to."""
         return topic.split("/")[3]
-
-
-def covers(topic_filter: str, topic: str) -> bool:
-    """Whether a subscription to `topic_filter` receives messages on `topic` (MQTT 3.1.1, section 4.7).
-
-    >>> covers("a/+/c", "a/b/c"), covers("a/#", "a/b/c"), covers("a/+", "a/b/c")
-    (True, True, False)
-    """
-    if topic.startswith("$") and topic_filter.startswith(("+", "#")):
-        return False  # the broker's own topics must be asked for by name
-    filter_levels, levels = topic_filter.split("/"), topic.split("/")
-    for position, wanted in enumerate(filter_levels):
-        if wanted == "#":
-            return True
-        if position >= len(levels) or wanted not in ("+", levels[position]):
-            return False
-    return len(filter_levels) == len(levels)

@@ -126,8 +126,8 @@ def run(
 ) -> FinishedRun:
     """Train on device folders, or on a data set that is dealt out first, in this process; return when it is finished.
 
-    `parts` is a folder that `fleet partition` made. With `devices` the first so many of its folders take part; where
-    there are fewer folders, they are dealt out in turn. Or `dataset`, the name or path of a data set, is dealt out to
+    `parts` is a folder that `fleet partition` made. `devices` is how many take part, by default one for each folder;
+    where there are fewer folders, they are dealt out in turn. Or `dataset`, the name or path of a data set, is dealt out to
     `devices` (4 by default) by `partition` ("dirichlet" by default) with `partition_options`: to `parts` where that is
     given, which must then be free, else into the run's folder.
 

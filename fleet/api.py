@@ -127,9 +127,9 @@ def run(
     """Train on device folders, or on a data set that is dealt out first, in this process; return when it is finished.
 
     `parts` is a folder that `fleet partition` made. `devices` is how many take part, by default one for each folder;
-    where there are fewer folders, they are dealt out in turn. Or `dataset`, the name or path of a data set, is dealt out to
-    `devices` (4 by default) by `partition` ("dirichlet" by default) with `partition_options`: to `parts` where that is
-    given, which must then be free, else into the run's folder.
+    where there are fewer folders, they are dealt out in turn. Or `dataset`, the name or path of a data set, is dealt
+    out to `devices` (4 by default) by `partition` ("dirichlet" by default) with `partition_options`: to `parts` where
+    that is given, which must then be free, else into the run's folder.
 
     All other keyword arguments are keys of a run's configuration, as in `run.toml` (docs/configuration.md): `method`,
     `options`, `rounds`, `model_options`, ...; tables are mappings. They are over the defaults of a simulation

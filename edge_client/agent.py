@@ -111,8 +111,13 @@ class Resend:
     """When to say something again that was not answered: jittered, doubling."""
 
     def __init__(self) -> None:
+        self._began = time.monotonic()
         self._wait_s = HELLO_AGAIN_S
-        self._due = time.monotonic() + self._wait_s
+        self._due = self._began + self._wait_s
+
+    def is_overdue(self) -> bool:
+        """Whether an answer should have come by now, however often it was asked for since."""
+        return time.monotonic() >= self._began + HELLO_AGAIN_S
 
     def due(self) -> bool:
         if time.monotonic() < self._due:
@@ -309,7 +314,7 @@ class Agent:
         if self.renewal:
             self.renewal.tick(self.transport)
         if self._hello and self._hello.due():
-            if not self._waits_said:
+            if self._hello.is_overdue() and not self._waits_said:
                 self._waits_said = True
                 log.warning(
                     "no coordinator answers; asking again until one does, 'edge-client doctor' looks closer",

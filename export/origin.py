@@ -2,15 +2,14 @@
 
 Everything is in it that tracing could look at: this project's sources, versions of libraries, the method's options and
 every attribute of the model's modules; of tensors that a method is given as inputs the shapes. What is not understood
-makes no key: the graph is then traced, as it would be without.
+makes no key, and neither does code of other packages, which may call more code: the graph is then traced, as it would
+be without.
 """
 
 import enum
 import functools
 import hashlib
-import inspect
 import json
-import sys
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -108,13 +107,13 @@ def _bytes(value: Tensor) -> str:
 
 
 def _code(of: Any) -> Any:
-    """A class or a function by name; with its source where it is neither this project's nor a library's."""
+    """A class or a function by name: the sources of this project and the versions of libraries are in every key."""
     module, name = getattr(of, "__module__", None), getattr(of, "__qualname__", None)
     if module is None or name is None or "<" in name:  # what a function made depends on what that was given
         raise _Unknown
-    bases = [base for base in of.__mro__[1:-1] if not _known(base.__module__)] if isinstance(of, type) else []
-    source = None if _known(module) else _source(module)
-    return [module, name, source, *(_code(base) for base in bases)]
+    if not _known(module):
+        raise _Unknown
+    return [module, name]
 
 
 def _known(module: str) -> bool:
@@ -127,11 +126,3 @@ def _known(module: str) -> bool:
         "export",
         *LIBRARIES,
     }
-
-
-@functools.cache
-def _source(module: str) -> str:
-    try:
-        return hashlib.blake2b(inspect.getsource(sys.modules[module]).encode(), digest_size=20).hexdigest()
-    except (KeyError, OSError, TypeError):
-        raise _Unknown from None

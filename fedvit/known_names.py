@@ -1,13 +1,16 @@
 """Names that a run's configuration may hold, read from source files: a typo is answered without importing torch.
 
 The tables themselves are in `fedvit.methods` and `fedvit.models`, and in timm; nothing is written down a second time.
+Methods of other installed packages are read from what these declare.
 """
 
 import ast
 import importlib.util
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from fedvit.choices import did_you_mean, known_are
@@ -19,6 +22,8 @@ SMALL_OPTIONS = (
     "image_size", "patch_size", "width", "depth", "heads", "mlp_ratio", "head_width", "qkv_bias", "registers",
 )  # fmt: skip
 TIMM_OPTIONS = ("image_size", "patch_size")
+METHOD_GROUP = "fedvit.methods"
+"""Group of the entry points with which an installed package declares its methods."""
 
 _FOLDER = Path(__file__).parent / "methods"
 
@@ -30,8 +35,8 @@ def check_names(
 
     A name that passes may still be refused where torch is there: then also its value is looked at.
     """
-    check_method(method, method_classes())
-    if options:
+    check_method(method, {*method_classes(), *packaged_methods()})
+    if packaged_method(method) is None and options:  # the options of a package's method are known once it is imported
         check_options(method, options, method_options(method))
     check_model(model)
     check_model_options(model, model_options)
@@ -55,7 +60,7 @@ def check_options(method: str, given: Iterable[str], known: Iterable[str]) -> No
 
 @cache
 def method_classes() -> Mapping[str, str]:
-    """Method -> its class, as the table METHODS of `fedvit.methods` has them."""
+    """Method of fedvit itself -> its class, as the table METHODS of `fedvit.methods` has them."""
     for node in ast.parse((_FOLDER / "__init__.py").read_text()).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "METHODS":
             assert isinstance(node.value, ast.Dict)
@@ -67,8 +72,36 @@ def method_classes() -> Mapping[str, str]:
     raise AssertionError("fedvit.methods has no table METHODS")
 
 
+@cache
+def packaged_methods() -> Mapping[str, list[EntryPoint]]:
+    """Method -> where installed packages declare that it is. Nothing of them is imported."""
+    found: dict[str, list[EntryPoint]] = defaultdict(list)
+    for entry in entry_points(group=METHOD_GROUP):
+        found[entry.name].append(entry)
+    return dict(found)
+
+
+def packaged_method(name: str) -> EntryPoint | None:
+    """Where an installed package declares that the method is; None for a method of fedvit itself.
+
+    Raises ConfigError when more than one package has a method of that name.
+    """
+    declared = packaged_methods().get(name, [])
+    packages = [*(["fedvit"] if name in method_classes() else []), *sorted(map(package_of, declared))]
+    if declared and len(packages) > 1:
+        raise ConfigError(
+            f"method {name!r} is in more than one package: {', '.join(packages)}; uninstall all but one, or rename the "
+            f"entry point in one of them"
+        )
+    return declared[0] if declared else None
+
+
+def package_of(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist else "(unknown)"
+
+
 def method_options(method: str) -> tuple[str, ...]:
-    """The options of a method that there is: the fields of its class and of those that it is made from."""
+    """The options of a method of fedvit itself: the fields of its class and of those that it is made from."""
     return tuple(_fields(method_classes()[method]))
 
 

@@ -6,7 +6,7 @@ For experiments and tests: nothing but the network is left out, and the same see
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from coordinator.record.store import Store
 from coordinator.record.summary import summarise
 from coordinator.run.display import Display
 from edge_client.agent import Agent
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
 from fedvit.roles import ProductPrecision
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
@@ -64,7 +64,8 @@ def simulate(
 
     `label` is what writers of metrics call the run, by default its name.
 
-    Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration.
+    Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration. After Ctrl-C,
+    which raises KeyboardInterrupt, the run can be resumed.
     """
     from coordinator.compute.accelerator import choose_accelerator, places
     from coordinator.compute.engine import Engine as Compute
@@ -134,6 +135,10 @@ def simulate(
     except Interrupted:
         if broken:
             raise broken[0] from None
+        raise
+    except KeyboardInterrupt:
+        with suppress(StorageFailed):
+            store.update_run(run, status="interrupted")
         raise
     finally:
         stop.set()

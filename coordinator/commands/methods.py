@@ -50,6 +50,7 @@ def methods(
         classes,
         options=options,
         model_options=model_options,
+        warn=lambda text: click.echo(f"left out: {text}", err=True),
     )
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(entries)).decode())

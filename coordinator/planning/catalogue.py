@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -26,7 +26,7 @@ from rich.text import Text
 
 from fedvit.choices import allowed
 from fedvit.errors import ConfigError
-from fedvit.methods import METHODS, build_model, make_method
+from fedvit.methods import build_model, make_method, method_class, method_names
 from fedvit.methods.base import Method
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
@@ -76,17 +76,24 @@ class MethodEntry(Struct, frozen=True, kw_only=True):
 
 
 def catalogue(
-    names: Sequence[str], model: str, classes: int, *, options: dict[str, Any], model_options: dict[str, Any]
+    names: Sequence[str],
+    model: str,
+    classes: int,
+    *,
+    options: dict[str, Any],
+    model_options: dict[str, Any],
+    warn: Callable[[str], None],
 ) -> list[MethodEntry]:
     """Entries of the methods `names`, or of all, as in a run's first round.
 
+    A method of another package that cannot be used is left out of the list of all; `warn` is called with the reason.
     Raises ConfigError for an unknown method or model, and for an option that one of the methods does not have.
     """
     if classes < 1:
         raise ConfigError(f"--classes {classes} must be at least 1")
     models: dict[Any, PatchViT] = {}
     entries = []
-    for name in names or sorted(METHODS):
+    for name in names or _usable(warn):
         try:
             method = make_method(name, options)
         except ConfigError as error:
@@ -98,6 +105,18 @@ def catalogue(
                 models[added] = build_model(method, model, classes, seed=0, options=model_options)
             entries.append(_entry(name, method.in_round(1, 1), models[added]))
     return entries
+
+
+def _usable(warn: Callable[[str], None]) -> list[str]:
+    """All methods that can be used."""
+    usable = []
+    for name in method_names():
+        try:
+            method_class(name)
+            usable.append(name)
+        except ConfigError as error:
+            warn(str(error))
+    return usable
 
 
 def _entry(name: str, method: Method, vit: PatchViT) -> MethodEntry:

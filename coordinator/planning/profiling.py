@@ -21,7 +21,7 @@ from coordinator.planning.planner import Plan, make_plan
 from coordinator.planning.target import Target
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, OverBudget
-from fedvit.methods import METHODS, make_method
+from fedvit.methods import METHODS, make_method, method_class
 from fedvit.program import Program
 from fedvit.resources import Budget
 from profiles.catalogue import Board, in_mode
@@ -65,9 +65,9 @@ class Request:
 
     def variants(self) -> list[dict[str, Any]]:
         """Options of every variant. Raises ConfigError when the method has no mask ratio or split to vary."""
-        known = METHODS[self.method].__dataclass_fields__ if self.method in METHODS else {}
+        known = method_class(self.method).__dataclass_fields__
         for flag, option, values in (("--mask", MASK_OPTION, self.masks), ("--split", SPLIT_OPTION, self.splits)):
-            if values and known and option not in known:
+            if values and option not in known:
                 able = ", ".join(sorted(name for name, kind in METHODS.items() if option in kind.__dataclass_fields__))
                 raise ConfigError(f"{flag}: method {self.method!r} has no option {option!r}; these have: {able}")
         splits: Sequence[dict[str, Any]] = [{SPLIT_OPTION: split} for split in self.splits] or [{}]

@@ -1,5 +1,9 @@
-"""Federated methods by name. To add one: its file in this folder, and its line in the table."""
+"""Federated methods by name. To add one: its file in this folder, and its line in the table.
 
+An installed package adds its own by entry points of the group "fedvit.methods" (docs/write-a-method.md).
+"""
+
+import inspect
 import math
 import typing
 from dataclasses import fields
@@ -9,7 +13,7 @@ import msgspec
 
 from fedvit.choices import why_invalid
 from fedvit.errors import ConfigError
-from fedvit.known_names import check_method, check_options
+from fedvit.known_names import check_method, check_options, package_of, packaged_method, packaged_methods
 from fedvit.methods.adapters import PersonalAdapters
 from fedvit.methods.apfl import APFL
 from fedvit.methods.base import Method
@@ -74,12 +78,39 @@ METHODS: dict[str, type[Method]] = {
     "single_vpt": SingleVpt,
     "vanilla_attention": VanillaAttention,
 }
+"""Those of fedvit itself."""
+
+
+def method_names() -> list[str]:
+    """All methods, those of installed packages included, of which some may be unusable."""
+    return sorted({*METHODS, *packaged_methods()})
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of the method `name`, imported from its package where it is not one of fedvit's.
+
+    Raises ConfigError when there is no such method, or when its package declares something that cannot be used.
+    """
+    check_method(name, method_names())
+    entry = packaged_method(name)
+    if entry is None:
+        return METHODS[name]
+    declared = f"method {name!r} of package {package_of(entry)}: {entry.value}"
+    try:
+        kind = entry.load()
+    except Exception as error:  # whatever a module of somebody else raises
+        raise ConfigError(f"{declared} cannot be imported: {type(error).__name__}: {error}") from error
+    if not (inspect.isclass(kind) and issubclass(kind, Method)):
+        raise ConfigError(f"{declared} is no method: expected a class derived from fedvit.methods.base.Method")
+    missing = sorted(kind.__abstractmethods__) + ([] if hasattr(kind, "source") else ["source"])
+    if missing:
+        raise ConfigError(f"{declared} is not complete: it must define {', '.join(missing)}")
+    return kind
 
 
 def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
     """The method `name` with some hyperparameters set. Raises ConfigError naming what is unknown or out of range."""
-    check_method(name, METHODS)
-    kind, options = METHODS[name], dict(options or {})
+    kind, options = method_class(name), dict(options or {})
     check_options(name, options, [option.name for option in fields(kind)])
     hints = typing.get_type_hints(kind, include_extras=True)
     for option, value in options.items():

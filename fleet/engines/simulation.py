@@ -37,7 +37,7 @@ from fedvit.methods.base import RoundContext, Upload
 from fedvit.program import LABELS
 from fedvit.resources import ResourceUse
 from fedvit.roles import ProductPrecision
-from fedvit.tensors import Array, Tensors, pack, packed_size, unpack
+from fedvit.tensors import Array, Tensors, mapped, pack, packed_size, unpack
 from fedvit.updates import Decoded
 from fedvit.wire.messages import Result, TaskKind
 from fleet.engines.devices import Brought, Devices, Tested
@@ -314,6 +314,17 @@ class TorchSimulation:
     def _doing(self, text: str) -> None:
         if self._display.due():
             self._display.show(View(text))
+
+
+def kept_by(home: Path, device: str) -> Tensors:
+    """The tensors that a device kept for itself in the run in the folder `home`: as its vault would hold them."""
+    kept: Tensors = {}
+    for file in (home / "state").glob("devices-*.safetensors"):  # of the newest checkpoint
+        for name, value in mapped(file).items():
+            kind, of, *tensor = name.split("/", 2)
+            if (kind, of) == ("kept", device):
+                kept[tensor[0]] = value
+    return kept
 
 
 def _packed_bytes(tensors: Tensors) -> int:

@@ -334,11 +334,11 @@ def _tuning(experiment: Experiment, where: str) -> TuningTable:
 
 
 def _methods(experiment: Experiment, where: str) -> dict[str, list[tuple[Values, dict[str, Any]]]]:
-    """Of each method, for all values to search among: the method's name in the table METHODS, under "method", and all
-    of its options. A method that is not tuned has one entry, without values."""
+    """Of each method, for all values to search among: the method's own name, under "method", and all of its
+    options. A method that is not tuned has one entry, without values."""
     for name, table in experiment.methods.items():
         _check_names(experiment, table, f"{where}: [methods.{name}]")
-    from fedvit.methods import METHODS, make_method  # torch: seconds that a mistyped name need not wait
+    from fedvit.methods import make_method, method_class  # torch: seconds that a mistyped name need not wait
 
     used: set[str] = set()
     complete: dict[str, list[tuple[Values, dict[str, Any]]]] = {}
@@ -346,10 +346,10 @@ def _methods(experiment: Experiment, where: str) -> dict[str, list[tuple[Values,
         check_name(name, f"{where}: the method")
         at = f"{where}: [methods.{name}]"
         kind, own, _ = _parts(table, at)
-        has = {option.name for option in fields(METHODS[kind])} if kind in METHODS else set()
-        common = {option: value for option, value in experiment.common.items() if option in has}
-        used |= common.keys()
         try:
+            has = {option.name for option in fields(method_class(kind))}
+            common = {option: value for option, value in experiment.common.items() if option in has}
+            used |= common.keys()
             complete[name] = [
                 (values, {"method": kind, **asdict(make_method(kind, {**common, **own, **values}))})
                 for values in _points(table)

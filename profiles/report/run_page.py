@@ -63,6 +63,21 @@ def run_page(document: RunDocument) -> str:
     )
 
 
+def run_piece(document: RunDocument) -> str:
+    """What a notebook shows of a run: a piece of a page, without the page's style."""
+    return (
+        environment()
+        .get_template("run_piece.html")
+        .render(
+            document=document,
+            verdict=run_verdict(document),
+            accuracy=_accuracy(document),
+            round_table=_round_table(document),
+            device_table=device_table(document),
+        )
+    )
+
+
 def has_predictions(document: RunDocument) -> bool:
     return any(entry.expected for device in document.devices for entry in device.rounds)
 

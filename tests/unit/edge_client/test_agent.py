@@ -169,6 +169,17 @@ def test_an_unanswered_hello_is_said_to_be_so_once(
     assert record.__dict__["federation"] == world.server.topics.federation
 
 
+def test_a_hello_for_a_coordinator_that_has_just_come_is_not_said_to_be_unanswered(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 600.0)
+    world.device(joined=False)
+    world.server.expect(Hello)
+    world.server.is_here(7)
+    world.server.expect(Hello)
+    assert [record.getMessage() for record in caplog.records if "answers" in record.getMessage()] == []
+
+
 def test_a_final_refusal_ends_the_program(world: World) -> None:
     device = world.device(joined=False)
     hello = world.server.expect(Hello)

@@ -14,6 +14,7 @@ from export.graphs import export_graphs
 from export.origin import origin_of
 from fedvit.methods import METHODS, build_model, make_method
 from fedvit.methods.fedavg import FedAvg
+from fedvit.methods.fedprox import FedProx
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch
@@ -37,15 +38,10 @@ def test_weights_are_inputs_and_epochs_are_not_in_a_graph() -> None:
     assert key() == key(model(seed=1)) == key(method=replace(METHOD, epochs=5))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Renamed(FedAvg):
-    source: ClassVar[str] = "made for these tests"
-
-
 CHANGES: dict[str, Callable[[], str]] = {
     "the graph": lambda: key(graph="predict"),
     "an option of the method": lambda: key(method=replace(METHOD, momentum=0.9)),
-    "the method": lambda: key(method=Renamed(batch_size=4)),
+    "the method": lambda: key(method=FedProx(batch_size=4)),
     "the batch": lambda: key(batch=msgspec.structs.replace(BATCH, micro_batch=2)),
     "a size of the model": lambda: key(model(depth=1)),
     "what no tensor shows": lambda: key(model(heads=1)),  # the same tensors, another attention
@@ -73,6 +69,17 @@ def test_every_change_makes_another_key() -> None:
 def test_what_is_not_understood_has_no_key(attribute: object) -> None:
     vit = _with(lambda vit: setattr(vit, "made_here", attribute))
     assert origin_of(METHOD, vit, BATCH, "train") is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign(FedAvg):
+    """Its module may call code of which nothing would be in a key."""
+
+    source: ClassVar[str] = "made for these tests"
+
+
+def test_a_method_of_another_package_has_no_key() -> None:
+    assert origin_of(Foreign(batch_size=4), model(), BATCH, "train") is None
 
 
 @pytest.mark.parametrize("name", METHODS)

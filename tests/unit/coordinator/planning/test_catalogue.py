@@ -18,7 +18,7 @@ VIT_B = "vit_base_patch16_224"
 
 
 def entries(*names: str, model: str = SMALL, classes: int = 10, **options: Any) -> list[MethodEntry]:
-    return catalogue(names, model, classes, options=options, model_options={})
+    return catalogue(names, model, classes, options=options, model_options={}, warn=pytest.fail)
 
 
 @pytest.fixture(scope="module")

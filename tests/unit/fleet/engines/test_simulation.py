@@ -84,9 +84,18 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
+def check_kept(calm: dict[str, Any], home: Path) -> None:
+    """What is returned as a device's own tensors is what a checkpoint holds of them: not what a codec left out."""
+    for number in range(DEVICES):
+        own = simulation.kept_by(home, f"device-{number}")
+        assert set(own) == {"head.weight", "head.bias"}
+        assert all(np.array_equal(value, calm[f"kept/device-{number}/{name}"]) for name, value in own.items())
+
+
 def test_run_that_was_killed_ends_with_the_same_bits(folders: list[Path], tmp_path: Path) -> None:
     """kill -9 behind the checkpoint of round 2; with personal tensors, and what a codec left out."""
     calm = everything(run(folders, VALUES, tmp_path / "calm"))
+    check_kept(calm, tmp_path / "calm" / "run")
     process = subprocess.Popen(
         [sys.executable, "-c", RUN_SLOWLY, str(tmp_path / "killed"), msgspec.json.encode(VALUES).decode(),
          *map(str, folders)],

@@ -33,7 +33,7 @@ def test_processes_of_the_servers_training_may_be_killed_and_the_numbers_stay_th
     config = stage.folder / "run.toml"
     config.write_text(toml(RUN))
     run = stage.out / "run"
-    given = ["start", "--out", str(stage.out), "--broker", "embedded", "--port", str(stage.port), *ACCELERATOR]
+    given = ["start", "--runs", str(stage.out), "--broker", "embedded", "--broker.port", str(stage.port), *ACCELERATOR]
 
     def coordinator(*arguments: str) -> Forked:
         return stage.keep(

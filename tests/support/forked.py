@@ -49,9 +49,16 @@ class Forked:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return code
 
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

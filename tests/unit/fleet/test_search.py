@@ -258,7 +258,7 @@ def test_search_that_was_killed_goes_on(
     file, out = written_experiment(tmp_path, text), tmp_path / "out"
     done, fatal = (f"fedavg/even/search/lr={rate}/rounds-4/seed-0" for rate in (0.01, 0.05))
     first, second = out / "cells" / done, out / "cells" / fatal
-    process = Forked("tests.experiments", [str(file), str(out), str(graph_cache), fatal], tmp_path / "log", {})
+    process = Forked("tests.support.experiments", [str(file), str(out), str(graph_cache), fatal], tmp_path / "log", {})
     try:
         assert process.wait(WAIT_S) == -signal.SIGKILL, (tmp_path / "log").read_text()
     finally:

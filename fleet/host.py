@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from edge_client.agent import RETURN_SPREAD_S
+from edge_client.commands.options import BROKER_VARIABLE
 from edge_client.state import lock_state
 from fedvit import command_line
 from fedvit.command_line import Command
@@ -32,7 +33,13 @@ log = logging.getLogger(__name__)
         "fleet host --broker SERVER --parts parts --devices 500 --state state",
     ],
 )
-@click.option("--broker", metavar="HOST[:PORT]", default="localhost", help="MQTT broker, as for `edge-client`.")
+@click.option(
+    "--broker",
+    envvar=BROKER_VARIABLE,
+    metavar="HOST[:PORT]",
+    default="localhost",
+    help=f"MQTT broker, as for `edge-client`. Or set {BROKER_VARIABLE}, which nobody else on this machine can read.",
+)
 @click.option("--ca-file", type=click.Path(path_type=Path), help="Certificate authority of an mqtts:// broker.")
 @click.option("--federation", default="home", help="Which federation at the broker to join.")
 @click.option(

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -45,13 +45,18 @@ class Fleet:
         self.stop()
 
     def start(
-        self, name: str, command: Sequence[str], log: Path | None = None, folder: Path | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path | None = None,
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a process in its own session, so that Ctrl-C reaches us alone and we stop it in order.
 
-        With `log`, its output goes there; else it shares our standard error. `folder` is its current one. Its
-        OpenMP threads do not spin while they wait: on cores that are shared, torch's server step took ten times
-        as long.
+        With `log`, its output goes there; else it shares our standard error. `folder` is its current one.
+        `environment` is added to ours. Its OpenMP threads do not spin while they wait: on cores that are shared,
+        torch's server step took ten times as long.
         """
         output: IO[bytes] | int = sys.stderr.fileno()
         if log is not None:
@@ -64,7 +69,7 @@ class Fleet:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **(environment or {})},
             preexec_fn=partial(_end_with_parent, self._ends_with_parent),
             cwd=folder,
         )

@@ -13,6 +13,9 @@ from fedvit.errors import ConfigError
 from fedvit.quantities import parse_bytes, parse_celsius, parse_flops, parse_seconds
 from fedvit.wire.messages import MAX_LABELS
 
+BROKER_VARIABLE = "FEDVIT_BROKER"
+"""In the environment: the broker's address, which may hold a password that a command line would show to all users."""
+
 _LABEL = re.compile(r"([A-Za-z0-9._-]{1,64})=([A-Za-z0-9._-]{1,64})")
 
 
@@ -39,7 +42,7 @@ _DECLINING = "When the device declines or stops a task"
 OPTIONS = (
     SectionOption(
         ["--broker"],
-        envvar="FEDVIT_BROKER",
+        envvar=BROKER_VARIABLE,
         metavar="HOST[:PORT]",
         help="MQTT broker; also mqtt://USER:PASSWORD@HOST:PORT and mqtts://... Or set FEDVIT_BROKER, which nobody else "
         "on this machine can read. By default where this device has joined, else localhost.",

@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from fedvit.errors import ConfigError, FedvitError, LinkDown
@@ -36,19 +36,20 @@ def connected(address: str) -> Iterator["Cluster"]:
 
     Ray runs what it is sent, so both sides show a token (RAY_AUTH_MODE=token, unless the environment says otherwise):
     that of a cluster is found by Ray in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, a local cluster gets
-    one of its own. Raises ConfigError or LinkDown where there is no cluster that can be used.
+    one of its own. Within the block nothing is printed on standard output. Raises ConfigError or LinkDown where there
+    is no cluster that can be used.
     """
     settings = {"RAY_AUTH_MODE": "token", "RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    settings |= {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}  # what nodes say would go to standard output, between our lines
     settings |= {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if address == LOCAL else {}
     for name, value in settings.items():  # Ray reads them when it is imported
         os.environ.setdefault(name, value)
     ray = _ray()
-    _start(ray, address)
-    try:
-        yield Cluster(ray)
-    finally:
-        ray.shutdown()
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # Ray prints what happens to nodes
+        _start(ray, address)
+        try:
+            yield Cluster(ray)
+        finally:
+            ray.shutdown()
 
 
 def _start(ray: Any, address: str) -> None:

@@ -1,15 +1,12 @@
 """Hosts of virtual devices as actors of a Ray cluster."""
 
-import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from coordinator.broker import FLEET_USER
 from coordinator.config import BrokerConfig
 from fedvit.errors import ConfigError, FedvitError
 from fleet.clusters.cluster import Cluster, Lost, Reports
@@ -33,7 +30,6 @@ class HostsOnRay:
         self._states = states
         self._wanted = Resources(threads, 0, 0)
         self._hosts: dict[str, _Host] = {}
-        self._came_back: set[str] = set()
 
     def __enter__(self) -> "HostsOnRay":
         return self
@@ -42,14 +38,17 @@ class HostsOnRay:
         for host in self._hosts.values():
             host.stop()
 
-    def start(self, name: str, command: Sequence[str], log: Path) -> None:
+    def start(
+        self, name: str, command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Start a host, or start it again; `command` are the arguments of `fleet host`, with paths as on a node."""
-        order = Order(name, "fleet.host", tuple(command), progress=None, software=version("fedvit"))
+        order = Order(
+            name, "fleet.host", tuple(command), progress=None, software=version("fedvit"),
+            environment=dict(environment or {}),
+        )  # fmt: skip
         folder = self._states / name
         work = pack(folder) if folder.is_dir() else {}
-        if name in self._hosts:
-            self._came_back.add(name)
-        wanted = Resources(0, 0, 0) if name in self._came_back else self._wanted
+        wanted = Resources(0, 0, 0) if name in self._hosts else self._wanted
         actor, reports = self._cluster.host(order, self._parts, work, wanted)
         self._hosts[name] = _Host(actor, Reports(self._cluster.ray, reports), self._cluster.ray, folder, log)
 
@@ -58,14 +57,11 @@ class HostsOnRay:
         return {name: code for name, host in self._hosts.items() if (code := host.poll()) is not None}
 
     def wait(self, names: Sequence[str], timeout_s: float) -> bool:
-        """Whether all of `names` ended by themselves within the time.
-
-        A host that was started again may have come when the run was over, which it cannot know: it need not end.
-        """
+        """Whether all of `names` ended by themselves within the time."""
         until = time.monotonic() + timeout_s
-        while time.monotonic() < until and not set(names) <= self.ended().keys():
+        while not (over := set(names) <= self.ended().keys()) and time.monotonic() < until:
             time.sleep(0.1)
-        return set(names) - self._came_back <= self.ended().keys()
+        return over
 
 
 class _Host:
@@ -113,19 +109,17 @@ def check_hosts(cluster: Cluster, hosts: int | None, threads: int) -> int:
     return hosts or most
 
 
-def broker_for_nodes(cluster: Cluster, broker: BrokerConfig, port: int) -> str:
-    """Where hosts on the nodes reach the run's own broker. Raises ConfigError where they cannot."""
-    if broker.listen in ("127.0.0.1", "::1", "localhost"):
-        if others := [name for name in cluster.nodes() if not _is_here(name)]:
-            raise ConfigError(
-                f"nodes {', '.join(others)} are other machines and do not reach a broker on {broker.listen}: set "
-                "`listen` and `password` of [broker], or name a broker that all reach with --broker"
-            )
-        return f"{broker.listen}:{port}"
-    host = cluster.ray.util.get_node_ip_address() if broker.listen in ("0.0.0.0", "::") else broker.listen
-    password = broker.password or os.environ.get("FEDVIT_BROKER_PASSWORD")
-    secret = f"{FLEET_USER}:{quote(password, safe='')}@" if password else ""
-    return f"mqtt://{secret}{host}:{port}"
+def broker_for_nodes(cluster: Cluster, broker: BrokerConfig) -> str:
+    """The host at which the nodes reach the run's own broker. Raises ConfigError where they cannot."""
+    if broker.listen in ("0.0.0.0", "::"):
+        return str(cluster.ray.util.get_node_ip_address())
+    others = [name for name in cluster.nodes() if not _is_here(name)]
+    if others and broker.listen in ("127.0.0.1", "::1", "localhost"):
+        raise ConfigError(
+            f"nodes {', '.join(others)} are other machines and do not reach a broker on {broker.listen}: set "
+            "`listen` and `password` of [broker], or name a broker that all reach with --broker"
+        )
+    return broker.listen
 
 
 def _is_here(address: str) -> bool:

@@ -44,6 +44,7 @@ class Order(NamedTuple):
     arguments: tuple[str, ...]
     progress: str | None  # file in `work` that says how far it is
     software: str  # version of fedvit that must be there
+    environment: dict[str, str] | None = None  # added to the node's; no other user of the node can read it
 
 
 class Report(NamedTuple):
@@ -103,7 +104,7 @@ def run_program(order: Order, parts: Files, work: Files, node: str) -> Iterator[
         unpack(parts, home / "parts")
         unpack(work, home / "work")
         log, progress = home / "log", home / "work" / (order.progress or "no-such-file")
-        process = fleet.start(order.name, [*program(order.module), *order.arguments], log, folder=home)
+        process = fleet.start(order.name, [*program(order.module), *order.arguments], log, home, order.environment)
         yield Report(node, _content(progress))
         copy_at, said_at, said = time.monotonic() + COPY_EVERY_S, time.monotonic(), _content(progress)
         while process.poll() is None:

@@ -13,11 +13,12 @@ from fleet.partition import write_device_folders
 from fleet.partitions import partition
 from fleet.simulate import simulate
 
-DEVICES, ROUNDS, SEEDS = 3, 10, (0, 1, 2)
+DEVICES, ROUNDS = 3, 10
 IMAGES = 320
 """Three of ten of them are for tests: about 100 answers in all."""
-MARGIN = 0.15
-"""By which the mean accuracy over the devices rises between the first and the last round, at the least."""
+MARGIN = 0.2
+"""By which the mean accuracy over the devices rises between the first and the last round, at the least: of three seeds
+the worst rose by 0.22."""
 MODEL = {"image_size": 8, "patch_size": 4, "width": 16, "depth": 2, "heads": 2}
 QUICK: dict[str, Any] = {"batch_size": 32, "epochs": 2, "optimizer": "adamw", "lr": 0.01}
 """Much for ten rounds: the smallest model begins with guesses, one in ten of which is right."""
@@ -47,15 +48,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ten_rounds_improve_accuracy(family: str, folders: list[Path], tmp_path: Path) -> None:
-    """With each of three seeds; all devices of a cohort are computed side by side on torch."""
+    """All devices of a cohort are computed side by side on torch."""
     method, options = FAMILIES[family]
     values = {"method": method, "options": {**QUICK, **options}, "model_options": MODEL, "rounds": ROUNDS}
-    gains = []
-    for seed in SEEDS:
-        outcome = simulate(
-            folders, {**values, "seed": seed, "accelerator": "cpu"}, out=tmp_path, run=f"seed-{seed}",
-            engine="torch", at_once=1,
-        )  # fmt: skip
-        first, *_, last = [np.mean(list(entry.accuracy.values())) for entry in outcome.summary.rounds]
-        gains.append(float(last - first))
-    assert min(gains) >= MARGIN, gains
+    outcome = simulate(
+        folders, {**values, "seed": 0, "accelerator": "cpu"}, out=tmp_path, run="run", engine="torch", at_once=1
+    )
+    first, *_, last = [np.mean(list(entry.accuracy.values())) for entry in outcome.summary.rounds]
+    assert last - first >= MARGIN

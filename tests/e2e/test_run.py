@@ -4,17 +4,25 @@ import json
 import os
 import signal
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import safetensors.numpy
 
+from coordinator.planning.checks import checked_config
 from fedvit.blobs import BlobStore
 from fedvit.program import Role, decode_program
 from fedvit.wire.messages import Progress, Welcome
+from fleet import run as fleet_run
+from fleet.processes import Fleet
 from profiles.probes.host import parse_vm_hwm
 from tests.support.event_files import steps
 from tests.support.forked import Forked
 from tests.support.programs import (
+    CONFIG,
     DEEP_LEARNING,
     DEVICES,
     ROUNDS,
@@ -25,8 +33,6 @@ from tests.support.programs import (
     program,
     wait_for,
 )
-
-"""What must not be mapped into a device's process; `onnx/` is the library onnx, not onnxruntime."""
 
 
 def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: bytes) -> None:
@@ -177,6 +183,7 @@ def test_fleet_run_with_flags_alone(stage: Stage) -> None:
     assert outcome["run"] == "run"
     assert outcome["mean_accuracy"] == stage.show()["mean_accuracy"]
     assert 20e6 < outcome["max_edge_rss_bytes"] < 160e6
+    assert all("run ended" in log.read_text() for log in (stage.out / "run" / "devices").iterdir())
     assert outcome["bytes_down"] > 100_000  # two graphs and the first values, to each of two devices
     assert (stage.out / "run" / "model.safetensors").is_file()
     assert sorted(path.name for path in (stage.out / "run" / "state").iterdir()) == ["device-0", "device-1"]
@@ -185,3 +192,32 @@ def test_fleet_run_with_flags_alone(stage: Stage) -> None:
     assert shown["rounds"][-1]["train_loss"] < shown["rounds"][0]["train_loss"]
     listed = [*program("coordinator.cli"), "runs", "--runs", str(stage.out)]
     assert "fedavg" in subprocess.run(listed, capture_output=True, check=True, text=True).stdout
+
+
+def test_fleet_run_ends_a_device_that_was_not_connected_at_the_end(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker ends with the coordinator: a device that comes later, as after a kill -9, would wait forever."""
+
+    class WithTorch(Fleet):
+        """Its coordinator is forked from a process that has torch."""
+
+        def start(self, name: str, command: Sequence[str], *arguments: Any, **settings: Any) -> Any:
+            if name != "coordinator":
+                return super().start(name, command, *arguments, **settings)
+            log = stage.log_path(name)
+            self._running[name] = forked = Forked("coordinator.cli", list(command[3:]), log, stage.environment)
+            return forked
+
+    monkeypatch.setattr(fleet_run, "Fleet", WithTorch)
+    monkeypatch.setattr(fleet_run, "DEVICES_LEAVE_S", 2.0)
+    values = {**CONFIG, "variants": {}, "rounds": 1, "devices": 1, "broker": {"broker": "embedded", "port": stage.port}}
+    folder, state = str(stage.parts / "device-0"), str(stage.folder / "state")
+    commands = {
+        "device-0": [*program("edge_client.cli"), "--data", folder, "--state", state, "--id", "device-0", "--once"],
+        "late": [sys.executable, "-c", "import time; time.sleep(600)"],
+    }
+    config = checked_config(values, "run")
+    outcome = fleet_run._conduct(config, commands, out=stage.out, run="run", quiet=True, comes_back=False)
+    assert outcome.summary.status == "finished"
+    assert "run ended" in (stage.out / "run" / "devices" / "device-0.log").read_text()

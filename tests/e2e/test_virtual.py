@@ -79,6 +79,8 @@ def test_a_killed_host_comes_back_and_changes_no_bit(stage: Stage, graph_cache: 
         fleet.wait(WAIT_S)
     outcome = json.loads(stage.log("fleet").strip().splitlines()[-1])
     assert outcome["run"] == "run"
+    said = "".join(log.read_text() for log in (stage.out / "run" / "devices").iterdir())
+    assert said.count("run ended") == DEVICES  # all heard of it, and left by themselves
     assert open_to_others(stage.out) == []
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [DEVICES] * 2

@@ -49,9 +49,16 @@ class Forked:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return code
 
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -66,7 +73,7 @@ def _run(module: str, arguments: list[str], log: Path, environment: dict[str, st
         for source, number in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(source.fileno(), number)
     sys.argv = ["-c", *arguments]
-    if "coordinator.cli" in (module, *arguments):
+    if "coordinator.cli" in (module, *arguments) and not {"start", "serve"}.isdisjoint(arguments):
         from coordinator.compute import process
 
         # now, since a process that was forked from one with an open database cannot use it

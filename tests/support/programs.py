@@ -209,15 +209,10 @@ class Stage:
         return (self.out / "run" / "model.safetensors").read_bytes()
 
     def show(self) -> dict[str, Any]:
-        return self._said("show", "run", "--runs", str(self.out), "--json")
+        return dict(self.command("show", "run", "--runs", str(self.out)))
 
     def report(self) -> dict[str, Any]:
-        return self._said("report", "run", "--runs", str(self.out), "--json")
-
-    def _said(self, *arguments: str) -> dict[str, Any]:
-        command = [*program("coordinator.cli"), *arguments]
-        shown = subprocess.run(command, capture_output=True, check=True, env=self.environment)
-        return dict(json.loads(shown.stdout))
+        return dict(self.command("report", "run", "--runs", str(self.out)))
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
         """Read the run's record while it is being written; empty while there is none."""

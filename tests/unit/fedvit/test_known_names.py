@@ -1,12 +1,13 @@
 """Names that are known without torch, held against the tables that they are read from."""
 
 import inspect
+import re
 from dataclasses import fields
 
 import pytest
 import timm
 
-from fedvit import models
+from fedvit import known_names, models
 from fedvit.errors import ConfigError
 from fedvit.known_names import SMALL_OPTIONS, check_model, method_classes, method_options
 from fedvit.methods import METHODS
@@ -26,7 +27,9 @@ def test_known_options_of_the_small_model_are_its_arguments() -> None:
 
 
 def test_known_models_are_all_that_timm_has() -> None:
-    for name in [*timm.list_models(), "vit_tiny_patch16_224_in21k", "vit_base_patch16_224.augreg_in21k"]:
+    """Each is a whole word of timm's sources, which is what is looked for."""
+    assert set(timm.list_models()) <= set(re.findall(r"\w+", known_names._timm_sources()))
+    for name in ["vit_tiny_patch16_224", "vit_tiny_patch16_224_in21k", "timm/vit_base_patch16_224.augreg_in21k"]:
         check_model(name)
     with pytest.raises(ConfigError, match=r"unknown model 'vit_tiny_patch16_22'.*did you mean 'vit_tiny_patch16_224'"):
         check_model("vit_tiny_patch16_22")

@@ -12,19 +12,19 @@ from urllib.parse import quote
 from coordinator.broker import FLEET_USER
 from coordinator.config import BrokerConfig
 from fedvit.errors import ConfigError, FedvitError
-from fleet.clusters.cluster import Cluster, Lost, Reports
-from fleet.clusters.programs import Order, pack, unpack
+from fleet.clusters.cluster import Cluster, NodeLost, Reports
+from fleet.clusters.programs import ProgramJob, pack, unpack
 from fleet.clusters.resources import Resources
 
 LOST = -9
-"""Exit code of a host whose node is gone: as if it had been killed."""
+"""Exit code of a host whose node was lost: that of a killed process."""
 
 
 class HostsOnRay:
-    """What `fleet.processes.Fleet` is for hosts on this machine. Use it as a context manager.
+    """Hosts on nodes, with the interface of `fleet.processes.Fleet`. Use it as a context manager.
 
-    What a host keeps of its devices comes back to `states/HOST` every few seconds. A host that is started again goes
-    on from there, wherever there is a node: it asks for no cores of its own then, since those of its node are gone.
+    The state of a host's devices is copied back to `states/HOST` every few seconds. A restarted host continues from the
+    copy on any node; it requests no cores, since the cluster has lost those of its first node.
     """
 
     def __init__(self, cluster: Cluster, parts: Path, states: Path, *, threads: int) -> None:
@@ -33,7 +33,7 @@ class HostsOnRay:
         self._states = states
         self._wanted = Resources(threads, 0, 0)
         self._hosts: dict[str, _Host] = {}
-        self._came_back: set[str] = set()
+        self._restarted: set[str] = set()
 
     def __enter__(self) -> "HostsOnRay":
         return self
@@ -43,33 +43,33 @@ class HostsOnRay:
             host.stop()
 
     def start(self, name: str, command: Sequence[str], log: Path) -> None:
-        """Start a host, or start it again; `command` are the arguments of `fleet host`, with paths as on a node."""
-        order = Order(name, "fleet.host", tuple(command), progress=None, software=version("fedvit"))
+        """Start or restart a host; `command` are the arguments of `fleet host`, with paths as on a node."""
+        job = ProgramJob(name, "fleet.host", tuple(command), progress=None, software=version("fedvit"))
         folder = self._states / name
         work = pack(folder) if folder.is_dir() else {}
         if name in self._hosts:
-            self._came_back.add(name)
-        wanted = Resources(0, 0, 0) if name in self._came_back else self._wanted
-        actor, reports = self._cluster.host(order, self._parts, work, wanted)
+            self._restarted.add(name)
+        wanted = Resources(0, 0, 0) if name in self._restarted else self._wanted
+        actor, reports = self._cluster.host(job, self._parts, work, wanted)
         self._hosts[name] = _Host(actor, Reports(self._cluster.ray, reports), self._cluster.ray, folder, log)
 
     def ended(self) -> dict[str, int]:
-        """Exit codes of hosts that are over."""
+        """Exit codes of the hosts that have ended, by name."""
         return {name: code for name, host in self._hosts.items() if (code := host.poll()) is not None}
 
     def wait(self, names: Sequence[str], timeout_s: float) -> bool:
-        """Whether all of `names` ended by themselves within the time.
+        """Whether all of `names` ended within the time, without being stopped.
 
-        A host that was started again may have come when the run was over, which it cannot know: it need not end.
+        Restarted hosts may miss the end of the run, so they need not have ended.
         """
         until = time.monotonic() + timeout_s
         while time.monotonic() < until and not set(names) <= self.ended().keys():
             time.sleep(0.1)
-        return set(names) - self._came_back <= self.ended().keys()
+        return set(names) - self._restarted <= self.ended().keys()
 
 
 class _Host:
-    """One actor, and what came back of it."""
+    """One actor, and the files that were copied back."""
 
     def __init__(self, actor: Any, reports: Reports, ray: Any, folder: Path, log: Path) -> None:
         self._actor = actor
@@ -78,7 +78,7 @@ class _Host:
         self._folder = folder
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._said_before = log.read_bytes() if log.is_file() else b""
+        self._earlier_log = log.read_bytes() if log.is_file() else b""
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -88,10 +88,10 @@ class _Host:
                     if report.files is not None:
                         unpack(report.files, self._folder)
                     if report.log:
-                        self._log.write_bytes(self._said_before + report.log)
+                        self._log.write_bytes(self._earlier_log + report.log)
                     self._code = report.code
-            except (FedvitError, Lost) as error:
-                self._code = LOST if isinstance(error, Lost) else 1
+            except (FedvitError, NodeLost) as error:
+                self._code = LOST if isinstance(error, NodeLost) else 1
                 with open(self._log, "a") as log:
                     log.write(f"{error}\n")
             if self._code is not None:
@@ -103,9 +103,9 @@ class _Host:
 
 
 def check_hosts(cluster: Cluster, hosts: int | None, threads: int) -> int:
-    """How many hosts of so many threads there are to be, by default what the cluster takes. Raises ConfigError."""
+    """The number of hosts with `threads` threads each, by default as many as fit. Raises ConfigError."""
     wanted = Resources(threads, 0, 0)
-    if why := cluster.why_nowhere(wanted):
+    if why := cluster.lack_of(wanted):
         raise ConfigError(f"--threads {threads}: {why}")
     most = cluster.at_once([wanted])
     if hosts is not None and hosts > most:
@@ -114,7 +114,7 @@ def check_hosts(cluster: Cluster, hosts: int | None, threads: int) -> int:
 
 
 def broker_for_nodes(cluster: Cluster, broker: BrokerConfig, port: int) -> str:
-    """Where hosts on the nodes reach the run's own broker. Raises ConfigError where they cannot."""
+    """The address of the run's own broker for hosts on nodes. Raises ConfigError where they cannot reach it."""
     if broker.listen in ("127.0.0.1", "::1", "localhost"):
         if others := [name for name in cluster.nodes() if not _is_here(name)]:
             raise ConfigError(

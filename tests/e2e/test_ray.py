@@ -1,4 +1,4 @@
-"""Work on a real Ray cluster of two nodes on loopback: the same files as without it, also when a node is gone."""
+"""CellJob on a real Ray cluster of two nodes on loopback: the same files as without it, also when a node is gone."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from msgspec import to_builtins
 
 from fleet.devices import virtual_devices
 from fleet.experiments.cell import CellFolder, CellResult, run_cell
-from fleet.experiments.conduct import Dealer
 from fleet.experiments.grid import read_grid
+from fleet.experiments.scheduler import Dealer
 from fleet.simulate import simulate
 from tests.support.programs import CONFIG, Stage, open_to_others, program, toml, wait_for
 

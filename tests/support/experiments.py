@@ -11,9 +11,9 @@ from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
 from coordinator.run.display import Display
 from fleet.experiments.cell import LOG_FILE, CellFolder, run_cell
-from fleet.experiments.conduct import conduct
 from fleet.experiments.grid import read_grid
 from fleet.experiments.outcome import Outcome, make_outcome
+from fleet.experiments.scheduler import run_cells
 from fleet.experiments.search import Schedule
 
 
@@ -70,7 +70,7 @@ def run_experiment(
         begin(place)
         return Here(place, graph_cache, ran, grid.experiment.metrics)
 
-    conduct(
+    run_cells(
         schedule.runnable(),
         jobs=1,
         launch=launch,

@@ -28,10 +28,10 @@ from fleet.experiments.cell import (
     RoundFigures,
     read_progress,
 )
-from fleet.experiments.conduct import Ended
 from fleet.experiments.grid import Grid, read_grid
 from fleet.experiments.outcome import Outcome, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
+from fleet.experiments.scheduler import FinishedCell
 from tests.support.event_files import steps
 from tests.support.experiments import Conducted, run_experiment, written_experiment
 from tests.support.forked import Forked
@@ -331,7 +331,7 @@ class TestOutcome:
 
     def outcome(self, grid: Grid, known: dict[str, float]) -> Outcome:
         return make_outcome(
-            grid, [Ended(cell, figures(known[cell.path]), None) for cell in grid.cells if cell.path in known]
+            grid, [FinishedCell(cell, figures(known[cell.path]), None) for cell in grid.cells if cell.path in known]
         )
 
     def test_over_seeds(self, grid: Grid) -> None:
@@ -368,7 +368,7 @@ class TestOutcome:
         assert shown.count("1.000") == 4  # MB up
 
     def test_a_failure_is_told(self, grid: Grid) -> None:
-        outcome = make_outcome(grid, [Ended(grid.cells[0], None, "disk full")])
+        outcome = make_outcome(grid, [FinishedCell(grid.cells[0], None, "disk full")])
         assert outcome.comparisons == []
         assert "8 of 8 cells are not finished; failed: fedavg/skewed/seed-0: disk full" in markdown_report(outcome)
 
@@ -392,7 +392,7 @@ def test_interrupted_and_gone_on_with(tmp_path: Path, cache: Path, run_here: Cal
         assert not [child for child in children if child.is_running()]
     finally:
         process.kill()
-    assert "0 of 1 cells are finished; the same command goes on" in (tmp_path / "log").read_text()
+    assert "0 of 1 cells are finished; the same command resumes" in (tmp_path / "log").read_text()
     before = closed(home)
     assert 2 <= len(before) < 12
     outcome, ran, _ = run_here(file, out)

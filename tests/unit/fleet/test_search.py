@@ -16,11 +16,11 @@ from coordinator.record.store import Store
 from fedvit.errors import ConfigError
 from fleet.experiment import chosen, experiment_command
 from fleet.experiments.cell import RESULT_FILE, Accuracy, CellResult, RoundFigures
-from fleet.experiments.conduct import Ended
 from fleet.experiments.grid import Cell, Grid, as_text, read_grid
 from fleet.experiments.outcome import make_outcome, mean_interval
 from fleet.experiments.report import html_report, markdown_report, terminal_report
-from fleet.experiments.search import Schedule, planned_rounds, standing
+from fleet.experiments.scheduler import FinishedCell
+from fleet.experiments.search import Schedule, planned_rounds, search_state
 from tests.support.experiments import Conducted, run_experiment, written_experiment
 from tests.support.forked import Forked
 
@@ -73,9 +73,9 @@ def followed(grid: Grid, accuracy: Callable[[Cell], float | str | None]) -> Sche
     for place in places:
         value = accuracy(place.cell)
         if isinstance(value, float):
-            over = Ended(place.cell, result(place.cell, value), None)
+            over = FinishedCell(place.cell, result(place.cell, value), None)
         else:
-            over = Ended(place.cell, None, None if value else "disk full", value)
+            over = FinishedCell(place.cell, None, None if value else "disk full", value)
         places += schedule.add(over)
     return schedule
 
@@ -167,7 +167,7 @@ class TestStanding:
             return (lr if cell.rounds == 10 else 0.5 - abs(lr - 0.2)) - 0.01 * abs(clip - 2)
 
         schedule = followed(grid, accuracy)
-        at = standing(grid.searches[0], schedule.over)
+        at = search_state(grid.searches[0], schedule.over)
         assert at.chosen is not None
         assert [one.rounds for one in at.tries] == [10] * 6 + [30] * 3
         assert at.chosen.values == {"lr": 0.3, "clip_norm": 2}
@@ -176,12 +176,14 @@ class TestStanding:
 
     def test_of_equal_points_the_first_is_chosen(self, tmp_path: Path) -> None:
         grid = read_grid(written_experiment(tmp_path, FILE))
-        assert standing(grid.searches[0], followed(grid, lambda cell: 0.5).over).chosen == grid.searches[0].points[0]
+        assert (
+            search_state(grid.searches[0], followed(grid, lambda cell: 0.5).over).chosen == grid.searches[0].points[0]
+        )
 
     def test_unusable_point_is_not_chosen(self, tmp_path: Path) -> None:
         grid = read_grid(written_experiment(tmp_path, FILE))
         schedule = followed(grid, lambda cell: 0.0 if cell.run["options"]["lr"] == 50 else "training diverged")
-        at = standing(grid.searches[0], schedule.over)
+        at = search_state(grid.searches[0], schedule.over)
         assert at.chosen == grid.searches[0].points[2]
         assert at.tries[0].unusable == "training diverged"
 
@@ -189,7 +191,7 @@ class TestStanding:
         """A full disk says nothing of a rate: the other cells are not begun before it was tried."""
         grid = read_grid(written_experiment(tmp_path, FILE))
         schedule = followed(grid, lambda cell: None if cell.run["options"]["lr"] == 50 else 0.5)
-        at = standing(grid.searches[0], schedule.over)
+        at = search_state(grid.searches[0], schedule.over)
         assert (at.chosen, at.over, at.ahead) == (None, False, (2, 2))
         assert len(schedule.cells) == 3
 

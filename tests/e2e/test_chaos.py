@@ -61,7 +61,7 @@ def test_schedule_has_faults_of_all_kinds() -> None:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_federation_survives(
+def test_federation_survives_faults(
     tmp_path: Path, parts: Path, reference: bytes, start: Callable[..., Forked], part: int
 ) -> None:
     """After each fault a round with all devices closes; no result counts twice; the tensors are those of a run without
@@ -84,7 +84,7 @@ def test_a_federation_survives(
     assert {"coordinator", "broker", *DEVICES} <= set(outcome.memory)
 
 
-def test_a_run_over_a_bad_network(tmp_path: Path, parts: Path, reference: bytes, start: Callable[..., Forked]) -> None:
+def test_run_over_a_bad_network(tmp_path: Path, parts: Path, reference: bytes, start: Callable[..., Forked]) -> None:
     """Two megabits, 20 ms and 2 % loss: the run ends, with the same tensors."""
     folders = [parts / name for name in DEVICES]
     network = Network.parse("2mbit,20ms,2%")
@@ -96,7 +96,7 @@ def test_a_run_over_a_bad_network(tmp_path: Path, parts: Path, reference: bytes,
     assert outcome.carried_down_bytes > outcome.carried_up_bytes > 0
 
 
-def test_a_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes) -> None:
+def test_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes) -> None:
     """No file may grow beyond ROOM_BYTES from the first result of a round on. The run stands still and says why; no
     device is sent away. In round 1 there is room again; in round 2 the coordinator is interrupted while it waits for
     room, in round 3 it is killed, and each time it is resumed. It ends as if nothing had been."""
@@ -122,7 +122,7 @@ def test_a_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes)
     assert stage.model() == undisturbed
 
 
-def test_a_device_with_a_full_disk_misses_rounds_and_comes_back(stage: Stage) -> None:
+def test_device_with_a_full_disk_misses_rounds_and_returns(stage: Stage) -> None:
     """It says why, others go on, and when it has room again it takes part. An evaluation that it misses costs nothing
     of a round; a training does."""
     coordinator = stage.coordinator()

@@ -241,7 +241,7 @@ class TestRefused:
         assert "this is Ray 2.52.0 under Python" in said
         assert "install the same on all machines" in said
 
-    def test_an_address_that_nobody_answers(self, stage: Stage) -> None:
+    def test_address_without_an_answer(self, stage: Stage) -> None:
         with socket.socket() as probe:
             probe.bind((HEAD, 0))
             address = f"{HEAD}:{probe.getsockname()[1]}"

@@ -57,7 +57,7 @@ def test_another_software_is_refused(tmp_path: Path) -> None:
     assert report.log.decode().startswith(f"fedvit {version('fedvit')} is installed on node 10.0.0.7, and 0.0.0 where")
 
 
-def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
+def test_program_that_fails_reports_why(tmp_path: Path) -> None:
     job = ProgramJob("cell", "no_such_module", (), None, version("fedvit"))
     *_, last = run_program(job, {}, {"file": b"kept"}, "here")
     assert last.code == 1

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import psutil
 import pytest
@@ -33,7 +34,7 @@ from fleet.experiments.outcome import Outcome, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.scheduler import FinishedCell
 from tests.support.event_files import steps
-from tests.support.experiments import Conducted, run_experiment, written_experiment
+from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
 from tests.support.forked import Forked
 from tests.support.reports import experiment_outcome
 from tests.support.tiny import TINY_MODEL
@@ -198,20 +199,20 @@ class TestGrid:
 
 
 @pytest.fixture(scope="module")
-def run_here(graph_cache: Path) -> Callable[[Path, Path], Conducted]:
+def run_here(graph_cache: Path) -> Callable[[Path, Path], ExperimentRun]:
     return partial(run_experiment, graph_cache=graph_cache)
 
 
 @pytest.fixture(scope="module")
 def tiny_run(
-    tmp_path_factory: pytest.TempPathFactory, run_here: Callable[[Path, Path], Conducted]
-) -> tuple[Path, Conducted]:
+    tmp_path_factory: pytest.TempPathFactory, run_here: Callable[[Path, Path], ExperimentRun]
+) -> tuple[Path, ExperimentRun]:
     out = tmp_path_factory.mktemp("experiment")
     return out, run_here(written(out), out)
 
 
 class TestRun:
-    def test_every_cell_has_its_figures(self, tiny_run: tuple[Path, Conducted]) -> None:
+    def test_every_cell_has_its_figures(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
         _, (outcome, ran, lines) = tiny_run
         assert len(ran) == 4
         assert not [cell for cell in outcome.cells if cell.result is None], lines
@@ -230,7 +231,7 @@ class TestRun:
         assert all(entry.std_over_seeds is None for entry in outcome.comparisons)
         assert outcome.spread.startswith("single seed")
 
-    def test_what_is_sent(self, tiny_run: tuple[Path, Conducted]) -> None:
+    def test_what_is_sent(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
         """FedAvg sends up the whole model, 48k weights of 4 bytes; EFTViT masks three quarters of the patches."""
         _, (outcome, _, _) = tiny_run
         fedavg, eftvit = (outcome.comparison(method, "even") for method in ("fedavg", "eftvit"))
@@ -241,11 +242,11 @@ class TestRun:
         assert fedavg.flops is not None
         assert eftvit.flops < fedavg.flops
 
-    def test_methods_share_their_devices(self, tiny_run: tuple[Path, Conducted]) -> None:
+    def test_methods_share_their_devices(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
         out, _ = tiny_run
         assert sorted(path.parent.name for path in (out / "parts").glob("*/seed-0")) == ["even", "skewed"]
 
-    def test_little_is_left_of_a_finished_cell(self, tiny_run: tuple[Path, Conducted]) -> None:
+    def test_little_is_left_of_a_finished_cell(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
         out, _ = tiny_run
         home = out / "cells/fedavg/even/seed-0/runs/run"
         assert (home / "model.safetensors").is_file()
@@ -253,7 +254,7 @@ class TestRun:
         assert not (home / "blobs").exists()
 
     def test_a_second_call_runs_nothing(
-        self, tiny_run: tuple[Path, Conducted], run_here: Callable[[Path, Path], Conducted]
+        self, tiny_run: tuple[Path, ExperimentRun], run_here: Callable[[Path, Path], ExperimentRun]
     ) -> None:
         out, (first, _, _) = tiny_run
         again, ran, lines = run_here(written(out), out)
@@ -261,7 +262,7 @@ class TestRun:
         assert again == first
 
     def test_a_changed_option_runs_its_cells_alone(
-        self, tiny_run: tuple[Path, Conducted], run_here: Callable[[Path, Path], Conducted], tmp_path: Path
+        self, tiny_run: tuple[Path, ExperimentRun], run_here: Callable[[Path, Path], ExperimentRun], tmp_path: Path
     ) -> None:
         """Another learning rate for FedAvg: its two cells run again; a third partition would add cells alone."""
         out, (first, _, _) = tiny_run
@@ -272,7 +273,7 @@ class TestRun:
         assert changed.methods["fedavg"]["lr"] == 0.01
 
     def test_a_cell_that_fails_leaves_the_others(
-        self, run_here: Callable[[Path, Path], Conducted], tmp_path: Path
+        self, run_here: Callable[[Path, Path], ExperimentRun], tmp_path: Path
     ) -> None:
         """No device would take such a learning rate; the next call tries that cell again, and only that."""
         text = FILE.replace('[partitions.even]\npartition = "iid"\n', "").replace("rounds = 2", "rounds = 1")
@@ -288,7 +289,7 @@ class TestRun:
 
 
 class TestReports:
-    def test_the_page_has_the_figures_of_the_json(self, tiny_run: tuple[Path, Conducted], tmp_path: Path) -> None:
+    def test_the_page_has_the_figures_of_the_json(self, tiny_run: tuple[Path, ExperimentRun], tmp_path: Path) -> None:
         _, (outcome, _, _) = tiny_run
         write_results(outcome, tmp_path)
         record = json.loads((tmp_path / "results.json").read_text())
@@ -367,13 +368,15 @@ class TestOutcome:
         assert shown.count("0.250 ± 0.000") == 4
         assert shown.count("1.000") == 4  # MB up
 
-    def test_a_failure_is_told(self, grid: Grid) -> None:
+    def test_failure_is_reported(self, grid: Grid) -> None:
         outcome = make_outcome(grid, [FinishedCell(grid.cells[0], None, "disk full")])
         assert outcome.comparisons == []
         assert "8 of 8 cells are not finished; failed: fedavg/skewed/seed-0: disk full" in markdown_report(outcome)
 
 
-def test_interrupted_and_gone_on_with(tmp_path: Path, cache: Path, run_here: Callable[[Path, Path], Conducted]) -> None:
+def test_experiment_that_was_interrupted_is_resumed(
+    tmp_path: Path, cache: Path, run_here: Callable[[Path, Path], ExperimentRun]
+) -> None:
     """Ctrl-C after the second of 12 rounds: no process is left, and the rest goes on from there, metrics with it."""
     only = FILE.replace('[partitions.even]\npartition = "iid"\n', "").partition("[methods.eftvit]")[0]
     text = only.replace("mask = 0.75", "").replace("rounds = 2", "rounds = 12").replace("every = 2", "every = 12")
@@ -412,8 +415,8 @@ def closed(home: Path) -> list[tuple[int, str]]:
         store.close()
 
 
-def test_it_is_a_command_of_fleet() -> None:
-    assert "experiment" in cli.commands
+def test_experiment_is_a_command_of_fleet() -> None:
+    assert cli.get_command(click.Context(cli), "experiment") is experiment_command
 
 
 def test_what_noise_spent_stands_below_the_accuracies() -> None:

@@ -132,7 +132,7 @@ def test_ctrl_c_at_the_terminal_reaches_us_alone(tmp_path: Path) -> None:
         assert os.getsid(child.pid) == child.pid != os.getsid(0)
 
 
-def test_a_log_keeps_what_earlier_processes_said(tmp_path: Path) -> None:
+def test_log_keeps_output_of_earlier_processes(tmp_path: Path) -> None:
     for word in ("one", "two"):
         with Fleet() as fleet:
             fleet.start("a", python(f"import sys; print('{word}'); print('{word}!', file=sys.stderr)"), tmp_path / "a")

@@ -21,7 +21,7 @@ from fleet.experiments.outcome import make_outcome, mean_interval
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.scheduler import FinishedCell
 from fleet.experiments.search import Schedule, planned_rounds, search_state
-from tests.support.experiments import Conducted, run_experiment, written_experiment
+from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
 from tests.support.forked import Forked
 
 WAIT_S = 240.0
@@ -203,7 +203,7 @@ class TestStanding:
 
 
 @pytest.fixture(scope="module")
-def run_here(graph_cache: Path) -> Callable[[Path, Path], Conducted]:
+def run_here(graph_cache: Path) -> Callable[[Path, Path], ExperimentRun]:
     return partial(run_experiment, graph_cache=graph_cache)
 
 
@@ -219,7 +219,7 @@ REAL = (
 
 @pytest.mark.parametrize("engine", ["onnx", "torch"])
 def test_search_finds_the_good_rate_among_silly_ones(
-    engine: str, tmp_path: Path, run_here: Callable[[Path, Path], Conducted]
+    engine: str, tmp_path: Path, run_here: Callable[[Path, Path], ExperimentRun]
 ) -> None:
     """With one rate more, that alone is tried; the cells of the chosen rate stay."""
     text = f'engine = "{engine}"\n{REAL}'
@@ -242,7 +242,7 @@ def test_search_finds_the_good_rate_among_silly_ones(
 
 
 def test_device_with_too_few_images_is_found_before_anything_runs(
-    tmp_path: Path, run_here: Callable[[Path, Path], Conducted]
+    tmp_path: Path, run_here: Callable[[Path, Path], ExperimentRun]
 ) -> None:
     """Digits on 300 devices: about three training images each, most of them the only ones of their class."""
     text = FILE.replace("devices = 2", "devices = 300")
@@ -251,16 +251,16 @@ def test_device_with_too_few_images_is_found_before_anything_runs(
     assert not (tmp_path / "cells").exists()
 
 
-def test_search_that_was_killed_goes_on(
-    tmp_path: Path, graph_cache: Path, run_here: Callable[[Path, Path], Conducted]
+def test_search_that_was_killed_is_resumed(
+    tmp_path: Path, graph_cache: Path, run_here: Callable[[Path, Path], ExperimentRun]
 ) -> None:
-    """kill -9 in the second of three cells: the first is not run again, the second goes on behind its closed rounds."""
+    """kill -9 in the second of three cells: the first is not run again, the second resumes after its closed rounds."""
     text = FILE.replace("[0, 1]", "[0]").replace("[1e-6, 0.05, 50]", "[0.01, 0.05, 0.1]") + "\n[tuning]\nrounds = 4\n"
     text = text.replace("epochs = 2", "epochs = 1")
     file, out = written_experiment(tmp_path, text), tmp_path / "out"
     done, fatal = (f"fedavg/even/search/lr={rate}/rounds-4/seed-0" for rate in (0.01, 0.05))
     first, second = out / "cells" / done, out / "cells" / fatal
-    process = Forked("tests.experiments", [str(file), str(out), str(graph_cache), fatal], tmp_path / "log", {})
+    process = Forked("tests.support.experiments", [str(file), str(out), str(graph_cache), fatal], tmp_path / "log", {})
     try:
         assert process.wait(WAIT_S) == -signal.SIGKILL, (tmp_path / "log").read_text()
     finally:

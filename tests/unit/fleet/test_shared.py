@@ -29,7 +29,7 @@ class TestSharedBlobs:
         assert second.prune(set()) == len(b"of both")
         assert not first.has(digest)
 
-    def test_what_a_device_put_is_safe_before_it_says_that_it_keeps_it(self, tmp_path: Path) -> None:
+    def test_blob_is_kept_from_put_until_keep_only(self, tmp_path: Path) -> None:
         """Two devices make equal results; one has settled its own while the other has not sent it yet."""
         shared = SharedBlobs(tmp_path)
         first, second = shared.view(), shared.view()

@@ -82,7 +82,7 @@ def test_how_many_compute_at_a_time_changes_no_bit(folders: list[Path], tmp_path
     assert models[0] == models[1]
 
 
-def test_a_run_that_is_there(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
+def test_run_that_exists(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     """Again with `resume` it is finished at once, its rounds untouched; with another configuration it is refused."""
 
     def rounds() -> list[tuple[int, str | None]]:

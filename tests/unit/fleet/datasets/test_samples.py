@@ -43,7 +43,7 @@ def test_digits() -> None:
     assert (images == images[..., :1]).all()
 
 
-def test_digits_have_32_pixels_where_nothing_is_said() -> None:
+def test_digits_have_32_pixels_by_default() -> None:
     assert read_digits().images[np.array([0])].shape == (1, 32, 32, 3)
 
 

@@ -20,7 +20,7 @@ class TestDirichlet:
             parts = partition("dirichlet", LABELS, 10, seed, alpha=0.1, min_samples=20)
             assert min(len(part) for part in parts) >= 20
 
-    def test_the_minimum_is_ten_where_nothing_is_said(self) -> None:
+    def test_default_minimum_is_ten(self) -> None:
         assert make_partition("dirichlet") == Dirichlet(alpha=0.3, cap=False, min_samples=10)
 
     @pytest.mark.parametrize("seed", range(20))

@@ -93,7 +93,7 @@ def _check_answers(ray: Any, address: str) -> None:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise LinkDown(
-            f"--ray {address}: nobody answers at {host}:{port} ({reason}); start a cluster with `ray start --head "
+            f"--ray {address}: no answer from {host}:{port} ({reason}); start a cluster with `ray start --head "
             f"--port {port}`, or use --ray {LOCAL}"
         ) from error
 

@@ -245,7 +245,7 @@ class TestRefused:
         with socket.socket() as probe:
             probe.bind((HEAD, 0))
             address = f"{HEAD}:{probe.getsockname()[1]}"
-            assert f"--ray {address}: nobody answers at {address}" in self.experiment(stage, FILE, address)
+            assert f"--ray {address}: no answer from {address}" in self.experiment(stage, FILE, address)
 
     def test_no_address(self, stage: Stage) -> None:
         assert "--ray 'ray://head': expected HOST:PORT" in self.experiment(stage, FILE, "ray://head")

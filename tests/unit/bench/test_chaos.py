@@ -79,19 +79,19 @@ def test_a_segment_arrives_after_its_time_on_the_line_and_in_order() -> None:
     lossy = _Direction(Network.parse("8mbit,100ms,50%"), "seed")
     due = [lossy.due(10) for _ in range(200)]
     assert due == sorted(due)
-    assert due[-1] - time.monotonic() > 0.29  # somebody was lost, and came a round trip of 0.2 s later
+    assert due[-1] - time.monotonic() > 0.29  # at least one segment was lost, and arrived a round trip of 0.2 s later
 
 
 @pytest.fixture
 def echo() -> Iterator[int]:
-    """A server that says everything again; its port."""
+    """An echo server; its port."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def answer(client: socket.socket) -> None:
         with client:
             try:
-                while said := client.recv(65536):
-                    client.sendall(said)
+                while received := client.recv(65536):
+                    client.sendall(received)
             except OSError:
                 pass
 
@@ -156,7 +156,7 @@ def gone(client: socket.socket) -> bool:
 
 
 def test_a_silent_link_loses_nothing(echo: int) -> None:
-    """Nobody is told, and what was said meanwhile comes afterwards."""
+    """Connections stay open, and bytes that were sent meanwhile arrive afterwards."""
     with Links(echo) as links, socket.create_connection(("127.0.0.1", links.port("a")), WAIT_S) as client:
         client.sendall(b"before")
         assert read(client, 6) == b"before"

@@ -62,8 +62,8 @@ class TestCap:
         self, cache: Path, monkeypatch: pytest.MonkeyPatch, nobody_is_left: Callable[[], bool]
     ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-        said: list[str] = []
-        report = run_cap(TINY_CAP, said.append)
+        lines: list[str] = []
+        report = run_cap(TINY_CAP, lines.append)
         figures = json.loads(msgspec.json.encode(report))
         assert (figures["completed"], figures["evaluated"], figures["reason"]) == (True, True, None)
         assert figures["limit_bytes"] == 4000 * MEGA
@@ -71,7 +71,7 @@ class TestCap:
         assert 0 < figures["peak_bytes"] <= figures["limit_bytes"]
         assert 0 < figures["peak_anonymous_bytes"] <= figures["peak_rss_bytes"]
         assert min(figures["step_s"], figures["train_s"], figures["seconds"]) > 0
-        assert "limited by" in said[0]
+        assert "limited by" in lines[0]
         assert nobody_is_left()
 
     def test_a_device_that_needs_more_is_reported_and_nothing_stays(self, nobody_is_left: Callable[[], bool]) -> None:

@@ -109,9 +109,9 @@ def test_the_mask_leaves_as_many_tokens_on_both_sides() -> None:
 def report(graph_cache: Path) -> dict[str, Any]:
     """The whole benchmark on a tiny EFTViT."""
     case = tiny(choose(["eftvit-vitb"])[0]).with_options(local_blocks=1, mask=0.5)
-    said: list[str] = []
-    made = run_step_bench([case], steps=2, rounds=1, product_side=64, cache=graph_cache, progress=said.append)
-    assert any(line.startswith("eftvit-vitb: onnx 1/1") for line in said)
+    lines: list[str] = []
+    made = run_step_bench([case], steps=2, rounds=1, product_side=64, cache=graph_cache, progress=lines.append)
+    assert any(line.startswith("eftvit-vitb: onnx 1/1") for line in lines)
     return dict(json.loads(msgspec.json.encode(made)))
 
 

@@ -82,7 +82,7 @@ class TestResources:
         assert grid.cells == read_grid(written(tmp_path)).cells
 
     @pytest.mark.parametrize(
-        ("table", "said"),
+        ("table", "message"),
         [
             ("num_cpu = 1", r"\[ray\]: unknown key 'num_cpu'; did you mean 'num_cpus'\?"),
             ("num_cpus = 0", r"expected `float` > 0"),
@@ -92,8 +92,8 @@ class TestResources:
             ("partitions = { odd = {} }", r"\[ray.partitions.odd\]: the experiment has no such table"),
         ],
     )
-    def test_refused(self, tmp_path: Path, table: str, said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
+    def test_refused(self, tmp_path: Path, table: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             read_grid(written(tmp_path, FILE + f"\n[ray]\n{table}\n"))
 
 

@@ -121,7 +121,7 @@ class TestGrid:
         assert (eftvit.run["privacy"]["noise_multiplier"], eftvit.run["robust"]["strikes"]) == (0.0, 3)
 
     @pytest.mark.parametrize(
-        ("old", "new", "said"),
+        ("old", "new", "message"),
         [
             (
                 "lr = 0.05",
@@ -155,8 +155,8 @@ class TestGrid:
             ("[common]", "[common", r"tiny\.toml is not TOML"),
         ],
     )
-    def test_what_is_refused(self, tmp_path: Path, old: str, new: str, said: str) -> None:
-        with pytest.raises(ConfigError, match=f"(?i){said}"):
+    def test_what_is_refused(self, tmp_path: Path, old: str, new: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=f"(?i){message}"):
             read_grid(written(tmp_path, FILE.replace(old, new, 1)))
 
     def test_other_keys_of_a_run(self, tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ class TestOutcome:
 def test_experiment_that_was_interrupted_is_resumed(
     tmp_path: Path, cache: Path, run_here: Callable[[Path, Path], ExperimentRun]
 ) -> None:
-    """Ctrl-C after the second of 12 rounds: no process is left, and the rest goes on from there, metrics with it."""
+    """Ctrl-C after the second of 12 rounds: no process is left, and the run resumes after it, with its metrics."""
     only = FILE.replace('[partitions.even]\npartition = "iid"\n', "").partition("[methods.eftvit]")[0]
     text = only.replace("mask = 0.75", "").replace("rounds = 2", "rounds = 12").replace("every = 2", "every = 12")
     file, out = written(tmp_path, text + '\n[metrics]\nwriters = ["tensorboard"]\n'), tmp_path / "out"

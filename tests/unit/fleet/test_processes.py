@@ -42,12 +42,12 @@ def python(source: str) -> list[str]:
 
 
 def ready(log: Path) -> None:
-    """Wait until a child has said so."""
+    """Wait until a child has printed it."""
     wait_until(lambda: log.exists() and "ready" in log.read_text(), "the child did not begin")
 
 
 def is_gone(pid: int) -> bool:
-    """Over; where nobody collects orphans they stay as zombies."""
+    """Ended; where no process collects orphans they stay as zombies."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

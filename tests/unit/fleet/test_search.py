@@ -114,7 +114,7 @@ class TestFile:
         assert len(searched.searches[0].points) == 6
 
     @pytest.mark.parametrize(
-        ("old", "new", "said"),
+        ("old", "new", "message"),
         [
             ("{ lr =", "{ lrr =", r"\[methods\.fedavg\]: method 'fedavg' has no option 'lrr'; did you mean 'lr'"),
             ("{ lr =", "{ updates =", r"method 'fedavg' has no option 'updates'"),
@@ -134,9 +134,9 @@ class TestFile:
             ("tune = { lr = [1e-6, 0.05, 50] }", "[tuning]", r"\[tuning\]: none of the methods has a table 'tune'"),
         ],
     )
-    def test_what_is_refused(self, tmp_path: Path, old: str, new: str, said: str) -> None:
+    def test_what_is_refused(self, tmp_path: Path, old: str, new: str, message: str) -> None:
         assert old in FILE
-        with pytest.raises(ConfigError, match=f"(?s){said}"):
+        with pytest.raises(ConfigError, match=f"(?s){message}"):
             read_grid(written_experiment(tmp_path, FILE.replace(old, new, 1)))
 
     def test_only(self, tmp_path: Path) -> None:

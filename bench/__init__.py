@@ -1,3 +1,3 @@
-"""Instruments of the project, in a checkout only: benchmarks, faults, damaged messages, attacks: `python -m bench`."""
+"""Benchmarks, fault injection, fuzzing and penetration tests: `python -m bench`, in a checkout only."""
 
-import fedvit as fedvit  # what it says to the engine must be said first
+import fedvit as fedvit  # sets the engine's environment, so it must be imported before the engine

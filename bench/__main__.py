@@ -1,4 +1,4 @@
-"""`python -m bench`: the project's own instruments, run in a checkout of the source; no wheel has them."""
+"""`python -m bench`: runs in a checkout of the source; the wheel does not contain it."""
 
 import signal
 

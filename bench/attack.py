@@ -1,7 +1,7 @@
-"""`python -m bench attack`: what malicious devices do to a run, by how the server aggregates.
+"""`python -m bench attack`: the effect of malicious devices on a run, by the server's aggregation.
 
-Every run is a whole federation in memory: the same coordinator and agents as anywhere, some of whose uploads are
-tampered with before they are sent. The agents here exist for this purpose only.
+Every run is a whole federation in memory, with the usual coordinator and agents; malicious agents change their uploads
+before they send them.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from msgspec import Struct
+from msgspec import field as json_key
 from rich.console import RenderableType
 
 from coordinator.record.store import Store
@@ -37,24 +38,24 @@ CLEAN = "none"
 
 
 class Attacker(Agent):
-    """A device that answers every task; what it sends, its workbench says."""
+    """A malicious device: its workbench changes what it sends."""
 
-    found_out = False
+    quarantined = False
 
     @property
     def over(self) -> str | None:
-        return "found out" if self.found_out else super().over
+        return "in quarantine" if self.quarantined else super().over
 
     def _on_refused(self, refused: Refused) -> None:
-        """Who is found out is gone; the run goes on without it."""
+        """A device in quarantine leaves; the run continues without it."""
         try:
             super()._on_refused(refused)
         except PeerRefused:
-            self.found_out = True
+            self.quarantined = True
 
 
 class Tampering(Workbench):
-    """Sends something else than what it trained."""
+    """Changes the tensors of an upload before they are sent."""
 
     def brought(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> tuple[Tensors, Tensors]:
         deltas, collected = super().brought(program, values, trained, seeds)
@@ -66,12 +67,12 @@ class Tampering(Workbench):
         }
 
     def tampered(self, name: str, value: Array) -> Array:
-        """What is sent in place of a tensor."""
+        """The value that is sent in place of a tensor."""
         return value
 
 
 class SignFlip(Tampering):
-    """Away from where training leads, no longer than an honest update."""
+    """The honest update with the opposite sign."""
 
     factor: ClassVar[float] = -1.0
 
@@ -84,13 +85,13 @@ class Backwards(SignFlip):
 
 
 class Boosted(SignFlip):
-    """Its own direction, a hundred times too far."""
+    """The honest update, a hundred times as long."""
 
     factor = 100.0
 
 
 class Noise(Tampering):
-    """Gaussian noise, ten times as long as what it trained."""
+    """Gaussian noise, ten times as long as the honest update."""
 
     def tampered(self, name: str, value: Array) -> Array:
         size = 10 * float(np.sqrt(np.square(value.astype(np.float64)).mean()))
@@ -107,23 +108,23 @@ ATTACKS: Mapping[str, type[Tampering]] = {
     "sign flip": SignFlip,
     "times -10": Backwards,
     "times 100": Boosted,
-    "label flip": Tampering,  # honest work on images whose labels are wrong
+    "label flip": Tampering,  # honest training on images with wrong labels
     "noise": Noise,
     "NaN": NotANumber,
 }
 
 
 def attacker(bench: type[Tampering]) -> type[Attacker]:
-    """A device that sends what comes from this workbench."""
+    """The class of devices with this workbench."""
     return type(f"{bench.__name__}Attacker", (Attacker,), {"workbench": bench})
 
 
 PLAIN: Mapping[str, Any] = {"aggregator": "mean", "strikes": 0}
-"""No protection but the check of every upload, which cannot be turned off."""
+"""The plain mean. Only the check of every upload remains, which cannot be turned off."""
 BOUNDED: Mapping[str, Any] = {"clip_norm": "median", "reject_scale": 5.0}
 RECOMMENDED: Mapping[str, Any] = {"aggregator": "multi_krum", **BOUNDED}
 
-PROTECTIONS: Mapping[str, Mapping[str, Any]] = {
+AGGREGATIONS: Mapping[str, Mapping[str, Any]] = {
     "mean": PLAIN,
     "recommended": RECOMMENDED,
     "bounded mean": BOUNDED,
@@ -132,12 +133,12 @@ PROTECTIONS: Mapping[str, Mapping[str, Any]] = {
         for name in ("median", "trimmed_mean", "krum", "geometric_median")
     },
 }
-"""By name; all but the plain mean with the same bounds, so that only the aggregator differs."""
+"""Settings of `[robust]` by name; all but the plain mean have the same bounds, so that only the aggregator differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttackSettings:
-    """One federation on scikit-learn's digits, attacked in turn."""
+    """One federation on scikit-learn's digits; every attack is run against every aggregation."""
 
     devices: int = 10
     malicious: int = 3
@@ -146,8 +147,8 @@ class AttackSettings:
     partition_options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     attacks: tuple[str, ...] = tuple(ATTACKS)
-    protections: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=lambda: protections_of(("mean", "recommended"))
+    aggregations: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=lambda: aggregations_of(("mean", "recommended"))
     )
     method: str = "fedavg"
     options: Mapping[str, Any] = field(
@@ -166,13 +167,13 @@ class AttackSettings:
 
 class Outcome(Struct, frozen=True, kw_only=True):
     attack: str
-    protection: str
-    accuracy: float | None  # mean over the honest devices after the last round; None: the run broke off
+    aggregation: str = json_key(name="protection")
+    accuracy: float | None  # mean over the honest devices after the last round; None: the run failed
     loss_to_clean: float | None  # points of accuracy below the clean run
     left_out: int  # malicious updates that were refused or left out
     honest_left_out: int
     quarantined: list[str]
-    reason: str | None  # why the run broke off
+    reason: str | None  # why the run failed
     seconds: float
 
 
@@ -182,14 +183,15 @@ class AttackReport(Struct, frozen=True, kw_only=True):
     malicious: list[str]
     rounds: int
     method: str
-    protections: dict[str, dict[str, Any]]
+    aggregations: dict[str, dict[str, Any]] = json_key(name="protections")
     clean_accuracy: float
     outcomes: list[Outcome]
 
 
 def run_attacks(settings: AttackSettings, progress: Callable[[str], None] = lambda line: None) -> AttackReport:
-    """The plain mean without an attack, then a run for each attack, also none, and protection. Raises ConfigError."""
-    with _workshop() as home:
+    """Run the plain mean without an attack, then every attack, and none, with every aggregation. Raises ConfigError."""
+    with tempfile.TemporaryDirectory(prefix="fleet-attack-") as made:
+        home = Path(made)
         size = settings.model["image_size"]
         deal(
             "digits", settings.partition, settings.devices, home / "parts", options=dict(settings.partition_options),
@@ -198,15 +200,15 @@ def run_attacks(settings: AttackSettings, progress: Callable[[str], None] = lamb
         folders = device_folders(home / "parts", None)
         bad = [folder.name for folder in folders[-settings.malicious :]]
         clean = _run(settings, home, folders, bad, CLEAN, "mean", PLAIN, None)
-        assert clean.accuracy is not None  # nobody attacked it
+        assert clean.accuracy is not None  # it was not attacked
         progress(f"no attack: accuracy {clean.accuracy:.3f} in {clean.seconds:.0f} s")
         outcomes = [clean]
         for attack in (CLEAN, *settings.attacks):
             with _flipped(folders, bad) if attack == "label flip" else contextlib.nullcontext():
-                for name, protection in settings.protections.items():
-                    if attack == CLEAN and protection == PLAIN:
+                for name, robust in settings.aggregations.items():
+                    if attack == CLEAN and robust == PLAIN:
                         continue
-                    outcome = _run(settings, home, folders, bad, attack, name, protection, clean.accuracy)
+                    outcome = _run(settings, home, folders, bad, attack, name, robust, clean.accuracy)
                     outcomes.append(outcome)
                     progress(f"{attack}, {name}: accuracy {_number(outcome.accuracy)} in {outcome.seconds:.0f} s")
     return AttackReport(
@@ -215,7 +217,7 @@ def run_attacks(settings: AttackSettings, progress: Callable[[str], None] = lamb
         malicious=bad,
         rounds=settings.rounds,
         method=settings.method,
-        protections={name: dict(protection) for name, protection in settings.protections.items()},
+        aggregations={name: dict(robust) for name, robust in settings.aggregations.items()},
         clean_accuracy=clean.accuracy,
         outcomes=outcomes,
     )
@@ -227,19 +229,19 @@ def _run(
     folders: list[Path],
     bad: list[str],
     attack: str,
-    protection: str,
-    values: Mapping[str, Any],
+    aggregation: str,
+    robust: Mapping[str, Any],
     clean: float | None,
 ) -> Outcome:
-    out, run = home / f"{attack}-{protection}".replace(" ", "-"), "run"
+    out, run = home / f"{attack}-{aggregation}".replace(" ", "-"), "run"
     began = time.monotonic()
     reason = None
     try:
         simulate(
-            folders, _values(settings, values), out=out, run=run, at_once=1, graph_cache=home / "graphs",
+            folders, _values(settings, robust), out=out, run=run, at_once=1, graph_cache=home / "graphs",
             agent_kinds=dict.fromkeys(bad, attacker(ATTACKS[attack])) if attack != CLEAN else None,
         )  # fmt: skip
-    except EmptyCohort as error:  # a protection may refuse to go on
+    except EmptyCohort as error:  # too few devices may be left for the aggregator
         reason = str(error)
     store = Store.in_folder(out)
     try:
@@ -251,7 +253,7 @@ def _run(
     shutil.rmtree(out)
     return Outcome(
         attack=attack,
-        protection=protection,
+        aggregation=aggregation,
         accuracy=accuracy,
         loss_to_clean=None if accuracy is None or clean is None else 100 * (clean - accuracy),
         left_out=sum(device in bad for _, device in refused),
@@ -262,11 +264,11 @@ def _run(
     )
 
 
-def _values(settings: AttackSettings, protection: Mapping[str, Any]) -> dict[str, Any]:
+def _values(settings: AttackSettings, robust: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "method": settings.method, "options": dict(settings.options), "model_options": dict(settings.model),
         "rounds": settings.rounds, "evaluate_every": settings.rounds, "seed": settings.seed,
-        "robust": dict(protection),
+        "robust": dict(robust),
     }  # fmt: skip
 
 
@@ -278,14 +280,8 @@ def _accuracy(store: Store, run: str, bad: list[str]) -> float:
 
 
 @contextlib.contextmanager
-def _workshop() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="fleet-attack-") as made:
-        yield Path(made)
-
-
-@contextlib.contextmanager
 def _flipped(folders: list[Path], bad: list[str]) -> Iterator[None]:
-    """The training images of some devices lie in the folder of another class: c's in that of 9 - c."""
+    """Within it the training images of malicious devices have wrong labels: class c lies in the folder of 9 - c."""
     mine = [folder / TRAIN for folder in folders if folder.name in bad]
     for train in mine:
         _swap_classes(train)
@@ -304,27 +300,27 @@ def _swap_classes(train: Path) -> None:
         (train / f".{name}").rename(train / other)
 
 
-def protections_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+def aggregations_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Raises ConfigError for an unknown name."""
-    if unknown := sorted(set(names) - set(PROTECTIONS)):
-        raise ConfigError(f"unknown protection {unknown[0]!r}, known are {', '.join(PROTECTIONS)}")
-    return {name: PROTECTIONS[name] for name in names}
+    if unknown := sorted(set(names) - set(AGGREGATIONS)):
+        raise ConfigError(f"--protection {unknown[0]!r} is unknown, known are {', '.join(AGGREGATIONS)}")
+    return {name: AGGREGATIONS[name] for name in names}
 
 
 def attack_table(report: AttackReport) -> RenderableType:
-    """Accuracy by attack and protection."""
+    """Accuracy by attack and aggregation."""
     table = new_table(
         f"{len(report.malicious)} of {report.devices} devices malicious, {report.method} on {report.dataset}, "
         f"{report.rounds} rounds; accuracy of the honest devices"
     )
-    for heading in ("attack", "protection", "accuracy", "points below\nclean", "updates\nleft out", "honest\nleft out",
+    for heading in ("attack", "aggregation", "accuracy", "points below\nclean", "updates\nleft out", "honest\nleft out",
                     "in\nquarantine"):  # fmt: skip
-        column(table, heading, justify="left" if heading in ("attack", "protection") else "right")
+        column(table, heading, justify="left" if heading in ("attack", "aggregation") else "right")
     for entry in report.outcomes:
         cells = (entry.left_out, entry.honest_left_out, len(entry.quarantined))
         lost = "" if entry.loss_to_clean is None else f"{entry.loss_to_clean:.1f}"
-        shown = "broke off" if entry.reason else _number(entry.accuracy)
-        table.add_row(entry.attack, entry.protection, shown, lost, *map(str, cells))
+        shown = "failed" if entry.reason else _number(entry.accuracy)
+        table.add_row(entry.attack, entry.aggregation, shown, lost, *map(str, cells))
     return table
 
 

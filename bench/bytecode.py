@@ -1,4 +1,4 @@
-"""Python programs start with their modules compiled, as installed ones do, or their import times mean nothing."""
+"""Start Python programs with compiled modules, as installed programs do: otherwise import times mean nothing."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def with_bytecode(command: Sequence[str]) -> list[str]:
-    """A command line whose Python keeps what it compiles; where this one must write none beside the sources, elsewhere.
+    """The command line, with a cache folder for bytecode where this process must not write bytecode beside the sources.
 
     >>> with_bytecode(["python"])[-1]
     'python'

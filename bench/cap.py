@@ -1,4 +1,4 @@
-"""`python -m bench cap`: does a real device get through a round of EFTViT under a hard limit on its memory?"""
+"""`python -m bench cap`: does a real device complete a round of EFTViT under a hard memory limit?"""
 
 import contextlib
 import tempfile
@@ -31,10 +31,10 @@ class CapSettings:
     model_options: dict[str, Any] = field(default_factory=dict)
     image_size: int = 224
     batch_size: int = 8
-    micro_batch: int = 2  # images at a time: whoever has little memory says so
+    micro_batch: int = 2  # images at a time, to save memory
     images: int = 24
     precision: str = "fp32"  # of weights that the device does not train
-    options: dict[str, Any] = field(default_factory=dict)  # others of the method
+    options: dict[str, Any] = field(default_factory=dict)  # other options of the method
     patience_s: float = 1800.0
 
     @property
@@ -52,12 +52,12 @@ class CapSettings:
 
 class CapReport(Struct, frozen=True, kw_only=True):
     completed: bool  # the coordinator accepted the result of a whole training round
-    evaluated: bool  # and that of the evaluation after it
-    reason: str | None  # why not
+    evaluated: bool  # the coordinator accepted the result of the evaluation after it
+    reason: str | None  # why the run failed
     limited_by: Kind
     limit_bytes: int
-    peak_bytes: int | None  # as the cgroup counts: with files that lie in memory; without a cgroup as peak_rss_bytes
-    peak_rss_bytes: int | None  # of the process, with files that it has mapped
+    peak_bytes: int | None  # as the cgroup counts, with cached files; without a cgroup as peak_rss_bytes
+    peak_rss_bytes: int | None  # of the process, with mapped files
     peak_anonymous_bytes: int | None  # of the process, without files; sampled
     kills: int
     model: str
@@ -65,30 +65,30 @@ class CapReport(Struct, frozen=True, kw_only=True):
     micro_batch: int
     precision: str
     step_s: float | None
-    train_s: float | None  # the device's work in the round, without transfers
-    seconds: float  # all of it, with the coordinator's part
+    train_s: float | None  # of the device in the round, without transfers
+    seconds: float  # of everything, with the coordinator's part
 
 
 def run_cap(settings: CapSettings, progress: Callable[[str], None] = lambda line: None) -> CapReport:
-    """Run a broker, a coordinator and, under the limit, an edge process; all are gone when it returns.
+    """Run a broker, a coordinator and, under the limit, an edge process; all have ended when it returns.
 
-    Raises FedvitError when the coordinator fails, also when the settings do not fit the method or the model.
+    Raises FedvitError when the coordinator fails, for instance because settings do not fit the method or the model.
     """
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as made, contextlib.ExitStack() as stack:
         home = Path(made)
         data = noise_folder(home / "parts", images=settings.images, size=settings.image_size)
         limit = stack.enter_context(limited(settings.limit_bytes))
-        under_way = stack.enter_context(
+        session = stack.enter_context(
             one_round(home, settings.run, data, command=lambda plain: limit.command(with_bytecode(plain)))
         )
-        progress(f"{under_way.broker}; {settings.limit_bytes / MEGA:.0f} MB for the device, limited by {limit.kind}")
-        watch = stack.enter_context(MemoryWatch(under_way.device.pid, "VmHWM", "RssAnon"))
-        reason = under_way.wait(
+        progress(f"{session.broker}; {settings.limit_bytes / MEGA:.0f} MB for the device, limited by {limit.kind}")
+        watch = stack.enter_context(MemoryWatch(session.device.pid, "VmHWM", "RssAnon"))
+        reason = session.wait(
             settings.patience_s,
             died=lambda code: _killed(limit),
-            say=lambda line: progress(f"device at most {watch.peaks.get('RssAnon', 0) / MEGA:.0f} MB so far; {line}"),
+            report=lambda line: progress(f"device's peak {watch.peaks.get('RssAnon', 0) / MEGA:.0f} MB; {line}"),
         )
-        results = under_way.results
+        results = session.results
         use = results["train"].use if "train" in results else None
         peaks, counted = watch.peaks, limit.peak_bytes()
         return CapReport(
@@ -107,7 +107,7 @@ def run_cap(settings: CapSettings, progress: Callable[[str], None] = lambda line
             precision=settings.precision,
             step_s=use.step_s if use else None,
             train_s=use.train_s if use else None,
-            seconds=time.monotonic() - under_way.began,
+            seconds=time.monotonic() - session.began,
         )
 
 
@@ -130,11 +130,11 @@ def cap_table(report: CapReport) -> RenderableType:
         "peak resident": _megabytes(report.peak_rss_bytes),
         "peak without files": _megabytes(report.peak_anonymous_bytes),
         "step": None if report.step_s is None else f"{report.step_s:.2f} s",
-        "all of it": f"{report.seconds:.0f} s",
+        "total": f"{report.seconds:.0f} s",
     }
-    for name, said in rows.items():
-        if said is not None:
-            table.add_row(name, Text(said))
+    for name, text in rows.items():
+        if text is not None:
+            table.add_row(name, Text(text))
     return table
 
 

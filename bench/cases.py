@@ -1,6 +1,6 @@
-"""What `python -m bench` measures: one row of a table is one case.
+"""The cases that `python -m bench` measures; one case is one row of a table.
 
-Next to nothing is imported: the measured processes read this file, too.
+Imports little, since the measured processes import this file.
 """
 
 import json
@@ -13,9 +13,9 @@ from fedvit.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training step, as the method makes it and as torch code of the same maths.
+    """One training step: the method's own, and torch code that computes the same.
 
-    `options` are the method's and say everything that the torch side needs: batch size, optimizer, rate.
+    `options` are the method's; the torch side reads batch size, optimizer and rate from them.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Case:
     model: str
     model_options: dict[str, Any] = field(default_factory=dict)
     classes: int = 10
-    torch: str = "plain"  # which of bench.torch_models.MODELS is the same maths
+    torch: str = "plain"  # key of bench.torch_models.MODELS for the equivalent torch code
 
     @property
     def batch_size(self) -> int:
@@ -81,7 +81,7 @@ CASES: tuple[Case, ...] = (
 
 
 def choose(names: Sequence[str], cases: Sequence[Case] = CASES) -> list[Case]:
-    """The cases of these names; all where there is none. Raises ConfigError naming those that there are."""
+    """The cases with these names; all without names. Raises ConfigError for an unknown name."""
     known = {case.name: case for case in cases}
     for name in names:
         if name not in known:

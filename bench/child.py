@@ -1,4 +1,4 @@
-"""Runs one measurement in a fresh process of its own."""
+"""Runs one measurement in a fresh process."""
 
 import subprocess
 import tempfile
@@ -6,21 +6,21 @@ from collections.abc import Callable
 
 from bench.bytecode import with_bytecode
 from fedvit.errors import FedvitError
-from fleet.processes import program
+from fleet.processes import last_line_of, program
 
 
-def run_child(module: str, *arguments: str, what: str, heard: Callable[[str], None] = lambda line: None) -> str:
-    """Run `main()` of a module; returns the last line it printed, `heard` gets those before.
+def run_child(module: str, *arguments: str, what: str, on_line: Callable[[str], None] = lambda line: None) -> str:
+    """Run `main()` of a module and return the last line that it printed; `on_line` gets the earlier ones.
 
-    Nothing of the environment is tuned for either side; modules are compiled for both. Raises FedvitError,
-    beginning with `what`, when the process fails.
+    The environment is not tuned; modules are compiled. Raises FedvitError, beginning with `what`, when the process
+    fails.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
         child = subprocess.Popen(
             with_bytecode([*program(module), *arguments]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=errors,
             text=True,
         )
         last = ""
@@ -28,7 +28,7 @@ def run_child(module: str, *arguments: str, what: str, heard: Callable[[str], No
             assert child.stdout is not None  # asked for above
             for line in child.stdout:
                 if last:
-                    heard(last)
+                    on_line(last)
                 last = line.rstrip("\n")
         except BaseException:
             child.kill()
@@ -36,7 +36,6 @@ def run_child(module: str, *arguments: str, what: str, heard: Callable[[str], No
         finally:
             child.wait()
         if child.returncode != 0:
-            said.seek(0)
-            lines = said.read().strip().splitlines() or ["it said nothing"]
-            raise FedvitError(f"{what} ended with code {child.returncode}: {lines[-1]}")
+            errors.seek(0)
+            raise FedvitError(f"{what} ended with code {child.returncode}: {last_line_of(errors.read())}")
         return last

@@ -1,4 +1,4 @@
-"""`python -m bench control`: a coordinator that waits, and how soon it answers while its worker process computes."""
+"""`python -m bench control`: a waiting coordinator, and its response times while its worker process computes."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from bench.bytecode import with_bytecode
-from bench.edge import last_line, read_memory, said
+from bench.edge import read_memory
 from coordinator.broker import start_broker
 from coordinator.config import make_config
 from coordinator.record.store import Store
@@ -29,7 +29,7 @@ from fedvit.transport.base import Connected, Received
 from fedvit.transport.mqtt import Address, MqttTransport
 from fedvit.wire.messages import Hello, Welcome, decode, encode
 from fedvit.wire.topics import Topics
-from fleet.processes import Fleet, program
+from fleet.processes import Fleet, last_line, log_text, program
 
 WAITS = "waiting for 1 device"
 MEGA = 1e6
@@ -40,7 +40,7 @@ ANSWER_S = 30.0
 ASK_EVERY_S = 0.05
 PROBE = "probe"
 CLASSES = tuple(f"class number {number:03d}" for number in range(120))
-"""So many that a hello has about 2 kB."""
+"""Enough for a hello of about 2 kB."""
 RUN: dict[str, Any] = {
     "method": "eftvit",
     "model": "vit_small_patch16_224",
@@ -48,28 +48,28 @@ RUN: dict[str, Any] = {
     "classes": list(CLASSES),
     "rounds": 1,
 }
-"""Its graphs are traced, exported and compared with torch for a minute or more, all of it by the worker process."""
+"""The worker process traces, exports and checks its graphs for a minute or more."""
 
 
 class ControlReport(Struct, frozen=True, kw_only=True):
     first_line_s: float  # from the start of the process
-    waits_s: float  # until it waits for devices
+    waits_s: float  # from the start until it waits for devices
     status_s: float  # of `coordinator status`, as a process
     rss_bytes: int  # of the coordinator while it waits
     hello_bytes: int
-    answers: int  # hellos that were answered while the worker computed
+    answers: int  # hellos that were answered while the worker process computed
     busy_s: float
     median_s: float  # from a hello to its welcome
     p99_s: float
     slowest_s: float
-    load: float  # of the machine during this, processes that want a core, on average over a minute
+    load: float  # of the machine during this: runnable processes, average over a minute
     cores: int
 
 
 def run_control(*, seconds: float, progress: Callable[[str], None] = lambda line: None) -> ControlReport:
-    """A coordinator as a process, and a device that says hello again and again while the run is prepared.
+    """Start a coordinator, and send it hellos while it prepares the run.
 
-    Raises FedvitError when the coordinator does not come up or does not answer.
+    Raises FedvitError when the coordinator does not start or does not answer.
     """
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as made, contextlib.ExitStack() as stack:
         home = Path(made)
@@ -79,7 +79,7 @@ def run_control(*, seconds: float, progress: Callable[[str], None] = lambda line
         store = Store.in_folder(out)
         store.create_run("run", msgspec.to_builtins(make_config(RUN, "bench").run))
         store.close()
-        address = f"mqtt://{broker.address.host}:{broker.address.port}"
+        address = f"mqtt://{broker.address}"
         command = [*program("coordinator.cli"), "start", "--resume", "run", "--runs", str(out), "--broker", address]
         fleet = stack.enter_context(Fleet())
         stack.enter_context(_cache(home / "cache"))
@@ -87,18 +87,18 @@ def run_control(*, seconds: float, progress: Callable[[str], None] = lambda line
         coordinator = fleet.start("coordinator", with_bytecode(command), log=log)
         times = []
         for line in ("run run", WAITS):
-            while line not in said(log):
+            while line not in log_text(log):
                 if coordinator.poll() is not None or time.monotonic() - began > PATIENCE_S:
                     raise FedvitError(f"the coordinator does not wait for devices: {last_line(log)}")
                 time.sleep(POLL_S)
             times.append(time.monotonic() - began)
         time.sleep(SETTLE_S)
         memory = read_memory(coordinator.pid)
-        progress(f"waits after {times[1]:.2f} s with {memory['VmRSS'] / MEGA:.0f} MB")
-        asked = time.monotonic()
+        progress(f"waits for devices after {times[1]:.2f} s, with {memory['VmRSS'] / MEGA:.0f} MB")
+        began = time.monotonic()
         subprocess.run([*program("coordinator.cli"), "status", "--runs", str(out)], check=True, capture_output=True)
-        status_s = time.monotonic() - asked
-        hello, latencies, busy_s = _ask(broker.address, out / "run", seconds)
+        status_s = time.monotonic() - began
+        hello, latencies, busy_s = _send_hellos(broker.address, out / "run", seconds)
         progress(f"{len(latencies)} hellos in {busy_s:.0f} s, median {median(latencies) * 1e3:.1f} ms")
     return ControlReport(
         first_line_s=times[0],
@@ -116,8 +116,8 @@ def run_control(*, seconds: float, progress: Callable[[str], None] = lambda line
     )
 
 
-def _ask(address: Address, run: Path, seconds: float) -> tuple[int, list[float], float]:
-    """Bytes of a hello, seconds until each was answered, and for how long the run was being prepared."""
+def _send_hellos(address: Address, run: Path, seconds: float) -> tuple[int, list[float], float]:
+    """(bytes of a hello, seconds until each was answered, seconds that were measured)."""
     topics, inbox = Topics("home"), SimpleQueue[object]()
     transport = MqttTransport(inbox, address, client_id=PROBE)
     transport.subscribe(topics.to_device(PROBE), 1)
@@ -126,12 +126,12 @@ def _ask(address: Address, run: Path, seconds: float) -> tuple[int, list[float],
     hello = encode(Hello("probe", "0", profile, CLASSES, 50, 10))
     latencies: list[float] = []
     try:
-        _until(inbox, lambda event: isinstance(event, Connected))
+        _wait_for(inbox, lambda event: isinstance(event, Connected))
         began = time.monotonic()
         while time.monotonic() - began < seconds and not (latencies and _is_prepared(run)):
             sent = time.monotonic()
             transport.publish(topics.from_device(PROBE), hello, qos=1)
-            _until(inbox, lambda event: isinstance(event, Received) and isinstance(decode(event.payload), Welcome))
+            _wait_for(inbox, lambda event: isinstance(event, Received) and isinstance(decode(event.payload), Welcome))
             latencies.append(time.monotonic() - sent)
             time.sleep(ASK_EVERY_S)
         return len(hello), latencies, time.monotonic() - began
@@ -139,11 +139,11 @@ def _ask(address: Address, run: Path, seconds: float) -> tuple[int, list[float],
         transport.close()
 
 
-def _until(inbox: "SimpleQueue[object]", is_it: Callable[[object], bool]) -> None:
+def _wait_for(inbox: "SimpleQueue[object]", matches: Callable[[object], bool]) -> None:
     until = time.monotonic() + ANSWER_S
     while True:
         try:
-            if is_it(inbox.get(timeout=max(0.0, until - time.monotonic()))):
+            if matches(inbox.get(timeout=max(0.0, until - time.monotonic()))):
                 return
         except Empty:
             raise FedvitError(f"no answer within {ANSWER_S:.0f} s") from None
@@ -157,7 +157,7 @@ def _is_prepared(run: Path) -> bool:
 
 @contextlib.contextmanager
 def _cache(folder: Path) -> Iterator[None]:
-    """No graph was exported before."""
+    """Within it the graph cache is empty."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(folder)
     try:

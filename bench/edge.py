@@ -1,4 +1,4 @@
-"""The real `edge-client` as a process under observation: its command, what it says, and what it holds in memory."""
+"""The real `edge-client` as an observed process: its images, its command line and its memory."""
 
 import re
 import threading
@@ -14,8 +14,10 @@ from fleet.processes import program
 SAMPLE_EVERY_S = 0.02
 
 
-def noise_folder(out: Path, *, images: int, size: int, classes: int = 2, test_share: float = 0.25) -> Path:
-    """A device's folder of pictures of noise in some classes. Raises StorageFailed."""
+def noise_folder(
+    out: Path, *, images: int, size: int, classes: int = 2, test_share: float = 0.25, devices: int = 1
+) -> Path:
+    """Deal images of noise out to device folders; the first of them. Raises StorageFailed."""
     rng = np.random.default_rng(0)
     samples = Samples(
         dataset="noise",
@@ -24,13 +26,13 @@ def noise_folder(out: Path, *, images: int, size: int, classes: int = 2, test_sh
         labels=np.arange(images) % classes,
         classes=tuple(f"class-{number}" for number in range(classes)),
     )
-    shares = partition("iid", samples.labels, 1, seed=0)
+    shares = partition("iid", samples.labels, devices, seed=0)
     write_device_folders(samples, shares, out, test_share=test_share, seed=0)
     return out / "device-0"
 
 
 def edge_command(broker: str, data: Path, state: Path) -> list[str]:
-    """`edge-client` on all cores, leaving with the run."""
+    """Command line of an `edge-client` on all cores that ends with the run."""
     flags = {"--broker": broker, "--data": data, "--state": state, "--id": "device-0"}
     return [*program("edge_client.cli"), *(str(part) for pair in flags.items() for part in pair), "--once"]
 
@@ -45,7 +47,7 @@ def memory_fields(status: str) -> dict[str, int]:
 
 
 def read_memory(pid: int) -> dict[str, int]:
-    """Empty for a process that is over, and where there is no /proc."""
+    """The sizes of a process, in bytes; empty when it has ended, and where there is no /proc."""
     try:
         return memory_fields(Path(f"/proc/{pid}/status").read_text())
     except OSError:
@@ -53,7 +55,7 @@ def read_memory(pid: int) -> dict[str, int]:
 
 
 class MemoryWatch:
-    """The highest that each of some fields of a process's status was, read every few hundredths of a second."""
+    """Peaks of some fields of a process's status, sampled from a thread; use as a context manager."""
 
     def __init__(self, pid: int, *fields: str) -> None:
         self.peaks: dict[str, int] = {}
@@ -76,13 +78,3 @@ class MemoryWatch:
             for field in self._fields:
                 if field in now:
                     self.peaks[field] = max(self.peaks.get(field, 0), now[field])
-
-
-def said(log: Path) -> str:
-    """What a process wrote into its log so far."""
-    return log.read_text(errors="replace") if log.is_file() else ""
-
-
-def last_line(log: Path) -> str:
-    lines = said(log).strip().splitlines()
-    return lines[-1] if lines else "it said nothing"

@@ -1,4 +1,4 @@
-"""`python -m bench graph`: where the time of a case's graph goes, by operator."""
+"""`python -m bench graph`: the time of a case's graph by operator."""
 
 import json
 import tempfile
@@ -36,7 +36,7 @@ class GraphResult(Struct, frozen=True, kw_only=True):
     name: str
     graph: str
     nodes: int
-    run_s: float  # median, with the profiler at work
+    run_s: float  # median, under the profiler
     load_s: float  # onnxruntime reads, optimises and plans the graph
     graph_bytes: int
     peak_rss_bytes: int
@@ -58,7 +58,7 @@ def run_graph_bench(
     cache: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> GraphReport:
-    """Profile one graph of each case, in a process of its own on all cores.
+    """Profile one graph of each case, in its own process on all cores.
 
     Raises FedvitError when a case cannot be prepared, or has no graph of this name.
     """
@@ -69,28 +69,25 @@ def run_graph_bench(
             prepare_case(case, Path(made), cache, progress)
             progress(f"{case.name}: {runs} runs of graph {graph!r} under the profiler")
             arguments = (made, graph, str(runs), str(machine.cores))
-            said = json.loads(run_child("bench.graph_side", *arguments, what=f"{case.name}: graph {graph!r}"))
-        results.append(_result(case, graph, said, runs))
+            measured = json.loads(run_child("bench.graph_side", *arguments, what=f"{case.name}: graph {graph!r}"))
+        results.append(_result(case, graph, measured, runs))
     return GraphReport(machine=machine, runs=runs, cases=results)
 
 
-def _result(case: Case, graph: str, said: dict[str, Any], runs: int) -> GraphResult:
-    operators = by_operator(said["nodes"], runs)
+def _result(case: Case, graph: str, measured: dict[str, Any], runs: int) -> GraphResult:
+    operators = by_operator(measured.pop("nodes"), runs)
     return GraphResult(
         name=case.name,
         graph=graph,
         nodes=sum(cost.nodes for cost in operators),
-        run_s=said["run_s"],
-        load_s=said["load_s"],
-        graph_bytes=said["graph_bytes"],
-        peak_rss_bytes=said["peak_rss_bytes"],
         gflop=sum(cost.gflop or 0.0 for cost in operators),
         operators=operators,
+        **measured,
     )
 
 
 def by_operator(nodes: Sequence[dict[str, Any]], runs: int) -> list[OperatorCost]:
-    """Add up the events of `runs` runs, by type.
+    """Sum the events of `runs` runs by operator type, the costliest first.
 
     >>> events = [{"op": "Gemm", "us": 1000, "flops": 10**9}, {"op": "Add", "us": 3000, "flops": 0}]
     >>> [(cost.op, cost.ms, cost.share, cost.gflops) for cost in by_operator(events, runs=1)]

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def random_feeds(session: onnxruntime.InferenceSession, program: Program, values: Tensors) -> dict[str, Any]:
-    """Every input of a graph: tensors with their first values, all else random within its range."""
+    """Every input of a graph: tensors with their start values, all others random within their ranges."""
     rng = np.random.default_rng(0)
     limits = whole_number_limits(program)
     feeds: dict[str, Any] = {}
@@ -68,10 +68,10 @@ def random_feeds(session: onnxruntime.InferenceSession, program: Program, values
         elif node.name in ("batch/weight", "hyper/step", "hyper/last", "gathered/weight", "fact/class_counts"):
             feeds[node.name] = np.ones(node.shape, kind)
         elif np.issubdtype(kind, np.floating):
-            # an update takes pieces of any length
+            # the graph of an update takes pieces of any length
             shape = [length if isinstance(length, int) else PIECE_ELEMENTS for length in node.shape]
             drawn = 0.02 * rng.standard_normal(shape)
-            # squares, as an optimizer keeps them, are positive
+            # slots hold squares of gradients, which are positive
             feeds[node.name] = np.asarray(np.abs(drawn) if node.name.startswith("slot/") else drawn, kind)
         else:
             low, high = limits.get(node.name, (0, 2))
@@ -80,7 +80,7 @@ def random_feeds(session: onnxruntime.InferenceSession, program: Program, values
 
 
 def whole_number_limits(program: Program) -> dict[str, tuple[int, int]]:
-    """[low, high) of the inputs that count something."""
+    """[low, high) of the inputs that are whole numbers."""
     classes = (0, len(program.classes))
     limits = {"batch/labels": classes, "gathered/labels": classes, "batch/kept": (0, program.batch.patches)}
     phases = (*program.train, *program.evaluate.adapt)
@@ -88,7 +88,7 @@ def whole_number_limits(program: Program) -> dict[str, tuple[int, int]]:
 
 
 def node_events(profile: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
-    """What the profiler wrote of every node in every run but the first: type, microseconds, FLOPs of a product."""
+    """The profiler's events of all nodes in all runs but the first: type, microseconds, FLOPs of a product."""
     events = [event for event in profile if event.get("cat") == "Node" and event["name"].endswith("kernel_time")]
     events.sort(key=lambda event: event["ts"])
     counted = events[len(events) // runs :]
@@ -98,9 +98,9 @@ def node_events(profile: list[dict[str, Any]], runs: int) -> list[dict[str, Any]
 
 
 def product_flops(args: Mapping[str, Any]) -> int:
-    """2 per multiply-add of a matrix product by the shapes that the profiler saw; 0 for other operators.
+    """FLOPs of a matrix product, 2 per multiply-add, by the shapes in the profile; 0 for other operators.
 
-    The inner length follows from the left operand's size, whichever way it is transposed.
+    The inner length follows from the left operand's size, whether or not it is transposed.
 
     >>> shapes = {"input_type_shape": [{"float": [2, 3]}, {"float": [3, 5]}], "output_type_shape": [{"float": [2, 5]}]}
     >>> product_flops({"op_name": "Gemm", **shapes}), product_flops({"op_name": "Add", **shapes})

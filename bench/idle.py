@@ -1,4 +1,4 @@
-"""`python -m bench idle`: a device that waits for a run, connected: what it holds, and how soon it is there."""
+"""`python -m bench idle`: a device that waits for a run: its memory, and the time until it is connected."""
 
 import contextlib
 import tempfile
@@ -13,13 +13,13 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from bench.bytecode import with_bytecode
-from bench.edge import edge_command, last_line, noise_folder, read_memory, said
+from bench.edge import edge_command, noise_folder, read_memory
 from coordinator.broker import start_broker
 from fedvit.errors import FedvitError
-from fleet.processes import Fleet
+from fleet.processes import Fleet, last_line, log_text
 
 CONNECTED = "connected to the broker"
-"""What the device says then."""
+"""The device logs it when it is connected."""
 MEGA = 1e6
 POLL_S = 0.005
 PATIENCE_S = 60.0
@@ -30,7 +30,7 @@ class IdleReport(Struct, frozen=True, kw_only=True):
     """Medians over the starts."""
 
     connected_s: float  # from the start of the process
-    rss_bytes: int  # after settling, with the files that are mapped
+    rss_bytes: int  # SETTLE_S later, with mapped files
     anonymous_bytes: int
     starts: int
     connected_s_runs: tuple[float, ...]
@@ -49,13 +49,13 @@ def run_idle(
         data = noise_folder(home / "parts", images=8, size=32)
         broker = start_broker("auto", home / "broker", port=0)
         stack.callback(broker.stop)
-        address = f"mqtt://{broker.address.host}:{broker.address.port}"
+        address = f"mqtt://{broker.address}"
         for number in range(starts):
             log = home / f"device-{number}.log"
             with Fleet() as fleet:
                 began = time.monotonic()
                 device = fleet.start("device", with_bytecode(edge_command(address, data, home / "state")), log=log)
-                while CONNECTED not in said(log):
+                while CONNECTED not in log_text(log):
                     if device.poll() is not None or time.monotonic() - began > PATIENCE_S:
                         raise FedvitError(f"the device did not connect: {last_line(log)}")
                     time.sleep(POLL_S)

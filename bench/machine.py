@@ -1,4 +1,4 @@
-"""The machine that the figures are of: processor, versions, and how much disk a set of packages takes."""
+"""The machine of a measurement: processor, versions, and the disk space of a set of packages."""
 
 import platform
 from collections.abc import Iterable, Iterator
@@ -37,7 +37,7 @@ def this_machine() -> Machine:
 
 
 def _cpu_model() -> str:
-    """Linux names it in a file; elsewhere, and on ARM, the architecture has to do."""
+    """From /proc/cpuinfo; where that has no name, as on ARM, the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -47,7 +47,7 @@ def _cpu_model() -> str:
 
 
 def installed_bytes(packages: Iterable[str]) -> int:
-    """What some packages and all that they need take on this disk, without compiled bytecode."""
+    """Disk space of packages and their requirements, without compiled bytecode."""
     return sum(_own_bytes(package) for package in needed_by(packages))
 
 
@@ -60,7 +60,7 @@ def needed_by(packages: Iterable[str]) -> list[Distribution]:
         wanted = todo.pop()
         try:
             package = distribution(wanted.name)
-        except PackageNotFoundError:  # one of several that would do, or one for another machine
+        except PackageNotFoundError:  # an alternative, or a package for another machine
             continue
         found[package.name.lower()] = package
         for extra in ("", *wanted.extras):

@@ -13,18 +13,18 @@ EMPTY_S = 5.0
 
 
 class MemoryLimit(Protocol):
-    """What `limited` gives."""
+    """A limit that `limited` yields."""
 
     kind: Kind
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """A command line that begins under the limit."""
+        """A command line that starts under the limit."""
 
     def peak_bytes(self) -> int | None:
-        """The most that was in use, as whoever enforces the limit counts; None where it does not."""
+        """Peak memory as the limit counts it; None where it counts none."""
 
     def kills(self) -> int:
-        """How many processes were killed for want of memory."""
+        """Number of processes that were killed for lack of memory."""
 
 
 class Cgroup:
@@ -42,7 +42,7 @@ class Cgroup:
         if not (folder / hard).is_file():
             raise FileNotFoundError(f"{folder} has no {hard}")
         (folder / hard).write_text(str(settings[hard]))
-        if (folder / swap).is_file():  # not where swap is not counted
+        if (folder / swap).is_file():  # absent where swap is not counted
             (folder / swap).write_text(str(settings[swap]))
 
     def command(self, command: Sequence[str]) -> list[str]:
@@ -58,7 +58,7 @@ class Cgroup:
         return int(counted.get("oom_kill", 0))
 
     def remove(self) -> None:
-        """Its processes are over, but the kernel may still be counting."""
+        """Remove the cgroup after its processes have ended; the kernel may need a moment."""
         until = time.monotonic() + EMPTY_S
         while self.folder.is_dir():
             try:
@@ -70,7 +70,7 @@ class Cgroup:
 
 
 class DataLimit:
-    """RLIMIT_DATA: private writable memory that was asked for, touched or not; files in memory are not counted."""
+    """RLIMIT_DATA: allocated private writable memory, used or not; mapped files are not counted."""
 
     kind: Kind = "rlimit"
 
@@ -84,13 +84,13 @@ class DataLimit:
         return None
 
     def kills(self) -> int:
-        """None is killed: what it asks for is refused."""
+        """Always 0: an allocation beyond the limit fails instead."""
         return 0
 
 
 @contextlib.contextmanager
 def limited(limit_bytes: int, mount: Path = CGROUPS) -> Iterator[MemoryLimit]:
-    """The hardest limit that this machine allows; a cgroup is removed behind it, so end its processes before."""
+    """The strictest limit that this machine allows. A cgroup is removed at the end: end its processes before."""
     cgroup = make_cgroup(limit_bytes, mount)
     if cgroup is None:
         yield DataLimit(limit_bytes)
@@ -102,7 +102,7 @@ def limited(limit_bytes: int, mount: Path = CGROUPS) -> Iterator[MemoryLimit]:
 
 
 def make_cgroup(limit_bytes: int, mount: Path = CGROUPS) -> Cgroup | None:
-    """None where none can be made: no rights, no memory controller, no cgroups."""
+    """None where no cgroup can be made: no rights, no memory controller, no cgroups."""
     for parent, kind in _parents(mount):
         folder = parent / f"fleet-bench-{os.getpid()}"
         try:
@@ -111,13 +111,13 @@ def make_cgroup(limit_bytes: int, mount: Path = CGROUPS) -> Cgroup | None:
             continue
         try:
             return Cgroup(folder, kind, limit_bytes)
-        except OSError:  # the controller is not handed down here
+        except OSError:  # the controller is not delegated here
             folder.rmdir()
     return None
 
 
 def _parents(mount: Path) -> Iterator[tuple[Path, Literal["cgroup-v2", "cgroup-v1"]]]:
-    """Where a memory cgroup may be made: in this process's own first, for it may be all that we have rights to."""
+    """Folders in which a memory cgroup may be made: this process's own first, since others may need more rights."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -127,6 +127,6 @@ def _parents(mount: Path) -> Iterator[tuple[Path, Literal["cgroup-v2", "cgroup-v
         own = Path(path.lstrip("/"))
         if "memory" in controllers.split(","):
             yield mount / "memory" / own, "cgroup-v1"
-        elif number == "0":  # a cgroup with processes can hand down no controller, so one above it has to
+        elif number == "0":  # a cgroup with processes cannot delegate a controller, so try its parents, too
             for folder in (own, *own.parents):
                 yield mount / folder, "cgroup-v2"

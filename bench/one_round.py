@@ -1,4 +1,4 @@
-"""One round of one device, all of it real: a broker, a coordinator and an `edge-client`, watched until it is over."""
+"""One round with a real broker, a real coordinator and a real `edge-client`."""
 
 import contextlib
 import subprocess
@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 
-from bench.edge import edge_command, last_line
+from bench.edge import edge_command
 from coordinator.broker import start_broker
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord
 from fedvit.errors import FedvitError
-from fleet.processes import Fleet, program
+from fleet.processes import Fleet, last_line, program
 
 RUN = "bench"
 POLL_S = 0.1
-SAY_EVERY_S = 30.0
+REPORT_EVERY_S = 30.0
 
 
 @dataclass
@@ -35,7 +35,7 @@ class OneRound:
 
     @property
     def results(self) -> dict[str, ResultRecord]:
-        """What the coordinator accepted: "train", "evaluate"."""
+        """The accepted results by kind: "train", "evaluate"."""
         return {result.kind: result for result in self.store.results(RUN)}
 
     def wait(
@@ -43,14 +43,14 @@ class OneRound:
         patience_s: float,
         *,
         died: Callable[[int], str | None] = lambda code: None,
-        say: Callable[[str], None] = lambda line: None,
+        report: Callable[[str], None] = lambda line: None,
     ) -> str | None:
-        """Until the run is over: None, or the reason why it will never be.
+        """Wait until the run is over; None, or the reason why it cannot finish.
 
-        `died` may know better why the device ended with a code. Raises FedvitError when the coordinator fails,
-        also when the settings do not fit method or model.
+        `died` may give a better reason for the device's exit code. Raises FedvitError when the coordinator fails, for
+        instance because settings do not fit method or model.
         """
-        said = self.began
+        reported = self.began
         while self.coordinator.poll() is None:
             if (code := self.device.poll()) not in (None, 0):
                 last = f"the device ended with code {code}: {last_line(self.home / 'device.log')}"
@@ -60,9 +60,9 @@ class OneRound:
             now = time.monotonic()
             if now - self.began > patience_s:
                 return f"not done within {patience_s:.0f} s"
-            if now - said >= SAY_EVERY_S:
-                said = now
-                say(f"{now - self.began:.0f} s: {last_line(self.home / 'device.log')}")
+            if now - reported >= REPORT_EVERY_S:
+                reported = now
+                report(f"{now - self.began:.0f} s: {last_line(self.home / 'device.log')}")
             time.sleep(POLL_S)
         if self.coordinator.returncode != 0:
             raise FedvitError(
@@ -81,16 +81,16 @@ def one_round(
     command: Callable[[Sequence[str]], Sequence[str]] = lambda plain: plain,
     extra: Sequence[str] = (),
 ) -> Iterator[OneRound]:
-    """Start a run with the configuration `run` in folder `home`; all processes are gone when it ends.
+    """Start a run with the configuration `run` in folder `home`; all processes have ended after it.
 
-    `command` may wrap the device's command line, to which `extra` flags are added.
+    `command` may wrap the device's command line, to which the flags `extra` are added.
     """
     with contextlib.ExitStack() as stack:
         broker = start_broker("auto", home / "broker", port=0)
         stack.callback(broker.stop)
         store = Store.in_folder(home / "runs")
         stack.callback(store.close)
-        address = f"mqtt://{broker.address.host}:{broker.address.port}"
+        address = f"mqtt://{broker.address}"
         file = home / "run.toml"
         file.write_bytes(msgspec.toml.encode({**run, "broker": {"broker": address}}))
         fleet = stack.enter_context(Fleet())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # imports are measured in `main`
     from fedvit.tensors import Tensors
 
 START = "start.json"
-"""Beside the blobs: digest of the Program, and group -> digest of its value at the start of the round."""
+"""File beside the blobs: digest of the Program, and group -> digest of its values at the start of the round."""
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     folder, steps, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     began = time.perf_counter()
     import edge_client.agent
-    import edge_client.cli  # noqa: F401 - the program imports it, and what follows
+    import edge_client.cli  # noqa: F401 - this and the following are the imports of the program
     import fedvit.transport.mqtt  # noqa: F401
     from edge_client.runtime import Runtime, Seeds, Watch
     from fedvit.blobs import BlobStore
@@ -49,7 +49,7 @@ def main() -> None:
     from profiles.probes.host import peak_rss_bytes
 
     if foreign := sorted({"torch", "timm", "onnx"} & sys.modules.keys()):
-        raise RuntimeError(f"a device has no {foreign[0]}, this process has imported it")
+        raise RuntimeError(f"this process has imported {foreign[0]}, which is not installed on devices")
     measured = {
         "step_s": trained.step_s,
         "import_s": import_s,
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def start_values(program: "Program", digests: dict[str, str], blobs: "BlobStore") -> "Tensors":
-    """Every tensor at the start of a round, loaded as the agent loads them."""
+    """Every tensor at the start of a round, loaded as the agent loads it."""
     from fedvit.tensors import check_tensors, mapped
 
     values: Tensors = {}
@@ -74,7 +74,7 @@ def start_values(program: "Program", digests: dict[str, str], blobs: "BlobStore"
 
 
 def noise_images(program: "Program", count: int) -> "Split":
-    """Pictures of noise that are decoded already; `count` of them take the memory of one batch."""
+    """Decoded images of noise; `count` of them take the memory of one batch."""
     import numpy as np
 
     from fedvit.data.folder import Files, Flags, Split

@@ -1,7 +1,4 @@
-"""The server's part of a case, in a process of its own: Program, graphs and first tensors as files.
-
-Prints a line for people now and then.
-"""
+"""The server's part of a case, in its own process: writes Program, graphs and start tensors. Prints progress."""
 
 import importlib
 import json
@@ -21,7 +18,7 @@ from fedvit.tensors import pack
 
 
 def prepare(case: Case, folder: Path, product_side: int, cache: Path | None = None) -> None:
-    """Put everything that a device fetches for round 1 into a blob store in `folder`, START and a product beside it.
+    """Write all that a device fetches for round 1 into a blob store in `folder`, with START and a product beside it.
 
     Raises ConfigError when the case does not fit its method or model.
     """
@@ -47,8 +44,8 @@ def prepare(case: Case, folder: Path, product_side: int, cache: Path | None = No
 
 
 def main() -> None:
-    """Arguments: the case, the folder, side of the product, and the graph cache or nothing."""
-    # so that the first process of either side finds these compiled, as it does torch and timm
+    """Arguments: the case, the folder, side of the product, and the graph cache or an empty text."""
+    # compiles these modules for the first measured process, as those of torch and timm are compiled
     importlib.import_module("edge_client.agent")
     importlib.import_module("edge_client.cli")
     text, folder, side, cache = sys.argv[1:]

@@ -1,9 +1,8 @@
-"""`python -m bench privacy`: how much of an image can be rebuilt from the features that EFTViT uploads.
+"""`python -m bench privacy`: how well images can be rebuilt from the features that EFTViT uploads.
 
-The attacker is the strongest that features alone allow: it has the very encoder of the device, images of the same kind
-with their features, and fits linear decoders to them. A token gives its own patch and where that was; class token and
-mean of all give the whole image, which fills what is masked. What is shown is what this attacker reaches: a better
-one reaches more.
+The attacker has the device's encoder and images of the same kind with their features, and fits linear decoders to them.
+A token gives its patch and its position; class token and mean of all tokens give the whole image, which fills masked
+patches. The figures are those of this attacker: a better one may rebuild more.
 """
 
 from collections.abc import Callable
@@ -45,7 +44,7 @@ class PrivacySettings:
     public: int = 1200
     held_out: int = 400
     local_blocks: int = 2
-    training_steps: int = 60  # of the encoder, on the attacker's images: as if many rounds had passed
+    training_steps: int = 60  # of the encoder, on the attacker's images, in place of many rounds
     masks: tuple[float, ...] = MASKS
     noises: tuple[float, ...] = NOISES  # at the first mask ratio: std of a number, times the clip of a row
     delta: float = 1e-5
@@ -53,13 +52,13 @@ class PrivacySettings:
 
 
 class Probe(Struct, frozen=True, kw_only=True):
-    """One way of uploading, and what is rebuilt from it. Pixels are in [0, 1]."""
+    """Mask ratio and noise of uploads, and the quality of the rebuilt images. Pixels are in [0, 1]."""
 
     mask: float
     noise: float  # 0: none
-    row_epsilon: float | None  # of one image's features; None: no promise
+    row_epsilon: float | None  # of one image's features; None: no guarantee
     mse: float
-    of_mean_image: float  # mse / that of answering with the mean image: 1 is nothing gained
+    of_mean_image: float  # mse / mse of the mean image: 1 is no gain
     psnr_db: float
     ssim: float
 
@@ -78,7 +77,7 @@ class PrivacyReport(Struct, frozen=True, kw_only=True):
 def run_privacy(
     settings: PrivacySettings, picture: Path | None = None, progress: Callable[[str], None] = lambda line: None
 ) -> PrivacyReport:
-    """Fit and measure one attacker for each way of uploading; `picture` gets originals and what was rebuilt."""
+    """Fit one attacker for each mask ratio and noise; `picture` gets original and rebuilt images."""
     images, labels = _digits(settings)
     vit = build_vit(SMALL, 10, seed=settings.seed, options={"image_size": settings.size})
     patches = unfold((images[..., None].repeat(3, axis=3) - 0.5) / 0.5, vit.patch_size).astype(np.float32)
@@ -87,8 +86,8 @@ def run_privacy(
     mean = images[public].mean(axis=0)
     rows = [("original", images[held_out][:SHOWN])]
     probes = []
-    ways = [(mask, 0.0) for mask in settings.masks] + [(settings.masks[0], noise) for noise in settings.noises]
-    for number, (mask, noise) in enumerate(ways):
+    uploads = [(mask, 0.0) for mask in settings.masks] + [(settings.masks[0], noise) for noise in settings.noises]
+    for number, (mask, noise) in enumerate(uploads):
         rng = np.random.default_rng([settings.seed, number])
         kept = draw_kept(rng, len(patches), vit.patches, kept_patches(vit.patches, mask))
         features = _noisy(_features(vit, patches, kept, settings.local_blocks), noise, public, rng)
@@ -117,19 +116,19 @@ class Attacker:
     """Three linear maps by ridge regression. Letters: K tokens, D width, V numbers of a patch, N patches."""
 
     patch_DV: Floats
-    place_DN: Floats
+    position_DN: Floats
     whole_DP: Floats
     side: int  # patches
 
     @classmethod
     def fitted(cls, features: Floats, kept: Indices, images: Floats, vit: PatchViT) -> "Attacker":
-        """From features (n, 1 + K, D), the kept patches (n, K) and images (n, S, S) that are the attacker's own."""
+        """Fit to the attacker's own features (n, 1 + K, D), kept patches (n, K) and images (n, S, S)."""
         tokens = _with_one(features[:, 1:].reshape(-1, features.shape[2]))
         own = select(_gray_patches(images, vit.patch_size), kept).reshape(len(tokens), -1)
-        places = np.eye(vit.patches, dtype=np.float32)[kept.reshape(-1)]
+        positions = np.eye(vit.patches, dtype=np.float32)[kept.reshape(-1)]
         return cls(
             _ridge(tokens, own),
-            _ridge(tokens, places),
+            _ridge(tokens, positions),
             _ridge(_summary(features), images.reshape(len(images), -1)),
             images.shape[1] // vit.patch_size,
         )
@@ -140,14 +139,14 @@ class Attacker:
         guessed = (_summary(features) @ self.whole_DP).reshape(len(features), -1)
         patch = round((guessed.shape[1] / self.side**2) ** 0.5)
         canvas = _gray_patches(guessed.reshape(len(features), self.side * patch, -1), patch)
-        places = (tokens @ self.place_DN).argmax(axis=2)
-        np.put_along_axis(canvas, places[:, :, None], tokens @ self.patch_DV, axis=1)
+        positions = (tokens @ self.position_DN).argmax(axis=2)
+        np.put_along_axis(canvas, positions[:, :, None], tokens @ self.patch_DV, axis=1)
         folded = canvas.reshape(-1, self.side, self.side, patch, patch).transpose(0, 1, 3, 2, 4)
         return folded.reshape(len(features), self.side * patch, -1).clip(0, 1)
 
 
 def _digits(settings: PrivacySettings) -> tuple[Floats, Indices]:
-    """(n, S, S) in [0, 1], shuffled: writers of the data set come one after the other."""
+    """(n, S, S) in [0, 1], shuffled, since the data set is sorted by writer."""
     samples = read_digits(settings.size)
     order = np.random.default_rng(settings.seed).permutation(len(samples))[: settings.public + settings.held_out]
     pixels: Pixels = samples.images[order]
@@ -156,7 +155,7 @@ def _digits(settings: PrivacySettings) -> tuple[Floats, Indices]:
 
 
 def _train(vit: PatchViT, patches: Floats, labels: Indices, settings: PrivacySettings) -> None:
-    """The encoder learns to tell digits apart, with half of the patches, as EFTViT does."""
+    """Train the encoder to classify digits with half of the patches, as EFTViT does."""
     optimizer = torch.optim.AdamW(vit.vit.parameters(), lr=1e-3)
     rng = np.random.default_rng(settings.seed)
     for _ in range(settings.training_steps):
@@ -171,7 +170,7 @@ def _train(vit: PatchViT, patches: Floats, labels: Indices, settings: PrivacySet
 
 
 def _features(vit: PatchViT, patches: Floats, kept: Indices, blocks: int) -> Floats:
-    """(n, 1 + K, D): what enters the server's first block."""
+    """(n, 1 + K, D): the input of the server's first block."""
     made = []
     with torch.no_grad():
         for first in range(0, len(patches), 100):
@@ -182,7 +181,7 @@ def _features(vit: PatchViT, patches: Floats, kept: Indices, blocks: int) -> Flo
 
 
 def _noisy(features: Floats, noise: float, public: slice, rng: np.random.Generator) -> Floats:
-    """Rows clipped to the median norm of the public ones, and noise, as devices do it."""
+    """Clip rows to the median norm of the public ones and add noise, as devices do."""
     if not noise:
         return features
     flat = features.reshape(len(features), -1)
@@ -209,7 +208,7 @@ def _with_one(rows: Floats) -> Floats:
 
 
 def _ridge(inputs: Floats, targets: Floats) -> Floats:
-    """The linear map with the least squared error, and a penalty of a thousandth of the inputs' mean square."""
+    """Ridge regression with a penalty of a thousandth of the inputs' mean square."""
     x, y = inputs.astype(np.float64), targets.astype(np.float64)
     square = x.T @ x
     penalty = 1e-3 * np.trace(square) / len(square)
@@ -248,14 +247,14 @@ def ssim(images: Floats, others: Floats) -> float:
 
 
 def _draw(rows: list[tuple[str, Floats]], file: Path) -> None:
-    """A line of pictures for each way of uploading, originals on top, the mean image below."""
+    """A row of images for each mask ratio and noise, originals on top, the mean image below."""
     grid = np.concatenate([np.concatenate(list(images), axis=1) for _, images in rows], axis=0)
     scaled = Image.fromarray(np.rint(255 * grid.clip(0, 1)).astype(np.uint8))
     scaled.resize((2 * scaled.width, 2 * scaled.height), Image.Resampling.NEAREST).save(file)
 
 
 def privacy_table(report: PrivacyReport) -> RenderableType:
-    """How close an attacker comes, by mask ratio and noise."""
+    """Quality of rebuilt images by mask ratio and noise."""
     table = new_table(
         f"images rebuilt from features: {report.dataset}, {report.local_blocks} local blocks; "
         f"the mean image has PSNR {report.mean_image_psnr_db:.1f} dB, SSIM {report.mean_image_ssim:.2f}"

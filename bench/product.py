@@ -1,6 +1,6 @@
-"""How many fp32 operations a second a matrix product reaches here: the floor under every step.
+"""fp32 operations per second of a matrix product on this machine: a lower bound for the time of every step.
 
-Measured in the processes that ran a step, after it; imports are inside, because each side has but its own.
+Measured after a step in the same process. Imports are inside functions, since each side has only its own libraries.
 """
 
 import time
@@ -12,13 +12,13 @@ FILE = "product.onnx"
 
 
 def write_product(file: Path, side: int) -> None:
-    """A graph of one Gemm of square matrices, both of them inputs, as the weights of a step are."""
+    """Write a graph of one Gemm of square matrices; both are inputs, as the weights of a step are."""
     import onnx
     from onnx import helper
 
     values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [side, side]) for name in ("a", "b", "y")]
     graph = helper.make_graph([helper.make_node("Gemm", ["a", "b"], ["y"])], "product", values[:2], values[2:])
-    # not the newest versions: onnx knows them before onnxruntime does
+    # not onnx's newest versions, which onnxruntime may not read yet
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     file.write_bytes(model.SerializeToString())
 

@@ -1,4 +1,4 @@
-"""`python -m bench profile`: what was predicted of a Program beside what it really cost, for several programs."""
+"""`python -m bench profile`: the predicted cost of Programs, compared with their measured cost."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from profiles.program_cost import PricedProgram
 
 MEGA = 1e6
 STEPS = 4
-"""Of a case's round; a device's first step allocates, the median of four does not show it."""
+"""Of a case's round. A device's first step also allocates; the median of four is not affected."""
 TEST_IMAGES = 8
 PATIENCE_S = 900.0
 
@@ -68,10 +68,10 @@ class ProfileReport(Struct, frozen=True, kw_only=True):
 
 
 def run_profile_bench(cases: Sequence[Case], progress: Progress = lambda line: None) -> ProfileReport:
-    """Predict each case from its Program and this machine's speed, and let a real device train a round of it.
+    """Predict the cost of each case from its Program and this machine's speed, and let a real device train a round.
 
-    The speed is measured before and after each round, so that both see the same machine. Raises FedvitError when a
-    case cannot be run.
+    The speed is measured before and after each round, so that prediction and round see the same load. Raises
+    FedvitError when a case cannot be run.
     """
     done = []
     for case in cases:
@@ -88,20 +88,18 @@ def run_profile_bench(cases: Sequence[Case], progress: Progress = lambda line: N
 
 
 def _profile(case: Case, home: Path, progress: Progress) -> CaseProfile:
-    progress(f"{case.name}: making pictures, counting the step in torch")
+    progress(f"{case.name}: making images, counting the step in torch")
     size = image_size(case)
-    data = noise_folder(
-        home / "parts", images=STEPS * case.batch_size + TEST_IMAGES, size=size, classes=2,
-        test_share=TEST_IMAGES / (STEPS * case.batch_size + TEST_IMAGES),
-    )  # fmt: skip
+    images = STEPS * case.batch_size + TEST_IMAGES
+    data = noise_folder(home / "parts", images=images, size=size, test_share=TEST_IMAGES / images)
     speeds = [measure_speed(this_machine().cores)]
-    with one_round(home, run_of(case), data) as under_way:
+    with one_round(home, run_of(case), data) as session:
         progress(f"{case.name}: a round on a real device")
-        reason = under_way.wait(PATIENCE_S, say=progress)
+        reason = session.wait(PATIENCE_S, report=progress)
         if reason:
             raise FedvitError(f"{case.name}: {reason}")
-        results = under_way.results
-        program, cost = _cost(case, under_way, results)
+        results = session.results
+        program, cost = _cost(case, session, results)
     speeds.append(measure_speed(this_machine().cores))
     predictions = [predict(cost, speed, device="this machine", source="measured") for speed in speeds]
     compared = _compare(case, program, cost, predictions, results)
@@ -125,9 +123,9 @@ def image_size(case: Case) -> int:
     return int(case.model_options.get("image_size", 224))
 
 
-def _cost(case: Case, under_way: OneRound, results: dict[str, ResultRecord]) -> tuple[Program, ProgramCost]:
-    digest = under_way.store.run(RUN).program
-    blobs = BlobStore(under_way.home / "runs" / RUN / "blobs")
+def _cost(case: Case, session: OneRound, results: dict[str, ResultRecord]) -> tuple[Program, ProgramCost]:
+    digest = session.store.run(RUN).program
+    blobs = BlobStore(session.home / "runs" / RUN / "blobs")
     assert digest is not None  # a run that finished has one
     program = decode_program(blobs.get(digest))
     graphs = {name: graph_cost(blobs.get(spec.digest)) for name, spec in program.graphs.items()}
@@ -166,7 +164,7 @@ def _compared(predicted: float, measured: float) -> Compared:
 
 
 def torch_flops(case: Case, batch: Batch, classes: int) -> int:
-    """FlopCounterMode's count of one optimizer step in torch with autograd; no number is computed for it."""
+    """FlopCounterMode's count of one optimizer step in torch with autograd, on the meta device."""
     method = make_method(case.method, case.options)
     vit = build_model(method, case.model, classes, seed=0, options=case.model_options)
     total = 0

@@ -1,43 +1,41 @@
-"""What a round costs beside its compute, with many virtual devices: broker, coordinator and hosts are real processes.
+"""The overhead of a round with many virtual devices: broker, coordinator and hosts are real processes.
 
-The payload is that of pFedPG's prompts (31 kB each way and device), the model and the images are next to nothing.
-What is left is protocol, disk and the coordinator's own work.
+The payload is that of pFedPG's prompts (31 kB per device and direction); model and images are tiny, so that the rest is
+protocol, disk and the coordinator's own work.
 """
 
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import psutil
 from msgspec import Struct
 from rich.console import Group
 from rich.table import Table
 
-from bench.edge import last_line, read_memory, said
+from bench.edge import noise_folder, read_memory
 from bench.machine import Machine, this_machine
 from coordinator.broker import start_broker
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, RoundRecord
 from fedvit.errors import FedvitError
-from fleet.datasets.samples import ArrayImages, Samples
-from fleet.partition import write_device_folders
-from fleet.partitions import partition
-from fleet.processes import Fleet, program
+from fleet.processes import Fleet, last_line, log_text, program
 from profiles.probes.host import usable_cores
 
 RUN = "bench"
 FOLDERS = 8
 IMAGES = 6
-"""In each folder, of which two are for tests."""
+"""In each folder, two of them for tests."""
 POLL_S = 0.1
 MEMORY = Path("/dev/shm")
-ROOM_BYTES = 4 << 30
+NEEDED_BYTES = 4 << 30
 PATIENCE_S = 3600.0
 DEADLINE_S = 7 * 86400.0
 
@@ -59,7 +57,7 @@ Storage = Literal["memory", "disk"]
 
 
 class RoundsReport(Struct, frozen=True, kw_only=True):
-    """What `python -m bench rounds` found. Rounds are those after the first, in which graphs and weights travel."""
+    """Figures of `python -m bench rounds`, of all rounds but the first, in which graphs and weights are sent."""
 
     machine: Machine
     broker: str
@@ -67,12 +65,12 @@ class RoundsReport(Struct, frozen=True, kw_only=True):
     devices: int
     hosts: int
     rounds: int
-    join_s: float | None  # from the start of the hosts until every device was welcome; None: the log was too short
+    join_s: float | None  # from the start of the hosts until every device has joined; None: not in the log
     first_round_s: float
     round_s: float  # median
-    compute_s: float  # of a round: its steps, divided among the devices that compute at the same time
-    server_s: float  # of a round: the method's server step, which counts as overhead
-    overhead_ms_per_device: float  # what is left of a round, per device
+    compute_s: float  # of a round: the time of all steps / devices that compute at the same time
+    server_s: float  # of a round: the method's server step, which is part of the overhead
+    overhead_ms_per_device: float  # (round_s - compute_s) per device
     cpu_ms_per_device: dict[str, float]  # processor time of coordinator, hosts, broker, for a round and device
     bytes_up_per_device: int  # of a round, payloads
     bytes_down_per_device: int
@@ -86,7 +84,7 @@ class RoundsReport(Struct, frozen=True, kw_only=True):
 
 
 class CohortReport(Struct, frozen=True, kw_only=True):
-    """A round with a large payload: what the coordinator's memory does with the cohort."""
+    """A round with a large payload: the coordinator's memory."""
 
     devices: int
     upload_bytes: int  # of one device
@@ -96,7 +94,7 @@ class CohortReport(Struct, frozen=True, kw_only=True):
 
 
 class Sample(Struct, frozen=True):
-    """A moment of a run."""
+    """Memory and processor time at one moment of a run."""
 
     at: float  # time.time()
     rss_bytes: int  # of the coordinator
@@ -104,7 +102,7 @@ class Sample(Struct, frozen=True):
 
 
 class Watched(Struct):
-    """A run that was watched until its end."""
+    """A finished run with its samples."""
 
     broker: str
     hosts_began: float  # time.time()
@@ -126,12 +124,12 @@ def run_rounds_bench(
     broker: str,
     progress: Callable[[str], None],
 ) -> RoundsReport:
-    """Measure; raises FedvitError when a run fails."""
+    """Measure all runs. Raises FedvitError when a run fails."""
     hosts = hosts or usable_cores()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-rounds-")))
         parts = folder / "parts"
-        _noise(parts)
+        noise_folder(parts, images=FOLDERS * IMAGES, size=32, test_share=1 / 3, devices=FOLDERS)
         states = stack.enter_context(_device_storage())
         values = {**PROMPTS, "rounds": rounds, "evaluate_every": rounds, "devices": devices}
         watched = _watch(folder / "prompts", states / "prompts", values, parts, devices, hosts, broker, progress)
@@ -147,20 +145,6 @@ def run_rounds_bench(
     return _report(watched, devices, min(hosts, devices), large, storage)
 
 
-def _noise(parts: Path) -> None:
-    rng = np.random.default_rng(0)
-    count = FOLDERS * IMAGES
-    samples = Samples(
-        dataset="noise",
-        size=32,
-        images=ArrayImages(rng.integers(256, size=(count, 32, 32, 3), dtype=np.uint8), 32),
-        labels=np.arange(count) % 2,
-        classes=("class-0", "class-1"),
-    )
-    shares = partition("iid", samples.labels, FOLDERS, seed=0)
-    write_device_folders(samples, shares, parts, test_share=1 / 3, seed=0)
-
-
 def _watch(
     home: Path,
     state: Path,
@@ -171,26 +155,26 @@ def _watch(
     choice: str,
     progress: Callable[[str], None],
 ) -> Watched:
-    """One run; the coordinator is there before the devices are."""
+    """Run and sample one run; the coordinator is started before the devices."""
     home.mkdir(parents=True)
     broker = start_broker(choice, home / "broker", port=0)
     store = Store.in_folder(home / "runs")
     try:
         with Fleet() as fleet:
-            address = f"mqtt://{broker.address.host}:{broker.address.port}"
+            address = f"mqtt://{broker.address}"
             file = home / "run.toml"
             settings = {"deadline_s": DEADLINE_S}
             file.write_bytes(msgspec.toml.encode({**settings, **values, "broker": {"broker": address}}))
             command = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(home / "runs")]
             coordinator = fleet.start("coordinator", [*command, "--run", RUN], log=home / "coordinator.out")
-            _wait(lambda: "waiting for" in said(home / "coordinator.out"), coordinator, home)
+            _wait(lambda: "waiting for" in log_text(home / "coordinator.out"), coordinator, home)
             seen = Watched(broker.kind, time.time(), [], [], [], [], None)
             pids = []
             for number in range(hosts):
                 host = [*program("fleet.host"), "--broker", address, "--parts", str(parts), "--devices", str(devices)]
                 host += ["--number", str(number), "--hosts", str(hosts), "--state", str(state), "--once"]
                 pids.append(fleet.start(f"host-{number}", host, log=home / f"host-{number}.log").pid)
-            told = 0
+            reported = 0
             while coordinator.poll() is None:
                 time.sleep(POLL_S)
                 if memory := read_memory(coordinator.pid):
@@ -199,9 +183,9 @@ def _watch(
                     seen.samples.append(Sample(time.time(), memory["VmRSS"], cpu_s))
                     seen.peak_rss_bytes = memory["VmHWM"]
                 _note_joins(seen, home / "coordinator.out", devices)
-                if len(closed := store.closed_rounds(RUN)) > told:
-                    told = len(closed)
-                    progress(f"{devices} devices: round {told} closed")
+                if len(closed := store.closed_rounds(RUN)) > reported:
+                    reported = len(closed)
+                    progress(f"{devices} devices: round {reported} closed")
                 if all(now := [read_memory(pid).get("VmRSS", 0) for pid in pids]):
                     seen.host_rss_bytes, seen.host_threads = sum(now), sum(map(_threads, pids))
                 if any(code for name, code in fleet.ended().items() if name != "coordinator"):
@@ -219,7 +203,7 @@ def _watch(
 
 def _note_joins(seen: Watched, output: Path, devices: int) -> None:
     if len(seen.joined) < devices:
-        joined = said(output).count(" joined: ")
+        joined = log_text(output).count(" joined: ")
         seen.joined += [time.time()] * (joined - len(seen.joined))
 
 
@@ -227,7 +211,7 @@ def _wait(holds: Callable[[], bool], process: Any, home: Path) -> None:
     until = time.monotonic() + PATIENCE_S
     while not holds():
         if process.poll() is not None or time.monotonic() > until:
-            raise FedvitError(f"the coordinator did not come up: {last_line(home / 'coordinator.out')}")
+            raise FedvitError(f"the coordinator did not start: {last_line(home / 'coordinator.out')}")
         time.sleep(POLL_S)
 
 
@@ -255,9 +239,9 @@ def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]
     marks = [_at(seen.samples, datetime.fromisoformat(str(entry.closed_at)).timestamp()) for entry in seen.rounds]
     after = [mark for mark in marks if mark is not None]
     if not after:
-        raise FedvitError("the run was over before the coordinator could be looked at")
+        raise FedvitError("the run was over before the coordinator's memory could be sampled; raise --rounds")
     rss = [mark.rss_bytes for mark in after]
-    half = rss[len(rss) // 2 :]  # in the first, caches of the database and of the allocator fill
+    half = rss[len(rss) // 2 :]  # in the first half, caches of database and allocator fill
     turns = (len(after) - 1) * devices
     cpu_ms = {name: 1000 * (after[-1].cpu_s[name] - after[0].cpu_s[name]) / turns for name in after[0].cpu_s if turns}
     return RoundsReport(
@@ -298,26 +282,24 @@ def _at(samples: list[Sample], moment: float) -> Sample | None:
 
 
 def _cpu_s(pid: int) -> float:
-    """Processor time of a process, all threads; 0 when it is over."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / 100
+    """Processor time of a process, all threads; 0 when it has ended."""
+    with suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0
 
 
 def _threads(pid: int) -> int:
-    try:
-        return len(list(Path(f"/proc/{pid}/task").iterdir()))
-    except OSError:
-        return 0
+    with suppress(psutil.Error):
+        return int(psutil.Process(pid).num_threads())
+    return 0
 
 
 @contextmanager
 def _device_storage() -> Iterator[Path]:
-    """Where devices keep their states: in memory where there is room: real devices have a disk each."""
-    roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_BYTES
-    with tempfile.TemporaryDirectory(prefix="fleet-rounds-", dir=MEMORY if roomy else None) as folder:
+    """The folder of devices' states, in memory where there is space, since each real device has its own disk."""
+    fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > NEEDED_BYTES
+    with tempfile.TemporaryDirectory(prefix="fleet-rounds-", dir=MEMORY if fits else None) as folder:
         yield Path(folder)
 
 
@@ -325,14 +307,14 @@ def rounds_table(report: RoundsReport) -> Group:
     """For a terminal."""
     table = Table("figure", "value", "goal", title=f"{report.devices} devices in {report.hosts} processes")
     rows: list[tuple[str, str, str]] = [
-        ("all joined", _said(report.join_s, "{:.1f} s"), "10 s"),
+        ("all joined", _shown(report.join_s, "{:.1f} s"), "10 s"),
         ("first round", f"{report.first_round_s:.1f} s", ""),
         ("a later round", f"{report.round_s:.2f} s", ""),
         ("  of it compute", f"{report.compute_s:.2f} s", ""),
         ("  of it server step", f"{report.server_s:.2f} s", ""),
         ("overhead per device", f"{report.overhead_ms_per_device:.2f} ms", "10 ms"),
         *((f"processor time per device: {name}", f"{ms:.2f} ms", "") for name, ms in report.cpu_ms_per_device.items()),
-        ("coordinator grows per round", _said(report.rss_slope_bytes_per_round, "{:+.0f} bytes"), "0"),
+        ("coordinator grows per round", _shown(report.rss_slope_bytes_per_round, "{:+.0f} bytes"), "0"),
         ("coordinator, first / last round", f"{_mb(report.rss_start_bytes)} / {_mb(report.rss_end_bytes)}", ""),
         ("hosts per device", f"{report.host_bytes_per_device / 1e3:.0f} kB", ""),
         ("threads of all hosts", str(report.host_threads), ""),
@@ -350,7 +332,7 @@ def rounds_table(report: RoundsReport) -> Group:
     return Group(table)
 
 
-def _said(value: float | None, form: str) -> str:
+def _shown(value: float | None, form: str) -> str:
     return "unknown" if value is None else form.format(value)
 
 

@@ -41,9 +41,9 @@ from profiles.probes.host import peak_rss_bytes
 
 CLASSES = 10
 WARM_STEPS = 3
-"""Steps at the beginning that allocate what later ones use again; they are not timed."""
+"""First steps, which allocate memory for later ones; they are not timed."""
 SPARE_BYTES = 4 << 30
-"""What must be free beside the features: on the disk, and in memory for the process that holds them all."""
+"""Space that must be free beside the features: on the disk, and in memory for the side that holds them all."""
 GIGA = 1e9
 
 Side = Literal["files", "memory"]
@@ -55,21 +55,21 @@ class ServerSettings(Struct, frozen=True, kw_only=True):
     images: int = 500  # whose features each device uploaded
     local_blocks: int = 2
     batch_size: int = 32
-    steps: int | None = None  # at most so many are measured; None: one pass over the features
+    steps: int | None = None  # most steps to measure; None: one pass over the features
     seconds: float = 30.0  # no new step is measured after this time
     rounds: int = 1  # processes of each side, in turn
-    threads: int | None = None  # of torch; None: as many as it takes by itself
+    threads: int | None = None  # of torch; None: its own choice
     accelerator: str = "cpu"  # torch device that trains
     precision: ProductPrecision = "fp32"  # of its products
-    in_memory: bool = True  # whether to measure the side that holds all features, where they fit
+    in_memory: bool = True  # whether to measure the side that holds all features in memory, where they fit
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """What one process found."""
+    """Figures of one process."""
 
     steps: int
     images_per_s: float
-    cpu_ms_per_image: float  # of all threads, the one that reads among them
+    cpu_ms_per_image: float  # of all threads, the reading one included
     peak_rss_bytes: int
     loaded_bytes: int  # resident with libraries, model and the optimizer's state, before the round
     model_bytes: int  # of the model and of the optimizer's state, once
@@ -77,7 +77,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 class ServerResult(Struct, frozen=True, kw_only=True):
-    """One model: medians over the processes, but for peaks, which are the highest."""
+    """One model: medians over the processes; of peaks the highest."""
 
     model: str
     features_bytes: int
@@ -88,9 +88,9 @@ class ServerResult(Struct, frozen=True, kw_only=True):
     images_per_s_runs: tuple[float, ...]
     cpu_ms_per_image: float
     peak_rss_bytes: int
-    peak_above_model_bytes: int  # peak_rss_bytes - loaded_bytes: what training adds
+    peak_above_model_bytes: int  # peak_rss_bytes - loaded_bytes
     accelerator_peak_bytes: int | None  # the highest, of tensors on a GPU
-    # the same with all features concatenated in memory; None: they do not fit, or nobody asked
+    # the same with all features concatenated in memory; None: not measured
     in_memory_images_per_s: float | None
     in_memory_images_per_s_runs: tuple[float, ...]
     in_memory_cpu_ms_per_image: float | None
@@ -108,13 +108,13 @@ class ServerReport(Struct, frozen=True, kw_only=True):
 def run_server_bench(
     models: Iterable[str], settings: ServerSettings, progress: Progress = lambda line: None
 ) -> ServerReport:
-    """Make features of each model as devices upload them, in the folder of temporary files, and train on them.
+    """Write features of each model as devices upload them, in the folder of temporary files, and train on them.
 
-    Raises ConfigError for a model that does not fit the settings, and where the disk has no room.
+    Raises ConfigError for a model that does not fit the settings, and when the disk has too little space.
     """
     results = [_measured(model, settings, progress) for model in models]
-    place = torch.device(settings.accelerator)
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else str(place)
+    device = torch.device(settings.accelerator)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return ServerReport(machine=this_machine(), accelerator=name, settings=settings, results=results)
 
 
@@ -130,8 +130,8 @@ def _measured(model: str, settings: ServerSettings, progress: Progress) -> Serve
         if shutil.disk_usage(made).free < features_bytes + SPARE_BYTES:
             raise ConfigError(
                 f"features of {settings.devices} devices x {settings.images} images take "
-                f"{format_bytes(features_bytes)}, and {made} has not as much free with {format_bytes(SPARE_BYTES)} to "
-                f"spare: set TMPDIR to a larger disk, or measure fewer"
+                f"{format_bytes(features_bytes)}, and {made} has less than that and {format_bytes(SPARE_BYTES)} free: "
+                f"set TMPDIR to a larger disk, or measure fewer"
             )
         progress(f"{model}: writing {format_bytes(features_bytes)} of features")
         write_features(Path(made), collect, settings)
@@ -140,8 +140,8 @@ def _measured(model: str, settings: ServerSettings, progress: Progress) -> Serve
                 arguments = (model, side, made, msgspec.json.encode(settings).decode())
                 line = run_child("bench.server", *arguments, what=f"{model}, features in {side}")
                 measured = msgspec.json.decode(line, type=Measured)
-                said = f"{measured.images_per_s:.1f} images/s, peak {format_bytes(measured.peak_rss_bytes)}"
-                progress(f"{model}, features in {side}, {number + 1}/{settings.rounds}: {said}")
+                figures = f"{measured.images_per_s:.1f} images/s, peak {format_bytes(measured.peak_rss_bytes)}"
+                progress(f"{model}, features in {side}, {number + 1}/{settings.rounds}: {figures}")
                 found[side].append(measured)
     files, memory = found["files"], found["memory"]
     peak = max(each.peak_rss_bytes for each in files)
@@ -174,7 +174,7 @@ def _method(settings: ServerSettings) -> EFTViT:
 
 
 def _collect(vit: PatchViT, settings: ServerSettings) -> Collect:
-    """What devices upload of each image. Raises ConfigError where the model has no block left for the server."""
+    """What devices upload of each image. Raises ConfigError when the model has no block for the server."""
     method = _method(settings)
     method.rules(vit)
     (phase,) = method.phases(vit)
@@ -183,7 +183,7 @@ def _collect(vit: PatchViT, settings: ServerSettings) -> Collect:
 
 
 def write_features(folder: Path, collect: Collect, settings: ServerSettings) -> None:
-    """Uploads of noise as a coordinator keeps them, and the digest of each in a file."""
+    """Write uploads of noise as a coordinator stores them, and the digest of each in a file."""
     blobs = BlobStore(folder / "blobs")
     for number in range(settings.devices):
         draw = np.random.default_rng(number)
@@ -194,11 +194,11 @@ def write_features(folder: Path, collect: Collect, settings: ServerSettings) -> 
 
 
 class _Enough(Exception):
-    """As many steps were measured as were asked for."""
+    """Enough steps were measured."""
 
 
 class _Clock:
-    """Hears of every step that is done."""
+    """Called after every step."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -216,7 +216,7 @@ class _Clock:
 
 
 def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> Measured:
-    """A round like any but the first: the optimizer remembers the one before."""
+    """Run the server step of a round with the optimizer's state of the round before."""
     vit, method = build_vit(model, CLASSES, seed=0), _method(settings)
     collect = _collect(vit, settings)
     rule = method.server_rule(vit)
@@ -249,7 +249,7 @@ def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> Mea
     uploads = [Upload(device, settings.images, digest, partial(load, digest)) for device, digest in digests.items()]
     with contextlib.suppress(_Enough):
         rule.close(state, uploads, context)
-    steps, place = len(clock.done_at) - WARM_STEPS, torch.device(settings.accelerator)
+    steps, device = len(clock.done_at) - WARM_STEPS, torch.device(settings.accelerator)
     images = steps * settings.batch_size
     return Measured(
         steps=steps,
@@ -258,12 +258,12 @@ def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> Mea
         peak_rss_bytes=peak_rss_bytes() or 0,
         loaded_bytes=loaded_bytes,
         model_bytes=total_bytes(values) + total_bytes(state.memory),
-        accelerator_peak_bytes=torch.cuda.max_memory_allocated(place) if place.type == "cuda" else None,
+        accelerator_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     )
 
 
 def _optimizer_state(tensors: Tensors) -> Tensors:
-    """What AdamW remembers of each tensor, as the rule keeps it between rounds."""
+    """AdamW's state of each tensor, as the rule keeps it between rounds."""
     slots = {slot: {name: np.full_like(value, 1e-8) for name, value in tensors.items()} for slot in AdamW.slots}
     slots["step"] = {name: np.ones((), np.float32) for name in tensors}
     return {f"{PREFIX}{slot}/{name}": value for slot, values in slots.items() for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""`python -m bench step`: a training step as devices run it, beside the same step in torch and timm."""
+"""`python -m bench step`: a training step on devices' engine, compared with the same step in torch and timm."""
 
 import json
 import tempfile
@@ -32,12 +32,12 @@ class Side(Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
     import_s: float
     installed_bytes: int
-    gemm_floor_s: float  # the step's products alone, at the best rate that this side's own product reaches
+    gemm_floor_s: float  # the step's products alone, at the best rate of this side's own product
     over_floor: float  # step_s / gemm_floor_s
 
 
 class Ratio(Struct, frozen=True, kw_only=True):
-    """Ours divided by torch's: below 1 ours is the smaller."""
+    """onnx divided by torch: below 1, onnx is smaller."""
 
     step: float
     peak_rss: float
@@ -48,7 +48,7 @@ class Ratio(Struct, frozen=True, kw_only=True):
 class CaseResult(Struct, frozen=True, kw_only=True):
     name: str
     batch_size: int
-    gflop: float  # of one step, forward and backward, counted on the graph that ships
+    gflop: float  # of one step, forward and backward, counted on the device's graph
     onnx: Side
     torch: Side
     ratio: Ratio
@@ -79,10 +79,10 @@ def run_step_bench(
     cache: Path | None = None,
     progress: Progress = lambda line: None,
 ) -> StepReport:
-    """Measure both sides of every case in turn, `rounds` times, each in a process of its own on all cores.
+    """Measure both sides of every case in turn, `rounds` times, each in its own process on all cores.
 
-    All cases are prepared first, so that what does not fit is known before anything is measured. Raises
-    FedvitError when one cannot be prepared or run.
+    All cases are prepared first, so that a faulty case fails before anything is measured. Raises FedvitError when one
+    cannot be prepared or run.
     """
     machine = this_machine()
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as made:
@@ -100,7 +100,7 @@ def run_step_bench(
 def prepare_case(
     case: Case, folder: Path, cache: Path | None, progress: Progress, product_side: int = PRODUCT_SIDE
 ) -> None:
-    """The server's part of a case, in a process of its own. Raises FedvitError when it fails."""
+    """Run the server's part of a case in its own process. Raises FedvitError when it fails."""
     progress(f"{case.name}: preparing Program, graphs and tensors")
     run_child(
         "bench.prepare",
@@ -109,12 +109,12 @@ def prepare_case(
         str(product_side),
         str(cache or ""),
         what=f"{case.name}: preparing",
-        heard=lambda line: progress(f"{case.name}: {line}"),
+        on_line=lambda line: progress(f"{case.name}: {line}"),
     )
 
 
 Runs = dict[str, list[dict[str, Any]]]
-"""What each process of "onnx" and "torch" printed."""
+"""The JSON objects that the processes of "onnx" and "torch" printed."""
 
 
 def _measure(case: Case, folder: Path, steps: int, rounds: int, product_side: int, progress: Progress) -> Runs:
@@ -168,7 +168,7 @@ def step_report(report: StepReport) -> RenderableType:
     machine, products = report.machine, report.products
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
     notes = (
-        f"{machine.cpu}, {machine.cores} cores, all of them in use; {versions}",
+        f"{machine.cpu}, {machine.cores} cores, all in use; {versions}",
         f"medians of {report.rounds} processes of {report.steps} steps a side; GEMM: onnxruntime "
         f"{products.onnx_gflops:.0f}, torch {products.torch_gflops:.0f} GFLOP/s",
     )

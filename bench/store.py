@@ -1,4 +1,4 @@
-"""`python -m bench store`: what the record of a long run takes: a round, a resume, `coordinator runs` and `show`."""
+"""`python -m bench store`: costs of the record of a long run: a round, a resume, `coordinator runs` and `show`."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import linear_regression, median
 
 import msgspec
 import psutil
@@ -29,24 +29,24 @@ from fleet.processes import program
 from profiles.prediction import Expected, MemoryPhase, Prediction
 
 RUN = "long"
-GATHERED = 25
-"""Results that come together: a cohort's arrive in a few transactions."""
+BATCH = 25
+"""Results in one transaction: a cohort's results are stored in a few."""
 MEASURED_ROUNDS = 20
 WAITING = "waiting for"
-"""The coordinator says it when it has resumed."""
+"""The coordinator prints it when it has resumed."""
 PATIENCE_S = 600.0
 STARTS = 3
 
 
 class StoreReport(Struct, frozen=True, kw_only=True):
-    """Seconds of processes are from their start to their end, or to the line that says that they wait for devices."""
+    """Seconds of processes are from their start to their end, or until they print that they wait for devices."""
 
     rounds: int
     devices: int
     make_s: float
     database_bytes: int
-    round_ms: float  # median: all that the record is asked in one more round, and its notes
-    round_cpu_ms: float  # of that processor time, mean
+    round_ms: float  # median: all calls of the record in one more round, and its notes
+    round_cpu_ms: float  # processor time of that, mean
     copy_s: float  # to copy the record once, and read the copy as a whole
     copy_rounds: float  # rounds until the next copy
     rss_slope_bytes_per_round: float  # of this process, over the second half of the rounds
@@ -63,8 +63,7 @@ class StoreReport(Struct, frozen=True, kw_only=True):
 def run_store_bench(
     *, rounds: int = 10_000, devices: int = 100, progress: Callable[[str], None] = lambda line: None
 ) -> StoreReport:
-    """Make a record of so many rounds by the calls that a run makes, and measure. Raises FedvitError when a command
-    fails."""
+    """Make a record of `rounds` rounds by the calls of a run, and measure. Raises FedvitError when a command fails."""
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as made:
         out = Path(made) / "runs"
         names = [f"device-{number:04d}" for number in range(devices)]
@@ -73,7 +72,7 @@ def run_store_bench(
         store.update_run(RUN, classes=["ant", "bee"], status="running")
         began, resident = time.monotonic(), list[int]()
         for number in range(1, rounds + 1):
-            one_round(store, number, names, gathered=devices)
+            one_round(store, number, names, batch=devices)
             resident.append(psutil.Process().memory_info().rss)
             if number % max(1, rounds // 10) == 0:
                 progress(f"{number} rounds of {devices} devices, {time.monotonic() - began:.0f} s")
@@ -89,8 +88,8 @@ def run_store_bench(
         store.update_run(RUN, status="interrupted")
         store.close()
         progress("starting processes")
-        record_s = median(_timed(lambda: _resumed(out)) for _ in range(STARTS))
-        resumes = [_until_it_waits(out) for _ in range(STARTS)]
+        record_s = median(_timed(lambda: _resume(out)) for _ in range(STARTS))
+        resumes = [_resume_process(out) for _ in range(STARTS)]
         runs = [_process(out, "runs") for _ in range(STARTS)]
         show = [_process(out, "show", RUN) for _ in range(STARTS)]
         status = [_process(out, "status", RUN) for _ in range(STARTS)]
@@ -103,7 +102,7 @@ def run_store_bench(
             round_cpu_ms=1000 * cpu_s / MEASURED_ROUNDS,
             copy_s=copy_s,
             copy_rounds=NOTED_SHARE * copied / (noted / MEASURED_ROUNDS),
-            rss_slope_bytes_per_round=_slope(resident[len(resident) // 2 :]),
+            rss_slope_bytes_per_round=slope(resident[len(resident) // 2 :]),
             resume_s=median(resumes),
             resume_record_s=record_s,
             runs_s=median(wall for wall, _ in runs),
@@ -115,11 +114,9 @@ def run_store_bench(
         )
 
 
-def one_round(
-    store: Store, number: int, names: list[str], gathered: int = GATHERED, backups: Backups | None = None
-) -> None:
-    """All that a coordinator asks of the record in one round, in its order, and what it notes beside it; `gathered`
-    results come together."""
+def one_round(store: Store, number: int, names: list[str], batch: int = BATCH, backups: Backups | None = None) -> None:
+    """All calls of a coordinator to the record in one round, in its order, and its notes; `batch` results are stored in
+    one transaction."""
     note: Callable[[Note], object] = backups.note if backups else lambda note: None
     store.counted(RUN, number)
     store.quarantines(RUN)
@@ -131,8 +128,8 @@ def one_round(
     manifest = Manifest(f"blake3:{number:064x}", 10**6, 2**16)
     for kind, metrics in (("train", {"loss": 1 / number}), ("evaluate", {"correct": 7.0, "loss": 0.5})):
         upload = manifest if kind == "train" else None
-        for first in range(0, len(names), gathered):
-            some = names[first : first + gathered]
+        for first in range(0, len(names), batch):
+            some = names[first : first + batch]
             results = [Result(RUN, number, kind, 10, metrics, use, upload) for _ in some]  # type: ignore[arg-type]
             accepted: list[tuple[str, Result, int | None]] = [
                 (name, result, number) for name, result in zip(some, results, strict=True)
@@ -167,8 +164,8 @@ def _expected(name: str) -> Expected:
     )  # fmt: skip
 
 
-def _resumed(out: Path) -> None:
-    """What a resume asks of the record before the first round."""
+def _resume(out: Path) -> None:
+    """All calls of a resume to the record before the first round."""
     store = Store.in_folder(out, check=False)
     store.runs()
     store.newest_closed(RUN)
@@ -183,7 +180,7 @@ def _command(*arguments: str) -> list[str]:
 
 
 def _environment(out: Path) -> dict[str, str]:
-    """With room for compiled modules, which an installed program has; the first of several starts makes them."""
+    """With a cache folder for bytecode, as of an installed program; the first start fills it."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPYCACHEPREFIX": str(out.parent / "bytecode")}
 
@@ -199,7 +196,8 @@ def _process(out: Path, *arguments: str) -> tuple[float, float]:
     return wall, spent
 
 
-def _until_it_waits(out: Path) -> float:
+def _resume_process(out: Path) -> float:
+    """Seconds from the start of `coordinator start --resume` until it waits for devices."""
     arguments = _command("start", "--resume", RUN, "--runs", str(out), "--broker.port", "0")
     began, lines = time.monotonic(), list[str]()
     with subprocess.Popen(
@@ -222,18 +220,13 @@ def _timed(work: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-def _slope(values: list[int]) -> float:
-    """Of the line through them (least squares)."""
-    count = len(values)
-    if count < 2:
-        return 0.0
-    middle = (count - 1) / 2
-    spread = sum((place - middle) ** 2 for place in range(count))
-    return sum((place - middle) * value for place, value in enumerate(values)) / spread
+def slope(values: list[int]) -> float:
+    """Of the line through the values (least squares); 0 for fewer than two."""
+    return linear_regression(range(len(values)), values).slope if len(values) > 1 else 0.0
 
 
 def store_table(report: StoreReport) -> RenderableType:
-    """For a person."""
+    """For a terminal."""
     table = Table(box=box.SIMPLE_HEAD, title=f"the record of {report.rounds} rounds of {report.devices} devices")
     table.add_column("what")
     table.add_column("figure", justify="right")

@@ -1,7 +1,7 @@
-"""The cases' models as a user of torch and timm writes them today: fused attention, plain modules.
+"""The cases' models as users of torch and timm write them: fused attention, plain modules.
 
-What trains has `requires_grad`. Nothing of fedvit's own models is used, so that the comparison is with other
-code; tests hold both to the same maths.
+Trained tensors have `requires_grad`. fedvit's own models are not used, so that the comparison is with other code; tests
+check that both compute the same.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def _vit(case: Case, **arguments: Any) -> VisionTransformer:
 
 
 class AdaptedAttention(nn.Module):
-    """timm's attention; keys and values of each token get an addition made of the token."""
+    """timm's attention with an adapter that adds to each token's keys and values."""
 
     def __init__(self, attention: Any, bottleneck: int, scale: float) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def main() -> None:
         loss.item()
         times.append(time.perf_counter() - began)
 
-    from profiles.probes.host import peak_rss_bytes  # last: it is no part of what a user's program holds
+    from profiles.probes.host import peak_rss_bytes  # imported last, since a user's program does not have it
 
     measured = {"step_s": median(times), "import_s": import_s, "peak_rss_bytes": peak_rss_bytes()}
     measured["product_gflops"] = torch_gflops(side)

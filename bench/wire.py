@@ -1,4 +1,4 @@
-"""`python -m bench wire`: how fast blobs move, beside plain TCP, gRPC, and the ways of others over the same broker."""
+"""`python -m bench wire`: speed of blob transfers, compared with TCP, gRPC, and one message over the same broker."""
 
 import contextlib
 import json
@@ -7,6 +7,7 @@ import secrets
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -32,15 +33,15 @@ from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.transport.mqtt import Address
 from fedvit.wire.messages import Manifest
-from fleet.processes import program
+from fleet.processes import last_line_of, program
 
 BLOB_BYTES = 64 * 2**20
 KILL_BYTES = 250_000_000
 JSON_BYTES = 4_000_000
-"""Of numbers as fp32; five times as much on the wire, and slower than anything else here."""
+"""Bytes of the numbers as fp32; as JSON they are five times as large, and the slowest transport."""
 ONE_MESSAGE = ("pickle", "json")
 RECEIVERS = (1, 4)
-WAYS = ("tcp", "ours", "grpc", "pickle", "json")
+TRANSPORTS = ("tcp", "ours", "grpc", "pickle", "json")
 ECHO_BYTES = 2048
 ECHOES = 1000
 PATIENCE_S = 120.0
@@ -48,7 +49,7 @@ MEGA = 1e6
 
 
 class Speeds(Struct, frozen=True, kw_only=True):
-    """Some receivers of one blob: MB/s of each, by the last of them; medians. None: not measured."""
+    """Medians of MB/s of each receiver of one blob, by the time of the last receiver. None: not measured."""
 
     receivers: int
     ours_mb_s: float
@@ -60,10 +61,10 @@ class Speeds(Struct, frozen=True, kw_only=True):
     ours_over_grpc: float
     ours_over_pickle: float | None
     ours_over_json: float | None
-    broker_peak_bytes: int  # resident, above the idle broker, while ours moved
-    sender_peak_bytes: int  # private memory above that before the blob moved
+    broker_peak_bytes: int  # resident, above the idle broker, during ours
+    sender_peak_bytes: int  # private memory above that before the transfer
     receiver_peak_bytes: int
-    sent_over_size: float  # payload bytes that the sender sent, by the size of the blob
+    sent_over_size: float  # payload bytes that the sender sent / size of the blob
     runs: dict[str, tuple[float, ...]]
 
 
@@ -74,7 +75,7 @@ class Echo(Struct, frozen=True, kw_only=True):
 
 
 class Kill(Struct, frozen=True, kw_only=True):
-    """The broker is killed by kill -9 when a third of a blob is through, and started again."""
+    """The broker is killed (kill -9) after a third of a blob, and restarted."""
 
     size: int
     completed: bool
@@ -100,23 +101,23 @@ class WireReport(Struct, frozen=True, kw_only=True):
 
 
 class Side:
-    """One end in a process of its own."""
+    """One end of a transfer in its own process."""
 
-    def __init__(self, way: str, role: str, **options: Any) -> None:
-        self._what = f"{role} of {way}"
-        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
-        arguments = [way, role, json.dumps({"way": way, **options})]
+    def __init__(self, transport: str, role: str, **options: Any) -> None:
+        self._what = f"{role} of {transport}"
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
+        arguments = [transport, role, json.dumps({"transport": transport, **options})]
         self.process = subprocess.Popen(
             with_bytecode([*program("bench.wire_side"), *arguments]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._errors,
             text=True,
         )
 
     def await_ready(self) -> None:
         if self._line() != "ready":
-            raise FedvitError(f"the {self._what} did not come up")
+            raise FedvitError(f"the {self._what} did not start")
 
     def go(self) -> None:
         assert self.process.stdin is not None
@@ -124,8 +125,8 @@ class Side:
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        said: dict[str, Any] = json.loads(self._line())
-        return said
+        answer: dict[str, Any] = json.loads(self._line())
+        return answer
 
     def end_input(self) -> None:
         assert self.process.stdin is not None
@@ -134,33 +135,25 @@ class Side:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self._said):
+        for stream in (self.process.stdin, self.process.stdout, self._errors):
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr] # both are pipes
 
     def _line(self) -> str:
-        """What it says next. Raises FedvitError, with its last words, when it has ended."""
+        """The next line of its output. Raises FedvitError, with the last line of its errors, when it has ended."""
         assert self.process.stdout is not None
-        timer = _killed_after(self.process, PATIENCE_S)
+        timer = threading.Timer(PATIENCE_S, self.process.kill)
+        timer.daemon = True
+        timer.start()
         try:
             line = self.process.stdout.readline().strip()
         finally:
             timer.cancel()
         if not line:
             self.process.wait()
-            self._said.seek(0)
-            words = self._said.read().strip().splitlines() or ["it said nothing"]
-            raise FedvitError(f"the {self._what} ended: {words[-1]}")
+            self._errors.seek(0)
+            raise FedvitError(f"the {self._what} ended: {last_line_of(self._errors.read())}")
         return line
-
-
-def _killed_after(process: "subprocess.Popen[str]", seconds: float) -> Any:
-    import threading
-
-    timer = threading.Timer(seconds, process.kill)
-    timer.daemon = True
-    timer.start()
-    return timer
 
 
 @contextlib.contextmanager
@@ -174,7 +167,7 @@ def _sides() -> Iterator[list[Side]]:
 
 
 class _Bench:
-    """One broker, and what every way needs beside it."""
+    """One broker, and the files that all transports need."""
 
     def __init__(self, kind: str, folder: Path, blob_bytes: int) -> None:
         self.folder = folder
@@ -183,7 +176,7 @@ class _Bench:
         self.big = self.broker if kind == "embedded" else _mosquitto_for_big_messages(folder / "big")
         self.contents = {"": folder / "content", "json": folder / "numbers"}
         self.contents[""].write_bytes(secrets.token_bytes(blob_bytes))
-        # numbers as weights have them; random bits would be no numbers
+        # numbers like those of weights; random bits would contain NaN
         import numpy as np
 
         numbers = 0.02 * np.random.default_rng(0).standard_normal(JSON_BYTES // 4)
@@ -193,11 +186,11 @@ class _Bench:
         for broker in {self.broker, self.big}:
             broker.stop()
 
-    def rate(self, way: str, receivers: int) -> tuple[float, dict[str, int]]:
-        """MB/s of each receiver, and, of ours, what was seen beside it."""
-        if way == "ours":
+    def rate(self, transport: str, receivers: int) -> tuple[float, dict[str, int]]:
+        """MB/s of each receiver and, for "ours", memory and sent bytes."""
+        if transport == "ours":
             return self._ours(receivers)
-        content = self.contents.get(way, self.contents[""])
+        content = self.contents.get(transport, self.contents[""])
         size = content.stat().st_size
         options = {
             "content": str(content),
@@ -207,11 +200,11 @@ class _Bench:
             "broker": _url(self.big),
         }
         with _sides() as sides:
-            if way == "tcp":  # the server takes them all before it is ready
-                sides.append(Side(way, "sender", **options))
-            sides += [Side(way, "receiver", name=f"r{number}", **options) for number in range(receivers)]
-            if way != "tcp":
-                sides.insert(0, Side(way, "sender", **options))
+            if transport == "tcp":  # the server accepts all receivers before it is ready
+                sides.append(Side(transport, "sender", **options))
+            sides += [Side(transport, "receiver", name=f"r{number}", **options) for number in range(receivers)]
+            if transport != "tcp":
+                sides.insert(0, Side(transport, "sender", **options))
             for side in sides:
                 side.await_ready()
             began = time.monotonic()
@@ -252,7 +245,7 @@ class _Bench:
     def _blobs(
         self, name: str, size: int | None = None
     ) -> Iterator[tuple[Path, list[Manifest], Callable[[int], Side]]]:
-        """A folder of blob stores, with what the sender has: something small that goes first, and the blob."""
+        """(folder of blob stores, manifests of a small first blob and of the blob, function that starts the sender)."""
         with tempfile.TemporaryDirectory(dir=self.folder) as made:
             store = BlobStore(Path(made) / name)
             content = self.contents[""].read_bytes() if size is None else secrets.token_bytes(size)
@@ -267,7 +260,7 @@ class _Bench:
             given = [msgspec.structs.asdict(manifest) for manifest in manifests]
             options = {"folder": str(folder), "broker": _url(self.broker), "manifests": given, "receivers": 1}
             sides[0].await_ready()
-            sides.append(Side("ours", "receiver", name="r0", tell_third=True, **options))
+            sides.append(Side("ours", "receiver", name="r0", report_third=True, **options))
             sides[1].await_ready()
             began = time.monotonic()
             sides[1].go()
@@ -278,7 +271,7 @@ class _Bench:
             at = sides[1].answer()["at"]
             sides[0].end_input()
             sent = sides[0].answer()["sent_bytes"]
-            # a store gives a blob its name only after its digest was found right; looked at again all the same
+            # a store verifies the digest before it names a blob; the content is compared all the same
             right = BlobStore(folder / "r0").get(manifests[1].digest) == BlobStore(folder / "sender").get(
                 manifests[1].digest
             )
@@ -304,12 +297,12 @@ def run_wire_bench(
     kill_bytes: int = KILL_BYTES,
     progress: Callable[[str], None] = lambda line: None,
 ) -> WireReport:
-    """Move blobs each way in turn, `rounds` times.
+    """Send blobs by each transport in turn, `rounds` times.
 
     Raises ConfigError when gRPC is not installed, FedvitError when a process fails.
     """
     if find_spec("grpc") is None:
-        raise ConfigError("bench wire compares with gRPC, but grpcio is not installed: pip install 'grpcio>=1.60'")
+        raise ConfigError("bench wire needs grpcio, which is not installed: pip install 'grpcio>=1.60'")
     home = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     reports = {}
     for kind in brokers:
@@ -317,7 +310,7 @@ def run_wire_bench(
             bench = _Bench(kind, Path(made), blob_bytes)
             try:
                 k1, k4 = (_speeds(bench, count, rounds, progress) for count in RECEIVERS)
-                progress(f"{kind}: small messages, and a broker that is killed")
+                progress(f"{kind}: small messages, and a killed broker")
                 echo, kill = bench.echo(), bench.kill(kill_bytes)
                 reports[kind] = BrokerReport(kind=bench.broker.kind, k1=k1, k4=k4, kill=kill, echo=echo)
             finally:
@@ -328,24 +321,24 @@ def run_wire_bench(
 
 
 def _speeds(bench: _Bench, receivers: int, rounds: int, progress: Callable[[str], None]) -> Speeds:
-    runs: dict[str, list[float]] = {way: [] for way in WAYS}
+    runs: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
     seen: list[dict[str, int]] = []
     failed: set[str] = set()
     for number in range(rounds):
-        for way in [way for way in WAYS if way not in failed]:
+        for name in [name for name in TRANSPORTS if name not in failed]:
             try:
-                rate, beside = bench.rate(way, receivers)
+                rate, memory = bench.rate(name, receivers)
             except FedvitError as error:
-                if way not in ONE_MESSAGE:
+                if name not in ONE_MESSAGE:
                     raise
-                failed.add(way)  # not every broker brings a message of 64 MB through
+                failed.add(name)  # some brokers refuse a message of 64 MB
                 progress(f"{bench.broker.kind}, {receivers} receivers: {error}")
                 continue
-            runs[way].append(rate)
-            seen += [beside] if beside else []
-        figures = ", ".join(f"{way} {rates[-1]:.1f}" for way, rates in runs.items() if rates)
+            runs[name].append(rate)
+            seen += [memory] if memory else []
+        figures = ", ".join(f"{name} {rates[-1]:.1f}" for name, rates in runs.items() if rates)
         progress(f"{bench.broker.kind}, {receivers} receivers, round {number + 1}/{rounds}: {figures} MB/s")
-    middle = {way: median(rates) for way, rates in runs.items() if rates and way not in failed}
+    middle = {name: median(rates) for name, rates in runs.items() if rates and name not in failed}
 
     def peak(name: str) -> int:
         return max(one[name] for one in seen)
@@ -365,12 +358,12 @@ def _speeds(bench: _Bench, receivers: int, rounds: int, progress: Callable[[str]
         sender_peak_bytes=peak("sender"),
         receiver_peak_bytes=peak("receiver"),
         sent_over_size=peak("sent") / bench.blob_bytes,
-        runs={way: tuple(rates) for way, rates in runs.items()},
+        runs={name: tuple(rates) for name, rates in runs.items()},
     )
 
 
 def _mosquitto_for_big_messages(folder: Path) -> Broker:
-    """For whoever sends a model as one message: the same mosquitto, with limits that let it through."""
+    """The same mosquitto without limits on the size of messages, for a model in one message."""
     program_path = find_mosquitto()
     if program_path is None:
         raise FedvitError("mosquitto was not found on this machine")
@@ -394,7 +387,7 @@ def wire_table(report: WireReport) -> RenderableType:
     parts: list[RenderableType] = []
     for broker in report.brokers.values():
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
-        for heading in ("receivers", *(f"{way} MB/s" for way in ("ours", "tcp", "grpc", "pickle", "json"))):
+        for heading in ("receivers", *(f"{name} MB/s" for name in ("ours", "tcp", "grpc", "pickle", "json"))):
             table.add_column(heading, justify="right")
         for heading in ("/ tcp", "/ grpc", "/ pickle", "/ json", "broker MB", "sender MB", "receiver MB", "sent"):
             table.add_column(heading, justify="right")

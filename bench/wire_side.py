@@ -1,7 +1,7 @@
-"""One end of one way to move bytes, in a process of its own: `python -m bench.wire_side WAY ROLE OPTIONS`.
+"""One end of a transfer, in its own process: `python -m bench.wire_side TRANSPORT ROLE OPTIONS`.
 
-It prints `ready` when all is connected, waits for a line on standard input, and prints one JSON object when it
-is done; `at` is the machine's monotonic clock when the last byte was here and usable.
+It prints `ready` when it is connected, waits for a line on standard input, and prints one JSON object at its end; `at`
+is the machine's monotonic clock when the last byte had arrived and was usable.
 """
 
 import contextlib
@@ -30,24 +30,24 @@ from fleet.datasets.pickles import unpickled
 
 PIECE_BYTES = 1_000_000
 WARM_BYTES = 1000
-"""A blob that goes first, so that connections stand on every side when the clock starts."""
+"""Size of a first blob, so that all connections are open when the clock starts."""
 PATIENCE_S = 300.0
 
 
 def main() -> None:
-    way, role, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    ENDS[way, role](options)
+    transport, role, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    ENDS[transport, role](options)
 
 
 def ready() -> None:
-    """Say so, and wait for the word to begin."""
+    """Print `ready`, and wait for the line that starts the measurement."""
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
 
 
-def say(**what: Any) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
+def report(**figures: Any) -> None:
+    sys.stdout.write(json.dumps(figures) + "\n")
     sys.stdout.flush()
 
 
@@ -55,7 +55,7 @@ def say(**what: Any) -> None:
 
 
 class Peer:
-    """A program reduced to its exchange: control on ctl/RECEIVER/SENDER, chunks on data/SENDER/BLOB."""
+    """A client with fedvit's exchange of blobs: control on ctl/RECEIVER/SENDER, chunks on data/SENDER/BLOB."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class Peer:
         self.exchange = BlobExchange(
             self.transport,
             self.blobs,
-            tell=self._tell,
+            tell=self._send,
             topic_for=lambda digest: f"data/{digest[-16:]}",
             may_read=lambda peer, digest: True,
             receivers=lambda digest: int(options["receivers"]),
@@ -111,7 +111,7 @@ class Peer:
             case Received(topic, payload):
                 self.exchange.heard(topic, payload)
 
-    def _tell(self, peer: str, message: Want | Done | Apart) -> None:
+    def _send(self, peer: str, message: Want | Done | Apart) -> None:
         self.transport.publish(f"ctl/{peer}/{self.name}", encode(message))
 
 
@@ -127,7 +127,7 @@ def ours_sender(options: dict[str, Any]) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     peer.run_until(stopped.is_set)
-    say(sent_bytes=peer.transport.sent_bytes)
+    report(sent_bytes=peer.transport.sent_bytes)
 
 
 def ours_receiver(options: dict[str, Any]) -> None:
@@ -142,9 +142,9 @@ def ours_receiver(options: dict[str, Any]) -> None:
         peer.run_until(lambda: peer.finished == 2, time.monotonic() + 0.02)
         if peer.transport.received_bytes > manifest.size / 3 and not third.is_set():
             third.set()
-            if options.get("tell_third"):
-                say(third=True)
-    say(at=time.monotonic(), received_bytes=peer.transport.received_bytes)
+            if options.get("report_third"):
+                report(third=True)
+    report(at=time.monotonic(), received_bytes=peer.transport.received_bytes)
     peer.transport.close()
 
 
@@ -161,7 +161,7 @@ def tcp_sender(options: dict[str, Any]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    say(sent=True)
+    report(sent=True)
 
 
 def tcp_receiver(options: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ def tcp_receiver(options: dict[str, Any]) -> None:
     view = memoryview(buffer)
     while view:
         view = view[opened.recv_into(view[:PIECE_BYTES]) :]
-    say(at=time.monotonic())
+    report(at=time.monotonic())
 
 
 def grpc_sender(options: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ def grpc_sender(options: dict[str, Any]) -> None:
     ready()
     sys.stdin.read()
     server.stop(0)
-    say(sent=True)
+    report(sent=True)
 
 
 def grpc_receiver(options: dict[str, Any]) -> None:
@@ -205,11 +205,11 @@ def grpc_receiver(options: dict[str, Any]) -> None:
             buffer[filled : filled + len(piece)] = piece
             filled += len(piece)
         assert filled == options["size"]
-        say(at=time.monotonic())
+        report(at=time.monotonic())
 
 
 def _plain_client(options: dict[str, Any], name: str) -> Any:
-    """paho as it comes, for one huge message."""
+    """paho's own client, for one huge message."""
     from paho.mqtt.client import Client
     from paho.mqtt.enums import CallbackAPIVersion
 
@@ -224,37 +224,37 @@ def message_sender(options: dict[str, Any]) -> None:
     model = {"weights": np.frombuffer(Path(options["content"]).read_bytes(), np.float32)}
     client = _plain_client(options, "message-sender")
     ready()
-    raw = _written(options["way"], model)
+    raw = _written(options["transport"], model)
     client.publish("model", raw, qos=2).wait_for_publish(PATIENCE_S)
-    say(sent_bytes=len(raw))
+    report(sent_bytes=len(raw))
     client.disconnect()
 
 
 def message_receiver(options: dict[str, Any]) -> None:
-    came: queue.Queue[bytes] = queue.Queue()
+    received: queue.Queue[bytes] = queue.Queue()
     subscribed = threading.Event()
     client = _plain_client(options, options["name"])
-    client.on_message = lambda client, userdata, message: came.put(message.payload)
+    client.on_message = lambda client, userdata, message: received.put(message.payload)
     client.on_subscribe = lambda *_: subscribed.set()
     client.subscribe("model", 2)
     subscribed.wait(30)
     ready()
-    model = _read(options["way"], came.get(timeout=PATIENCE_S))
+    model = _read(options["transport"], received.get(timeout=PATIENCE_S))
     at = time.monotonic()
     assert model["weights"].nbytes == options["size"]
-    say(at=at)
+    report(at=at)
     client.disconnect()
 
 
-def _written(way: str, model: dict[str, Any]) -> bytes:
-    if way == "pickle":
+def _written(transport: str, model: dict[str, Any]) -> bytes:
+    if transport == "pickle":
         return pickle.dumps(model)
     return json.dumps({name: values.tolist() for name, values in model.items()}).encode()
 
 
-def _read(way: str, raw: bytes) -> dict[str, Any]:
-    if way == "pickle":
-        return unpickled(io.BytesIO(raw))  # what others do is measured here, but for trusting what came
+def _read(transport: str, raw: bytes) -> dict[str, Any]:
+    if transport == "pickle":
+        return unpickled(io.BytesIO(raw))  # safe, unlike pickle.loads, which other frameworks use
     return {name: np.array(values, np.float32) for name, values in json.loads(raw).items()}
 
 
@@ -262,7 +262,7 @@ def _read(way: str, raw: bytes) -> dict[str, Any]:
 
 
 def echo_sender(options: dict[str, Any]) -> None:
-    """Asks, and measures until the answer is here."""
+    """Send questions, and measure the time until each answer."""
     transport = _connected(options, "asker", "answer")
     payload = bytes(options["size"])
     ready()
@@ -272,7 +272,7 @@ def echo_sender(options: dict[str, Any]) -> None:
         transport.publish("question", payload)
         _next(transport)
         waits.append(time.perf_counter() - began)
-    say(ms=sorted(1000 * wait for wait in waits[20:]))
+    report(ms=sorted(1000 * wait for wait in waits[20:]))
     transport.close()
 
 
@@ -281,8 +281,8 @@ def echo_receiver(options: dict[str, Any]) -> None:
     ready()
     for _ in range(options["count"] + 20):
         transport.publish("answer", _next(transport))
-    time.sleep(0.2)  # the last answer is on its way
-    say(at=time.monotonic())
+    time.sleep(0.2)  # for the last answer
+    report(at=time.monotonic())
     transport.close()
 
 

@@ -1,1 +1,1 @@
-import fedvit as fedvit  # what it says to the engine must be said first
+import fedvit as fedvit  # sets the engine's environment, so it must be imported before the engine

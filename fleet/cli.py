@@ -16,7 +16,7 @@ COMMANDS = {
     "partition": "Deal a data set out into one folder per device.",
     "run": "Run a coordinator and its devices on this machine: a process per device folder, or many virtual devices.",
 }
-"""Name -> what it is for. The command is `NAME_command` in `fleet.NAME`, which is imported when it is asked for."""
+"""Name -> description. The command is `NAME_command` in `fleet.NAME`, which is imported when it is used."""
 
 
 class _Group(command_line.Group):
@@ -44,29 +44,29 @@ def cli() -> None:
     """Partition data over devices, run fleets on one machine, compare methods, see the demo."""
 
 
-MOVED = {
+REMOVED = {
     "bench": "python -m bench",
     "chaos": "python -m bench chaos",
     "fuzz": "python -m bench fuzz",
     "pentest": "python -m bench pentest",
 }
-"""Commands that were part of `fleet` once, and what runs them now."""
+"""Former commands of `fleet`, and the commands that replace them."""
 
 
-def _moved(name: str, now: str) -> click.Command:
-    """A command that only says, as a ConfigError, what runs it now."""
+def _removed(name: str, now: str) -> click.Command:
+    """A command that raises ConfigError, which names its replacement."""
 
     @click.command(name, hidden=True, add_help_option=False, context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-    def moved(arguments: tuple[str, ...]) -> None:
+    def removed(arguments: tuple[str, ...]) -> None:
         line = f"{now} {shlex.join(arguments)}".rstrip()
         raise ConfigError(f"`fleet {name}` is no longer installed; run this in a checkout of the source: {line}")
 
-    return moved
+    return removed
 
 
-for name, now in MOVED.items():
-    cli.add_command(_moved(name, now))
+for name, now in REMOVED.items():
+    cli.add_command(_removed(name, now))
 
 
 def main() -> None:

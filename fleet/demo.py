@@ -1,4 +1,4 @@
-"""`fleet demo`: the main job on one machine, with real handwriting and real processes."""
+"""`fleet demo`: a federation on one machine, with handwritten digits and real processes."""
 
 import shutil
 import time
@@ -44,7 +44,7 @@ def demo_command(devices: int, rounds: int, seed: int, method: str, out: Path, a
     """Partition handwritten digits over devices, and train on them with real processes over MQTT."""
     from rich.console import Console
 
-    from fleet.datasets.digits import read_digits  # scikit-learn and SQLAlchemy: seconds that --help need not wait
+    from fleet.datasets.digits import read_digits  # imports scikit-learn, which --help does not need
     from fleet.devices import device_folders
     from fleet.partition import summary_table, write_device_folders
     from fleet.partitions import partition
@@ -55,7 +55,7 @@ def demo_command(devices: int, rounds: int, seed: int, method: str, out: Path, a
         values["options"] = {"epochs": 2, "lr": 0.05, "momentum": 0.9}
     parts = out / "parts"
     if parts.exists():
-        shutil.rmtree(parts)  # made by an earlier demo, from the same digits
+        shutil.rmtree(parts)  # of an earlier demo
     samples = read_digits(size=32)
     shares = partition("dirichlet", samples.labels, devices, seed=seed, alpha=0.3)
     summary = write_device_folders(samples, shares, parts, test_share=0.2, seed=seed)
@@ -78,4 +78,4 @@ def demo_command(devices: int, rounds: int, seed: int, method: str, out: Path, a
     click.echo(f"trained on the server:   {home / 'model.safetensors'}")
     click.echo(f"personal, per device:    {home / 'state' / 'DEVICE' / 'vault'}")
     click.echo(f"logs:                    {home / 'coordinator.log'}, {home / 'devices'}")
-    click.echo(f"again at any time:       coordinator show {outcome.summary.run} --runs {out / 'runs'}")
+    click.echo(f"show this again:         coordinator show {outcome.summary.run} --runs {out / 'runs'}")

@@ -1,4 +1,4 @@
-"""Which devices a fleet on this machine has, and on whose images each of them trains."""
+"""The devices of a fleet on this machine, and their folders of images."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def device_folders(parts: Path, wanted: int | None) -> list[Path]:
 
 
 def virtual_devices(parts: Path, count: int) -> dict[str, Path]:
-    """`count` devices by name, with the folders of a partition dealt out in turn where there are fewer of those.
+    """`count` devices by name; with fewer folders in the partition, folders are assigned round-robin.
 
     Raises ConfigError when there is none.
     """

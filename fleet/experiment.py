@@ -19,10 +19,10 @@ from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, FedvitError, StorageFailed
 from fedvit.files import atomic_write
 from fleet.experiments.cell import CellFolder
-from fleet.experiments.conduct import CellProcess, Work, conduct
 from fleet.experiments.grid import Cell, Grid, Search, as_text, read_grid
 from fleet.experiments.outcome import Outcome, make_outcome
-from fleet.experiments.search import Schedule, planned_rounds, standing
+from fleet.experiments.scheduler import CellJob, CellProcess, run_cells
+from fleet.experiments.search import Schedule, planned_rounds, search_state
 from profiles.probes.host import usable_cores
 
 RESULTS = ("results.json", "results.md", "report.html")
@@ -42,7 +42,7 @@ LINE_EVERY_S = 60.0
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
-    help="Cells that run side by side.  [default: 1; with --ray what nodes can take]",
+    help="Cells that run at the same time.  [default: 1; with --ray as many as fit on the nodes]",
 )
 @click.option("--ray", "address", metavar="HOST:PORT|local", help="Run cells on the nodes of a Ray cluster.")
 @click.option(
@@ -74,13 +74,13 @@ def experiment_command(
     try:
         with (
             choose_display(quiet=as_json) as display,
-            _launching(address, grid, first, jobs, display, keep=keep) as launching,
+            _launcher(address, grid, first, jobs, display, keep=keep) as launcher,
         ):
-            conduct(
+            run_cells(
                 first,
-                jobs=launching.jobs,
-                at_once=launching.at_once,
-                launch=launching.launch,
+                jobs=launcher.jobs,
+                at_once=launcher.at_once,
+                launch=launcher.launch,
                 display=display,
                 line_every_s=None if sys.stderr.isatty() else LINE_EVERY_S,
                 ended=schedule.add,
@@ -89,7 +89,7 @@ def experiment_command(
     except KeyboardInterrupt:
         over = [entry for entry in schedule.over.values() if not entry.failure]
         click.echo(
-            f"interrupted, {len(over)} of {schedule.total()} cells are finished; the same command goes on", err=True
+            f"interrupted, {len(over)} of {schedule.total()} cells are finished; the same command resumes", err=True
         )
         raise
     finally:
@@ -109,7 +109,7 @@ def experiment_command(
             f"{len(failed)} of {schedule.total()} cells failed, the first: {failed[0].cell.path}: {failed[0].failure}"
         )
     for search in mine.searches:
-        at = standing(search, schedule.over)
+        at = search_state(search, schedule.over)
         if at.over and not at.chosen:
             raise FedvitError(
                 f"{search.method}/{search.partition}: no device could train with any of the values that were tried;"
@@ -117,36 +117,36 @@ def experiment_command(
             )
 
 
-class Launching(NamedTuple):
-    """How cells are begun."""
+class Launcher(NamedTuple):
+    """How cells are started."""
 
-    launch: Callable[[CellFolder], Work]
-    jobs: int  # cells that are launched and not over, at most
-    at_once: int  # of them, those that can be at work
+    launch: Callable[[CellFolder], CellJob]
+    jobs: int  # most cells that are launched at a time
+    at_once: int  # of them, those that can compute at the same time
 
 
 @contextmanager
-def _launching(
-    address: str | None, grid: Grid, places: list[CellFolder], jobs: int | None, display: Display, *, keep: bool
-) -> Iterator[Launching]:
+def _launcher(
+    address: str | None, grid: Grid, folders: list[CellFolder], jobs: int | None, display: Display, *, keep: bool
+) -> Iterator[Launcher]:
     """In processes of this machine, or on the cluster of that address. Raises ConfigError, LinkDown."""
     metrics = grid.experiment.metrics
     if address is None:
         jobs = jobs or 1
         cores = max(1, usable_cores() // jobs)
-        yield Launching(partial(CellProcess, at_once=cores, keep=keep, metrics=metrics), jobs, jobs)
+        yield Launcher(partial(CellProcess, at_once=cores, keep=keep, metrics=metrics), jobs, jobs)
         return
     from fleet.clusters.cells import CellsOnRay
     from fleet.clusters.cluster import connected
 
     with connected(address) as cluster:
         cells = CellsOnRay(cluster, grid.experiment.ray, display, keep=keep, metrics=metrics)
-        waiting = [place for place in places if place.result() is None]
+        waiting = [folder for folder in folders if folder.result() is None]
         cells.check(waiting)
-        at_once = cluster.at_once([cells.resources(place) for place in waiting])
-        # all that wait are given to Ray, unless --jobs says otherwise: it knows which of them fits on which node next
+        at_once = cluster.at_once([cells.resources(folder) for folder in waiting])
+        # without --jobs Ray gets all waiting cells, since it knows which of them fits on which node next
         jobs = jobs or max(1, len(waiting))
-        yield Launching(cells, jobs, max(1, min(jobs, at_once)))
+        yield Launcher(cells, jobs, max(1, min(jobs, at_once)))
 
 
 def chosen(grid: Grid, only: tuple[str, ...]) -> Grid:
@@ -166,7 +166,7 @@ def chosen(grid: Grid, only: tuple[str, ...]) -> Grid:
 
 def write_results(outcome: Outcome, out: Path) -> None:
     """Write RESULTS. Raises StorageFailed."""
-    from fleet.experiments.report import html_report, markdown_report  # matplotlib, a second that errors need not wait
+    from fleet.experiments.report import html_report, markdown_report  # imports matplotlib, which takes a second
 
     contents = (
         msgspec.json.format(msgspec.json.encode(outcome), indent=2) + b"\n",
@@ -193,7 +193,7 @@ def _list(grid: Grid, out: Path, as_json: bool) -> None:
     cells, rounds = 0, 0
     for search in grid.searches:
         steps = " then ".join(f"{rung.points} for {rung.rounds} rounds" for rung in search.rungs) or "nothing to try"
-        chosen = standing(search, schedule.over).chosen
+        chosen = search_state(search, schedule.over).chosen
         click.echo(
             f"{search.method}/{search.partition}: search among {len(search.points)} points: {steps}"
             f"{f'; chosen: {as_text(chosen.values)}' if chosen else ''}"
@@ -215,7 +215,7 @@ def _lock(out: Path) -> int:
         handle = os.open(out / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"another process is at work in {out}") from None
+        raise ConfigError(f"another process uses {out}") from None
     except OSError as error:
         raise StorageFailed(f"cannot use {out}: {error.strerror}") from error
     return handle

@@ -1,4 +1,4 @@
-"""`fleet host`: a process full of virtual devices, for a coordinator that is somewhere already."""
+"""`fleet host`: virtual devices in one process, for an existing coordinator."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
     help=f"MQTT broker, as for `edge-client`. Or set {BROKER_VARIABLE}, which nobody else on this machine can read.",
 )
 @click.option("--ca-file", type=click.Path(path_type=Path), help="Certificate authority of an mqtts:// broker.")
-@click.option("--federation", default="home", help="Which federation at the broker to join.")
+@click.option("--federation", default="home", help="Name of the federation.")
 @click.option(
     "--parts", type=click.Path(path_type=Path), default=Path("parts"), help="Folder that `fleet partition` made."
 )
@@ -51,15 +51,15 @@ log = logging.getLogger(__name__)
     required=True,
     help="Devices of the whole fleet; with fewer folders, several train on the same images.",
 )
-@click.option("--number", type=click.IntRange(min=0), default=0, help="Which of the --hosts this is.")
-@click.option("--hosts", type=click.IntRange(min=1), default=1, help="Processes that the devices are dealt out to.")
+@click.option("--number", type=click.IntRange(min=0), default=0, help="Number of this host, from 0.")
+@click.option("--hosts", type=click.IntRange(min=1), default=1, help="Number of host processes.")
 @click.option("--state", type=click.Path(path_type=Path), required=True, help="Folder for the devices' states.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, help="Threads of a device that computes.")
 @click.option(
-    "--at-once", type=click.IntRange(min=1), help="Devices that compute at a time; by default what the cores allow."
+    "--at-once", type=click.IntRange(min=1), help="Devices that compute at a time; by default as the cores allow."
 )
-@click.option("--once", is_flag=True, help="Leave when the run has ended instead of waiting for the next.")
-@click.option("--quiet", is_flag=True, help="Say only what is wrong.")
+@click.option("--once", is_flag=True, help="End with the run instead of waiting for the next.")
+@click.option("--quiet", is_flag=True, help="Log warnings only.")
 @private_files()
 def host_command(
     broker: str,
@@ -114,7 +114,7 @@ def host_command(
 
 
 def _allow_sockets(devices: int) -> None:
-    """As many open files as the system lets us have, where the usual limit is too low: a socket each, and some."""
+    """Raise the limit on open files, if it is too low for a socket per device, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 4 * devices + 256
     if soft < wanted and (hard == resource.RLIM_INFINITY or soft < hard):
@@ -123,5 +123,5 @@ def _allow_sockets(devices: int) -> None:
 
 
 def main() -> None:
-    """Entry point where the rest of `fleet`, which knows the coordinator, is not wanted in memory."""
+    """Entry point that does not import the coordinator, unlike `fleet`."""
     command_line.run(host_command, "fleet host")

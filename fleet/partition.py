@@ -53,19 +53,19 @@ class DeviceCounts(Struct, frozen=True):
 
 
 class PartitionSummary(Struct, frozen=True, kw_only=True):
-    """What was written and how to write it again; the content of `partition.json`."""
+    """A written partition and its settings; the content of `partition.json`."""
 
     dataset: str
     classes: tuple[str, ...]
     size: int
-    partition: str | None  # None: the caller dealt the samples out by a rule of its own
+    partition: str | None  # None: the caller dealt the samples out
     options: dict[str, Option]
     seed: int
     test_share: float
     devices: tuple[DeviceCounts, ...]
     validation_share: float | None = None  # where it is set, "test" images are of the training images
-    domains: tuple[str, ...] = ()  # of the data set, in the order in which `domain` deals them out
-    unreadable: tuple[str, ...] = ()  # what was left out and why, one line each
+    domains: tuple[str, ...] = ()  # of the data set, in the order of the partition `domain`
+    unreadable: tuple[str, ...] = ()  # images that were left out, with the reason
 
 
 def deal(
@@ -91,7 +91,7 @@ def deal(
     StorageFailed when the disk is full or not writable.
     """
     rule = make_partition(partition, **(options or {}))
-    _refuse_occupied(out, overwrite)  # before minutes go into reading a large data set
+    _refuse_occupied(out, overwrite)  # before reading a large data set takes minutes
     samples = read_samples(dataset, size) if isinstance(dataset, str) else dataset
     summary = write_device_folders(
         samples,
@@ -125,16 +125,15 @@ def write_device_folders(
 ) -> PartitionSummary:
     """Write `out/device-0/train/<class>/0000.png`, `.../test/...` and so on, and `out/partition.json`.
 
-    Every device gets a folder for every class, also for those that it has no image of, so that all devices
-    name the same classes. Images that cannot be decoded are left out and listed in the summary.
-    With `validation_share` devices test on that share of each class of their training images, train on the others, and
-    get no test image at all: for what must be chosen before the test images are looked at.
-    `noise_stds` has the noise of each device's images, in gray levels of 0..255. `partition` and `options`
-    only go into the summary.
+    Every device gets a folder for every class, even without images of it, so that all devices have the same classes.
+    Images that cannot be decoded are left out and listed in the summary. With `validation_share` devices train on a
+    part of their training images, validate on that share of each class, and get no test images: for a search that must
+    not use test images. `noise_stds` has the noise of each device's images, in gray levels of 0..255. `partition` and
+    `options` are only written into the summary.
 
-    `out` appears when it is complete; a run that breaks leaves what was there before. Raises ConfigError
-    when `out` is a file or holds something, unless `overwrite` is set and `out` is an earlier partition, and when a
-    device has too few training images for a validation image; StorageFailed when the disk is full or not writable.
+    `out` appears when it is complete; after a failure its earlier content is unchanged. Raises ConfigError when `out`
+    is a file or not empty, unless `overwrite` is set and `out` is an earlier partition, and when a device has too few
+    training images for a validation image; StorageFailed when the disk is full or not writable.
     """
     _refuse_occupied(out, overwrite)
     out = out.resolve()  # behind a symlink, renaming works only beside the folder itself
@@ -188,7 +187,7 @@ def write_device_folders(
 
 
 def summary_table(summary: PartitionSummary) -> Table:
-    """Who got what, for a terminal: images per device, and of each class where the classes are few."""
+    """A table for a terminal: images per device, and of each class where there are few classes."""
     many = len(summary.classes) > _TABLE_CLASSES
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     for heading in ("device", TRAIN, TEST):
@@ -208,7 +207,7 @@ def summary_table(summary: PartitionSummary) -> Table:
 
 
 def write_plot(summary: PartitionSummary, file: Path) -> None:
-    """Draw who got what, devices by classes. Raises StorageFailed when the picture cannot be written."""
+    """Draw the images of each device and class. Raises StorageFailed when the picture cannot be written."""
     options = ", ".join(f"{option}={value}" for option, value in summary.options.items())
     title = f"{summary.dataset}: {summary.partition or 'dealt out'}{f' ({options})' if options else ''}"
     devices = [device.name for device in summary.devices]
@@ -289,7 +288,7 @@ def _merged_options(pairs: Sequence[str], flags: Mapping[str, Any]) -> dict[str,
 )
 @click.option("--size", default=32, show_default=True, type=click.IntRange(min=1), help="Side of the images, pixels.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier partition in --out.")
-@click.option("--plot", is_flag=True, help=f"Draw who gets what, here and as {PLOT_FILE} in --out.")
+@click.option("--plot", is_flag=True, help=f"Draw images by device and class, here and as {PLOT_FILE} in --out.")
 @json_flag
 def partition_command(
     dataset: str,
@@ -343,7 +342,7 @@ def _refuse_occupied(out: Path, overwrite: bool) -> None:
     if not overwrite:
         raise ConfigError(f"{out} is not empty; choose another folder, or overwrite it (--overwrite)")
     if not (out / SUMMARY_FILE).is_file():
-        # a mistyped path must not cost somebody a home folder
+        # a mistyped path must not delete a home folder
         raise ConfigError(f"{out} holds no {SUMMARY_FILE}, so it is no earlier partition and is not overwritten")
 
 

@@ -1,4 +1,4 @@
-"""What a partition looks like: who holds how much of which class, as a picture and in a terminal."""
+"""Plots of a partition, as a picture and for a terminal: images of each class on each device."""
 
 import math
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def bar_lines(devices: list[str], counts: Counts) -> list[str]:
 
 @dataclass(frozen=True)
 class _Page:
-    """Where things are, in pixels."""
+    """Positions on the picture, in pixels."""
 
     cell: int
     left: int

@@ -1,4 +1,4 @@
-"""Starting and stopping the two programs as operating-system processes, so that none is left behind."""
+"""Starts and stops the two programs as operating-system processes, none of which outlives its parent."""
 
 import ctypes
 import os
@@ -13,16 +13,29 @@ from typing import IO
 
 PR_SET_PDEATHSIG = 1
 STOP_S = 20.0
-"""Patience with a process that was asked to end, before it is killed."""
+"""Longest wait for a process to end on SIGTERM, before it is killed."""
 
 
 def program(module: str) -> list[str]:
-    """Command line of one of our programs under this Python, whether or not scripts are on the PATH."""
+    """Command line of one of the programs under this Python, whether or not scripts are on the PATH."""
     return [sys.executable, "-c", f"from {module} import main; main()"]
 
 
+def log_text(log: Path) -> str:
+    """Everything that a process has logged; empty where there is no file."""
+    return log.read_text(errors="replace") if log.is_file() else ""
+
+
+def last_line(log: Path) -> str:
+    return last_line_of(log_text(log))
+
+
+def last_line_of(output: str) -> str:
+    return (output.strip().splitlines() or ["no output"])[-1]
+
+
 def _end_with_parent(signal_number: int) -> None:
-    """In the child: get this signal when the parent dies, even by kill -9 (Linux)."""
+    """In the child: request this signal for when the parent dies, even by kill -9 (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal_number)
 
@@ -30,7 +43,7 @@ def _end_with_parent(signal_number: int) -> None:
 class Fleet:
     """A set of child processes that end together; use as a context manager.
 
-    They get the signal `ends_with_parent` when this process dies.
+    They receive the signal `ends_with_parent` when this process dies.
     """
 
     def __init__(self, *, ends_with_parent: int = signal.SIGTERM) -> None:
@@ -52,7 +65,7 @@ class Fleet:
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a process in its own session, so that Ctrl-C reaches us alone and we stop it in order.
+        """Start a process in its own session, so that Ctrl-C reaches only this process, which then stops it.
 
         With `log`, its output goes there; else it shares our standard error. `folder` is its current one.
         `environment` is added to ours. Its OpenMP threads do not spin while they wait: on cores that are shared,
@@ -77,11 +90,11 @@ class Fleet:
         return process
 
     def ended(self) -> dict[str, int]:
-        """Exit codes of processes that are over."""
+        """Exit codes of the processes that have ended, by name."""
         return {name: process.returncode for name, process in self._running.items() if process.poll() is not None}
 
     def wait(self, names: Sequence[str], timeout_s: float) -> bool:
-        """Whether all of `names` ended by themselves within the time."""
+        """Whether all of `names` ended within the time, without being stopped."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             if set(names) <= self.ended().keys():
@@ -90,7 +103,7 @@ class Fleet:
         return False
 
     def stop(self) -> None:
-        """Ask every process to end, last started first, and kill what does not."""
+        """Terminate every process, last started first, and kill those that do not end within STOP_S."""
         for process in reversed(self._running.values()):
             if process.poll() is None:
                 process.terminate()

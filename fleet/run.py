@@ -1,4 +1,4 @@
-"""`fleet run`: a coordinator and N devices on this machine, each a process, or many virtual ones in a few."""
+"""`fleet run`: a coordinator and devices on this machine, as processes or as virtual devices."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from fedvit.errors import ConfigError, FedvitError
 from fedvit.files import private_files
 from fedvit.wire.topics import check_name
 from fleet.devices import device_folders, virtual_devices
-from fleet.processes import Fleet, program
+from fleet.processes import Fleet, last_line, program
 from profiles.probes.host import usable_cores
 
 if TYPE_CHECKING:
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 DEVICES_LEAVE_S = 30.0
 """For devices that heard of the run's end. Later they are ended: who was not connected then hears of it never."""
-COME_BACK = 3
+MAX_RESTARTS = 3
 """Times that a process of virtual devices is started again when it was killed."""
 VIRTUAL_DEFAULTS: dict[str, Any] = {"deadline_s": 7 * 86400.0}
-"""Where a run on virtual devices differs from one on real ones, unless it is told otherwise: they wait for their turn
-to compute, and a slow machine loses nobody."""
+"""Defaults of runs on virtual devices that differ from those on real ones: devices wait for their turn to compute, and
+must not be lost on a slow machine."""
 
 
 class FleetOutcome(msgspec.Struct, frozen=True):
-    """What a whole fleet on one machine came to."""
+    """The outcome of a run of a fleet on one machine."""
 
     summary: "RunSummary"
     seconds: float
@@ -55,7 +55,7 @@ def free_port() -> int:
 
 
 def _answers(host: str, port: int) -> bool:
-    """Whether somebody listens there."""
+    """Whether a program listens at this address."""
     with socket.socket() as probe:
         return probe.connect_ex((host, port)) == 0
 
@@ -63,12 +63,12 @@ def _answers(host: str, port: int) -> bool:
 def run_fleet(
     folders: list[Path], values: dict[str, Any], *, out: Path, run: str, threads: int, quiet: bool = False
 ) -> FleetOutcome:
-    """Run one configuration on real processes until it is finished; none is left behind.
+    """Run one configuration with a process per device until it is finished; all processes have ended afterwards.
 
-    `values` is a configuration as a file gives it. Logs of devices lie in `out/run/devices`, their state
-    in `out/run/state`. Raises FedvitError when the run failed.
+    `values` is a configuration as in a file. Logs of devices are in `out/run/devices`, their states in `out/run/state`.
+    Raises FedvitError when the run failed.
     """
-    from coordinator.planning.checks import checked_config  # torch: seconds that a mistyped key need not wait
+    from coordinator.planning.checks import checked_config  # imports torch, which takes seconds
 
     config = checked_config({**values, "devices": len(folders)}, "run")
     home = out / run
@@ -81,7 +81,7 @@ def run_fleet(
         ]
         for folder in folders
     }  # fmt: skip
-    return _conduct(config, commands, out=out, run=run, quiet=quiet, comes_back=False)
+    return _run_processes(config, commands, out=out, run=run, quiet=quiet, restarts=False)
 
 
 def run_virtual(
@@ -96,12 +96,12 @@ def run_virtual(
     quiet: bool = False,
     cluster: "Cluster | None" = None,
 ) -> FleetOutcome:
-    """As `run_fleet`, with `count` virtual devices in `hosts` processes; those that are killed are started again.
+    """As `run_fleet`, with `count` virtual devices in `hosts` processes, which are restarted when they are killed.
 
-    `values` stand over VIRTUAL_DEFAULTS. Logs of hosts lie in `out/run/devices`. With `cluster` the hosts are on its
-    nodes, and their states come back to `out/run/state`.
+    `values` override VIRTUAL_DEFAULTS. Logs of hosts are in `out/run/devices`. With `cluster` the hosts run on its
+    nodes, and their states are copied back to `out/run/state`.
     """
-    from coordinator.planning.checks import checked_config  # torch: seconds that a mistyped key need not wait
+    from coordinator.planning.checks import checked_config  # imports torch, which takes seconds
 
     config = checked_config({**VIRTUAL_DEFAULTS, **values, "devices": count}, "run")
     home = out / run
@@ -119,14 +119,14 @@ def run_virtual(
     virtual_devices(parts, count)  # raises where there are no folders, before anything is started
     if cluster is not None:
         commands = {name: [*given, "--at-once", "1"] for name, given in arguments("parts", "work").items()}
-        return _conduct_on_nodes(config, cluster, commands, parts, threads, out=out, run=run, quiet=quiet)
+        return _run_on_nodes(config, cluster, commands, parts, threads, out=out, run=run, quiet=quiet)
     commands = {
         name: [*program("fleet.host"), *given] for name, given in arguments(str(parts), str(home / "state")).items()
     }
-    return _conduct(config, commands, out=out, run=run, quiet=quiet, comes_back=True)
+    return _run_processes(config, commands, out=out, run=run, quiet=quiet, restarts=True)
 
 
-def _conduct_on_nodes(
+def _run_on_nodes(
     config: StartConfig,
     cluster: "Cluster",
     commands: Mapping[str, Sequence[str]],
@@ -145,13 +145,13 @@ def _conduct_on_nodes(
         address = _own_broker(config.broker, broker_for_nodes(cluster, config.broker), port)
     config = msgspec.structs.replace(config, broker=msgspec.structs.replace(config.broker, port=port))
     with HostsOnRay(cluster, parts, out / check_name(run, "run") / "state", threads=threads) as hosts:
-        return _conduct(
-            config, commands, out=out, run=run, quiet=quiet, comes_back=True, devices=hosts, address=address
+        return _run_processes(
+            config, commands, out=out, run=run, quiet=quiet, restarts=True, devices=hosts, address=address
         )
 
 
 class Devices(Protocol):
-    """Where the processes of devices are; see `Fleet`."""
+    """Starts the processes of devices; see `Fleet`."""
 
     def start(
         self, name: str, command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None
@@ -175,14 +175,14 @@ def _own_broker(broker: BrokerConfig, host: str, port: int) -> str:
 
 
 @private_files()
-def _conduct(
+def _run_processes(
     config: StartConfig,
     commands: Mapping[str, Sequence[str]],
     *,
     out: Path,
     run: str,
     quiet: bool,
-    comes_back: bool,
+    restarts: bool,
     devices: Devices | None = None,
     address: str | None = None,
 ) -> FleetOutcome:
@@ -191,7 +191,7 @@ def _conduct(
     The processes are started by `devices`, by default on this machine, and find the broker at `address`, by default
     where this machine does.
     """
-    from coordinator.record.store import Store  # SQLAlchemy: half a second that a mistyped flag need not wait
+    from coordinator.record.store import Store  # imports SQLAlchemy, which takes half a second
     from coordinator.record.summary import summarise
 
     own = _is_own(config)
@@ -208,7 +208,7 @@ def _conduct(
         host = {"0.0.0.0": "127.0.0.1"}.get(config.broker.listen, config.broker.listen)
         address = address or (_own_broker(config.broker, host, port) if own else config.broker.broker)
         environment = {BROKER_VARIABLE: address}
-        left = dict.fromkeys(commands, COME_BACK if comes_back else 0)
+        left = dict.fromkeys(commands, MAX_RESTARTS if restarts else 0)
 
         def begin(name: str) -> None:
             devices.start(name, commands[name], home / "devices" / f"{name}.log", environment=environment)
@@ -224,8 +224,8 @@ def _conduct(
                 if name not in commands or code == 0:
                     continue
                 if code > 0 or not left[name]:
-                    raise FedvitError(f"{name} ended with code {code}: {_last_line(home / 'devices' / f'{name}.log')}")
-                left[name] -= 1  # by a signal: what a host stands in for are boards, which would start again
+                    raise FedvitError(f"{name} ended with code {code}: {last_line(home / 'devices' / f'{name}.log')}")
+                left[name] -= 1  # killed by a signal: real devices would start again
                 begin(name)
         if coordinator.returncode != 0:
             raise FedvitError(
@@ -241,19 +241,14 @@ def _conduct(
 
 
 def _as_toml(config: StartConfig, port: int) -> dict[str, Any]:
-    run, broker = (_said(msgspec.to_builtins(part)) for part in (config.run, config.broker))
+    run, broker = (_without_none(msgspec.to_builtins(part)) for part in (config.run, config.broker))
     return {**run, "broker": {**broker, "port": port}}
 
 
-def _said(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what was left open, for which TOML has no word; in tables neither."""
-    said = {key: _said(value) if isinstance(value, dict) else value for key, value in values.items()}
-    return {key: value for key, value in said.items() if value is not None}
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    """Without None, which TOML does not have; in nested tables, too."""
+    inner = {key: _without_none(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: value for key, value in inner.items() if value is not None}
 
 
 @click.command(
@@ -283,16 +278,16 @@ def _last_line(log: Path) -> str:
     "--virtual",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Instead of a process per folder: N virtual devices in a few processes; folders are dealt out in turn.",
+    help="N virtual devices in a few processes, in place of a process per folder; folders are assigned round-robin.",
 )
 @click.option("--hosts", type=click.IntRange(min=1), help="Processes of virtual devices; by default one per core.")
-@click.option("--ray", metavar="HOST:PORT|local", help="Have the virtual devices on the nodes of a Ray cluster.")
+@click.option("--ray", metavar="HOST:PORT|local", help="Run the virtual devices on the nodes of a Ray cluster.")
 @click.option(
     "--engine",
     type=click.Choice(["onnx", "torch", "auto"]),
     default="onnx",
     show_default=True,
-    help="onnx: devices as processes or hosts that speak MQTT. torch: virtual devices side by side on the accelerator, "
+    help="onnx: devices as processes or hosts with MQTT. torch: virtual devices in batches on the accelerator, "
     "without messages. auto: torch where the accelerator is a GPU.",
 )
 @click.option(
@@ -338,7 +333,7 @@ def run_command(
         if engine != "onnx":
             if ray:
                 raise ConfigError("--ray is for --engine onnx: engine torch has no processes of devices")
-            outcome = _run_side_by_side(parts, virtual, values, folder, name, threads, engine, precision, quiet=as_json)
+            outcome = _simulate(parts, virtual, values, folder, name, threads, engine, precision, quiet=as_json)
             _show(outcome, as_json)
             return
         if precision != "fp32":
@@ -374,7 +369,7 @@ def _cluster(address: str | None) -> "AbstractContextManager[Cluster | None]":
     return connected(address)
 
 
-def _run_side_by_side(
+def _simulate(
     parts: Path,
     count: int,
     values: dict[str, Any],

@@ -1,4 +1,4 @@
-"""What the virtual devices of one process have in common, so that it is there once: blobs, graphs, threads."""
+"""Blobs, graphs and threads that the virtual devices of one process share."""
 
 import contextlib
 import threading
@@ -18,7 +18,7 @@ from fedvit.wire.messages import Manifest
 class SharedRuntime(Runtime):
     """One runtime for all devices of a process: each graph is loaded once, since weights are its inputs.
 
-    `at_once` devices compute at a time: more of them than cores would only take memory, and each other's time.
+    `at_once` devices compute at a time: more than cores would take memory and be no faster.
     """
 
     def __init__(self, threads: int, at_once: int) -> None:
@@ -26,7 +26,7 @@ class SharedRuntime(Runtime):
         self._computing = threading.BoundedSemaphore(at_once)
 
     def keep_only(self, digests: set[str]) -> None:
-        """Nothing is closed: another device may still be at work with an earlier program."""
+        """Keep all graphs: another device may still use an earlier Program."""
 
     def train(self, *args: Any, **kwargs: Any) -> Trained:
         with self._computing:
@@ -37,8 +37,8 @@ class SharedRuntime(Runtime):
             return super().evaluate(*args, **kwargs)
 
 
-class Turn:
-    """A piece of work that waits for its turn, or has it."""
+class QueuedWork:
+    """Work that waits for a thread, or runs."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work = work
@@ -48,50 +48,50 @@ class Turn:
         self.done.wait(timeout)
 
 
-class Turns:
-    """Threads in which the devices of a process work, `at_once` of them at a time, first come, first served."""
+class WorkQueue:
+    """A pool of `at_once` threads that runs the devices' work, first in, first out."""
 
     def __init__(self, at_once: int) -> None:
-        self._waiting: SimpleQueue[Turn | None] = SimpleQueue()
+        self._waiting: SimpleQueue[QueuedWork | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"work-{number}", daemon=True) for number in range(at_once)
         ]
         for thread in self._threads:
             thread.start()
 
-    def begin(self, work: Callable[[], None], name: str) -> Turn:
-        """Have something done when its turn comes."""
-        turn = Turn(work)
-        self._waiting.put(turn)
-        return turn
+    def begin(self, work: Callable[[], None], name: str) -> QueuedWork:
+        """Add work to the queue."""
+        queued = QueuedWork(work)
+        self._waiting.put(queued)
+        return queued
 
     def close(self) -> None:
-        """No more work will come; what waits is still done."""
+        """End the threads after all waiting work."""
         for _ in self._threads:
             self._waiting.put(None)
 
     def _run(self) -> None:
-        while (turn := self._waiting.get()) is not None:
+        while (queued := self._waiting.get()) is not None:
             try:
-                turn.work()
+                queued.work()
             finally:
-                turn.done.set()
+                queued.done.set()
 
 
 class SharedBlobs:
-    """One folder of blobs for all devices of a process: a blob goes when no device keeps it any more.
+    """One folder of blobs for all devices of a process: a blob is deleted when no device keeps it any more.
 
-    What an earlier process left there stays until every device has said what it keeps.
+    Blobs of an earlier process stay until every device has called `keep_only`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = threading.Lock()
         self._keepers: Counter[str] = Counter()  # digest -> devices that keep it
-        self._silent: set[BlobView] = set()  # that have not said yet what they keep
+        self._silent: set[BlobView] = set()  # that have not called `keep_only`
         self._unclaimed: set[Path] = set()
         for file in folder.glob("*/*"):
-            if file.suffix in (PART, MAP):  # nobody receives it any more
+            if file.suffix in (PART, MAP):  # of an interrupted transfer
                 file.unlink(missing_ok=True)
             else:
                 self._unclaimed.add(file)
@@ -103,14 +103,14 @@ class SharedBlobs:
         return view
 
     def hold(self, view: "BlobView", digest: str) -> None:
-        """A device is about to write a blob: from here on nobody else's pruning takes it away."""
+        """Before a device writes a blob: protect it from other devices' pruning."""
         with self._lock:
             if digest not in view.held:
                 view.held.add(digest)
                 self._keepers[digest] += 1
 
     def keep_only(self, view: "BlobView", keep: set[str]) -> int:
-        """A device keeps these alone; returns how many bytes went because nobody keeps them now."""
+        """Set the blobs that a device keeps; the number of bytes that were deleted since no device keeps them."""
         with self._lock:
             self._keepers.update(keep - view.held)
             gone = view.held - keep
@@ -128,7 +128,7 @@ class SharedBlobs:
 
 
 class BlobView(BlobStore):
-    """What one device sees of `SharedBlobs`: everything that is there; what it does not keep, others may."""
+    """One device's view of `SharedBlobs`: it can read all blobs, also those that only others keep."""
 
     def __init__(self, shared: SharedBlobs) -> None:
         super().__init__(shared.folder)
@@ -169,16 +169,16 @@ class _Waiting(NamedTuple):
 
 
 class Fetches:
-    """Which blobs the devices of a process are fetching: one fetches, the others wait and find it in the store.
+    """The blobs that the devices of a process are fetching: one device fetches, the others wait for it.
 
-    For one thread.
+    Not thread-safe.
     """
 
     def __init__(self) -> None:
-        self.waiting: dict[str, list[_Waiting]] = {}  # digest under way -> who else needs it
+        self.waiting: dict[str, list[_Waiting]] = {}  # digest that is being fetched -> waiting devices
 
     def ended(self, digest: str) -> None:
-        """It is here, or will not come this way: then the first of those that wait fetches it."""
+        """Continue the waiting devices: they find the blob, or the first of them fetches it."""
         for waiting in self.waiting.pop(digest, []):
             waiting.again()
 
@@ -193,7 +193,7 @@ class SharingExchange(BlobExchange):
     def __init__(self, fetches: Fetches, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fetches = fetches
-        self._leads: dict[str, str] = {}  # digest -> sender: those that it fetches itself
+        self._leads: dict[str, str] = {}  # digest -> sender: those that this device fetches
 
     def fetch(self, manifest: Manifest, sender: str, topic: str, finished: Finished, lane: str = "") -> None:
         digest = manifest.digest

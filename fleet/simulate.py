@@ -1,6 +1,5 @@
-"""A whole federation in one process, over the memory transport: the same coordinator, the same agents.
-
-For experiments and tests: nothing but the network is left out, and the same seed gives the same tensors.
+"""A whole federation in one process, for experiments and tests: the usual coordinator and agents on a transport in
+memory. The same seed gives the same tensors.
 """
 
 import threading
@@ -30,7 +29,7 @@ from profiles.probes.host import usable_cores
 
 Engine = Literal["auto", "onnx", "torch"]
 DEFAULTS: dict[str, Any] = {"accelerator": "cpu", "deadline_s": 7 * 86400.0}
-"""Where a simulation differs from a run on devices, unless it is told otherwise: a slow machine loses nobody."""
+"""Defaults of simulations that differ from those of runs on devices: a slow machine must not lose devices."""
 
 
 @private_files()
@@ -53,23 +52,22 @@ def simulate(
 ) -> FleetOutcome:
     """Run one configuration with one virtual device per folder, in this process; a mapping names them.
 
-    `values` is a configuration as a file gives it, over DEFAULTS. At most `at_once` devices compute at the
-    same time, with `threads` each; None: one per core. With `resume` a run of that name that is there already
-    goes on where it was; else it must not be there. Files lie as after `fleet run`. `agent_kinds` makes some of the
-    devices, by folder name, other agents than the usual.
+    `values` is a configuration as in a file, which overrides DEFAULTS. At most `at_once` devices compute at the same
+    time, with `threads` each; None: one per core. With `resume` an existing run of that name is resumed; without, it
+    must not exist. Files are those of `fleet run`. `agent_kinds` has other classes of agents by folder name.
 
-    `engine` says what computes the devices' part: "onnx" is onnxruntime, as on a device, "torch" a whole cohort at a
-    time on the run's `accelerator` (fleet.engines), and "auto" torch where that is a GPU. `precision` is that of its
+    `engine` computes the devices' part: "onnx" is onnxruntime, as on a device; "torch" computes cohorts in batches on
+    the run's `accelerator` (fleet.engines); "auto" is torch where that is a GPU. `precision` is that of torch's
     products, `fused` whether steps are compiled, by default on a GPU for long runs.
 
-    `label` is what writers of metrics call the run, by default its name.
+    `label` is the run's name in metrics, by default its own.
 
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration. After Ctrl-C,
     which raises KeyboardInterrupt, the run can be resumed.
     """
     from coordinator.compute.accelerator import choose_accelerator, places
     from coordinator.compute.engine import Engine as Compute
-    from coordinator.planning.checks import checked_config  # with torch: seconds that other commands need not wait
+    from coordinator.planning.checks import checked_config  # imports torch, which takes seconds
     from coordinator.run.coordinator import Coordinator
     from coordinator.run.inbox import Interrupted
     from fleet.engines.simulation import check_engine_config
@@ -77,7 +75,7 @@ def simulate(
     devices = folders if isinstance(folders, Mapping) else {folder.name: folder for folder in folders}
     config = checked_config({**DEFAULTS, **values, "devices": len(devices)}, "simulation").run
     check_writers(config.metrics, "simulation")
-    accelerator = choose_accelerator(config.accelerator)  # a run that could never begin need not be recorded
+    accelerator = choose_accelerator(config.accelerator)  # fails before the run is recorded
     on_torch = engine == "torch" or (engine == "auto" and not accelerator.startswith("cpu"))
     if on_torch:
         if len(places(accelerator)) > 1:
@@ -121,7 +119,7 @@ def simulate(
     def take_part() -> None:
         try:
             host.serve(stop, once=True)
-        except Exception as error:  # noqa: BLE001 - raised again below: without this device the run would wait forever
+        except Exception as error:  # noqa: BLE001 - raised again below, since the run would wait forever
             broken.append(error)
             coordinator.stop()
 
@@ -149,7 +147,7 @@ def simulate(
 
 @contextmanager
 def _torch_threads(count: int) -> Iterator[None]:
-    """Sets torch's number of threads; the process gets its own number back afterwards."""
+    """Within it torch has `count` threads."""
     import torch
 
     before = torch.get_num_threads()
@@ -197,10 +195,10 @@ def _on_torch(
 def _is_there(store: Store, run: str, config: RunConfig) -> bool:
     records = [record for record in store.runs() if record.id == run]
     if records and _of_training(records[0].config) != _of_training(msgspec.json.decode(msgspec.json.encode(config))):
-        raise ConfigError(f"run {run!r} began with another configuration; it cannot go on with this one")
+        raise ConfigError(f"run {run!r} began with another configuration; resume it with that, or choose another name")
     return bool(records)
 
 
 def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without where metrics go, which may change."""
+    """The configuration without `metrics`, which may change."""
     return {key: value for key, value in config.items() if key != "metrics"}

@@ -1,7 +1,7 @@
-"""Many virtual devices in one process: each with its own name, vault and connection, driven by one loop.
+"""Many virtual devices in one process, each with its own name, vault and connection, in one event loop.
 
-A virtual device is the same `Agent` as a real one. What is shared is in `fleet.shared`; nothing here imports a
-deep-learning framework, as on a device.
+A virtual device is the same `Agent` as a real one. Shared parts are in `fleet.shared`. As on a device, no deep-learning
+framework is imported.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData, Files, Split
 from fedvit.resources import IMAGE_CACHE_BYTES
 from fedvit.transport.base import Transport
-from fleet.shared import Fetches, SharedBlobs, SharedRuntime, Turns
+from fleet.shared import Fetches, SharedBlobs, SharedRuntime, WorkQueue
 from profiles.probes.host import device_profile
 
 log = logging.getLogger(__name__)
@@ -32,14 +32,14 @@ HOST_CACHE_BYTES = 256 << 20
 """For the decoded images of all devices of a process."""
 
 WRITING = 3
-"""Devices at work beside those that compute: a vault waits for the disk, several at a time do it together."""
+"""Threads beside those that compute, for devices that write their vaults: syncs of several are done together."""
 
 NewTransport = Callable[[str, SimpleQueue[object]], Transport]
-"""Makes the connection of the device of a name, with this inbox."""
+"""(name of a device, inbox) -> its connection."""
 
 
 class _Inbox(SimpleQueue[object]):
-    """One device's inbox, whose events come out of the host's, with the device's name on them."""
+    """One device's inbox, which puts events with the device's name into the host's inbox."""
 
     def __init__(self, device: str, host: SimpleQueue[tuple[str, object]]) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class _Inbox(SimpleQueue[object]):
 
 
 class Host:
-    """The virtual devices of one process. `serve` drives them all from the thread that calls it.
+    """The virtual devices of one process. `serve` runs all of them in the calling thread.
 
-    `devices` gives their names and folders of images. Below `state` each keeps its vault in a folder of its name;
-    the blobs of all are in the folder `blobs`, to which each device's own `blobs` is a link. `at_once` devices compute
-    at the same time, with `threads` each. `kinds` makes some devices other agents than the usual. Raises DataError for
-    a folder that cannot be used.
+    `devices` gives their names and folders of images. Each device's vault is in a folder of its name below `state`; all
+    blobs are in the folder `blobs`, to which each device's own `blobs` is a link. `at_once` devices compute at the same
+    time, with `threads` each. `kinds` has other classes of agents by name. Raises DataError for a folder that cannot be
+    used.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Host:
         kinds: Mapping[str, Callable[..., Agent]] | None = None,
     ) -> None:
         self._inbox: SimpleQueue[tuple[str, object]] = SimpleQueue()
-        self._turns = Turns(at_once + WRITING)
+        self._work = WorkQueue(at_once + WRITING)
         runtime, shared, fetches = SharedRuntime(threads, at_once), SharedBlobs(blobs), Fetches()
         vaults = {name: Vault(state / name / "vault") for name in devices}
         integrity = Integrity(BlobStore(blobs), lambda: chain.from_iterable(one.files() for one in vaults.values()))
@@ -93,15 +93,15 @@ class Host:
                 runtime=runtime,
                 profile=profile,
                 software=software,
-                begin=self._turns.begin,
+                begin=self._work.begin,
                 exchange=fetches.exchange,
                 integrity=integrity,
             )
 
     def serve(self, stop: threading.Event, *, once: bool = False) -> None:
-        """Take part until told to stop; with `once`, until the run has ended for all.
+        """Take part until `stop` is set; with `once`, until the run has ended for all devices.
 
-        Raises PeerRefused when one is refused for good: all leave then, since the run would wait for it.
+        Raises PeerRefused when a device is refused for good: then all leave, since the run would wait for it.
         """
         here = dict(self.agents)
         try:
@@ -119,13 +119,13 @@ class Host:
                         here.pop(name).leave()
         finally:
             for agent in here.values():
-                agent.halt()  # all, before one is waited for: work waits for its turn behind others'
+                agent.halt()  # all, before waiting for one: its work may wait behind that of others
             for agent in here.values():
                 agent.leave()
-            self._turns.close()
+            self._work.close()
 
     def _handle(self, here: Mapping[str, Agent], timeout_s: float) -> None:
-        """What came, but not for longer than a tick: time must pass for the others."""
+        """Handle waiting events, at most for `timeout_s`, so that the agents' timers run."""
         until = time.monotonic() + timeout_s
         with contextlib.suppress(queue.Empty):
             name, event = self._inbox.get(timeout=timeout_s)
@@ -138,7 +138,7 @@ class Host:
 
 
 def _images(devices: Mapping[str, Path]) -> dict[str, DeviceData]:
-    """Each device's own view of its folder; a folder that several have is looked through once."""
+    """Each device's view of its folder; a folder of several devices is read once."""
     cache_bytes = min(IMAGE_CACHE_BYTES, HOST_CACHE_BYTES // max(1, len(devices)))
     opened = {folder: DeviceData.open(folder, cache_bytes=cache_bytes) for folder in dict.fromkeys(devices.values())}
 
@@ -152,14 +152,14 @@ def _images(devices: Mapping[str, Path]) -> dict[str, DeviceData]:
     return found
 
 
-def _link(place: Path, blobs: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if not place.is_symlink():
-        place.symlink_to(blobs.resolve(), target_is_directory=True)
+def _link(link: Path, blobs: Path) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(blobs.resolve(), target_is_directory=True)
 
 
 def share(devices: Mapping[str, Any], host: int, hosts: int) -> dict[str, Any]:
-    """The devices of host number `host` of `hosts`: every so manieth.
+    """The devices of host number `host` of `hosts`, assigned round-robin.
 
     >>> share({"a": 1, "b": 2, "c": 3}, 0, 2)
     {'a': 1, 'c': 3}

@@ -1,7 +1,7 @@
-"""A program with a wrong clock that is put right while it runs, as on a board that has no battery.
+"""Run a program with a wrong clock that is corrected while it runs, as on a board without a battery.
 
-The program's own clock alone is moved (`time.time`, `datetime.now`); what counts seconds (`time.monotonic`) goes on as
-it does on a real machine whose date is set.
+Only this process's wall clock is shifted (`time.time`, `datetime.now`). `time.monotonic` is unchanged, as on a real
+machine when its date is set.
 """
 
 import datetime
@@ -19,20 +19,20 @@ def main() -> None:
 
 
 def shift(offset_s: float, right_after_s: float) -> None:
-    """Move this process's clock, for so long."""
+    """Shift this process's wall clock by `offset_s` for its first `right_after_s` seconds."""
     began, true_time, true_datetime = time.monotonic(), time.time, datetime.datetime
 
     def now_s() -> float:
         return true_time() + (offset_s if time.monotonic() - began < right_after_s else 0.0)
 
-    class Moved(true_datetime):  # type: ignore[misc, valid-type]
+    class Shifted(true_datetime):  # type: ignore[misc, valid-type]
         @classmethod
         def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:
             return true_datetime.fromtimestamp(now_s(), tz)
 
     time.time = now_s
     time.time_ns = lambda: int(now_s() * 1e9)
-    datetime.datetime = Moved  # type: ignore[misc]
-    for module in list(sys.modules.values()):  # those that took it by name, in a process forked from one that has them
+    datetime.datetime = Shifted  # type: ignore[misc]
+    for module in list(sys.modules.values()):  # a forked process has modules that imported the class by name
         if getattr(module, "datetime", None) is true_datetime:
-            module.datetime = Moved  # type: ignore[attr-defined]
+            module.datetime = Shifted  # type: ignore[attr-defined]

@@ -1,9 +1,10 @@
-"""`python -m bench chaos`: does a federation survive what fleets meet?"""
+"""`python -m bench chaos`: does a federation survive the faults that fleets meet?"""
 
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -34,8 +35,8 @@ IMAGES_PER_DEVICE = 50
 @click.option(
     "--fault", "kinds", multiple=True, metavar="KIND", help=f"Only this kind; repeatable. Known: {', '.join(KINDS)}."
 )
-@click.option("--calm", is_flag=True, help="No faults at all, for instance to see what --network costs.")
-@click.option("--network", metavar="SHAPE", help="Each device's way to the broker, e.g. 2mbit,50ms,5% (loss).")
+@click.option("--calm", is_flag=True, help="Inject no faults, for instance to see what --network costs.")
+@click.option("--network", metavar="SHAPE", help="Each device's link to the broker, e.g. 2mbit,50ms,5% (loss).")
 @click.option("--broker", type=click.Choice(["auto", "mosquitto", "embedded"]), default="auto", show_default=True)
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("chaos"), show_default=True, help="Folder for everything."
@@ -55,18 +56,18 @@ def chaos_command(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Train with real processes while they are killed, hung, cut off, out of disk and out of time.
+    """Train with real processes while faults are injected: kills, hangs, lost links, full disks, wrong clocks.
 
-    The faults are drawn from the seed and printed. Ends with code 1 unless every fault was recovered from, no result
-    counted twice, and the tensors are those of an undisturbed run, bit for bit.
+    The faults are drawn from the seed and printed. Exits with code 1 unless the federation recovered from every fault,
+    no result was counted twice, and the tensors are those of an undisturbed run, bit for bit.
     """
     from rich.console import Console
 
-    from bench.chaos.ordeal import ORDEAL, calm_run, run_ordeal
     from bench.chaos.outcome import shown
+    from bench.chaos.scenario import SCENARIO, run_scenario, undisturbed_run
 
     if sys.platform != "linux":
-        raise ConfigError(f"bench chaos limits files of running processes as only Linux can; this is {sys.platform}")
+        raise ConfigError(f"bench chaos needs Linux to limit files of running processes; this is {sys.platform}")
     shape = Network.parse(network) if network else None
     names = [f"device-{number}" for number in range(devices)]
     duration_s = 60 * minutes
@@ -74,32 +75,30 @@ def chaos_command(
         [] if calm else draw_schedule(seed, names, duration_s=duration_s, every_s=every, kinds=kinds, longest_s=longest)
     )
 
-    def say(line: str) -> None:
-        click.echo(line, err=True)
-
+    report = partial(click.echo, err=True)
     for fault in schedule:
-        say(str(fault))
+        report(str(fault))
     home = out / f"seed-{seed}"
     if home.exists():
-        shutil.rmtree(home)  # of an earlier ordeal with this seed
+        shutil.rmtree(home)  # of an earlier scenario with this seed
     folders = deal_digits(home / "parts", names)
-    values = {**ORDEAL, "rounds": rounds}
-    say("the calm run, to compare with")
-    reference = calm_run(folders, values, home / "calm")
-    say("now the ordeal")
+    values = {**SCENARIO, "rounds": rounds}
+    report("undisturbed run, for comparison")
+    reference = undisturbed_run(folders, values, home / "calm")
+    report("injecting faults")
     with Fleet() as fleet:
-        outcome = run_ordeal(
+        outcome = run_scenario(
             home,
             folders,
             schedule,
             values=values,
-            calm=reference,
+            reference=reference,
             duration_s=duration_s,
             seed=seed,
             start=lambda name, module, arguments, log: fleet.start(name, [*program(module), *arguments], log),
             network=shape,
             broker=broker,
-            say=say,
+            report=report,
         )
     content = msgspec.json.format(msgspec.json.encode(outcome))
     atomic_write(home / "outcome.json", content + b"\n")
@@ -109,7 +108,7 @@ def chaos_command(
         Console().print(shown(outcome))
         click.echo(f"logs, state, record and outcome.json: {home}")
     if not outcome.ok:
-        raise FedvitError(f"the federation did not survive as it must; see {home}")
+        raise FedvitError(f"the federation did not recover, or its results differ; see {home}")
 
 
 def deal_digits(parts: Path, names: Sequence[str]) -> list[Path]:

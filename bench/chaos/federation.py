@@ -1,4 +1,4 @@
-"""Real processes for a long ordeal: a coordinator with its broker, and devices, each behind a link of its own."""
+"""Real processes for a scenario: a coordinator with its broker, and devices, each behind its own link."""
 
 import os
 import re
@@ -17,19 +17,20 @@ import psutil
 from bench.chaos.network import Links, Network
 from bench.chaos.schedule import BROKER, COORDINATOR, Fault
 from fedvit.errors import FedvitError, LinkDown
+from fleet.processes import last_line
 from fleet.run import free_port
 
 BROKER_MARKS = ("mosquitto", "coordinator.broker.embedded")
 CLOCK_RIGHT_AFTER_S = 5.0
-TELL_TWIN_S = 60.0
-FEW = 4
-"""Descriptors that any process has in use: with no more allowed it opens nothing, and keeps what it has."""
+TWIN_REFUSED_S = 60.0
+FEW_DESCRIPTORS = 4
+"""Fewer than any process has open: with this limit a process keeps its open files and cannot open another."""
 COMMIT_S = 20.0
-"""Longest wait for a device to write its vault, before it is killed anyway."""
+"""Longest wait for a device to write its vault; afterwards it is killed anyway."""
 
 
 class Process(Protocol):
-    """What is needed of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that a federation uses."""
 
     pid: int
 
@@ -44,13 +45,13 @@ Start = Callable[[str, str, Sequence[str], Path], Process]
 
 
 def worker_of(run: Path) -> int | None:
-    """The worker process of the coordinator that serves a run, as its log says; None where it says nothing."""
-    said: list[str] = re.findall(r"worker process  pid=(\d+)", (run / "coordinator.log").read_text())
-    return int(said[-1]) if said else None
+    """The pid of the worker process of a run's coordinator, from its log; None before the log names one."""
+    pids: list[str] = re.findall(r"worker process  pid=(\d+)", (run / "coordinator.log").read_text())
+    return int(pids[-1]) if pids else None
 
 
 class Federation:
-    """Devices that serve one run after the other, and the coordinator of the run that is going on."""
+    """Devices that serve one run after the other, and the coordinator of the current run."""
 
     def __init__(
         self, home: Path, folders: Sequence[Path], values: dict[str, Any], *, start: Start, network: Network | None,
@@ -79,7 +80,7 @@ class Federation:
     # --- programs -------------------------------------------------------------------------------------
 
     def start_run(self, name: str) -> None:
-        """A coordinator for a new run; the devices are there already, or come."""
+        """Start a coordinator for a new run; devices may be started before or after it."""
         self.run = name
         config = self.home / f"{name}.toml"
         config.write_bytes(msgspec.toml.encode({**self.values, "devices": len(self.folders)}))
@@ -89,11 +90,11 @@ class Federation:
         self.processes[name] = self._device(name, name, self.home / "state" / name, clock_s)
 
     def ready(self) -> bool:
-        """Whether a round is under way: there is something to disturb."""
+        """Whether a round is under way, so that a fault can disturb it."""
         return self.status() == "running" and self.broker() is not None and self.ended() is None
 
     def status(self) -> str:
-        """Of the run, as its record says; empty while there is none."""
+        """Of the run, from its record; empty while there is none."""
         found = self.query("select status from runs where id = ?", self.run)
         return str(found[0][0]) if found else ""
 
@@ -110,13 +111,13 @@ class Federation:
         return None
 
     def pids(self) -> dict[str, int]:
-        """Of everything that runs."""
+        """Pid of each running process by name."""
         alive = {name: process.pid for name, process in self.processes.items() if process.poll() is None}
         broker = self.broker() if COORDINATOR in alive else None
         return {**alive, BROKER: broker.pid} if broker else alive
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
-        """Read the record while it is written; nothing while there is none."""
+        """Read the record while it is written; no rows while there is none."""
         try:
             with closing(sqlite3.connect(f"file:{self.runs / 'fedvit.db'}?mode=ro", uri=True, timeout=5)) as database:
                 return database.execute(sql, values).fetchall()
@@ -126,18 +127,17 @@ class Federation:
     def log(self, name: str) -> Path:
         return self.home / f"{name}.log"
 
-    def last_words(self, name: str) -> str:
-        lines = self.log(name).read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+    def last_line(self, name: str) -> str:
+        return last_line(self.log(name))
 
     def _coordinator(self, arguments: Sequence[str], clock_s: float = 0.0) -> None:
         broker = ["--broker", self._broker, "--broker.port", str(self.port)]
-        given = ["start", "--runs", str(self.runs), *broker, *arguments]
-        self.processes[COORDINATOR] = self._program(COORDINATOR, "coordinator.cli", given, clock_s)
+        flags = ["start", "--runs", str(self.runs), *broker, *arguments]
+        self.processes[COORDINATOR] = self._program(COORDINATOR, "coordinator.cli", flags, clock_s)
 
     def _device(self, log: str, name: str, state: Path, clock_s: float = 0.0) -> Process:
-        given = ["--broker", f"127.0.0.1:{self.links.port(name)}", "--data", str(self.folders[name]), "--id", name]
-        return self._program(log, "edge_client.cli", [*given, "--state", str(state), "--threads", "1"], clock_s)
+        flags = ["--broker", f"127.0.0.1:{self.links.port(name)}", "--data", str(self.folders[name]), "--id", name]
+        return self._program(log, "edge_client.cli", [*flags, "--state", str(state), "--threads", "1"], clock_s)
 
     def _program(self, name: str, module: str, arguments: Sequence[str], clock_s: float) -> Process:
         if clock_s:
@@ -147,18 +147,18 @@ class Federation:
 
     # --- faults ---------------------------------------------------------------------------------------
 
-    def suffer(self, fault: Fault) -> None:
-        """Do it, for as long as it lasts; afterwards everything that was killed is started again."""
+    def inject(self, fault: Fault) -> None:
+        """Inject a fault for as long as it lasts; afterwards every killed process has been started again."""
         self._apply[fault.kind](fault)
 
-    def _again(self, target: str, clock_s: float = 0.0) -> None:
+    def _restart(self, target: str, clock_s: float = 0.0) -> None:
         if target == COORDINATOR:
-            if self.status() != "finished":  # in its very last moment
+            if self.status() != "finished":  # the run may have finished just before the kill
                 self._coordinator(["--resume", self.run], clock_s)
         else:
             self.start_device(target, clock_s)
 
-    def _end(self, target: str) -> None:
+    def _kill_process(self, target: str) -> None:
         process = self.processes[target]
         process.kill()
         process.wait(20)
@@ -167,11 +167,11 @@ class Federation:
         if fault.target == BROKER:
             self._signal_broker(signal.SIGKILL)  # its coordinator starts it again
             return
-        self._end(fault.target)
-        self._again(fault.target)
+        self._kill_process(fault.target)
+        self._restart(fault.target)
 
     def _kill_worker(self, _fault: Fault) -> None:
-        with suppress(OSError, ProcessLookupError):  # it is only being started
+        with suppress(OSError, ProcessLookupError):  # the worker may be starting
             if pid := worker_of(self.runs / self.run):
                 os.kill(pid, signal.SIGKILL)
 
@@ -190,44 +190,41 @@ class Federation:
                 broker.send_signal(number)
 
     def _lose_link(self, fault: Fault) -> None:
-        lose = self.links.cut if fault.kind == "drop" else self.links.fall_silent
+        lose = self.links.cut if fault.kind == "drop" else self.links.silence
         lose(fault.target)
         time.sleep(fault.lasts_s)
         self.links.mend(fault.target)
 
     def _twin(self, fault: Fault) -> None:
-        """It is told that its id is taken, and leaves when it is asked to. Raises FedvitError when nobody tells it."""
+        """Start a second process with a device's id, which must be refused. Raises FedvitError when it is not."""
         name = f"twin-{fault.number}"
         twin = self._device(name, fault.target, self.home / "state" / name)
-        until = time.monotonic() + TELL_TWIN_S
+        until = time.monotonic() + TWIN_REFUSED_S
         try:
             while "is online already" not in self.log(name).read_text():
                 if twin.poll() is not None or time.monotonic() > until:
-                    raise FedvitError(f"a second {fault.target} was not told that its id is taken; {self.log(name)}")
+                    raise FedvitError(f"a second {fault.target} was not refused for its id; log: {self.log(name)}")
                 time.sleep(0.1)
         finally:
             twin.send_signal(signal.SIGTERM)
             twin.wait(30)
 
     def _limit(self, fault: Fault) -> None:
-        """Nothing that the process writes may grow, or nothing can be opened by it: as on a full disk, or with all
-        descriptors in use."""
+        """Let no file of the process grow, as on a full disk, or let it open none, as with all descriptors in use."""
         pid = self.processes[fault.target].pid
-        what, limit = (resource.RLIMIT_FSIZE, 0) if fault.kind == "full" else (resource.RLIMIT_NOFILE, FEW)
-        try:
-            _, hard = resource.prlimit(pid, what)
-            resource.prlimit(pid, what, (limit, hard))
+        kind, limit = (resource.RLIMIT_FSIZE, 0) if fault.kind == "full" else (resource.RLIMIT_NOFILE, FEW_DESCRIPTORS)
+        with suppress(ProcessLookupError):  # the process may end with its run
+            _, hard = resource.prlimit(pid, kind)
+            resource.prlimit(pid, kind, (limit, hard))
             time.sleep(fault.lasts_s)
-            resource.prlimit(pid, what, (hard, hard))
-        except ProcessLookupError:
-            pass  # its run ended meanwhile
+            resource.prlimit(pid, kind, (hard, hard))
 
     def _wrong_clock(self, fault: Fault) -> None:
-        self._end(fault.target)
-        self._again(fault.target, fault.clock_s)
+        self._kill_process(fault.target)
+        self._restart(fault.target, fault.clock_s)
 
     def _cut_power(self, fault: Fault) -> None:
-        """kill -9 while a round is being written into the vault."""
+        """Kill a device (kill -9) while it writes a round into its vault."""
         vault = self.home / "state" / fault.target / "vault" / self.run
         before = set(os.listdir(vault)) if vault.is_dir() else set()
         until = time.monotonic() + COMMIT_S
@@ -235,13 +232,13 @@ class Federation:
             if vault.is_dir() and set(os.listdir(vault)) - before:
                 break
             time.sleep(0.0005)
-        self._end(fault.target)
-        self._again(fault.target)
+        self._kill_process(fault.target)
+        self._restart(fault.target)
 
     # --- the end --------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Ask all to end; raises LinkDown naming those that do not."""
+        """Terminate all processes. Raises LinkDown naming those that had to be killed."""
         for process in self.processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -249,8 +246,8 @@ class Federation:
         for name, process in self.processes.items():
             try:
                 process.wait(30)
-            except Exception:  # noqa: BLE001 - a process of another kind has an exception of its own for this
+            except Exception:  # noqa: BLE001 - each implementation of Process raises its own timeout
                 stuck.append(name)
                 process.kill()
         if stuck:
-            raise LinkDown(f"{', '.join(stuck)} did not end when asked to")
+            raise LinkDown(f"{', '.join(stuck)} did not end on SIGTERM and was killed")

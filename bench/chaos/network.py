@@ -1,9 +1,8 @@
 """Bad networks on loopback: each device reaches the broker through a link that can be slow, lossy, cut or silent.
 
-A link forwards TCP, so what it can take from a packet is time, not existence: a lost segment, and all behind it, come
-a round trip later, and a sender that meets loss goes no faster than TCP's congestion control lets it. Both are done
-here; the second by the rule of Mathis et al., "The Macroscopic Behavior of the TCP Congestion Avoidance Algorithm",
-1997: MSS / RTT * sqrt(3/2) / sqrt(p).
+A link forwards TCP, so it delays segments and never drops them: a lost segment, and all behind it, arrive a round trip
+later, and loss limits the rate as TCP's congestion control does, by the rule of Mathis et al., "The Macroscopic
+Behavior of the TCP Congestion Avoidance Algorithm", 1997: MSS / RTT * sqrt(3/2) / sqrt(p).
 """
 
 import asyncio
@@ -22,14 +21,14 @@ from fedvit.errors import ConfigError
 
 SEGMENT_BYTES = 1448
 QUEUED_SEGMENTS = 64
-"""What a link holds on its way, in each direction; then its sender has to wait."""
+"""Segments that a link buffers in each direction; when they are used up, the sender waits."""
 START_S = 10.0
 
 Made = TypeVar("Made")
 
 
 class Network(Struct, frozen=True):
-    """What a device's way to the broker is like, in each direction. Without a rate it is as fast as this machine."""
+    """Properties of a device's link to the broker, in each direction. Without a rate it is as fast as this machine."""
 
     bits_per_s: float | None = None
     latency_s: float = 0.0
@@ -58,15 +57,15 @@ class Network(Struct, frozen=True):
         return cls(**values)
 
     def bytes_per_s(self) -> float:
-        """What one TCP connection can carry."""
+        """Rate of one TCP connection."""
         rate = math.inf if self.bits_per_s is None else self.bits_per_s / 8
         if self.loss and self.latency_s:
             rate = min(rate, SEGMENT_BYTES / (2 * self.latency_s) * math.sqrt(1.5 / self.loss))
         return rate
 
 
-class _Lane:
-    """One direction of a link: when what is put in comes out."""
+class _Direction:
+    """One direction of a link: computes when each segment arrives."""
 
     def __init__(self, network: Network, seed: str) -> None:
         self.network = network
@@ -82,20 +81,20 @@ class _Lane:
         arrives = self._free_at + self.network.latency_s
         while self._random.random() < self.network.loss:
             arrives += 2 * self.network.latency_s
-        self._last_due = max(self._last_due, arrives)  # TCP hands nothing over before what came earlier
+        self._last_due = max(self._last_due, arrives)  # TCP delivers in order
         return self._last_due
 
 
 class Link:
-    """One device's way to the broker. `port` is what the device connects to; the methods are for the loop's thread."""
+    """One device's link to the broker. The device connects to `port`; the methods are for the loop's thread."""
 
     def __init__(self, target_port: int, network: Network, seed: str) -> None:
         self.port = 0
-        self.lanes = (_Lane(network, f"{seed} up"), _Lane(network, f"{seed} down"))
+        self.directions = (_Direction(network, f"{seed} up"), _Direction(network, f"{seed} down"))
         self._target_port = target_port
         self._open = True
-        self._speaks = asyncio.Event()
-        self._speaks.set()
+        self._forwarding = asyncio.Event()
+        self._forwarding.set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
 
@@ -104,21 +103,21 @@ class Link:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:
-        """Every connection is reset; new ones, too."""
+        """Reset every connection, and every new one."""
         self._open = False
         for writer in self._writers:
             writer.transport.abort()
 
-    def fall_silent(self) -> None:
-        """Nothing arrives any more on either side."""
-        self._speaks.clear()
+    def silence(self) -> None:
+        """Hold back all data in both directions."""
+        self._forwarding.clear()
 
     def mend(self) -> None:
         self._open = True
-        self._speaks.set()
+        self._forwarding.set()
 
     def close(self) -> None:
-        """Nobody can connect any more."""
+        """Reset all connections and stop listening."""
         self.cut()
         if self._server is not None:
             self._server.close()
@@ -129,52 +128,52 @@ class Link:
             if self._open:
                 await self._connection(device, to_device)
         except OSError:
-            pass  # either side went away: so does the other
+            pass  # one side closed; the other is closed below
         finally:
             to_device.transport.abort()
             self._writers.discard(to_device)
 
     async def _connection(self, device: asyncio.StreamReader, to_device: asyncio.StreamWriter) -> None:
-        await self._speaks.wait()
+        await self._forwarding.wait()
         broker, to_broker = await asyncio.open_connection("127.0.0.1", self._target_port)
         self._writers.add(to_broker)
-        up, down = self.lanes
-        ways = [
+        up, down = self.directions
+        copies = [
             asyncio.ensure_future(self._carry(device, to_broker, up)),
             asyncio.ensure_future(self._carry(broker, to_device, down)),
         ]
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            for copy in copies:
+                copy.cancel()
+            await asyncio.gather(*copies, return_exceptions=True)
             to_broker.transport.abort()
             self._writers.discard(to_broker)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lane: _Lane) -> None:
-        """Until one side closes."""
-        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUED_SEGMENTS)
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: _Direction) -> None:
+        """Copy data in one direction until one side closes."""
+        in_flight: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUED_SEGMENTS)
 
         async def send() -> None:
             while not reader.at_eof():
                 # an unshaped link need not be cut into segments
-                shaped = lane.network != Network()
+                shaped = direction.network != Network()
                 if not (piece := await reader.read(SEGMENT_BYTES if shaped else 65536)):
                     break
-                await under_way.put((lane.due(len(piece)) if shaped else 0.0, piece))
-            await under_way.put((0.0, b""))
+                await in_flight.put((direction.due(len(piece)) if shaped else 0.0, piece))
+            await in_flight.put((0.0, b""))
 
         sending = asyncio.ensure_future(send())
         try:
             while True:
-                due, piece = await under_way.get()
+                due, piece = await in_flight.get()
                 if (wait_s := due - time.monotonic()) > 0:
                     await asyncio.sleep(wait_s)
-                await self._speaks.wait()
+                await self._forwarding.wait()
                 if not piece:
                     return
-                lane.carried_bytes += len(piece)
+                direction.carried_bytes += len(piece)
                 writer.write(piece)
                 await writer.drain()
         finally:
@@ -204,7 +203,7 @@ class Links:
         self._loop.close()
 
     async def _end(self) -> None:
-        """Whoever waits for what a silent link holds back need not wait any longer."""
+        """Close all links and cancel copies that wait on a silent link."""
         for link in self._links.values():
             link.close()
         carrying = asyncio.all_tasks() - {asyncio.current_task()}
@@ -213,7 +212,7 @@ class Links:
         await asyncio.gather(*carrying, return_exceptions=True)
 
     def port(self, name: str) -> int:
-        """Where the device of this name is to connect; its link is made when first asked for."""
+        """The port that the device of this name connects to; its link is made at the first call."""
         if name not in self._links:
 
             async def make() -> Link:
@@ -227,16 +226,16 @@ class Links:
     def cut(self, name: str) -> None:
         self._do(self._links[name].cut)
 
-    def fall_silent(self, name: str) -> None:
-        self._do(self._links[name].fall_silent)
+    def silence(self, name: str) -> None:
+        self._do(self._links[name].silence)
 
     def mend(self, name: str) -> None:
         self._do(self._links[name].mend)
 
     def carried_bytes(self) -> tuple[int, int]:
-        """(up, down), of all devices so far."""
-        lanes = [link.lanes for link in self._links.values()]
-        return sum(up.carried_bytes for up, _ in lanes), sum(down.carried_bytes for _, down in lanes)
+        """(up, down), the sum over all devices so far."""
+        directions = [link.directions for link in self._links.values()]
+        return sum(up.carried_bytes for up, _ in directions), sum(down.carried_bytes for _, down in directions)
 
     def _do(self, action: Callable[[], Made]) -> Made:
         done: Future[Made] = Future()

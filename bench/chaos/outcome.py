@@ -1,10 +1,10 @@
-"""What came of an ordeal, for people and for machines."""
+"""Figures of a scenario, as JSON and for a terminal."""
 
 import re
 from collections import Counter
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, field
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -17,39 +17,39 @@ PICTURE_WIDTH = 72
 _ACCEPTED = re.compile(r"result accepted .*\bdevice=(\S+) round=(\d+) kind=(\S+)")
 
 
-class Suffered(Struct, frozen=True):
-    """A fault that was done."""
+class InjectedFault(Struct, frozen=True):
+    """A fault, and how long recovery took."""
 
     fault: Fault
-    done_at_s: float  # when it was over
-    recovered_s: float | None  # until a round with all devices closed; None: that never came
+    done_at_s: float  # when the fault was over
+    recovered_s: float | None  # until a round with all devices closed; None: none did
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """Figures of an ordeal; `ok` says whether everything was as it must be."""
+    """Figures of a scenario; `ok` is whether all expectations hold."""
 
     seed: int
     seconds: float
-    suffered: list[Suffered]
+    injected: list[InjectedFault] = field(name="suffered")
     runs: int  # finished
     runs_compared: int  # of them, those in which every device answered every round
     runs_equal: int  # of those, with the tensors of the undisturbed run, bit for bit
     rounds_closed: int
-    rounds_complete: int  # every device's result was taken
-    round_s: float | None  # median over complete rounds, from their asking to their closing
+    rounds_complete: int  # every device's result was accepted
+    round_s: float | None  # median over complete rounds, from opening to closing
     results_accepted: int
     results_refused: int
     duplicates_applied: int
     longest_standstill_s: float
     memory: dict[str, Memory]
-    carried_up_bytes: int  # on the devices' links, with everything that MQTT and our control messages add
+    carried_up_bytes: int  # on the devices' links, with the overhead of MQTT and control messages
     carried_down_bytes: int
-    blob_bytes: int  # of that, what had to be carried: sizes of results and of what they were made from
+    blob_bytes: int  # of that, the blobs that were fetched and uploaded
     moments: list[Moment]
 
     @property
     def ok(self) -> bool:
-        recovered = all(entry.recovered_s is not None for entry in self.suffered)
+        recovered = all(entry.recovered_s is not None for entry in self.injected)
         return recovered and not self.duplicates_applied and self.runs_equal == self.runs_compared
 
     @property
@@ -61,7 +61,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 def count_duplicates(log: Path) -> int:
-    """Results that a coordinator took more than once, going by what it logged, in files that are old by now, too."""
+    """Results that a coordinator accepted more than once, from its log and the rotated files of it."""
     taken: Counter[tuple[str, ...]] = Counter()
     for file in log.parent.glob(f"{log.name}*"):
         taken.update(_ACCEPTED.findall(file.read_text(errors="replace")))
@@ -76,8 +76,8 @@ def _faults(outcome: Outcome) -> Table:
     table = new_table("faults")
     for name in ("kind", "target", "times", "recovered", "slowest"):
         table.add_column(name)
-    pairs: dict[tuple[str, str], list[Suffered]] = {}
-    for entry in outcome.suffered:
+    pairs: dict[tuple[str, str], list[InjectedFault]] = {}
+    for entry in outcome.injected:
         pairs.setdefault((entry.fault.kind, entry.fault.target), []).append(entry)
     for (kind, target), entries in sorted(pairs.items()):
         times = [entry.recovered_s for entry in entries if entry.recovered_s is not None]
@@ -87,10 +87,10 @@ def _faults(outcome: Outcome) -> Table:
 
 
 def _figures(outcome: Outcome) -> Table:
-    table = new_table("what came of it")
-    table.add_column("what")
+    table = new_table("outcome")
     table.add_column("figure")
-    equal = f"{outcome.runs_equal} of {outcome.runs_compared} that every device answered in full"
+    table.add_column("value")
+    equal = f"{outcome.runs_equal} of {outcome.runs_compared} in which every device answered every round"
     table.add_row("runs finished", str(outcome.runs))
     table.add_row("runs with the undisturbed run's tensors", equal)
     table.add_row("rounds closed / with all devices", f"{outcome.rounds_closed} / {outcome.rounds_complete}")
@@ -110,7 +110,7 @@ def _figures(outcome: Outcome) -> Table:
 
 
 def picture(moments: list[Moment], seconds: float) -> str:
-    """A line for each target over the whole time: what happened to it, and below when rounds closed.
+    """One line per target with its faults over time, and a last line with the moments at which rounds closed.
 
     >>> print(picture([Moment(0.0, "a", "k"), Moment(9.9, "a", "h"), Moment(5.0, "rounds", "|")], 10.0))
     a       k......................................................................h

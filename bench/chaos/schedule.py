@@ -1,4 +1,4 @@
-"""Which fault meets whom, and when: drawn from a seed, so that the same seed gives the same schedule."""
+"""The kinds of faults, and schedules of them drawn from a seed: the same seed gives the same schedule."""
 
 import random
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ YEAR_S = 365 * 86400.0
 
 
 class Kind(NamedTuple):
-    """What can go wrong, to whom, and how long at least and at most; 0: it is over at once."""
+    """A kind of fault: its possible targets and its shortest and longest duration; 0: it is over at once."""
 
     targets: tuple[str, ...]
     least_s: float
     most_s: float
-    words: str
+    description: str
 
 
 KINDS: dict[str, Kind] = {
     "kill": Kind((COORDINATOR, BROKER, DEVICE), 0, 0, "kill -9; the coordinator and devices are started again"),
     "hang": Kind((COORDINATOR, BROKER, DEVICE), 2, 20, "stopped (SIGSTOP) for a while"),
-    "drop": Kind((DEVICE,), 1, 60, "the link is cut, and refused for a while"),
-    "silence": Kind((DEVICE,), 2, 60, "the link carries nothing for a while, and nobody is told"),
+    "drop": Kind((DEVICE,), 1, 60, "the link is cut, and connections are refused for a while"),
+    "silence": Kind((DEVICE,), 2, 60, "the link holds back all data for a while; connections stay open"),
     "twin": Kind((DEVICE,), 0, 0, "a second process with the same id"),
     "full": Kind((COORDINATOR, DEVICE), 3, 20, "no file can grow for a while, as on a full disk"),
     "descriptors": Kind((COORDINATOR, DEVICE), 3, 20, "no file or connection can be opened for a while"),
-    "clock": Kind((COORDINATOR, DEVICE), 0, 0, "killed, and started with a clock a year off that is put right later"),
+    "clock": Kind((COORDINATOR, DEVICE), 0, 0, "killed, and started with a clock a year off that is corrected later"),
     "power": Kind((DEVICE,), 0, 0, "killed while it writes its vault"),
     "worker": Kind((COORDINATOR,), 0, 0, "kill -9 of its worker process, which it starts again"),
 }
@@ -39,7 +39,7 @@ class Fault(Struct, frozen=True):
     """One line of a schedule."""
 
     number: int
-    at_s: float  # since the beginning, at the earliest: faults come one after the other
+    at_s: float  # earliest time since the start: faults are injected one after the other
     kind: str
     target: str  # coordinator, broker, or a device's id
     lasts_s: float
@@ -60,13 +60,14 @@ def draw_schedule(
     kinds: Sequence[str] = (),
     longest_s: float = 60.0,
 ) -> list[Fault]:
-    """Faults about `every_s` apart; each kind meets each sort of target once before any does so again.
+    """Faults about `every_s` apart; every pair of kind and target is used once before any is used again.
 
-    `kinds`: only these; none: all. No fault lasts longer than `longest_s`. Raises ConfigError for an unknown kind.
+    `kinds` are the kinds to use; empty: all. No fault lasts longer than `longest_s`. Raises ConfigError for an unknown
+    kind.
     """
     for name in kinds:
         if name not in KINDS:
-            raise ConfigError(f"fault {name!r} is unknown; there are {', '.join(KINDS)}")
+            raise ConfigError(f"fault {name!r} is unknown; known are {', '.join(KINDS)}")
     random_ = random.Random(seed)
     pairs: list[tuple[str, str]] = []
     faults: list[Fault] = []

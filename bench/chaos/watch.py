@@ -1,4 +1,4 @@
-"""What can be seen from outside while a federation suffers: progress, standstills, memory."""
+"""Observes a federation from outside: progress, standstills, memory."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ class Memory(Struct):
 
 
 class Moment(NamedTuple):
-    """Something that happened, for the picture."""
+    """An event in the picture of a scenario."""
 
     at_s: float
     target: str
@@ -29,9 +29,9 @@ class Moment(NamedTuple):
 
 
 class Watch:
-    """Looks at a federation from a thread of its own; use as a context manager.
+    """Samples a federation from its own thread; use as a context manager.
 
-    Clocks of the programs may be wrong, so what counts is when this process sees a change.
+    Times are those at which this process sees a change, since the programs' clocks may be wrong.
     """
 
     def __init__(self, federation: Federation) -> None:
@@ -43,7 +43,7 @@ class Watch:
         self._seen = (0, 0)
         self._changed_at = time.monotonic()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look_on, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._sample, name="watch", daemon=True)
 
     def __enter__(self) -> "Watch":
         self._thread.start()
@@ -58,7 +58,7 @@ class Watch:
         return time.monotonic() - self.began
 
     def complete_rounds(self) -> int:
-        """Rounds so far, of all runs, in which every device's result was taken."""
+        """Rounds so far, of all runs, in which every device's result was accepted."""
         sql = "select count(*) from rounds where closed_at is not null and json_extract(figures, '$.accepted') = ?"
         found = self.federation.query(sql, float(len(self.federation.devices)))
         return int(found[0][0]) if found else 0
@@ -66,7 +66,7 @@ class Watch:
     def note(self, target: str, sign: str) -> None:
         self.moments.append(Moment(self.now_s, target, sign))
 
-    def _look_on(self) -> None:
+    def _sample(self) -> None:
         while not self._stop.wait(EVERY_S):
             progress = self._progress()
             for name, pid in self.federation.pids().items():
@@ -76,12 +76,12 @@ class Watch:
                     continue
                 known = self.memory.setdefault(name, Memory(rss_bytes, rss_bytes, rss_bytes))
                 known.peak = max(known.peak, rss_bytes)
-                if progress:  # else it may be a successor that is only starting
+                if progress:  # otherwise it may be a new process that is starting
                     known.end = rss_bytes
                     known.start = known.start if self._seen[0] > 1 else rss_bytes
 
     def _progress(self) -> bool:
-        """Whether a round has closed since the last look."""
+        """Whether a round has closed since the last sample."""
         found = self.federation.query(
             "select (select count(*) from rounds where closed_at is not null), (select count(*) from results)"
         )
@@ -91,6 +91,6 @@ class Watch:
             self.note("rounds", "|")
         if seen != self._seen:
             self._seen, self._changed_at = seen, now
-        if self._seen[1]:  # before the first result devices are only starting
+        if self._seen[1]:  # before the first result, devices are starting
             self.longest_standstill_s = max(self.longest_standstill_s, now - self._changed_at)
         return closed

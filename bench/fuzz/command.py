@@ -1,4 +1,4 @@
-"""`python -m bench fuzz`: throw damaged messages and graphs at both programs, and see whether they bear it."""
+"""`python -m bench fuzz`: send damaged messages and graphs to both programs, and check that they refuse them."""
 
 import logging
 import sys
@@ -13,23 +13,23 @@ from fedvit.logs import configure_logging
 
 
 @click.command("fuzz")
-@click.option("--messages", type=click.IntRange(min=8), default=20_000, help="Damaged messages in all.")
+@click.option("--messages", type=click.IntRange(min=8), default=20_000, help="Number of damaged messages.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="The same seed gives the same damage.")
 @click.option(
     "--broker",
     "what",
     flag_value="broker",
-    help="Send them over a real broker to a coordinator and an edge-client that are processes of their own.",
+    help="Send them over a real broker to a coordinator and an edge-client in their own processes.",
 )
 @click.option(
     "--graphs",
     "what",
     flag_value="graphs",
-    help="Graphs in place of messages: what a device accepts must name no file to any of protobuf's own readers.",
+    help="Graphs instead of messages: no reader of protobuf may find the name of a file in an accepted graph.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def fuzz_command(messages: int, seed: int, what: str | None, as_json: bool) -> None:
-    """Throw damaged and hostile messages at both programs; fails when one of them does not bear it."""
+    """Send damaged and hostile messages to both programs; fails when one of them crashes, hangs or accepts too much."""
     configure_logging(level=logging.CRITICAL)  # every refusal is a line of the log
     if what == "broker":
         from bench.fuzz.over_broker import fuzz_over_broker as fuzz

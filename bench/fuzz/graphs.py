@@ -1,7 +1,7 @@
-"""Fuzzing the check of graphs: no graph in which protobuf reads the name of a file may get past it.
+"""Fuzzing of the check of graphs: it must refuse every graph in which protobuf reads the name of a file.
 
-Graphs of ours get something hostile somewhere, are written down as no honest software would, and are read by the check
-and by both of protobuf's own readers: the one of its Python package, and that of C++, which the engine has, too.
+Valid graphs get a hostile element somewhere and are encoded in unusual ways. The check reads them, and so do both
+readers of protobuf: that of its Python package, and that of C++, which the engine also uses.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from bench.fuzz.mutations import Mutator
-from bench.fuzz.report import FuzzReport, Part
+from bench.fuzz.report import FuzzReport, Part, describe
 from fedvit.errors import BadPayload
 from fedvit.onnx_file import check_self_contained
 from fedvit.protobuf import FIXED32, FIXED64, LENGTH, VARINT, varint
 from profiles.probes.speed import GRAPHS
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 # --- what is hostile ----------------------------------------------------------------------------------
 
 
 def _elsewhere(random: Random) -> TensorProto:
-    """A tensor that lies in another file; sometimes only one half of what says so."""
+    """A tensor with external data; sometimes with only one of the two fields that declare it."""
     tensor = TensorProto(name="v", data_type=TensorProto.FLOAT, dims=[4])
     half = random.random()
     if half < 0.9:
@@ -93,7 +93,7 @@ FORMS = (
 
 
 class _Writer:
-    """Writes a message as protobuf does, but for one form of dishonesty, which shows in a few places or in many."""
+    """Encodes a message as protobuf does, except for one deviation `form`, in a random share of places."""
 
     def __init__(self, form: str, random: Random) -> None:
         self._form = form
@@ -127,7 +127,7 @@ class _Writer:
             return self._tag(number, FIXED64) + struct.pack("<d", value)
         if not isinstance(value, Message | str | bytes):
             if self._now("other kinds"):
-                written = varint(value)  # as if there were several, packed
+                written = varint(value)  # as a packed list
                 return self._tag(number, LENGTH) + varint(len(written)) + written
             return self._tag(number, VARINT) + self._number(value, "long numbers")
         content = self.message(value) if isinstance(value, Message) else _raw(value)
@@ -161,12 +161,12 @@ class _Writer:
 
 
 def _halves(message: Message) -> Iterator[Message]:
-    """Two messages that readers merge into this one: a repeated field's entries are in one of them."""
+    """Two messages that readers merge into this one: the entries of a repeated field are in one of them."""
     for first in (True, False):
         half = type(message)()
         half.CopyFrom(message)
-        for place, (field, _) in enumerate(message.ListFields()):
-            if (place % 2 == 0) is not first:
+        for index, (field, _) in enumerate(message.ListFields()):
+            if (index % 2 == 0) is not first:
                 half.ClearField(field.name)
         yield half
 
@@ -179,7 +179,7 @@ def _raw(value: str | bytes) -> bytes:
 
 
 def readings(raw: bytes) -> list[ModelProto]:
-    """What protobuf's readers see in the bytes: that of Python and that of C++, where they read them at all."""
+    """The messages that protobuf's readers of Python and of C++ decode from the bytes; none where decoding fails."""
     found: list[ModelProto] = []
     with contextlib.suppress(DecodeError):
         found.append(ModelProto.FromString(raw))
@@ -189,7 +189,7 @@ def readings(raw: bytes) -> list[ModelProto]:
 
 
 class _Written(NamedTuple):
-    """Bytes where onnx expects a message, of which it wants the bytes."""
+    """Bytes in place of a message, for functions of onnx that serialize their argument."""
 
     raw: bytes
 
@@ -198,20 +198,20 @@ class _Written(NamedTuple):
 
 
 def _read_by_cpp(raw: bytes) -> ModelProto:
-    """onnx hands its C++ the bytes as they are, and gets a message back. Raises ValueError when they are none."""
+    """The message that onnx's C++ code reads from the bytes. Raises ValueError when they are no message."""
     try:
         return onnx.shape_inference.infer_shapes(raw)
     except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError):  # a message, but no sound model
         try:
             return onnx.inliner.inline_local_functions(cast(ModelProto, _Written(raw)))
-        except (onnx.checker.ValidationError, RuntimeError):  # it has functions, and cannot put them in place
+        except (onnx.checker.ValidationError, RuntimeError):  # it has functions that cannot be inlined
             return ModelProto(functions=[FunctionProto()])
 
 
 def is_hostile(message: Message) -> bool:
-    """Whether an engine could read another file because of it, or a reader that knows more fields could see something.
+    """Whether an engine could read another file because of it, or it has fields that only other readers know.
 
-    What can hold neither a node nor a tensor is not looked into.
+    Messages that can hold neither a node nor a tensor are skipped.
     """
     if any(_is_hidden(message, unknown.field_number) for unknown in UnknownFieldSet(message)):
         return True
@@ -232,7 +232,7 @@ def is_hostile(message: Message) -> bool:
 
 
 def _is_hidden(message: Message, number: int) -> bool:
-    """Whether another reader may make something of what this one does not know: not of a value that an enum lacks."""
+    """Whether another reader may understand an unknown field; an unknown value of an enum does not count."""
     field = message.DESCRIPTOR.fields_by_number.get(number)
     return field is None or field.enum_type is None or field.name == "data_location"
 
@@ -240,15 +240,13 @@ def _is_hidden(message: Message, number: int) -> bool:
 # --- all of it ----------------------------------------------------------------------------------------
 
 
-def fuzz_graphs(messages: int, seed: int, say: Say) -> FuzzReport:
-    """As many mutated graphs against the check. A finding: a hostile one is accepted, or an honest one refused."""
+def fuzz_graphs(messages: int, seed: int, log: Log) -> FuzzReport:
+    """Give `messages` mutated graphs to the check. A finding: it accepts a hostile graph or refuses a valid one."""
     part, mutator = Part("graphs"), Mutator(seed)
     random = mutator.random
     honest = [ModelProto.FromString(file.read_bytes()) for file in _seeds()]
     began = time.monotonic()
-    for number in range(messages):
-        if number % max(1, messages // 30) == 0:
-            part.look_at_memory()
+    for _ in part.numbers(messages):
         model = ModelProto()
         model.CopyFrom(random.choice(honest))
         what = random.choice([*HOSTILE]) if random.random() < 0.75 else "nothing"
@@ -262,24 +260,23 @@ def fuzz_graphs(messages: int, seed: int, say: Say) -> FuzzReport:
             accepted = True
         except BadPayload:
             accepted = False
-        except Exception as error:  # noqa: BLE001 - that is what is looked for
+        except Exception as error:  # noqa: BLE001 - any other exception is a finding
             accepted = False
-            part.finding(f"{what}, {form}: {type(error).__name__}: {error}"[:500])
+            part.finding(f"{what}, {form}: {describe(error)}")
         read = readings(raw)
         hostile = any(is_hostile(one) for one in read)
         if accepted and hostile:
-            part.finding(f"{what}, {form}: accepted, and to protobuf it is hostile: {raw.hex()}")
+            part.finding(f"{what}, {form}: accepted, but protobuf reads a hostile graph: {raw.hex()}")
         if not accepted and what == "nothing" and form == FORMS[0]:
-            part.finding(f"an honest graph is refused: {raw.hex()}"[:500])
+            part.finding(f"a valid graph is refused: {raw.hex()}"[:500])
         seen = "hostile" if hostile else "harmless" if read else "no protobuf"
         part.add(f"{form}: {seen}", accepted=accepted)
-    part.look_at_memory()
     part.seconds = time.monotonic() - began
     part.check_memory()
-    say(f"graphs: {part.sent} graphs, {len(part.findings)} findings, {part.seconds:.0f} s")
+    log(f"graphs: {part.sent} graphs, {len(part.findings)} findings, {part.seconds:.0f} s")
     return FuzzReport(seed, [part])
 
 
 def _seeds() -> list[Path]:
-    """Graphs of ours, but for those that would only take longer."""
+    """The small graphs that fedvit ships; larger ones would only take longer."""
     return [file for file in sorted(GRAPHS.glob("*.onnx")) if file.stat().st_size < 1000]

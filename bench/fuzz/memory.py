@@ -1,4 +1,4 @@
-"""Fuzzing inside one process: the decoders, then a real Agent, then a real Coordinator while its rounds go on."""
+"""Fuzzing in one process: the decoders, then a real Agent, then a real Coordinator while it runs rounds."""
 
 import secrets
 import tempfile
@@ -15,7 +15,7 @@ import numpy as np
 from bench.edge import noise_folder
 from bench.fuzz.mutations import Mutator
 from bench.fuzz.peer import HANG_S, Peer
-from bench.fuzz.report import FuzzReport, Part
+from bench.fuzz.report import FuzzReport, Part, describe
 from bench.fuzz.seeds import RUN, SETTINGS, from_coordinator, from_device, hello
 from coordinator.compute.engine import Engine
 from coordinator.config import RunConfig
@@ -54,17 +54,17 @@ from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_BYTES, Chunk, decode_chunk
 from profiles.probes.host import device_profile
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 BATCH = 100
 PROGRAM_EVERY = 40
-"""So many messages to the agent for each damaged Program, tensor file or upload: those take a transfer."""
+"""Messages for each damaged Program, tensor file or upload, which take a transfer."""
 HOSTILE = ("mallory", "eve", "trudy", "..", "a b")
-"""The first one is in the run when the fuzzing begins; the last two cannot be names."""
+"""Names of hostile devices. The first has joined the run before the fuzzing; the last two are invalid names."""
 
 
 class Scene(NamedTuple):
-    """What all parts need: a tiny run that could be served."""
+    """A tiny run that all parts use."""
 
     folder: Path
     config: RunConfig
@@ -89,7 +89,7 @@ class Scene(NamedTuple):
         return Task(instance, epoch, RUN, 1, "train", 0, self.plan.first.digest, groups, manifests, 60.0)
 
 
-def fuzz_in_memory(messages: int, seed: int, say: Say, *, cache: Path | None = None) -> FuzzReport:
+def fuzz_in_memory(messages: int, seed: int, log: Log, *, cache: Path | None = None) -> FuzzReport:
     """A quarter of the messages to the decoders, a quarter to an agent, half to a coordinator; see `Part.findings`."""
     with tempfile.TemporaryDirectory(prefix="fedvit-fuzz-") as folder:
         home = Path(folder)
@@ -99,19 +99,19 @@ def fuzz_in_memory(messages: int, seed: int, say: Say, *, cache: Path | None = N
         blobs = BlobStore(home / "server")
         scene = Scene(home, config, make_plan(config, classes, blobs, cache=cache), blobs, data, cache)
         parts = [
-            _timed(say, _decoders, scene, messages // 4, seed),
-            _timed(say, _agent, scene, messages // 4, seed + 1),
-            _timed(say, _coordinator, scene, messages - 2 * (messages // 4), seed + 2),
+            _timed(log, _decoders, scene, messages // 4, seed),
+            _timed(log, _agent, scene, messages // 4, seed + 1),
+            _timed(log, _coordinator, scene, messages - 2 * (messages // 4), seed + 2),
         ]
     return FuzzReport(seed, parts)
 
 
-def _timed(say: Say, part: Callable[[Scene, int, int], Part], scene: Scene, messages: int, seed: int) -> Part:
+def _timed(log: Log, part: Callable[[Scene, int, int], Part], scene: Scene, messages: int, seed: int) -> Part:
     began = time.monotonic()
     made = part(scene, messages, seed)
     made.seconds = time.monotonic() - began
     made.check_memory()
-    say(f"{made.name}: {made.sent} messages, {len(made.findings)} findings, {made.seconds:.0f} s")
+    log(f"{made.name}: {made.sent} messages, {len(made.findings)} findings, {made.seconds:.0f} s")
     return made
 
 
@@ -119,13 +119,13 @@ def _timed(say: Say, part: Callable[[Scene, int, int], Part], scene: Scene, mess
 
 
 def _decoders(scene: Scene, messages: int, seed: int) -> Part:
-    """Pure functions of bytes: whatever they are given, they return or raise FedvitError."""
+    """Pure functions of bytes: for any input they return, or raise FedvitError."""
     part, mutator = Part("decoders"), Mutator(seed)
     program = scene.plan.first.program
     task = scene.task("instance", 1)
     upload = pack({name: np.zeros(spec.shape, spec.dtype) for name, spec in program.tensors.items()})
     manifest = Manifest("blake3:" + "ab" * 32, 5 * CHUNK_BYTES, CHUNK_BYTES)
-    words = [
+    control = [
         encode(message)
         for message in (
             *from_device("instance", scene.classes, task, manifest),
@@ -150,7 +150,7 @@ def _decoders(scene: Scene, messages: int, seed: int) -> Part:
         check_self_contained(file)
 
     targets: list[tuple[str, list[bytes], Callable[[bytes, bytes], tuple[str, bytes]], Callable[[bytes], object]]] = [
-        ("message", words, mutator.message, decode),
+        ("message", control, mutator.message, decode),
         ("chunk", chunks, mutator.chunk, decode_chunk),
         ("program", programs, mutator.document, decode_program),
         ("program's bytes", programs, mutator.damaged, decode_program),
@@ -159,9 +159,7 @@ def _decoders(scene: Scene, messages: int, seed: int) -> Part:
         ("graph", graphs, mutator.damaged, read_graph),
     ]
     weights = (6, 2, 3, 1, 2, 2, 1)
-    for number in range(messages):
-        if number % max(1, messages // 30) == 0:
-            part.look_at_memory()
+    for _ in part.numbers(messages):
         [(name, valid, damage, read)] = mutator.random.choices(targets, weights)
         kind, raw = damage(mutator.random.choice(valid), mutator.random.choice(valid))
         began = time.monotonic()
@@ -170,13 +168,12 @@ def _decoders(scene: Scene, messages: int, seed: int) -> Part:
             accepted = True
         except FedvitError:
             accepted = False
-        except Exception as error:  # noqa: BLE001 - that is what is looked for
+        except Exception as error:  # noqa: BLE001 - any other exception is a finding
             accepted = False
-            part.finding(f"{name} ({kind}): {type(error).__name__}: {error}"[:500])
+            part.finding(f"{name} ({kind}): {describe(error)}")
         if (took_s := time.monotonic() - began) > HANG_S:
             part.finding(f"{name} ({kind}): took {took_s:.0f} s")
         part.add(name, accepted=accepted)
-    part.look_at_memory()
     return part
 
 
@@ -197,20 +194,20 @@ class _Serving:
     def _run(self) -> None:
         try:
             self.outcome = self._serve()
-        except BaseException as error:  # noqa: BLE001 - that is what is looked for
+        except BaseException as error:  # noqa: BLE001 - any exception that ends a program is a finding
             self.outcome = error
 
-    def settled(self, part: Part) -> bool:
-        """Wait until it has dealt with what was sent; False, and a finding, when it ended or hangs."""
+    def is_idle(self, part: Part) -> bool:
+        """Wait until it has handled all messages; False, and a finding, when it has ended or hangs."""
         until = time.monotonic() + HANG_S
         while self.thread.is_alive():
             if self.inbox.empty():
                 return True
             if time.monotonic() > until:
-                part.finding(f"{self.name} did not deal with {BATCH} messages within {HANG_S:.0f} s")
+                part.finding(f"{self.name} did not handle {BATCH} messages within {HANG_S:.0f} s")
                 return False
             time.sleep(0.001)
-        part.finding(f"{self.name} ended: {type(self.outcome).__name__}: {self.outcome}"[:500])
+        part.finding(f"{self.name} ended: {describe(self.outcome)}")
         return False
 
 
@@ -229,8 +226,8 @@ def _make_agent(scene: Scene, broker: MemoryBroker, name: str, home: Path) -> Ag
     )
 
 
-def _passes(raw: bytes) -> object:
-    """The message, or None where it is refused at once."""
+def _decoded(raw: bytes) -> object:
+    """The message, or None where the decoder refuses it."""
     try:
         return decode(raw)
     except FedvitError:
@@ -241,7 +238,7 @@ def _passes(raw: bytes) -> object:
 
 
 def _agent(scene: Scene, messages: int, seed: int) -> Part:
-    """A false coordinator against a real agent, which must then do an honest task."""
+    """A hostile coordinator against a real agent, which must do a valid task afterwards."""
     part, mutator = Part("device"), Mutator(seed)
     broker, topics = MemoryBroker(), Topics(scene.config.federation)
     base = f"fl1/{scene.config.federation}/d/+"
@@ -250,19 +247,17 @@ def _agent(scene: Scene, messages: int, seed: int) -> Part:
         scene.blobs.folder,
         f"{base}/up/ctl",
         f"{base}/st",
-        sends=topics.broadcast,
+        topic=topics.to_device("victim"),
+        upload_topic=topics.broadcast,
     )
-    peer.talks_on = topics.to_device("victim")
     agent = _make_agent(scene, broker, "victim", scene.folder / "victim")
     stop = threading.Event()
     device = _Serving("the agent", lambda: agent.serve(stop), agent.transport.inbox)
     instance = peer.wait_for(Hello, "the agent's hello").instance
     task = scene.task(instance, 1)
     kept = "blake3:" + "0" * 64
-    peer.say(encode(Welcome(instance, 1, "")))
-    for number in range(messages):
-        if number % max(1, messages // 30) == 0:
-            part.look_at_memory()
+    peer.send(encode(Welcome(instance, 1, "")))
+    for number in part.numbers(messages):
         if number % PROGRAM_EVERY == 0:
             kind, raw = "task with a damaged blob", encode(_damaged_task(scene, mutator, task, number))
         else:
@@ -272,44 +267,43 @@ def _agent(scene: Scene, messages: int, seed: int) -> Part:
                 manifest = mutator.random.choice(task.blobs)
                 piece = Chunk(manifest.digest, 0, manifest.chunks, manifest.size, 1, bytes(manifest.size % CHUNK_BYTES))
                 _, raw = mutator.chunk(piece.encode(), valid[0])
-                peer.say(raw, topics.broadcast(manifest.digest))
+                peer.send(raw, topics.broadcast(manifest.digest))
                 part.add(kind, accepted=_is_chunk(raw))
                 continue
             original = mutator.random.choice(valid)
             kind = str(msgspec.msgpack.decode(original[1:])[0])
             _, raw = mutator.message(original, mutator.random.choice(valid))
-        message = _passes(raw)
+        message = _decoded(raw)
         if isinstance(message, Refused) and message.instance == instance:
-            continue  # what a device obeys is no finding
-        peer.say(raw, mutator.random.choice((peer.talks_on, peer.talks_on, topics.coordinator_state)))
+            continue  # the device would obey
+        peer.send(raw, mutator.random.choice((peer.topic, peer.topic, topics.coordinator_state)))
         part.add(kind, accepted=message is not None)
         if number % BATCH == 0 or number % PROGRAM_EVERY == 0:
-            if not device.settled(part):
+            if not device.is_idle(part):
                 break
             if number % PROGRAM_EVERY == 0:
                 time.sleep(0.005)  # for the transfer
             kept = _answer(peer, part, instance) or kept
-    part.look_at_memory()
     if device.thread.is_alive():
-        _must_do(peer, part, scene, instance)
+        _check_agent(peer, part, scene, instance)
     stop.set()
     device.thread.join(HANG_S)
     if isinstance(device.outcome, BaseException):
-        part.finding(f"the agent ended: {type(device.outcome).__name__}: {device.outcome}"[:500])
+        part.finding(f"the agent ended: {describe(device.outcome)}")
     return part
 
 
 def _answer(peer: Peer, part: Part, instance: str) -> str | None:
-    """What an honest coordinator answers, so that the device stays in the conversation; the newest upload's digest."""
+    """Answer as a correct coordinator, so that the device continues; the digest of the newest upload."""
     digest = None
-    for message in peer.listen():
+    for message in peer.receive():
         match message:
             case Hello():
-                peer.say(encode(Welcome(instance, 1, "")))
+                peer.send(encode(Welcome(instance, 1, "")))
             case Result():
                 digest = message.upload.digest if message.upload else None
                 part.refusals["task done"] = part.refusals.get("task done", 0) + 1
-                peer.say(encode(ResultAck(message.run, message.round, message.kind, accepted=True)))
+                peer.send(encode(ResultAck(message.run, message.round, message.kind, accepted=True)))
             case _:
                 if type(message).__name__ == "Failed":
                     part.refusals["task failed"] = part.refusals.get("task failed", 0) + 1
@@ -317,7 +311,7 @@ def _answer(peer: Peer, part: Part, instance: str) -> str | None:
 
 
 def _damaged_task(scene: Scene, mutator: Mutator, task: Task, number: int) -> Task:
-    """A task whose Program, or whose tensors, are damaged, and can be fetched."""
+    """A task with a damaged Program or damaged tensors that can be fetched."""
     program = scene.plan.first.program
     [group, *_] = task.groups
     if mutator.random.random() < 0.6:
@@ -336,19 +330,19 @@ def _damaged_task(scene: Scene, mutator: Mutator, task: Task, number: int) -> Ta
     return msgspec.structs.replace(changed, groups={**task.groups, group: made.digest})
 
 
-def _must_do(peer: Peer, part: Part, scene: Scene, instance: str) -> None:
-    """An honest round, after all that."""
+def _check_agent(peer: Peer, part: Part, scene: Scene, instance: str) -> None:
+    """Add a finding unless the agent does a valid task."""
     number = 2**31 - 2
     task = msgspec.structs.replace(scene.task(instance, 1), round=number, run="honest")
     try:
-        peer.say(encode(CoordinatorState(1, alive=True)))
-        peer.say(encode(Welcome(instance, 1, "")))
-        peer.say(encode(task))
-        result = peer.wait_for(Result, "an honest task's result", lambda made: made.run == "honest")
+        peer.send(encode(CoordinatorState(1, alive=True)))
+        peer.send(encode(Welcome(instance, 1, "")))
+        peer.send(encode(task))
+        result = peer.wait_for(Result, "a valid task's result", lambda made: made.run == "honest")
         if result.upload is None or result.samples < 1:
-            part.finding(f"the agent answered an honest task by {result}")
+            part.finding(f"the agent answered a valid task with {result}")
     except FedvitError as error:
-        part.finding(f"the agent does no honest task any more: {error}")
+        part.finding(f"the agent does no valid task any more: {error}")
 
 
 def _is_chunk(raw: bytes) -> bool:
@@ -363,7 +357,7 @@ def _is_chunk(raw: bytes) -> bool:
 
 
 def _coordinator(scene: Scene, messages: int, seed: int) -> Part:
-    """Hostile devices against a real coordinator, beside a healthy one, whose rounds must go on."""
+    """Hostile devices against a real coordinator, which must continue its rounds with a healthy device."""
     part, mutator = Part("coordinator"), Mutator(seed)
     broker, topics = MemoryBroker(), Topics(scene.config.federation)
     store = Store.in_folder(scene.folder / "runs")
@@ -380,26 +374,25 @@ def _coordinator(scene: Scene, messages: int, seed: int) -> Part:
         ),
     )
     me, instance = HOSTILE[0], secrets.token_hex(8)
-    peer = Peer(  # before the coordinator, whose state is said once
+    peer = Peer(  # before the coordinator, which publishes its state once
         MemoryTransport(SimpleQueue(), broker, me),
         scene.folder / me,
         topics.to_device(me),
         topics.coordinator_state,
-        sends=lambda digest: topics.upload(me, digest),
+        topic=topics.from_device(me),
+        upload_topic=lambda digest: topics.upload(me, digest),
     )
-    peer.talks_on = topics.from_device(me)
     server = _Serving("the coordinator", coordinator.serve, coordinator.transport.inbox)
     agent = _make_agent(scene, broker, "healthy", scene.folder / "healthy")
     stop = threading.Event()
     healthy = _Serving("the healthy device", lambda: agent.serve(stop), agent.transport.inbox)
     try:
         peer.wait_for(CoordinatorState, "the coordinator")
-        peer.say(encode(hello(instance, scene.classes)))
+        peer.send(encode(hello(instance, scene.classes)))
         task = peer.wait_for(Task, "the first task")
         _bombard(scene, part, mutator, messages, peer, server, topics, task, instance)
-        part.look_at_memory()
         if server.thread.is_alive():
-            _must_go_on(part, coordinator, store, peer, topics)
+            _check_rounds(part, coordinator, store, peer, topics)
     except FedvitError as error:
         part.finding(f"{error}; the coordinator: {server.outcome!r}"[:500])
     stop.set()
@@ -408,10 +401,9 @@ def _coordinator(scene: Scene, messages: int, seed: int) -> Part:
     server.thread.join(HANG_S)
     for serving in (server, healthy):
         if isinstance(serving.outcome, BaseException) and not isinstance(serving.outcome, Interrupted):
-            part.finding(f"{serving.name} ended: {type(serving.outcome).__name__}: {serving.outcome}"[:500])
+            part.finding(f"{serving.name} ended: {describe(serving.outcome)}")
     for entry in store.refusals(RUN):
-        name = f"{entry.kind}"
-        part.refusals[name] = part.refusals.get(name, 0) + 1
+        part.refusals[entry.kind] = part.refusals.get(entry.kind, 0) + 1
     store.close()
     return part
 
@@ -428,9 +420,7 @@ def _bombard(
     instance: str,
 ) -> None:
     upload = peer.blobs.put(b"no tensors")
-    for number in range(messages):
-        if number % max(1, messages // 30) == 0:
-            part.look_at_memory()
+    for number in part.numbers(messages):
         valid = [encode(message) for message in from_device(instance, scene.classes, task, upload)]
         sender = mutator.random.choices(HOSTILE, (6, 2, 1, 0.2, 0.2))[0]
         if number % PROGRAM_EVERY == 0:
@@ -441,7 +431,7 @@ def _bombard(
             kind = "chunk"
             piece = Chunk(upload.digest, 0, upload.chunks, upload.size, 1, bytes(min(upload.size, 2000)))
             _, raw = mutator.chunk(piece.encode(), valid[0])
-            peer.say(raw, topics.upload(sender, upload.digest))
+            peer.send(raw, topics.upload(sender, upload.digest))
             part.add(kind, accepted=_is_chunk(raw))
             continue
         else:
@@ -449,18 +439,18 @@ def _bombard(
             kind = str(msgspec.msgpack.decode(original[1:])[0])
             _, raw = mutator.message(original, mutator.random.choice(valid))
         topic = topics.device_state(sender) if kind == "device" else topics.from_device(sender)
-        peer.say(raw, topic)
-        part.add(kind, accepted=_passes(raw) is not None)
+        peer.send(raw, topic)
+        part.add(kind, accepted=_decoded(raw) is not None)
         if number % BATCH == 0 or number % PROGRAM_EVERY == 0:
-            if not server.settled(part):
+            if not server.is_idle(part):
                 return
             if number % PROGRAM_EVERY == 0:
                 time.sleep(0.005)  # for the transfer
-            for message in peer.listen():
+            for message in peer.receive():
                 if isinstance(message, Task):
                     task = message
                 elif isinstance(message, CoordinatorState):
-                    peer.say(encode(hello(instance, scene.classes)))
+                    peer.send(encode(hello(instance, scene.classes)))
 
 
 def _damaged_upload(scene: Scene, mutator: Mutator, peer: Peer) -> Manifest:
@@ -472,8 +462,8 @@ def _damaged_upload(scene: Scene, mutator: Mutator, peer: Peer) -> Manifest:
     return peer.blobs.put(mutator.tensors(raw, raw)[1] or b"\0")
 
 
-def _must_go_on(part: Part, coordinator: Coordinator, store: Store, peer: Peer, topics: Topics) -> None:
-    """Two more rounds close with the healthy device's result, when the hostile ones are gone."""
+def _check_rounds(part: Part, coordinator: Coordinator, store: Store, peer: Peer, topics: Topics) -> None:
+    """Add a finding unless two more rounds close with the healthy device's result after the hostile devices leave."""
     closed = [record.round for record in store.rounds(RUN) if record.closed_at]
     part.refusals["rounds closed meanwhile"] = len(closed)
     wanted = (closed[-1] if closed else 0) + 2
@@ -482,8 +472,8 @@ def _must_go_on(part: Part, coordinator: Coordinator, store: Store, peer: Peer, 
         for name in HOSTILE:
             if coordinator.state.presence.is_online(name):
                 leaving = DeviceState(coordinator.state.presence[name].hello.instance, online=False)
-                peer.say(encode(leaving), topics.device_state(name))
-        peer.listen()
+                peer.send(encode(leaving), topics.device_state(name))
+        peer.receive()
         if "healthy" in {result.device for result in store.results(RUN, wanted, "train")}:
             return
         time.sleep(0.05)

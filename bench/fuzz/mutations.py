@@ -1,4 +1,4 @@
-"""Damage: valid bytes in, bytes that a broken or hostile peer could send out. The same seed gives the same damage."""
+"""Mutations of valid bytes into bytes that a broken or hostile peer could send. The same seed gives the same result."""
 
 import json
 import math
@@ -22,13 +22,13 @@ TEXTS = (
 )  # fmt: skip
 EMPTY: tuple[Any, ...] = (None, True, False, b"", b"\xff" * 40, [], {})
 LENGTHS = (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff")
-"""Heads of a msgpack array, map, text and bytes that are said to have 4 billion elements."""
+"""Headers of a msgpack array, map, text and bytes with 4 billion elements."""
 
 Path = tuple[Any, ...]
 
 
 class Mutator:
-    """Every method takes bytes and gives (what was done, damaged bytes)."""
+    """Every public method takes bytes and returns (kind of damage, damaged bytes)."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -45,81 +45,81 @@ class Mutator:
         return self.damaged(raw, other)
 
     def damaged(self, raw: bytes, other: bytes) -> tuple[str, bytes]:
-        """Damage bytes of whatever kind."""
-        ways: tuple[Callable[[bytes, bytes], bytes], ...] = (
+        """Damage bytes of any format."""
+        mutations: tuple[Callable[[bytes, bytes], bytes], ...] = (
             self._flipped, self._cut, self._inserted, self._spliced, self._overwritten, self._noise, self._lengthened,
             self._nested,
         )  # fmt: skip
-        way = self.random.choice(ways)
-        return way.__name__.removeprefix("_"), way(raw, other)
+        mutation = self.random.choice(mutations)
+        return mutation.__name__.removeprefix("_"), mutation(raw, other)
 
     def document(self, raw: bytes, other: bytes) -> tuple[str, bytes]:
-        """Damage a msgpack document's structure: what comes out is msgpack, but says something else."""
+        """Damage a msgpack document's structure: the result is valid msgpack with other content."""
         value, foreign = msgspec.msgpack.decode(raw), msgspec.msgpack.decode(other)
         kind = ""
         for _ in range(1 + (self.random.random() < 0.3)):
             kind, value = self._changed(value, foreign)
         try:
             return kind, msgspec.msgpack.encode(value)
-        except (RecursionError, OverflowError):  # deeper, or larger, than msgpack can be written
+        except (RecursionError, OverflowError):  # too deep or too large for msgpack
             return self.damaged(raw, other)
 
     def chunk(self, raw: bytes, other: bytes) -> tuple[str, bytes]:
         """Damage a chunk: a field of its header, the length of its payload, or any bytes."""
         fields = ((">I", 8), (">I", 12), (">Q", 16), (">I", 56), (">I", 60))
-        way = self.random.random()
-        if way < 0.5 and len(raw) >= 64:
-            form, place = self.random.choice(fields)
+        draw = self.random.random()
+        if draw < 0.5 and len(raw) >= 64:
+            form, at = self.random.choice(fields)
             limit = 2 ** (8 * struct.calcsize(form))
             number = struct.pack(form, self.random.choice(INTEGERS) % limit)
-            return "header", raw[:place] + number + raw[place + len(number) :]
-        if way < 0.55:
+            return "header", raw[:at] + number + raw[at + len(number) :]
+        if draw < 0.55:
             return "too long", raw + bytes(CHUNK_BYTES)
         return self.damaged(raw, other)
 
     def tensors(self, raw: bytes, other: bytes) -> tuple[str, bytes]:
         """Damage safetensors: its header's meaning (shapes, dtypes, offsets, names), its numbers, or any bytes."""
-        way = self.random.random()
+        draw = self.random.random()
         size = int.from_bytes(raw[:8], "little")
-        if way < 0.5:
+        if draw < 0.5:
             kind, header = self._changed(json.loads(raw[8 : 8 + size]), json.loads(_header(other)))
             try:
                 text = json.dumps(header, default=repr).encode()
             except RecursionError:
                 return self.damaged(raw, other)
             return f"header: {kind}", struct.pack("<Q", len(text)) + text + raw[8 + size :]
-        if way < 0.6:
+        if draw < 0.6:
             return "header size", struct.pack("<Q", self.random.choice(INTEGERS) % 2**64) + raw[8:]
-        if way < 0.75:
-            place = self.random.randrange(8 + size, max(9 + size, len(raw) - 3))
+        if draw < 0.75:
+            at = self.random.randrange(8 + size, max(9 + size, len(raw) - 3))
             number = struct.pack("<f", self.random.choice((math.nan, math.inf, -math.inf, 3e38)))
-            return "numbers", raw[:place] + number + raw[place + 4 :]
+            return "numbers", raw[:at] + number + raw[at + 4 :]
         return self.damaged(raw, other)
 
     # --- structure ------------------------------------------------------------------------------------
 
     def _changed(self, value: Any, foreign: Any) -> tuple[str, Any]:
-        """The value with one place in it replaced, dropped, doubled, or exchanged with a place of another one."""
-        places = list(_places(value))
-        if len(places) < 2:
+        """The value with one element replaced, dropped, doubled, renamed, or exchanged with one of another value."""
+        paths = _paths(value)
+        if len(paths) < 2:
             return "replaced", self._strange(value)
-        path = self.random.choice(places[1:])
-        way = self.random.choice(("replaced", "replaced", "replaced", "dropped", "doubled", "transplanted", "renamed"))
-        if way == "replaced":
-            return way, _with(value, path, lambda home, key: _set(home, key, self._strange(home[key])))
-        if way == "dropped":
-            return way, _with(value, path, lambda home, key: home.pop(key))
-        if way == "doubled":
-            return way, _with(value, path, self._double)
-        if way == "renamed":
-            return way, _with(value, path, self._rename)
+        path = self.random.choice(paths[1:])
+        kind = self.random.choice(("replaced", "replaced", "replaced", "dropped", "doubled", "transplanted", "renamed"))
+        if kind == "replaced":
+            return kind, _with(value, path, lambda home, key: _set(home, key, self._strange(home[key])))
+        if kind == "dropped":
+            return kind, _with(value, path, lambda home, key: home.pop(key))
+        if kind == "doubled":
+            return kind, _with(value, path, self._double)
+        if kind == "renamed":
+            return kind, _with(value, path, self._rename)
         donor = foreign
-        for key in self.random.choice(list(_places(foreign))):
+        for key in self.random.choice(_paths(foreign)):
             donor = donor[key]
-        return way, _with(value, path, lambda home, key: _set(home, key, donor))
+        return kind, _with(value, path, lambda home, key: _set(home, key, donor))
 
     def _strange(self, value: Any) -> Any:
-        """Mostly of the same type, so that it gets past the schema."""
+        """An unusual value, mostly of the same type, so that it passes the schema."""
         pick = self.random.choice
         if self.random.random() < 0.35:
             deep: Any = []
@@ -163,46 +163,46 @@ class Mutator:
         return raw[: self.random.randrange(len(raw) + 1)]
 
     def _inserted(self, raw: bytes, other: bytes) -> bytes:
-        place = self.random.randrange(len(raw) + 1)
-        return raw[:place] + self.random.randbytes(self.random.choice((1, 2, 4, 100))) + raw[place:]
+        at = self.random.randrange(len(raw) + 1)
+        return raw[:at] + self.random.randbytes(self.random.choice((1, 2, 4, 100))) + raw[at:]
 
     def _spliced(self, raw: bytes, other: bytes) -> bytes:
         return raw[: self.random.randrange(len(raw) + 1)] + other[self.random.randrange(len(other) + 1) :]
 
     def _overwritten(self, raw: bytes, other: bytes) -> bytes:
-        place = self.random.randrange(len(raw) + 1)
+        at = self.random.randrange(len(raw) + 1)
         piece = self.random.choice((b"\0" * 8, b"\xff" * 8, self.random.randbytes(8)))
-        return raw[:place] + piece + raw[place + len(piece) :]
+        return raw[:at] + piece + raw[at + len(piece) :]
 
     def _noise(self, raw: bytes, other: bytes) -> bytes:
         return self.random.randbytes(self.random.choice((0, 1, 2, 64, 1000)))
 
     def _lengthened(self, raw: bytes, other: bytes) -> bytes:
-        place = self.random.randrange(len(raw) + 1)
-        return raw[:place] + self.random.choice(LENGTHS) + raw[place:]
+        at = self.random.randrange(len(raw) + 1)
+        return raw[:at] + self.random.choice(LENGTHS) + raw[at:]
 
     def _nested(self, raw: bytes, other: bytes) -> bytes:
-        place = self.random.randrange(len(raw) + 1)
-        return raw[:place] + self.random.choice((b"\x91", b"\x81\xa1a")) * 20_000 + raw[place:]
+        at = self.random.randrange(len(raw) + 1)
+        return raw[:at] + self.random.choice((b"\x91", b"\x81\xa1a")) * 20_000 + raw[at:]
 
 
 def _header(raw: bytes) -> bytes:
     return raw[8 : 8 + int.from_bytes(raw[:8], "little")]
 
 
-def _places(value: Any, path: Path = ()) -> list[Path]:
-    """The paths of all values inside a value, itself included; not of every element where there are many."""
-    places: list[Path] = [path]
+def _paths(value: Any, path: Path = ()) -> list[Path]:
+    """The paths of all elements of a value, itself included; of large containers only the first elements."""
+    paths: list[Path] = [path]
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for number, (key, inner) in enumerate(inside):
         if number >= 40:
             break
-        places += _places(inner, (*path, key))
-    return places
+        paths += _paths(inner, (*path, key))
+    return paths
 
 
 def _with(value: Any, path: Path, change: Callable[[Any, Any], object]) -> Any:
-    """A changed value; only the containers on the way are copied."""
+    """A changed copy of the value; only the containers along the path are copied."""
     top = home = value.copy()
     for key in path[:-1]:
         home[key] = home[key].copy()

@@ -1,7 +1,7 @@
-"""Fuzzing over a real broker: hostile peers, a coordinator and two devices, each a process of its own.
+"""Fuzzing over a real broker, with a coordinator and two devices as processes.
 
-The hostile side is one client that writes to every topic that a hostile device could write to, and to the control
-topic of one device, as if there were no access rules. Another device, whom nobody writes to, must finish the run.
+One hostile client publishes to every topic of a hostile device, and to the control topic of one device, as at a broker
+without access rules. Another device, to which it publishes nothing, must finish the run.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from bench.edge import last_line, noise_folder
+from bench.edge import noise_folder
 from bench.fuzz.mutations import Mutator
 from bench.fuzz.report import FuzzReport, Part
 from bench.fuzz.seeds import RUN, SETTINGS, from_coordinator, from_device, hello
@@ -27,32 +27,32 @@ from fedvit.transport.base import Connected, Received
 from fedvit.transport.mqtt import Address, MqttTransport
 from fedvit.wire.messages import DeviceState, Hello, Manifest, Refused, Task, Welcome, decode, encode
 from fedvit.wire.topics import Topics
-from fleet.processes import Fleet, program
+from fleet.processes import Fleet, last_line, program
 
 ROUNDS = 40
 DEADLINE_S = 10.0
-"""A device that works while both programs are under fire needs seconds for its first task, on a busy machine more."""
+"""A device needs seconds for its first task while both programs are fuzzed, on a busy machine more."""
 WAIT_S = 400.0
 CLASSES = ("class-0", "class-1")
 IN_FLIGHT_BYTES = 1 << 20
-"""What may wait in our own client: a broker drops what it cannot deliver, and then nothing would be tested."""
+"""Most bytes that wait in the client: the broker drops messages that it cannot deliver, which would test nothing."""
 
 
 class _Eavesdropper:
-    """One client that hears everything, as at a broker without access rules, and writes where it likes."""
+    """A client that receives all control messages and publishes anywhere, as at a broker without access rules."""
 
     def __init__(self, address: Address, federation: str) -> None:
         self.topics = Topics(federation)
         self.transport = MqttTransport(SimpleQueue(), address, client_id=f"hostile-{secrets.token_hex(4)}")
         self.newest: dict[tuple[str, type], Any] = {}  # by device and type
-        self.instances: dict[str, set[str]] = {}  # under which a device said hello, damaged ones among them
+        self.instances: dict[str, set[str]] = {}  # of all hellos of a device, also of damaged ones
         base = f"fl1/{federation}/d/+"
         for topic in (f"{base}/up/ctl", f"{base}/dn/ctl"):
             self.transport.subscribe(topic, 0)
         self.transport.open()
         self.wait(lambda event: isinstance(event, Connected), "the broker")
 
-    def listen(self) -> list[object]:
+    def receive(self) -> list[object]:
         events: list[object] = []
         while True:
             try:
@@ -73,7 +73,7 @@ class _Eavesdropper:
     def wait(self, holds: Callable[[object], bool], what: str) -> None:
         until = time.monotonic() + WAIT_S
         while time.monotonic() < until:
-            if any(holds(event) for event in self.listen()):
+            if any(holds(event) for event in self.receive()):
                 return
             time.sleep(0.02)
         raise FedvitError(f"waited {WAIT_S:.0f} s for {what}")
@@ -83,23 +83,23 @@ class _Eavesdropper:
             self.wait(lambda event: (device, kind) in self.newest, f"a {kind.__name__} of or to {device}")
         return self.newest[device, kind]
 
-    def say(self, topic: str, raw: bytes) -> None:
+    def send(self, topic: str, raw: bytes) -> None:
         while self.transport.pending_bytes() > IN_FLIGHT_BYTES:
             time.sleep(0.002)
-        with contextlib.suppress(BadPayload):  # larger than the broker lets through
+        with contextlib.suppress(BadPayload):  # larger than the broker accepts
             self.transport.publish(topic, raw, qos=1)
 
 
-def fuzz_over_broker(messages: int, seed: int, say: Callable[[str], None]) -> FuzzReport:
-    """Half of the messages to a device, half to the coordinator; then the run must end well."""
+def fuzz_over_broker(messages: int, seed: int, log: Callable[[str], None]) -> FuzzReport:
+    """Send half of the messages to a device and half to the coordinator; then the run must finish."""
     part, mutator = Part("over the broker"), Mutator(seed)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fedvit-fuzz-") as folder, Fleet() as fleet:
         home = Path(folder)
         broker = start_broker("auto", home / "broker", port=0)
         try:
-            say(f"broker: {broker.kind}")
-            _attack(part, mutator, messages, home, broker.address, fleet, say)
+            log(f"broker: {broker.kind}")
+            _attack(part, mutator, messages, home, broker.address, fleet, log)
         except FedvitError as error:
             part.finding(f"{error}; the coordinator's last line: {last_line(home / 'coordinator.log')}")
         finally:
@@ -116,10 +116,10 @@ def _attack(
     home: Path,
     address: Address,
     fleet: Fleet,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     settings = {**SETTINGS, "rounds": ROUNDS, "devices": 3, "deadline_s": DEADLINE_S, "evaluate_every": ROUNDS}
-    url = f"mqtt://{address.host}:{address.port}"
+    url = f"mqtt://{address}"
     config = home / "run.toml"
     config.write_bytes(msgspec.toml.encode({**settings, "broker": {"broker": url}}))
     start = [*program("coordinator.cli"), "start", "--config", str(config), "--runs", str(home / "runs"), "--run", RUN]
@@ -133,31 +133,30 @@ def _attack(
     hostile = _Eavesdropper(address, "home")
     instance = secrets.token_hex(8)
     topics = hostile.topics
-    hostile.say(topics.from_device("mallory"), encode(hello(instance, CLASSES)))
     until = time.monotonic() + WAIT_S
-    while ("mallory", Task) not in hostile.newest:  # the coordinator may not have been there yet
-        hostile.say(topics.from_device("mallory"), encode(hello(instance, CLASSES)))
+    while ("mallory", Task) not in hostile.newest:  # the coordinator may still be starting
+        hostile.send(topics.from_device("mallory"), encode(hello(instance, CLASSES)))
         time.sleep(0.5)
-        hostile.listen()
+        hostile.receive()
         if coordinator.poll() is not None or time.monotonic() > until:
             raise FedvitError("the run did not begin")
     watched = {"coordinator": coordinator, **devices}
     before = {name: psutil.Process(process.pid).memory_info().rss for name, process in watched.items()}
-    say("the run has begun; damaged messages from here on")
+    log("the run has begun; sending damaged messages")
     _bombard(part, mutator, messages, hostile, instance)
-    hostile.listen()
-    for name in ("mallory", "eve"):  # else each round would wait for them
+    hostile.receive()
+    for name in ("mallory", "eve"):  # otherwise each round would wait for them
         for known in hostile.instances.get(name, set()):
-            hostile.say(topics.device_state(name), encode(DeviceState(known, online=False)))
+            hostile.send(topics.device_state(name), encode(DeviceState(known, online=False)))
     for name, process in watched.items():
         if process.poll() is None:
             grown = psutil.Process(process.pid).memory_info().rss - before[name]
             part.refusals[f"{name}'s memory grew by MB"] = grown // 10**6
-            if grown > 64 * 10**6 and name != "coordinator":  # its torch warms up in the first rounds
+            if grown > 64 * 10**6 and name != "coordinator":  # torch allocates in the coordinator's first rounds
                 part.finding(f"{name}'s memory grew by {grown // 10**6} MB")
         elif name != "healthy":
             part.finding(f"{name} ended with code {process.returncode}: {last_line(home / f'{name}.log')}")
-    say("that was the last one; the run must end well")
+    log("all messages sent; waiting for the run to finish")
     if not fleet.wait(["coordinator", "healthy"], ROUNDS * DEADLINE_S + WAIT_S):
         part.finding(f"the run did not end: {last_line(home / 'coordinator.log')}")
     for name in ("coordinator", "healthy"):
@@ -166,7 +165,7 @@ def _attack(
     if devices["victim"].poll() is None:
         devices["victim"].terminate()
         if (code := devices["victim"].wait(30)) != 0:
-            part.finding(f"the victim ended with code {code} when asked to: {last_line(home / 'victim.log')}")
+            part.finding(f"the victim ended with code {code} on SIGTERM: {last_line(home / 'victim.log')}")
     hostile.transport.close()
     _count(part, home)
 
@@ -176,14 +175,14 @@ def _bombard(part: Part, mutator: Mutator, messages: int, hostile: _Eavesdropper
     upload = Manifest("blake3:" + "ab" * 32, 500, 126_976)
     for number in range(messages):
         if number % 50 == 0:
-            hostile.listen()
+            hostile.receive()
         task: Task = hostile.wait_for("mallory", Task)
         if mutator.random.random() < 0.5:
             known: Hello = hostile.wait_for("victim", Hello)
             welcome = hostile.newest.get(("victim", Welcome))
             epoch = welcome.epoch if welcome else 1
-            spoken = msgspec.structs.replace(task, instance=known.instance, epoch=epoch)
-            valid = [encode(message) for message in from_coordinator(known.instance, spoken, upload.digest)]
+            other = msgspec.structs.replace(task, instance=known.instance, epoch=epoch)
+            valid = [encode(message) for message in from_coordinator(known.instance, other, upload.digest)]
             topic = topics.to_device("victim")
             if mutator.random.random() < 0.1:
                 topic = topics.broadcast(mutator.random.choice(task.blobs).digest)
@@ -201,8 +200,8 @@ def _bombard(part: Part, mutator: Mutator, messages: int, hostile: _Eavesdropper
         except FedvitError:
             message = None
         if isinstance(message, Refused) and message.instance == known.instance:
-            continue  # what a device obeys is no finding
-        hostile.say(topic, raw)
+            continue  # the device would obey
+        hostile.send(topic, raw)
         part.add(str(msgspec.msgpack.decode(original[1:])[0]), accepted=message is not None)
 
 

@@ -1,4 +1,4 @@
-"""The hostile side of one conversation."""
+"""A hostile peer."""
 
 import time
 from collections.abc import Callable
@@ -14,34 +14,38 @@ from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import Done, Want, decode
 
 HANG_S = 30.0
-"""For a batch of messages that take milliseconds."""
+"""Longest time for a batch of messages, which should take milliseconds."""
 
 
 class Peer:
-    """The hostile side of one conversation: speaks raw bytes, and serves blobs as an honest one would."""
+    """Sends raw bytes, to `topic` by default, and serves blobs as a correct peer would.
 
-    def __init__(self, transport: Transport, folder: Path, *hears: str, sends: Callable[[str], str]) -> None:
+    `subscribed` are the topics that it receives; `upload_topic` gives the topic of a blob's chunks.
+    """
+
+    def __init__(
+        self, transport: Transport, folder: Path, *subscribed: str, topic: str, upload_topic: Callable[[str], str]
+    ) -> None:
         self.blobs = BlobStore(folder)
         self.transport = transport
-        self.talks_on = ""
-        self.heard: dict[type, Any] = {}  # the newest message of each type
+        self.topic = topic
         self.exchange = BlobExchange(
             self.transport,
             self.blobs,
             tell=lambda peer, message: None,
-            topic_for=sends,
+            topic_for=upload_topic,
             may_read=lambda peer, digest: True,
         )
-        for topic in hears:
-            self.transport.subscribe(topic, 1)
+        for name in subscribed:
+            self.transport.subscribe(name, 1)
         self.transport.open()
 
-    def say(self, raw: bytes, topic: str = "") -> None:
-        with suppress(BadPayload):  # larger than any broker lets through
-            self.transport.publish(topic or self.talks_on, raw)
+    def send(self, raw: bytes, topic: str = "") -> None:
+        with suppress(BadPayload):  # larger than a broker accepts
+            self.transport.publish(topic or self.topic, raw)
 
-    def listen(self) -> list[Any]:
-        """What came since the last time."""
+    def receive(self) -> list[Any]:
+        """The messages since the last call."""
         news: list[Any] = []
         while True:
             try:
@@ -51,7 +55,7 @@ class Peer:
             if isinstance(event, Received) and "/b/" not in event.topic:
                 message = decode(event.payload)
                 news.append(message)
-                self.heard[type(message)] = message
+
                 with suppress(BadPayload):
                     if isinstance(message, Want):
                         self.exchange.on_want("peer", message)
@@ -60,11 +64,11 @@ class Peer:
         self.exchange.tick()
         return news
 
-    def wait_for(self, kind: type, what: str, after: Callable[[Any], bool] = lambda message: True) -> Any:
+    def wait_for(self, kind: type, what: str, matches: Callable[[Any], bool] = lambda message: True) -> Any:
         until = time.monotonic() + HANG_S
         while time.monotonic() < until:
-            for message in self.listen():
-                if isinstance(message, kind) and after(message):
+            for message in self.receive():
+                if isinstance(message, kind) and matches(message):
                     return message
             time.sleep(0.002)
         raise FedvitError(f"waited {HANG_S:.0f} s for {what}")

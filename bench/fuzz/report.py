@@ -1,6 +1,6 @@
-"""What a fuzzing run counted, and what it found."""
+"""Counts and findings of a fuzzing run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import psutil
@@ -8,12 +8,12 @@ from rich.table import Table
 
 MEGABYTE = 10**6
 ALLOWED_GROWTH_BYTES = 48 * MEGABYTE
-"""Caches and the allocator's holes; of 200,000 messages a leak of one kilobyte each is four times as much."""
+"""For caches and fragmentation. With 200,000 messages, a leak of one kilobyte each is four times as much."""
 
 
 @dataclass
 class Count:
-    """How messages of one kind fared at the first check that they meet."""
+    """How many messages of one kind the first check accepted and refused."""
 
     accepted: int = 0
     refused: int = 0
@@ -21,14 +21,14 @@ class Count:
 
 @dataclass
 class Part:
-    """One program, or one decoder, under fire."""
+    """One fuzzed program or decoder."""
 
     name: str
-    counts: dict[str, Count] = field(default_factory=dict)  # by what was damaged
-    refusals: dict[str, int] = field(default_factory=dict)  # by what the handlers said of what had passed
-    findings: list[str] = field(default_factory=list)  # what must not happen
+    counts: dict[str, Count] = field(default_factory=dict)  # by kind of damaged message
+    refusals: dict[str, int] = field(default_factory=dict)  # of messages that passed the first check, by reason
+    findings: list[str] = field(default_factory=list)  # faults
     seconds: float = 0.0
-    rss_bytes: list[int] = field(default_factory=list)  # of this process, at even distances
+    rss_bytes: list[int] = field(default_factory=list)  # of this process, sampled at even distances
 
     @property
     def sent(self) -> int:
@@ -45,7 +45,15 @@ class Part:
         if text not in self.findings and len(self.findings) < 50:
             self.findings.append(text)
 
-    def look_at_memory(self) -> None:
+    def numbers(self, messages: int) -> Iterator[int]:
+        """0 .. messages - 1; samples the memory of this process about thirty times, and at the end."""
+        for number in range(messages):
+            if number % max(1, messages // 30) == 0:
+                self._sample_memory()
+            yield number
+        self._sample_memory()
+
+    def _sample_memory(self) -> None:
         self.rss_bytes.append(psutil.Process().memory_info().rss)
 
     @property
@@ -72,6 +80,10 @@ class FuzzReport:
     @property
     def findings(self) -> list[str]:
         return [f"{part.name}: {text}" for part in self.parts for text in part.findings]
+
+
+def describe(error: object) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def tables(report: FuzzReport) -> Iterable[Table]:

@@ -1,4 +1,4 @@
-"""Valid messages of every type, about a run that is really going on: what the damage begins with."""
+"""Valid messages of every type about a current run; mutations start from them."""
 
 from typing import Any
 
@@ -71,11 +71,11 @@ def hello(instance: str, classes: tuple[str, ...]) -> Hello:
 
 
 def from_device(instance: str, classes: tuple[str, ...], task: Task, upload: Manifest) -> list[AnyMessage]:
-    """What a device that was asked for `task` could say."""
+    """Messages that a device with `task` could send."""
     run, number = task.run, task.round
     return [
         hello(instance, classes),
-        hello(instance, classes),  # it has the most fields
+        hello(instance, classes),  # twice: it has the most fields
         msgspec.structs.replace(hello(instance, ()), class_list=upload),
         DeviceState(instance, online=False, connection=1),
         Progress(run, number, "train", 12, 40, 0.5, task.task),
@@ -93,13 +93,13 @@ def from_device(instance: str, classes: tuple[str, ...], task: Task, upload: Man
 
 
 def from_coordinator(instance: str, task: Task, kept: str) -> list[AnyMessage]:
-    """What a coordinator could say; `kept` is the digest of something that the device has."""
+    """Messages that a coordinator could send; `kept` is the digest of a blob that the device has."""
     return [
         CoordinatorState(task.epoch, True, "owner", task.run, "host", 1.5e9),
         Welcome(instance, task.epoch, "round 1/2: train"),
         Refused("another instance", "unknown class", final=False),
         task,
-        task,  # it has the most fields
+        task,  # twice: it has the most fields
         _coded(task, kept),
         Extended(task.run, task.round, task.kind, 60.0),
         Cancel(task.run, task.round, task.kind, "the round is over"),

@@ -1,1 +1,1 @@
-"""Simulated federations: rounds per second of fedvit's engines, beside a plain PyTorch loop over clients."""
+"""Simulated federations: rounds per second of fedvit's engines, compared with a plain PyTorch loop over clients."""

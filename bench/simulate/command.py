@@ -1,16 +1,14 @@
-"""The command `simulate`."""
+"""`python -m bench simulate`: rounds per second of simulated federations."""
 
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
-import msgspec
-from rich.console import Console
 
-from coordinator.run.display import choose_display
+from bench.commands import json_flag, measure, out_flag
 from fedvit.errors import ConfigError
-from fedvit.files import atomic_write
 
 
 @click.command("simulate")
@@ -24,7 +22,7 @@ from fedvit.files import atomic_write
     required=True,
     help="CIFAR-10 as class folders, also as .zip: cifar10.zip.",
 )
-@click.option("--parts", type=click.Path(path_type=Path), help="Keep the device folders here, and use those of before.")
+@click.option("--parts", type=click.Path(path_type=Path), help="Keep the device folders here, and use them again.")
 @click.option("--accelerator", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Of torch and loop.")
 @click.option(
     "--precision", type=click.Choice(["fp32", "tf32", "bf16"]), default="fp32", help="Of products of torch and loop."
@@ -34,53 +32,32 @@ from fedvit.files import atomic_write
     "--threads",
     type=click.IntRange(min=1),
     multiple=True,
-    help="Threads of the loop. Repeatable, the fastest counts; by default 1 and one per core.",
+    help="Threads of the loop. Repeatable: the fastest is reported; by default 1 and one per core.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON object to this file.")
+@json_flag
+@out_flag
 def simulate_command(
     names: tuple[str, ...],
-    rounds: int,
-    turns: int,
     images: int,
     data: Path,
     parts: Path | None,
-    accelerator: str,
-    precision: str,
     sides: str,
-    threads: tuple[int, ...],
     as_json: bool,
     out: Path | None,
+    **settings: Any,
 ) -> None:
     """Compare a simulated federation on both engines with a plain PyTorch loop over clients: rounds per second."""
-    from bench.simulate.jobs import choose, deal_images  # with torch: seconds that --help need not wait
-    from bench.simulate.measure import SIDES, run_simulate_bench, simulate_report
+    from bench.simulate.jobs import choose, deal_images  # imports torch, which --help does not need
+    from bench.simulate.measure import SIDES, SimulateReport, run_simulate_bench, simulate_report
 
     jobs, wanted = choose(names), sides.split(",")
     if unknown := [side for side in wanted if side not in SIDES]:
         raise ConfigError(f"--sides: no side {unknown[0]!r}, expected some of: {', '.join(SIDES)}")
-    with ExitStack() as stack:
-        display = stack.enter_context(choose_display())
-        if parts is None:
-            parts = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-simulate-")))
-        display.line(f"dealing out {images} images of {data.name}")
-        folders = deal_images(data, images, parts)
-        report = run_simulate_bench(
-            jobs,
-            folders,
-            images=images,
-            rounds=rounds,
-            turns=turns,
-            accelerator=accelerator,
-            precision=precision,
-            sides=wanted,
-            threads=threads,
-            progress=display.line,
-        )
-    content = msgspec.json.format(msgspec.json.encode(report), indent=2)
-    if as_json:
-        click.echo(content)
-    else:
-        Console().print(simulate_report(report))
-    if out:
-        atomic_write(out, content + b"\n")
+
+    def run(log: Callable[[str], None]) -> SimulateReport:
+        with tempfile.TemporaryDirectory(prefix="bench-simulate-") as made:
+            log(f"dealing out {images} images of {data.name}")
+            folders = deal_images(data, images, parts or Path(made))
+            return run_simulate_bench(jobs, folders, images=images, sides=wanted, progress=log, **settings)
+
+    measure(run, simulate_report, as_json, out)

@@ -26,9 +26,9 @@ def run(
     accelerator: str,
     precision: ProductPrecision,
 ) -> tuple[list[float], float | None]:
-    """Simulate: (when each round ended, mean accuracy over devices after the last).
+    """Simulate: (end of each round, mean accuracy over devices after the last).
 
-    A round ends when its state is saved; the evaluation comes after that. Raises FedvitError when the run fails.
+    A round ends when its state is saved, before the evaluation. Raises FedvitError when the run fails.
     """
     values = {**job.config(rounds, seed), "accelerator": accelerator if engine == "torch" else "cpu"}
     with tempfile.TemporaryDirectory(prefix="bench-simulate-") as made:

@@ -1,4 +1,4 @@
-"""What `bench simulate` runs: one row of a table is one job, which every side runs on the same device folders."""
+"""The jobs of `bench simulate`: every side runs a job on the same device folders."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,14 +23,14 @@ COHORT = 10
 SIZE = 32
 """Side of the images in pixels."""
 ALPHA = 0.3
-"""Of the Dirichlet distribution over classes by which images are dealt out."""
+"""Concentration of the Dirichlet partition of the images."""
 TEST_SHARE = 0.2
 SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One federation: its method and its model. `options` are the method's and say all that a plain loop needs."""
+    """One federation: its method and its model. The plain loop reads its settings from the method's `options`."""
 
     name: str
     method: str
@@ -39,7 +39,7 @@ class Job:
     cohort: int = COHORT
 
     def config(self, rounds: int, seed: int) -> dict[str, Any]:
-        """A run's configuration: devices test what they have after the last round, and only then."""
+        """A run's configuration: devices evaluate after the last round only."""
         return {
             "method": self.method,
             "options": self.options,
@@ -64,7 +64,7 @@ JOBS: tuple[Job, ...] = (
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """What one process of one side gives."""
+    """Figures of one process of one side."""
 
     ended: list[float]  # of each round, in seconds of one clock
     accuracy: float | None  # mean over devices that have test images
@@ -72,7 +72,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 def choose(names: Sequence[str]) -> tuple[Job, ...]:
-    """Jobs by name, all when none is named. Raises ConfigError for a name that no job has."""
+    """The jobs with these names; all without names. Raises ConfigError for an unknown name."""
     known = {job.name: job for job in JOBS}
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"no case {unknown[0]!r}, expected one of: {', '.join(known)}")
@@ -90,8 +90,8 @@ def decode_job(text: str) -> Job:
 def deal_images(data: Path, images: int, parts: Path) -> list[Path]:
     """The device folders of a random subset of `images` images of a data set, below `parts`.
 
-    They are made once: what is there of the same data set's name and number of images is used again. Raises
-    ConfigError when the data set holds fewer images, DataError when it cannot be read.
+    Folders of the same data set and number of images are reused. Raises ConfigError when the data set has fewer images,
+    DataError when it cannot be read.
     """
     out = parts / f"{data.stem}-{images}"
     if not out.exists():
@@ -119,7 +119,7 @@ def _subset(samples: Samples, images: int) -> Samples:
 
 
 def cohorts(devices: Sequence[str], cohort: int, seed: int) -> Iterator[list[str]]:
-    """Round by round the devices that are asked: every side trains the same ones, so that all do the same work."""
+    """The cohort of each round: every side trains the same devices."""
     number = 1
     while True:
         yield select_uniform(devices, cohort, seed, number)
@@ -127,7 +127,7 @@ def cohorts(devices: Sequence[str], cohort: int, seed: int) -> Iterator[list[str
 
 
 def rounds_until_all_were_asked(devices: Sequence[str], cohort: int, seed: int) -> int:
-    """After these rounds every device has decoded its images once."""
+    """The number of rounds after which every device has decoded its images."""
     left = set(devices)
     number = 0
     drawn = cohorts(devices, cohort, seed)

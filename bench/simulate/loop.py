@@ -2,8 +2,8 @@
 
 One module and one client at a time: copy the weights in, `loss.backward(); optimizer.step()`, copy them out,
 average the state dicts on the device. Images are tensors in memory, on the accelerator where there is one. FedTP's
-hypernetwork is a module with an optimizer of its own. Nothing of fedvit's engine is used: only its readers of images
-and its builder of models, so that both train the same model on the same images.
+hypernetwork is a module with its own optimizer. fedvit's engines are not used, only its image readers and its model
+builder, so that all sides train the same model on the same images.
 """
 
 import itertools
@@ -31,7 +31,7 @@ State = dict[str, Tensor]
 
 TEST_BATCH = 256
 GENERATED = ".attn.qkv.weight"
-"""How the names of the tensors end that FedTP generates."""
+"""Suffix of the names of the tensors that FedTP generates."""
 EMBEDDING, HIDDEN, SERVER_LR = 32, 150, 0.01
 """FedTP's hypernetwork: width of an embedding, width of a hidden layer, rate of its SGD."""
 
@@ -46,10 +46,10 @@ class Client:
     test_labels: Tensor
 
     @classmethod
-    def open(cls, folder: Path, size: int, place: torch.device) -> "Client":
+    def open(cls, folder: Path, size: int, accelerator: torch.device) -> "Client":
         data = DeviceData.open(folder)
         (images, labels), (test_images, test_labels) = (
-            (_pixels(split, size).to(place), torch.from_numpy(split.labels).to(place))
+            (_pixels(split, size).to(accelerator), torch.from_numpy(split.labels).to(accelerator))
             for split in (data.train, data.test)
         )
         return cls(images=images, labels=labels, test_images=test_images, test_labels=test_labels)
@@ -61,7 +61,7 @@ def _pixels(split: Split, size: int) -> Tensor:
 
 
 def make_model(job: Job, classes: int, seed: int) -> nn.Module:
-    """The job's ViT as timm makes it: images in, logits out, its attention fused as timm's usually is."""
+    """The job's ViT as a timm module from images to logits, with timm's default fused attention."""
     vit = build_vit(SMALL, classes, seed=seed, options=job.model_options).vit
     for module in vit.modules():
         if isinstance(module, Attention):
@@ -70,7 +70,7 @@ def make_model(job: Job, classes: int, seed: int) -> nn.Module:
 
 
 def train(model: nn.Module, client: Client, job: Job, draw: torch.Generator, *, bf16: bool = False) -> None:
-    """A client's part of a round: passes over its images in a new order each, the last batch may be smaller."""
+    """A client's part of a round: each epoch has a new order of its images; the last batch may be smaller."""
     options = job.options
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=options["lr"], momentum=options["momentum"])
@@ -86,11 +86,11 @@ def train(model: nn.Module, client: Client, job: Job, draw: torch.Generator, *, 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, client: Client) -> float:
-    """Share of a client's test images whose class is found."""
+    """Share of a client's test images that are classified correctly."""
     model.eval()
     batches = zip(torch.split(client.test_images, TEST_BATCH), torch.split(client.test_labels, TEST_BATCH), strict=True)
-    right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in batches)
-    return right / len(client.test_labels)
+    correct = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in batches)
+    return correct / len(client.test_labels)
 
 
 def copied(model: nn.Module) -> State:
@@ -107,7 +107,7 @@ def average(states: Sequence[State], samples: Sequence[int]) -> State:
 
 
 class HyperNetwork(nn.Module):
-    """FedTP's: a client's embedding goes through four linear layers, and one more for each generated tensor."""
+    """FedTP's hypernetwork: four linear layers on a client's embedding, and one more for each generated tensor."""
 
     def __init__(self, clients: int, shapes: Mapping[str, torch.Size], embedding: int, hidden: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class HyperNetwork(nn.Module):
 def learn_from(
     optimizer: torch.optim.Optimizer, generated: State, trained: Sequence[State], samples: Sequence[int]
 ) -> None:
-    """One step of the hypernetwork towards what clients made of their generated tensors.
+    """One step of the hypernetwork towards clients' trained versions of their generated tensors.
 
     The gradient of a generated tensor is minus its client's delta, weighted by the client's images.
     """
@@ -157,13 +157,13 @@ class FedAvg:
         self.model, self.clients = model, clients
         self.shared = copied(model)
 
-    def round(self, asked: Sequence[int], train: Callable[[Client], None]) -> None:
+    def round(self, cohort: Sequence[int], train: Callable[[Client], None]) -> None:
         """One round with the clients of these numbers; `train` trains the model on a client."""
-        states = [self._trained(number, train) for number in asked]
-        self.shared = average(states, self._samples(asked))
+        states = [self._trained(number, train) for number in cohort]
+        self.shared = average(states, self._samples(cohort))
 
     def load(self, number: int) -> None:
-        """Give the model what a client has."""
+        """Load a client's tensors into the model."""
         self.model.load_state_dict(self.shared)
 
     def _trained(self, number: int, train: Callable[[Client], None]) -> State:
@@ -171,8 +171,8 @@ class FedAvg:
         train(self.clients[number])
         return copied(self.model)
 
-    def _samples(self, asked: Sequence[int]) -> list[int]:
-        return [len(self.clients[number].labels) for number in asked]
+    def _samples(self, cohort: Sequence[int]) -> list[int]:
+        return [len(self.clients[number].labels) for number in cohort]
 
 
 class FedTP(FedAvg):
@@ -181,20 +181,20 @@ class FedTP(FedAvg):
     def __init__(self, model: nn.Module, clients: Sequence[Client]) -> None:
         super().__init__(model, clients)
         shapes = {name: value.shape for name, value in self.shared.items() if name.endswith(GENERATED)}
-        self.place = next(model.parameters()).device
-        self.hypernetwork = HyperNetwork(len(clients), shapes, EMBEDDING, HIDDEN).to(self.place)
+        self.accelerator = next(model.parameters()).device
+        self.hypernetwork = HyperNetwork(len(clients), shapes, EMBEDDING, HIDDEN).to(self.accelerator)
         self.optimizer = torch.optim.SGD(self.hypernetwork.parameters(), lr=SERVER_LR)
         for name in shapes:
             del self.shared[name]
 
-    def round(self, asked: Sequence[int], train: Callable[[Client], None]) -> None:
-        generated = self._generate(asked)
+    def round(self, cohort: Sequence[int], train: Callable[[Client], None]) -> None:
+        generated = self._generate(cohort)
         states = []
-        for place, number in enumerate(asked):
-            self._load(generated, place)
+        for index, number in enumerate(cohort):
+            self._load(generated, index)
             train(self.clients[number])
             states.append(copied(self.model))
-        samples = self._samples(asked)
+        samples = self._samples(cohort)
         self.shared = average([{name: state[name] for name in self.shared} for state in states], samples)
         learn_from(self.optimizer, generated, states, samples)
 
@@ -202,10 +202,10 @@ class FedTP(FedAvg):
         self._load(self._generate([number]), 0)
 
     def _generate(self, numbers: Sequence[int]) -> State:
-        return dict(self.hypernetwork(torch.tensor(numbers, device=self.place)))
+        return dict(self.hypernetwork(torch.tensor(numbers, device=self.accelerator)))
 
-    def _load(self, generated: State, place: int) -> None:
-        own = {name: values[place].detach() for name, values in generated.items()}
+    def _load(self, generated: State, index: int) -> None:
+        own = {name: values[index].detach() for name, values in generated.items()}
         self.model.load_state_dict({**self.shared, **own})
 
 
@@ -215,25 +215,25 @@ METHODS: Mapping[str, type[FedAvg]] = {"fedavg": FedAvg, "fedtp": FedTP}
 def run(
     job: Job, folders: Sequence[Path], *, rounds: int, seed: int, device: str, precision: str, threads: int
 ) -> tuple[list[float], float]:
-    """Train, then test on each client's own images: (when each round ended, mean accuracy over clients).
+    """Train, then test on each client's own images: (end of each round, mean accuracy over clients).
 
-    `device` is "cpu" or "cuda"; `threads` are torch's on the processor. Times are seconds of a clock that only counts
-    up. Clients without test images have no accuracy.
+    `device` is "cpu" or "cuda"; `threads` are torch's on the processor. Times are seconds of the monotonic clock.
+    Clients without test images have no accuracy.
     """
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     torch.manual_seed(seed)
-    place = torch.device(device)
+    accelerator = torch.device(device)
     draw = torch.Generator().manual_seed(seed)
-    clients = [Client.open(folder, job.model_options["image_size"], place) for folder in folders]
+    clients = [Client.open(folder, job.model_options["image_size"], accelerator) for folder in folders]
     classes = len(DeviceData.open(folders[0]).classes)
-    method = METHODS[job.method](make_model(job, classes, seed).to(place), clients)
+    method = METHODS[job.method](make_model(job, classes, seed).to(accelerator), clients)
     numbers = {folder.name: number for number, folder in enumerate(folders)}
-    work = partial(_train_client, method.model, job, draw, precision == "bf16")
+    train_client = partial(_train_client, method.model, job, draw, precision == "bf16")
     ended = []
-    for asked in itertools.islice(cohorts(list(numbers), job.cohort, seed), rounds):
-        method.round([numbers[name] for name in asked], work)
-        if place.type == "cuda":
+    for cohort in itertools.islice(cohorts(list(numbers), job.cohort, seed), rounds):
+        method.round([numbers[name] for name in cohort], train_client)
+        if accelerator.type == "cuda":
             torch.cuda.synchronize()
         ended.append(time.monotonic())
     accuracies = []
@@ -261,7 +261,7 @@ def main() -> None:
         threads=int(threads),
     )
 
-    from profiles.probes.host import peak_rss_bytes  # last: it is no part of what a user's program holds
+    from profiles.probes.host import peak_rss_bytes  # imported last, since a user's program does not have it
 
     measured = Measured(ended=ended, accuracy=reached, peak_rss_bytes=peak_rss_bytes())
     sys.stdout.write(msgspec.json.encode(measured).decode() + "\n")

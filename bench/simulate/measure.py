@@ -1,18 +1,17 @@
-"""`bench simulate`: rounds per second of a simulated federation, beside a plain PyTorch loop over clients.
+"""`bench simulate`: rounds per second of a simulated federation, compared with a plain PyTorch loop over clients.
 
-Three sides run the same job on the same device folders, each in a process of its own, in turn: `onnx` and `torch`
-are `fleet.simulate` with fedvit's two engines, `loop` is what a user of PFLlib or FL-bench runs. All begin with the
-same weights of the model and train the same devices in each round; each draws the order of images by itself.
+Three sides run the same job on the same device folders, each in its own process, in turn: `onnx` and `torch` are
+`fleet.simulate` with fedvit's two engines, `loop` is what a user of PFLlib or FL-bench runs. All start with the same
+weights and train the same devices in each round; each draws its own order of images.
 
-What is counted: `rounds_per_s` is N divided by the seconds from the end of round k to the end of round k + N. Round k
-is the first after which every device has trained once, N is `--rounds`. Start-up, the export of graphs, compilation and
-the decoding of images, which happen at the start or when a device trains for the first time, are not in it, nor is the
-test after the last round. A round ends for `loop` when its average is computed (on CUDA: when the accelerator is done),
-for fedvit when the server's new state is saved, so that its time has the writing of every upload and state in it.
-fedvit's devices compute side by side, one per core; the loop on the processor is run with each of several numbers of
-torch's threads, and the fastest counts: torch's threads cost a small model more than they gain where cores are shared.
-`peak_rss_bytes` is of the whole process from its start to its end, on the host. `accuracy` is the mean over devices of
-the share of their own test images that they get right after round k + N.
+`rounds_per_s` is N divided by the seconds from the end of round k to the end of round k + N. Round k is the first after
+which every device has trained once, N is `--rounds`. So it excludes start-up, the export of graphs, compilation and the
+decoding of images, which happen at the start or when a device first trains, and the test after the last round. A round
+of `loop` ends when its average is computed (on CUDA: when the accelerator is done). A round of fedvit ends when the
+server's new state is saved, so its time includes the writing of uploads and states. fedvit's devices compute in
+parallel, one per core. The loop on the processor is run with several numbers of torch's threads, and the fastest is
+reported, since on shared cores more threads may slow a small model down. `peak_rss_bytes` is of the whole process on
+the host. `accuracy` is the mean over devices of the accuracy on their own test images after round k + N.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,14 +34,14 @@ from profiles.probes.host import usable_cores
 ENGINES = ("onnx", "torch")
 SIDES = (*ENGINES, "loop")
 TOLERANCE = 0.05
-"""Accuracies that are at most so far apart agree: sides draw their batches differently, and a device has few tests."""
+"""Largest difference of accuracies that agree: sides draw different batches, and a device has few test images."""
 MEGA = 1e6
 
 Progress = Callable[[str], None]
 
 
 class Side(Struct, frozen=True, kw_only=True):
-    """One side of a case. Figures are None where it was not run, or failed; `reason` says why."""
+    """One side of a case. Figures are None when it was not run or failed, with `reason`."""
 
     rounds_per_s: float | None = None  # median over processes
     rounds_per_s_runs: tuple[float, ...] = ()  # one process each
@@ -54,18 +53,18 @@ class Side(Struct, frozen=True, kw_only=True):
 
 class CaseResult(Struct, frozen=True, kw_only=True):
     name: str
-    rounds_before: int  # that are not counted: until every device has trained once
+    rounds_before: int  # not counted: until every device has trained once
     onnx: Side
     torch: Side
     loop: Side
-    accuracies_agree: bool | None  # within the tolerance; None: there are no two to compare
+    accuracies_agree: bool | None  # within the tolerance; None: fewer than two are known
 
     def sides(self) -> dict[str, Side]:
         return {"onnx": self.onnx, "torch": self.torch, "loop": self.loop}
 
 
 class SimulateReport(Struct, frozen=True, kw_only=True):
-    """What `bench simulate` found."""
+    """Figures of `bench simulate`."""
 
     machine: Machine
     accelerator: str  # of torch and loop; onnx computes on the processor
@@ -73,7 +72,7 @@ class SimulateReport(Struct, frozen=True, kw_only=True):
     devices: int
     cohort: int
     images: int  # of all devices, training and test
-    rounds: int  # that are counted, in each process
+    rounds: int  # counted ones in each process
     turns: int  # processes of each side
     accuracy_tolerance: float
     cases: list[CaseResult]
@@ -92,10 +91,10 @@ def run_simulate_bench(
     threads: Sequence[int] = (),
     progress: Progress = lambda line: None,
 ) -> SimulateReport:
-    """Measure the sides of every job in turn, `turns` times, each in a process of its own.
+    """Measure the sides of every job in turn, `turns` times, each in its own process.
 
-    `threads` are the loop's numbers of threads, of which the fastest counts: by default one, and one per core.
-    A side that fails has the reason instead of figures.
+    The loop is run with each number in `threads` and the fastest is reported; by default one, and one per core. A side
+    that fails has a reason instead of figures.
     """
     threads = threads or sorted({1, usable_cores()} if accelerator == "cpu" else {usable_cores()})
     return SimulateReport(
@@ -119,7 +118,7 @@ def _measure(
     folders: Sequence[Path],
     rounds: int,
     turns: int,
-    place: tuple[str, str],  # accelerator and precision
+    accelerator: tuple[str, str],  # and precision
     sides: Sequence[str],
     threads: Sequence[int],
     progress: Progress,
@@ -127,14 +126,16 @@ def _measure(
     before = rounds_until_all_were_asked([folder.name for folder in folders], job.cohort, SEED)
     job_arguments = (encode_job(job), str(before + rounds), str(SEED))
     commands: dict[tuple[str, int | None], tuple[str, ...]] = {
-        (engine, None): ("bench.simulate.engine", *job_arguments, engine, *place) for engine in ENGINES
+        (engine, None): ("bench.simulate.engine", *job_arguments, engine, *accelerator) for engine in ENGINES
     }
-    commands |= {("loop", count): ("bench.simulate.loop", *job_arguments, *place, str(count)) for count in threads}
-    runs: dict[tuple[str, int | None], list[Measured]] = {way: [] for way in commands}
+    commands |= {
+        ("loop", count): ("bench.simulate.loop", *job_arguments, *accelerator, str(count)) for count in threads
+    }
+    runs: dict[tuple[str, int | None], list[Measured]] = {key: [] for key in commands}
     failed = {side: f"not run: --sides {','.join(sides)}" for side in SIDES if side not in sides}
     for turn in range(turns):
-        for way, (module, *arguments) in commands.items():
-            side, count = way
+        for key, (module, *arguments) in commands.items():
+            side, count = key
             if side in failed:
                 continue
             what = f"{job.name}: {side}{f', threads {count}' if count else ''} {turn + 1}/{turns}"
@@ -145,12 +146,12 @@ def _measure(
                 failed[side] = str(error)
                 continue
             measured = msgspec.json.decode(line, type=Measured)
-            runs[way].append(measured)
+            runs[key].append(measured)
             progress(f"{what}: {rounds_per_s(measured, before):.3f} rounds a second")
     found = {
         side: Side(reason=failed[side])
         if side in failed
-        else fastest(_side(measured, before, way[1]) for way, measured in runs.items() if way[0] == side)
+        else fastest(_side(measured, before, count) for (name, count), measured in runs.items() if name == side)
         for side in SIDES
     }
     return CaseResult(
@@ -183,17 +184,17 @@ def _side(runs: Sequence[Measured], before: int, threads: int | None) -> Side:
     )
 
 
-def fastest(ways: Iterable[Side]) -> Side:
-    """Of one side, run with different numbers of threads.
+def fastest(sides: Iterable[Side]) -> Side:
+    """The fastest of the runs of one side with different numbers of threads.
 
     >>> fastest([Side(rounds_per_s=2.0, threads=1), Side(rounds_per_s=0.5, threads=2)]).threads
     1
     """
-    return max(ways, key=lambda side: side.rounds_per_s or 0.0)
+    return max(sides, key=lambda side: side.rounds_per_s or 0.0)
 
 
 def agree(accuracies: Sequence[float | None]) -> bool | None:
-    """Whether accuracies are no further apart than TOLERANCE; None where there are no two.
+    """Whether accuracies differ by at most TOLERANCE; None where fewer than two are known.
 
     >>> agree([0.31, None, 0.35]), agree([0.31, 0.4]), agree([0.31, None])
     (True, False, None)
@@ -247,5 +248,5 @@ def _agreement(case: CaseResult, tolerance: float) -> str:
     if case.accuracies_agree is None:
         return "accuracies are not compared: fewer than two sides have one"
     known = {name: side.accuracy for name, side in case.sides().items() if side.accuracy is not None}
-    said = ", ".join(f"{name} {value:.3f}" for name, value in known.items())
-    return f"accuracies {'agree' if case.accuracies_agree else 'DISAGREE'} within {tolerance}: {said}"
+    figures = ", ".join(f"{name} {value:.3f}" for name, value in known.items())
+    return f"accuracies {'agree' if case.accuracies_agree else 'DISAGREE'} within {tolerance}: {figures}"

@@ -1,1 +1,1 @@
-"""Work on a Ray cluster: cells of an experiment, hosts of virtual devices. Ray is imported here alone."""
+"""Cells of an experiment and hosts of virtual devices on a Ray cluster. Only this package imports Ray."""

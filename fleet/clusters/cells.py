@@ -11,19 +11,19 @@ import msgspec
 from coordinator.config import MetricsConfig
 from coordinator.run.display import Display
 from fedvit.errors import ConfigError, FedvitError
-from fleet.clusters.cluster import Cluster, Lost, Reports
-from fleet.clusters.programs import Order, pack, unpack
+from fleet.clusters.cluster import Cluster, NodeLost, Reports
+from fleet.clusters.programs import ProgramJob, pack, unpack
 from fleet.clusters.resources import RayTable, Resources
 from fleet.experiments.cell import LOG_FILE, PROGRESS_FILE, CellFolder
 
-COME_BACK = 3
-"""Times that a cell is given to another node when its own is gone."""
+MAX_RESTARTS = 3
+"""Times that a cell is restarted on another node after the loss of its node."""
 NODE_BACK_S = 60.0
-"""Patience with a cluster of which no node has what a cell needs any more."""
+"""Longest wait for a node with enough resources for a cell."""
 
 
 class CellsOnRay:
-    """Gives cells to the nodes of a cluster; as `launch` of `conduct`."""
+    """Starts cells on the nodes of a cluster, as `launch` of `run_cells`."""
 
     def __init__(
         self, cluster: Cluster, table: RayTable, display: Display, *, keep: bool, metrics: MetricsConfig
@@ -34,67 +34,67 @@ class CellsOnRay:
         self._arguments = (str(int(keep)), msgspec.json.encode(metrics).decode())
         self._parts: dict[Path, Any] = {}
 
-    def resources(self, place: CellFolder) -> Resources:
-        return self._table.resources(place.cell.method, place.cell.partition)
+    def resources(self, folder: CellFolder) -> Resources:
+        return self._table.resources(folder.cell.method, folder.cell.partition)
 
     def check(self, cells: Sequence[CellFolder]) -> None:
-        """Raises ConfigError for a cell that no node can take."""
-        for place in cells:
-            if why := self.cluster.why_nowhere(self.resources(place)):
-                raise ConfigError(f"[ray], for {place.cell.path}: {why}; change the table, or add such a node")
+        """Raises ConfigError for a cell that does not fit on any node."""
+        for folder in cells:
+            if why := self.cluster.lack_of(self.resources(folder)):
+                raise ConfigError(f"[ray], for {folder.cell.path}: {why}; change the table, or add such a node")
 
-    def __call__(self, place: CellFolder) -> "CellOnRay":
-        if place.parts not in self._parts:
-            self._parts[place.parts] = self.cluster.ray.put(pack(place.parts))
-        wanted = self.resources(place)
+    def __call__(self, folder: CellFolder) -> "CellOnRay":
+        if folder.parts not in self._parts:
+            self._parts[folder.parts] = self.cluster.ray.put(pack(folder.parts))
+        wanted = self.resources(folder)
         at_once = str(max(1, int(wanted.num_cpus)))
-        order = Order(
-            name=place.cell.path,
+        job = ProgramJob(
+            name=folder.cell.path,
             module="fleet.experiments.cell",
             arguments=("work", "parts", at_once, *self._arguments),
             progress=PROGRESS_FILE,
             software=version("fedvit"),
         )
-        return CellOnRay(self.cluster, place, order, self._parts[place.parts], wanted, self._display)
+        return CellOnRay(self.cluster, folder, job, self._parts[folder.parts], wanted, self._display)
 
 
 class CellOnRay:
-    """A cell on some node; where that is gone, on another, from the files that came back last."""
+    """A cell on a node; after the loss of the node on another one, from the last files that were copied back."""
 
     def __init__(
-        self, cluster: Cluster, place: CellFolder, order: Order, parts: Any, wanted: Resources, display: Display
+        self, cluster: Cluster, folder: CellFolder, job: ProgramJob, parts: Any, wanted: Resources, display: Display
     ) -> None:
         self._cluster = cluster
-        self._place = place
-        self._order = order
+        self._folder = folder
+        self._order = job
         self._parts = parts
         self._wanted = wanted
         self._display = display
-        self._left = COME_BACK
+        self._left = MAX_RESTARTS
         self._code: int | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._task = self._cluster.run(self._order, self._parts, pack(self._place.folder), self._wanted)
+        self._task = self._cluster.run(self._order, self._parts, pack(self._folder.folder), self._wanted)
         self._reports = Reports(self._cluster.ray, self._task)
         self._node: str | None = None
         self._nowhere_since: float | None = None
 
     def code(self) -> int | None:
-        """Exit code; None while it goes on, or waits for a node."""
+        """Exit code; None while it runs, or waits for a node."""
         if self._code is None:
             try:
                 self._look()
             except FedvitError as error:
                 self._fail(str(error))
-            except Lost as error:
+            except NodeLost as error:
                 self._lost(str(error))
         return self._code
 
     def _look(self) -> None:
         for report in self._reports:
             self._node = report.node
-            folder = self._place.folder
+            folder = self._folder.folder
             if report.files is not None:
                 unpack(report.files, folder)
             if report.progress is not None:
@@ -108,7 +108,7 @@ class CellOnRay:
             self._check_somewhere()
 
     def _check_somewhere(self) -> None:
-        why = self._cluster.why_nowhere(self._wanted)
+        why = self._cluster.lack_of(self._wanted)
         if why is None:
             self._nowhere_since = None
             return
@@ -118,18 +118,18 @@ class CellOnRay:
 
     def _lost(self, reason: str) -> None:
         if not self._left:
-            self._fail(f"its node was gone {COME_BACK + 1} times, the last time: {reason}")
+            self._fail(f"its node was lost {MAX_RESTARTS + 1} times, the last time: {reason}")
             return
         self._left -= 1
-        self._display.line(f"{self._place.cell.path}: {self._node or 'its node'} is gone; it goes to another")
+        self._display.line(f"{self._folder.cell.path}: {self._node or 'its node'} is lost; restarting on another node")
         self._begin()
 
     def _fail(self, reason: str) -> None:
-        (self._place.folder / LOG_FILE).write_text(reason + "\n")
+        (self._folder.folder / LOG_FILE).write_text(reason + "\n")
         self.stop()
         self._code = 1
 
     def stop(self) -> None:
-        """End it, if it goes on; what came back of it stays."""
+        """End it if it runs; the files that were copied back stay."""
         if self._code is None:
             self._cluster.ray.cancel(self._task, force=True)

@@ -1,4 +1,4 @@
-"""The way to a Ray cluster: one that is there, or one on this machine for as long as a command runs."""
+"""Connects to a Ray cluster: an existing one, or one on this machine for the time of a command."""
 
 import os
 import secrets
@@ -10,15 +10,16 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from fedvit.errors import ConfigError, FedvitError, LinkDown
-from fleet.clusters.programs import Files, Order, Report, run_program
-from fleet.clusters.resources import Resources, places
+from fleet.clusters.programs import Files, ProgramJob, Report, run_program
+from fleet.clusters.resources import Resources, capacity
+from fleet.processes import last_line_of
 from profiles.probes.host import usable_cores
 
 LOCAL = "local"
 ANSWER_S = 10.0
-"""Patience with the address of a cluster."""
+"""Longest wait for an answer at the address of a cluster."""
 NODES_SEEN_S = 2.0
-"""For so long the list of nodes is taken to be right."""
+"""Time for which the list of nodes is cached."""
 
 
 def _ray() -> Any:
@@ -82,18 +83,18 @@ def _start(ray: Any, address: str) -> None:
 
 
 def _check_answers(ray: Any, address: str) -> None:
-    """Raises ConfigError or LinkDown, soon: Ray itself would try for many minutes."""
+    """Raises ConfigError or LinkDown within seconds; Ray itself would retry for many minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
         raise ConfigError(f"--ray {address!r}: expected HOST:PORT of the head of a Ray cluster, or {LOCAL}")
     if host in ("localhost", "127.0.0.1"):
-        host = ray.util.get_node_ip_address()  # where Ray will look instead
+        host = ray.util.get_node_ip_address()  # Ray uses this address instead
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise LinkDown(
-            f"--ray {address}: nobody answers at {host}:{port} ({reason}); start a cluster with `ray start --head "
+            f"--ray {address}: no answer from {host}:{port} ({reason}); start a cluster with `ray start --head "
             f"--port {port}`, or use --ray {LOCAL}"
         ) from error
 
@@ -104,7 +105,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class Cluster:
-    """What is done with a cluster that one is connected to."""
+    """A connected cluster."""
 
     def __init__(self, ray: Any) -> None:
         self.ray = ray
@@ -114,7 +115,7 @@ class Cluster:
         self._nodes_at = -NODES_SEEN_S
 
     def nodes(self) -> dict[str, Resources]:
-        """The nodes that are there, by address, with all that each has."""
+        """The resources of the nodes that are alive, by address."""
         if time.monotonic() - self._nodes_at >= NODES_SEEN_S:
             self._nodes_at = time.monotonic()
             self._nodes = {}
@@ -126,8 +127,8 @@ class Cluster:
                 )
         return self._nodes
 
-    def why_nowhere(self, wanted: Resources) -> str | None:
-        """What to say where no node has what is wanted; None where one has."""
+    def lack_of(self, wanted: Resources) -> str | None:
+        """A message when no node has the wanted resources; None when one has."""
         nodes = self.nodes()
         if any(wanted.fits(node) for node in nodes.values()):
             return None
@@ -135,65 +136,61 @@ class Cluster:
         return f"no node of the cluster has {wanted}; nodes are {there}"
 
     def at_once(self, wanted: Sequence[Resources]) -> int:
-        """How many programs can run at the same time, of those that need least."""
-        return sum(max(places(node, each) for each in set(wanted)) for node in self.nodes().values())
+        """How many of the smallest of these programs can run at the same time."""
+        return sum(max(capacity(node, each) for each in set(wanted)) for node in self.nodes().values())
 
-    def run(self, order: Order, parts: Any, work: Files, wanted: Resources) -> Any:
-        """A task that runs a program on some node; `parts` is what `ray.put` made of Files. Gives its reports."""
+    def run(self, job: ProgramJob, parts: Any, work: Files, wanted: Resources) -> Any:
+        """Run a program as a task on some node; `parts` is a reference to Files by `ray.put`. Returns its reports."""
         return self._task.options(
-            name=order.name, num_cpus=wanted.num_cpus, num_gpus=wanted.num_gpus, memory=wanted.memory_bytes or None
-        ).remote(order, parts, self.ray.put(work))
+            name=job.name, num_cpus=wanted.num_cpus, num_gpus=wanted.num_gpus, memory=wanted.memory_bytes or None
+        ).remote(job, parts, self.ray.put(work))
 
-    def host(self, order: Order, parts: Any, work: Files, wanted: Resources) -> tuple[Any, Any]:
-        """An actor of that name that runs a program on some node, and its reports."""
+    def host(self, job: ProgramJob, parts: Any, work: Files, wanted: Resources) -> tuple[Any, Any]:
+        """Run a program in a named actor on some node; the actor and its reports."""
         actor = self._actor.options(
-            name=order.name, num_cpus=wanted.num_cpus, num_gpus=wanted.num_gpus, memory=wanted.memory_bytes or None
+            name=job.name, num_cpus=wanted.num_cpus, num_gpus=wanted.num_gpus, memory=wanted.memory_bytes or None
         ).remote()
-        return actor, actor.run.options(num_returns="streaming").remote(order, parts, self.ray.put(work))
+        return actor, actor.run.options(num_returns="streaming").remote(job, parts, self.ray.put(work))
 
 
-def _run_here(order: Order, parts: Files, work: Files) -> Iterator[Report]:
+def _run_here(job: ProgramJob, parts: Files, work: Files) -> Iterator[Report]:
     import ray
 
-    yield from run_program(order, parts, work, ray.util.get_node_ip_address())
+    yield from run_program(job, parts, work, ray.util.get_node_ip_address())
 
 
 class _HostActor:
     """A host of virtual devices."""
 
-    def run(self, order: Order, parts: Files, work: Files) -> Iterator[Report]:
-        yield from _run_here(order, parts, work)
+    def run(self, job: ProgramJob, parts: Files, work: Files) -> Iterator[Report]:
+        yield from _run_here(job, parts, work)
 
 
-class Lost(Exception):
-    """The node of a program, or the worker that watched it, is gone."""
+class NodeLost(Exception):
+    """The node of a program, or Ray's worker for it, was lost."""
 
 
 class Reports:
-    """What a program on the cluster reported, without waiting."""
+    """Iterates over the reports of a program on the cluster, without waiting."""
 
     def __init__(self, ray: Any, reports: Any) -> None:
         self._ray = ray
         self._reports = reports
 
     def __iter__(self) -> Iterator[Report]:
-        """Those that are there and were not seen. Raises Lost, and FedvitError where it cannot be run at all."""
+        """The new reports. Raises NodeLost, and FedvitError when the program cannot be run at all."""
         exceptions = self._ray.exceptions
         while self._ray.wait([self._reports], timeout=0)[0]:
             try:
                 yield self._ray.get(next(self._reports), timeout=60)
             except StopIteration:
-                raise Lost("it ended without a word") from None
+                raise NodeLost("it ended without a report") from None
             except exceptions.OutOfMemoryError:
                 raise FedvitError(
                     "its node ran out of memory, and Ray ended it; ask for more `memory` or `num_cpus` in [ray], so "
                     "that fewer programs share a node"
                 ) from None
             except exceptions.RayTaskError as error:
-                raise FedvitError(f"it could not be run on its node: {_last_line(str(error))}") from None
+                raise FedvitError(f"it could not be run on its node: {last_line_of(str(error))}") from None
             except exceptions.RayError as error:
-                raise Lost(_first_line(error)) from None
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it said nothing"])[-1]
+                raise NodeLost(_first_line(error)) from None

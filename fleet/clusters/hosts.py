@@ -9,19 +9,19 @@ from typing import Any
 
 from coordinator.config import BrokerConfig
 from fedvit.errors import ConfigError, FedvitError
-from fleet.clusters.cluster import Cluster, Lost, Reports
-from fleet.clusters.programs import Order, pack, unpack
+from fleet.clusters.cluster import Cluster, NodeLost, Reports
+from fleet.clusters.programs import ProgramJob, pack, unpack
 from fleet.clusters.resources import Resources
 
 LOST = -9
-"""Exit code of a host whose node is gone: as if it had been killed."""
+"""Exit code of a host whose node was lost: that of a killed process."""
 
 
 class HostsOnRay:
-    """What `fleet.processes.Fleet` is for hosts on this machine. Use it as a context manager.
+    """Hosts on nodes, with the interface of `fleet.processes.Fleet`. Use it as a context manager.
 
-    What a host keeps of its devices comes back to `states/HOST` every few seconds. A host that is started again goes
-    on from there, wherever there is a node: it asks for no cores of its own then, since those of its node are gone.
+    The state of a host's devices is copied back to `states/HOST` every few seconds. A restarted host continues from the
+    copy on any node; it requests no cores, since the cluster has lost those of its first node.
     """
 
     def __init__(self, cluster: Cluster, parts: Path, states: Path, *, threads: int) -> None:
@@ -42,18 +42,18 @@ class HostsOnRay:
         self, name: str, command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None
     ) -> None:
         """Start a host, or start it again; `command` are the arguments of `fleet host`, with paths as on a node."""
-        order = Order(
+        job = ProgramJob(
             name, "fleet.host", tuple(command), progress=None, software=version("fedvit"),
             environment=dict(environment or {}),
         )  # fmt: skip
         folder = self._states / name
         work = pack(folder) if folder.is_dir() else {}
         wanted = Resources(0, 0, 0) if name in self._hosts else self._wanted
-        actor, reports = self._cluster.host(order, self._parts, work, wanted)
+        actor, reports = self._cluster.host(job, self._parts, work, wanted)
         self._hosts[name] = _Host(actor, Reports(self._cluster.ray, reports), self._cluster.ray, folder, log)
 
     def ended(self) -> dict[str, int]:
-        """Exit codes of hosts that are over."""
+        """Exit codes of the hosts that have ended, by name."""
         return {name: code for name, host in self._hosts.items() if (code := host.poll()) is not None}
 
     def wait(self, names: Sequence[str], timeout_s: float) -> bool:
@@ -65,7 +65,7 @@ class HostsOnRay:
 
 
 class _Host:
-    """One actor, and what came back of it."""
+    """One actor, and the files that were copied back."""
 
     def __init__(self, actor: Any, reports: Reports, ray: Any, folder: Path, log: Path) -> None:
         self._actor = actor
@@ -74,7 +74,7 @@ class _Host:
         self._folder = folder
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._said_before = log.read_bytes() if log.is_file() else b""
+        self._earlier_log = log.read_bytes() if log.is_file() else b""
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -84,10 +84,10 @@ class _Host:
                     if report.files is not None:
                         unpack(report.files, self._folder)
                     if report.log:
-                        self._log.write_bytes(self._said_before + report.log)
+                        self._log.write_bytes(self._earlier_log + report.log)
                     self._code = report.code
-            except (FedvitError, Lost) as error:
-                self._code = LOST if isinstance(error, Lost) else 1
+            except (FedvitError, NodeLost) as error:
+                self._code = LOST if isinstance(error, NodeLost) else 1
                 with open(self._log, "a") as log:
                     log.write(f"{error}\n")
             if self._code is not None:
@@ -99,9 +99,9 @@ class _Host:
 
 
 def check_hosts(cluster: Cluster, hosts: int | None, threads: int) -> int:
-    """How many hosts of so many threads there are to be, by default what the cluster takes. Raises ConfigError."""
+    """The number of hosts with `threads` threads each, by default as many as fit. Raises ConfigError."""
     wanted = Resources(threads, 0, 0)
-    if why := cluster.why_nowhere(wanted):
+    if why := cluster.lack_of(wanted):
         raise ConfigError(f"--threads {threads}: {why}")
     most = cluster.at_once([wanted])
     if hosts is not None and hosts > most:

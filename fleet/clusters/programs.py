@@ -1,7 +1,7 @@
-"""A program on a node of a cluster, and its folder, which travels: there at the beginning, back every few seconds.
+"""Runs a program on a node of a cluster. Its folder is copied to the node, and back every few seconds.
 
-What comes back is what lay in the folder at one moment: the program is stopped (SIGSTOP) while its files are read. So
-a folder that came back is what a kill -9 at that moment would have left, from which every program here can go on.
+The program is stopped (SIGSTOP) while its files are read, so a copy is consistent: it equals the folder after a kill -9
+at that moment, from which the program can be resumed.
 """
 
 import os
@@ -20,24 +20,24 @@ from fedvit.files import private_files, storage_failed
 from fleet.processes import Fleet, program
 
 Files = dict[str, bytes]
-"""Content by path below a folder. Links are left out: those of virtual devices are made anew by their host."""
+"""Content by path below a folder, without links: the host of virtual devices makes theirs again."""
 
 POLL_S = 0.2
 REPORT_S = 1.0
-"""A program that has nothing new to report does so all the same, so that its node is known to be there."""
+"""Interval of reports without news, which show that the node is alive."""
 COPY_EVERY_S = 2.0
 COPY_SHARE = 0.05
-"""Of its time a program is stopped for copies, at most."""
+"""Largest share of its time for which a program is stopped for copies."""
 COPY_BYTES_PER_S = 5e6
-"""Of the network that copies take, on average."""
+"""Average bandwidth of copies."""
 LOG_BYTES = 64 << 10
-"""Of the end of a program's log, that is reported."""
+"""Size of the end of a program's log in a report."""
 KILLED_WITH_PARENT = signal.SIGKILL
-"""A program that is stopped hears of no other signal."""
+"""A stopped program reacts to no other signal."""
 
 
-class Order(NamedTuple):
-    """What to run: `module`'s main, with `parts` and `work` of the current folder as its folders."""
+class ProgramJob(NamedTuple):
+    """A program to run: `module`'s main, with the folders `parts` and `work` in its working directory."""
 
     name: str
     module: str
@@ -48,7 +48,7 @@ class Order(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a program on a node has come to."""
+    """The state of a program on a node."""
 
     node: str
     progress: bytes | None = None
@@ -64,7 +64,7 @@ def pack(folder: Path) -> Files:
 
 
 def unpack(files: Files, folder: Path) -> None:
-    """Make `folder` hold these files and nothing else; there is always either the old content or the new.
+    """Replace the content of `folder` by these files; at every moment either the old or the new content exists.
 
     Raises StorageFailed.
     """
@@ -87,12 +87,10 @@ def unpack(files: Files, folder: Path) -> None:
         raise storage_failed(f"cannot write {folder}", error) from error
 
 
-def run_program(order: Order, parts: Files, work: Files, node: str) -> Iterator[Report]:
-    """Run a program on this node until it ends; what it reports last has its exit code and its files."""
-    if (here := version("fedvit")) != order.software:
-        text = (
-            f"fedvit {here} is installed on node {node}, and {order.software} where this was started; install the same"
-        )
+def run_program(job: ProgramJob, parts: Files, work: Files, node: str) -> Iterator[Report]:
+    """Run a program on this node until it ends; the last report has its exit code and its files."""
+    if (here := version("fedvit")) != job.software:
+        text = f"fedvit {here} is installed on node {node}, and {job.software} where this was started; install the same"
         yield Report(node, log=text.encode(), code=1)
         return
     with (
@@ -103,10 +101,10 @@ def run_program(order: Order, parts: Files, work: Files, node: str) -> Iterator[
         home = Path(folder)
         unpack(parts, home / "parts")
         unpack(work, home / "work")
-        log, progress = home / "log", home / "work" / (order.progress or "no-such-file")
-        process = fleet.start(order.name, [*program(order.module), *order.arguments], log, home, order.environment)
+        log, progress = home / "log", home / "work" / (job.progress or "no-such-file")
+        process = fleet.start(job.name, [*program(job.module), *job.arguments], log, home, job.environment)
         yield Report(node, _content(progress))
-        copy_at, said_at, said = time.monotonic() + COPY_EVERY_S, time.monotonic(), _content(progress)
+        copy_at, reported_at, reported = time.monotonic() + COPY_EVERY_S, time.monotonic(), _content(progress)
         while process.poll() is None:
             time.sleep(POLL_S)
             now = time.monotonic()
@@ -116,20 +114,20 @@ def run_program(order: Order, parts: Files, work: Files, node: str) -> Iterator[
                 took_s = time.monotonic() - now
                 size = sum(map(len, files.values()))
                 copy_at = now + max(COPY_EVERY_S, took_s / COPY_SHARE, size / COPY_BYTES_PER_S)
-                said_at, said = now, _content(progress)
-                yield Report(node, said, _end_of(log), files)
-            elif (fresh := _content(progress)) != said or now - said_at >= REPORT_S:
-                said_at, said = now, fresh
-                yield Report(node, said)
+                reported_at, reported = now, _content(progress)
+                yield Report(node, reported, _end_of(log), files)
+            elif (fresh := _content(progress)) != reported or now - reported_at >= REPORT_S:
+                reported_at, reported = now, fresh
+                yield Report(node, reported)
         yield Report(node, _content(progress), _end_of(log), pack(home / "work"), process.returncode)
 
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Within it the process, a child of ours, does nothing; where it has ended, that is so anyway."""
+    """Within it a child process is stopped (SIGSTOP)."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # a signal arrives some time later
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # waits until the signal has arrived
         yield
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""What a cell of an experiment needs of a node: the table [ray]."""
+"""The resources that a cell of an experiment needs of a node: the table [ray]."""
 
 from collections.abc import Collection
 from typing import Annotated, NamedTuple
@@ -11,7 +11,7 @@ from fedvit.quantities import format_bytes, parse_bytes
 
 
 class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What cells ask for; None: as the more general table says."""
+    """Resources of cells; None: as in the more general table."""
 
     num_cpus: Annotated[float, Meta(gt=0)] | None = None  # cores; fractions are allowed
     num_gpus: Annotated[float, Meta(ge=0)] | None = None  # a fraction shares a GPU with other cells
@@ -54,7 +54,7 @@ class RayTable(Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Resources(NamedTuple):
-    """What a node has, or what a program on it needs."""
+    """Resources that a node has, or that a program on it needs."""
 
     num_cpus: float
     num_gpus: float
@@ -76,11 +76,11 @@ class Resources(NamedTuple):
         return ", ".join(parts)
 
 
-def places(node: Resources, wanted: Resources) -> int:
-    """How many programs that need `wanted` fit on a node at once.
+def capacity(node: Resources, wanted: Resources) -> int:
+    """How many programs that need `wanted` fit on a node at the same time.
 
     >>> quarter = Resources(1, 0.25, 0)
-    >>> places(Resources(8, 1, 16 * 10**9), quarter), places(Resources(8, 0, 10**9), quarter)
+    >>> capacity(Resources(8, 1, 16 * 10**9), quarter), capacity(Resources(8, 0, 10**9), quarter)
     (4, 0)
     """
     return int(min((there / need for there, need in zip(node, wanted, strict=True) if need), default=1))

@@ -1,4 +1,4 @@
-"""Readers of whole data sets, which are dealt out to devices."""
+"""Readers of data sets."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -16,7 +16,7 @@ def is_domainfolder(path: Path) -> bool:
     try:
         tree = open_tree(path)
     except DataError:
-        return False  # whoever reads it in the end says why
+        return False  # the reader that is tried last reports the reason
     domains = tree.folders.values()
     return (
         len(domains) > 1

@@ -55,8 +55,8 @@ class ImageFiles:
 
     def __getitem__(self, rows: Indices, /) -> Pixels:
         images = np.empty((len(rows), self._size, self._size, 3), dtype=np.uint8)
-        for place, row in enumerate(rows):
-            images[place] = self._files[row].read(self._size)
+        for index, row in enumerate(rows):
+            images[index] = self._files[row].read(self._size)
         return images
 
 

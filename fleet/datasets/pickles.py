@@ -1,7 +1,7 @@
 """Dictionaries of arrays and lists in pickle files, read without trusting the file.
 
-An unpickler calls whatever a file names. This one knows three names, those that an array is written with,
-and gives a record of ours for each: nothing of numpy and nothing else is called by a file.
+An ordinary unpickler imports and calls any name in a file. This one accepts only the names with which arrays are
+written, and replaces them by classes of this module, so that a file cannot call anything else.
 """
 
 import math
@@ -45,7 +45,7 @@ def unpickled(file: BinaryIO) -> dict[str, Any]:
 
 
 class _Dtype:
-    """Stands in for numpy.dtype: remembers what it is told."""
+    """Replaces numpy.dtype; keeps its arguments."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.code = code
@@ -62,7 +62,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands in for numpy's `_reconstruct(ndarray, (0,), "b")`, which is followed by the array's state."""
+    """Replaces numpy's `_reconstruct(ndarray, (0,), "b")`, which is followed by the array's state."""
 
     def __init__(self, *_: Any) -> None:
         self.array = np.empty(0)

@@ -42,18 +42,18 @@ class ArrayImages:
         side = (self._size, self._size)
         if images.shape[1:3] != side:
             resized = np.empty((len(images), *side, *images.shape[3:]), dtype=np.uint8)
-            for place, image in enumerate(images):
-                resized[place] = Image.fromarray(image).resize(side, Image.Resampling.BILINEAR)
+            for index, image in enumerate(images):
+                resized[index] = Image.fromarray(image).resize(side, Image.Resampling.BILINEAR)
             images = resized
         return images if images.ndim == 4 else np.repeat(images[..., None], 3, axis=3)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Annotations:
-    """What is known of every sample without a look at its pixels; partitions go by it.
+    """Labels of every sample, which partitions use.
 
-    `labels` (n,) are indices into a data set's classes; `coarse_labels` (n,), the groups that classes
-    belong to, and `domains` (n,), where a sample comes from, are None where a data set does not tell.
+    `labels` (n,) are indices into a data set's classes. `coarse_labels` (n,), the groups of classes, and `domains`
+    (n,), the sources of samples, are None where a data set does not have them.
     """
 
     labels: Indices
@@ -85,7 +85,7 @@ class Samples:
     coarse_labels: Indices | None = None  # the group that a sample's class belongs to
     domains: Indices | None = None  # where a sample comes from: indices into `domain_names`
     domain_names: tuple[str, ...] = ()
-    unreadable: tuple[str, ...] = ()  # what was left out and why, one line each
+    unreadable: tuple[str, ...] = ()  # images that were left out, with the reason
 
     def __post_init__(self) -> None:
         for what, given in (
@@ -125,7 +125,7 @@ def folder_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def numbered_classes(values: npt.NDArray[np.integer]) -> tuple[Indices, tuple[str, ...]]:
-    """Labels and names for a data set that only numbers its classes; a number that no sample has is no class.
+    """Labels and names for a data set with numbered classes; numbers without samples are no classes.
 
     All names are equally long, so that they sort as the numbers do.
 

@@ -1,1 +1,1 @@
-"""Engines of a simulation beside onnxruntime: devices' work without devices, for research at the papers' scale."""
+"""A simulation's torch engine: computes the devices of a cohort in one batch, for experiments at the papers' scale."""

@@ -1,6 +1,6 @@
-"""The local work of several devices of one Program, side by side: training phases and evaluations.
+"""Training phases and evaluations of several devices with one Program, computed in one batch.
 
-It gives what `edge_client.runtime` gives on each device alone, with the same draws. Letters: D devices, T steps.
+The results are those of `edge_client.runtime` on each device, with the same random draws. Letters: D devices, T steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,23 +24,23 @@ from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, Tensors
 from fleet.engines.pictures import Drawn, Images, Pictures, draw_training, normalised, unfolded
 from fleet.engines.steps import (
+    BatchedStep,
     CapturedRunner,
-    Lanes,
     Named,
     Runner,
     Work,
+    batched_step,
     compiled,
-    in_precision,
-    side_by_side,
-    until_through,
+    skip_finished,
+    with_precision,
 )
 
-ANSWERED_AT_ONCE = 64
-"""Images of each device that are answered together."""
+PREDICTION_BATCH = 64
+"""Images of each device in one prediction."""
 
 
 class Values(NamedTuple):
-    """Tensors of a Program for D devices: those that are the same for all, and those that are not, (D, ...)."""
+    """Tensors of a Program for D devices: those common to all, and each device's own ones (D, ...)."""
 
     common: Named
     own: Named
@@ -59,42 +59,42 @@ class Values(NamedTuple):
 
 @dataclass
 class Trained:
-    """What a round's local work gave on D devices."""
+    """The outcome of a round's training on D devices."""
 
-    tensors: Named  # (D, ...): new values of all that a phase moved
+    tensors: Named  # (D, ...): all tensors that a phase updated
     collected: list[Tensors]
-    samples: list[int]  # each device's images, but for those that could not be decoded
+    samples: list[int]  # each device's images that could be decoded
     losses: list[float]  # mean over the last epoch
     flops: list[int]
 
 
 class Cohort:
-    """One run's: the functions of its methods, and the images of its devices."""
+    """The step functions of a run's methods, and the images of its devices."""
 
     def __init__(
         self,
         vit: PatchViT,
         pictures: Pictures,
-        place: torch.device,
+        accelerator: torch.device,
         *,
         precision: ProductPrecision,
         fused: bool,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._say = say
+        self._log = log
         self._precision = precision
         self._fused = fused
-        self._captures = place.type == "cuda"
+        self._captures = accelerator.type == "cuda"
         self._vit = vit
         self._pictures = pictures
-        self._place = place
-        self._lanes: dict[tuple[object, ...], Lanes] = {}
+        self._accelerator = accelerator
+        self._steps: dict[tuple[object, ...], BatchedStep] = {}
         self._runners: dict[tuple[Method, Train, int, bool], Runner] = {}
 
     def forget(self) -> None:
-        """Give back the memory of recordings and compiled functions; they are made again when they are needed."""
+        """Free the memory of recorded and compiled functions; they are made again when they are needed."""
         self._runners.clear()
-        self._lanes.clear()
+        self._steps.clear()
         if self._captures:
             torch.cuda.empty_cache()
 
@@ -106,11 +106,11 @@ class Cohort:
         method: Method,
         phases: Sequence[Train],
         values: Values,
-        images: Sequence[Images],  # of each device; the most first
+        images: Sequence[Images],  # of each device; those with the most images first
         generators: Sequence[list[np.random.Generator]],  # of each device
         lr_scale: float,
     ) -> Trained:
-        """Run the phases from the round's start values. Raises DataError when a device has no image to train with."""
+        """Run the phases from the round's start values. Raises DataError when a device has no readable image."""
         count, start = len(images), values
         trained = Trained({}, [{} for _ in images], [], [0.0] * count, [0] * count)
         lost: list[set[int]] = [set() for _ in images]
@@ -130,8 +130,8 @@ class Cohort:
                 for rows in drawing.rows:
                     lost[device].update(rows[~one.readable[rows]].tolist())
                 trained.flops[device] += drawing.runs * phase.repeats * program.graphs[phase.graph].flops
-            moved = [name for group in phase.groups for name in program.names(group)]
-            work = self._work(program, phase, moved, values, start, facts, drawn, lr_scale)
+            names = [name for group in phase.groups for name in program.names(group)]
+            work = self._work(program, phase, names, values, start, facts, drawn, lr_scale)
             tensors, trained.losses = self._run(program, method, phase, work, drawn, samplers, trained)
             values = values.with_own(tensors)
             trained.tensors |= tensors
@@ -142,7 +142,7 @@ class Cohort:
         self,
         program: Program,
         phase: Train,
-        moved: list[str],
+        names: list[str],
         values: Values,
         start: Values,
         facts: Sequence[dict[str, Array]],
@@ -150,16 +150,16 @@ class Cohort:
         lr_scale: float,
     ) -> Work:
         count = len(drawn)
-        moving = {f"tensor/{name}": values.of(name, count) for name in moved}
+        updated = {f"tensor/{name}": values.of(name, count) for name in names}
         for slot in phase.slots:
-            moving |= {f"slot/{slot}/{name}": torch.zeros_like(moving[f"tensor/{name}"]) for name in moved}
-        own = {f"tensor/{name}": value for name, value in values.own.items() if name not in moved}
-        common = {f"tensor/{name}": value for name, value in values.common.items() if name not in moved}
+            updated |= {f"slot/{slot}/{name}": torch.zeros_like(updated[f"tensor/{name}"]) for name in names}
+        own = {f"tensor/{name}": value for name, value in values.own.items() if name not in names}
+        common = {f"tensor/{name}": value for name, value in values.common.items() if name not in names}
         for name in (name for group in phase.anchors for name in program.names(group)):
             side = own if name in start.own else common
             side[f"anchor/{name}"] = start.own[name] if name in start.own else start.common[name]
         for name in facts[0]:
-            own[name] = self._sent(np.stack([of[name] for of in facts]))
+            own[name] = self._to_accelerator(np.stack([of[name] for of in facts]))
         steps = max(len(of.epochs) for of in drawn) * phase.repeats
         arrays: Named = {}
         for name, first in drawn[0].arrays.items():
@@ -167,10 +167,12 @@ class Cohort:
             for device, of in enumerate(drawn):
                 array = np.repeat(of.arrays[name], phase.repeats, axis=0)
                 whole[: len(array), device] = array
-            arrays[name] = self._sent(whole)
-        last = self._sent((np.arange(steps) % phase.repeats == phase.repeats - 1).astype(np.float32))
-        ends = self._sent(np.array([len(of.epochs) * phase.repeats for of in drawn]))
-        return Work(moving, own, common, arrays, ends, last, self._sent(np.array(phase.lr * lr_scale, np.float32)))
+            arrays[name] = self._to_accelerator(whole)
+        last = self._to_accelerator((np.arange(steps) % phase.repeats == phase.repeats - 1).astype(np.float32))
+        ends = self._to_accelerator(np.array([len(of.epochs) * phase.repeats for of in drawn]))
+        return Work(
+            updated, own, common, arrays, ends, last, self._to_accelerator(np.array(phase.lr * lr_scale, np.float32))
+        )
 
     def _run(
         self,
@@ -182,9 +184,9 @@ class Cohort:
         samplers: Sequence[MedianSampler | None],
         trained: Trained,
     ) -> tuple[Named, list[float]]:
-        """The moved tensors (D, ...), and each device's loss. Devices leave when they are through with their images."""
+        """The updated tensors (D, ...), and each device's loss. Devices without further batches leave the batch."""
         ends = [len(of.epochs) * phase.repeats for of in drawn]  # descending
-        losses = torch.zeros(ends[0], len(ends), device=self._place)
+        losses = torch.zeros(ends[0], len(ends), device=self._accelerator)
         kept: list[list[tuple[Tensor, Array]]] = [[] for _ in drawn]
 
         def keep(step: int, outputs: Named) -> None:
@@ -201,13 +203,13 @@ class Cohort:
 
         pieces: list[Named] = []
         first = 0
-        for places, last in self._stretches(ends):
-            work = work.of_first(places)
-            runner = self._runner(method, phase, program.batch, places, fused=self._fused and places == len(ends))
-            work.moving = runner.run(work, first, last, losses, keep if phase.collect else None)
-            first, going_on = last, self._places(ends, last)
-            pieces.append({name: value[going_on:] for name, value in work.moving.items() if name.startswith("tensor/")})
-        moved = {
+        for count, last in self._segments(ends):
+            work = work.first_devices(count)
+            runner = self._runner(method, phase, program.batch, count, fused=self._fused and count == len(ends))
+            work.updated = runner.run(work, first, last, losses, keep if phase.collect else None)
+            first, left = last, self._device_count(ends, last)
+            pieces.append({name: value[left:] for name, value in work.updated.items() if name.startswith("tensor/")})
+        updated = {
             name.removeprefix("tensor/"): torch.cat([piece[name] for piece in reversed(pieces)]) for name in pieces[0]
         }
         if phase.collect:
@@ -219,45 +221,45 @@ class Cohort:
                     phase.collect.output: values.astype(np.float32, copy=False), LABELS: labels.astype(np.int64),
                 }  # fmt: skip
         by_step = losses.cpu().numpy()
-        return moved, [_loss(of, by_step[:, device], phase.repeats) for device, of in enumerate(drawn)]
+        return updated, [_loss(of, by_step[:, device], phase.repeats) for device, of in enumerate(drawn)]
 
-    def _stretches(self, ends: list[int]) -> Iterator[tuple[int, int]]:
-        """(devices side by side, step at which fewer go on), until all are through."""
+    def _segments(self, ends: list[int]) -> Iterator[tuple[int, int]]:
+        """(devices in the batch, step before which it gets smaller), until all are finished."""
         steps = sorted(set(ends))
         for last, following in pairwise([*steps, None]):
             assert last is not None
-            places = self._places(ends, last - 1)
-            if following is None or self._places(ends, following - 1) != places:
-                yield places, last
+            count = self._device_count(ends, last - 1)
+            if following is None or self._device_count(ends, following - 1) != count:
+                yield count, last
 
-    def _places(self, ends: list[int], step: int) -> int:
-        """Devices that are computed in a step: those that are not through, `ends` are descending.
+    def _device_count(self, ends: list[int], step: int) -> int:
+        """Number of devices in a step's batch: those with further batches; `ends` are descending.
 
-        On a GPU each number of devices has a recording of its own, so there are few such numbers.
+        On a GPU each number of devices has its own recording, so the numbers are rounded up to few values.
         """
-        there = sum(end > step for end in ends)
-        return there if not (self._captures and there) else _half_as_often(len(ends), there)
+        active = sum(end > step for end in ends)
+        return active if not (self._captures and active) else _halved(len(ends), active)
 
     def _runner(self, method: Method, phase: Train, batch: Batch, devices: int, *, fused: bool) -> Runner:
-        # computing blocks again is for devices of little memory, and changes no number
+        # recomputing blocks saves a small device's memory, and changes no result
         plain = replace(method, recompute=False)
         key = (plain, phase, devices if self._captures else 0, fused)
         if key not in self._runners:
-            lanes = self._made((plain, phase), lambda: whole_step(plain, self._vit, phase), trains=True, fused=fused)
-            given = lanes, self._pictures.pixels, batch
-            recorded = self._place.type == "cuda"
+            batched = self._made((plain, phase), lambda: whole_step(plain, self._vit, phase), trains=True, fused=fused)
+            given = batched, self._pictures.pixels, batch
+            recorded = self._accelerator.type == "cuda"
             self._runners[key] = CapturedRunner(*given, recorded=recorded) if self._captures else Runner(*given)
         return self._runners[key]
 
     def _made(
         self, key: tuple[object, ...], step: Callable[[], Step], *, trains: bool = False, fused: bool = False
-    ) -> Lanes:
+    ) -> BatchedStep:
         key = (*key, fused)
-        if key not in self._lanes:
-            lanes = in_precision(side_by_side(step(), self._say), self._precision, self._place)
-            lanes = until_through(lanes) if trains else lanes
-            self._lanes[key] = compiled(lanes) if fused else lanes
-        return self._lanes[key]
+        if key not in self._steps:
+            batched = with_precision(batched_step(step(), self._log), self._precision, self._accelerator)
+            batched = skip_finished(batched) if trains else batched
+            self._steps[key] = compiled(batched) if fused else batched
+        return self._steps[key]
 
     # --- evaluation -----------------------------------------------------------------------------------
 
@@ -275,15 +277,15 @@ class Cohort:
         own = {f"tensor/{name}": value for name, value in values.own.items()}
         common = {f"tensor/{name}": value for name, value in values.common.items()}
         if evaluate.gather:
-            own |= self._gathered(program, method, evaluate.gather, common, own, train, choices)
-        lanes = self._made((method, "predict"), lambda: predict_step(method, self._vit))
+            own |= self._gather(program, method, evaluate.gather, common, own, train, choices)
+        batched = self._made((method, "predict"), lambda: predict_step(method, self._vit))
         correct = np.zeros(len(test), np.int64)
-        for labels, readable, outputs in self._full(program, lanes, common, own, test):
+        for labels, readable, outputs in self._full(program, batched, common, own, test):
             answers = outputs["logits"].argmax(dim=-1).cpu().numpy()
             correct += ((answers == labels) & readable).sum(axis=1)
         return [(int(right), int(one.readable.sum())) for right, one in zip(correct, test, strict=True)]
 
-    def _gathered(
+    def _gather(
         self,
         program: Program,
         method: Method,
@@ -298,44 +300,44 @@ class Cohort:
             _only(one, chosen_rows(len(one), gather.capacity, choice))
             for one, choice in zip(train, choices, strict=True)
         ]
-        lanes = self._made((method, gather), lambda: gather_step(method, self._vit, gather))
+        batched = self._made((method, gather), lambda: gather_step(method, self._vit, gather))
         count = len(chosen)
-        values = torch.zeros(count, gather.capacity, *gather.shape, device=self._place)
+        values = torch.zeros(count, gather.capacity, *gather.shape, device=self._accelerator)
         labels, weight = np.zeros((count, gather.capacity), np.int64), np.zeros((count, gather.capacity), np.float32)
         first = 0
-        for some, readable, outputs in self._full(program, lanes, common, own, chosen):
+        for some, readable, outputs in self._full(program, batched, common, own, chosen):
             last = min(first + some.shape[1], gather.capacity)
             values[:, first:last] = outputs[f"collect/{gather.output}"][:, : last - first]
             labels[:, first:last], weight[:, first:last] = some[:, : last - first], readable[:, : last - first]
             first = last
         return {
             f"gathered/{gather.output}": values,
-            "gathered/labels": self._sent(labels),
-            "gathered/weight": self._sent(weight),
+            "gathered/labels": self._to_accelerator(labels),
+            "gathered/weight": self._to_accelerator(weight),
         }
 
     def _full(
-        self, program: Program, lanes: Lanes, common: Named, own: Named, images: Sequence[Images]
+        self, program: Program, batched: BatchedStep, common: Named, own: Named, images: Sequence[Images]
     ) -> Iterator[tuple[Indices, Flags, Named]]:
         """Whole images of all devices, some at a time: labels and which of them are there (D, n), and what a function
         gives of them."""
         most = max((len(one) for one in images), default=0)
-        for first in range(0, most, ANSWERED_AT_ONCE):
-            some = [slice(first, min(first + ANSWERED_AT_ONCE, len(one))) for one in images]
-            length = min(ANSWERED_AT_ONCE, most - first)
+        for first in range(0, most, PREDICTION_BATCH):
+            some = [slice(first, min(first + PREDICTION_BATCH, len(one))) for one in images]
+            length = min(PREDICTION_BATCH, most - first)
             rows, labels = np.zeros((len(images), length), np.int64), np.zeros((len(images), length), np.int64)
             readable = np.zeros((len(images), length), bool)
             for device, (one, part) in enumerate(zip(images, some, strict=True)):
                 there = len(one.rows[part])
                 rows[device, :there], labels[device, :there] = one.rows[part], one.labels[part]
                 readable[device, :there] = one.readable[part]
-            pixels = self._pictures.pixels[self._sent(rows)]
+            pixels = self._pictures.pixels[self._to_accelerator(rows)]
             batch = {"batch/patches": unfolded(normalised(pixels, program.batch), program.batch.patch_size)}
             with torch.no_grad():
-                yield labels, readable, lanes({}, own, common, batch, {})
+                yield labels, readable, batched({}, own, common, batch, {})
 
-    def _sent(self, array: Array) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._place)
+    def _to_accelerator(self, array: Array) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._accelerator)
 
 
 def _only(images: Images, chosen: Array) -> Images:
@@ -351,7 +353,7 @@ def _loss(drawn: Drawn, losses: Array, repeats: int) -> float:
     return float((last * counts).sum() / counts.sum())
 
 
-def answering_flops(program: Program, train: Images, test: Images) -> int:
+def evaluation_flops(program: Program, train: Images, test: Images) -> int:
     """Of a device's graphs in an evaluation, what it tunes before left out."""
     evaluate, size = program.evaluate, program.batch.answer_size
     flops = program.graphs[evaluate.graph].flops * -(-len(test) // size)
@@ -361,10 +363,10 @@ def answering_flops(program: Program, train: Images, test: Images) -> int:
     return flops
 
 
-def _half_as_often(most: int, least: int) -> int:
+def _halved(most: int, least: int) -> int:
     """The smallest of most, half of it, a quarter, ... that is not below `least`.
 
-    >>> [_half_as_often(10, least) for least in (10, 6, 5, 2, 1)]
+    >>> [_halved(10, least) for least in (10, 6, 5, 2, 1)]
     [10, 10, 5, 2, 1]
     """
     while most > 1 and (half := -(-most // 2)) >= least:

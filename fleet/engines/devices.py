@@ -1,6 +1,6 @@
-"""The devices of a simulation: what a cohort brings to a round, and how right each device's model is.
+"""The simulated devices of a run: their results of a round, and the accuracy of each device's model.
 
-What a board's vault would hold is here by device's name; what travels is what the Program says, coded as on its way.
+The contents of vaults are kept here by device's name; uploads are coded as the Program says, as on a fleet.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,45 +32,45 @@ from fedvit.roles import ProductPrecision
 from fedvit.tensors import Tensors, unpack
 from fedvit.updates import NONE
 from fedvit.wire.messages import TaskKind
-from fleet.engines.cohort import Cohort, Values, answering_flops
+from fleet.engines.cohort import Cohort, Values, evaluation_flops
 from fleet.engines.pictures import Images, Pictures
-from fleet.engines.steps import Named, on_processor
+from fleet.engines.steps import Named, to_numpy
 from profiles.program_cost import PricedProgram
 
 T = TypeVar("T")
 
 FUSED_FROM_ROUNDS = 50
-"""To compile a method's step takes a minute: as long as a few dozen rounds without."""
+"""Compiling a method's step takes a minute: as long as a few dozen rounds without."""
 MOST_AT_ONCE = 32
-"""Devices side by side: more are no faster, and take memory."""
+"""Most devices in one batch: more are no faster, and take memory."""
 
 
 @dataclass
 class Device:
-    """A device that is simulated: its images, and what its vault would hold."""
+    """A simulated device: its images, and the contents of its vault."""
 
     name: str
     train: Images
     test: Images
     kept: Named = field(default_factory=dict)  # its own tensors as it last trained them
     kept_round: int = 0
-    residual: Tensors = field(default_factory=dict)  # what coding left out of earlier deltas
+    residual: Tensors = field(default_factory=dict)  # error feedback: what coding left out of earlier deltas
 
 
-class Brought(NamedTuple):
-    """What one device brings back; or why it brings nothing."""
+class DeviceResult(NamedTuple):
+    """One device's result of a round, or why it has none."""
 
     device: str
     samples: int
     loss: float
     flops: int
-    received_bytes: int  # of what the server would send in a round
+    received_bytes: int  # that a server would send in a round
     upload: Tensors
     failure: str | None = None
 
 
-class Tested(NamedTuple):
-    """A device's answers to its own test images."""
+class DeviceEvaluation(NamedTuple):
+    """A device's evaluation on its own test images."""
 
     device: str
     correct: int
@@ -79,7 +79,7 @@ class Tested(NamedTuple):
 
 
 class Devices:
-    """One run's, by name. `opened` has their folders of images."""
+    """The devices of a run, by name. `opened` has their folders of images."""
 
     def __init__(
         self,
@@ -88,16 +88,16 @@ class Devices:
         blobs: BlobStore,
         folders: Mapping[str, Path],
         opened: Mapping[Path, DeviceData],
-        place: torch.device,
+        accelerator: torch.device,
         display: Display,
         *,
         precision: ProductPrecision,
         fused: bool | None,
     ) -> None:
         self._config, self._plan, self._blobs = config, plan, blobs
-        self._place = place
-        self._say = display.line
-        pictures = Pictures(plan.vit.image_size, place)
+        self._accelerator = accelerator
+        self._log = display.line
+        pictures = Pictures(plan.vit.image_size, accelerator)
         images: dict[Path, tuple[Images, Images]] = {}
         for folder, data in opened.items():
             known = data.relabelled(plan.classes)
@@ -105,24 +105,24 @@ class Devices:
         pictures.finish()
         self._devices = {name: Device(name, *images[folder]) for name, folder in sorted(folders.items())}
         if fused is None:
-            fused = place.type == "cuda" and config.rounds >= FUSED_FROM_ROUNDS
-        self._cohort = Cohort(plan.vit, pictures, place, precision=precision, fused=fused, say=display.line)
+            fused = accelerator.type == "cuda" and config.rounds >= FUSED_FROM_ROUNDS
+        self._cohort = Cohort(plan.vit, pictures, accelerator, precision=precision, fused=fused, log=display.line)
         self._priced: dict[Method, PricedProgram] = {}
-        self._at_once: dict[Method, int] = {}  # devices side by side
+        self._at_once: dict[Method, int] = {}  # devices in one batch
         self.get(plan.state, {})
 
     def get(self, state: ServerState, sent: Mapping[str, Reference]) -> None:
-        """From now on devices begin with this state; with `sent`, where what they get of a group is coded."""
+        """Set the state that devices start from; `sent` has the coded values of groups that are sent coded."""
         self._state, self._sent = state, sent
         self._here: dict[tuple[Method, str], Named] = {}  # what all devices get, on the accelerator
 
     def names(self) -> list[str]:
         return list(self._devices)
 
-    # --- what stays on devices ------------------------------------------------------------------------
+    # --- vaults ---------------------------------------------------------------------------------------
 
     def kept(self) -> Tensors:
-        """What their vaults would hold, as `restore` takes it."""
+        """The contents of all vaults, as `restore` takes them."""
         tensors: Tensors = {}
         for name, device in self._devices.items():
             tensors |= {f"kept/{name}/{tensor}": value.cpu().numpy() for tensor, value in device.kept.items()}
@@ -136,36 +136,36 @@ class Devices:
             if kind == "round":
                 self._devices[device].kept_round = int(value[0])
             elif kind == "kept":
-                self._devices[device].kept[tensor[0]] = torch.from_numpy(value).to(self._place)
+                self._devices[device].kept[tensor[0]] = torch.from_numpy(value).to(self._accelerator)
             else:
                 self._devices[device].residual[tensor[0]] = value
 
     # --- work -----------------------------------------------------------------------------------------
 
-    def train(self, number: int, cohort: Sequence[str]) -> list[Brought]:
-        """The cohort's part of a round, sorted by device. Raises FedvitError when memory does not hold one device."""
+    def train(self, number: int, cohort: Sequence[str]) -> list[DeviceResult]:
+        """The cohort's results of a round, sorted by device. Raises FedvitError when memory is too small for one."""
         return sorted(self._train(number, [self._devices[name] for name in cohort]), key=lambda one: one.device)
 
-    def test(self, number: int, cohort: Sequence[str]) -> list[Tested]:
-        """How right each device is with what it has after a round, sorted by device; raises as `train` does."""
-        tested: list[Tested] = []
+    def test(self, number: int, cohort: Sequence[str]) -> list[DeviceEvaluation]:
+        """Each device's evaluation after a round, sorted by device. Raises FedvitError as `train` does."""
+        evaluations: list[DeviceEvaluation] = []
         for method, group in self._groups([self._devices[name] for name in cohort], number).items():
             program = self._program(method)
             for some in self._in_parts(method, group, partial(self._test_together, number, method, program)):
-                tested += some
-        return sorted(tested)
+                evaluations += some
+        return sorted(evaluations)
 
-    def _train(self, number: int, devices: Sequence[Device]) -> Iterator[Brought]:
+    def _train(self, number: int, devices: Sequence[Device]) -> Iterator[DeviceResult]:
         for method, group in self._groups(devices, number).items():
             program = self._program(method)
             lr_scale = method.lr_scale(number, self._config.rounds)
             train = partial(self._train_together, number, method, program, lr_scale)
-            for brought in self._in_parts(method, group, train):
-                yield from brought
+            for results in self._in_parts(method, group, train):
+                yield from results
 
     def _train_together(
         self, number: int, method: Method, program: Program, lr_scale: float, devices: Sequence[Device]
-    ) -> list[Brought]:
+    ) -> list[DeviceResult]:
         values = self._values(method, program, devices, number, "train")
         seeds = [Seeds(self._config.seed, number, device.name) for device in devices]
         trained = self._cohort.train(
@@ -178,7 +178,7 @@ class Devices:
         changed = {
             name: trained.tensors[name] - values.of(name, len(devices)) for name in back if name in trained.tensors
         }
-        deltas = on_processor(changed) | {
+        deltas = to_numpy(changed) | {
             name: np.zeros((len(devices), *program.tensors[name].shape), np.float32)
             for name in back
             if name not in changed
@@ -190,23 +190,23 @@ class Devices:
             for name in program.names(group)
         ]
         kept = {name: trained.tensors.get(name, values.of(name, len(devices))) for name in keep}
-        brought: list[Brought] = []
-        for place, (device, seed) in enumerate(zip(devices, seeds, strict=True)):
-            if not finite[place]:
+        results: list[DeviceResult] = []
+        for index, (device, seed) in enumerate(zip(devices, seeds, strict=True)):
+            if not finite[index]:
                 reason = f"training diverged in round {number}, nothing of it is kept"
-                brought.append(Brought(device.name, 0, 0.0, 0, received_bytes, {}, reason))
+                results.append(DeviceResult(device.name, 0, 0.0, 0, received_bytes, {}, reason))
                 continue
-            own_deltas = {name: delta[place] for name, delta in deltas.items()}
+            own_deltas = {name: delta[index] for name, delta in deltas.items()}
             try:
-                upload = self._upload(program, device, own_deltas, trained.collected[place], seed)
+                upload = self._upload(program, device, own_deltas, trained.collected[index], seed)
             except BadPayload as error:  # numbers beyond a codec
-                brought.append(Brought(device.name, 0, 0.0, 0, received_bytes, {}, str(error)))
+                results.append(DeviceResult(device.name, 0, 0.0, 0, received_bytes, {}, str(error)))
                 continue
-            device.kept = {name: value[place].clone() for name, value in kept.items()}
+            device.kept = {name: value[index].clone() for name, value in kept.items()}
             device.kept_round = number
-            figures = trained.samples[place], trained.losses[place], trained.flops[place]
-            brought.append(Brought(device.name, *figures, received_bytes, upload))
-        return brought
+            figures = trained.samples[index], trained.losses[index], trained.flops[index]
+            results.append(DeviceResult(device.name, *figures, received_bytes, upload))
+        return results
 
     def _upload(self, program: Program, device: Device, deltas: Tensors, collected: Tensors, seeds: Seeds) -> Tensors:
         """The result's tensors, as the device would code them."""
@@ -219,11 +219,13 @@ class Devices:
         upload, device.residual = coded_upload(program, deltas, collected, device.residual)
         return upload
 
-    def _test_together(self, number: int, method: Method, program: Program, devices: Sequence[Device]) -> list[Tested]:
+    def _test_together(
+        self, number: int, method: Method, program: Program, devices: Sequence[Device]
+    ) -> list[DeviceEvaluation]:
         values = self._values(method, program, devices, number, "evaluate")
         drawn = [Seeds(self._config.seed, number, device.name).generators(6) for device in devices]
         train, test = [device.train for device in devices], [device.test for device in devices]
-        flops = [answering_flops(program, device.train, device.test) for device in devices]
+        flops = [evaluation_flops(program, device.train, device.test) for device in devices]
         if program.evaluate.adapt:
             adapted = self._cohort.train(
                 program, method, program.evaluate.adapt, values, train, [draws[:5] for draws in drawn], 1.0
@@ -232,11 +234,12 @@ class Devices:
             flops = [sum(both) for both in zip(flops, adapted.flops, strict=True)]
         answers = self._cohort.answer(program, method, values, train, test, [draws[5] for draws in drawn])
         return [
-            Tested(device.name, *answer, spent) for device, answer, spent in zip(devices, answers, flops, strict=True)
+            DeviceEvaluation(device.name, *answer, spent)
+            for device, answer, spent in zip(devices, answers, flops, strict=True)
         ]
 
     def _groups(self, devices: Sequence[Device], number: int) -> dict[Method, list[Device]]:
-        """Devices of one Program, those with the most images first: they can be trained side by side."""
+        """Devices by Program, those with the most images first: those of one Program can be computed in one batch."""
         groups: dict[Method, list[Device]] = {}
         for device in sorted(devices, key=lambda device: -len(device.train)):
             groups.setdefault(self._plan.method_for(device.name, number), []).append(device)
@@ -245,9 +248,9 @@ class Devices:
     def _in_parts(
         self, method: Method, devices: Sequence[Device], work: Callable[[Sequence[Device]], T]
     ) -> Iterator[T]:
-        """Work on as many devices at a time as memory is likely to hold, and on fewer where it turns out too small.
+        """Call `work` with as many devices as should fit into memory, and with fewer when they do not.
 
-        Raises FedvitError when it does not hold the work of a single one.
+        Raises FedvitError when memory is too small for a single device.
         """
         left = list(devices)
         while left:
@@ -257,11 +260,11 @@ class Devices:
             except torch.OutOfMemoryError as error:
                 if len(some) == 1:
                     raise FedvitError(
-                        f"{self._place}: its memory is too small for the work of one device ({some[0].name}): "
+                        f"{self._accelerator}: its memory is too small for the work of one device ({some[0].name}): "
                         f"{str(error).splitlines()[0]} Choose a smaller batch_size or model, or accelerator = 'cpu'"
                     ) from error
                 self._at_once[method] = len(some) // 2
-                self._say(f"{self._place}: memory is short, now {len(some) // 2} devices are side by side")
+                self._log(f"{self._accelerator}: memory is short; batches have {len(some) // 2} devices from now on")
                 self._cohort.forget()
                 continue
             left = left[len(some) :]
@@ -274,8 +277,8 @@ class Devices:
         slots = max((len(phase.slots) for phase in program.train), default=0)
         tokens = batch.kept_patches + vit.prefix_tokens
         device_bytes = 2 * batch.batch_size * activation_bytes(vit, tokens) + 4 * numbers * (4 + 2 * slots)
-        if self._place.type == "cuda":
-            free_bytes = torch.cuda.mem_get_info(self._place)[0]
+        if self._accelerator.type == "cuda":
+            free_bytes = torch.cuda.mem_get_info(self._accelerator)[0]
         else:
             free_bytes = psutil.virtual_memory().available // 2
         return max(1, min(MOST_AT_ONCE, int(0.8 * free_bytes) // device_bytes))
@@ -290,7 +293,7 @@ class Devices:
     def _values(
         self, method: Method, program: Program, devices: Sequence[Device], number: int, kind: TaskKind
     ) -> Values:
-        """Every tensor of the Program at the start of a task, as these devices would have it."""
+        """Every tensor of the Program at the start of a task of these devices."""
         common: Named = {}
         own: Named = {}
         kept = set(program.with_role(Role.LOCAL)) | (set(program.evaluate.kept) if kind == "evaluate" else set())
@@ -306,15 +309,15 @@ class Devices:
             counts = spec.role is Role.LOCAL or not program.evaluate.kept_of_this_round
             for name in names:
                 rows = []
-                for place, device in enumerate(devices):
+                for index, device in enumerate(devices):
                     has = name in device.kept and (counts or device.kept_round == number)
-                    initial = first[name][place] if spec.role is Role.GENERATED else first[name]
+                    initial = first[name][index] if spec.role is Role.GENERATED else first[name]
                     rows.append(device.kept[name] if has else initial)
                 own[name] = torch.stack(rows)
         return Values(common, own)
 
     def _given(self, method: Method, group: str, names: list[str]) -> Named:
-        """What all devices of a method get of a group in this round."""
+        """The values of a group that all devices of a method get in this round."""
         if (method, group) not in self._here:
             spec = self._program(method).groups[group]
             if not spec.role.from_server_each_round:
@@ -324,19 +327,19 @@ class Devices:
             else:
                 tensors = {name: self._state.tensors[name] for name in names}
             packed = {name: torch.from_numpy(value) for name, value in method.packed(self._plan.vit, tensors).items()}
-            self._here[method, group] = self._on_place(unpacked(packed))
+            self._here[method, group] = self._to_accelerator(unpacked(packed))
         return self._here[method, group]
 
     def _generated(self, devices: Sequence[str], names: list[str]) -> Named:
-        """(D, ...) of what the server makes for each of some devices."""
-        made = self._plan.rule.generate_for(self._state, devices, self._config.seed, self._place)
+        """(D, ...) tensors that the server generates for these devices."""
+        made = self._plan.rule.generate_for(self._state, devices, self._config.seed, self._accelerator)
         if self._config.updates.down_whole == NONE:
             return {name: made[name] for name in names}
         coded = []
-        for place in range(len(devices)):
-            tensors = {name: made[name][place].cpu().numpy() for name in names}
+        for index in range(len(devices)):
+            tensors = {name: made[name][index].cpu().numpy() for name in names}
             coded.append(unpack(self._blobs.get(snapshot(tensors, self._config.updates, self._blobs).digest)))
-        return self._on_place({name: torch.from_numpy(np.stack([one[name] for one in coded])) for name in names})
+        return self._to_accelerator({name: torch.from_numpy(np.stack([one[name] for one in coded])) for name in names})
 
-    def _on_place(self, tensors: Named) -> Named:
-        return {name: value.to(self._place) for name, value in tensors.items()}
+    def _to_accelerator(self, tensors: Named) -> Named:
+        return {name: value.to(self._accelerator) for name, value in tensors.items()}

@@ -1,6 +1,6 @@
 """The images of all devices of a simulation on one accelerator, and batches of them made there.
 
-The draws are numpy's, the very ones that a device makes (`edge_client.batches`); what follows from them is torch.
+The random draws are numpy's, the same as on a device (`edge_client.batches`); torch computes the batches from them.
 Letters: D devices, T steps, B samples, S image side, N patches, K kept patches, V values of a patch.
 """
 
@@ -39,18 +39,18 @@ class Images:
 
 
 class Pictures:
-    """Decoded images of many devices, (n, S, S, 3) uint8, one device behind the other; a folder's only once."""
+    """Decoded images of many devices, (n, S, S, 3) uint8, device after device; those of a folder only once."""
 
-    def __init__(self, size: int, place: torch.device) -> None:
+    def __init__(self, size: int, accelerator: torch.device) -> None:
         self._size = size
-        self._place = place
+        self._accelerator = accelerator
         self._parts: list[Tensor] = []
         self._count = 0
         self._known: dict[tuple[Path, ...], tuple[Indices, Flags]] = {}
-        self.pixels = torch.empty(0, size, size, 3, dtype=torch.uint8, device=place)
+        self.pixels = torch.empty(0, size, size, 3, dtype=torch.uint8, device=accelerator)
 
     def add(self, split: Split) -> Images:
-        """Decode a split. `finish` before the images are used."""
+        """Decode a split. Call `finish` before the images are used."""
         if split.paths not in self._known:
             pixels, readable = split.load(np.arange(len(split)), self._size)
             split.files.forget()
@@ -61,7 +61,7 @@ class Pictures:
 
     def finish(self) -> None:
         """Move what was added to the accelerator."""
-        self.pixels = torch.cat([self.pixels.cpu(), *self._parts]).to(self._place)
+        self.pixels = torch.cat([self.pixels.cpu(), *self._parts]).to(self._accelerator)
         self._parts = []
 
 
@@ -72,11 +72,11 @@ class Drawn(NamedTuple):
     epochs: list[int]  # of each step
     rows: list[Indices]  # of each step: which of the device's own images
     readable: list[Flags]
-    runs: int  # of a device's graph that adds up gradients
+    runs: int  # of a device's graph, which sums gradients over parts of a batch
 
 
 def draw_training(images: Images, batch: Batch, phase: Train, generators: Sequence[np.random.Generator]) -> Drawn:
-    """What a device draws for a phase: the order of its images, how they are varied, and which patches it keeps.
+    """A device's draws for a phase: the order of its images, their augmentation, and the kept patches.
 
     Raises DataError when none of the images can be decoded.
     """
@@ -134,13 +134,13 @@ def training_patches(pixels: Tensor, fed: Mapping[str, Tensor], batch: Batch) ->
 
 
 def varied(images: Tensor, fed: Mapping[str, Tensor], batch: Batch) -> Tensor:
-    """Cropped, flipped, brighter or darker: (..., S, S, 3) uint8, as numpy's `augment` does it."""
-    side, place = images.shape[-2], images.device
+    """Cropped, flipped, brighter or darker: (..., S, S, 3) uint8, as `fedvit.data.images.augment` does."""
+    side, accelerator = images.shape[-2], images.device
     if "top" in fed:
         border = batch.crop_padding
-        reflected = (torch.arange(side + 2 * border, device=place) - border).abs()
+        reflected = (torch.arange(side + 2 * border, device=accelerator) - border).abs()
         reflected = torch.where(reflected >= side, 2 * (side - 1) - reflected, reflected)
-        within = torch.arange(side, device=place)
+        within = torch.arange(side, device=accelerator)
         tall = reflected[fed["top"].unsqueeze(-1) + within]
         wide = reflected[fed["left"].unsqueeze(-1) + within]
         images = images.gather(-3, tall[..., :, None, None].expand(images.shape))
@@ -160,12 +160,14 @@ def normalised(images: Tensor, batch: Batch) -> Tensor:
 
 
 @cache
-def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], place: torch.device) -> tuple[Tensor, Tensor]:
-    """Kept, because nothing can be copied to a GPU while its kernels are recorded."""
+def _scale_and_shift(
+    mean: tuple[float, ...], std: tuple[float, ...], accelerator: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cached, since nothing can be copied to a GPU while its kernels are recorded."""
     deviation = np.asarray(std)
     scale = (1.0 / (255.0 * deviation)).astype(np.float32)
     shift = (np.asarray(mean) / deviation).astype(np.float32)
-    return torch.from_numpy(scale).to(place), torch.from_numpy(shift).to(place)
+    return torch.from_numpy(scale).to(accelerator), torch.from_numpy(shift).to(accelerator)
 
 
 def unfolded(images: Tensor, patch: int) -> Tensor:

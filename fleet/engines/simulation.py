@@ -1,8 +1,8 @@
-"""A federation without devices: rounds of cohorts whose work torch does side by side, on a processor or a GPU.
+"""A federation without devices: torch computes each cohort in batches, on a processor or a GPU.
 
-No message, no broker and no file for what would travel; the Programs' phases, the methods' steps and server rules, the
-cohorts, the draws and the record are those of a run on devices. What is on disk is the newest checkpoint: after
-`kill -9` the run is resumed from there, with the same numbers.
+There are no messages, no broker and no uploaded files. The Programs' phases, the methods' steps and server rules, the
+cohorts, the random draws and the record are those of a run on devices. The newest checkpoint is on disk: after
+`kill -9` the run resumes from it, with the same results.
 """
 
 import time
@@ -40,19 +40,19 @@ from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, Tensors, mapped, pack, packed_size, unpack
 from fedvit.updates import Decoded
 from fedvit.wire.messages import Result, TaskKind
-from fleet.engines.devices import Brought, Devices, Tested
+from fleet.engines.devices import DeviceEvaluation, DeviceResult, Devices
 
 CHECKPOINT_EVERY_S = 5.0
 CHECKPOINT_SHARE = 0.05
-"""Of the time, at most, that checkpoints take: large states are written less often."""
+"""Largest share of the time for checkpoints: large states are written less often."""
 
 
 PROGRAM = "torch"
-"""What the record calls the Program of a run of this engine, so that no other engine resumes it."""
+"""Stands for the Program's digest in the record of a run of this engine, so that no other engine resumes it."""
 
 
 def check_engine_config(config: RunConfig) -> None:
-    """Raises ConfigError for what only happens between real devices: nobody is late, lost or over budget here."""
+    """Raises ConfigError for settings of late, lost or limited devices, which this engine does not simulate."""
     network = {
         "mode": config.mode != "rounds",
         "over_select": config.over_select > 0,
@@ -87,7 +87,7 @@ class TorchSimulation:
     ) -> None:
         self._run, self._config, self._store, self._home = run, config, store, home
         self._display = display
-        self._place = torch.device(accelerator)
+        self._accelerator = torch.device(accelerator)
         self._blobs = BlobStore(home / "blobs")
         opened = {folder: DeviceData.open(folder) for folder in dict.fromkeys(folders.values())}
         classes = config.classes or tuple(sorted({name for data in opened.values() for name in data.classes}))
@@ -97,28 +97,28 @@ class TorchSimulation:
         plan = make_plan(config, classes, self._blobs, start=start, progress=self._doing)
         self._plan = plan
         self._devices = Devices(
-            config, plan, self._blobs, folders, opened, self._place, display, precision=precision, fused=fused
+            config, plan, self._blobs, folders, opened, self._accelerator, display, precision=precision, fused=fused
         )
         self._quarantine = Quarantine(run, store, config.robust)
         self._screen = Screen.of(config.robust)
         self._state = plan.state
         self._sent: dict[str, Reference] = {}
         self._uploads: dict[str, Tensors] = {}  # those that the server's rule keeps for later rounds, by digest
-        self._unsaved: set[str] = set()  # names of those that no checkpoint holds, in place of digests
+        self._unsaved: set[str] = set()  # names of those that no checkpoint holds, in accelerator of digests
         self._rows: list[Callable[[], None]] = []  # what the record gets with the next checkpoint
-        self._turns: dict[str, Asked] = {}
+        self._selected: dict[str, Asked] = {}  # how often each device was in a cohort, and when last
         self._checkpoint_s, self._saved_at = 0.0, time.monotonic()
         store.update_run(run, classes=list(classes), status="running", program=PROGRAM, protocol=plan.protocol)
 
-    # --- the course of a run --------------------------------------------------------------------------
+    # --- rounds ---------------------------------------------------------------------------------------
 
     def run_rounds(self) -> None:
-        """All rounds that are not done yet. Raises FedvitError when the run cannot go on."""
+        """Run all rounds that are not finished. Raises FedvitError when the run fails."""
         rounds = self._config.rounds
         try:
             for number in range(self._resume() + 1, rounds + 1):
                 self._round(number)
-            write_models(self._home, self._state, self._plan.rule, sorted(self._turns), self._config.seed)
+            write_models(self._home, self._state, self._plan.rule, sorted(self._selected), self._config.seed)
             self._store.update_run(self._run, status="finished")
         except KeyboardInterrupt:
             self._store.update_run(self._run, status="interrupted")
@@ -133,33 +133,33 @@ class TorchSimulation:
         here = self._quarantine.admitted(self._devices.names(), number)
         chosen = self._chosen(here, number)
         self._doing(f"round {number}/{config.rounds}: {len(chosen)} devices train")
-        brought = self._devices.train(number, chosen)
+        results = self._devices.train(number, chosen)
         trained_s = time.monotonic() - began
         self._doing(f"round {number}/{config.rounds}: server step")
-        figures = self._server_step(number, brought, (len(here), len(chosen)))
+        figures = self._server_step(number, results, (len(here), len(chosen)))
         figures |= {
-            "cohort": float(len(chosen)), "accepted": float(sum(one.failure is None for one in brought)),
+            "cohort": float(len(chosen)), "accepted": float(sum(one.failure is None for one in results)),
             "devices_s": trained_s, "server_s": time.monotonic() - began - trained_s, "declined": 0.0, "late": 0.0,
         }  # fmt: skip
         for name in chosen:
-            self._turns[name] = Asked(number, self._turns[name].times + 1 if name in self._turns else 1)
+            self._selected[name] = Asked(number, self._selected[name].times + 1 if name in self._selected else 1)
         times = opened_at, now()
         due = number % config.evaluate_every == 0 or number == config.rounds
-        tested = self._tested(number) if due else None
+        evaluations = self._tested(number) if due else None
         saved = self._save(number) if self._is_checkpoint(number) else None
         # without the uploads, which are not kept until the next checkpoint
-        trained = [(one._replace(upload={}), _packed_bytes(one.upload)) for one in brought]
-        self._rows.append(partial(self._write_round, number, times, trained, figures, tested, saved))
+        trained = [(one._replace(upload={}), _packed_bytes(one.upload)) for one in results]
+        self._rows.append(partial(self._write_round, number, times, trained, figures, evaluations, saved))
         if saved:
             self._checkpoint(number, saved)
 
     def _chosen(self, here: list[str], number: int) -> list[str]:
         config, wanted = self._config, cohort_size(self._config.cohort, len(here))
         if config.selection == "fair":
-            return select_fair(here, wanted, config.seed, number, self._turns)
+            return select_fair(here, wanted, config.seed, number, self._selected)
         return select_uniform(here, wanted, cohort_seed(config), number)
 
-    def _tested(self, number: int) -> list[Tested]:
+    def _tested(self, number: int) -> list[DeviceEvaluation]:
         config = self._config
         here = self._quarantine.admitted(self._devices.names(), number)
         wanted = cohort_size(config.evaluation_cohort, len(here))
@@ -169,13 +169,13 @@ class TorchSimulation:
 
     # --- the server -----------------------------------------------------------------------------------
 
-    def _server_step(self, number: int, brought: Sequence[Brought], drawn: tuple[int, int]) -> dict[str, float]:
-        """Moves the state; the round's figures. Raises EmptyCohort when there is nothing to make it of."""
+    def _server_step(self, number: int, results: Sequence[DeviceResult], drawn: tuple[int, int]) -> dict[str, float]:
+        """Update the state; the round's figures. Raises EmptyCohort when no device has a result."""
         config, plan = self._config, self._plan
-        if all(one.failure for one in brought):
-            raise EmptyCohort(f"round {number}: no device brought a result; {brought[0].device}: {brought[0].failure}")
+        if all(one.failure for one in results):
+            raise EmptyCohort(f"round {number}: no device returned a result; {results[0].device}: {results[0].failure}")
         uploads = []
-        for one in brought:
+        for one in results:
             if one.upload:
                 name = f"{one.device}/{number}"
                 self._uploads[name] = one.upload
@@ -193,7 +193,7 @@ class TorchSimulation:
             seed=config.seed,
             lr_scale=plan.method.lr_scale(number, config.rounds),
             vit=plan.vit,
-            accelerator=str(self._place),
+            accelerator=str(self._accelerator),
             load=self._load,
             progress=self._doing,
             aggregator=aggregator_of(config, number),
@@ -207,7 +207,7 @@ class TorchSimulation:
             }
             self._sent = references(members, self._sent, config.updates, self._blobs)
         self._devices.get(self._state, self._sent)
-        rows = [len(one.upload[LABELS]) for one in brought if LABELS in one.upload]
+        rows = [len(one.upload[LABELS]) for one in results if LABELS in one.upload]
         population, cohort = drawn
         private = round_figures(self._store, self._run, config, population=population, cohort=cohort, feature_rows=rows)
         return figures | screened.figures | private
@@ -220,12 +220,12 @@ class TorchSimulation:
     def _is_checkpoint(self, number: int) -> bool:
         privacy, is_last = self._config.privacy, number == self._config.rounds
         if is_last or self._config.robust.reject_scale or privacy.noise_multiplier or privacy.feature_noise:
-            return True  # what privacy cost, and strikes, are read from the record in the next round
+            return True  # spent privacy and strikes are read from the record in the next round
         pause_s = max(CHECKPOINT_EVERY_S, self._checkpoint_s / CHECKPOINT_SHARE)
         return time.monotonic() - self._saved_at >= pause_s
 
     def _save(self, number: int) -> SavedState:
-        """Everything that the run is resumed from; the record names it afterwards."""
+        """Save everything that a resume needs; the record names it afterwards."""
         began = time.monotonic()
         uploads: dict[str, str] = {}
         for device, name in self._state.uploads.items():
@@ -247,9 +247,9 @@ class TorchSimulation:
         self,
         number: int,
         times: tuple[str, str],  # when it was opened and closed
-        trained: Sequence[tuple[Brought, int]],  # with the bytes of what each brought
+        trained: Sequence[tuple[DeviceResult, int]],  # with the bytes of what each results
         figures: dict[str, float],
-        tested: Sequence[Tested] | None,
+        evaluations: Sequence[DeviceEvaluation] | None,
         saved: SavedState | None,
     ) -> None:
         store, run, chosen = self._store, self._run, [one.device for one, _ in trained]
@@ -268,11 +268,11 @@ class TorchSimulation:
                 results.append((one.device, self._result(number, "train", one.samples, {"loss": one.loss}, use), None))
         store.add_results(results)
         store.close_round(run, number, saved, figures, chosen, times[1])
-        if tested is not None:
-            store.add_results([self._answers(number, one) for one in tested])
+        if evaluations is not None:
+            store.add_results([self._answers(number, one) for one in evaluations])
             store.round_evaluated(run, number)
 
-    def _answers(self, number: int, one: Tested) -> tuple[str, Result, None]:
+    def _answers(self, number: int, one: DeviceEvaluation) -> tuple[str, Result, None]:
         use, metrics = ResourceUse(flops=one.flops), {"correct": float(one.correct)}
         return one.device, self._result(number, "evaluate", one.images, metrics, use), None
 
@@ -297,19 +297,17 @@ class TorchSimulation:
                 file.unlink()
 
     def _resume(self) -> int:
-        """Take up the newest checkpoint; the number of its round, 0 when there is none."""
+        """Load the newest checkpoint; the number of its round, 0 when there is none."""
         newest = self._store.newest_closed(self._run)
         if newest is None or newest.state is None:
             return 0
         self._state = load_state(newest.state, self._blobs, self._plan.values)
         self._uploads = {digest: unpack(self._blobs.get(digest)) for digest in newest.state.uploads.values()}
         self._sent = newest.state.references
-        self._turns = self._store.asked(self._run)
+        self._selected = self._store.asked(self._run)
         self._devices.restore(unpack(self._own_file(newest.round).read_bytes()))
         self._devices.get(self._state, self._sent)
         return newest.round
-
-    # --- talking --------------------------------------------------------------------------------------
 
     def _doing(self, text: str) -> None:
         if self._display.due():

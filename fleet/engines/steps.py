@@ -1,4 +1,4 @@
-"""Training steps of several devices side by side: one function of torch, mapped over the devices (`torch.func.vmap`).
+"""Training steps of several devices in one batch: one function of torch, mapped over devices (`torch.func.vmap`).
 
 It is the function that is traced into the graph of a device (`fedvit.methods.step`). Letters: D devices, T steps.
 """
@@ -21,29 +21,30 @@ from fleet.engines.pictures import training_patches
 
 Named = dict[str, Tensor]
 
-Lanes = Callable[[Named, Named, Named, Named, Named], Named]
-"""(what moves, each device's own, common, batch, scalars) -> the step's outputs; the first, second and fourth with an
-axis of devices in front."""
+BatchedStep = Callable[[Named, Named, Named, Named, Named], Named]
+"""(updated tensors, each device's own, common, batch, scalars) -> the step's outputs. The first, second and fourth, and
+the outputs, have an axis of devices in front."""
 
 
-def side_by_side(step: Step, say: Callable[[str], None]) -> Lanes:
-    """The step of D devices at a time; one after the other, and `say` why, where it cannot be mapped over devices."""
+def batched_step(step: Step, log: Callable[[str], None]) -> BatchedStep:
+    """The step of D devices at once; one after the other, with a line of log, where it cannot be mapped."""
 
-    def lane(moving: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
-        return step({**moving, **own, **common, **batch, **scalars})
+    def one_device(updated: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
+        return step({**updated, **own, **common, **batch, **scalars})
 
-    def one_by_one(moving: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
+    def one_by_one(updated: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
         count = len(batch["batch/patches"])
 
         def of(part: Named, device: int) -> Named:
             return {name: value[device] for name, value in part.items()}
 
         results = [
-            lane(of(moving, device), of(own, device), common, of(batch, device), scalars) for device in range(count)
+            one_device(of(updated, device), of(own, device), common, of(batch, device), scalars)
+            for device in range(count)
         ]
         return {name: torch.stack([result[name] for result in results]) for name in results[0]}
 
-    mapped = torch.func.vmap(lane, in_dims=(0, 0, None, 0, None))
+    mapped = torch.func.vmap(one_device, in_dims=(0, 0, None, 0, None))
     is_mapped = True
 
     def call(*parts: Named) -> Named:
@@ -55,7 +56,7 @@ def side_by_side(step: Step, say: Callable[[str], None]) -> Lanes:
                 raise
             except RuntimeError as error:  # vmap has no exception of its own
                 is_mapped = False
-                say(f"devices are computed one after the other: {str(error).splitlines()[0]}")
+                log(f"devices are computed one after the other: {str(error).splitlines()[0]}")
         return one_by_one(*parts)
 
     return call
@@ -65,82 +66,79 @@ def side_by_side(step: Step, say: Callable[[str], None]) -> Lanes:
 class Work:
     """The steps of D devices in one phase, and what they need."""
 
-    moving: Named  # (D, ...): `tensor/NAME` of what is trained, and `slot/SLOT/NAME`
+    updated: Named  # (D, ...): `tensor/NAME` of trained tensors, and `slot/SLOT/NAME`
     own: Named  # (D, ...): other inputs that differ between devices
-    common: Named  # inputs that do not
+    common: Named  # inputs that all devices share
     arrays: Named  # (T, D, B, ...): batches, see `Drawn`
-    ends: Tensor  # (D,): steps after which each device is through with its images
+    ends: Tensor  # (D,): number of steps of each device
     last: Tensor  # (T,): 1 in the last repeat of a batch
     lr: Tensor  # ()
 
-    def of_first(self, count: int) -> "Work":
-        """The same work of the first devices alone."""
+    def first_devices(self, count: int) -> "Work":
+        """The work of the first `count` devices."""
 
         def fewer(named: Named) -> Named:
             return {name: value[:count] for name, value in named.items()}
 
         arrays = {name: value[:, :count] for name, value in self.arrays.items()}
-        return Work(fewer(self.moving), fewer(self.own), self.common, arrays, self.ends[:count], self.last, self.lr)
+        return Work(fewer(self.updated), fewer(self.own), self.common, arrays, self.ends[:count], self.last, self.lr)
 
 
-WORKS = "batch/works"
-"""(D,): whether a device takes part in a step, or is through with its images."""
+ACTIVE = "batch/active"
+"""(D,): whether a device still has batches at a step."""
 
 
-def until_through(lanes: Lanes) -> Lanes:
-    """The step, but a device that is through with its images stays as it is."""
+def skip_finished(batched: BatchedStep) -> BatchedStep:
+    """The step, without an update for devices that have no further batch."""
 
-    def call(moving: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
-        given = {name: value for name, value in batch.items() if name != WORKS}
-        outputs = lanes(moving, own, common, given, scalars)
-        for name, before in moving.items():
-            works = batch[WORKS].reshape(-1, *(1 for _ in before.shape[1:]))
-            outputs[f"new/{name}"] = torch.where(works, outputs[f"new/{name}"], before)
+    def call(updated: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
+        given = {name: value for name, value in batch.items() if name != ACTIVE}
+        outputs = batched(updated, own, common, given, scalars)
+        for name, before in updated.items():
+            active = batch[ACTIVE].reshape(-1, *(1 for _ in before.shape[1:]))
+            outputs[f"new/{name}"] = torch.where(active, outputs[f"new/{name}"], before)
         return outputs
 
     return call
 
 
-def in_precision(lanes: Lanes, precision: ProductPrecision, place: torch.device) -> Lanes:
-    """The function with its products in a precision."""
+def with_precision(batched: BatchedStep, precision: ProductPrecision, accelerator: torch.device) -> BatchedStep:
+    """The step with its products in a precision."""
 
     def call(*parts: Named) -> Named:
-        with products_in(precision, place):
-            return lanes(*parts)
+        with products_in(precision, accelerator):
+            return batched(*parts)
 
     return call
 
 
 After = Callable[[int, Named], None]
-"""Called behind a step, with its number and what came out of it."""
+"""Called after a step, with its number and its outputs."""
 
 
 class Runner:
-    """Makes the steps of some work, one operator after the other, on whatever place its tensors are."""
+    """Runs the steps of some work, operator by operator, on the accelerator of its tensors."""
 
-    def __init__(self, lanes: Lanes, pixels: Tensor, batch: Batch) -> None:
-        self._lanes = lanes
+    def __init__(self, batched: BatchedStep, pixels: Tensor, batch: Batch) -> None:
+        self._steps = batched
         self._pixels = pixels
         self._batch = batch
 
     def run(self, work: Work, first: int, last: int, losses: Tensor, after: After | None = None) -> Named:
-        """Steps `first` to `last - 1`; gives what `work.moving` is then. A device that is through stays as it is.
-
-        Each step's loss goes into `losses` (T, D).
-        """
-        moving = work.moving
+        """Run steps `first` to `last - 1`; the new `work.updated`. Losses are stored in `losses` (T, D)."""
+        updated = work.updated
         for step in range(first, last):
             at = torch.full((1,), step, dtype=torch.int64, device=losses.device)
-            outputs = one_step(self._lanes, replace(work, moving=moving), self._pixels, self._batch, at)
-            moving = {name: outputs[f"new/{name}"] for name in moving}
+            outputs = one_step(self._steps, replace(work, updated=updated), self._pixels, self._batch, at)
+            updated = {name: outputs[f"new/{name}"] for name in updated}
             losses[step, : outputs["metric/loss"].shape[0]] = outputs["metric/loss"]
             if after:
                 after(step, outputs)
-        return moving
+        return updated
 
 
-def one_step(lanes: Lanes, work: Work, pixels: Tensor, batch: Batch, step: Tensor) -> Named:
-    """Step number `step` (1,): its batch is made, and the function is called."""
+def one_step(batched: BatchedStep, work: Work, pixels: Tensor, batch: Batch, step: Tensor) -> Named:
+    """Make the batch of step number `step` (1,), and call the step on it."""
     fed = {name: array.index_select(0, step).squeeze(0) for name, array in work.arrays.items()}
     given = {f"batch/{name}": fed[name] for name in ("labels", "weight", "kept") if name in fed}
     given["batch/patches"] = training_patches(pixels, fed, batch)
@@ -149,29 +147,29 @@ def one_step(lanes: Lanes, work: Work, pixels: Tensor, batch: Batch, step: Tenso
         "hyper/step": (step + 1).squeeze(0).float(),
         "hyper/last": work.last.index_select(0, step).squeeze(0),
     }
-    return lanes(work.moving, work.own, work.common, {**given, WORKS: step < work.ends}, scalars)
+    return batched(work.updated, work.own, work.common, {**given, ACTIVE: step < work.ends}, scalars)
 
 
 class CapturedRunner(Runner):
-    """On a GPU: a step is recorded once as a graph of kernels and replayed, so that nothing is launched one by one.
+    """On a GPU: records a step once as a CUDA graph and replays it, which saves the launch of each kernel.
 
-    What a step reads and writes stays where it is; work of the same shapes is copied there. With `recorded` false the
-    same is done without a graph, on any place.
+    A step reads and writes fixed tensors, into which work of the same shapes is copied. With `recorded` false it does
+    the same without a graph, on any accelerator.
     """
 
     WARM_UP = 3
-    """Steps before a recording: libraries choose their kernels and take their memory in them."""
+    """Steps before a recording, in which libraries choose kernels and allocate memory."""
 
-    def __init__(self, lanes: Lanes, pixels: Tensor, batch: Batch, *, recorded: bool = True) -> None:
-        super().__init__(lanes, pixels, batch)
+    def __init__(self, batched: BatchedStep, pixels: Tensor, batch: Batch, *, recorded: bool = True) -> None:
+        super().__init__(batched, pixels, batch)
         self._recorded = recorded
-        self._held: Work | None = None  # what the graph reads and writes
+        self._held: Work | None = None  # the tensors that the graph reads and writes
         self._replay: Callable[[], object] = self._one
         self._outputs: Named = {}
 
     def run(self, work: Work, first: int, last: int, losses: Tensor, after: After | None = None) -> Named:
         if self._held is None or len(work.last) > len(self._held.last):
-            self._held = self._room_for(work, losses)
+            self._held = self._allocate(work, losses)
             self._copy(work, self._held)
             if self._recorded:
                 self._record()
@@ -183,10 +181,10 @@ class CapturedRunner(Runner):
             if after:
                 after(step, self._outputs)
         losses[first:last, : self._losses.shape[1]] = self._losses[first:last]
-        return {name: value.clone() for name, value in held.moving.items()}
+        return {name: value.clone() for name, value in held.updated.items()}
 
-    def _room_for(self, work: Work, losses: Tensor) -> Work:
-        steps = 1 << (len(work.last) - 1).bit_length()  # devices with more images may come
+    def _allocate(self, work: Work, losses: Tensor) -> Work:
+        steps = 1 << (len(work.last) - 1).bit_length()  # later cohorts may have devices with more images
 
         def longer(array: Tensor) -> Tensor:
             return array.new_zeros(steps, *array.shape[1:])
@@ -199,12 +197,18 @@ class CapturedRunner(Runner):
         arrays = {name: longer(array) for name, array in work.arrays.items()}
         common = copied(work.common)
         return Work(
-            copied(work.moving), copied(work.own), common, arrays, work.ends.clone(), longer(work.last), work.lr.clone()
+            copied(work.updated),
+            copied(work.own),
+            common,
+            arrays,
+            work.ends.clone(),
+            longer(work.last),
+            work.lr.clone(),
         )
 
     def _copy(self, work: Work, held: Work) -> None:
         pairs = [(held.ends, work.ends), (held.last[: len(work.last)], work.last), (held.lr, work.lr)]
-        for mine, given in ((held.moving, work.moving), (held.own, work.own), (held.common, work.common)):
+        for mine, given in ((held.updated, work.updated), (held.own, work.own), (held.common, work.common)):
             pairs += [(mine[name], value) for name, value in given.items()]
         pairs += [(held.arrays[name][: len(array)], array) for name, array in work.arrays.items()]
         for dtype in {target.dtype for target, _ in pairs}:
@@ -227,15 +231,15 @@ class CapturedRunner(Runner):
     def _one(self) -> None:
         held = self._held
         assert held is not None
-        outputs = one_step(self._lanes, held, self._pixels, self._batch, self._at)
-        torch._foreach_copy_(list(held.moving.values()), [outputs[f"new/{name}"] for name in held.moving])
+        outputs = one_step(self._steps, held, self._pixels, self._batch, self._at)
+        torch._foreach_copy_(list(held.updated.values()), [outputs[f"new/{name}"] for name in held.updated])
         self._losses.index_copy_(0, self._at, outputs["metric/loss"][None])
         self._at.add_(1)
         self._outputs = {name: value for name, value in outputs.items() if name.startswith("collect/")}
 
 
-def compiled(lanes: Lanes, backend: str = "inductor") -> Lanes:
-    """The same function as fused kernels, made when it is first called with tensors of some shapes."""
+def compiled(batched: BatchedStep, backend: str = "inductor") -> BatchedStep:
+    """The same function as fused kernels, compiled at the first call with tensors of given shapes."""
     made: dict[tuple[object, ...], tuple[Callable[..., list[Tensor]], list[str]]] = {}
 
     def call(*parts: Named) -> Named:
@@ -243,7 +247,7 @@ def compiled(lanes: Lanes, backend: str = "inductor") -> Lanes:
         flat = [value for part in parts for value in part.values()]
         key = tuple((tuple(value.shape), value.dtype) for value in flat)
         if key not in made:
-            made[key] = _compiled(lanes, names, flat, backend)
+            made[key] = _compiled(batched, names, flat, backend)
         function, outputs = made[key]
         return dict(zip(outputs, function(*flat), strict=True))
 
@@ -251,25 +255,25 @@ def compiled(lanes: Lanes, backend: str = "inductor") -> Lanes:
 
 
 def _compiled(
-    lanes: Lanes, names: Sequence[Sequence[str]], examples: Sequence[Tensor], backend: str
+    batched: BatchedStep, names: Sequence[Sequence[str]], examples: Sequence[Tensor], backend: str
 ) -> tuple[Callable[..., list[Tensor]], list[str]]:
     outputs: list[str] = []
 
     def flat(*values: Tensor) -> list[Tensor]:
         left = iter(values)
-        results = lanes(*({name: next(left) for name in part} for part in names))
+        results = batched(*({name: next(left) for name in part} for part in names))
         outputs[:] = results
         return list(results.values())
 
-    # the compiler cannot see through a mapped gradient: it gets the operators that it comes to
+    # the compiler does not support mapped gradients, so it gets the traced operators
     module = make_fx(flat, tracing_mode="fake")(*examples)
-    # products of 65 tokens, say, are several times slower on a GPU than those of 72
+    # products of 65 tokens, for instance, are several times slower on a GPU than those of 72
     options: dict[str, Any] | None = {"force_shape_pad": True} if backend == "inductor" else None
     return torch.compile(module, fullgraph=True, dynamic=False, backend=backend, options=options), outputs
 
 
-def on_processor(tensors: Named) -> dict[str, Array]:
-    """(D, ...) float32 tensors in the processor's memory, moved there in one piece."""
+def to_numpy(tensors: Named) -> dict[str, Array]:
+    """(D, ...) float32 tensors as numpy arrays, copied from the accelerator in one piece."""
     if not tensors:
         return {}
     flat = torch.cat([value.flatten(1) for value in tensors.values()], dim=1)

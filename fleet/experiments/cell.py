@@ -1,8 +1,8 @@
-"""One cell of the grid: its folder, its run in a process of its own, and what is kept of it.
+"""One cell of the grid: its folder, its run in its own process, and its result.
 
-A cell's folder holds `cell.json` (what it is), `progress.json` (how far it got), `runs/` (the run itself) and,
-once it is finished, `result.json`, or `unusable.json` for values of a search that no device could train with. A
-folder whose `cell.json` says something else is of an earlier version of the experiment and is begun anew.
+A cell's folder holds `cell.json` (its settings), `progress.json`, `runs/` (the run) and, when it is finished,
+`result.json`, or `unusable.json` for values of a search that no device could train with. A folder with another
+`cell.json` belongs to an earlier version of the experiment and is deleted when the cell starts.
 """
 
 import logging
@@ -38,16 +38,16 @@ LOG_FILE = "cell.log"
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """How far a cell got."""
+    """Progress of a cell."""
 
     round: int = 0  # finished
     accuracy: float | None = None  # mean over devices, newest
     headline: str = ""
-    wall_s: float = 0.0  # of all processes that worked at the cell
+    wall_s: float = 0.0  # of all processes of the cell
 
 
 class Accuracy(Struct, frozen=True, kw_only=True):
-    """Of all devices at one time."""
+    """Over all devices, in one evaluation."""
 
     mean: float  # over devices, unweighted
     std_over_devices: float  # population
@@ -68,7 +68,7 @@ class RoundFigures(Struct, frozen=True, kw_only=True):
 
 
 class CellResult(Struct, frozen=True, kw_only=True):
-    """What came of a cell."""
+    """The result of a cell."""
 
     digest: str  # of the cell
     software: str
@@ -87,7 +87,7 @@ class CellResult(Struct, frozen=True, kw_only=True):
 
 
 class Unusable(Struct, frozen=True, kw_only=True):
-    """What came of a cell of a search whose values no device could train with: a finding, and no failure."""
+    """The outcome of a cell of a search whose values no device could train with; it is not a failure."""
 
     digest: str  # of the cell
     reason: str
@@ -97,7 +97,7 @@ Found = TypeVar("Found", CellResult, Unusable)
 
 
 class CellFolder:
-    """Where a cell lies. `begin` before it is run, `result` after."""
+    """The folder of a cell. Call `begin` before it is run, `result` after."""
 
     def __init__(self, cell: Cell, out: Path) -> None:
         self.cell = cell
@@ -106,11 +106,11 @@ class CellFolder:
         self.parts = out / "parts" / cell.partition / f"{images}-{cell.seed}"
 
     def result(self) -> CellResult | None:
-        """What is there of this very cell; None when it is not finished, or its settings have changed."""
+        """The result of the cell; None when it is not finished, or its settings have changed."""
         return self._read(RESULT_FILE, CellResult)
 
     def unusable(self) -> str | None:
-        """Why no device could train with the values of this very cell; None when that is not known."""
+        """Why no device could train with the cell's values; None when that is not known."""
         found = self._read(UNUSABLE_FILE, Unusable)
         return found.reason if found else None
 
@@ -122,7 +122,7 @@ class CellFolder:
         return found if found.digest == self.cell.digest else None
 
     def begin(self) -> None:
-        """Make the folder ready to run in; what lies there of this very cell stays, so that it can go on."""
+        """Prepare the folder; files of the same cell stay, so that it can be resumed."""
         file = self.folder / CELL_FILE
         content = msgspec.json.format(msgspec.json.encode(self.cell), indent=2)
         if file.is_file() and file.read_bytes() == content:
@@ -135,7 +135,7 @@ class CellFolder:
         return read_progress(self.folder)
 
     def failure(self, code: int) -> str:
-        """Why its process ended with `code`: the last thing that it said, or that it was killed."""
+        """Why its process ended with `code`: the last line of its log, or that it was killed."""
         if code == -signal.SIGKILL:
             return "its process was killed, as the system does when memory runs out; run fewer cells at the same time"
         lines = (self.folder / LOG_FILE).read_text(errors="replace").strip().splitlines()
@@ -149,8 +149,8 @@ def read_progress(folder: Path) -> Progress:
         return Progress()
 
 
-class Watcher(Display):
-    """Writes a cell's progress for the process that started it, about once a second."""
+class ProgressWriter(Display):
+    """Writes a cell's progress to its folder about once a second, for the process that started it."""
 
     EVERY_S = 1.0
 
@@ -197,16 +197,15 @@ def run_cell(
     metrics: MetricsConfig | None = None,
     graph_cache: Path | None = None,
 ) -> None:
-    """Run the cell that `folder` describes, or go on with it, and write its result; of a search also that its values
-    are unusable.
+    """Run or resume the cell in `folder`, and write its result; of a search also that its values are unusable.
 
-    Without `keep`, only the server's tensors and the record are left of the run. Raises FedvitError.
+    Without `keep`, only the server's tensors and the record of the run are kept. Raises FedvitError.
     """
     cell = msgspec.json.decode((folder / CELL_FILE).read_bytes(), type=Cell)
     out = folder / "runs"
     values = {**cell.run, "metrics": msgspec.to_builtins(metrics or MetricsConfig())}
     begun = out.exists()
-    watcher = Watcher(folder)
+    watcher = ProgressWriter(folder)
 
     def attempt() -> RunSummary:
         return simulate(
@@ -220,7 +219,7 @@ def run_cell(
         except (ConfigError, StorageFailed):
             if not begun:
                 raise
-            shutil.rmtree(out)  # begun by another version of the software
+            shutil.rmtree(out)  # of another version of the software
             summary = attempt()
     except EmptyCohort as error:
         if cell.deal.validation_share is None:
@@ -285,7 +284,7 @@ def main() -> None:
 
     from fedvit.logs import configure_logging
 
-    torch.set_num_threads(1)  # the figures do not depend on how many cells run side by side
+    torch.set_num_threads(1)  # the figures do not depend on the number of cells that run at the same time
     configure_logging(level=logging.WARNING)
     folder, parts, at_once, keep, metrics = sys.argv[1:]
     run_cell(

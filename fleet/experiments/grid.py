@@ -1,4 +1,4 @@
-"""What an experiment is: a TOML file that spans a grid of methods, partitions and seeds.
+"""Experiments: TOML files that describe a grid of methods, partitions and seeds.
 
 A method's table may list values for some options: each partition then has a search, whose cells train and validate on
 training images alone, and the method's own cells have the values that the search chose.
@@ -34,7 +34,7 @@ RUN_TABLES = ("updates", "privacy", "robust")
 """Keys of a method's table that are tables of a run's configuration: codecs, noise, and robust aggregation."""
 
 TUNE = "tune"
-"""Key of a method's table: options, each with the values to search among. Text is an option of that name (FedBABU)."""
+"""Key of a method's table: options, each with the values to try. A text is FedBABU's option of the same name."""
 
 Values = dict[str, Any]
 """Some options of a method; of a search, those that are tuned."""
@@ -57,11 +57,11 @@ class TuningTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     validation_share: Annotated[float, Meta(gt=0, lt=1)] = 0.2  # of each class of a device's training images
     rounds: Annotated[int, Meta(ge=1)] | None = None  # of the longest runs of a search; None: the experiment's
     seeds: Annotated[tuple[Seed, ...], Meta(min_length=1)] | None = None  # None: the first of the experiment's
-    keep: Annotated[float, Meta(gt=0, le=0.5)] | None = None  # share that goes on to more rounds; None: a third
+    keep: Annotated[float, Meta(gt=0, le=0.5)] | None = None  # share of points in the next rung; None: a third
 
 
 class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An experiment's file, key by key."""
+    """The keys of an experiment's file."""
 
     dataset: str
     image_size: Annotated[int, Meta(ge=1)]  # side of the pictures as they are dealt out, and of the model's input
@@ -102,7 +102,7 @@ class Deal(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Cell(Struct, frozen=True, kw_only=True):
-    """One run of the grid, with everything that its outcome depends on."""
+    """One run of the grid, with all settings that its outcome depends on."""
 
     schema: int
     method: str  # as the file calls it
@@ -139,14 +139,14 @@ class Point(NamedTuple):
 
 
 class Rung(NamedTuple):
-    """One step of a search: as many points as are left, each for as many rounds."""
+    """One step of a search: the number of points that are still tried, and rounds of each."""
 
     points: int
     rounds: int
 
 
 class Search(NamedTuple):
-    """The values of one method on one partition that are tried, and how."""
+    """The search for one method's values on one partition."""
 
     method: str
     partition: str
@@ -155,7 +155,7 @@ class Search(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """An experiment that was checked, and its cells: whole comparisons first, one seed after the other."""
+    """A checked experiment and its cells, seed by seed, so that whole comparisons are complete early."""
 
     name: str
     description: str  # the file's leading comment
@@ -248,7 +248,7 @@ def _search(
     rungs = search_rungs(len(points), tuning, experiment.rounds)
 
     def tries(values: Values, run: dict[str, Any], rounds: int) -> tuple[Cell, ...]:
-        once = {**run, "rounds": rounds, "evaluate_every": rounds}  # only the last accuracy counts
+        once = {**run, "rounds": rounds, "evaluate_every": rounds}  # only the last accuracy is used
         share = tuning.validation_share
         return tuple(
             _cell(experiment, method, partition, rule, seed, once, tried=values, validation_share=share)
@@ -271,7 +271,7 @@ def _search(
 
 
 def search_rungs(points: int, tuning: TuningTable, rounds: int) -> tuple[Rung, ...]:
-    """The steps of a search among some points; `rounds` are those of the experiment. A single point needs none.
+    """The steps of a search among `points` points in an experiment of `rounds` rounds; none for a single point.
 
     >>> search_rungs(9, TuningTable(search="halving"), 30)
     (Rung(points=9, rounds=10), Rung(points=3, rounds=30))
@@ -338,7 +338,7 @@ def _methods(experiment: Experiment, where: str) -> dict[str, list[tuple[Values,
     options. A method that is not tuned has one entry, without values."""
     for name, table in experiment.methods.items():
         _check_names(experiment, table, f"{where}: [methods.{name}]")
-    from fedvit.methods import make_method, method_class  # torch: seconds that a mistyped name need not wait
+    from fedvit.methods import make_method, method_class  # imports torch, which takes seconds: after the check of names
 
     used: set[str] = set()
     complete: dict[str, list[tuple[Values, dict[str, Any]]]] = {}
@@ -362,7 +362,7 @@ def _methods(experiment: Experiment, where: str) -> dict[str, list[tuple[Values,
 
 
 def _points(table: dict[str, Any]) -> list[Values]:
-    """All combinations of the values to search among, the last option's first; one without values where there is none.
+    """All combinations of the values to try, in which the last option changes first; one empty one without values.
 
     >>> _points({"tune": {"lr": [0.1, 0.2], "mu": [1, 2]}})[:3]
     [{'lr': 0.1, 'mu': 1}, {'lr': 0.1, 'mu': 2}, {'lr': 0.2, 'mu': 1}]
@@ -377,12 +377,12 @@ def _tune(table: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _parts(table: dict[str, Any], where: str) -> tuple[str, dict[str, Any], dict[str, list[Any]]]:
-    """Of a method's table: the method, options that are set, and those to search among."""
+    """Of a method's table: the method, the options that are set, and those that are tuned."""
     kind, own = _named(table, "method", where)
     check_new_names(own, where)
     tune = _tune(table)
-    apart = {*RUN_TABLES, *([TUNE] if tune else ())}
-    return kind, {key: value for key, value in own.items() if key not in apart}, tune
+    excluded = {*RUN_TABLES, *([TUNE] if tune else ())}
+    return kind, {key: value for key, value in own.items() if key not in excluded}, tune
 
 
 def _check_names(experiment: Experiment, table: dict[str, Any], where: str) -> None:
@@ -433,7 +433,9 @@ def _run(experiment: Experiment, method: Mapping[str, Any], tables: dict[str, An
     }
     if twice := sorted(experiment.run.keys() & {*own, *tables, "seed", "broker", "metrics"}):
         raise ConfigError(f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
-    from coordinator.planning.checks import checked_config  # torch: seconds that a mistyped key need not wait
+    from coordinator.planning.checks import (
+        checked_config,  # imports torch, which takes seconds: after the check of keys
+    )
 
     config = checked_config({**DEFAULTS, **experiment.run, **own, **tables}, where).run
     return {key: value for key, value in msgspec.to_builtins(config).items() if key not in ("seed", "metrics")}

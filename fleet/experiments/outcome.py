@@ -1,4 +1,4 @@
-"""What came of an experiment: the figures of every cell, of every method on every partition, and of searches."""
+"""The outcome of an experiment: figures of every cell, of every method on every partition, and of searches."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
@@ -8,9 +8,9 @@ import msgspec
 from msgspec import Struct
 
 from fleet.experiments.cell import CellResult
-from fleet.experiments.conduct import Ended
 from fleet.experiments.grid import SCHEMA, Grid, Search, Values
-from fleet.experiments.search import standing
+from fleet.experiments.scheduler import FinishedCell
+from fleet.experiments.search import search_state
 
 CONFIDENCE = 0.95
 """Of all intervals."""
@@ -22,7 +22,7 @@ class CellOutcome(Struct, frozen=True, kw_only=True):
     partition: str
     seed: int
     result: CellResult | None  # None: not finished
-    failure: str | None  # why, when it was tried
+    failure: str | None  # why, when it failed
 
 
 class Interval(Struct, frozen=True):
@@ -39,21 +39,21 @@ class Comparison(Struct, frozen=True, kw_only=True):
     partition: str
     seeds: list[int]
     accuracy: float  # of the mean over devices, after the last round
-    std_over_seeds: float | None  # of `accuracy`, sample standard deviation; None: a single seed tells nothing of it
+    std_over_seeds: float | None  # of `accuracy`, sample standard deviation; None for a single seed
     std_over_devices: float  # within one run, population standard deviation
     accuracy_weighted: float  # over test images
     bytes_down: float  # per device and round, evaluation included
     bytes_up: float
     flops: float | None  # of training, per device and round
     wall_s: float
-    peak_rss_bytes: int | None  # the most of any cell
-    epsilon: float | None = None  # of devices' updates, over all rounds; the most of any cell
-    feature_epsilon: float | None = None  # of one device's features; the most of any cell
-    interval: Interval | None = None  # of `accuracy`; None: a single seed tells nothing of it
+    peak_rss_bytes: int | None  # largest of all cells
+    epsilon: float | None = None  # of devices' updates, over all rounds; largest of all cells
+    feature_epsilon: float | None = None  # of one device's features; largest of all cells
+    interval: Interval | None = None  # of `accuracy`; None for a single seed
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """How much more accurate a method is than the first of the file, on the same partition and the same seeds."""
+    """Difference in accuracy to the first method of the file, on the same partition and the same seeds."""
 
     method: str
     reference: str
@@ -64,16 +64,16 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 class TriedValues(Struct, frozen=True, kw_only=True):
-    """Values that a search tried."""
+    """Values that a search tried, and their outcome."""
 
     values: Values
-    rounds: int  # that it ran for, when it was last compared with others; 0: it was not tried
+    rounds: int  # of the last rung in which they were compared; 0: not tried
     accuracy: float | None  # on validation images, mean over devices, then over seeds; None: not known, or unusable
     unusable: str | None  # why no device could train with these values
 
 
 class SearchOutcome(Struct, frozen=True, kw_only=True):
-    """What came of the search for one method's values on one partition."""
+    """The outcome of the search for one method's values on one partition."""
 
     method: str
     partition: str
@@ -104,7 +104,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     @property
     def spread(self) -> str:
-        """What stands behind ± in tables."""
+        """The meaning of ± in tables."""
         counts = {len(entry.seeds) for entry in self.comparisons}
         if counts == {1}:
             return (
@@ -131,7 +131,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         )
 
     def deviation(self, entry: Comparison) -> float | None:
-        """What to write behind ±; see `spread`."""
+        """The figure after ±; see `spread`."""
         single = all(len(other.seeds) == 1 for other in self.comparisons)
         return entry.std_over_devices if single else entry.std_over_seeds
 
@@ -142,17 +142,17 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return {entry.method for entry in entries if round(entry.accuracy, 3) == top} if len(entries) > 1 else set()
 
 
-def make_outcome(grid: Grid, ended: Iterable[Ended]) -> Outcome:
-    """Put the cells together; those that `ended` does not name are not finished."""
+def make_outcome(grid: Grid, ended: Iterable[FinishedCell]) -> Outcome:
+    """The outcome of the cells in `ended`; all others are not finished."""
     known = {entry.cell.digest: entry for entry in ended}
-    standings = [(search, standing(search, known)) for search in grid.searches]
-    runnable = [*grid.cells, *(cell for _, at in standings if at.chosen for cell in at.chosen.cells)]
-    by_place = {(cell.method, cell.partition, cell.seed): cell for cell in runnable}
+    states = [(search, search_state(search, known)) for search in grid.searches]
+    runnable = [*grid.cells, *(cell for _, at in states if at.chosen for cell in at.chosen.cells)]
+    by_name = {(cell.method, cell.partition, cell.seed): cell for cell in runnable}
     cells = []
     for seed in grid.experiment.seeds:
         for partition in grid.experiment.partitions:
             for method in grid.methods:
-                cell = by_place.get((method, partition, seed))  # None: a search has not chosen its values
+                cell = by_name.get((method, partition, seed))  # None: a search has not chosen its values
                 over = known.get(cell.digest) if cell else None
                 cells.append(
                     CellOutcome(
@@ -194,7 +194,7 @@ def make_outcome(grid: Grid, ended: Iterable[Ended]) -> Outcome:
                 over=at.over,
                 at_edge=_at_edge(search, at.chosen.values) if at.chosen else {},
             )
-            for search, at in standings
+            for search, at in states
         ],
     )
 
@@ -203,7 +203,7 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
     """The interval of their mean, as of a sample of a normal distribution; None for a single value."""
     if len(values) < 2:
         return None
-    from scipy.special import stdtrit  # the quantile of scipy.stats.t; seconds that other commands need not wait
+    from scipy.special import stdtrit  # the quantile of scipy.stats.t, which takes longer to import
 
     freedom = len(values) - 1
     half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * stdev(values) / len(values) ** 0.5
@@ -211,7 +211,7 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 
 def _differences(methods: list[str], partitions: list[str], cells: Sequence[CellOutcome]) -> list[Difference]:
-    """To the first method rather than to the best: which one is the best, the same figures would have said."""
+    """To the first method and not to the best one, which the same figures would have selected."""
     found = []
     for partition in partitions:
         first = _finished(cells, methods[0], partition)
@@ -234,7 +234,7 @@ def _differences(methods: list[str], partitions: list[str], cells: Sequence[Cell
 
 
 def _at_edge(search: Search, chosen: Values) -> dict[str, str]:
-    """Options whose values are numbers alone, where nothing beyond the chosen one was tried."""
+    """Options with numeric values of which the lowest or the highest was chosen."""
     edges = {}
     for option, value in chosen.items():
         values = {point.values[option] for point in search.points}
@@ -246,7 +246,7 @@ def _at_edge(search: Search, chosen: Values) -> dict[str, str]:
 
 
 def _settings(grid: Grid) -> dict[str, Any]:
-    """What outcomes may depend on: where cells ran is not."""
+    """The settings that outcomes may depend on, so without [ray]."""
     settings: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(grid.experiment))
     return {key: value for key, value in settings.items() if key != "ray"}
 

@@ -1,4 +1,4 @@
-"""An experiment's outcome for people: tables for a terminal and for Markdown, and a page with curves."""
+"""Reports of an experiment: tables for a terminal and in Markdown, and an HTML page with curves."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -32,7 +32,7 @@ VALIDATION = (
 
 
 def terminal_report(outcome: Outcome) -> Group:
-    """The comparison, and what it cost."""
+    """Accuracies and costs."""
     accuracy = _table(f"{outcome.experiment}: accuracy, best in bold", ("method", *outcome.partitions))
     for method in outcome.methods:
         cells = [
@@ -176,8 +176,8 @@ def spent(outcome: Outcome) -> list[str]:
     lines = []
     for entry in outcome.comparisons:
         known = (("updates", entry.epsilon), ("one device's features", entry.feature_epsilon))
-        told = [f"epsilon of {what} {epsilon:.3g}" for what, epsilon in known if epsilon is not None]
-        lines += [f"{entry.method} on {entry.partition}: {', '.join(told)}, over all rounds"] if told else []
+        spent = [f"epsilon of {what} {epsilon:.3g}" for what, epsilon in known if epsilon is not None]
+        lines += [f"{entry.method} on {entry.partition}: {', '.join(spent)}, over all rounds"] if spent else []
     return lines
 
 
@@ -251,7 +251,7 @@ def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> s
 
 
 def _settings(outcome: Outcome) -> list[tuple[str, str]]:
-    """Everything that the experiment says, one line each."""
+    """All settings of the experiment, one line each."""
     lines = [
         (key, _as_text(value))
         for key, value in outcome.settings.items()
@@ -277,7 +277,7 @@ def _curves(outcome: Outcome, partition: str) -> str:
     """Mean accuracy by round, a line per method; the band spans the seeds."""
 
     def draw(axes: Axes) -> None:
-        for place, method in enumerate(outcome.methods):
+        for index, method in enumerate(outcome.methods):
             by_round: dict[int, list[float]] = {}
             for cell in _cells(outcome, method, partition):
                 for entry in cell.result.rounds if cell.result else ():
@@ -286,13 +286,13 @@ def _curves(outcome: Outcome, partition: str) -> str:
             if not by_round:
                 continue
             rounds = sorted(by_round)
-            style = ("-", "--", ":", "-.")[place // 10 % 4]
+            style = ("-", "--", ":", "-.")[index // 10 % 4]
             means = [fmean(by_round[number]) for number in rounds]
             axes.plot(
-                rounds, means, style, color=f"C{place % 10}", label=method, marker="." if len(rounds) < 40 else ""
+                rounds, means, style, color=f"C{index % 10}", label=method, marker="." if len(rounds) < 40 else ""
             )
             low, high = ([extreme(by_round[number]) for number in rounds] for extreme in (min, max))
-            axes.fill_between(rounds, low, high, color=f"C{place % 10}", alpha=0.15, linewidth=0)
+            axes.fill_between(rounds, low, high, color=f"C{index % 10}", alpha=0.15, linewidth=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("round")
         axes.set_ylabel("accuracy, mean over devices")
@@ -317,10 +317,10 @@ def _spread(outcome: Outcome, partition: str) -> str:
 
     def draw(axes: Axes) -> None:
         axes.boxplot(list(shown.values()), orientation="horizontal", tick_labels=list(shown), showfliers=False)
-        for place, shares in enumerate(shown.values(), start=1):
+        for index, shares in enumerate(shown.values(), start=1):
             # spread evenly instead of at random, so that the same figures give the same page
-            heights = [place + 0.25 * ((number * 0.618) % 1 - 0.5) for number in range(len(shares))]
-            axes.plot(shares, heights, ".", color=f"C{(place - 1) % 10}", alpha=0.6)
+            heights = [index + 0.25 * ((number * 0.618) % 1 - 0.5) for number in range(len(shares))]
+            axes.plot(shares, heights, ".", color=f"C{(index - 1) % 10}", alpha=0.6)
         axes.invert_yaxis()
         axes.set_xlim(-0.02, 1.02)
         axes.set_xlabel("accuracy of single devices after the last round")

@@ -1,7 +1,7 @@
-"""The course of a search, and of an experiment with searches, as it follows from the cells that are finished.
+"""The state of a search, and of an experiment with searches, computed from the finished cells.
 
-A rung of a search runs all points that are left; those with the highest mean validation accuracy go on to the next,
-which has more rounds. Nothing is remembered but results of cells: after `kill -9` they say again what comes next.
+A rung of a search runs all remaining points; those with the highest mean validation accuracy are run in the next rung
+for more rounds. The only state is the results of cells, so that a search resumes after `kill -9`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,15 +10,15 @@ from statistics import fmean
 from typing import NamedTuple
 
 from fleet.experiments.cell import CellFolder
-from fleet.experiments.conduct import Ended, finished
 from fleet.experiments.grid import Cell, Grid, Point, Search
+from fleet.experiments.scheduler import FinishedCell, finished
 
-Known = Mapping[str, Ended]
-"""Cells that are over, by digest."""
+Known = Mapping[str, FinishedCell]
+"""Cells that have ended, by digest."""
 
 
 class Try(NamedTuple):
-    """What came of a point in the last rung that it was in."""
+    """The outcome of a point in its last rung."""
 
     point: Point
     rounds: int
@@ -26,8 +26,8 @@ class Try(NamedTuple):
     unusable: str | None  # why
 
 
-class Standing(NamedTuple):
-    """How far a search is."""
+class SearchState(NamedTuple):
+    """The state of a search."""
 
     tries: tuple[Try, ...]  # of all points, in their order
     runnable: tuple[Cell, ...]  # of the rung that is under way, or the method's own; finished ones are among them
@@ -36,8 +36,8 @@ class Standing(NamedTuple):
     over: bool
 
 
-def standing(search: Search, known: Known) -> Standing:
-    """How far a search is, by the cells that are over. Of equal points the first is chosen."""
+def search_state(search: Search, known: Known) -> SearchState:
+    """The state of a search, by the cells that have ended. Of equal points the first is chosen."""
     tries = [Try(point, 0, None, None) for point in search.points]
     left = list(range(len(search.points)))  # best first
     own = [cell.rounds for cell in search.points[0].cells]
@@ -45,15 +45,17 @@ def standing(search: Search, known: Known) -> Standing:
         if len(left) < 2:
             break
         left = sorted(left[: rung.points])
-        for place in left:
-            tries[place] = _try(search.points[place], number, rung.rounds, known)
-        cells = [cell for place in left for cell in search.points[place].tries[number]]
+        for index in left:
+            tries[index] = _try(search.points[index], number, rung.rounds, known)
+        cells = [cell for index in left for cell in search.points[index].tries[number]]
         if not all(_is_finished(cell, known) for cell in cells):
-            return Standing(tuple(tries), tuple(cells), (*planned_rounds(search, number + 1), *own), None, over=False)
-        ranked = {place: accuracy for place in left if (accuracy := tries[place].accuracy) is not None}
+            return SearchState(
+                tuple(tries), tuple(cells), (*planned_rounds(search, number + 1), *own), None, over=False
+            )
+        ranked = {index: accuracy for index in left if (accuracy := tries[index].accuracy) is not None}
         left = sorted(ranked, key=ranked.__getitem__, reverse=True)
     chosen = search.points[left[0]] if left else None
-    return Standing(tuple(tries), chosen.cells if chosen else (), (), chosen, over=True)
+    return SearchState(tuple(tries), chosen.cells if chosen else (), (), chosen, over=True)
 
 
 def planned_rounds(search: Search, first_rung: int = 0) -> list[int]:
@@ -80,29 +82,31 @@ def _is_finished(cell: Cell, known: Known) -> bool:
 
 
 class Schedule:
-    """Which cells of a grid can run, by those that are over."""
+    """Which cells of a grid can run, by those that have ended."""
 
-    def __init__(self, grid: Grid, out: Path, over: Iterable[Ended] = ()) -> None:
+    def __init__(self, grid: Grid, out: Path, over: Iterable[FinishedCell] = ()) -> None:
         self._grid, self._out = grid, out
         self.over = {entry.cell.digest: entry for entry in over}
         self.cells = {digest: entry.cell for digest, entry in self.over.items()}  # that could run so far
 
     def runnable(self) -> list[CellFolder]:
         """Cells that can run now, each one once; those of searches first."""
-        cells = [cell for search in self._grid.searches for cell in standing(search, self.over).runnable]
+        cells = [cell for search in self._grid.searches for cell in search_state(search, self.over).runnable]
         new = {cell.digest: cell for cell in (*cells, *self._grid.cells) if cell.digest not in self.cells}
         self.cells |= new
         return [CellFolder(cell, self._out) for cell in new.values()]
 
-    def add(self, entry: Ended) -> list[CellFolder]:
-        """Take note of a cell that is over; the cells that can run now."""
+    def add(self, entry: FinishedCell) -> list[CellFolder]:
+        """Add a cell that has ended; the cells that can run now."""
         self.over[entry.cell.digest] = entry
         return self.runnable()
 
     def ahead(self) -> list[tuple[str, int]]:
         """Method and rounds of each cell that will be able to run later."""
         return [
-            (search.method, rounds) for search in self._grid.searches for rounds in standing(search, self.over).ahead
+            (search.method, rounds)
+            for search in self._grid.searches
+            for rounds in search_state(search, self.over).ahead
         ]
 
     def total(self) -> int:
@@ -110,9 +114,9 @@ class Schedule:
         return len(self.cells) + len(self.ahead())
 
     def read(self) -> "Schedule":
-        """Take note of what is finished in the folder, as if it had just run; self."""
-        places = self.runnable()
-        for place in places:
-            if entry := finished(place):
-                places += self.add(entry)
+        """Add all cells that are finished in the folder; self."""
+        folders = self.runnable()
+        for folder in folders:
+            if entry := finished(folder):
+                folders += self.add(entry)
         return self

@@ -1,4 +1,4 @@
-"""How a data set is dealt out to devices, so that a fleet on one machine is as uneven as a real one."""
+"""Partitions: rules that deal a data set out to devices, so that simulated data are as skewed as real ones."""
 
 from dataclasses import asdict, fields
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a partition is: a rule that deals the samples of a data set out to devices."""
+"""The base class of partitions: rules that deal the samples of a data set out to devices."""
 
 import math
 from abc import ABC, abstractmethod

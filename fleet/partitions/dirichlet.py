@@ -10,7 +10,7 @@ from fleet.datasets.samples import Annotations
 from fleet.partitions.dealing import Partition, gather, refuse_concentration
 
 DRAWS = 1000
-"""How often a random partition is drawn before it is given up."""
+"""Most draws of a random partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Dirichlet(Partition):
         )
 
     def _draw(self, labels: Indices, devices: int, rng: np.random.Generator) -> list[Indices] | None:
-        """One draw; None when the cap leaves nobody to take a class."""
+        """One draw; None when all devices have reached the cap."""
         dealt: list[list[Indices]] = [[] for _ in range(devices)]
         sizes = np.zeros(devices, dtype=np.int64)
         for label in np.unique(labels):

@@ -1,4 +1,4 @@
-"""Devices that see the same classes in different ways: photographs here, drawings there."""
+"""Devices with the same classes in different domains, for instance photographs and drawings."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Devices that differ in their cameras, not in what they see."""
+"""Devices that differ in the noise of their images, not in their classes."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from fedvit.data.images import Pixels
 from fedvit.errors import ConfigError
 from fleet.partitions.iid import Iid
 
-_STREAM = 1  # keeps the noise of sample i apart from what else is drawn from the seed
+_STREAM = 1  # separates the noise of sample i from other draws of the seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class FeatureNoise(Iid):
 def add_noise(image: Pixels, std: float, *, seed: int, sample: int) -> Pixels:
     """The image with noise of `std` gray levels, rounded and clamped to 0..255.
 
-    The noise of a sample depends on the seed and the sample's index alone, whoever gets it.
+    The noise of a sample depends only on the seed and the sample's index, not on its device.
     """
     if not std:
         return image

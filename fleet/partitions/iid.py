@@ -1,4 +1,4 @@
-"""Every device like every other: the even case that uneven ones are compared with."""
+"""An even partition: all devices have the same distribution."""
 
 from dataclasses import dataclass
 

@@ -50,10 +50,10 @@ class Pachinko(Partition):
         coarse = _Chances(self.alpha, [any(fines) for fines in heaps], rng)
         fine = [_Chances(self.fine_alpha, [bool(heap) for heap in fines], rng) for fines in heaps]
         taken = np.empty(wanted, dtype=np.int64)
-        for place in range(wanted):
+        for index in range(wanted):
             group = coarse.draw()
             member = fine[group].draw()
-            taken[place] = heaps[group][member].pop()
+            taken[index] = heaps[group][member].pop()
             if not heaps[group][member]:
                 fine[group].remove(member)
                 if not fine[group].left.any():

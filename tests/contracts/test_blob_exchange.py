@@ -440,7 +440,7 @@ class Ends:
         self.sides: list[Side] = []
 
     def start(self, role: str) -> Side:
-        side = Side("ours", role, name="r0", tell_third=True, **self.options)
+        side = Side("ours", role, name="r0", report_third=True, **self.options)
         self.sides.append(side)
         side.await_ready()
         return side

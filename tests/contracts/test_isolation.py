@@ -16,14 +16,14 @@ import pytest
 
 from bench.pentest.access import (
     DIGEST,
-    MAY_HEAR,
-    MAY_SAY,
+    MAY_PUBLISH,
+    MAY_RECEIVE,
     Parties,
-    hearing,
+    posing,
     publishing,
     retaining,
     sessions,
-    take_over,
+    subscribing,
     topics_of,
     wills,
 )
@@ -72,7 +72,7 @@ def test_no_kind_of_topic_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [publishing, wills, retaining, hearing, take_over, sessions], ids=lambda part: part.__name__
+    "part", [publishing, wills, retaining, subscribing, posing, sessions], ids=lambda part: part.__name__
 )
 def test_a_device_that_was_let_in_can_do_nothing_else(
     stage: Stage, part: Callable[[Parties], Iterable[Attempt]]
@@ -112,8 +112,8 @@ def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
         wait_for(lambda: (names["lane"], b"last") in coordinator.seen, "the last")
     heard = {topic for topic, payload in pi_1.seen if payload == b"down"}
     said = {topic for topic, payload in coordinator.seen if payload == b"up"}
-    assert heard == {names[name] for name in MAY_HEAR}
-    assert said == {names[name] for name in MAY_SAY}
+    assert heard == {names[name] for name in MAY_RECEIVE}
+    assert said == {names[name] for name in MAY_PUBLISH}
 
 
 def test_a_password_does_not_replace_a_certificate(stage: Stage) -> None:

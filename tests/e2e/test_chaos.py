@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from bench.chaos.network import Network
-from bench.chaos.ordeal import ORDEAL, calm_run, run_ordeal
+from bench.chaos.scenario import SCENARIO, run_scenario, undisturbed_run
 from bench.chaos.schedule import KINDS, Fault, draw_schedule
 from tests.support.forked import Forked
 from tests.support.once import made_once
 from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
 
-VALUES = {**ORDEAL, "rounds": 2}
+VALUES = {**SCENARIO, "rounds": 2}
 SEED = 11
 PARTS = 4
 ROOM_BYTES = 8192
@@ -29,11 +29,11 @@ def schedule() -> list[Fault]:
 
 
 @pytest.fixture(scope="session")
-def calm(shared: Path, parts: Path, graph_cache: Path) -> bytes:
+def reference(shared: Path, parts: Path, graph_cache: Path) -> bytes:
     folders = [parts / name for name in DEVICES]
 
     def run(out: Path) -> None:
-        (out / "model").write_bytes(calm_run(folders, VALUES, out, graph_cache))
+        (out / "model").write_bytes(undisturbed_run(folders, VALUES, out, graph_cache))
 
     return (made_once(shared / "e2e" / "calm", run) / "model").read_bytes()
 
@@ -54,41 +54,49 @@ def start(cache: Path) -> Iterator[Callable[[str, str, Sequence[str], Path], For
         process.wait(20)
 
 
-def test_all_kinds_of_faults_are_suffered_below() -> None:
+def test_schedule_has_faults_of_all_kinds() -> None:
     faults = [fault for part in range(PARTS) for fault in schedule()[part::PARTS]]
     assert {fault.kind for fault in faults} == set(KINDS)
     assert len(faults) == len(schedule())
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_federation_survives(
-    tmp_path: Path, parts: Path, calm: bytes, start: Callable[..., Forked], part: int
+def test_federation_survives_faults(
+    tmp_path: Path, parts: Path, reference: bytes, start: Callable[..., Forked], part: int
 ) -> None:
-    """After each fault a round with all devices closes; nothing counts twice; the tensors are those of a calm run."""
+    """After each fault a round with all devices closes; no result counts twice; the tensors are those of a run without
+    faults."""
     folders = [parts / name for name in DEVICES]
-    outcome = run_ordeal(
-        tmp_path, folders, schedule()[part::PARTS], values=VALUES, calm=calm, duration_s=0, seed=SEED, start=start
+    outcome = run_scenario(
+        tmp_path,
+        folders,
+        schedule()[part::PARTS],
+        values=VALUES,
+        reference=reference,
+        duration_s=0,
+        seed=SEED,
+        start=start,
     )
-    assert [entry.fault for entry in outcome.suffered if entry.recovered_s is None] == []
+    assert [entry.fault for entry in outcome.injected if entry.recovered_s is None] == []
     assert outcome.duplicates_applied == 0
     assert outcome.runs_compared == outcome.runs_equal > 0
-    assert outcome.rounds_complete >= len(outcome.suffered)
+    assert outcome.rounds_complete >= len(outcome.injected)
     assert {"coordinator", "broker", *DEVICES} <= set(outcome.memory)
 
 
-def test_a_run_over_a_bad_network(tmp_path: Path, parts: Path, calm: bytes, start: Callable[..., Forked]) -> None:
+def test_run_over_a_bad_network(tmp_path: Path, parts: Path, reference: bytes, start: Callable[..., Forked]) -> None:
     """Two megabits, 20 ms and 2 % loss: the run ends, with the same tensors."""
     folders = [parts / name for name in DEVICES]
     network = Network.parse("2mbit,20ms,2%")
-    outcome = run_ordeal(
-        tmp_path, folders, [], values=VALUES, calm=calm, duration_s=0, seed=0, start=start, network=network
+    outcome = run_scenario(
+        tmp_path, folders, [], values=VALUES, reference=reference, duration_s=0, seed=0, start=start, network=network
     )
     assert (outcome.runs_compared, outcome.runs_equal) == (1, 1)
     assert outcome.results_refused == 0
     assert outcome.carried_down_bytes > outcome.carried_up_bytes > 0
 
 
-def test_a_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes) -> None:
+def test_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes) -> None:
     """No file may grow beyond ROOM_BYTES from the first result of a round on. The run stands still and says why; no
     device is sent away. In round 1 there is room again; in round 2 the coordinator is interrupted while it waits for
     room, in round 3 it is killed, and each time it is resumed. It ends as if nothing had been."""
@@ -114,7 +122,7 @@ def test_a_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes)
     assert stage.model() == undisturbed
 
 
-def test_a_device_with_a_full_disk_misses_rounds_and_comes_back(stage: Stage) -> None:
+def test_device_with_a_full_disk_misses_rounds_and_returns(stage: Stage) -> None:
     """It says why, others go on, and when it has room again it takes part. An evaluation that it misses costs nothing
     of a round; a training does."""
     coordinator = stage.coordinator()

@@ -5,7 +5,7 @@ from tests.support.damage import flip
 from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
 
 
-def test_damaged_blobs_are_fetched_anew_and_the_numbers_stay(stage: Stage, undisturbed: bytes) -> None:
+def test_damaged_blobs_are_fetched_again_and_results_are_the_same(stage: Stage, undisturbed: bytes) -> None:
     """kill -9 in round 2, then a bit of each blob that lies there is another one; the operator is told which."""
     coordinator = stage.coordinator()
     devices = {name: stage.device(name) for name in DEVICES}

@@ -118,7 +118,7 @@ class Impostor:
         return wait_for(answered, f"an answer to the result for round {result.round}")
 
 
-def test_bad_results_are_refused_and_the_rounds_go_on(stage: Stage) -> None:
+def test_bad_results_are_refused_and_rounds_continue(stage: Stage) -> None:
     """An impostor takes the place of device-2 and lies in three ways; each time the others' results count."""
     coordinator = stage.coordinator()
     wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")

@@ -16,7 +16,7 @@ MANY = 100
 FEW_FILES = 64
 
 
-def test_a_device_that_dies_at_every_task_holds_no_round(stage: Stage) -> None:
+def test_device_that_dies_at_every_task_holds_no_round(stage: Stage) -> None:
     """Two seconds into each of them it is killed, and started again at once, as by systemd. Its round closes with the
     others' results, by attempts and not by a deadline, which would be hours away."""
     config = stage.folder / "brief.toml"
@@ -60,7 +60,7 @@ def test_a_device_that_dies_at_every_task_holds_no_round(stage: Stage) -> None:
     assert (refusal["device"], refusal["lost"]) == ("device-1", True)
 
 
-def test_a_second_coordinator_on_the_same_broker_ends_at_once_and_names_the_first(stage: Stage) -> None:
+def test_second_coordinator_on_the_same_broker_ends_and_names_the_first(stage: Stage) -> None:
     """It leaves no run behind, and the first run ends with all its results."""
     with mosquitto(stage.folder / "broker") as broker:
         address = f"mqtt://127.0.0.1:{broker.address.port}"
@@ -88,7 +88,7 @@ def test_a_second_coordinator_on_the_same_broker_ends_at_once_and_names_the_firs
     assert shown["refusals"] == []
 
 
-def test_a_coordinator_with_few_open_files_serves_a_hundred_devices(stage: Stage) -> None:
+def test_coordinator_with_few_open_files_serves_a_hundred_devices(stage: Stage) -> None:
     with mosquitto(stage.folder / "broker") as broker:
         address = f"127.0.0.1:{broker.address.port}"
         config = stage.folder / "many.toml"

@@ -1,4 +1,4 @@
-"""Work on a real Ray cluster of two nodes on loopback: the same files as without it, also when a node is gone."""
+"""CellJob on a real Ray cluster of two nodes on loopback: the same files as without it, also when a node is gone."""
 
 import json
 import os
@@ -23,8 +23,8 @@ from fleet.cli import cli
 from fleet.clusters.cluster import connected
 from fleet.devices import virtual_devices
 from fleet.experiments.cell import CellFolder, RoundFigures, run_cell
-from fleet.experiments.conduct import Dealer
 from fleet.experiments.grid import read_grid
+from fleet.experiments.scheduler import Dealer
 from fleet.simulate import simulate
 from tests.support.forked import Forked
 from tests.support.programs import CONFIG, Stage, open_to_others, toml, wait_for

@@ -229,7 +229,7 @@ class Server:
         return [type(message).__name__ for message in self.heard[number:]]
 
     def mark(self) -> None:
-        """Ask for what cannot be done and hear that it cannot: what was said before is dealt with by then."""
+        """Request something impossible and wait for the refusal: all earlier messages are handled then."""
         self._marks += 1
         number = self._marks
         self.tell(Task(self.instance, self.epoch, "mark", number, "evaluate", 0, FAR_OFF, {}, (), 600.0))

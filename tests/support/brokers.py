@@ -65,7 +65,7 @@ def served(address: Address, federation: str = "home") -> Iterator[list[str]]:
 
 
 def _certificate(folder: Path) -> list[str]:
-    """One for localhost that nobody else vouches for."""
+    """A self-signed certificate for localhost."""
     certificate, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         [

@@ -20,7 +20,7 @@ def drained(inbox: "SimpleQueue[object]") -> list[object]:
 
 
 class SpeakingDevice:
-    """A device at the broker: it hears the coordinator's state and what is said to it, and it has a last will."""
+    """A device at the broker: it receives the coordinator's state and messages to it, and it has a last will."""
 
     def __init__(self, broker: MemoryBroker, name: str, hello: Hello) -> None:
         self.name = name
@@ -45,5 +45,5 @@ class SpeakingDevice:
         self.transport.publish(self.topics.from_device(self.name), raw)
 
     def messages(self) -> list[Any]:
-        """What was said to it since this was asked last."""
+        """The messages to it since the last call."""
         return [decode(event.payload) for event in drained(self.transport.inbox) if isinstance(event, Received)]

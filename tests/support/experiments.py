@@ -11,9 +11,9 @@ from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
 from coordinator.run.display import Display
 from fleet.experiments.cell import LOG_FILE, CellFolder, run_cell
-from fleet.experiments.conduct import conduct
 from fleet.experiments.grid import read_grid
 from fleet.experiments.outcome import Outcome, make_outcome
+from fleet.experiments.scheduler import run_cells
 from fleet.experiments.search import Schedule
 
 
@@ -27,13 +27,13 @@ def written_experiment(folder: Path, text: str) -> Path:
 class Here:
     """A cell that runs in this process, at once."""
 
-    def __init__(self, place: CellFolder, graph_cache: Path, ran: list[str], metrics: MetricsConfig) -> None:
-        ran.append(place.cell.path)
+    def __init__(self, folder: CellFolder, graph_cache: Path, ran: list[str], metrics: MetricsConfig) -> None:
+        ran.append(folder.cell.path)
         self._code = 0
         try:
-            run_cell(place.folder, place.parts, at_once=1, graph_cache=graph_cache, metrics=metrics)
+            run_cell(folder.folder, folder.parts, at_once=1, graph_cache=graph_cache, metrics=metrics)
         except Exception as error:  # noqa: BLE001 - as it would leave a process
-            (place.folder / LOG_FILE).write_text(f"Traceback\n{type(error).__name__}: {error}\n")
+            (folder.folder / LOG_FILE).write_text(f"Traceback\n{type(error).__name__}: {error}\n")
             self._code = 1
 
     def code(self) -> int | None:
@@ -51,26 +51,26 @@ class Lines(Display):
         self.lines.append(text)
 
 
-class Conducted(NamedTuple):
+class ExperimentRun(NamedTuple):
     outcome: Outcome  # of this call's cells
     ran: list[str]  # cells
     lines: list[str]  # that were shown
 
 
 def run_experiment(
-    file: Path, out: Path, *, graph_cache: Path, begin: Callable[[CellFolder], None] = lambda place: None
-) -> Conducted:
-    """Run an experiment's file in this process; `begin` hears of each cell before it runs."""
+    file: Path, out: Path, *, graph_cache: Path, begin: Callable[[CellFolder], None] = lambda folder: None
+) -> ExperimentRun:
+    """Run an experiment's file in this process; `begin` is called with each cell before it runs."""
     grid = read_grid(file)
     ran: list[str] = []
     schedule = Schedule(grid, out)
     shown = Lines()
 
-    def launch(place: CellFolder) -> Here:
-        begin(place)
-        return Here(place, graph_cache, ran, grid.experiment.metrics)
+    def launch(folder: CellFolder) -> Here:
+        begin(folder)
+        return Here(folder, graph_cache, ran, grid.experiment.metrics)
 
-    conduct(
+    run_cells(
         schedule.runnable(),
         jobs=1,
         launch=launch,
@@ -79,7 +79,7 @@ def run_experiment(
         ended=schedule.add,
         ahead=schedule.ahead,
     )
-    return Conducted(make_outcome(grid, schedule.over.values()), ran, shown.lines)
+    return ExperimentRun(make_outcome(grid, schedule.over.values()), ran, shown.lines)
 
 
 def main() -> None:
@@ -88,10 +88,10 @@ def main() -> None:
     file, out, graph_cache, fatal = sys.argv[1:]
     close = Store.close_round
 
-    def begin(place: CellFolder) -> None:
+    def begin(folder: CellFolder) -> None:
         def close_and_die(self: Store, run: str, number: int, *arguments: Any) -> None:
             close(self, run, number, *arguments)
-            if number == 2 and place.cell.path == fatal:
+            if number == 2 and folder.cell.path == fatal:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         Store.close_round = close_and_die  # type: ignore[method-assign]

@@ -96,7 +96,7 @@ class ForkedWorker:
         if self.pid == 0:
             try:
                 _become_worker(module, requests[0], replies[1])
-            except BaseException:  # noqa: BLE001 - nothing of the parent's may go on in this process
+            except BaseException:  # noqa: BLE001 - nothing of the parent may continue in this process
                 traceback.print_exc()
             os._exit(1)
         os.close(requests[0])

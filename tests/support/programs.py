@@ -1,4 +1,4 @@
-"""Real processes, a real broker, real files: a small federation on digits that every test starts anew.
+"""Real processes, a real broker, real files: a small federation on digits that every test starts.
 
 All runs have the same configuration and seed, and the same devices answer; so whatever happens to them on
 the way, the final tensors must be those of the undisturbed run, bit for bit.
@@ -63,7 +63,7 @@ def open_to_others(folder: Path) -> list[str]:
 
 
 class Observer:
-    """An independent MQTT client that hears everything at the broker."""
+    """An independent MQTT client that receives all messages at the broker."""
 
     def __init__(self, port: int) -> None:
         self.seen: list[tuple[str, bytes]] = []
@@ -81,7 +81,7 @@ class Observer:
         self.wait()
 
     def wait(self) -> None:
-        """Until it hears everything, also after the broker was away."""
+        """Wait until it is subscribed, also after the broker was restarted."""
         if not self._subscribed.wait(WAIT_S):
             raise AssertionError(f"waited {WAIT_S:.0f} s for a broker to observe")
 
@@ -179,8 +179,8 @@ class Stage:
         name = f"command-{len(self._processes)}"
         process = self.keep(Forked("coordinator.cli", [*arguments, "--json"], self.log_path(name), self.environment))
         assert self.finish(process, name) == 0, self.log(name)
-        said = self.log(name)
-        return json.loads(said[said.index("{") :])
+        output = self.log(name)
+        return json.loads(output[output.index("{") :])
 
     def submit(self, run: str, **more: Any) -> Any:
         """Put a run into the queue, by default of one round."""
@@ -203,7 +203,7 @@ class Stage:
         try:
             return process.wait(WAIT_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{name} is still running; it said:\n{self.log(name)}") from None
+            raise AssertionError(f"{name} is still running; its log:\n{self.log(name)}") from None
 
     def model(self) -> bytes:
         return (self.out / "run" / "model.safetensors").read_bytes()

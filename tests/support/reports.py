@@ -141,7 +141,7 @@ def use(device: int, number: int, **broke: Any) -> ResourceUse:
 
 
 def private_document(**asked: Any) -> RunDocument:
-    """A run with noise of both kinds, three rounds, of which the second let nobody in."""
+    """A run with noise of both kinds, three rounds, of which the second accepted no device."""
     document = run_document(predicted=False, rounds=3)
     spent = [(2.5, 1.0, 40.0, 40.0), (2.5, None, None, None), (4.0, 1.0, 50.0, 75.0)]
     return msgspec.structs.replace(

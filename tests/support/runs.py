@@ -56,7 +56,7 @@ Configure = Callable[..., RunConfig]
 """The fixture `configure`: a run's configuration, on the tiny model unless the test says otherwise."""
 CLASSES = ("0", "1", "2")
 SMALLEST = {"image_size": 8, "patch_size": 8, "width": 4, "depth": 1, "heads": 1}
-"""Every run traces its graphs anew, and of a smaller model sooner."""
+"""Every run traces its graphs, which is faster for a smaller model."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Stage:
         self.coordinator: Coordinator | None = None
         self.store: Store
         self.outcome: str | BaseException | None = None
-        self.lines: list[str] = []  # that coordinators said
+        self.lines: list[str] = []  # that coordinators printed
         self._configure = configure
         self._graph_cache = graph_cache
         self._thread: threading.Thread | None = None
@@ -232,7 +232,7 @@ class Stage:
         return device
 
     def start(self, *, method: str = "fedavg", resume: bool = False, run: str = "r", **values: Any) -> None:
-        """Begin the run `r`, or go on with it in a new coordinator; another name has to be in the store already."""
+        """Begin the run `r`, or resume it in a new coordinator; a run of another name must be in the store."""
         settings: dict[str, Any] = {"classes": CLASSES, "deadline_s": 600.0, "rejoin_grace_s": 600.0, "rounds": 1}
         if method != "eftvit":
             settings["model_options"] = SMALLEST

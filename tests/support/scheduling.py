@@ -9,7 +9,7 @@ import re
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 ALONE = re.compile(r"tests/e2e/test_(?!bundles|pages|ray)")
-"""Tests of processes, which mostly wait: each goes to whoever is free."""
+"""Tests of processes, which mostly wait: each goes to the first free worker."""
 CASE = re.compile(r"(tests/contracts/test_methods\.py::)\w+\[(.+?)(-coded|-full batch|-\d of 8)?\]")
 """Tests of one method share its graphs and runs."""
 

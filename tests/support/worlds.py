@@ -71,7 +71,7 @@ class World(ABC):
         """A transport that is not opened yet."""
 
     def client(self, client_id: str, *filters: tuple[str, int], will: Will | WillMaker | None = None) -> Client:
-        """A connected client that hears `filters`."""
+        """A connected client that receives `filters`."""
         client = Client(self.new_transport(client_id))
         for topic_filter, qos in filters:
             client.transport.subscribe(self.prefix + topic_filter, qos)
@@ -101,7 +101,7 @@ class World(ABC):
 
     @abstractmethod
     def hung(self, client_id: str, will: Will) -> None:
-        """A client whose link is up while nobody is at home any more."""
+        """A client whose link is up, but whose program has ended."""
 
 
 class MemoryWorld(World):

@@ -1,4 +1,4 @@
-"""Attackers among the agents of a simulation: what they send, and that a run is told of."""
+"""Attackers among the agents of a simulation: what they send, and what a run reports of them."""
 
 import io
 from pathlib import Path
@@ -17,8 +17,8 @@ from bench.attack import (
     SignFlip,
     Tampering,
     _flipped,
+    aggregations_of,
     attack_table,
-    protections_of,
     run_attacks,
 )
 from fedvit.errors import ConfigError
@@ -52,30 +52,30 @@ def test_labels_are_flipped_and_put_back(tmp_path: Path) -> None:
     assert lies() == ["0: was-0", "1: was-1", "2: was-2"]
 
 
-def test_an_unknown_attack_is_named() -> None:
+def test_attack_that_is_unknown_is_named() -> None:
     with pytest.raises(ConfigError, match="unknown attack 'bribe'"):
         AttackSettings(attacks=("bribe",))
 
 
-def test_an_unknown_protection_is_named() -> None:
+def test_aggregation_that_is_unknown_is_named() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown protection 'prayer', known are mean, recommended, .*geometric median"
+        ConfigError, match=r"--protection 'prayer' is unknown, known are mean, recommended, .*geometric median"
     ):
-        protections_of(["mean", "prayer"])
+        aggregations_of(["mean", "prayer"])
 
 
 def test_a_small_bench() -> None:
-    """One of six sends a hundred times its update: with the protection it is left out in both rounds, else in none."""
+    """One of six devices sends its update times 100: robust aggregation leaves it out twice, the mean never."""
     settings = AttackSettings(
         devices=6, malicious=1, rounds=2, attacks=("times 100",),
         options={"epochs": 1, "batch_size": 64, "lr": 1e-3, "optimizer": "adamw"},
         model={"image_size": 8, "patch_size": 8, "width": 4, "depth": 1, "heads": 1},
-        protections={"mean": PLAIN, "recommended": {**RECOMMENDED, "strikes": 2}},
+        aggregations={"mean": PLAIN, "recommended": {**RECOMMENDED, "strikes": 2}},
     )  # fmt: skip
     report = run_attacks(settings)
     assert report.malicious == ["device-5"]
     clean, unharmed, plain, protected = report.outcomes
-    assert [(entry.attack, entry.protection) for entry in report.outcomes[:2]] == [
+    assert [(entry.attack, entry.aggregation) for entry in report.outcomes[:2]] == [
         ("none", "mean"), ("none", "recommended"),
     ]  # fmt: skip
     assert [entry.left_out for entry in (clean, unharmed, plain, protected)] == [0, 0, 0, 2]

@@ -1,4 +1,4 @@
-"""Schedules that repeat, links that misbehave as they are told to, clocks that are wrong."""
+"""Schedules that repeat, links with shaped traffic and faults, wrong clocks."""
 
 import socket
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos.network import Link, Links, Network, _Lane
+from bench.chaos.network import Link, Links, Network, _Direction
 from bench.chaos.outcome import count_duplicates
 from bench.chaos.schedule import KINDS, YEAR_S, draw_schedule
 from fedvit.errors import ConfigError
@@ -47,7 +47,7 @@ def test_faults_last_as_long_as_they_may() -> None:
 def test_only_the_kinds_that_were_asked_for() -> None:
     faults = draw_schedule(1, DEVICES, duration_s=300, every_s=10, kinds=["drop", "twin"])
     assert {fault.kind for fault in faults} == {"drop", "twin"}
-    with pytest.raises(ConfigError, match="'flood' is unknown; there are kill, hang"):
+    with pytest.raises(ConfigError, match="'flood' is unknown; known are kill, hang"):
         draw_schedule(1, DEVICES, duration_s=300, every_s=10, kinds=["flood"])
 
 
@@ -71,27 +71,27 @@ def test_loss_slows_a_connection_down() -> None:
 
 def test_a_segment_arrives_after_its_time_on_the_line_and_in_order() -> None:
     """8 kbit/s are 1000 B/s: 500 B take 0.5 s and 0.1 s of latency, the next 500 B come half a second later."""
-    lane = _Lane(Network.parse("8kbit,100ms"), "seed")
+    direction = _Direction(Network.parse("8kbit,100ms"), "seed")
     now = time.monotonic()
-    first, second = lane.due(500), lane.due(500)
+    first, second = direction.due(500), direction.due(500)
     assert 0.6 <= first - now < 0.6 + WAIT_S
     assert second - first == pytest.approx(0.5)
-    lossy = _Lane(Network.parse("8mbit,100ms,50%"), "seed")
+    lossy = _Direction(Network.parse("8mbit,100ms,50%"), "seed")
     due = [lossy.due(10) for _ in range(200)]
     assert due == sorted(due)
-    assert due[-1] - time.monotonic() > 0.29  # somebody was lost, and came a round trip of 0.2 s later
+    assert due[-1] - time.monotonic() > 0.29  # at least one segment was lost, and arrived a round trip of 0.2 s later
 
 
 @pytest.fixture
 def echo() -> Iterator[int]:
-    """A server that says everything again; its port."""
+    """An echo server; its port."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def answer(client: socket.socket) -> None:
         with client:
             try:
-                while said := client.recv(65536):
-                    client.sendall(said)
+                while received := client.recv(65536):
+                    client.sendall(received)
             except OSError:
                 pass
 
@@ -156,11 +156,11 @@ def gone(client: socket.socket) -> bool:
 
 
 def test_a_silent_link_loses_nothing(echo: int) -> None:
-    """Nobody is told, and what was said meanwhile comes afterwards."""
+    """Connections stay open, and bytes that were sent meanwhile arrive afterwards."""
     with Links(echo) as links, socket.create_connection(("127.0.0.1", links.port("a")), WAIT_S) as client:
         client.sendall(b"before")
         assert read(client, 6) == b"before"
-        links.fall_silent("a")
+        links.silence("a")
         client.sendall(b"meanwhile")
         client.settimeout(0.3)
         with pytest.raises(TimeoutError):

@@ -62,8 +62,8 @@ class TestCap:
         self, cache: Path, monkeypatch: pytest.MonkeyPatch, nobody_is_left: Callable[[], bool]
     ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-        said: list[str] = []
-        report = run_cap(TINY_CAP, said.append)
+        lines: list[str] = []
+        report = run_cap(TINY_CAP, lines.append)
         figures = json.loads(msgspec.json.encode(report))
         assert (figures["completed"], figures["evaluated"], figures["reason"]) == (True, True, None)
         assert figures["limit_bytes"] == 4000 * MEGA
@@ -71,7 +71,7 @@ class TestCap:
         assert 0 < figures["peak_bytes"] <= figures["limit_bytes"]
         assert 0 < figures["peak_anonymous_bytes"] <= figures["peak_rss_bytes"]
         assert min(figures["step_s"], figures["train_s"], figures["seconds"]) > 0
-        assert "limited by" in said[0]
+        assert "limited by" in lines[0]
         assert nobody_is_left()
 
     def test_a_device_that_needs_more_is_reported_and_nothing_stays(self, nobody_is_left: Callable[[], bool]) -> None:
@@ -100,7 +100,7 @@ class TestIdle:
         assert 0 < report.anonymous_bytes < report.rss_bytes
         assert nobody_is_left()
 
-    def test_a_device_that_cannot_start_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_device_that_cannot_start_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(idle, "edge_command", lambda *_: [sys.executable, "-c", "raise SystemExit('no')"])
         with pytest.raises(FedvitError, match="the device did not connect: no"):
             run_idle(starts=1)
@@ -162,7 +162,7 @@ def test_a_made_up_device_has_images_to_train_and_to_test(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("command", ["step", "graph", "cap", "idle"])
-def test_every_command_says_what_it_does(command: str) -> None:
+def test_commands_have_descriptions(command: str) -> None:
     shown = CliRunner().invoke(bench_command, [command, "--help"])
     assert shown.exit_code == 0
     assert "--json" in shown.output

@@ -88,7 +88,7 @@ def test_the_report_of_a_tiny_case(prepared: Path, monkeypatch: pytest.MonkeyPat
     assert case["gflop"] == pytest.approx(read_program(prepared).graphs["train"].flops / 1e9)
 
 
-def test_a_graph_that_is_not_there_is_told(prepared: Path) -> None:
+def test_graph_that_does_not_exist_is_reported(prepared: Path) -> None:
     with pytest.raises(FedvitError, match="there is no graph 'nope', the program has predict, train"):
         run_child("bench.graph_side", str(prepared), "nope", "1", "1", what="tiny")
 

@@ -16,9 +16,9 @@ def take(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("old", ["bench step --steps 5", "chaos --fault 'a b'", "fuzz", "pentest"])
 def test_old_command_names_in_one_line_the_one_that_replaces_it(old: str) -> None:
-    said = take("-c", "from fleet.cli import main; main()", *shlex.split(old), "--help")
-    assert (said.returncode, said.stdout) == (2, "")
-    [line] = said.stderr.splitlines()
+    done = take("-c", "from fleet.cli import main; main()", *shlex.split(old), "--help")
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
     new = f"python -m {old}" if old.startswith("bench") else f"python -m bench {old}"
     first, _, command = line.partition("source: ")
     assert first.startswith(f"fleet: `fleet {old.split()[0]}` is no longer installed")
@@ -29,7 +29,7 @@ def test_old_command_names_in_one_line_the_one_that_replaces_it(old: str) -> Non
 
 
 def test_error_of_a_command_is_one_line_and_a_code() -> None:
-    said = take("-m", "bench", "step", "--case", "nope")
-    assert (said.returncode, said.stdout) == (2, "")
-    assert said.stderr.startswith("bench: unknown case 'nope', known are ")
-    assert len(said.stderr.splitlines()) == 1
+    done = take("-m", "bench", "step", "--case", "nope")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("bench: unknown case 'nope', known are ")
+    assert len(done.stderr.splitlines()) == 1

@@ -109,13 +109,13 @@ def test_the_mask_leaves_as_many_tokens_on_both_sides() -> None:
 def report(graph_cache: Path) -> dict[str, Any]:
     """The whole benchmark on a tiny EFTViT."""
     case = tiny(choose(["eftvit-vitb"])[0]).with_options(local_blocks=1, mask=0.5)
-    said: list[str] = []
-    made = run_step_bench([case], steps=2, rounds=1, product_side=64, cache=graph_cache, progress=said.append)
-    assert any(line.startswith("eftvit-vitb: onnx 1/1") for line in said)
+    lines: list[str] = []
+    made = run_step_bench([case], steps=2, rounds=1, product_side=64, cache=graph_cache, progress=lines.append)
+    assert any(line.startswith("eftvit-vitb: onnx 1/1") for line in lines)
     return dict(json.loads(msgspec.json.encode(made)))
 
 
-def test_every_figure_of_a_side_is_there(report: dict[str, Any]) -> None:
+def test_sides_have_all_figures(report: dict[str, Any]) -> None:
     (case,) = report["cases"]
     assert (case["name"], case["batch_size"]) == ("eftvit-vitb", 2)
     assert case["gflop"] > 0
@@ -140,7 +140,7 @@ def test_the_machine_is_named(report: dict[str, Any]) -> None:
     assert report["products"]["side"] == 64
 
 
-def test_a_process_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_process_that_fails_is_reported_with_its_last_line(tmp_path: Path) -> None:
     with pytest.raises(FedvitError, match=r"made: onnx ended with code 1: FileNotFoundError: .*start\.json"):
         run_child("bench.onnx_side", str(tmp_path), "1", "1", what="made: onnx")
 

@@ -28,7 +28,7 @@ def test_ours_is_measured_with_what_was_sent(bench: _Bench) -> None:
 
 
 @pytest.mark.parametrize("way", ["tcp", "pickle"])
-def test_what_it_is_compared_with_moves_the_same_bytes(bench: _Bench, way: str) -> None:
+def test_other_transports_send_the_same_bytes(bench: _Bench, way: str) -> None:
     """Each receiver checks the size itself, and fails when it is another."""
     rate, _ = bench.rate(way, 2)
     assert rate > 0

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from fedvit.errors import ConfigError, StorageFailed
-from fleet.clusters.programs import Order, pack, run_program, stopped, unpack
+from fleet.clusters.programs import ProgramJob, pack, run_program, stopped, unpack
 from fleet.clusters.resources import RayTable, Request, Resources
 from fleet.experiments.grid import read_grid
 from fleet.processes import Fleet
@@ -51,15 +51,15 @@ def test_stopped(tmp_path: Path) -> None:
 
 
 def test_another_software_is_refused(tmp_path: Path) -> None:
-    order = Order("cell", "no_such_module", (), None, "0.0.0")
-    (report,) = run_program(order, {}, {}, "10.0.0.7")
+    job = ProgramJob("cell", "no_such_module", (), None, "0.0.0")
+    (report,) = run_program(job, {}, {}, "10.0.0.7")
     assert report.code == 1
     assert report.log.decode().startswith(f"fedvit {version('fedvit')} is installed on node 10.0.0.7, and 0.0.0 where")
 
 
-def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
-    order = Order("cell", "no_such_module", (), None, version("fedvit"))
-    *_, last = run_program(order, {}, {"file": b"kept"}, "here")
+def test_program_that_fails_reports_why(tmp_path: Path) -> None:
+    job = ProgramJob("cell", "no_such_module", (), None, version("fedvit"))
+    *_, last = run_program(job, {}, {"file": b"kept"}, "here")
     assert last.code == 1
     assert last.files == {"file": b"kept"}
     assert b"No module named 'no_such_module'" in last.log
@@ -82,7 +82,7 @@ class TestResources:
         assert grid.cells == read_grid(written(tmp_path)).cells
 
     @pytest.mark.parametrize(
-        ("table", "said"),
+        ("table", "message"),
         [
             ("num_cpu = 1", r"\[ray\]: unknown key 'num_cpu'; did you mean 'num_cpus'\?"),
             ("num_cpus = 0", r"expected `float` > 0"),
@@ -92,8 +92,8 @@ class TestResources:
             ("partitions = { odd = {} }", r"\[ray.partitions.odd\]: the experiment has no such table"),
         ],
     )
-    def test_refused(self, tmp_path: Path, table: str, said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
+    def test_refused(self, tmp_path: Path, table: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             read_grid(written(tmp_path, FILE + f"\n[ray]\n{table}\n"))
 
 

@@ -27,12 +27,12 @@ from fleet.experiments.cell import (
     RoundFigures,
     read_progress,
 )
-from fleet.experiments.conduct import Ended
 from fleet.experiments.grid import Grid, read_grid
 from fleet.experiments.outcome import Outcome, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
+from fleet.experiments.scheduler import FinishedCell
 from tests.support.event_files import steps
-from tests.support.experiments import Conducted, run_experiment, written_experiment
+from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
 from tests.support.forked import Forked
 from tests.support.reports import experiment_outcome
 from tests.support.tiny import TINY_MODEL
@@ -119,7 +119,7 @@ class TestGrid:
         assert (eftvit.run["privacy"]["noise_multiplier"], eftvit.run["robust"]["strikes"]) == (0.0, 3)
 
     @pytest.mark.parametrize(
-        ("old", "new", "said"),
+        ("old", "new", "message"),
         [
             (
                 "lr = 0.05",
@@ -153,8 +153,8 @@ class TestGrid:
             ("[common]", "[common", r"tiny\.toml is not TOML"),
         ],
     )
-    def test_what_is_refused(self, tmp_path: Path, old: str, new: str, said: str) -> None:
-        with pytest.raises(ConfigError, match=f"(?i){said}"):
+    def test_what_is_refused(self, tmp_path: Path, old: str, new: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=f"(?i){message}"):
             read_grid(written(tmp_path, FILE.replace(old, new, 1)))
 
     def test_other_keys_of_a_run(self, tmp_path: Path) -> None:
@@ -197,20 +197,20 @@ class TestGrid:
 
 
 @pytest.fixture(scope="module")
-def run_here(graph_cache: Path) -> Callable[[Path, Path], Conducted]:
+def run_here(graph_cache: Path) -> Callable[[Path, Path], ExperimentRun]:
     return partial(run_experiment, graph_cache=graph_cache)
 
 
 @pytest.fixture(scope="module")
 def tiny_run(
-    tmp_path_factory: pytest.TempPathFactory, run_here: Callable[[Path, Path], Conducted]
-) -> tuple[Path, Conducted]:
+    tmp_path_factory: pytest.TempPathFactory, run_here: Callable[[Path, Path], ExperimentRun]
+) -> tuple[Path, ExperimentRun]:
     out = tmp_path_factory.mktemp("experiment")
     return out, run_here(written(out), out)
 
 
 class TestRun:
-    def test_every_cell_has_its_figures(self, tiny_run: tuple[Path, Conducted]) -> None:
+    def test_every_cell_has_its_figures(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
         _, (outcome, ran, lines) = tiny_run
         assert len(ran) == 4
         assert not [cell for cell in outcome.cells if cell.result is None], lines
@@ -229,7 +229,7 @@ class TestRun:
         assert all(entry.std_over_seeds is None for entry in outcome.comparisons)
         assert outcome.spread.startswith("single seed")
 
-    def test_what_is_sent(self, tiny_run: tuple[Path, Conducted]) -> None:
+    def test_what_is_sent(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
         """FedAvg sends up the whole model, 48k weights of 4 bytes; EFTViT masks three quarters of the patches."""
         _, (outcome, _, _) = tiny_run
         fedavg, eftvit = (outcome.comparison(method, "even") for method in ("fedavg", "eftvit"))
@@ -240,11 +240,11 @@ class TestRun:
         assert fedavg.flops is not None
         assert eftvit.flops < fedavg.flops
 
-    def test_methods_share_their_devices(self, tiny_run: tuple[Path, Conducted]) -> None:
+    def test_methods_share_their_devices(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
         out, _ = tiny_run
         assert sorted(path.parent.name for path in (out / "parts").glob("*/seed-0")) == ["even", "skewed"]
 
-    def test_little_is_left_of_a_finished_cell(self, tiny_run: tuple[Path, Conducted]) -> None:
+    def test_little_is_left_of_a_finished_cell(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
         out, _ = tiny_run
         home = out / "cells/fedavg/even/seed-0/runs/run"
         assert (home / "model.safetensors").is_file()
@@ -252,7 +252,7 @@ class TestRun:
         assert not (home / "blobs").exists()
 
     def test_a_second_call_runs_nothing(
-        self, tiny_run: tuple[Path, Conducted], run_here: Callable[[Path, Path], Conducted]
+        self, tiny_run: tuple[Path, ExperimentRun], run_here: Callable[[Path, Path], ExperimentRun]
     ) -> None:
         out, (first, _, _) = tiny_run
         again, ran, lines = run_here(written(out), out)
@@ -260,7 +260,7 @@ class TestRun:
         assert again == first
 
     def test_a_changed_option_runs_its_cells_alone(
-        self, tiny_run: tuple[Path, Conducted], run_here: Callable[[Path, Path], Conducted], tmp_path: Path
+        self, tiny_run: tuple[Path, ExperimentRun], run_here: Callable[[Path, Path], ExperimentRun], tmp_path: Path
     ) -> None:
         """Another learning rate for FedAvg: its two cells run again; a third partition would add cells alone."""
         out, (first, _, _) = tiny_run
@@ -271,7 +271,7 @@ class TestRun:
         assert changed.methods["fedavg"]["lr"] == 0.01
 
     def test_a_cell_that_fails_leaves_the_others(
-        self, run_here: Callable[[Path, Path], Conducted], tmp_path: Path
+        self, run_here: Callable[[Path, Path], ExperimentRun], tmp_path: Path
     ) -> None:
         """No device would take such a learning rate; the next call tries that cell again, and only that."""
         text = FILE.replace('[partitions.even]\npartition = "iid"\n', "").replace("rounds = 2", "rounds = 1")
@@ -287,7 +287,7 @@ class TestRun:
 
 
 class TestReports:
-    def test_the_page_has_the_figures_of_the_json(self, tiny_run: tuple[Path, Conducted], tmp_path: Path) -> None:
+    def test_the_page_has_the_figures_of_the_json(self, tiny_run: tuple[Path, ExperimentRun], tmp_path: Path) -> None:
         _, (outcome, _, _) = tiny_run
         write_results(outcome, tmp_path)
         record = json.loads((tmp_path / "results.json").read_text())
@@ -330,7 +330,7 @@ class TestOutcome:
 
     def outcome(self, grid: Grid, known: dict[str, float]) -> Outcome:
         return make_outcome(
-            grid, [Ended(cell, figures(known[cell.path]), None) for cell in grid.cells if cell.path in known]
+            grid, [FinishedCell(cell, figures(known[cell.path]), None) for cell in grid.cells if cell.path in known]
         )
 
     def test_over_seeds(self, grid: Grid) -> None:
@@ -366,14 +366,16 @@ class TestOutcome:
         assert shown.count("0.250 ± 0.000") == 4
         assert shown.count("1.000") == 4  # MB up
 
-    def test_a_failure_is_told(self, grid: Grid) -> None:
-        outcome = make_outcome(grid, [Ended(grid.cells[0], None, "disk full")])
+    def test_failure_is_reported(self, grid: Grid) -> None:
+        outcome = make_outcome(grid, [FinishedCell(grid.cells[0], None, "disk full")])
         assert outcome.comparisons == []
         assert "8 of 8 cells are not finished; failed: fedavg/skewed/seed-0: disk full" in markdown_report(outcome)
 
 
-def test_interrupted_and_gone_on_with(tmp_path: Path, cache: Path, run_here: Callable[[Path, Path], Conducted]) -> None:
-    """Ctrl-C after the second of 12 rounds: no process is left, and the rest goes on from there, metrics with it."""
+def test_experiment_that_was_interrupted_is_resumed(
+    tmp_path: Path, cache: Path, run_here: Callable[[Path, Path], ExperimentRun]
+) -> None:
+    """Ctrl-C after the second of 12 rounds: no process is left, and the run resumes after it, with its metrics."""
     only = FILE.replace('[partitions.even]\npartition = "iid"\n', "").partition("[methods.eftvit]")[0]
     text = only.replace("mask = 0.75", "").replace("rounds = 2", "rounds = 12").replace("every = 2", "every = 12")
     file, out = written(tmp_path, text + '\n[metrics]\nwriters = ["tensorboard"]\n'), tmp_path / "out"
@@ -391,7 +393,7 @@ def test_interrupted_and_gone_on_with(tmp_path: Path, cache: Path, run_here: Cal
         assert not [child for child in children if child.is_running()]
     finally:
         process.kill()
-    assert "0 of 1 cells are finished; the same command goes on" in (tmp_path / "log").read_text()
+    assert "0 of 1 cells are finished; the same command resumes" in (tmp_path / "log").read_text()
     before = closed(home)
     assert 2 <= len(before) < 12
     outcome, ran, _ = run_here(file, out)

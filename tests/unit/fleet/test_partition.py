@@ -55,7 +55,7 @@ class TestWriteDeviceFolders:
     PARTS = (np.arange(10), np.arange(10, 15))
 
     def test_what_is_written(self, tmp_path: Path) -> None:
-        """Share .2: of 10 ants 2, of 5 bees 1 go to test. The cow, which nobody has, has folders everywhere."""
+        """Share .2: of 10 ants 2, of 5 bees 1 go to test. The class cow, without images, has folders everywhere."""
         out = tmp_path / "parts"
         summary = write_device_folders(self.SAMPLES, self.PARTS, out, test_share=0.2, seed=0)
         assert summary.devices == (
@@ -151,7 +151,7 @@ class TestWriteDeviceFolders:
 
     def test_noise_is_in_the_files_of_train_and_test(self, tmp_path: Path) -> None:
         """Device 0 has none, so its pixels are as they were; device 1 has 30 gray levels. A sample's noise is
-        that of its place in the data set, so the files of a sample are the same whoever gets it."""
+        that of its place in the data set, so the files of a sample are the same on any device."""
         gray = made([0] * 10)
         samples = replace(gray, images=np.full_like(gray.images, 128))
         parts = (np.arange(5), np.arange(5, 10))

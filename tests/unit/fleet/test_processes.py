@@ -42,12 +42,12 @@ def python(source: str) -> list[str]:
 
 
 def ready(log: Path) -> None:
-    """Wait until a child has said so."""
+    """Wait until a child has printed it."""
     wait_until(lambda: log.exists() and "ready" in log.read_text(), "the child did not begin")
 
 
 def is_gone(pid: int) -> bool:
-    """Over; where nobody collects orphans they stay as zombies."""
+    """Ended; where no process collects orphans they stay as zombies."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -132,7 +132,7 @@ def test_ctrl_c_at_the_terminal_reaches_us_alone(tmp_path: Path) -> None:
         assert os.getsid(child.pid) == child.pid != os.getsid(0)
 
 
-def test_a_log_keeps_what_earlier_processes_said(tmp_path: Path) -> None:
+def test_log_keeps_output_of_earlier_processes(tmp_path: Path) -> None:
     for word in ("one", "two"):
         with Fleet() as fleet:
             fleet.start("a", python(f"import sys; print('{word}'); print('{word}!', file=sys.stderr)"), tmp_path / "a")

@@ -16,12 +16,12 @@ from coordinator.record.store import Store
 from fedvit.errors import ConfigError
 from fleet.experiment import chosen, experiment_command
 from fleet.experiments.cell import RESULT_FILE, Accuracy, CellResult, RoundFigures
-from fleet.experiments.conduct import Ended
 from fleet.experiments.grid import Cell, Grid, as_text, read_grid
 from fleet.experiments.outcome import make_outcome, mean_interval
 from fleet.experiments.report import html_report, markdown_report, terminal_report
-from fleet.experiments.search import Schedule, planned_rounds, standing
-from tests.support.experiments import Conducted, run_experiment, written_experiment
+from fleet.experiments.scheduler import FinishedCell
+from fleet.experiments.search import Schedule, planned_rounds, search_state
+from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
 from tests.support.forked import Forked
 
 WAIT_S = 240.0
@@ -73,9 +73,9 @@ def followed(grid: Grid, accuracy: Callable[[Cell], float | str | None]) -> Sche
     for place in places:
         value = accuracy(place.cell)
         if isinstance(value, float):
-            over = Ended(place.cell, result(place.cell, value), None)
+            over = FinishedCell(place.cell, result(place.cell, value), None)
         else:
-            over = Ended(place.cell, None, None if value else "disk full", value)
+            over = FinishedCell(place.cell, None, None if value else "disk full", value)
         places += schedule.add(over)
     return schedule
 
@@ -114,7 +114,7 @@ class TestFile:
         assert len(searched.searches[0].points) == 6
 
     @pytest.mark.parametrize(
-        ("old", "new", "said"),
+        ("old", "new", "message"),
         [
             ("{ lr =", "{ lrr =", r"\[methods\.fedavg\]: method 'fedavg' has no option 'lrr'; did you mean 'lr'"),
             ("{ lr =", "{ updates =", r"method 'fedavg' has no option 'updates'"),
@@ -134,9 +134,9 @@ class TestFile:
             ("tune = { lr = [1e-6, 0.05, 50] }", "[tuning]", r"\[tuning\]: none of the methods has a table 'tune'"),
         ],
     )
-    def test_what_is_refused(self, tmp_path: Path, old: str, new: str, said: str) -> None:
+    def test_what_is_refused(self, tmp_path: Path, old: str, new: str, message: str) -> None:
         assert old in FILE
-        with pytest.raises(ConfigError, match=f"(?s){said}"):
+        with pytest.raises(ConfigError, match=f"(?s){message}"):
             read_grid(written_experiment(tmp_path, FILE.replace(old, new, 1)))
 
     def test_only(self, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ class TestStanding:
             return (lr if cell.rounds == 10 else 0.5 - abs(lr - 0.2)) - 0.01 * abs(clip - 2)
 
         schedule = followed(grid, accuracy)
-        at = standing(grid.searches[0], schedule.over)
+        at = search_state(grid.searches[0], schedule.over)
         assert at.chosen is not None
         assert [one.rounds for one in at.tries] == [10] * 6 + [30] * 3
         assert at.chosen.values == {"lr": 0.3, "clip_norm": 2}
@@ -176,12 +176,14 @@ class TestStanding:
 
     def test_of_equal_points_the_first_is_chosen(self, tmp_path: Path) -> None:
         grid = read_grid(written_experiment(tmp_path, FILE))
-        assert standing(grid.searches[0], followed(grid, lambda cell: 0.5).over).chosen == grid.searches[0].points[0]
+        assert (
+            search_state(grid.searches[0], followed(grid, lambda cell: 0.5).over).chosen == grid.searches[0].points[0]
+        )
 
     def test_unusable_point_is_not_chosen(self, tmp_path: Path) -> None:
         grid = read_grid(written_experiment(tmp_path, FILE))
         schedule = followed(grid, lambda cell: 0.0 if cell.run["options"]["lr"] == 50 else "training diverged")
-        at = standing(grid.searches[0], schedule.over)
+        at = search_state(grid.searches[0], schedule.over)
         assert at.chosen == grid.searches[0].points[2]
         assert at.tries[0].unusable == "training diverged"
 
@@ -189,7 +191,7 @@ class TestStanding:
         """A full disk says nothing of a rate: the other cells are not begun before it was tried."""
         grid = read_grid(written_experiment(tmp_path, FILE))
         schedule = followed(grid, lambda cell: None if cell.run["options"]["lr"] == 50 else 0.5)
-        at = standing(grid.searches[0], schedule.over)
+        at = search_state(grid.searches[0], schedule.over)
         assert (at.chosen, at.over, at.ahead) == (None, False, (2, 2))
         assert len(schedule.cells) == 3
 
@@ -201,7 +203,7 @@ class TestStanding:
 
 
 @pytest.fixture(scope="module")
-def run_here(graph_cache: Path) -> Callable[[Path, Path], Conducted]:
+def run_here(graph_cache: Path) -> Callable[[Path, Path], ExperimentRun]:
     return partial(run_experiment, graph_cache=graph_cache)
 
 
@@ -217,7 +219,7 @@ REAL = (
 
 @pytest.mark.parametrize("engine", ["onnx", "torch"])
 def test_search_finds_the_good_rate_among_silly_ones(
-    engine: str, tmp_path: Path, run_here: Callable[[Path, Path], Conducted]
+    engine: str, tmp_path: Path, run_here: Callable[[Path, Path], ExperimentRun]
 ) -> None:
     """With one rate more, that alone is tried; the cells of the chosen rate stay."""
     text = f'engine = "{engine}"\n{REAL}'
@@ -240,7 +242,7 @@ def test_search_finds_the_good_rate_among_silly_ones(
 
 
 def test_device_with_too_few_images_is_found_before_anything_runs(
-    tmp_path: Path, run_here: Callable[[Path, Path], Conducted]
+    tmp_path: Path, run_here: Callable[[Path, Path], ExperimentRun]
 ) -> None:
     """Digits on 300 devices: about three training images each, most of them the only ones of their class."""
     text = FILE.replace("devices = 2", "devices = 300")
@@ -249,10 +251,10 @@ def test_device_with_too_few_images_is_found_before_anything_runs(
     assert not (tmp_path / "cells").exists()
 
 
-def test_search_that_was_killed_goes_on(
-    tmp_path: Path, graph_cache: Path, run_here: Callable[[Path, Path], Conducted]
+def test_search_that_was_killed_is_resumed(
+    tmp_path: Path, graph_cache: Path, run_here: Callable[[Path, Path], ExperimentRun]
 ) -> None:
-    """kill -9 in the second of three cells: the first is not run again, the second goes on behind its closed rounds."""
+    """kill -9 in the second of three cells: the first is not run again, the second resumes after its closed rounds."""
     text = FILE.replace("[0, 1]", "[0]").replace("[1e-6, 0.05, 50]", "[0.01, 0.05, 0.1]") + "\n[tuning]\nrounds = 4\n"
     text = text.replace("epochs = 2", "epochs = 1")
     file, out = written_experiment(tmp_path, text), tmp_path / "out"

@@ -29,7 +29,7 @@ class TestSharedBlobs:
         assert second.prune(set()) == len(b"of both")
         assert not first.has(digest)
 
-    def test_what_a_device_put_is_safe_before_it_says_that_it_keeps_it(self, tmp_path: Path) -> None:
+    def test_blob_is_kept_from_put_until_keep_only(self, tmp_path: Path) -> None:
         """Two devices make equal results; one has settled its own while the other has not sent it yet."""
         shared = SharedBlobs(tmp_path)
         first, second = shared.view(), shared.view()
@@ -39,7 +39,7 @@ class TestSharedBlobs:
         assert second.get(digest) == b"equal"
 
     def test_a_device_keeps_what_came_to_it_and_not_what_came_to_another(self, tmp_path: Path) -> None:
-        """What a device counts as received may not depend on who shares its folder."""
+        """What a device counts as received must not depend on devices that share its folder."""
         shared = SharedBlobs(tmp_path)
         first, second = shared.view(), shared.view()
         digest = first.put(CONTENT).digest
@@ -71,7 +71,7 @@ class Stage:
 
     def __init__(self, folder: Path) -> None:
         self.broker = MemoryBroker()
-        self.said: list[tuple[str, Want | Done]] = []
+        self.messages: list[tuple[str, Want | Done]] = []
         self.finished: list[tuple[str, Exception | None]] = []
         self.server_blobs = BlobStore(folder / "server")
         self.inboxes: dict[str, SimpleQueue[object]] = {}
@@ -81,7 +81,7 @@ class Stage:
         for name in ("a", "b"):
 
             def tell(peer: str, message: Want | Done, name: str = name) -> None:
-                self.said.append((name, message))
+                self.messages.append((name, message))
 
             self.connect(name, fetches.exchange, self.shared.view(), tell)
 
@@ -102,13 +102,13 @@ class Stage:
         )
 
     def serve(self) -> None:
-        """Hand what the devices said to the server, and its chunks to them."""
-        for name, message in self.said:
+        """Deliver the devices' messages to the server, and its chunks to them."""
+        for name, message in self.messages:
             if isinstance(message, Want):
                 self.exchanges["server"].on_want(name, message)
             else:
                 self.exchanges["server"].on_done(name, message)
-        self.said.clear()
+        self.messages.clear()
         for name in ("a", "b"):
             while not self.inboxes[name].empty():
                 if isinstance(event := self.inboxes[name].get(), Received):
@@ -116,7 +116,7 @@ class Stage:
             self.exchanges[name].tick()
 
     def asked(self) -> list[str]:
-        return [name for name, message in self.said if isinstance(message, Want)]
+        return [name for name, message in self.messages if isinstance(message, Want)]
 
 
 class TestFetches:

@@ -1,4 +1,4 @@
-"""A federation in one process: devices take turns, runs go on, and a device that breaks ends the run."""
+"""A federation in one process: devices share threads, runs are resumed, and a device that fails ends the run."""
 
 import shutil
 import threading
@@ -14,7 +14,7 @@ from edge_client.runtime import Runtime
 from fedvit.errors import ConfigError, PeerRefused
 from fleet.devices import device_folders
 from fleet.partition import deal
-from fleet.shared import Turns
+from fleet.shared import WorkQueue
 from fleet.simulate import Engine, simulate
 from tests.support.event_files import steps
 from tests.support.tiny import TINY_MODEL
@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return device_folders(out, None)
 
 
-class TestTurns:
+class TestWorkQueue:
     def test_so_many_compute_at_a_time(self) -> None:
         """Six devices, two at a time: never three inside, and all get their turn."""
         inside, most, done = 0, 0, 0
@@ -49,9 +49,9 @@ class TestTurns:
             with lock:
                 inside, done = inside - 1, done + 1
 
-        turns = Turns(at_once=2)
-        under_way = [turns.begin(work, "work") for _ in range(6)]
-        turns.close()
+        queue = WorkQueue(at_once=2)
+        under_way = [queue.begin(work, "work") for _ in range(6)]
+        queue.close()
         for turn in under_way:
             turn.join()
         assert (most, done) == (2, 6)
@@ -82,7 +82,7 @@ def test_how_many_compute_at_a_time_changes_no_bit(folders: list[Path], tmp_path
     assert models[0] == models[1]
 
 
-def test_a_run_that_is_there(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
+def test_run_that_exists(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     """Again with `resume` it is finished at once, its rounds untouched; with another configuration it is refused."""
 
     def rounds() -> list[tuple[int, str | None]]:

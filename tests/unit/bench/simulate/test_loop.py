@@ -113,7 +113,7 @@ def _memory(network: HyperNetwork) -> dict[str, np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_hypernetwork_moves_as_our_rule_moves_it(momentum: float) -> None:
+def test_hypernetwork_is_updated_as_by_the_method_rule(momentum: float) -> None:
     """The same weights and the same deltas in two rounds: the same weights after each, also of a client that was not
     asked."""
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ def test_table_shows_each_side_beside_the_loop() -> None:
     assert ["loop", "4.000", "1.00", "800", "0.340"] in rows
 
 
-def test_table_says_why_a_side_was_not_run_and_whether_accuracies_agree() -> None:
+def test_table_has_reasons_and_agreement_of_accuracies() -> None:
     near, far = shown(report(0.31, 0.34)), shown(report(0.31, 0.41))
     assert "fedavg-4x64: torch: not run: --sides onnx,loop" in near
     assert "accuracies agree within 0.05: onnx 0.310, loop 0.340" in near

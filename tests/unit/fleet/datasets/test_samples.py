@@ -43,7 +43,7 @@ def test_digits() -> None:
     assert (images == images[..., :1]).all()
 
 
-def test_digits_have_32_pixels_where_nothing_is_said() -> None:
+def test_digits_have_32_pixels_by_default() -> None:
     assert read_digits().images[np.array([0])].shape == (1, 32, 32, 3)
 
 
@@ -59,7 +59,7 @@ def test_neither_a_name_nor_a_path() -> None:
 
 
 def test_importing_readers_and_partitions_is_light() -> None:
-    """In a process of its own, so that nobody else's imports are seen."""
+    """In its own process, so that no other imports are seen."""
     code = (
         "import sys, fedvit.data.folder, fleet.datasets, fleet.partitions;"
         "heavy = {'sklearn', 'torch', 'torchvision', 'timm', 'onnx', 'scipy', 'rich', 'pyarrow', 'pandas'};"

@@ -1,4 +1,4 @@
-"""A run on torch: it ends as one without interruptions, and says what it cannot do."""
+"""A run on torch ends as one without interruptions, and refuses what it cannot simulate."""
 
 import signal
 import subprocess
@@ -43,12 +43,12 @@ from coordinator.run.display import Display
 from fleet.engines import simulation
 from fleet.simulate import simulate
 
-simulation.CHECKPOINT_EVERY_S, simulation.CHECKPOINT_SHARE = 0.0, float("inf")  # behind every round
+simulation.CHECKPOINT_EVERY_S, simulation.CHECKPOINT_SHARE = 0.0, float("inf")  # after every round
 
 class Lines(Display):
     def line(self, text):
         print(text, flush=True)
-        sys.stdin.readline()  # goes on when it is told to
+        sys.stdin.readline()  # continues at a line of input
 
 out, values, *folders = sys.argv[1:]
 simulate([Path(f) for f in folders], msgspec.json.decode(values), out=Path(out), run="run", engine="torch",
@@ -119,7 +119,7 @@ def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulation, "CHECKPOINT_EVERY_S", 0.0)
-    monkeypatch.setattr(simulation, "CHECKPOINT_SHARE", float("inf"))  # behind every round
+    monkeypatch.setattr(simulation, "CHECKPOINT_SHARE", float("inf"))  # after every round
     calm = everything(run(folders, COLLECTING, tmp_path / "calm"))
     with pytest.raises(KeyboardInterrupt):
         run(folders, COLLECTING, tmp_path / "broken", display=Lines(until="round   2"))
@@ -129,7 +129,7 @@ def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
     assert same(calm, everything(run(folders, COLLECTING, tmp_path / "broken", resume=True)))
 
 
-def test_run_of_the_other_engine_is_not_gone_on_with(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
+def test_run_of_the_other_engine_is_not_resumed(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(folders, {**VALUES, "rounds": 1}, tmp_path, display=Lines(until="round   1"))
     with pytest.raises(ConfigError, match="torch"):
@@ -169,7 +169,7 @@ def test_what_needs_real_devices_is_refused_before_there_is_a_run(
     assert not (tmp_path / "fedvit.db").exists()
 
 
-def test_devices_of_several_forms_train_in_the_same_round(folders: list[Path], tmp_path: Path) -> None:
+def test_devices_of_several_variants_train_in_the_same_round(folders: list[Path], tmp_path: Path) -> None:
     outcome = run(folders, {**VALUES, "variants": {"device-1": {"epochs": 2}}}, tmp_path)
     first, second, third = (device.flops_per_round for device in outcome.summary.devices)
     assert first
@@ -182,14 +182,14 @@ def test_diverged_devices_are_refused_and_a_round_without_any_other_ends_the_run
 ) -> None:
     rate = 1e30 if not updates else 1e6
     values = {**VALUES, "options": {"batch_size": 16, "lr": rate}, "updates": updates}
-    with pytest.raises(EmptyCohort, match=f"round [12]: no device brought a result; device-0: .*{why}"):
+    with pytest.raises(EmptyCohort, match=f"round [12]: no device returned a result; device-0: .*{why}"):
         run(folders, values, tmp_path)
     store = Store.in_folder(tmp_path)
     assert (store.run("run").status, why in str(store.run("run").reason)) == ("failed", True)
     store.close()
 
 
-def test_fewer_devices_are_side_by_side_where_memory_is_short(
+def test_batches_have_fewer_devices_where_memory_is_short(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train, sizes = Cohort.train, list[int]()
@@ -206,7 +206,7 @@ def test_fewer_devices_are_side_by_side_where_memory_is_short(
     outcome = run(folders, VALUES, tmp_path / "short", display=lines)
     assert sizes[:4] == [3, 1, 1, 1]
     assert [line for line in lines.lines if "memory is short" in line] == [
-        "cpu: memory is short, now 1 devices are side by side"
+        "cpu: memory is short; batches have 1 devices from now on"
     ]
     assert outcome.summary.rounds[-1].accepted == DEVICES
     most = 0

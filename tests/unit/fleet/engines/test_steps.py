@@ -1,4 +1,4 @@
-"""Steps of several devices side by side: as one after the other, captured or not, compiled or not."""
+"""Steps of several devices in one batch give what steps one after the other give, captured or not, compiled or not."""
 
 from collections.abc import Callable
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from fedvit.program import Batch
 from fleet.engines.steps import (
+    BatchedStep,
     CapturedRunner,
-    Lanes,
     Named,
     Runner,
     Work,
+    batched_step,
     compiled,
-    on_processor,
-    side_by_side,
-    until_through,
+    skip_finished,
+    to_numpy,
 )
 
 HALF = (0.5, 0.5, 0.5)
@@ -30,12 +30,12 @@ def step(inputs: Named) -> Named:
     """A step that depends on everything that it is given."""
     x = inputs["batch/patches"].mean(dim=(1, 2)) * inputs["batch/weight"] + inputs["batch/labels"]
     slope = x.sum() * inputs["tensor/fixed"] + inputs["anchor/own"]
-    moved = inputs["tensor/w"] - inputs["hyper/lr"] * slope * inputs["hyper/step"] + inputs["hyper/last"]
-    return {"new/tensor/w": moved, "metric/loss": moved.sum(), "collect/x": x}
+    updated = inputs["tensor/w"] - inputs["hyper/lr"] * slope * inputs["hyper/step"] + inputs["hyper/last"]
+    return {"new/tensor/w": updated, "metric/loss": updated.sum(), "collect/x": x}
 
 
 def stubborn(inputs: Named) -> Named:
-    """A step whose way depends on a value, which cannot be mapped over devices."""
+    """A step that branches on a value, so that it cannot be mapped over devices."""
     return step(inputs) if float(inputs["tensor/w"].sum()) < 1e9 else {}
 
 
@@ -47,7 +47,7 @@ def work() -> Work:
         "weight": torch.ones(5, 3, 2),
     }
     return Work(
-        moving={"tensor/w": torch.arange(6.0).reshape(3, 2)},
+        updated={"tensor/w": torch.arange(6.0).reshape(3, 2)},
         own={"anchor/own": torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])},
         common={"tensor/fixed": torch.tensor([0.5, -0.5])},
         arrays=arrays,
@@ -65,40 +65,40 @@ def pixels() -> Tensor:
 def outcome(runner: Runner) -> tuple[Tensor, Tensor, list[Tensor]]:
     losses = torch.zeros(5, 3)
     collected: list[Tensor] = []
-    moved = runner.run(work(), 0, 5, losses, lambda _, outputs: collected.append(outputs["collect/x"].clone()))
-    return moved["tensor/w"], losses, collected
+    updated = runner.run(work(), 0, 5, losses, lambda _, outputs: collected.append(outputs["collect/x"].clone()))
+    return updated["tensor/w"], losses, collected
 
 
-def said(text: str) -> None:
+def unexpected(text: str) -> None:
     raise AssertionError(text)
 
 
-RUNNERS: dict[str, Callable[[Lanes, Tensor], Runner]] = {
-    "captured": lambda lanes, pixels: CapturedRunner(until_through(lanes), pixels, BATCH, recorded=False),
-    "compiled": lambda lanes, pixels: Runner(compiled(until_through(lanes), backend="eager"), pixels, BATCH),
+RUNNERS: dict[str, Callable[[BatchedStep, Tensor], Runner]] = {
+    "captured": lambda batched, pixels: CapturedRunner(skip_finished(batched), pixels, BATCH, recorded=False),
+    "compiled": lambda batched, pixels: Runner(compiled(skip_finished(batched), backend="eager"), pixels, BATCH),
 }
 
 
 @pytest.mark.parametrize("kind", RUNNERS)
-def test_runner_of_each_kind_moves_tensors_alike(kind: str, pixels: Tensor) -> None:
-    """Also when it is used again: what it holds of the work before is gone."""
-    lanes = side_by_side(step, said)
-    plain = outcome(Runner(until_through(lanes), pixels, BATCH))
-    runner = RUNNERS[kind](lanes, pixels)
+def test_runner_of_each_kind_gives_the_same_tensors(kind: str, pixels: Tensor) -> None:
+    """Also when it is used again: nothing of earlier work remains."""
+    batched = batched_step(step, unexpected)
+    plain = outcome(Runner(skip_finished(batched), pixels, BATCH))
+    runner = RUNNERS[kind](batched, pixels)
     for _ in range(2):
         for ours, theirs in zip(outcome(runner), plain, strict=True):
             for one, other in zip(ours, theirs, strict=True):
                 assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_device_that_is_through_stays_as_it_is(pixels: Tensor) -> None:
+def test_device_without_further_batches_is_not_updated(pixels: Tensor) -> None:
     """Each device alone, for as many steps as it has, ends with the same."""
-    together, _, _ = outcome(Runner(until_through(side_by_side(step, said)), pixels, BATCH))
+    together, _, _ = outcome(Runner(skip_finished(batched_step(step, unexpected)), pixels, BATCH))
     for device, end in enumerate(ENDS):
         part = slice(device, device + 1)
         whole = work()
         alone = Work(
-            {name: value[part] for name, value in whole.moving.items()},
+            {name: value[part] for name, value in whole.updated.items()},
             {name: value[part] for name, value in whole.own.items()},
             whole.common,
             {name: value[:, part] for name, value in whole.arrays.items()},
@@ -106,21 +106,25 @@ def test_device_that_is_through_stays_as_it_is(pixels: Tensor) -> None:
             whole.last,
             whole.lr,
         )
-        moved = Runner(until_through(side_by_side(step, said)), pixels, BATCH).run(alone, 0, end, torch.zeros(5, 1))
-        assert torch.allclose(moved["tensor/w"][0], together[device], atol=1e-6)
+        updated = Runner(skip_finished(batched_step(step, unexpected)), pixels, BATCH).run(
+            alone, 0, end, torch.zeros(5, 1)
+        )
+        assert torch.allclose(updated["tensor/w"][0], together[device], atol=1e-6)
 
 
-def test_step_that_cannot_be_mapped_is_made_device_by_device_and_that_is_said(pixels: Tensor) -> None:
+def test_step_that_cannot_be_mapped_runs_device_by_device_and_is_logged(pixels: Tensor) -> None:
     lines: list[str] = []
-    moved, _, _ = outcome(Runner(until_through(side_by_side(stubborn, lines.append)), pixels, BATCH))
-    assert torch.allclose(moved, outcome(Runner(until_through(side_by_side(step, said)), pixels, BATCH))[0], atol=1e-6)
+    updated, _, _ = outcome(Runner(skip_finished(batched_step(stubborn, lines.append)), pixels, BATCH))
+    assert torch.allclose(
+        updated, outcome(Runner(skip_finished(batched_step(step, unexpected)), pixels, BATCH))[0], atol=1e-6
+    )
     assert len(lines) == 1
     assert lines[0].startswith("devices are computed one after the other: ")
 
 
-def test_tensors_come_to_the_processor_in_one_piece_with_their_shapes() -> None:
+def test_tensors_become_arrays_with_their_shapes() -> None:
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(8.0).reshape(2, 2, 2), "c": torch.ones(2)}
-    arrays = on_processor({name: value.reshape(2, -1) if value.ndim == 1 else value for name, value in tensors.items()})
+    arrays = to_numpy({name: value.reshape(2, -1) if value.ndim == 1 else value for name, value in tensors.items()})
     assert {name: array.shape for name, array in arrays.items()} == {"a": (2, 3), "b": (2, 2, 2), "c": (2, 1)}
     assert all(np.array_equal(arrays[name].ravel(), tensors[name].numpy().ravel()) for name in tensors)
-    assert on_processor({}) == {}
+    assert to_numpy({}) == {}

@@ -13,14 +13,14 @@ LABELS = np.repeat(np.arange(10), 100)
 
 class TestDirichlet:
     def test_every_device_gets_the_minimum(self) -> None:
-        """Alpha .1 among 10 devices: a plain draw nearly always leaves somebody with less than 20 of 1000."""
+        """Alpha .1 among 10 devices: a plain draw nearly always leaves a device with less than 20 of 1000."""
         plain = [partition("dirichlet", LABELS, 10, seed, alpha=0.1, min_samples=0) for seed in range(20)]
         assert min(len(part) for parts in plain for part in parts) < 20
         for seed in range(20):
             parts = partition("dirichlet", LABELS, 10, seed, alpha=0.1, min_samples=20)
             assert min(len(part) for part in parts) >= 20
 
-    def test_the_minimum_is_ten_where_nothing_is_said(self) -> None:
+    def test_default_minimum_is_ten(self) -> None:
         assert make_partition("dirichlet") == Dirichlet(alpha=0.3, cap=False, min_samples=10)
 
     @pytest.mark.parametrize("seed", range(20))
@@ -113,7 +113,7 @@ class TestPachinko:
     COARSE = Annotations(labels=np.repeat(np.arange(20), 100), coarse_labels=np.repeat(np.arange(5), 400))
 
     def test_small_alpha_gives_the_first_device_one_coarse_label(self) -> None:
-        """5 devices, 5 coarse labels of 400, 400 each: p is 1 for one label, so somebody takes one whole, and
+        """5 devices, 5 coarse labels of 400, 400 each: p is 1 for one label, so one device takes a whole one, and
         then everybody does."""
         assert self.COARSE.coarse_labels is not None
         parts = partition("pachinko", self.COARSE, 5, 0, alpha=1e-9)
@@ -129,7 +129,7 @@ class TestPachinko:
             assert counts.max() <= 65
 
     def test_coarse_labels_skew_more_than_fine_ones(self) -> None:
-        """The papers' .3 and 10: whoever deals first, of much data, has few coarse labels, but all classes of
+        """The papers' .3 and 10: the first devices, which draw from much, have few coarse labels, but all classes of
         each. Mean over 40 seeds of sum p^2: (.3 + 1) / (5 * .3 + 1) = .52 over coarse labels; 1 / 5 if even."""
         assert self.COARSE.coarse_labels is not None
         sums = []

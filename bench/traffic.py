@@ -1,7 +1,7 @@
-"""`python -m bench bytes`: what a round moves with each codec, for real models.
+"""`python -m bench bytes`: the bytes of a round with each codec, for real models.
 
-State, references and uploads are really made and written; only the training between them is not: tensors move by
-noise of a hundredth of their size, on which no codec's bytes depend.
+State, references and uploads are really made and written. Only training is replaced: tensors change by noise of a
+hundredth of their size, which does not change the number of bytes of any codec.
 """
 
 import tempfile
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
@@ -35,23 +35,23 @@ DOWN = (
 UP = ("none", "fp16", "int8", "top_k:share=0.05", "top_k:share=0.01")
 
 
-class Moved(Struct, frozen=True, kw_only=True):
-    """Bytes of a round, one way, of what that way's codec is for."""
+class Traffic(Struct, frozen=True, kw_only=True):
+    """Bytes of a round in one direction, of the tensors that its codec codes."""
 
     case: str
-    way: str  # "down" or "up"
+    direction: str = field(name="way")  # "down" or "up"
     codec: str
-    first_bytes: int  # of the first round, in which a device has nothing
-    round_bytes: int  # of any other
-    share: float  # of what a round moves uncoded
+    first_bytes: int  # of a device's first round
+    round_bytes: int  # of any other round
+    share: float  # round_bytes / those without a codec
 
 
-def run_bytes_bench(cases: list[Case], progress: Callable[[str], None] = lambda line: None) -> list[Moved]:
-    """Every case with every codec, each way where the method sends something of that kind."""
+def run_bytes_bench(cases: list[Case], progress: Callable[[str], None] = lambda line: None) -> list[Traffic]:
+    """Every case with every codec, in each direction in which the method sends such tensors."""
     return [row for case in cases for row in _of_case(case, progress)]
 
 
-def _of_case(case: Case, progress: Callable[[str], None]) -> Iterator[Moved]:
+def _of_case(case: Case, progress: Callable[[str], None]) -> Iterator[Traffic]:
     config = RunConfig(
         method=case.method, options=case.options, model=case.model, model_options=case.model_options, accelerator="cpu"
     )
@@ -62,9 +62,9 @@ def _of_case(case: Case, progress: Callable[[str], None]) -> Iterator[Moved]:
         yield from _up(case, plan, progress)
 
 
-def _down(case: Case, plan: Plan, home: Path, progress: Callable[[str], None]) -> Iterator[Moved]:
-    """A device that has nothing, and the same device a round later."""
-    later = ServerState({name: _moved(name, value) for name, value in plan.state.tensors.items()})
+def _down(case: Case, plan: Plan, home: Path, progress: Callable[[str], None]) -> Iterator[Traffic]:
+    """A device in its first round, and the same device a round later."""
+    later = ServerState({name: _updated(name, value) for name, value in plan.state.tensors.items()})
     uncoded = 0
     for updates in DOWN if plan.groups else ():
         codec = updates.down if updates.down_whole == NONE else f"whole {updates.down_whole}"
@@ -77,13 +77,13 @@ def _down(case: Case, plan: Plan, home: Path, progress: Callable[[str], None]) -
                 had = set(map(saved.sent, plan.groups))
         first, second = sizes
         uncoded = uncoded or second
-        yield Moved(
-            case=case.name, way="down", codec=codec, first_bytes=first, round_bytes=second, share=second / uncoded
+        yield Traffic(
+            case=case.name, direction="down", codec=codec, first_bytes=first, round_bytes=second, share=second / uncoded
         )
 
 
 def _fetched(saved: SavedState, group: str, blobs: BlobStore, had: set[str]) -> int:
-    """What a device fetches of a group whose values it has not."""
+    """Bytes that a device fetches of a group whose newest values it does not have."""
     target = blobs.manifest(saved.sent(group))
     recipes = saved.references[group].recipes(blobs) if group in saved.references else ()
     for recipe in recipes:
@@ -92,39 +92,41 @@ def _fetched(saved: SavedState, group: str, blobs: BlobStore, had: set[str]) -> 
     return 0 if target.digest in had else target.size
 
 
-def _up(case: Case, plan: Plan, progress: Callable[[str], None]) -> Iterator[Moved]:
-    """What all devices send back of trained tensors; of generated ones and of features nothing is counted here."""
+def _up(case: Case, plan: Plan, progress: Callable[[str], None]) -> Iterator[Traffic]:
+    """The trained tensors that devices send back; generated tensors and features are not counted."""
     sent = [
         name
         for role, names in plan.method.groups(plan.vit).values()
         for name in names
         if role.sent_back and name in plan.values
     ]
-    deltas: Tensors = {name: np.subtract(_moved(name, plan.values[name]), plan.values[name]) for name in sent}
+    deltas: Tensors = {name: np.subtract(_updated(name, plan.values[name]), plan.values[name]) for name in sent}
     uncoded = 0
     for text in UP if sent else ():
         progress(f"{case.name}: up, {text}")
         size = len(pack(make_codec(text).encode(deltas)))
         uncoded = uncoded or size
-        yield Moved(case=case.name, way="up", codec=text, first_bytes=size, round_bytes=size, share=size / uncoded)
+        yield Traffic(
+            case=case.name, direction="up", codec=text, first_bytes=size, round_bytes=size, share=size / uncoded
+        )
 
 
-def _moved(name: str, value: Array) -> Array:
-    """A tensor after a round; the same every time."""
+def _updated(name: str, value: Array) -> Array:
+    """A tensor after a round; the same at every call."""
     draw = np.random.default_rng(list(name.encode()))
     numbers: Array = np.asarray(value, np.float32)
     size = np.float32(0.01) * max(np.float32(0.01), np.abs(numbers).mean(dtype=np.float32))
-    moved: Array = np.add(numbers, size * draw.standard_normal(numbers.shape, np.float32))
-    return moved
+    updated: Array = np.add(numbers, size * draw.standard_normal(numbers.shape, np.float32))
+    return updated
 
 
-def bytes_table(rows: list[Moved]) -> RenderableType:
+def bytes_table(rows: list[Traffic]) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
-    for heading in ("case", "way", "codec"):
+    for heading in ("case", "direction", "codec"):
         table.add_column(heading)
     for heading in ("first round MB", "round MB", "of uncoded"):
         table.add_column(heading, justify="right")
     for row in rows:
         sizes = (f"{size / MEGA:.2f}" for size in (row.first_bytes, row.round_bytes))
-        table.add_row(row.case, row.way, row.codec, *sizes, f"{row.share:.3f}")
+        table.add_row(row.case, row.direction, row.codec, *sizes, f"{row.share:.3f}")
     return table

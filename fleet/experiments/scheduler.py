@@ -1,4 +1,4 @@
-"""Runs the cells of a grid that are not finished, some at a time, each in a process of its own."""
+"""Runs the unfinished cells of a grid, several at a time, each in its own process."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,26 +21,26 @@ from fleet.processes import Fleet, program
 POLL_S = 0.2
 
 
-class Work(Protocol):
-    """A cell at work, somewhere."""
+class CellJob(Protocol):
+    """A running cell, on this machine or on a node."""
 
     def code(self) -> int | None:
-        """Exit code; None while it goes on."""
+        """Exit code; None while it runs."""
 
     def stop(self) -> None:
-        """End it, if it goes on; what it finished stays."""
+        """End it if it runs; finished rounds stay."""
 
 
 class CellProcess:
-    """A cell in a process that ends with this one, however this one ends."""
+    """A cell in a child process, which ends with this process even by kill -9."""
 
-    def __init__(self, place: CellFolder, *, at_once: int, keep: bool, metrics: MetricsConfig) -> None:
+    def __init__(self, folder: CellFolder, *, at_once: int, keep: bool, metrics: MetricsConfig) -> None:
         self._fleet = Fleet()
-        arguments = [str(place.folder), str(place.parts), str(at_once), str(int(keep))]
+        arguments = [str(folder.folder), str(folder.parts), str(at_once), str(int(keep))]
         arguments.append(msgspec.json.encode(metrics).decode())
-        log = place.folder / LOG_FILE
+        log = folder.folder / LOG_FILE
         log.unlink(missing_ok=True)
-        self._process = self._fleet.start(place.cell.path, [*program("fleet.experiments.cell"), *arguments], log)
+        self._process = self._fleet.start(folder.cell.path, [*program("fleet.experiments.cell"), *arguments], log)
 
     def code(self) -> int | None:
         return self._process.poll()
@@ -49,8 +49,8 @@ class CellProcess:
         self._fleet.stop()
 
 
-class Ended(NamedTuple):
-    """A cell that is over: with a result, or the reason why it has none."""
+class FinishedCell(NamedTuple):
+    """A cell that has ended, with a result or the reason why it has none."""
 
     cell: Cell
     result: CellResult | None
@@ -58,65 +58,65 @@ class Ended(NamedTuple):
     unusable: str | None = None  # of a search: why no device could train with its values
 
 
-class _Running(NamedTuple):
-    place: CellFolder
-    work: Work
+class _RunningCell(NamedTuple):
+    folder: CellFolder
+    work: CellJob
 
 
-def conduct(
-    places: Sequence[CellFolder],
+def run_cells(
+    folders: Sequence[CellFolder],
     *,
     jobs: int,
     at_once: int | None = None,
-    launch: Callable[[CellFolder], Work],
+    launch: Callable[[CellFolder], CellJob],
     display: Display,
     line_every_s: float | None,
-    ended: Callable[[Ended], Sequence[CellFolder]],
+    ended: Callable[[FinishedCell], Sequence[CellFolder]],
     ahead: Callable[[], list[tuple[str, int]]] = list,
 ) -> None:
-    """Bring every cell to its end; `ended` hears of each, first of those that were finished before, and returns cells
-    that can run now. `ahead` gives method and rounds of those that will follow later.
+    """Run every cell to its end. `ended` is called with each, first with those that were finished before, and returns
+    the cells that can run now. `ahead` gives method and rounds of cells that follow later.
 
-    The images of a search are dealt out before any cell runs, since a device may have too few. At most `jobs` are
-    launched and not over; `at_once` of them are expected to be at work, by default all. With `line_every_s` the
-    display gets a permanent line about what is running every so often. Whatever ends this function, no process is left
-    behind, and cells under way can go on later.
+    The images of a search are dealt out before any cell runs, since a device may have too few. At most `jobs` cells are
+    launched at a time, and `at_once` of them are expected to compute, by default all. With `line_every_s` the display
+    gets a permanent line about running cells at this interval. All processes have ended when this returns or raises,
+    and unfinished cells can be resumed.
     """
     pending: list[CellFolder] = []
     at_once = at_once or jobs
-    running: list[_Running] = []
-    pace, dealer = Pace(), Dealer()
+    running: list[_RunningCell] = []
+    pace, dealer = RoundTimes(), Dealer()
 
     def add(following: Sequence[CellFolder]) -> int:
-        """How many of them, and of those that follow from them, are finished already."""
+        """Add cells, and those that follow from them; the number that is finished already."""
         following, known = list(following), 0
-        for place in following:
-            if over := finished(place):
+        for folder in following:
+            if over := finished(folder):
                 known += 1
                 if over.result:
-                    pace.learn(place.cell, over.result.wall_s, len(over.result.rounds))
+                    pace.learn(folder.cell, over.result.wall_s, len(over.result.rounds))
                 following += ended(over)
             else:
-                pending.append(place)
+                pending.append(folder)
         return known
 
-    known, done = add(places), 0
+    known, done = add(folders), 0
     if pending and known:
         display.line(f"{known} of {known + len(pending) + len(ahead())} cells are finished already")
-    for place in pending:
-        if place.cell.deal.validation_share is not None:
-            dealer.deal(place)
-    said_at = time.monotonic()
+    for folder in pending:
+        if folder.cell.deal.validation_share is not None:
+            dealer.deal(folder)
+    reported_at = time.monotonic()
     with ExitStack() as stack:
         while pending or running:
             while pending and len(running) < jobs:
-                place = pending.pop(0)
-                dealer.deal(place)
-                place.begin()
-                work = launch(place)
+                folder = pending.pop(0)
+                dealer.deal(folder)
+                folder.begin()
+                work = launch(folder)
                 stack.callback(work.stop)
-                running.append(_Running(place, work))
-                display.line(f"{place.cell.path}: started")
+                running.append(_RunningCell(folder, work))
+                display.line(f"{folder.cell.path}: started")
             for entry in [entry for entry in running if entry.work.code() is not None]:
                 running.remove(entry)
                 entry.work.stop()
@@ -125,11 +125,11 @@ def conduct(
                     pace.learn(over.cell, over.result.wall_s, len(over.result.rounds))
                 done += 1
                 add(ended(over))
-                display.line(_said(over, spoken(_left_s(pending, running, ahead(), pace, at_once))))
+                display.line(_result_line(over, time_left(_left_s(pending, running, ahead(), pace, at_once))))
             view = _view(done, pending, running, ahead(), pace, at_once)
             display.show(view)
-            if line_every_s is not None and running and time.monotonic() - said_at >= line_every_s:
-                said_at = time.monotonic()
+            if line_every_s is not None and running and time.monotonic() - reported_at >= line_every_s:
+                reported_at = time.monotonic()
                 display.line(view.headline)
                 for device in view.devices:
                     display.line(f"  {device.name}: {device.state}")
@@ -138,16 +138,16 @@ def conduct(
 
 
 class Dealer:
-    """Deals the data set out once per partition and seed; it is read when first needed."""
+    """Deals the data set out once per partition and seed; it is read at the first call."""
 
     def __init__(self) -> None:
         self._samples: dict[tuple[str, int], Samples] = {}
 
-    def deal(self, place: CellFolder) -> None:
-        """Make the device folders of a cell, unless they are there. Raises FedvitError."""
-        wanted = place.cell.deal
-        note = place.parts.with_name(f"{place.parts.name}.digest")
-        if (place.parts / SUMMARY_FILE).is_file() and note.is_file() and note.read_text() == wanted.digest:
+    def deal(self, folder: CellFolder) -> None:
+        """Make the device folders of a cell, unless they exist. Raises FedvitError."""
+        wanted = folder.cell.deal
+        note = folder.parts.with_name(f"{folder.parts.name}.digest")
+        if (folder.parts / SUMMARY_FILE).is_file() and note.is_file() and note.read_text() == wanted.digest:
             return
         key = (wanted.dataset, wanted.image_size)
         if key not in self._samples:
@@ -157,7 +157,7 @@ class Dealer:
             self._samples[key],
             wanted.partition,
             wanted.devices,
-            place.parts,
+            folder.parts,
             options=wanted.options,
             seed=wanted.seed,
             test_share=wanted.test_share,
@@ -167,8 +167,8 @@ class Dealer:
         atomic_write(note, wanted.digest.encode())
 
 
-class Pace:
-    """Seconds per round of each method, as far as they are known, to tell how long it will take."""
+class RoundTimes:
+    """Seconds per round of each method, as far as they are known, to estimate the remaining time."""
 
     def __init__(self) -> None:
         self._round_s: dict[str, float] = {}
@@ -178,9 +178,9 @@ class Pace:
             self._round_s[cell.method] = wall_s / rounds
 
     def left_s(self, left: Sequence[tuple[str, int]], jobs: int) -> float | None:
-        """Seconds for so many rounds of these methods, `jobs` at a time; None before anything is known.
+        """Seconds for these rounds, (method, rounds), of `jobs` cells at a time; None before any time is known.
 
-        >>> pace = Pace()
+        >>> pace = RoundTimes()
         >>> pace._round_s = {"fedavg": 2.0, "eftvit": 4.0}
         >>> pace.left_s([("fedavg", 10), ("new", 10)], jobs=2)
         25.0
@@ -193,38 +193,38 @@ class Pace:
 
 def _left_s(
     pending: Sequence[CellFolder],
-    running: Sequence[_Running],
+    running: Sequence[_RunningCell],
     ahead: list[tuple[str, int]],
-    pace: Pace,
+    pace: RoundTimes,
     jobs: int,
 ) -> float | None:
-    left = [(place.cell.method, place.cell.rounds) for place in pending] + ahead
-    for place, _ in running:
-        progress = place.progress()
-        pace.learn(place.cell, progress.wall_s, progress.round)
-        left.append((place.cell.method, place.cell.rounds - progress.round))
+    left = [(folder.cell.method, folder.cell.rounds) for folder in pending] + ahead
+    for folder, _ in running:
+        progress = folder.progress()
+        pace.learn(folder.cell, progress.wall_s, progress.round)
+        left.append((folder.cell.method, folder.cell.rounds - progress.round))
     return pace.left_s(left, min(jobs, len(left))) if left else None
 
 
 def _view(
     done: int,
     pending: Sequence[CellFolder],
-    running: Sequence[_Running],
+    running: Sequence[_RunningCell],
     ahead: list[tuple[str, int]],
-    pace: Pace,
+    pace: RoundTimes,
     jobs: int,
 ) -> View:
     devices = []
-    for place, _ in running:
-        progress, rounds = place.progress(), place.cell.rounds
+    for folder, _ in running:
+        progress, rounds = folder.progress(), folder.cell.rounds
         accuracy = "" if progress.accuracy is None else f", accuracy {progress.accuracy:.3f}"
         state = f"round {progress.round}/{rounds}{accuracy}" if progress.round else progress.headline or "starting"
-        devices.append(DeviceLine(place.cell.path, state, progress.round, rounds))
-    left = spoken(_left_s(pending, running, ahead, pace, jobs))
+        devices.append(DeviceLine(folder.cell.path, state, progress.round, rounds))
+    left = time_left(_left_s(pending, running, ahead, pace, jobs))
     return View(f"{done} of {done + len(pending) + len(running) + len(ahead)} cells done{left}", devices)
 
 
-def _said(over: Ended, left: str) -> str:
+def _result_line(over: FinishedCell, left: str) -> str:
     if over.unusable:
         return f"{over.cell.path}: unusable: {over.unusable}{left}"
     if over.result is None:
@@ -236,22 +236,22 @@ def _said(over: Ended, left: str) -> str:
     )
 
 
-def finished(place: CellFolder) -> Ended | None:
-    """What came of a cell that need not run again; None where it must run."""
-    result, unusable = place.result(), place.unusable()
-    return Ended(place.cell, result, None, unusable) if result or unusable else None
+def finished(folder: CellFolder) -> FinishedCell | None:
+    """The outcome of a cell that need not run again; None where it must run."""
+    result, unusable = folder.result(), folder.unusable()
+    return FinishedCell(folder.cell, result, None, unusable) if result or unusable else None
 
 
-def _ended(entry: _Running) -> Ended:
+def _ended(entry: _RunningCell) -> FinishedCell:
     code = entry.work.code()
-    over = finished(entry.place) if code == 0 else None
-    return over or Ended(entry.place.cell, None, entry.place.failure(code or 0))
+    over = finished(entry.folder) if code == 0 else None
+    return over or FinishedCell(entry.folder.cell, None, entry.folder.failure(code or 0))
 
 
-def spoken(seconds: float | None) -> str:
-    """How long it will still take, for the end of a line.
+def time_left(seconds: float | None) -> str:
+    """The remaining time as text, for the end of a line.
 
-    >>> spoken(None), spoken(40), spoken(300), spoken(9000)
+    >>> time_left(None), time_left(40), time_left(300), time_left(9000)
     ('', ', about 40 s left', ', about 5 min left', ', about 2.5 h left')
     """
     if seconds is None:

@@ -238,10 +238,10 @@ def server_command(
 ) -> None:
     """Compare the server's training on features in files with all of them in memory: speed and peak of memory."""
     from bench.server import ServerSettings, run_server_bench, server_table
-    from coordinator.compute.accelerator import choose_accelerator, places
+    from coordinator.compute.accelerator import choose_accelerator, torch_devices
     from fedvit.precision import ProductPrecision
 
-    if len(places(choose_accelerator(accelerator))) > 1:
+    if len(torch_devices(choose_accelerator(accelerator))) > 1:
         raise ConfigError(f"--accelerator {accelerator}: one process is measured, on one torch device")
     settings = ServerSettings(
         devices=devices,
@@ -252,7 +252,7 @@ def server_command(
         seconds=seconds,
         rounds=rounds,
         threads=threads,
-        accelerator=places(choose_accelerator(accelerator))[0],
+        accelerator=torch_devices(choose_accelerator(accelerator))[0],
         precision=msgspec.convert(precision, ProductPrecision),
         in_memory=not files_only,
     )

@@ -170,9 +170,9 @@ def test_a_broker_whose_port_was_taken_meanwhile_comes_back_when_it_is_free(
         wait_until(lambda: said.append(broker.tend() or "") or len(list(filter(None, said))) == 3)  # type: ignore[func-returns-value]
     first, second, third = filter(None, said)
     port = f"port {broker.address.port} on 127.0.0.1 is in use"
-    assert first.startswith(f"it had died and could not be started again, which is tried anew in 10 ms: {port}")
-    assert second.startswith(f"it could not be started again, which is tried anew in 20 ms: {port}")
-    assert third.startswith(f"it could not be started again, which is tried anew in 40 ms: {port}")
+    assert first.startswith(f"it had died and could not be started again (next attempt in 10 ms): {port}")
+    assert second.startswith(f"it could not be started again (next attempt in 20 ms): {port}")
+    assert third.startswith(f"it could not be started again (next attempt in 40 ms): {port}")
     wait_until(lambda: bool(broker.tend()) or broker.up)
     assert first_event(broker.address) == Connected()
 
@@ -201,7 +201,7 @@ def test_a_slow_broker_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         gate.unlink()
         os.kill(broker.pid, signal.SIGKILL)
         wait_until(lambda: not broker.alive())
-        assert str(broker.tend()).startswith("it had died and was started again; it is slow")
+        assert str(broker.tend()).startswith("it had died and was started again, but is slow")
         assert broker.tend() is None  # it does not wait here
         assert not broker.up
         pid = broker.pid

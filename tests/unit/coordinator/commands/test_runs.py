@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     store.close()
     for run in (RUN, "other"):
         (tmp_path / run).mkdir()
-        doing = Status(at=datetime.now(UTC).isoformat(), doing="training", waiting_for=[], resting=[], online=2)
+        doing = Status(at=datetime.now(UTC).isoformat(), doing="training", waiting_for=[], backing_off=[], online=2)
         (tmp_path / run / FILE).write_bytes(msgspec.json.encode(doing))
     return tmp_path
 

@@ -36,7 +36,7 @@ from coordinator.deployment.registry import Certificate, Device, OpenToken
 from coordinator.deployment.service import Service, served
 from coordinator.record.store import Store
 from coordinator.run.quarantine import Quarantine
-from coordinator.service.broker import meeting_point
+from coordinator.service.broker import broker_endpoint
 from edge_client import identity as identity_module
 from edge_client import join as join_module
 from edge_client.cli import cli as edge_cli
@@ -569,7 +569,7 @@ def test_revoke_restarts_the_broker_where_a_client_id_hides_its_device(stage: St
         assert run("revoke", "pi-hidden", "--deployment", str(stage.deployment.folder)).exit_code == 0
         wait_for(lambda: not client.connected, "the end of its connection")
     assert stage.broker.pid != pid
-    wait_for(lambda: "an id that hides which device it is" in "\n".join(stage.said), "what was done")
+    wait_for(lambda: "the id of a client hides its device" in "\n".join(stage.said), "what was done")
 
 
 def test_only_one_process_serves_a_deployment(stage: Stage) -> None:
@@ -825,7 +825,7 @@ def test_settings_that_do_not_go_with_a_deployment(
     stage: Stage, tmp_path: Path, broker: dict[str, str], federation: str, words: str
 ) -> None:
     settings = BrokerConfig(deployment=str(stage.deployment.folder), **broker)
-    with pytest.raises(ConfigError, match=words), meeting_point(settings, federation, tmp_path, lambda _: None):
+    with pytest.raises(ConfigError, match=words), broker_endpoint(settings, federation, tmp_path, lambda _: None):
         pass
 
 

@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_made_up_for(
         (tmp_path / RUN / FOLDER).unlink()
     assert len(said.lines) == 2
     assert "Make the folder writable" in said.lines[0]
-    assert "again, and none is missing" in said.lines[1]
+    assert "again; none are missing" in said.lines[1]
     assert steps(tmp_path / RUN, "devices/accepted") == [1, 2]
 
 

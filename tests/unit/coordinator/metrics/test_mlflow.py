@@ -98,7 +98,7 @@ def test_a_server_that_never_answers_holds_up_nothing(
         with following(RUN, configured("mlflow", mlflow_uri=uri), store, tmp_path / RUN, said.append):
             pass
         assert said == [
-            f"the last metrics are not written to MLflow at {uri}; once that works again: coordinator metrics {RUN}"
+            f"the last metrics are not written to MLflow at {uri}; to write them later: coordinator metrics {RUN}"
         ]
 
 

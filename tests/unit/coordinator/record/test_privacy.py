@@ -61,10 +61,10 @@ class TestNoise:
         ]
         assert len(set(drawn)) == 3
 
-    def test_a_rehearsal_can_be_repeated(self) -> None:
-        rehearsed = config(noise_multiplier=1.0, clip=1.0, rehearsal=True)
+    def test_deterministic_noise_can_be_repeated(self) -> None:
+        deterministic = config(noise_multiplier=1.0, clip=1.0, deterministic_noise=True)
         first, again, other = (
-            aggregator_of(rehearsed, number).combine(rows([0.0]), {"w"})["w"][0] for number in (1, 1, 2)
+            aggregator_of(deterministic, number).combine(rows([0.0]), {"w"})["w"][0] for number in (1, 1, 2)
         )
         assert first == again != other
 
@@ -72,7 +72,7 @@ class TestNoise:
         assert cohort_seed(config(noise_multiplier=1.0, clip=1.0)) != cohort_seed(
             config(noise_multiplier=1.0, clip=1.0)
         )
-        assert cohort_seed(config(noise_multiplier=1.0, clip=1.0, rehearsal=True)) == 0
+        assert cohort_seed(config(noise_multiplier=1.0, clip=1.0, deterministic_noise=True)) == 0
         assert cohort_seed(config()) == 0
 
     def test_noise_off_is_no_privacy_at_all(self) -> None:

@@ -48,7 +48,7 @@ def run(updates: UpdatesConfig, blobs: BlobStore, count: int) -> list[Reference]
 
 def hand_over(reference: Reference, server: BlobStore, device: BlobStore) -> int:
     """What a device fetches to have the reference; it is then in its store."""
-    recipes, target = reference.recipes(server), server.manifest(reference.digest)
+    recipes, target = reference.delta_chain(server), server.manifest(reference.digest)
     found = routes([target.digest], recipes, {target.digest: target}, device.has)
     fetched = 0
     if not found and not device.has(target.digest):
@@ -113,7 +113,7 @@ def test_chain_of_tiny_patches_is_capped_so_that_a_task_can_name_it(tmp_path: Pa
     named = [reference.digest, *(link.patch for link in reference.links)]
     manifests = tuple(blobs.manifest(digest) for digest in named)
     task = Task("i" * 64, 1, "r" * 64, 1, "train", 1, reference.digest, groups, manifests, 60.0)
-    encode(msgspec.structs.replace(task, recipes=4 * reference.recipes(blobs)))  # raises for one that is too large
+    encode(msgspec.structs.replace(task, recipes=4 * reference.delta_chain(blobs)))  # raises for one that is too large
 
 
 @each_way

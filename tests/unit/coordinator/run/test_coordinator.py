@@ -156,7 +156,7 @@ def test_an_upload_for_which_there_is_no_room_is_refused(stage: Stage, monkeypat
     large = stage.fake("a", claimed(upload=Manifest(digest_of(b"x"), 20_000, 1024)))
     stage.fake("b")
     monkeypatch.setattr(results_module, "free_disk_bytes", lambda folder: 10_000)
-    monkeypatch.setattr(admission_module, "ROOM_BYTES", 0)
+    monkeypatch.setattr(admission_module, "MIN_FREE_BYTES", 0)
     stage.start(devices=2)
     assert stage.finish() == "finished"
     assert "an upload of 20000 bytes (20 kB), the coordinator has 10 kB free" in stage.refusals("a")[0]
@@ -236,7 +236,7 @@ def test_classes_are_those_of_the_first_devices(stage: Stage) -> None:
     assert (refused.instance, refused.final) == (late.instance, True)
     assert refused.reason == "its class folder '7' is not among this run's 3 classes: 0, 1, 2"
     [said] = [line for line in stage.lines if line.startswith("the run has")]
-    assert said.startswith("the run has 3 classes: '0', '1', '2', as brought by 'a', 'b'; `classes` in the")
+    assert said.startswith("the run has 3 classes: '0', '1', '2', as announced by 'a', 'b'; set `classes` in the")
     assert stage.refusals("late") == [f"hello: {refused.reason}"]
     assert f"late was refused: {refused.reason}" in stage.lines
     assert late.got(Task) == []
@@ -247,7 +247,7 @@ def test_classes_that_differ_in_case_alone_are_pointed_out(stage: Stage) -> None
     stage.fake("b", silent, classes=("Deer",))
     stage.start(devices=2, classes=())
     stage.drive(lambda: bool(stage.fakes[0].tasks()))
-    assert "warning: 'Deer', 'deer' differ in case alone, and are different classes" in stage.lines
+    assert "warning: 'Deer', 'deer' differ only in upper and lower case, and are different classes" in stage.lines
 
 
 def test_a_first_device_cannot_bring_thousands_of_classes(stage: Stage, first: Tensors) -> None:
@@ -258,7 +258,7 @@ def test_a_first_device_cannot_bring_thousands_of_classes(stage: Stage, first: T
     [refused] = flood.got(Refused)
     assert refused.final
     assert refused.reason == (
-        "it has 8000 class folders, and devices may bring 3 to this run; its operator can list `classes`, "
+        "it has 8000 class folders, and this run allows 3 from devices; its operator can list `classes`, "
         "or raise `max_classes`"
     )
     stage.fake("a")
@@ -288,18 +288,18 @@ def test_classes_that_are_fetched_are_checked_like_others(stage: Stage) -> None:
     with_class_list(flood, encode_class_list(tuple(map(str, range(8000)))))
     stage.start(classes=(), max_classes=3)
     stage.drive(lambda: bool(flood.got(Refused)))
-    assert flood.got(Refused)[0].reason.startswith("it has 8000 class folders, and devices may bring 3 to this run")
+    assert flood.got(Refused)[0].reason.startswith("it has 8000 class folders, and this run allows 3 from devices")
 
 
 @pytest.mark.parametrize(
     ("content", "changed", "reason"),
     [
         (b"\xc1", {}, "its list of classes: a list of classes of 1 bytes cannot be read"),
-        (b"x", {"size": 2**21}, "its list of classes has 2097152 bytes, at most 1048576 may be"),
+        (b"x", {"size": 2**21}, "its list of classes has 2097152 bytes, at most 1048576 are allowed"),
         (
             b"x",
             {"digest": "../../etc/passwd"},
-            "the name '../../etc/passwd' of its list of classes is no blake3 digest",
+            "the name '../../etc/passwd' of its list of classes is not a blake3 digest",
         ),
     ],
 )
@@ -321,7 +321,7 @@ def test_class_lists_of_one_device_are_bounded(stage: Stage) -> None:
         device.say(device.hello)
         stage.drive(lambda: len(device.got(Refused)) > number)  # noqa: B023 - it is called here
     assert device.got(Refused)[-2].reason.startswith("it has 3 class folders")
-    assert device.got(Refused)[-1].reason == "it brought 10 different lists of classes already"
+    assert device.got(Refused)[-1].reason == "it has sent 10 different lists of classes already"
 
 
 def test_classes_that_devices_bring_together_are_bounded_too(stage: Stage) -> None:
@@ -331,7 +331,7 @@ def test_classes_that_devices_bring_together_are_bounded_too(stage: Stage) -> No
     second = stage.fake("b", silent, classes=("2", "3"))
     stage.drive(lambda: bool(second.got(Refused)))
     assert second.got(Refused)[0].reason.startswith(
-        "it has 2 class folders, with those of other devices 4, and devices may bring 3"
+        "it has 2 class folders, with those of other devices 4, and this run allows 3 from devices"
     )
     third = stage.fake("c", silent, classes=("1", "2"))
     stage.drive(lambda: bool(third.tasks()))
@@ -520,11 +520,11 @@ MISBEHAVIOUR: dict[str, tuple[Answer, str]] = {
     "extra": (spoiled(put("more", np.zeros(3, np.float32))), "1 tensors were not asked for, the first is 'more'"),
     "garbage": (garbage, "20 bytes are not safetensors"),
     "digest": (other_content, "has digest blake3:"),
-    "name": (claimed(upload=Manifest("nonsense", 100, 1024)), "'nonsense' is no blake3 digest"),
-    "path": (claimed(upload=Manifest("blake3:../../x", 100, 1024)), "is no blake3 digest"),
+    "name": (claimed(upload=Manifest("nonsense", 100, 1024)), "'nonsense' is not a blake3 digest"),
+    "path": (claimed(upload=Manifest("blake3:../../x", 100, 1024)), "is not a blake3 digest"),
     "huge": (claimed(upload=Manifest(digest_of(b"x"), 10**11, 126_976)), "an upload of 100000000000 bytes"),
     "bare": (claimed(upload=None), "the upload is missing"),
-    "many": (claimed(samples=11), "it claims 11 samples, the device announced 10"),
+    "many": (claimed(samples=11), "it reports 11 samples, the device announced 10"),
     "metric": (claimed(metrics={"loss": float("nan")}), "metric 'loss' is nan"),
     "round": (then_give_up(claimed(round=7)), "round 7"),
     "zero": (then_give_up(claimed(round=0)), "round 0"),

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cli
-from coordinator.record.integrity import DamagedBlob, SoundBlobs
+from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.record.store import Store, is_whole
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
@@ -291,7 +291,7 @@ def test_a_run_does_not_begin_from_a_damaged_one(stage: Stage, configure: Config
 
 def test_sound_blobs_give_no_damaged_one(tmp_path: Path) -> None:
     """Not by any way; and to put it again mends it, also among others."""
-    blobs = SoundBlobs(tmp_path)
+    blobs = VerifiedBlobs(tmp_path)
     content = bytes(range(200))
     digest = blobs.put(content).digest
     assert blobs.get(digest) == content
@@ -315,17 +315,17 @@ def test_sound_blobs_give_no_damaged_one(tmp_path: Path) -> None:
 
 
 def test_a_blob_is_read_once_until_its_file_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blobs = SoundBlobs(tmp_path)
+    blobs = VerifiedBlobs(tmp_path)
     digest = blobs.put(b"content").digest
     read = []
-    verify = SoundBlobs.verify
-    monkeypatch.setattr(SoundBlobs, "verify", lambda store, name: read.append(name) or verify(store, name))
+    verify = VerifiedBlobs.verify
+    monkeypatch.setattr(VerifiedBlobs, "verify", lambda store, name: read.append(name) or verify(store, name))
     for _ in range(3):
-        assert blobs.is_sound(digest)
+        assert blobs.is_intact(digest)
     assert len(read) == 1
     os.utime(blobs.path(digest), ns=(1, 1))
-    assert blobs.is_sound(digest)
-    assert blobs.is_sound(digest, anew=True)
+    assert blobs.is_intact(digest)
+    assert blobs.is_intact(digest, anew=True)
     assert len(read) == 3
 
 

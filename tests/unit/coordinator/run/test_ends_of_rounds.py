@@ -145,13 +145,13 @@ def end_in(stage: Stage, device: Fake, seconds: float) -> None:
     task = stage.coordinator.state.tasks.of(device.name)
     assert task is not None
     task.deadline.at = time.monotonic() + seconds
-    stage.coordinator.scheduler.note_deadline(task)
+    stage.coordinator.scheduler.schedule_check(task)
 
 
 def is_given_up(stage: Stage, holder: Fake, first: Tensors) -> None:
     assert stage.finish() == "finished"
     assert "train: no result: deadline" in stage.refusals("holder")
-    assert holder.got(Cancel)[0].reason == "late: round 1 does not wait for it any more"
+    assert holder.got(Cancel)[0].reason == "late: round 1 no longer waits for it"
     assert_moved_by(stage, first, 1.0)
 
 
@@ -186,7 +186,7 @@ def test_an_upload_that_never_comes_takes_nobodys_place(
     stage.drive(lambda: a.answers() == [(1, True)])
     assert stage.finish() == "finished"
     assert stage.refusals("mute")[0] == "train: no result: deadline"
-    assert "does not wait for it any more" in mute.reasons()[0]
+    assert "no longer waits for it" in mute.reasons()[0]
     assert_moved_by(stage, first, 1.0)
 
 

@@ -102,7 +102,7 @@ def test_a_result_of_another_task_is_no_strike_and_the_device_is_told_again(stag
     first_told, again = (task for task in device.got(Task) if task.kind == "train")
     assert first_told.task == again.task != ""
     assert stage.refusals("a") == [
-        f"train: it is of task another, asked is {again.task}: the device is told again",
+        f"train: it is of task another, expected is {again.task}: the task is sent again",
     ]
     assert stage.store.strikes("r") == []
     assert_moved_by(stage, first, 1.0)
@@ -252,7 +252,7 @@ def test_a_task_that_fits_no_message_is_the_end_of_that_task_alone(
     stage.start(devices=2)
     assert stage.finish() == "finished"
     assert stage.refusals("bad")[0].startswith(
-        "train: no result: its task cannot be told: a Task message of 70000 bytes"
+        "train: no result: its task cannot be sent: a Task message of 70000 bytes"
     )
     assert_moved_by(stage, first, 1.0)
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from coordinator.run.presence import LONGEST_REST_S, Presence
+from coordinator.run.presence import LONGEST_BACKOFF_S, Presence
 from fedvit.wire.messages import DeviceState
 from tests.support.messages import hello
 
@@ -67,11 +67,11 @@ def test_when_our_own_link_breaks_nobody_is_known_to_be_here(presence: Presence)
 
 
 def test_a_device_that_declined_rests_while_it_is_the_same_process(presence: Presence) -> None:
-    presence.rest("a", "hot", 600.0)
-    presence.rest("stranger", "hot", 600.0)
+    presence.back_off("a", "hot", 600.0)
+    presence.back_off("stranger", "hot", 600.0)
     assert presence.online() == ["a", "b"]
     assert presence.available() == ["b"]
-    assert [(device.name, device.rests_because) for device in presence.resting()] == [("a", "hot")]
+    assert [(device.name, device.backoff_reason) for device in presence.backing_off()] == [("a", "hot")]
     presence.arrived("a", hello("a1"))
     assert presence.available() == ["b"], "it only said hello again"
     presence.arrived("a", hello("a2"))
@@ -80,11 +80,11 @@ def test_a_device_that_declined_rests_while_it_is_the_same_process(presence: Pre
 
 @pytest.mark.parametrize("forever", [float("nan"), float("inf"), 1e300])
 def test_nobody_rests_for_ever(presence: Presence, forever: float) -> None:
-    presence.rest("a", "busy", forever)
+    presence.back_off("a", "busy", forever)
     assert presence.available() == ["b"]
-    assert presence["a"].rests_until <= time.monotonic() + LONGEST_REST_S
+    assert presence["a"].backoff_until <= time.monotonic() + LONGEST_BACKOFF_S
 
 
 def test_a_rest_ends(presence: Presence) -> None:
-    presence.rest("a", "busy", 0.0)
+    presence.back_off("a", "busy", 0.0)
     assert presence.available() == ["a", "b"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.config import RobustConfig, make_config
-from coordinator.record.integrity import SoundBlobs
+from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.store import Store
 from coordinator.run.quarantine import Quarantine
 from coordinator.run.selector import CohortSelector
@@ -31,9 +31,9 @@ def make_state(tmp_path: Path) -> Iterator[MakeState]:
             run="r",
             config=make_config({"method": "fedavg", **values}, "test").run,
             store=store,
-            blobs=SoundBlobs(tmp_path / "blobs"),
+            blobs=VerifiedBlobs(tmp_path / "blobs"),
             topics=Topics("home"),
-            say=lambda line: None,
+            operator_log=lambda line: None,
             send=lambda device, message: None,
             classes=("ant", "bee"),
         )

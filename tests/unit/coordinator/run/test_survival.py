@@ -29,7 +29,7 @@ except DiskFull as error:
 assert len(store.refusals("r")) == kept
 assert store.run("r").status == "waiting"
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-store.add_refusal("r", 1, "a", "train", "there is room again")
+store.add_refusal("r", 1, "a", "train", "the disk has space again")
 assert len(store.refusals("r")) == kept + 1
 store.close()
 print(len(Store.in_folder(folder).refusals("r")) == kept + 1)

@@ -5,7 +5,7 @@ amqtt 0.12 leaves open what a fleet needs; `FleetBroker` closes it:
 - It never drops a silent client, so the last will of a device that lost power is never published.
 - If a client reconnects under its id before its old connection is known to be dead, the client itself is declared
   dead when the old connection is.
-- Every new client receives all retained messages, whoever subscribed to them, and a subscription that arrives
+- Every new client receives the retained messages of all subscriptions, and a subscription that arrives
   meanwhile breaks the new client's session. So nothing is retained; none of our programs needs it.
 - It parses a CONNECT of MQTT 5 as one of 3.1.1 before it checks the version, and waits for bytes that never come.
 - It formats every payload for a debug log that is switched off, which takes two thirds of its time.

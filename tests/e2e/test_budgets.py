@@ -23,7 +23,7 @@ def vault_of(stage: Stage, name: str) -> Path:
     return stage.folder / "state" / name / "vault" / "run" / "CURRENT"
 
 
-def test_devices_that_nothing_fits_are_told_so(stage: Stage) -> None:
+def test_devices_without_fitting_task_are_refused(stage: Stage) -> None:
     """device-1 has no time to train, device-2 not even the memory that the program takes: both leave with what would be
     needed, and the rounds close with device-0 alone."""
     coordinator = stage.coordinator(broker="mosquitto")
@@ -54,7 +54,7 @@ def test_devices_that_nothing_fits_are_told_so(stage: Stage) -> None:
     assert "Traceback" not in "".join(stage.log(name) for name in ("coordinator", *devices))
 
 
-def test_a_device_that_is_slower_than_it_says(stage: Stage) -> None:
+def test_device_that_is_slower_than_announced(stage: Stage) -> None:
     """Its plan fits by the speed that it claims. It stops at its deadline, keeps nothing, and says what it measured;
     the coordinator then knows better, and in round 2 nothing fits it."""
     coordinator = stage.coordinator(broker="mosquitto")

@@ -65,6 +65,6 @@ class Buffered:
         if not (opened.accepted or opened.failed):
             return False
         state, at_work = self._runner.state, list(self._runner.state.tasks)
-        nobody = not any(state.presence.is_online(task.device) for task in at_work)
+        none_online = not any(state.presence.is_online(task.device) for task in at_work)
         grace_s = state.config.rejoin_grace_s if at_work or state.presence.backing_off() else 0.0
-        return opened.abandoned(nobody and not self._candidates(opened), grace_s)
+        return opened.abandoned(none_online and not self._candidates(opened), grace_s)

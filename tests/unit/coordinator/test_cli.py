@@ -243,7 +243,7 @@ def test_start_resume_or_new_has_nothing_to_do_for_a_finished_run(out: Path) -> 
     assert "run done is finished: there is nothing to do" in done.stderr
 
 
-def test_a_run_recorded_with_the_table_protection_is_resumed_and_shown(out: Path) -> None:
+def test_run_recorded_with_table_protection_is_resumed_and_shown(out: Path) -> None:
     """That was the name of the table [robust] in an earlier version. A file has to have the new one."""
     store = Store.in_folder(out)
     old = {**store.run("half").config, "protection": {"strikes": 7}}
@@ -535,7 +535,7 @@ TIMM = ("--method", "fedavg", "--model", "vit_tiny_patch16_224", "--model-option
 
 
 @pytest.mark.usefixtures("forked_worker")
-def test_check_says_what_would_run_and_makes_nothing(tmp_path: Path) -> None:
+def test_check_describes_run_and_creates_nothing(tmp_path: Path) -> None:
     result = said("start", "--check", "--runs", tmp_path / "runs", "--method", "fedavg", "--devices", 3, "--run", "r")
     assert result.exit_code == 0, result.output
     for text in (
@@ -588,7 +588,7 @@ def test_start_warns_of_a_random_backbone_that_is_never_trained(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("forked_worker")
-def test_start_says_what_a_checkpoint_does_not_give(tmp_path: Path) -> None:
+def test_start_warns_of_tensors_missing_in_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     safetensors.torch.save_file(
         build_vit("vit_tiny_patch16_224", 7, seed=1, options={"image_size": 48}).vit.state_dict(), file
@@ -598,7 +598,7 @@ def test_start_says_what_a_checkpoint_does_not_give(tmp_path: Path) -> None:
     assert "its head (for 7 classes) is replaced" in output
 
 
-def test_status_of_a_finished_run_says_nothing_of_what_it_did_last(out: Path) -> None:
+def test_status_of_finished_run_has_no_activity(out: Path) -> None:
     left = {
         "at": "2026-01-02T03:04:05+00:00",
         "doing": "server epoch 3/4",

@@ -64,7 +64,7 @@ def is_listening(address: Address) -> bool:
 @pytest.mark.parametrize(
     ("choice", "kind"), [("mosquitto", "mosquitto "), ("embedded", "embedded amqtt"), ("auto", "mosquitto ")]
 )
-def test_a_broker_comes_up_where_it_says(start: Start, choice: str, kind: str) -> None:
+def test_broker_listens_at_its_address(start: Start, choice: str, kind: str) -> None:
     broker = start(choice)
     assert broker.kind.startswith(kind)
     assert broker.alive()
@@ -120,7 +120,7 @@ def test_wrong_settings_are_named(start: Start, choice: str, password: str | Non
 
 @BOTH
 @pytest.mark.parametrize("listen", ["127.0.0.1", "localhost"])
-def test_who_knows_the_password_comes_in_and_nobody_else(start: Start, kind: str, listen: str) -> None:
+def test_only_clients_with_the_password_are_admitted(start: Start, kind: str, listen: str) -> None:
     secret = "pass:word $7$ #1 é"
     broker = start(kind, listen=listen, password=secret)
     address = broker.address
@@ -264,7 +264,7 @@ def test_a_broker_ends_when_the_coordinator_is_killed(kind: str, tmp_path: Path)
         wait_until(lambda: not is_listening(address))
 
 
-def test_a_broker_that_ends_at_once_says_why(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broker_that_ends_at_once_reports_why(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "mosquitto"
     broken.write_text("#!/bin/sh\necho Error: no such thing >&2\nexit 3\n")
     broken.chmod(0o755)
@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         start_broker("auto", tmp_path / "file" / "broker", port=0)
 
 
-def test_a_broker_that_has_grown_is_started_again(start: Start) -> None:
+def test_broker_that_has_grown_is_restarted(start: Start) -> None:
     """mosquitto keeps names that clients subscribe to, as many and as long as they like."""
     broker = start("mosquitto")
     assert broker.tend() is None

@@ -46,7 +46,7 @@ def test_worker_answers_whether_a_configuration_can_be_run(worker: Worker) -> No
         worker.ask(msgspec.structs.replace(CHECK, config=make_config({"accelerator": "warp"}, "test").run))
 
 
-def test_worker_says_what_failed_unexpectedly(worker: Worker) -> None:
+def test_worker_reports_unexpected_error(worker: Worker) -> None:
     with pytest.raises(FedvitError, match="the worker process failed unexpectedly: AttributeError: "):
         worker.ask(Finish(saved=SavedState({}, None, {})))
     assert worker.ask(CHECK).accelerator == "cpu", "it goes on"

@@ -168,7 +168,7 @@ ROBUST = RobustConfig(
 PRIVACY = PrivacyConfig(clip=0.5, delta=1e-4, accounting="sampled", feature_clip=3.0, deterministic_noise=True)
 
 
-def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
+def test_every_key_can_be_set_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(EVERY_KEY)
     config = checked_config(read_toml(file), str(file))
@@ -236,7 +236,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
     assert set(PrivacyConfig.__struct_fields__) == said["privacy"].keys()
 
 
-def test_nothing_needs_to_be_said() -> None:
+def test_configuration_without_keys_is_valid() -> None:
     config = checked_config({}, FILE)
     assert config == StartConfig(RunConfig(), BrokerConfig())
     assert (config.run.method, config.run.rounds, config.run.cohort, config.broker.broker) == (

@@ -183,7 +183,7 @@ def test_change_that_fails_changes_nothing(deployment: Deployment) -> None:
     assert "pi-1" not in (deployment.folder / "devices.acl").read_text()
 
 
-def test_registry_without_room_says_so_and_stays_whole(deployment: Deployment) -> None:
+def test_registry_on_full_disk_reports_it_and_stays_intact(deployment: Deployment) -> None:
     """As the coordinator needs it to pause, and to resume."""
 
     def no_room(connection: Any, *_: object) -> None:

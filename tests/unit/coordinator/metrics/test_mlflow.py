@@ -102,7 +102,7 @@ def test_a_server_that_never_answers_holds_up_nothing(
         ]
 
 
-def test_a_server_that_does_not_answer_is_said(store: Store, configured: Configured, tmp_path: Path) -> None:
+def test_server_without_answer_is_reported(store: Store, configured: Configured, tmp_path: Path) -> None:
     """Nobody listens on that port."""
     said: list[str] = []
     config = configured("mlflow", mlflow_uri="http://127.0.0.1:9")

@@ -76,7 +76,7 @@ def test_a_device_gets_to_the_same_bytes(updates: UpdatesConfig, tmp_path: Path)
 
 
 @each_way
-def test_who_was_there_fetches_a_patch_alone(updates: UpdatesConfig, tmp_path: Path) -> None:
+def test_device_with_previous_round_only_fetches_a_patch(updates: UpdatesConfig, tmp_path: Path) -> None:
     server, device = BlobStore(tmp_path / "server"), BlobStore(tmp_path / "device")
     found = run(updates, server, 4)
     sizes = [hand_over(reference, server, device) for reference in found]
@@ -171,7 +171,7 @@ def test_a_recipe_that_gives_something_else_is_refused_and_nothing_is_kept(tmp_p
     assert sorted(file for file in device.folder.glob("*/*")) == sorted(map(device.path, (first.digest, patch.digest)))
 
 
-def test_the_cheapest_way_is_taken_and_circles_are_not_followed() -> None:
+def test_cheapest_delta_chain_is_used_and_circles_are_not_followed() -> None:
     def patch(name: str, size: int) -> Manifest:
         return Manifest(name, size, 1024)
 

@@ -403,9 +403,7 @@ def test_a_record_that_is_damaged_under_a_running_coordinator_stops_it_or_nothin
     stage.coordinator = None
 
 
-def test_an_older_copy_of_the_record_goes_on_with_the_same_numbers(
-    stage: Stage, calm: Callable[[str], Tensors]
-) -> None:
+def test_older_copy_of_the_record_continues_with_the_same_numbers(stage: Stage, calm: Callable[[str], Tensors]) -> None:
     """Of two rounds ago: they are closed again, from the results that were accepted then and in the open one."""
     scene = Scene(stage, method="eftvit")
     scene.b.on_task = lambda device, task: None if task.round == 3 else by_round(device, task)

@@ -17,7 +17,7 @@ from coordinator.run.deadlines import (
 LIMIT_S = 10_000.0
 
 
-def test_a_number_is_a_hard_limit_whatever_the_device_says() -> None:
+def test_fixed_deadline_is_never_extended() -> None:
     deadline = Deadline.fixed(100.0, 60.0)
     deadline.sign(159.0)
     deadline.progressed(159.0, 5, 10)
@@ -80,7 +80,7 @@ def test_a_device_that_begins_anew_gets_its_time_anew_within_the_limit() -> None
     assert deadline._sign_at == 130.0
 
 
-def test_a_device_is_told_when_half_of_its_time_is_news() -> None:
+def test_extension_is_sent_when_half_of_it_is_new() -> None:
     deadline = Deadline.expected(0.0, LIMIT_S, 20.0)
     deadline.announced = deadline.at
     deadline.sign(10.0)

@@ -87,7 +87,7 @@ def test_selector_draws_the_devices_that_test_apart_from_those_that_train(make_s
     assert differ > 5
 
 
-def test_run_state_that_is_not_prepared_says_so(make_state: MakeState) -> None:
+def test_run_state_that_is_not_prepared_raises(make_state: MakeState) -> None:
     with pytest.raises(LinkDown, match="not prepared yet"):
         make_state().newest()
 

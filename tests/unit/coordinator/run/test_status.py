@@ -30,7 +30,7 @@ def status(age_s: float = 0.0) -> Status:
     )
 
 
-def test_a_run_that_waits_says_for_whom_and_until_when() -> None:
+def test_status_names_awaited_devices_and_their_deadlines() -> None:
     told = status()
     pi_1, pi_2 = told.waiting_for
     assert lines("r", "running", told) == [
@@ -41,13 +41,13 @@ def test_a_run_that_waits_says_for_whom_and_until_when() -> None:
     ]
 
 
-def test_a_run_that_nobody_serves_says_how_to_go_on() -> None:
+def test_status_of_unserved_run_names_the_command_to_resume() -> None:
     told = status(age_s=STALE_S + 5)
     [first, *_] = lines("r", "running", told)
     assert first == f"run r: running; not served since {local(told.at)}: coordinator start --resume r"
 
 
-def test_a_run_that_is_over_waits_for_nobody() -> None:
+def test_ended_run_awaits_no_device() -> None:
     assert lines("r", "finished", status(age_s=1000)) == ["run r: finished"]
 
 

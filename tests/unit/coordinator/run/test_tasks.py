@@ -61,7 +61,7 @@ def test_a_message_about_another_task_of_the_round_is_not_about_this_one() -> No
         assert not made.concerns(other)
 
 
-def test_tasks_that_ended_are_under_way_no_more() -> None:
+def test_ended_tasks_are_no_longer_under_way() -> None:
     tasks, first, second = Tasks(), task(), task(number=2)
     tasks.add(first)
     tasks.add(second)

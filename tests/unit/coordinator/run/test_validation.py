@@ -108,14 +108,14 @@ def test_an_unknown_class_folder_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a\x1b[2J", "a\nb", "\0", "a\u202eb"])
-def test_a_class_whose_name_cannot_be_printed_is_nobodys_to_bring(name: str) -> None:
+def test_class_with_unprintable_name_is_refused(name: str) -> None:
     with pytest.raises(PeerRefused) as refused:
         check_new_classes(hello(classes=("ant", name)), [], 10)
     assert repr(name) in str(refused.value)
     assert str(refused.value).isprintable()
 
 
-def test_classes_that_are_brought_are_bounded() -> None:
+def test_announced_classes_are_bounded() -> None:
     check_new_classes(hello(classes=("ant", "bee")), ["bee", "cow"], 3)
     with pytest.raises(
         PeerRefused, match=r"^it has 2 class folders, with those of other devices 3, and this run allows"
@@ -181,7 +181,7 @@ def test_an_evaluation_that_cannot_be_is_refused(changed: dict[str, Any], named:
         check_result(msgspec.structs.replace(evaluated(), **changed), AVERAGED, hello())
 
 
-def test_an_upload_that_nobody_asked_for_is_refused() -> None:
+def test_unexpected_upload_is_refused() -> None:
     """Everything is local: a device that trains for itself alone has nothing to send."""
     alone = msgspec.structs.replace(AVERAGED, groups=dict.fromkeys(("body", "head", "base"), Group(Role.LOCAL, DIGEST)))
     check_result(result(upload=None), alone, hello())

@@ -17,7 +17,7 @@ from coordinator.service.broker import broker_endpoint
                                          "--federation barn"),
     ],
 )  # fmt: skip
-def test_operator_is_told_what_to_type_on_a_device(
+def test_operator_sees_the_command_for_devices(
     tmp_path: Path, settings: dict[str, str], federation: str, device: str
 ) -> None:
     port, said = claim_port("127.0.0.1", 0), list[str]()

@@ -633,7 +633,7 @@ def test_external_mosquitto_is_used(tmp_path: Path) -> None:
             assert done[0].exit_code == 0
             wait_for(lambda: not Client(address, "after").connected, "the revocation")
         assert broker.alive()
-    assert any(f"process {broker.pid}, was told" in line for line in said)
+    assert any(f"process {broker.pid}, has reloaded" in line for line in said)
 
 
 # --- at the device ------------------------------------------------------------------------------------
@@ -817,7 +817,7 @@ def test_devices_are_listed_in_plain_letters(tmp_path: Path) -> None:
     ("broker", "federation", "words"),
     [
         ({"broker": "embedded"}, "home", "needs mosquitto"),
-        ({"password": "x"}, "home", "certificates of its own"),
+        ({"password": "x"}, "home", "its own certificates"),
         ({}, "elsewhere", "the deployment is for 'home'"),
     ],
 )

@@ -196,9 +196,9 @@ def rounds_command(cohorts: tuple[int, ...], as_json: bool, **settings: Any) -> 
 def server_command(models: tuple[str, ...], accelerator: str, files_only: bool, as_json: bool, **settings: Any) -> None:
     """Compare the server's training on features in files with all of them in memory: speed and peak memory."""
     from bench.server import ServerSettings, run_server_bench, server_table
-    from coordinator.compute.accelerator import choose_accelerator, places
+    from coordinator.compute.accelerator import choose_accelerator, torch_devices
 
-    chosen = places(choose_accelerator(accelerator))
+    chosen = torch_devices(choose_accelerator(accelerator))
     if len(chosen) > 1:
         raise ConfigError(f"--accelerator {accelerator}: one process is measured, on one torch device")
     options = ServerSettings(accelerator=chosen[0], in_memory=not files_only, **settings)

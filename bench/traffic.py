@@ -85,7 +85,7 @@ def _down(case: Case, plan: Plan, home: Path, progress: Callable[[str], None]) -
 def _fetched(saved: SavedState, group: str, blobs: BlobStore, had: set[str]) -> int:
     """Bytes that a device fetches of a group whose newest values it does not have."""
     target = blobs.manifest(saved.sent(group))
-    recipes = saved.references[group].recipes(blobs) if group in saved.references else ()
+    recipes = saved.references[group].delta_chain(blobs) if group in saved.references else ()
     for recipe in recipes:
         if not recipe.base or recipe.base in had:
             return min(recipe.patch.size, target.size)

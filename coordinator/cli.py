@@ -1,4 +1,4 @@
-"""`coordinator`: starts runs and tells of them."""
+"""`coordinator`: starts runs and reports on them."""
 
 import click
 

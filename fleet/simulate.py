@@ -65,7 +65,7 @@ def simulate(
     Raises FedvitError when the run fails, ConfigError when the run to resume had another configuration. After Ctrl-C,
     which raises KeyboardInterrupt, the run can be resumed.
     """
-    from coordinator.compute.accelerator import choose_accelerator, places
+    from coordinator.compute.accelerator import choose_accelerator, torch_devices
     from coordinator.compute.engine import Engine as Compute
     from coordinator.planning.checks import checked_config  # imports torch, which takes seconds
     from coordinator.run.coordinator import Coordinator
@@ -78,7 +78,7 @@ def simulate(
     accelerator = choose_accelerator(config.accelerator)  # fails before the run is recorded
     on_torch = engine == "torch" or (engine == "auto" and not accelerator.startswith("cpu"))
     if on_torch:
-        if len(places(accelerator)) > 1:
+        if len(torch_devices(accelerator)) > 1:
             raise ConfigError(f"accelerator = {accelerator!r}: engine torch computes on one; use engine = 'onnx'")
         check_engine_config(config)
     home = out / run

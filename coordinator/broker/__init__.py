@@ -1,4 +1,4 @@
-"""Brokers that the coordinator starts itself: mosquitto where it is installed, else amqtt."""
+"""Brokers that the coordinator starts itself: mosquitto if it is installed, else amqtt."""
 
 import ipaddress
 import os
@@ -20,8 +20,8 @@ def start_broker(
 ) -> Broker:
     """Start a broker and wait until it accepts connections; its files and its log go into `folder`.
 
-    `choice` is auto, mosquitto or embedded; port 0 takes a free one. With a password, clients are user
-    `fedvit`. Raises ConfigError when the choice, the address, the port or the password cannot be used.
+    `choice` is auto, mosquitto or embedded; port 0 takes a free one. With a password, clients log in as
+    user `fedvit`. Raises ConfigError if the choice, the address, the port or the password cannot be used.
     """
     if choice not in ("auto", "mosquitto", "embedded"):
         raise ConfigError(f"broker {choice!r} is unknown; expected auto, mosquitto or embedded")
@@ -61,5 +61,5 @@ def _is_loopback(listen: str) -> bool:
 
 
 def _reachable(listen: str) -> str:
-    """Where clients of this machine connect to; nobody can connect to 'all addresses'."""
+    """The address that clients on this machine connect to, also where the broker listens on all addresses."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen, listen)

@@ -1,7 +1,7 @@
 """Access rules, as mosquitto reads them: the topics of a device, and nothing of any other device.
 
 No topic can be both written and read by devices: a device that heard itself could fill the broker's queues.
-A device's name is the one in its certificate (%u), never what the client calls itself.
+A device's name is the one in its certificate (%u), never an id that the client chose.
 """
 
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ from fedvit.wire.topics import ROOT
 def device_rules(federation: str, coordinator: str, revoked: Iterable[str]) -> str:
     """The rules of the listener that asks for a certificate.
 
-    A revoked name is denied everything, also over a connection that is open already: what is written for a user goes
-    before what is written for all.
+    A revoked name is denied everything, also over a connection that is already open: rules for one user precede the
+    rules for all users.
     """
     base = f"{ROOT}/{federation}"
     lines = [f"user {coordinator}", f"topic readwrite {base}/#"]

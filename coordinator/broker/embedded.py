@@ -2,13 +2,13 @@
 
 amqtt 0.12 leaves open what a fleet needs; `FleetBroker` closes it:
 
-- It never drops a silent client, so the last will of a device without power stays unsaid.
-- A client that comes back under its id before its old link is known to be dead is declared dead later,
-  when its old link is.
-- Every new client is sent what was retained for anybody's subscription, and a subscription that arrives
-  during that breaks the new client's session. So nothing is retained, which no program of ours asks for.
-- It reads a CONNECT of MQTT 5 as one of 3.1.1 before it looks at the version, and waits for bytes that never come.
-- It writes out every payload for a debug log that nobody reads: two thirds of its time.
+- It never drops a silent client, so the last will of a device that lost power is never published.
+- If a client reconnects under its id before its old connection is known to be dead, the client itself is declared
+  dead when the old connection is.
+- Every new client receives the retained messages of all subscriptions, and a subscription that arrives
+  meanwhile breaks the new client's session. So nothing is retained; none of our programs needs it.
+- It parses a CONNECT of MQTT 5 as one of 3.1.1 before it checks the version, and waits for bytes that never come.
+- It formats every payload for a debug log that is switched off, which takes two thirds of its time.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from amqtt.plugins.base import BaseAuthPlugin
 from coordinator.broker import FLEET_USER, PASSWORD_VARIABLE
 
 LINGER_S = 0.3
-"""What the coordinator said last is delivered before the broker ends."""
+"""Time to deliver the last messages of the coordinator before the broker ends."""
 TAKE_OVER_S = 5.0
 FIRST_BYTES_S = 10.0
 UNKNOWN_VERSION = b"\x20\x02\x00\x01"
-"""The answer of a broker of 3.1.1 to a client of another version; the client asks again."""
+"""CONNACK of a 3.1.1 broker to a client of another version; the client then retries with 3.1.1."""
 
 
 class FleetPassword(BaseAuthPlugin):  # type: ignore[misc]
@@ -55,14 +55,14 @@ class _Payload(bytes):
 
 
 class _Socket(StreamWriterAdapter):  # type: ignore[misc]
-    """A client's socket that can be dropped; amqtt's own way of closing waits until the peer has read."""
+    """A client's socket that can be closed at once; amqtt's own `close` waits until the peer has read."""
 
     def abort(self) -> None:
         self._writer.transport.abort()
 
 
 class _Reader(StreamReaderAdapter):  # type: ignore[misc]
-    """A stream whose first bytes were looked at."""
+    """A stream whose first bytes were already read."""
 
     def __init__(self, reader: asyncio.StreamReader, seen: bytes) -> None:
         super().__init__(reader)
@@ -77,7 +77,7 @@ class _Reader(StreamReaderAdapter):  # type: ignore[misc]
 
 
 async def _first_bytes(reader: asyncio.StreamReader) -> tuple[bytes, int]:
-    """What a client sends first, up to the version of MQTT in its CONNECT; and that version, 0 when it says none."""
+    """The first bytes of a client, up to the MQTT version in its CONNECT; and that version, 0 if there is none."""
     seen = b""
     with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError, ConnectionError):
         async with asyncio.timeout(FIRST_BYTES_S):
@@ -114,7 +114,7 @@ class FleetBroker(Broker):  # type: ignore[misc]
             previous, ended = self._links[client]
             previous.abort()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), TAKE_OVER_S)  # its will comes before the new session
+                await asyncio.wait_for(ended.wait(), TAKE_OVER_S)  # its will must precede the new session
         this = (writer, asyncio.Event())
         self._links[client] = this
         client_session.keep_alive = (3 * client_session.keep_alive + 1) // 2  # MQTT 3.1.1, section 3.1.2.10

@@ -20,57 +20,57 @@ from fedvit.transport.mqtt import MAX_PACKET_BYTES, Address
 log = logging.getLogger(__name__)
 
 PASSWORD_ITERATIONS = 2_000
-"""The broker is one thread and computes this for every connection: a fleet that comes back must not wait."""
+"""The broker has one thread and computes this for every connection: a fleet that reconnects must not wait."""
 
 ENROLMENTS_AT_ONCE = 64
 DEPLOYED_PACKET_BYTES = 256 * 1024
-"""Of a packet at a deployment's broker: twice a chunk's message, the largest that a fleet sends."""
+"""Largest packet at a deployment's broker: twice the size of a chunk's message, the largest that a fleet sends."""
 LEAST_MEMORY_BYTES = 2**30
 WATCHED_SHARE = 0.75
-"""Of its hard limit: a broker that has grown so far is started again by its coordinator, before it refuses clients."""
+"""Share of the hard memory limit at which the coordinator restarts its broker, before the broker refuses clients."""
 MAX_KEEPALIVE_S = 120
-"""A client that says nothing for longer is taken for gone, whatever it announces itself."""
+"""A client that is silent for longer counts as gone, whatever keep-alive it announced."""
 _COMMON = [
     "# written by the coordinator at each start",
     "set_tcp_nodelay true",
-    # a retained message stays for good, for each topic that a client makes up; a client that retains is disconnected
+    # retained messages would stay for ever, one per topic that a client invents; clients that retain are disconnected
     "retain_available false",
-    # no client of ours leaves a session behind; this is the shortest time that mosquitto knows
+    # our clients leave no session behind; this is the shortest time that mosquitto supports
     "persistent_client_expiration 1h",
-    # beyond these mosquitto drops silently; 0, its word for unlimited, is broken in several versions. 500 devices that
-    # send the coordinator results of 64 kB at the same moment need 32 MB
+    # beyond these limits mosquitto drops silently; 0 (unlimited) is broken in several versions. 500 devices that send
+    # results of 64 kB at the same moment need 32 MB
     "max_queued_messages 4096",
     "max_queued_bytes 67108864",
     "max_inflight_messages 64",
     "persistence false",
     "log_dest stderr",
-    # no log_type for subscriptions: their lines begin with what a client chose, so that it could forge others
+    # no log_type for subscriptions: a client chooses how their lines begin, and could forge other lines
     "log_timestamp_format %Y-%m-%dT%H:%M:%S",
 ]
 
 
 _LISTENER = [
-    # messages of QoS 2 that are never finished stay in the broker, 64 MiB for each connection; nothing of ours has it
+    # unfinished messages of QoS 2 stay in the broker, 64 MiB for each connection; our programs do not use QoS 2
     "max_qos 1",
 ]
 
 
 def memory_limit_bytes() -> int:
-    """Beyond it mosquitto refuses whatever needs memory, from everybody; that is better than a machine without any.
+    """Beyond this limit mosquitto refuses every request that needs memory, which protects the rest of the machine.
 
     Half of this machine's memory, at least 1 GiB. An honest fleet needs 8 MiB (the window of a transfer, 64 chunks) for
-    each device that cannot keep up, and some 100 kB for each connection.
+    each device that cannot keep up, and about 100 kB for each connection.
     """
     return max(LEAST_MEMORY_BYTES, int(psutil.virtual_memory().total) // 2)
 
 
 def watched_bytes() -> int:
-    """Resident memory at which a broker of ours is started again."""
+    """Resident memory at which our broker is restarted."""
     return int(WATCHED_SHARE * memory_limit_bytes())
 
 
 def find_mosquitto() -> Path | None:
-    """Debian installs it where the PATH of an ordinary user does not look."""
+    """Also looks in the folders of Debian that are not in the PATH of an ordinary user."""
     folders = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"])
     found = shutil.which("mosquitto", path=folders)
     return None if found is None else Path(found)
@@ -87,12 +87,12 @@ def start_mosquitto(program: Path, folder: Path, listen: str, address: Address) 
 
 
 def run_mosquitto(
-    program: Path, config: Path, address: Address, log_file: Path, say: Callable[[str], None] = log.warning
+    program: Path, config: Path, address: Address, log_file: Path, operator_log: Callable[[str], None] = log.warning
 ) -> Broker:
-    """Raises ConfigError when it does not come up; `say` is called where it is slow."""
+    """Raises ConfigError when it does not come up; `operator_log` is called if it is slow."""
     kind = f"mosquitto {_version(program)} ({program})"
     command = [str(program), "-c", str(config)]
-    return Broker(kind, address, command, os.environ, log_file, most_bytes=watched_bytes(), say=say)
+    return Broker(kind, address, command, os.environ, log_file, most_bytes=watched_bytes(), operator_log=operator_log)
 
 
 def configuration(listen: str, address: Address, password_file: Path) -> str:
@@ -106,9 +106,9 @@ def configuration(listen: str, address: Address, password_file: Path) -> str:
 
 
 def secured_configuration(folder: Path, listen: str, port: int, enrolment_port: int) -> str:
-    """The text of a deployment's mosquitto.conf: one listener for certificates, one for tokens, none for anybody else.
+    """The text of a deployment's mosquitto.conf: one listener for certificates, one for tokens, and no other.
 
-    All that it names is in `folder`. A packet's limit holds for the whole broker: mosquitto has none per listener.
+    All files that it names are in `folder`. The packet limit holds for the whole broker, not per listener.
     """
     tls = [f"certfile {folder}/server.pem", f"keyfile {folder}/server.key", "tls_version tlsv1.3"]
     return _text(
@@ -118,7 +118,7 @@ def secured_configuration(folder: Path, listen: str, port: int, enrolment_port: 
             "per_listener_settings true",
             f"max_keepalive {MAX_KEEPALIVE_S}",
             "",
-            # not a `listener`: mosquitto 2.0.11 forgets max_qos of those when it reads its lists anew
+            # not a `listener`: mosquitto 2.0.11 forgets max_qos of a listener when it reloads its lists
             f"bind_address {listen}",
             f"port {port}",
             *_LISTENER,
@@ -147,8 +147,8 @@ def _common(packet_bytes: int) -> list[str]:
 
 def _text(lines: list[str]) -> str:
     if os.geteuid() == 0:
-        # started by root it becomes the user mosquitto, which cannot read this folder; the change of user
-        # would also clear the signal that ends it with its parent
+        # started as root, it would change to the user mosquitto, which cannot read this folder; the change of user
+        # would also clear the signal that ends it together with its parent
         lines = [lines[0], "user root", *lines[1:]]
     return "\n".join(lines) + "\n"
 
@@ -163,8 +163,8 @@ def password_line(user: str, password: str) -> str:
 def _version(program: Path) -> str:
     command = [str(program), "-h"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):  # the start will say what is wrong with it
-        said = ""
-    found = re.search(r"mosquitto version (\S+)", said)
+        output = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):  # starting it reports what is wrong
+        output = ""
+    found = re.search(r"mosquitto version (\S+)", output)
     return found[1] if found else "of unknown version"

@@ -1,4 +1,4 @@
-"""A broker as a child process: started, watched, started again on the same port, and never left behind."""
+"""A broker as a child process: started, watched, restarted on the same port, and never left behind."""
 
 import contextlib
 import ctypes
@@ -27,15 +27,15 @@ from fedvit.transport.mqtt import Address
 FLEET_USER = "fedvit"
 """The one user name of a fleet; its secret is the password that the operator chose."""
 START_S = 300.0
-"""So long a broker may take until it accepts connections, while its process lives."""
+"""Longest time that a broker may take to accept connections, while its process lives."""
 SLOW_S = 5.0
-"""After that time it is said to be slow; a restart does not wait for longer."""
+"""After this time it is reported to be slow; a restart does not wait longer."""
 POLL_S = 0.02
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 60.0
 STOP_S = 3.0
 MOST_LOG_BYTES = 16 * 1024 * 1024
-"""A longer log takes the place of the one before: a client that connects again and again must not fill the disk."""
+"""A larger log is rotated to one old file: a client that reconnects again and again must not fill the disk."""
 _PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
@@ -44,11 +44,11 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Broker:
-    """A running broker of ours. Raises ConfigError when it cannot be started, or accepts no connection within START_S.
+    """Our running broker. Raises ConfigError if it cannot be started, or accepts no connection within START_S.
 
-    `kind` is for people; `address` is where clients of this machine find it, with the fleet's credentials. `tend` must
-    be called often: it starts a broker again that died, or that has more than `most_bytes` of resident memory. `say` is
-    called where the first start is slow.
+    `kind` is for messages; `address` is for clients on this machine, with the fleet's credentials. `tend` must
+    be called often: it restarts a broker that died, or that uses more than `most_bytes` of resident memory.
+    `operator_log` is called if the first start is slow.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Broker:
         log_file: Path,
         *,
         most_bytes: float = math.inf,
-        say: Callable[[str], None] = log.warning,
+        operator_log: Callable[[str], None] = log.warning,
     ) -> None:
         self.kind = kind
         self.address = address
@@ -68,15 +68,15 @@ class Broker:
         self._environment = environment
         self.log_file = log_file
         self.log_position = 0
-        """Where the log of the broker begins that was started last."""
+        """Position in the log at which the lines of the current process begin."""
         self.up = False
-        """Whether it has accepted a connection since it was started."""
+        """Whether the current process has accepted a connection."""
         self._most_bytes = most_bytes
         self._started_at = 0.0  # time.monotonic()
         self._retry_at = 0.0
         self._pause_s = FIRST_RETRY_S
         self._start()
-        self._wait_until_up(say)
+        self._wait_until_up(operator_log)
 
     @property
     def pid(self) -> int:
@@ -86,15 +86,15 @@ class Broker:
         return self._child.poll() is None
 
     def rss_bytes(self) -> int:
-        """Resident memory; 0 when it is not there."""
+        """Resident memory; 0 if it is not running."""
         try:
             return int(psutil.Process(self.pid).memory_info().rss)
         except psutil.NoSuchProcess:
             return 0
 
     def tend(self) -> str | None:
-        """Start it again where it died or has grown beyond what it may have; what was done, for people."""
-        with contextlib.suppress(OSError):  # somebody else put it away, or there is no room
+        """Restart it if it died or uses too much memory. Returns what was done, as text; None if nothing."""
+        with contextlib.suppress(OSError):  # it was moved away, or the disk is full
             if self.log_file.stat().st_size > MOST_LOG_BYTES:
                 shutil.copyfile(self.log_file, self.log_file.with_suffix(".old"))
                 os.truncate(self.log_file, 0)  # the broker appends to it
@@ -107,7 +107,7 @@ class Broker:
         return None
 
     def _tend_start(self) -> str | None:
-        """A broker that was started again, and has accepted no connection yet."""
+        """Watch a restarted broker that has not accepted a connection yet."""
         now_s = time.monotonic()
         if not self.alive():
             return None if now_s < self._retry_at else f"it {self._start_again()}"
@@ -118,11 +118,11 @@ class Broker:
         return None
 
     def reload(self) -> None:
-        """Let mosquitto read its lists of passwords, rules and revoked certificates anew; connections stay."""
+        """Let mosquitto reload its lists of passwords, rules and revoked certificates; connections stay open."""
         self._child.send_signal(signal.SIGHUP)
 
     def restart(self) -> str:
-        """End all connections; clients that are still let in come back. What came of it, for people."""
+        """Restart the process, which ends all connections; permitted clients reconnect. Returns the outcome as text."""
         self.stop()
         return self._start_again()
 
@@ -135,30 +135,30 @@ class Broker:
             self._child.wait()
 
     def _start_again(self) -> str:
-        """Start it on the same port. What fails, `tend` tries again, in growing intervals; the answer is for people."""
+        """Start it on the same port; on failure `tend` retries in growing intervals. Returns the outcome as text."""
         try:
             self._start()
             until = time.monotonic() + SLOW_S
             while not self._accepts():
                 self._check_alive()
                 if time.monotonic() > until:
-                    return f"was started again; it is slow, has accepted no connection after {SLOW_S:.0f} s"
+                    return f"was started again, but is slow: no connection accepted after {SLOW_S:.0f} s"
                 time.sleep(POLL_S)
         except ConfigError as error:
             self._retry_at, pause_s = time.monotonic() + self._pause_s, self._pause_s
             self._pause_s = min(LAST_RETRY_S, 2 * self._pause_s)
-            return f"could not be started again, which is tried anew in {format_seconds(pause_s)}: {error}"
+            return f"could not be started again (next attempt in {format_seconds(pause_s)}): {error}"
         return "was started again"
 
     def _start(self) -> None:
         self.up = False
-        # else a program that took the port meanwhile would pass for our broker
+        # otherwise another program that took the port meanwhile would be mistaken for our broker
         claim_port(self.address.host, self.address.port)
         self.log_position = self.log_file.stat().st_size if self.log_file.exists() else 0
         self._child = _spawn(self._command, self._environment, self.log_file)
         self._started_at = time.monotonic()
 
-    def _wait_until_up(self, say: Callable[[str], None]) -> None:
+    def _wait_until_up(self, operator_log: Callable[[str], None]) -> None:
         slow_at, late_at = self._started_at + SLOW_S, self._started_at + START_S
         while not self._accepts():
             self._check_alive()
@@ -166,13 +166,15 @@ class Broker:
                 self.stop()
                 raise ConfigError(f"{self.kind} accepted no connection within {START_S:.0f} s (log: {self.log_file})")
             if time.monotonic() > slow_at:
-                say(f"{self.kind} is slow to start; waiting up to {START_S:.0f} s for it (log: {self.log_file})")
+                operator_log(
+                    f"{self.kind} is slow to start; waiting up to {START_S:.0f} s for it (log: {self.log_file})"
+                )
                 slow_at = math.inf
             time.sleep(POLL_S)
 
     def _check_alive(self) -> None:
         if not self.alive():
-            raise ConfigError(f"{self.kind} ended at once: {self._last_words()} (log: {self.log_file})")
+            raise ConfigError(f"{self.kind} ended at once: {self._last_log_line()} (log: {self.log_file})")
 
     def _accepts(self) -> bool:
         try:
@@ -182,18 +184,18 @@ class Broker:
         self.up, self._pause_s = True, FIRST_RETRY_S
         return True
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         lines = self.log_file.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "its log is empty"
 
 
 def claim_port(listen: str, port: int) -> int:
-    """Make sure that `port` can be listened on; 0 picks a free one. Raises ConfigError, naming the port."""
+    """Check that `port` is free; 0 picks a free one. Raises ConfigError, naming the port."""
     try:
-        family, _, _, _, where = socket.getaddrinfo(listen, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(listen, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
+            probe.bind(address)
             chosen: int = probe.getsockname()[1]
             return chosen
     except OSError as error:
@@ -206,10 +208,10 @@ def claim_port(listen: str, port: int) -> int:
 
 
 def _spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
-    """Start a child that ends when this process ends, however that happens.
+    """Start a child that ends when this process ends, whatever ends it.
 
-    Linux sends the death signal when the *thread* that forked ends, so a thread that lives as long as the
-    child does it.
+    Linux sends the death signal when the *thread* that forked ends, so the fork is made in a thread that lives as
+    long as the child.
     """
     handed_over: SimpleQueue[subprocess.Popen[bytes] | OSError] = SimpleQueue()
 
@@ -222,7 +224,7 @@ def _spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Pat
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    # Ctrl-C in the terminal must not end the broker before the coordinator said goodbye
+                    # Ctrl-C in the terminal must not end the broker before the coordinator has disconnected
                     start_new_session=True,
                     preexec_fn=functools.partial(_die_with, os.getpid()),
                 )

@@ -1,1 +1,1 @@
-"""The commands of `coordinator`: what flags say, and what is printed."""
+"""The commands of `coordinator`: parse flags, and print."""

@@ -1,4 +1,4 @@
-"""`coordinator boards`: what is known of boards."""
+"""`coordinator boards`: lists boards and their data."""
 
 import click
 import msgspec
@@ -10,7 +10,7 @@ from fedvit.command_line import Command, json_flag
 @click.argument("id", required=False, metavar="[ID[@MODE]]")
 @json_flag
 def boards(id: str | None, as_json: bool) -> None:
-    """List the boards that costs can be predicted for; or all about the one named ID, with sources."""
+    """List the boards that costs can be predicted for; or show all data of the board ID, with sources."""
     from rich.console import Console
 
     from coordinator.planning.boards import board_page, boards_table, entries, entry

@@ -1,4 +1,4 @@
-"""`coordinator cancel`: ends a run for good."""
+"""`coordinator cancel`: ends a run, which cannot be resumed."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @json_flag
 @private_files()
 def cancel(run: str, folder: Path, as_json: bool) -> None:
-    """End RUN for good: one that is queued at once, one that is being served within seconds."""
+    """Cancel RUN: at once if it is queued, within seconds if it is being served. It cannot be resumed."""
     from coordinator.record.retention import is_served
 
     store = existing_store(folder, writes=True)

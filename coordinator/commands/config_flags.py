@@ -1,10 +1,9 @@
 """A flag for every key of a configuration, made from the types of its tables.
 
-The flag is the key, with its table before it: `--privacy.clip`. Only the key that has its table's name, as `broker`
-has, needs no second one. The key's type decides what the flag takes: a truth value has a flag for each of its values, a
-list takes one entry and a table of free keys one KEY=VALUE (both are repeatable); `msgspec.convert` reads all else.
-Where that says too little, `Meta(extra=...)` does: `flags` are other names, such as those of one entry, `metavar` is
-what `--help` shows for the value.
+The flag is the key, with its table before it: `--privacy.clip`; but the key `broker` of the table [broker] is just
+`--broker`. The key's type decides what the flag accepts: a boolean has two flags, a list takes one entry and a table of
+free keys one KEY=VALUE (both are repeatable); `msgspec.convert` reads everything else. `Meta(extra=...)` overrides it:
+`flags` are other names, such as those of one entry, `metavar` is shown by `--help` for the value.
 """
 
 import types
@@ -27,7 +26,7 @@ _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 def flags_of(*tables: tuple[str, type[Struct]]) -> _Decorator:
     """Give a command one flag for every key of some tables, each a name and a class; an unset flag is None.
 
-    The keys that are in no table of a file have the name "".
+    Keys outside of tables have the name "".
     """
 
     def give(command: Callable[..., None]) -> Callable[..., None]:
@@ -41,14 +40,14 @@ def flags_of(*tables: tuple[str, type[Struct]]) -> _Decorator:
 
 
 run_flags = flags_of(("", RunConfig), *TABLES.items())
-"""Of a run alone."""
+"""Flags of a run."""
 config_flags = flags_of(("", RunConfig), *TABLES.items(), ("broker", BrokerConfig))
-"""Of a run, and of where its devices meet it."""
+"""Flags of a run and its broker."""
 service_flags = flags_of(("", ServiceConfig), ("broker", BrokerConfig))
 
 
 def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """Put the flags that were set over a file's values; `values` stay as they are."""
+    """Merge the flags that were set into a copy of a file's values."""
     merged = {**values}
     for path, value in flags.items():
         if value is not None:
@@ -58,7 +57,7 @@ def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]
 
 
 def _merge(into: dict[str, Any], given: dict[str, Any]) -> None:
-    """Tables key by key. A value where there should be a table stays, and make_config says that it is wrong."""
+    """Merge tables key by key. A value in place of a table is kept, so that make_config refuses it."""
     for key, value in given.items():
         if not isinstance(value, dict):
             into[key] = value
@@ -71,7 +70,7 @@ def _merge(into: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 class _Flag(SectionOption):
-    """The flag of one key; its value is what the key's type makes of the text."""
+    """The flag of one key; its value is converted to the key's type."""
 
     def __init__(self, *arguments: Any, path: str, hint: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -146,7 +145,7 @@ def _bare(hint: Any) -> Any:
 
 
 def _metavar(kind: msgspec.inspect.Type) -> str:
-    """The names that are allowed, and the other kinds of value."""
+    """The allowed names, and other kinds of value, for `--help`."""
     match kind:
         case msgspec.inspect.Metadata(type=inner) | msgspec.inspect.VarTupleType(item_type=inner):
             return _metavar(inner)
@@ -168,9 +167,9 @@ def _metavar(kind: msgspec.inspect.Type) -> str:
 
 
 def _read(text: str, hint: Any) -> Any:
-    """What the type makes of a text: numbers, truth values and names before free text.
+    """Convert a text to the type: numbers, booleans and names take precedence over free text.
 
-    What fits nothing is returned as the number or text that it is, so that the check of the configuration names it.
+    A text that fits no type is returned as a number or text, so that the check of the configuration reports it.
     """
     if hint is Any:
         return literal(text)
@@ -184,7 +183,7 @@ def _read(text: str, hint: Any) -> Any:
 
 
 def _entry(text: str, hint: Any) -> dict[str, Any]:
-    """One KEY=VALUE, or NAME:KEY=VALUE where the values are tables. Raises ValueError when it is not written so."""
+    """One KEY=VALUE, or NAME:KEY=VALUE where the values are tables. Raises ValueError for another format."""
     if typing.get_origin(hint) is dict:
         name, inner = text.split(":", 1)
         return {name: _entry(inner, typing.get_args(hint)[1])}

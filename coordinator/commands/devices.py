@@ -1,4 +1,4 @@
-"""`coordinator devices`: who belongs to a deployment."""
+"""`coordinator devices`: lists the devices of a deployment."""
 
 import json
 import time
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Folder of all runs: devices with strikes or in quarantine there are marked.",
 )
-@click.option("--run", help="With --runs: in this run and not in the newest.")
+@click.option("--run", help="With --runs: the run, by default the newest.")
 @json_flag
 def devices(folder: Path, runs: Path | None, run: str | None, as_json: bool) -> None:
-    """List the devices of a deployment: when they joined, were seen last, and must be renewed."""
+    """List the devices of a deployment: when they joined, were last seen, and when their certificates expire."""
     from rich.console import Console
     from rich.text import Text
 
@@ -54,7 +54,7 @@ def devices(folder: Path, runs: Path | None, run: str | None, as_json: bool) -> 
     if run:
         table.add_column(Text(f"in run {run}"), overflow="fold")
     for entry in listed:
-        standing = [Text(_in_words(entry))] if run else []
+        standing = [Text(_standing(entry))] if run else []
         table.add_row(
             Text(entry["device"]),
             entry["state"] + (f", misused the broker {entry['misuses']} times" if entry["misuses"] else ""),
@@ -62,13 +62,13 @@ def devices(folder: Path, runs: Path | None, run: str | None, as_json: bool) -> 
             *standing,
         )  # fmt: skip
     console = Console()
-    console.print(table if listed else "no device has joined; coordinator enroll NAME lets one in")
+    console.print(table if listed else "no device has joined; coordinator enroll NAME makes a token for one")
     for token in waiting:
         console.print(f"a token for {token.device} can be used until {_iso(token.expires_at)}")
 
 
 def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) -> str:
-    """How each device stands with a run, by default the newest; returns its name. Raises ConfigError without one."""
+    """Add strikes and quarantine of a run, by default the newest; returns its name. Raises ConfigError if none."""
     from coordinator.commands.flags import existing_store
     from coordinator.commands.quarantine import standings
 
@@ -91,7 +91,7 @@ def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) ->
     return run
 
 
-def _in_words(entry: dict[str, Any]) -> str:
+def _standing(entry: dict[str, Any]) -> str:
     if entry["quarantine"]:
         until = "" if entry["until_round"] is None else f" until round {entry['until_round']}"
         return f"quarantine{until}: {entry['quarantine']}"
@@ -117,5 +117,5 @@ def _iso(seconds: float | None) -> str | None:
 
 
 def _short(text: str | None) -> str:
-    """To the minute."""
+    """A time to the minute."""
     return (text or "never").replace("T", " ")[:16]

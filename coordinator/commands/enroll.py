@@ -1,4 +1,4 @@
-"""`coordinator enroll`: lets one device into a deployment."""
+"""`coordinator enroll`: makes a token for one device."""
 
 import time
 from pathlib import Path
@@ -11,21 +11,23 @@ from fedvit.command_line import Command, amount
 from fedvit.errors import ConfigError, LinkDown
 from fedvit.quantities import format_seconds, parse_seconds
 
-if TYPE_CHECKING:  # the library of certificates is loaded where one is made
+if TYPE_CHECKING:  # the certificate library is loaded on demand
     from coordinator.deployment.folder import Deployment
 
 TICK_S = 0.1
 LINGER_S = 5.0
-"""How long the broker stays for a device that has just got its certificate."""
+"""How long the broker keeps running for a device that has just received its certificate."""
 
 
 @click.command(cls=Command, examples=["coordinator enroll pi-1", "coordinator enroll pi-1 --valid 10m --no-wait"])
 @click.argument("name")
 @deployment_flag
-@click.option("--valid", default="1h", callback=amount(parse_seconds), metavar="TIME", help="How long it can be used.")
-@click.option("--replace", is_flag=True, help="NAME may exist: what it has now is revoked when the token is used.")
+@click.option("--valid", default="1h", callback=amount(parse_seconds), metavar="TIME", help="Validity of the token.")
+@click.option("--replace", is_flag=True, help="NAME may exist: the use of the token revokes the current device.")
 @click.option(
-    "--wait/--no-wait", default=True, help="Wait until the device has joined, and answer it where no coordinator does."
+    "--wait/--no-wait",
+    default=True,
+    help="Wait until the device has joined, and serve the deployment meanwhile if no coordinator does.",
 )
 def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool) -> None:
     """Print a token with which one device can join, once, under NAME."""
@@ -51,22 +53,22 @@ def _wait_for_device(deployment: "Deployment", token: str, name: str, valid_s: f
             click.echo("the coordinator that serves this deployment will answer it; waiting", err=True)
         else:
             service = stack.enter_context(served(deployment, lambda line: click.echo(line, err=True)))
-            click.echo("waiting for it; Ctrl-C leaves, and the token stays valid", err=True)
+            click.echo("waiting for it; after Ctrl-C the token stays valid", err=True)
         while not _is_used(deployment, token, name):
             if time.monotonic() > until:
-                raise LinkDown(f"{name} did not come within {format_seconds(valid_s)}; the token has expired")
+                raise LinkDown(f"{name} did not join within {format_seconds(valid_s)}; the token has expired")
             if service:
                 service.watch()
             time.sleep(TICK_S)
         linger = time.monotonic() + LINGER_S
-        while service and time.monotonic() < linger:  # its answer must reach it, and it tries its certificate
+        while service and time.monotonic() < linger:  # the device receives its answer, and tests its certificate
             service.watch()
             time.sleep(TICK_S)
     click.echo(f"{name} has joined", err=True)
 
 
 def _is_used(deployment: "Deployment", token_id: str, name: str) -> bool:
-    """Whether the device has joined. Raises ConfigError when it cannot do so any more."""
+    """Whether the device has joined. Raises ConfigError if the token was withdrawn."""
     with deployment.registry.read() as rows:
         token = rows.token(token_id)
     if token is None or token.withdrawn:

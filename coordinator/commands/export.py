@@ -1,4 +1,4 @@
-"""`coordinator export`: the model of a run, to be used without this software."""
+"""`coordinator export`: writes the model of a run as a bundle."""
 
 import platform
 from importlib.metadata import version
@@ -15,7 +15,7 @@ from fedvit.command_line import Command, json_flag
     examples=["coordinator export RUN --out bundle", "coordinator export RUN --device device-0 --out bundle"],
 )
 @click.argument("run")
-@click.option("--device", metavar="ID", help="The model that was made for this device (FedTP, pFedHN, ...).")
+@click.option("--device", metavar="ID", help="The model that was generated for this device (FedTP, pFedHN, ...).")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bundle"), help="New folder for the bundle.")
 @runs_flag
 @click.option(

@@ -1,4 +1,4 @@
-"""What several commands share in reading their flags."""
+"""Flags that several commands share."""
 
 import json
 import os
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 DEPLOYMENT = Path("deployment")
-"""Where `coordinator init` makes a deployment, and other commands look for it, unless another folder is given."""
+"""Default folder of a deployment."""
 
 runs_flag = click.option(
     "--runs", "folder", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs."
 )
-"""Where runs lie, in every command that reads or makes some."""
+"""The folder of runs, for every command that reads or makes some."""
 deployment_flag = click.option(
     "--deployment",
     "folder",
@@ -31,7 +31,7 @@ deployment_flag = click.option(
 
 
 def key_value(pair: str) -> tuple[str, Any]:
-    """The two halves of KEY=VALUE. Raises ConfigError when it is not written so."""
+    """The two halves of KEY=VALUE. Raises ConfigError for another format."""
     key, equals, value = pair.partition("=")
     if not equals:
         raise ConfigError(f"option {pair!r} must be written KEY=VALUE")
@@ -39,7 +39,7 @@ def key_value(pair: str) -> tuple[str, Any]:
 
 
 def literal(text: str) -> Any:
-    """A number or true/false where the text is one, else the text."""
+    """A number or true/false if the text is one, otherwise the text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -47,11 +47,11 @@ def literal(text: str) -> Any:
 
 
 def existing_store(folder: Path, *, writes: bool = False) -> "Store":
-    """The record of all runs in a folder; what is asked of it is checked, the rest is not read.
+    """Open the record of all runs in a folder, without verifying the whole database.
 
-    To read it needs no permission to write. Raises ConfigError where there is none.
+    Reading needs no write permission. Raises ConfigError if there is no record.
     """
-    from coordinator.record.store import Store  # SQLAlchemy: half a second that flags which are wrong need not wait
+    from coordinator.record.store import Store  # imports SQLAlchemy, for which errors in flags need not wait
 
     if not (folder / "fedvit.db").is_file():
         raise ConfigError(f"no runs in {folder.resolve()}: there is no fedvit.db; use --runs for another folder")

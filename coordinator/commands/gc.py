@@ -1,4 +1,4 @@
-"""`coordinator gc`: room on the disk, by the policy of runs."""
+"""`coordinator gc`: frees disk space, by the policy of runs."""
 
 from pathlib import Path
 
@@ -10,13 +10,19 @@ from fedvit.command_line import Command, json_flag
 
 
 @click.command(cls=Command, examples=["coordinator gc --keep-runs 10 --dry-run"])
-@click.option("--keep-runs", type=click.IntRange(min=0), help="Finished runs that stay; by default as configured.")
-@click.option("--keep-rounds", type=click.IntRange(min=1), help="Rounds whose details stay; by default as configured.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option(
+    "--keep-runs", type=click.IntRange(min=0), help="Number of finished runs to keep; by default as configured."
+)
+@click.option(
+    "--keep-rounds",
+    type=click.IntRange(min=1),
+    help="Number of rounds whose details are kept; by default as configured.",
+)
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @runs_flag
 @json_flag
 def gc(keep_runs: int | None, keep_rounds: int | None, dry_run: bool, folder: Path, as_json: bool) -> None:
-    """Remove what the policy does not keep, and files that nothing refers to. Runs that are being served stay."""
+    """Remove runs and details beyond the policy, and unreferenced files. Runs that are being served are not changed."""
     from coordinator.record.retention import collect
 
     store = existing_store(folder, writes=True)

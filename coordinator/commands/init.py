@@ -24,7 +24,7 @@ from fedvit.command_line import Command
 )
 @click.option("--federation", default="home", help="Name under which devices and coordinator meet at the broker.")
 def init(folder: Path, hosts: tuple[str, ...], listen: str, port: int, enrolment_port: int, federation: str) -> None:
-    """Make a deployment: its authority, certificates, and a broker's configuration that lets in its devices alone."""
+    """Make a deployment: its authority, certificates, and the configuration of a broker for its devices only."""
     from coordinator.broker.process import claim_port
     from coordinator.deployment.folder import Deployment, Settings, own_addresses, own_hosts
 
@@ -37,7 +37,7 @@ def init(folder: Path, hosts: tuple[str, ...], listen: str, port: int, enrolment
     )
     deployment = Deployment.create(folder, settings)
     given = "" if folder == DEPLOYMENT else f" --deployment {folder}"
-    click.echo(f"deployment: {deployment.folder} (keep it secret: with it devices can be let in)")
+    click.echo(f"deployment: {deployment.folder} (keep it secret: its owner can admit devices)")
     click.echo(f"the broker's certificate is for: {', '.join(settings.hosts)}")
     click.echo(f"next: coordinator start{given or f' --deployment {folder}'}, and for each device: "
                f"coordinator enroll NAME{given}")  # fmt: skip

@@ -1,4 +1,4 @@
-"""`coordinator methods`: all methods, or one."""
+"""`coordinator methods`: lists all methods, or describes one."""
 
 import click
 import msgspec
@@ -18,10 +18,10 @@ from fedvit.known_names import check_model, check_model_options, check_names
 )
 @click.argument("name", required=False)
 @click.option("--method", "names", multiple=True, metavar="NAME", help="List only this method. Repeatable.")
-@click.option("--model", default="vit_small_images", help="Model that the figures are for.")
+@click.option("--model", default="vit_small_images", help="Model of the figures.")
 @click.option("--model-option", "model_pairs", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
 @click.option("--option", "-o", "pairs", multiple=True, metavar="KEY=VALUE", help="Option of the methods. Repeatable.")
-@click.option("--classes", default=10, help="Classes that the model tells apart.")
+@click.option("--classes", default=10, help="Number of classes.")
 @json_flag
 def methods(
     name: str | None,
@@ -32,7 +32,7 @@ def methods(
     classes: int,
     as_json: bool,
 ) -> None:
-    """List all methods: what each trains, what it sends; or all about the one named NAME."""
+    """List all methods: what each trains and sends; or describe the method NAME."""
     options, model_options = dict(map(key_value, pairs)), dict(map(key_value, model_pairs))
     for each in [name] if name else names:
         check_names(each)

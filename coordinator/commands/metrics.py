@@ -1,4 +1,4 @@
-"""`coordinator metrics`: what the record holds of a run, for other tools."""
+"""`coordinator metrics`: writes the figures of a run to other tools."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ from fedvit.quantities import counted
 @flags_of(("metrics", MetricsConfig))
 @private_files()
 def metrics(run: str, folder: Path, **flags: Any) -> None:
-    """Write the rounds of RUN that a writer lacks: to those of its configuration, or to others that flags name."""
+    """Write the rounds of RUN that a writer lacks; flags override the writers of its configuration."""
     from coordinator.metrics.following import write_all
     from coordinator.metrics.writers import check_writers, make_writers
     from coordinator.record.retention import lock_run
@@ -35,7 +35,7 @@ def metrics(run: str, folder: Path, **flags: Any) -> None:
         if not config.metrics.writers:
             raise ConfigError(f"run {run!r} has no writers of its own: name one, as in --metrics.writer tensorboard")
         check_writers(config.metrics, "flags")
-        lock = lock_run(folder / run, run)  # else it has a process that writes them
+        lock = lock_run(folder / run, run)  # otherwise the run's own process writes them
         for writer in make_writers(run, config, folder / run):
             try:
                 rounds = write_all(writer, run, config, store)

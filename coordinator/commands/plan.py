@@ -1,4 +1,4 @@
-"""`coordinator plan`: the form of a method that boards would get."""
+"""`coordinator plan`: the configuration of a method that boards would get."""
 
 from typing import Any
 
@@ -28,9 +28,9 @@ def plan(
     as_json: bool,
     **budgets: Any,
 ) -> None:
-    """Choose the form of a method that boards would get inside their budgets, and say what else was looked at.
+    """Choose the configuration of a method that fits the budgets of boards, and list the alternatives.
 
-    Ends with exit code 8 when nothing fits one of them.
+    Ends with exit code 8 if nothing fits one of them.
     """
     options, model_options = dict(map(key_value, pairs)), dict(map(key_value, model_pairs))
     check_request(method, model, options, model_options, devices)

@@ -12,9 +12,13 @@ from fedvit.resources import Budget
 
 
 def _budget_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Budgets with units, as devices and runs have them; `_budget` takes them."""
+    """Budgets with units, as for devices and runs; `budget_of` reads them."""
     for flag, parse, text in (
-        ("--memory-budget", parse_bytes, "Memory of every device's process, beside its board's; e.g. 512MB."),
+        (
+            "--memory-budget",
+            parse_bytes,
+            "Memory of every device's process, in addition to its board's limit; e.g. 512MB.",
+        ),
         ("--flops-budget", parse_flops, "FLOPs of a round's training, e.g. 2TFLOP."),
         ("--round-deadline", parse_seconds, "Time of a round's training, e.g. 10m."),
         ("--upload-budget", parse_bytes, "Bytes of one round's result, e.g. 5MB."),
@@ -33,7 +37,7 @@ def budget_of(flags: dict[str, Any]) -> Budget:
 
 
 def request_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """A method on a model, boards, and what they have and may spend."""
+    """A method, a model, boards, and their data and budgets."""
     options = (
         click.option("--method", default="eftvit", help="Federated method."),
         click.option(
@@ -51,7 +55,7 @@ def request_flags(command: Callable[..., None]) -> Callable[..., None]:
             metavar="ID[@MODE]",
             help="A board, in a power mode: see `coordinator boards`. Repeatable.",
         ),
-        click.option("--classes", default=10, type=click.IntRange(min=2), help="Classes that the model tells apart."),
+        click.option("--classes", default=10, type=click.IntRange(min=2), help="Number of classes."),
         click.option("--images", default=500, type=click.IntRange(min=1), help="Training images of one device."),
         click.option("--test-images", default=100, type=click.IntRange(min=0), help="Test images of one device."),
         _budget_flags,
@@ -64,7 +68,7 @@ def request_flags(command: Callable[..., None]) -> Callable[..., None]:
 def check_request(
     method: str, model: str, options: dict[str, Any], model_options: dict[str, Any], devices: tuple[str, ...]
 ) -> None:
-    """Raises ConfigError for names that there are not, before anything imports torch."""
+    """Raises ConfigError for unknown names, before anything imports torch."""
     from profiles.catalogue import in_mode
 
     check_names(method, options, model, model_options)

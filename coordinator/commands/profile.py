@@ -1,4 +1,4 @@
-"""`coordinator profile`: what a method would cost on boards."""
+"""`coordinator profile`: predicts the cost of a method on boards."""
 
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,9 @@ def profile(
     as_json: bool,
     **budgets: Any,
 ) -> None:
-    """Predict what a method costs on boards: FLOPs, bytes, time, memory, energy; and which boards keep their budgets.
+    """Predict what a method costs on boards: FLOPs, bytes, time, memory, energy; and which budgets are kept.
 
-    Every --mask is combined with every --split. Ends with exit code 8 when a device fits none of the variants.
+    Every --mask is combined with every --split. Ends with exit code 8 if no variant fits the budget of a device.
     """
     options, model_options = dict(map(key_value, pairs)), dict(map(key_value, model_pairs))
     check_request(method, model, options, model_options, devices)

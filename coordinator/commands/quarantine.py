@@ -1,4 +1,4 @@
-"""`coordinator quarantine`: devices with strikes or in quarantine, and an end to it."""
+"""`coordinator quarantine`: lists and releases devices with strikes or in quarantine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class Standing(Struct, frozen=True, kw_only=True):
-    """How a device stands with a run."""
+    """Strikes and quarantine of a device in a run."""
 
     device: str
     strikes: int  # since its last quarantine
-    quarantine: str | None  # why, while it lasts
+    quarantine: str | None  # the reason, while it lasts
     until_round: int | None  # of a quarantine that ends by itself
 
 
 def standings(store: "Store", run: str) -> list[Standing]:
-    """Of every device that ever had a strike. Raises ConfigError when there is no such run."""
+    """The standing of every device that ever had a strike. Raises ConfigError if there is no such run."""
     store.run(run)
     strikes = store.strikes(run)
     now = store.last_round(run) or 1
@@ -47,9 +47,9 @@ def standings(store: "Store", run: str) -> list[Standing]:
 @runs_flag
 @json_flag
 def quarantine(run: str, released: tuple[str, ...], folder: Path, as_json: bool) -> None:
-    """List devices with strikes or in quarantine; or release some, also while the run is on.
+    """List devices with strikes or in quarantine; or release some, also during the run.
 
-    A device that was sent away has to be started again.
+    A released device that had been sent away must be restarted.
     """
     from rich.console import Console
     from rich.text import Text
@@ -63,7 +63,7 @@ def quarantine(run: str, released: tuple[str, ...], folder: Path, as_json: bool)
         for device in released:
             if not store.release(run, device):
                 raise ConfigError(f"device {device!r} has neither strikes nor a quarantine in run {run!r}")
-            click.echo(f"{device}: released, its strikes are forgotten", err=True)
+            click.echo(f"{device}: released, its strikes are reset", err=True)
         found = standings(store, run)
     finally:
         store.close()

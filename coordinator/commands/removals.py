@@ -1,4 +1,4 @@
-"""What the commands that remove something print."""
+"""Output of the commands that remove something."""
 
 from typing import TYPE_CHECKING
 

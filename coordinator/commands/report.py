@@ -1,4 +1,4 @@
-"""`coordinator report`: what a run cost and reached."""
+"""`coordinator report`: reports accuracy and cost of a run."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from fedvit.files import atomic_write
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write a page: FILE.html.")
 @json_flag
 def report(run: str, folder: Path, out: Path | None, as_json: bool) -> None:
-    """Tell what a run cost and reached: accuracy, bytes, time, memory, energy; predicted beside measured."""
+    """Report a run: accuracy, bytes, time, memory, energy; predicted beside measured."""
     from rich.console import Console
 
     from coordinator.record.reporting import run_document
@@ -33,7 +33,7 @@ def report(run: str, folder: Path, out: Path | None, as_json: bool) -> None:
         console = Console()
         console.print(run_report(document, console.width))
     if out:
-        from profiles.report.run_page import run_page  # matplotlib, a second that the tables need not wait
+        from profiles.report.run_page import run_page  # imports matplotlib, which the tables do not need
 
         atomic_write(out, run_page(document).encode())
         click.echo(f"written: {out}", err=True)

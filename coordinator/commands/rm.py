@@ -11,7 +11,7 @@ from fedvit.command_line import Command, json_flag
 
 @click.command(cls=Command, examples=["coordinator rm RUN"])
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@click.option("--force", is_flag=True, help="Also a run that another one started from.")
+@click.option("--force", is_flag=True, help="Also remove a run that another one started from.")
 @runs_flag
 @json_flag
 def rm(runs: tuple[str, ...], force: bool, folder: Path, as_json: bool) -> None:

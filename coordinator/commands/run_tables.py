@@ -1,7 +1,7 @@
 """The read model of a run as tables for a terminal: for `coordinator show` and `runs`, and at the end of the demo.
 
-Made for a terminal of `width` columns: units stand in the headings, numbers are never cut or wrapped, and what does not
-fit is left out as a whole column; `--json` has everything.
+For a terminal of `width` columns: units are in the headings, numbers are never cut or wrapped, and columns that do not
+fit are left out; `--json` has everything.
 """
 
 import math
@@ -19,14 +19,14 @@ from profiles.report.verdict import settings_words
 
 CURVE_WIDTH = 20
 MOST_ROUNDS = 40
-"""The newest that tables by round show."""
+"""Most rounds that tables by round show."""
 MOST_CLASSES = 10
 LEAST_NAME = 12
-"""Letters of a device's name that are shown at least, from both of its ends."""
+"""Fewest letters of a device's name that are shown, from both ends."""
 
 
 def report(summary: RunSummary, width: int) -> Group:
-    """All tables of one run, for a person."""
+    """All tables of one run."""
     reason = f" ({summary.reason})" if summary.reason else ""
     parts: list[RenderableType] = [
         Text(
@@ -61,8 +61,8 @@ def _classes(classes: tuple[str, ...]) -> str:
 
 
 def accuracy_table(summary: RunSummary, width: int) -> Table:
-    """Accuracy by round, each device in a column where they fit, else the lowest and the highest."""
-    # to make and measure a table of a fleet takes long, and a column takes two letters at least
+    """Accuracy by round, with a column per device if they fit, otherwise the lowest and the highest."""
+    # measuring the table of a large fleet takes long; a column takes at least two letters
     each = (True, False) if 2 * len(summary.devices) <= width else (False,)
     return first_that_fits(
         width,
@@ -95,8 +95,8 @@ def _accuracy_table(summary: RunSummary, *, each_device: bool, curve: bool) -> T
 
 EPSILONS = {
     "epsilon": "updates,\nall rounds",
-    "row_epsilon": "features,\na row",
-    "upload_epsilon": "features,\nan upload",
+    "row_epsilon": "features,\nper row",
+    "upload_epsilon": "features,\nper upload",
     "device_epsilon": "features,\nall rounds",
 }
 
@@ -108,8 +108,8 @@ def privacy_table(summary: RunSummary) -> Table:
     for heading in ("round", *(EPSILONS[name] for name in known)):
         column(table, heading)
     for entry in summary.rounds[-MOST_ROUNDS:]:
-        told = [getattr(entry, name) for name in known]
-        table.add_row(str(entry.round), *("-" if value is None else f"{value:.3g}" for value in told))
+        values = [getattr(entry, name) for name in known]
+        table.add_row(str(entry.round), *("-" if value is None else f"{value:.3g}" for value in values))
     return table
 
 
@@ -127,7 +127,7 @@ def _device_table(summary: RunSummary, *, name_width: int) -> Table:
     table = new_table("devices")
     column(table, "device" if name_width else "", justify="left")
     headings = ("train\nimages", "test\nimages", "rounds\ntrained", "last\naccuracy")
-    for heading in (*headings, "down\nMB", "up\nMB", "step\nms", "memory\nMB", "GFLOP\na round"):
+    for heading in (*headings, "down\nMB", "up\nMB", "step\nms", "memory\nMB", "GFLOP\nper round"):
         column(table, heading)
     for device in summary.devices:
         table.add_row(
@@ -146,9 +146,9 @@ def _device_table(summary: RunSummary, *, name_width: int) -> Table:
 
 
 def budget_table(summary: RunSummary, width: int) -> Table:
-    """How many tasks of each device kept its budgets; which ones the others broke, and how often."""
+    """Number of tasks of each device within its budgets; which budgets the others exceeded, and how often."""
     table = new_table("budgets")
-    for heading in ("device", "tasks\nkept", "tasks\nbroken"):
+    for heading in ("device", "tasks within\nbudget", "tasks\nover budget"):
         column(table, heading, justify="left" if heading == "device" else "right")
     table.add_column("what", overflow="fold")
     for device in summary.devices:
@@ -159,7 +159,7 @@ def budget_table(summary: RunSummary, width: int) -> Table:
 
 
 def strike_table(summary: RunSummary, width: int) -> Table:
-    """Devices that sent what no honest one sends."""
+    """Devices with strikes."""
     table = new_table("strikes")
     for heading in ("device", "strikes"):
         column(table, heading, justify="left" if heading == "device" else "right")
@@ -171,11 +171,11 @@ def strike_table(summary: RunSummary, width: int) -> Table:
 
 
 def refusal_table(summary: RunSummary, width: int, most: int = 10) -> Table:
-    """The newest refusals, equal ones together; only their reasons may take several lines."""
+    """The newest refusals, equal ones counted; only reasons may take several lines."""
     times: dict[tuple[int | None, str, str, str], int] = {}
     for entry in summary.refusals:
         key = (entry.round, entry.device, entry.kind, entry.reason)
-        times[key] = times.pop(key, 0) + 1  # at the end again
+        times[key] = times.pop(key, 0) + 1  # moved to the end
     left_out = len(times) - most
     table = new_table("refused or lost" if left_out <= 0 else f"refused or lost, and {left_out} others before")
     for heading in ("times", "round", "device", "what"):
@@ -188,7 +188,7 @@ def refusal_table(summary: RunSummary, width: int, most: int = 10) -> Table:
 
 
 def runs_table(listed: list[RunLine], width: int) -> Table:
-    """One line a run. A run's name is never cut: it is what `show` and `--resume` want."""
+    """One line per run. A run's name is never cut: `show` and `--resume` need it."""
     return first_that_fits(
         width,
         lambda: _runs_table(listed, ("created", "status", "method", "model", "rounds", "accuracy", "MB")),

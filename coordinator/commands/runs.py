@@ -1,4 +1,4 @@
-"""`coordinator runs`: which runs there are."""
+"""`coordinator runs`: lists all runs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`coordinator serve`: a service that runs what is submitted."""
+"""`coordinator serve`: a service for submitted runs."""
 
 import os
 import secrets
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command, examples=["coordinator serve --broker.deployment deployment --side-by-side 2"])
-@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags win over it.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags override it.")
 @runs_flag
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @service_flags
 @private_files()
 def serve(file: Path | None, folder: Path, quiet: bool, **flags: Any) -> None:
-    """Keep a broker and its devices, and serve the runs that are submitted, until it is stopped."""
+    """Keep a broker and its devices connected, and serve submitted runs until stopped."""
     from coordinator.record.retention import lock_service
     from coordinator.run.display import Display, LineDisplay
-    from coordinator.service.broker import federation_of, meeting_point
+    from coordinator.service.broker import broker_endpoint, federation_of
     from coordinator.service.service import RunService
     from fedvit.logs import configure_logging
     from fedvit.transport.mqtt import MqttTransport
@@ -43,14 +43,14 @@ def serve(file: Path | None, folder: Path, quiet: bool, **flags: Any) -> None:
         store = opened_store(folder, stack)
         stack.callback(os.close, lock_service(folder))
         display = Display() if quiet else LineDisplay()
-        point = stack.enter_context(meeting_point(broker, config.federation, folder / "broker", display.line))
+        endpoint = stack.enter_context(broker_endpoint(broker, config.federation, folder / "broker", display.line))
         configure_logging(file=folder / "service.log", stderr=False)
         service = RunService(
             out=folder,
             config=config,
             store=store,
-            link=MqttTransport(SimpleQueue(), point.address, client_id=f"coordinator-{secrets.token_hex(4)}"),
-            point=point,
+            link=MqttTransport(SimpleQueue(), endpoint.address, client_id=f"coordinator-{secrets.token_hex(4)}"),
+            endpoint=endpoint,
             display=display,
             compute_of=_worker_of,
         )
@@ -58,7 +58,7 @@ def serve(file: Path | None, folder: Path, quiet: bool, **flags: Any) -> None:
             signal.signal(number, lambda *_: service.stop())
         display.line(f"serving the runs of {folder}, {config.side_by_side} at a time; `coordinator submit` adds one")
         service.serve()
-        display.line(f"stopped; go on with: coordinator serve --runs {folder}")
+        display.line(f"stopped; resume with: coordinator serve --runs {folder}")
     raise KeyboardInterrupt
 
 

@@ -1,4 +1,4 @@
-"""`coordinator show`: what became of a run."""
+"""`coordinator show`: shows one run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

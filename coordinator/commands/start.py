@@ -37,7 +37,7 @@ if typing.TYPE_CHECKING:
     from coordinator.record.store import Store
     from coordinator.record.tables import RunRecord
     from coordinator.run.display import Display
-    from coordinator.service.broker import MeetingPoint
+    from coordinator.service.broker import BrokerEndpoint
     from fedvit.transport.base import Transport
 
 
@@ -49,7 +49,7 @@ if typing.TYPE_CHECKING:
         "coordinator start --resume",
     ],
 )
-@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags win over it.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags override it.")
 @runs_flag
 @click.option(
     "--resume",
@@ -57,7 +57,7 @@ if typing.TYPE_CHECKING:
     flag_value="newest",
     default=None,
     metavar="[RUN]",
-    help="Go on with an interrupted run, where its devices expect it; without a name the newest.",
+    help="Resume an interrupted run, at the broker that its devices know; without a name the newest.",
 )
 @click.option(
     "--run", "name", metavar="NAME", default=None, help="Name of the new run; by default date, time and method."
@@ -65,14 +65,14 @@ if typing.TYPE_CHECKING:
 @click.option(
     "--resume-or-new",
     is_flag=True,
-    help="Go on with the run that --run names, or begin it where there is none; nothing to do where it is finished.",
+    help="Resume the run of --run, or begin it if it does not exist; a finished run is left as it is.",
 )
 @click.option(
     "--check",
     "only_check",
     is_flag=True,
-    help="Only say what is wrong, or what would run: the model is built, its weights and the run of --start-from are "
-    "read, and no device is waited for.",
+    help="Only check the configuration: the model is built, its weights and the run of --start-from are read; no "
+    "device is waited for.",
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @config_flags
@@ -87,14 +87,16 @@ def start(
     quiet: bool,
     **flags: Any,
 ) -> None:
-    """Start a broker if none is given, wait for devices, and train."""
+    """Start a broker unless one is given, wait for devices, and train."""
     from coordinator.run.display import choose_display
 
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
     if resume_or_new and (name is None or resume is not None):
-        raise ConfigError("--resume-or-new wants the name of the run by --run NAME, and goes without --resume")
-    given = make_config(values, where)  # says what is wrong with it before anything is opened
+        raise ConfigError(
+            "--resume-or-new needs the name of the run by --run NAME, and cannot be combined with --resume"
+        )
+    given = make_config(values, where)  # reports errors before anything is opened
     check_names(given.run, where)
     with ExitStack() as stack:
         if resume is None:
@@ -117,19 +119,19 @@ def start(
                 return
         else:
             from coordinator.record.tables import (
-                ENDED,  # SQLAlchemy, for which the first line of a new run does not wait
+                ENDED,  # imports SQLAlchemy, for which the first line of a new run need not wait
             )
 
             run, config = record.id, _resumed(record, values, where)
-            if record.status in ENDED and (record.status == "cancelled" or _trains_nothing_more(config.run, record)):
+            if record.status in ENDED and (record.status == "cancelled" or _has_no_more_rounds(config.run, record)):
                 if not resume_or_new:
                     raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")
                 display.line(f"run {run} is {record.status}: there is nothing to do")
                 return
         if only_check:
-            click.echo(f"would go on with run {run}: {_described(config.run)}")
+            click.echo(f"would resume run {run}: {_described(config.run)}")
             return
-        made = stack.enter_context(ExitStack())  # what is undone unless the run gets as far as into the record
+        made = stack.enter_context(ExitStack())  # undone unless the run is added to the record
         if not (folder / run).exists():
             made.callback(_remove, folder, run)
         _lock(folder / run, run, stack)
@@ -137,27 +139,29 @@ def start(
             stack.enter_context(display)
             worker, server = _worker(stack), config.run.accelerator
         display.line(f"run {run}: {_described(config.run)}, server on {server}")
-        from coordinator.service.broker import meeting_point
+        from coordinator.service.broker import broker_endpoint
 
         broker_folder = folder / run / "broker"
-        point = stack.enter_context(meeting_point(config.broker, config.run.federation, broker_folder, display.line))
-        transport = _transport(point)
+        endpoint = stack.enter_context(
+            broker_endpoint(config.broker, config.run.federation, broker_folder, display.line)
+        )
+        transport = _transport(endpoint)
         store = store or opened_store(folder, stack)
         if record is None:
-            store.create_run(run, msgspec.to_builtins(config.run), point.as_record())
+            store.create_run(run, msgspec.to_builtins(config.run), endpoint.as_record())
         else:
             status = "interrupted" if record.status == "finished" else record.status
-            store.update_run(run, config=msgspec.to_builtins(config.run), broker=point.as_record(), status=status)
+            store.update_run(run, config=msgspec.to_builtins(config.run), broker=endpoint.as_record(), status=status)
         made.pop_all()
-        _serve(store, folder, run, config.run, point, transport, display, worker)
+        _serve(store, folder, run, config.run, endpoint, transport, display, worker)
 
 
 def _checked(
     values: dict[str, Any], where: str, folder: Path, stack: ExitStack
 ) -> "tuple[Worker, StartConfig, Checked]":
-    """The process that computes, the configuration of a new run, and what was found out about it.
+    """Check the configuration of a new run; returns the worker process, the configuration, and the outcome.
 
-    Raises ConfigError when it could never begin.
+    Raises ConfigError if the run cannot begin.
     """
     from coordinator.compute.messages import Check
     from coordinator.service.broker import federation_of
@@ -167,35 +171,35 @@ def _checked(
 
 
 def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
-    """What `--check` prints of a run that can begin."""
+    """The output of `--check` for a run that can begin."""
     from coordinator.record.summary import run_settings
     from profiles.report.verdict import settings_words
 
     of_run, broker = config.run, config.broker
-    meets = f"{broker.broker}, on {broker.listen}:{broker.port}" if "://" not in broker.broker else broker.broker
+    address = f"{broker.broker}, on {broker.listen}:{broker.port}" if "://" not in broker.broker else broker.broker
     if broker.deployment:
-        meets = f"of deployment {broker.deployment}"
+        address = f"of deployment {broker.deployment}"
     options = "".join(f" -o {name}={value}" for name, value in of_run.options.items())
     model = "".join(f" --model-option {name}={value}" for name, value in of_run.model_options.items())
     return [
         f"run {run} can begin: {_described(of_run)}, server on {checked.accelerator}",
         f"  model of {checked.parameters:,} parameters; classes: {', '.join(of_run.classes) or 'those of the devices'}",
         f"  {settings_words(run_settings(of_run))}",
-        f"  waits for {counted(of_run.devices, 'device')} in federation {of_run.federation}; broker: {meets}",
+        f"  waits for {counted(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
         f"what it costs on a board: coordinator plan --method {of_run.method} --model {of_run.model}{options}{model} "
         "--device ID",
     ]
 
 
 def _lock(folder: Path, run: str, stack: ExitStack) -> None:
-    """No other process serves the run. Raises ConfigError."""
+    """Lock the run. Raises ConfigError if another process serves it."""
     from coordinator.record.retention import lock_run
 
     stack.callback(os.close, lock_run(folder, run))
 
 
 def _worker(stack: ExitStack) -> "Worker":
-    """The process that computes, which begins to import torch."""
+    """The worker process."""
     from coordinator.compute.process import Worker
 
     worker = Worker()
@@ -204,19 +208,19 @@ def _worker(stack: ExitStack) -> "Worker":
 
 
 def opened_store(folder: Path, stack: ExitStack) -> "Store":
-    """The record of all runs, and none of their files open to others."""
+    """Open the record of all runs, and make their files private."""
     from coordinator.record.store import Store
 
-    store = Store.in_folder(folder, check=False)  # the run reads it as a whole while it waits for devices
+    store = Store.in_folder(folder, check=False)  # verified while the run waits for devices
     stack.callback(store.close)
     make_private([*folder.glob("fedvit.db*"), *(folder / record.id for record in store.runs())])
     return store
 
 
 def _remove(folder: Path, run: str) -> None:
-    """The folder of a run that never began, and the folder of all runs where it was made for that one."""
+    """Remove the folder of a run that never began, and the folder of all runs if it is empty then."""
     shutil.rmtree(folder / run, ignore_errors=True)
-    with suppress(OSError):  # there are others in it
+    with suppress(OSError):  # it is not empty
         folder.rmdir()
 
 
@@ -229,28 +233,28 @@ def usual_name(config: RunConfig) -> str:
 
 
 def check_new(store: "Store | None", run: str) -> None:
-    """Raises ConfigError when there is a run of that name."""
+    """Raises ConfigError if the run exists."""
     if store and run in {record.id for record in store.runs()}:
-        raise ConfigError(f"run {run!r} exists already; go on with it by --resume {run}, or choose another --run")
+        raise ConfigError(f"run {run!r} exists already; resume it with --resume {run}, or choose another --run")
 
 
 def check_metrics(config: RunConfig, where: str) -> None:
-    """Raises ConfigError when a writer of metrics lacks its library."""
+    """Raises ConfigError if the library of a metrics writer is missing."""
     if config.metrics.writers:
-        from coordinator.metrics.writers import check_writers  # SQLAlchemy, for which other runs do not wait here
+        from coordinator.metrics.writers import check_writers  # imports SQLAlchemy, which other runs do not need here
 
         check_writers(config.metrics, where)
 
 
 def check_start_from(store: "Store | None", config: RunConfig) -> None:
-    """Raises ConfigError when there is no run of that name that a new one can start from."""
+    """Raises ConfigError if the run of `start_from` does not exist, or has closed no round."""
     if config.start_from is None:
         return
     if store is None:
         raise ConfigError(f"start_from = {config.start_from!r}: there is no run yet")
     newest = store.newest_closed(config.start_from)
     if newest is None:
-        store.run(config.start_from)  # raises when there is none of that name
+        store.run(config.start_from)  # raises if there is no such run
         raise ConfigError(f"start_from = {config.start_from!r}: that run closed no round")
 
 
@@ -258,9 +262,9 @@ def check_start_from(store: "Store | None", config: RunConfig) -> None:
 
 
 def _to_resume(store: "Store | None", resume: str | None, named: str | None) -> "RunRecord | None":
-    """The run that is meant: by `resume`, or, if there is one of that name, by `named`; None for a new one.
+    """The run to resume: that of `resume`, or that of `named` if it exists; None for a new run.
 
-    Raises ConfigError when there is none to resume.
+    Raises ConfigError if there is none to resume.
     """
     from coordinator.record.tables import ENDED
 
@@ -281,15 +285,15 @@ def _config_of(record: "RunRecord") -> RunConfig:
     return make_config(record.config, f"run {record.id}").run
 
 
-def _trains_nothing_more(config: RunConfig, finished: "RunRecord") -> bool:
-    """Whether the configuration is that with which the run finished; where its metrics go does not matter."""
+def _has_no_more_rounds(config: RunConfig, finished: "RunRecord") -> bool:
+    """Whether a finished run has the same configuration, apart from its metrics."""
     return config == msgspec.structs.replace(_config_of(finished), metrics=config.metrics)
 
 
 def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartConfig:
-    """The configuration with which a run goes on: its own, and its own broker, where nothing else is said.
+    """The configuration of a resumed run: its recorded configuration and broker, with the given changes.
 
-    Raises ConfigError where something is said that cannot be changed.
+    Raises ConfigError for changes that are not allowed.
     """
     if record.status == "queued":
         raise ConfigError(f"run {record.id!r} is queued: `coordinator serve` begins it")
@@ -304,11 +308,11 @@ def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartCo
 # --- the run --------------------------------------------------------------------------------------------
 
 
-def _transport(point: "MeetingPoint") -> "Transport":
-    """Raises ConfigError when the broker's address names files that cannot be used."""
+def _transport(endpoint: "BrokerEndpoint") -> "Transport":
+    """Raises ConfigError if a certificate or key file of the broker's address cannot be used."""
     from fedvit.transport.mqtt import MqttTransport
 
-    return MqttTransport(SimpleQueue(), point.address, client_id=f"coordinator-{secrets.token_hex(4)}")
+    return MqttTransport(SimpleQueue(), endpoint.address, client_id=f"coordinator-{secrets.token_hex(4)}")
 
 
 def _serve(
@@ -316,12 +320,12 @@ def _serve(
     folder: Path,
     run: str,
     config: RunConfig,
-    point: "MeetingPoint",
+    endpoint: "BrokerEndpoint",
     transport: "Transport",
     display: "Display",
     worker: "Worker",
 ) -> None:
-    """Serve the run to its end. Raises KeyboardInterrupt when it was interrupted."""
+    """Serve the run to its end. Raises KeyboardInterrupt if it is interrupted."""
     from coordinator.metrics.following import following
     from coordinator.run.coordinator import Cancelled, Coordinator
     from coordinator.run.inbox import Interrupted
@@ -336,8 +340,8 @@ def _serve(
     cancellation = Cancellation(store, run)
 
     def watch() -> None:
-        point.watch()
-        for device in point.revoked():
+        endpoint.watch()
+        for device in endpoint.revoked():
             coordinator.expel(device, "its certificate was revoked")
         if cancellation.is_asked_for():
             coordinator.cancel("cancelled by the operator")
@@ -366,6 +370,6 @@ def _serve(
         display.line(f"run {run} is cancelled")
         return
     except Interrupted:
-        display.line(f"interrupted; go on with: coordinator start --resume {run} --runs {folder}")
+        display.line(f"interrupted; resume with: coordinator start --resume {run} --runs {folder}")
         raise KeyboardInterrupt from None
     display.line(f"finished; tensors: {home / 'model.safetensors'}, log: {log_file}")

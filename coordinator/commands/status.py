@@ -1,4 +1,4 @@
-"""`coordinator status`: what a run, or a service, waits for."""
+"""`coordinator status`: shows what a run or a service waits for."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @runs_flag
 @json_flag
 def status(run: str | None, folder: Path, as_json: bool) -> None:
-    """Say what RUN is waiting for, since when and until when; by default what the service does, or the newest run."""
+    """Show what RUN is waiting for, since when and until when; by default the service, or the newest run."""
     from coordinator.record.summary import run_head
     from coordinator.record.tables import ENDED
     from coordinator.run.status import lines, read_status
@@ -41,16 +41,16 @@ def status(run: str | None, folder: Path, as_json: bool) -> None:
     found = read_status(folder / record.id)
     if as_json:
         head = msgspec.structs.asdict(run_head(record))
-        told = msgspec.to_builtins(found)
-        if record.status in ENDED:  # what was done last is not being done
-            told |= {"doing": record.status, "waiting_for": [], "resting": [], "online": 0}
-        click.echo(json.dumps({**head, **told, "stale": found.is_stale()}, indent=2))
+        shown = msgspec.to_builtins(found)
+        if record.status in ENDED:  # its last activity is over
+            shown |= {"doing": record.status, "waiting_for": [], "resting": [], "online": 0}
+        click.echo(json.dumps({**head, **shown, "stale": found.is_stale()}, indent=2))
         return
     click.echo("\n".join(lines(record.id, record.status, found)))
 
 
 def _service_status(store: "Store", folder: Path, *, as_json: bool) -> bool:
-    """Print what the service of a folder does; False where there is none, and nothing waits for one."""
+    """Print the status of a folder's service; False if there is no service and no submitted run."""
     from coordinator.service.status import read_service_status
 
     status, submitted = read_service_status(folder), store.submitted()
@@ -66,7 +66,7 @@ def _service_status(store: "Store", folder: Path, *, as_json: bool) -> bool:
     if status and alive:
         click.echo(f"service: federation {status.federation} at {status.broker}")
     else:
-        click.echo(f"service: not running; `coordinator serve --runs {folder}` goes on with the runs below")
+        click.echo(f"service: not running; `coordinator serve --runs {folder}` resumes the runs below")
     for name in begun:
         click.echo(f"  run {name}: {_doing(folder / name)}")
     click.echo(f"  queue: {', '.join(queued) or 'empty'}")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @run_flags
 @private_files()
 def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **flags: Any) -> None:
-    """Put a run into the queue of a service: the TOML file CONFIG, and flags that win over it."""
+    """Put a run into the queue of a service: the TOML file CONFIG, overridden by flags."""
     from coordinator.compute.messages import Check
     from coordinator.compute.process import Worker
     from fedvit.wire.topics import check_name
@@ -35,7 +35,9 @@ def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **f
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
     if "broker" in values:
-        raise ConfigError(f"{where}: [broker] is for `coordinator start` and `serve`; this run has its service's")
+        raise ConfigError(
+            f"{where}: [broker] is for `coordinator start` and `serve`; this run uses its service's broker"
+        )
     config = make_config(values, where).run
     check_names(config, where)
     check_metrics(config, where)
@@ -43,13 +45,13 @@ def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **f
     with ExitStack() as stack:
         known = opened_store(folder, stack) if (folder / "fedvit.db").exists() else None
         check_new(known, run)
-        now = _as_far_as_known_now(config, known)
+        now = _checkable_now(config, known)
         warning = _warning(config, folder)
         worker = Worker()
         stack.callback(worker.close)
         notes = worker.ask(Check(config=now, where=where, runs=str(folder))).notes
         recorded = msgspec.to_builtins(config)
-        if "federation" not in values:  # it is the service's
+        if "federation" not in values:  # the service's federation is used
             del recorded["federation"]
         opened_store(folder, stack).submit_run(run, recorded)
     for note in (*notes, *([warning] if warning else [])):
@@ -57,10 +59,10 @@ def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **f
     click.echo(msgspec.json.encode({"run": run, "status": "queued", "warning": warning}).decode() if as_json else run)
 
 
-def _as_far_as_known_now(config: RunConfig, store: "Store | None") -> RunConfig:
-    """What can be checked of a run: the one that it starts from may be in the queue before it.
+def _checkable_now(config: RunConfig, store: "Store | None") -> RunConfig:
+    """The part of the configuration that can be checked now: the run that it starts from may still be queued.
 
-    Raises ConfigError when there is no such run.
+    Raises ConfigError if there is no such run.
     """
     if config.start_from is None:
         return config
@@ -74,7 +76,7 @@ def _as_far_as_known_now(config: RunConfig, store: "Store | None") -> RunConfig:
 
 
 def _warning(config: RunConfig, folder: Path) -> str | None:
-    """What the operator should know of a run that may wait for long."""
+    """A warning if no known device has the labels of the run."""
     from coordinator.service.status import labels_seen, read_service_status
 
     status = read_service_status(folder)
@@ -83,6 +85,6 @@ def _warning(config: RunConfig, folder: Path) -> str | None:
         return None
     seen = ", ".join(labels_seen(status)) or "none"
     return (
-        f"devices_where = {config.devices_where!r}: no device that the service has seen has these labels; labels that "
-        f"there are: {seen}. The run waits for such devices"
+        f"devices_where = {config.devices_where!r}: no device that the service has seen has these labels; existing "
+        f"labels: {seen}. The run waits for such devices"
     )

@@ -1,5 +1,5 @@
-"""All that needs torch: plans, graphs, Programs, what is made for a device, and the server's step.
+"""Everything that needs torch: plans, graphs, Programs, tensors made for one device, and the server's step.
 
-What controls a run asks for it by `messages`, and never imports anything else of this package but `process`. `Engine`
-answers in the process that asks; `Worker` starts a process of its own that answers (docs/decisions/0022).
+The control side of a run sends requests (`messages`), and imports only `messages` and `process` of this package.
+`Engine` answers in the calling process; `Worker` starts a process of its own (docs/decisions/0022).
 """

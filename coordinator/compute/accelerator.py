@@ -1,4 +1,4 @@
-"""What the server trains on: one torch device, or several with a process for each."""
+"""The torch device that the server trains on, or several of them with one process each."""
 
 import os
 import re
@@ -8,11 +8,11 @@ import torch
 from fedvit.errors import ConfigError
 
 MOST_PROCESSES = max(2, os.cpu_count() or 1)
-"""Of one machine's processor."""
+"""Most processes on the processor of one machine."""
 
 
 def choose_accelerator(wanted: str) -> str:
-    """What `accelerator` of a configuration comes to on this machine. Raises ConfigError when it is not there."""
+    """Resolve `accelerator` of a configuration on this machine. Raises ConfigError if it is not available."""
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind = wanted.partition(":")[0]
@@ -20,47 +20,47 @@ def choose_accelerator(wanted: str) -> str:
         _check_gpus(wanted)
     elif kind == "cpu":
         _check_processes(wanted)
-    if len(places(wanted)) == 1:
+    if len(torch_devices(wanted)) == 1:
         try:
-            torch.zeros(1, device=places(wanted)[0])
+            torch.zeros(1, device=torch_devices(wanted)[0])
         except (RuntimeError, AssertionError) as error:
             raise _refused(wanted, str(error).splitlines()[0]) from error
     return wanted
 
 
-def places(accelerator: str) -> tuple[str, ...]:
+def torch_devices(accelerator: str) -> tuple[str, ...]:
     """The torch device of each process of the server's training.
 
-    >>> places("cuda:0,1"), places("cpu:2"), places("cuda:1"), places("cpu")
+    >>> torch_devices("cuda:0,1"), torch_devices("cpu:2"), torch_devices("cuda:1"), torch_devices("cpu")
     (('cuda:0', 'cuda:1'), ('cpu', 'cpu'), ('cuda:1',), ('cpu',))
     """
-    kind, colon, which = accelerator.partition(":")
+    kind, colon, selected = accelerator.partition(":")
     if kind == "cpu" and colon:
-        return ("cpu",) * int(which)
+        return ("cpu",) * int(selected)
     if kind == "cuda" and colon:
-        return tuple(f"cuda:{number}" for number in which.split(","))
+        return tuple(f"cuda:{number}" for number in selected.split(","))
     return (accelerator,)
 
 
 def _check_gpus(wanted: str) -> None:
     if not re.fullmatch(r"cuda(:\d+(,\d+)*)?", wanted):
         raise _refused(wanted, "GPUs are written 'cuda', 'cuda:1' or 'cuda:0,1'")
-    chosen = places(wanted)
-    if twice := sorted({place for place in chosen if chosen.count(place) > 1}):
-        raise _refused(wanted, f"{twice[0]} is in it more than once")
+    chosen = torch_devices(wanted)
+    if twice := sorted({device for device in chosen if chosen.count(device) > 1}):
+        raise _refused(wanted, f"{twice[0]} is listed more than once")
     if not torch.cuda.is_available():
         raise _refused(wanted, "torch finds no GPU with CUDA on this machine. Use 'cpu', or see what nvidia-smi says")
-    there = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if missing := [place for place in chosen if place not in ("cuda", *there)]:
-        raise _refused(wanted, f"there is no {missing[0]}; torch finds {', '.join(there)}")
+    available = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if missing := [device for device in chosen if device not in ("cuda", *available)]:
+        raise _refused(wanted, f"there is no {missing[0]}; torch finds {', '.join(available)}")
 
 
 def _check_processes(wanted: str) -> None:
     if not re.fullmatch(r"cpu(:\d+)?", wanted):
-        raise _refused(wanted, "processors are written 'cpu', or 'cpu:2' for two processes")
-    if not 1 <= len(places(wanted)) <= MOST_PROCESSES:
-        raise _refused(wanted, f"this machine takes 1 to {MOST_PROCESSES} processes")
+        raise _refused(wanted, "the processor is written 'cpu', or 'cpu:2' for two processes")
+    if not 1 <= len(torch_devices(wanted)) <= MOST_PROCESSES:
+        raise _refused(wanted, f"this machine supports 1 to {MOST_PROCESSES} processes")
 
 
-def _refused(wanted: str, why: str) -> ConfigError:
-    return ConfigError(f"accelerator = {wanted!r} cannot be used: {why}")
+def _refused(wanted: str, reason: str) -> ConfigError:
+    return ConfigError(f"accelerator = {wanted!r} cannot be used: {reason}")

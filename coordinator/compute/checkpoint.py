@@ -1,11 +1,11 @@
-"""The server's state as blobs: what devices fetch and what a restart begins with are the same files."""
+"""The server's state as blobs: devices fetch the same files from which a restart begins."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 from coordinator.config import UpdatesConfig
 from coordinator.planning.planner import Plan
-from coordinator.record.integrity import DamagedBlob, SoundBlobs, what_it_held
+from coordinator.record.integrity import DamagedBlob, VerifiedBlobs, blob_description
 from coordinator.record.references import references
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
@@ -15,17 +15,17 @@ from fedvit.files import atomic_write
 from fedvit.methods.base import ServerRule, ServerState
 from fedvit.tensors import Tensors, pack, unpack
 
-AS_IT_IS = UpdatesConfig()
+UNCODED = UpdatesConfig()
 
 
 def save_state(
     state: ServerState,
     groups: dict[str, list[str]],
     blobs: BlobStore,
-    updates: UpdatesConfig = AS_IT_IS,
+    updates: UpdatesConfig = UNCODED,
     before: SavedState | None = None,
 ) -> SavedState:
-    """Put a state into `blobs`, one blob a group; and what devices get of it that have what they got `before`."""
+    """Write a state into `blobs`, one blob per group, and the coded values for devices that hold those of `before`."""
     members = {group: {name: state.tensors[name] for name in names} for group, names in groups.items()}
     saved = {group: blobs.put(pack(tensors)).digest for group, tensors in members.items()}
     memory = blobs.put(pack(state.memory)).digest if state.memory else None
@@ -34,7 +34,7 @@ def save_state(
 
 
 def load_state(saved: SavedState, blobs: BlobStore, order: Iterable[str] | None = None) -> ServerState:
-    """Undo `save_state`: bit for bit; tensors in the order of `order`, where it is given."""
+    """Undo `save_state`: bit for bit; tensors in the order of `order`, if given."""
     tensors: Tensors = {}
     for digest in saved.groups.values():
         tensors |= unpack(blobs.get(digest))
@@ -45,16 +45,16 @@ def load_state(saved: SavedState, blobs: BlobStore, order: Iterable[str] | None 
 
 
 def start_state(earlier: str, store: Store, runs: Path) -> ServerState:
-    """What the run named `earlier` ended with. Raises ConfigError when there is no such end, Damaged where it is."""
+    """The final state of the run `earlier`. Raises ConfigError if it closed no round, Damaged if a file is damaged."""
     newest = store.newest_closed(earlier)
     if newest is None or newest.state is None:
-        store.run(earlier)  # raises when there is none of that name
+        store.run(earlier)  # raises if there is no such run
         raise ConfigError(f"start_from = {earlier!r}: that run closed no round")
-    blobs = SoundBlobs(runs / earlier / "blobs")
+    blobs = VerifiedBlobs(runs / earlier / "blobs")
     try:
         return load_state(newest.state, blobs)
     except DamagedBlob as error:
-        held = what_it_held(error.digest, earlier, store, blobs)
+        held = blob_description(error.digest, earlier, store, blobs)
         raise Damaged(
             f"start_from = {earlier!r}: {error.path} is damaged: it held {held}. "
             "Put the file back from a copy of that run's folder"
@@ -62,7 +62,7 @@ def start_state(earlier: str, store: Store, runs: Path) -> ServerState:
 
 
 def needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
-    """Everything that a device may still ask for, or a restart need, after a round closed with `saved`."""
+    """Digests that a device may still request, or that a restart needs, after a round closed with `saved`."""
     needed = {*saved.groups.values(), *saved.uploads.values()}
     needed |= {digest for reference in saved.references.values() for digest in reference.blobs()}
     for variant in plan.variants.values():
@@ -71,7 +71,7 @@ def needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
 
 
 def write_models(folder: Path, state: ServerState, rule: ServerRule, devices: Iterable[str], seed: int) -> None:
-    """What a finished run leaves in its folder: the server's tensors, and those that it made for one device."""
+    """Write the results of a finished run into its folder: the server's tensors, and those generated per device."""
     atomic_write(folder / "model.safetensors", pack(state.tensors))
     for device in devices:
         if generated := rule.generate(state, device, seed):

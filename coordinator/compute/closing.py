@@ -1,4 +1,4 @@
-"""How a round closes: the state before, uploads, and what a server rule makes of them; as data, for any process."""
+"""The input of a server step (the previous state and the uploads) as data, so that any process can run it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from fedvit.updates import Decoded
 
 @dataclass(frozen=True)
 class StoredUploads:
-    """Finds uploads by their digests; the features of one are read from its file when they are needed."""
+    """Finds uploads by their digests; features are read from the file when they are needed."""
 
     folder: Path  # of blobs
     shapes: dict[str, tuple[int, ...]]
@@ -28,19 +28,19 @@ class StoredUploads:
         return Decoded(TensorFile(BlobStore(self.folder).path(digest)), self.shapes)
 
 
-class Place(NamedTuple):
-    """Where a process trains, and which of those it is that train together."""
+class Placement(NamedTuple):
+    """Torch device and rank of one process of the server's training."""
 
     device: str  # torch device
     rank: int = 0
     world_size: int = 1
 
 
-class Joining(NamedTuple):
-    """What a process is told once, before it closes rounds together with others."""
+class RankSetup(NamedTuple):
+    """Sent once to each process before it closes rounds together with the others."""
 
-    place: Place
-    port: int  # of loopback, where they find each other
+    placement: Placement
+    port: int  # on loopback, where the processes meet
     blobs: Path
     rule: ServerRule
     vit: PatchViT
@@ -48,7 +48,7 @@ class Joining(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Closing:
-    """One round's."""
+    """One server step."""
 
     round: int
     rounds: int
@@ -56,7 +56,7 @@ class Closing:
     lr_scale: float
     before: SavedState
     kept: dict[str, str]  # device -> digest of its upload of an earlier round
-    uploads: list[Upload]  # what is left of this round's after screening
+    uploads: list[Upload]  # of this round, after screening
     stored: StoredUploads
     names: list[str]  # of tensors, in the model's order
     groups: dict[str, list[str]]
@@ -64,26 +64,26 @@ class Closing:
     aggregator: Aggregator
     precision: ProductPrecision
 
-    def done(
-        self, rule: ServerRule, vit: PatchViT, blobs: BlobStore, place: Place, progress: Callable[[str], None]
+    def run(
+        self, rule: ServerRule, vit: PatchViT, blobs: BlobStore, placement: Placement, progress: Callable[[str], None]
     ) -> tuple[SavedState, dict[str, float]]:
-        """The next state, in `blobs`, and figures. Raises EmptyCohort; of several processes rank 0 alone keeps it."""
+        """Return the next state, written to `blobs`, and figures. Raises EmptyCohort. Only rank 0 writes."""
         state = replace(load_state(self.before, blobs, self.names), uploads=self.kept)
         context = RoundContext(
             round=self.round,
             seed=self.seed,
             lr_scale=self.lr_scale,
             vit=vit,
-            accelerator=place.device,
+            accelerator=placement.device,
             load=self.stored,
             progress=progress,
             aggregator=self.aggregator,
             precision=self.precision,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=placement.rank,
+            world_size=placement.world_size,
         )
-        moved, figures = rule.close(state, self.uploads, context)
-        if place.rank:
+        updated, figures = rule.close(state, self.uploads, context)
+        if placement.rank:
             return self.before, {}
-        progress(f"round {self.round}/{self.rounds}: keeping the new state")
-        return save_state(moved, self.groups, blobs, self.updates, self.before), figures
+        progress(f"round {self.round}/{self.rounds}: saving the new state")
+        return save_state(updated, self.groups, blobs, self.updates, self.before), figures

@@ -1,4 +1,4 @@
-"""Answers what the control of a run asks, in this process."""
+"""Answers the requests of a run's control side in this process."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +6,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-from coordinator.compute.accelerator import choose_accelerator, places
+from coordinator.compute.accelerator import choose_accelerator, torch_devices
 from coordinator.compute.checkpoint import load_state, start_state, write_models
 from coordinator.compute.messages import (
     FindOutliers,
@@ -27,7 +27,7 @@ from coordinator.compute.server_step import ServerStep
 from coordinator.config import RunConfig
 from coordinator.planning.planner import Plan, make_plan
 from coordinator.planning.target import Target
-from coordinator.record.integrity import SoundBlobs
+from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.references import snapshot
 from coordinator.record.store import Store
 from fedvit.blobs import BlobStore
@@ -50,11 +50,11 @@ class Engine:
         self._store = store
         self._folder = folder
         self._graph_cache = graph_cache
-        self._blobs = SoundBlobs(folder / "blobs")
+        self._blobs = VerifiedBlobs(folder / "blobs")
         self._step: ServerStep | None = None
         self._ranks: Ranks | None = None
-        self._news: SimpleQueue[str] = SimpleQueue()
-        self.warn: Callable[[str], None] = self._news.put
+        self._warnings: SimpleQueue[str] = SimpleQueue()
+        self.warn: Callable[[str], None] = self._warnings.put
         self._answers: dict[type, Callable[[Any], Any]] = {
             Prepare: self._prepare,
             PlanTasks: self._plan,
@@ -70,8 +70,8 @@ class Engine:
     def damaged(self) -> list[str]:
         return self._blobs.found()
 
-    def keep(self) -> list[str]:
-        return drained(self._news)
+    def take_warnings(self) -> list[str]:
+        return drained(self._warnings)
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -84,7 +84,7 @@ class Engine:
         return self._step
 
     def _prepare(self, request: Prepare) -> Prepared:
-        # all blobs are read again: that a file is as it was when it was read first does not say what the disk gives now
+        # read all blobs again: an unchanged modification time does not prove that the disk still returns the same bytes
         self._blobs.forget_all_but()
         earlier = self._config.start_from
         plan = make_plan(
@@ -94,18 +94,18 @@ class Engine:
             start=start_state(earlier, self._store, self._folder.parent) if earlier is not None else None,
             budgets=request.budgets,
             cache=self._graph_cache,
-            progress=self._say,
+            progress=self._report_progress,
         )
         made, record = plan.first.digest, self._store.run(self._run)
         if record.program not in (None, made):
             raise ConfigError(
-                f"run {self._run} began with program {record.program}, this software makes {made}: "
+                f"run {self._run} began with program {record.program}, but this software makes {made}: "
                 "resume it with the versions it began with"
             )
         accelerator = choose_accelerator(self._config.accelerator)
         self._step = ServerStep(
-            self._run, self._config, self._store, self._blobs, plan, places(accelerator)[0],
-            self._started_ranks(plan, places(accelerator)), self._say,
+            self._run, self._config, self._store, self._blobs, plan, torch_devices(accelerator)[0],
+            self._started_ranks(plan, torch_devices(accelerator)), self._report_progress,
         )  # fmt: skip
         saved, remade = newest_state(self._step, request.copies)
         groups = {group: (role.value, len(names)) for group, (role, names) in plan.method.groups(plan.vit).items()}
@@ -114,24 +114,26 @@ class Engine:
         )
 
     def _started_ranks(self, plan: Plan, accelerators: tuple[str, ...]) -> Ranks | None:
-        """Several processes, where there is something for each to do."""
+        """Start several processes if the rule can divide its work among them."""
         self.close()
         if len(accelerators) > 1 and plan.rule.is_divided:
-            self._ranks = Ranks(accelerators, plan.rule, plan.vit, self._blobs, self._say, self._tell)
+            self._ranks = Ranks(
+                accelerators, plan.rule, plan.vit, self._blobs, self._report_progress, self._report_warning
+            )
             self._ranks.start()
         return self._ranks
 
-    def _say(self, text: str) -> None:
+    def _report_progress(self, text: str) -> None:
         self.progress(text)
 
-    def _tell(self, text: str) -> None:
+    def _report_warning(self, text: str) -> None:
         self.warn(text)
 
     def _plan(self, request: PlanTasks) -> Planned:
         too_small: dict[str, str] = {}
         tasks: dict[str, PlannedTask] = {}
         with self._blobs.gathering() as gathering:
-            state = _Lazily(partial(load_state, request.saved, self._blobs, self._prepared.plan.values))
+            state = _LazyState(partial(load_state, request.saved, self._blobs, self._prepared.plan.values))
             for device, target in request.targets.items():
                 try:
                     tasks[device] = self._task(device, target, request, state, gathering)
@@ -140,23 +142,23 @@ class Engine:
         return Planned(tasks=tasks, too_small=too_small)
 
     def _task(
-        self, device: str, target: Target | None, request: PlanTasks, state: "_Lazily", blobs: BlobStore
+        self, device: str, target: Target | None, request: PlanTasks, state: "_LazyState", blobs: BlobStore
     ) -> PlannedTask:
-        """A device's Program for the round, and the digests of what the server sends it. Raises OverBudget."""
+        """A device's Program for the round, and the digests of the tensors that the server sends. Raises OverBudget."""
         plan, saved = self._prepared.plan, request.saved
         variant, expected = plan.given(device, request.round, target)
         groups = {group: plan.sent(variant, group, saved.sent(group)) for group in variant.program.common_groups()}
-        sent = [kept for group, kept in saved.references.items() if groups.get(group) == kept.digest]
+        sent = [known for group, known in saved.references.items() if groups.get(group) == known.digest]
         for group in variant.program.with_role(Role.GENERATED):
-            made = plan.rule.generate(state.value, device, self._config.seed)
-            members = {name: made[name] for name in variant.program.names(group)}
+            generated = plan.rule.generate(state.value, device, self._config.seed)
+            members = {name: generated[name] for name in variant.program.names(group)}
             sent.append(snapshot(members, self._config.updates, blobs))
             groups[group] = sent[-1].digest
         return PlannedTask(
             program=variant.digest,
             groups=groups,
             expected=expected,
-            recipes=tuple(recipe for reference in sent for recipe in reference.recipes(blobs)),
+            delta_chain=tuple(delta for reference in sent for delta in reference.delta_chain(blobs)),
             lr_scale=variant.method.lr_scale(request.round, self._config.rounds),
         )
 
@@ -171,8 +173,8 @@ class Engine:
         write_models(self._folder, state, plan.rule, devices, self._config.seed)
 
 
-class _Lazily:
-    """A state that is read when it is first needed: most methods make nothing for one device."""
+class _LazyState:
+    """A state that is read when it is first needed: most methods generate nothing per device."""
 
     def __init__(self, load: Callable[[], ServerState]) -> None:
         self._load = load

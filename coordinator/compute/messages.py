@@ -1,7 +1,7 @@
-"""What the control of a run asks of the compute side, and what it is answered: data alone, without torch.
+"""Requests of a run's control side to its compute side, and the answers: plain data, without torch.
 
-The compute side reads the run's record and blobs itself. Every request can be repeated: nothing follows from it but
-blobs that are named by their content, and files that hold the same again.
+The compute side reads the run's record and blobs itself. Every request can be repeated: it only writes blobs, which are
+named by their content, and files with the same content again.
 """
 
 from collections.abc import Callable
@@ -19,39 +19,39 @@ Answer = TypeVar("Answer")
 
 
 class Request(Struct, Generic[Answer], frozen=True, kw_only=True):
-    """A request; `answer` is the type of what is answered."""
+    """A request; `answer` is the type of the answer."""
 
     answer: ClassVar[Any]
 
 
-# --- what is told of devices and of a round ---------------------------------------------------------------
+# --- parts of answers -------------------------------------------------------------------------------------
 
 
 class Outlier(NamedTuple):
-    """An upload that is left out, and why."""
+    """An upload that is left out, and the reason."""
 
     device: str
     reason: str
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
-    """What the run begins, or is resumed, with."""
+    """The starting point of a run that begins or is resumed."""
 
-    program: str  # digest of the Program of a device that no pattern names, in round 1
+    program: str  # digest of the Program of a device without a variant, in round 1
     protocol: str  # how accuracy is measured
     groups: dict[str, tuple[str, int]]  # group -> its role, and how many tensors it has
     accelerator: str  # torch device
     saved: SavedState  # the newest state
-    remade: list[int]  # rounds whose damaged state was computed again
+    remade: list[int]  # rounds whose damaged state was recomputed
 
 
 class PlannedTask(Struct, frozen=True, kw_only=True):
-    """What one device is asked to do in a round."""
+    """The task of one device in a round."""
 
     program: str  # digest
     groups: dict[str, str]  # group -> digest of the value that the server sends
-    expected: Expected | None  # None: nothing is known of the device
-    recipes: tuple[Recipe, ...]  # how it may make blobs of `groups`
+    expected: Expected | None  # None: the device is unknown
+    delta_chain: tuple[Recipe, ...]  # steps by which the device can build blobs of `groups` from older ones
     lr_scale: float  # factor on the learning rate
 
 
@@ -59,33 +59,33 @@ class Planned(Struct, frozen=True, kw_only=True):
     """The tasks of a cohort."""
 
     tasks: dict[str, PlannedTask]  # by device
-    too_small: dict[str, str]  # device -> why nothing fits its budget
+    too_small: dict[str, str]  # device -> reason why nothing fits its budget
 
 
 class Stepped(Struct, frozen=True, kw_only=True):
-    """What a round's results made of the state."""
+    """The outcome of a server step."""
 
     saved: SavedState
     figures: dict[str, float]  # for the round's record
-    damaged: dict[str, str]  # device -> digest of its upload of an earlier round, which is damaged and was left out
-    needed: set[str]  # digests that devices may still ask for, or a restart may need
+    damaged: dict[str, str]  # device -> digest of its damaged upload of an earlier round, which was left out
+    needed: set[str]  # digests that devices may still request, or a restart may need
 
 
 # --- requests ---------------------------------------------------------------------------------------------
 
 
 class Checked(Struct, frozen=True, kw_only=True):
-    """A configuration with which a run can begin here."""
+    """The answer for a configuration with which a run can begin on this machine."""
 
-    accelerator: str  # torch device that its server will compute on
+    accelerator: str  # torch device of the server
     parameters: int  # numbers in the model
-    notes: list[str]  # what its operator should know, and is no mistake
+    notes: list[str]  # warnings for the operator
 
 
 class Check(Request[Checked], frozen=True, kw_only=True, tag=True):
-    """Whether a run could begin here: its model is built, its weights and the run that it starts from are read.
+    """Check that a run can begin on this machine: build its model, read its weights and the run that it starts from.
 
-    Raises ConfigError, and Damaged where the state of an earlier run is.
+    Raises ConfigError, and Damaged if the state of the earlier run is damaged.
     """
 
     answer = Checked
@@ -95,9 +95,9 @@ class Check(Request[Checked], frozen=True, kw_only=True, tag=True):
 
 
 class Prepare(Request[Prepared], frozen=True, kw_only=True, tag=True):
-    """Make the Program, and find the newest state; what was known of earlier requests is forgotten.
+    """Make the Program and find the newest state; forget earlier requests.
 
-    Raises ConfigError when the run began with another Program, Damaged when a damaged state cannot be made anew.
+    Raises ConfigError if the run began with another Program, Damaged if a damaged state cannot be recomputed.
     """
 
     answer = Prepared
@@ -107,7 +107,7 @@ class Prepare(Request[Prepared], frozen=True, kw_only=True, tag=True):
 
 
 class PlanTasks(Request[Planned], frozen=True, kw_only=True, tag=True):
-    """Make what each of these devices gets in a round; None for one that has not said hello to this process."""
+    """Plan the tasks of these devices for a round; a target is None for a device that has not sent hello yet."""
 
     answer = Planned
     round: int
@@ -116,33 +116,33 @@ class PlanTasks(Request[Planned], frozen=True, kw_only=True, tag=True):
 
 
 class LearningRates(Request[list[float]], frozen=True, kw_only=True, tag=True):
-    """The factors on the learning rate of tasks: of each the device and the round."""
+    """The learning-rate factors of tasks, each given as device and round."""
 
     answer = list[float]
     tasks: list[tuple[str, int]]
 
 
 class FindOutliers(Request[list[Outlier]], frozen=True, kw_only=True, tag=True):
-    """Which results of a round are far out of scale."""
+    """Find the results of a round that are far out of scale."""
 
     answer = list[Outlier]
     round: int
 
 
 class Step(Request[Stepped], frozen=True, kw_only=True, tag=True):
-    """Make the next state of a round's results, without those of devices that are in quarantine.
+    """Compute the next state from a round's results, without those of devices in quarantine.
 
-    Raises EmptyCohort when there is nothing to make it of.
+    Raises EmptyCohort if no usable result is left.
     """
 
     answer = Stepped
     round: int
     saved: SavedState  # the state before
-    drawn: tuple[int, int] | None  # devices that were free, and how many of them were drawn; None: not known
+    drawn: tuple[int, int] | None  # number of free devices, and of drawn devices; None: unknown
 
 
 class Finish(Request[None], frozen=True, kw_only=True, tag=True):
-    """Write the tensors of the run, and what is made for each device, into its folder."""
+    """Write the run's tensors, and those generated per device, into its folder."""
 
     answer = None
     saved: SavedState
@@ -155,20 +155,20 @@ class Compute(Protocol):
     """One run's. `ask` waits for the answer, from one thread at a time."""
 
     progress: Callable[[str], None]
-    """Called with what is being done, in the thread that asks."""
+    """Called with a description of the current step, in the thread that asks."""
 
     def ask(self, request: Request[Answer]) -> Answer:
-        """Raises what the request says, DamagedBlob, and StorageFailed."""
+        """Raises the errors that the request documents, DamagedBlob, and StorageFailed."""
         ...
 
     def damaged(self) -> list[str]:
-        """Digests of blobs that were found to be damaged since this was asked last."""
+        """Digests of blobs that were found damaged since the last call."""
         ...
 
-    def keep(self) -> list[str]:
-        """To be called often: what happened to the compute side itself, for the operator."""
+    def take_warnings(self) -> list[str]:
+        """To be called often: returns new messages about the compute side itself, for the operator."""
         ...
 
     def close(self) -> None:
-        """What is being done is not waited for."""
+        """End at once, without waiting for a request that is being worked on."""
         ...

@@ -1,4 +1,4 @@
-"""Frames on the pipes between a process and those that it starts for its own use: bytes behind their length."""
+"""Length-prefixed frames on the pipes between a process and its child processes."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ def write_raw(pipe: IO[bytes], raw: bytes) -> None:
 
 
 def read_frame(pipe: IO[bytes]) -> bytes | None:
-    """None at the end."""
+    """Return the next frame, or None at the end of the pipe."""
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -38,21 +38,24 @@ def read_frame(pipe: IO[bytes]) -> bytes | None:
 
 
 def close(pipe: IO[bytes]) -> None:
-    """Of a process that has ended."""
-    with contextlib.suppress(OSError):  # what was not written yet cannot be any more
+    """Close the pipe of a process that has ended."""
+    with contextlib.suppress(OSError):  # buffered bytes can no longer be written
         pipe.close()
 
 
 def open_pipes() -> tuple["SimpleQueue[bytes]", IO[bytes]]:
-    """Frames from standard input, with whose end the process ends; and where replies go.
+    """Return a queue of the frames from standard input, and the pipe for replies.
 
-    Called first by a process that another one started for its own use.
+    The process ends when its standard input ends. To be called first in a child process.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a group or a service, in which the other process ends it
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # sent to the whole group or service; the parent ends this process itself
         signal.signal(number, signal.SIG_IGN)
     raise_limit()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever libraries print must not get among the replies
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     configure_logging()
     waiting: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests, waiting), name="requests", daemon=True).start()

@@ -1,6 +1,6 @@
-"""The compute side of a run in a process of its own, which is started again whenever it dies.
+"""The compute side of a run in a process of its own, which is restarted whenever it dies.
 
-Requests and answers are msgpack behind their length, on the pipes of the process. It ends when its standard input does:
+Requests and answers are length-prefixed msgpack on the pipes of the process. It ends when its standard input does,
 also after `kill -9` of this process.
 """
 
@@ -30,40 +30,40 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 DEATHS = 3
-"""Times that the process may die during one request: then the run fails."""
+"""The run fails if the process dies this many times during one request."""
 BACK_OFF_S = 1.0
-"""Wait before the process is started for the second time in a row; it doubles with each further time."""
+"""Wait before the second restart in a row; it doubles with each further restart."""
 END_S = 2.0
 """Longest wait for a process that has closed its pipe."""
 
-# --- what travels ---------------------------------------------------------------------------------------
+# --- messages on the pipes --------------------------------------------------------------------------------
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag=True):
-    """The run that all requests but Check are about; it is not answered."""
+    """Names the run of all later requests except Check; it has no answer."""
 
     run: str
     config: RunConfig
     folder: str
-    log: str  # file for what the process logs, and says on its standard error
+    log: str  # file for the log and the standard error of the process
     graph_cache: str | None
 
 
 class Doing(Struct, frozen=True, tag=True):
-    """What is being done."""
+    """Describes the current step."""
 
     text: str
 
 
 class Warned(Struct, frozen=True, tag=True):
-    """What happened to the process's own processes, for the operator."""
+    """A message for the operator about the child processes of the worker."""
 
     text: str
 
 
 class Answered(Struct, frozen=True, kw_only=True, tag=True):
     value: msgspec.Raw
-    damaged: list[str]  # digests of blobs that were found to be damaged
+    damaged: list[str]  # digests of blobs that were found damaged
 
 
 class Raised(Struct, frozen=True, kw_only=True, tag=True):
@@ -81,7 +81,7 @@ Reply = Doing | Warned | Answered | Raised
 
 
 def raised_of(error: Exception, damaged: list[str]) -> Raised:
-    """An exception as it travels; one that nobody raises on purpose has no kind."""
+    """Encode an exception; `kind` stays empty for an unexpected one."""
     if isinstance(error, DamagedBlob):
         return Raised(kind="DamagedBlob", text=str(error), path=str(error.path), digest=error.digest, damaged=damaged)
     if isinstance(error, FedvitError):
@@ -94,7 +94,7 @@ def raised_of(error: Exception, damaged: list[str]) -> Raised:
 
 
 def exception_of(raised: Raised, log_file: Path | None) -> Exception:
-    """The exception again."""
+    """Decode an exception."""
     if raised.kind == "DamagedBlob":
         return DamagedBlob(raised.digest, Path(raised.path))
     if raised.kind == "OSError":
@@ -110,7 +110,7 @@ def exception_of(raised: Raised, log_file: Path | None) -> Exception:
 
 
 class Child(Protocol):
-    """What is used of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that is used."""
 
     pid: int
     stdin: IO[bytes] | None
@@ -122,7 +122,7 @@ class Child(Protocol):
 
 
 def spawn() -> Child:
-    """A fresh process. Ctrl-C in the terminal does not reach it: a run that is interrupted closes its pipe."""
+    """Start a process. Ctrl-C in the terminal does not reach it: an interrupted run closes its pipe."""
     command = [sys.executable, "-m", "coordinator.compute.worker"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 
@@ -134,8 +134,8 @@ class _Died(Exception):
 class Worker:
     """See `Compute`. Its process is started by `start`, or with the first request.
 
-    A request during which it dies is repeated in a new process, which is first told of the run again. Raises
-    DeviceTrouble after DEATHS of them, FedvitError where the process fails unexpectedly.
+    If the process dies during a request, the request is repeated in a new process, which first receives the run again.
+    Raises DeviceTrouble after DEATHS deaths, FedvitError if the process fails unexpectedly.
     """
 
     def __init__(self) -> None:
@@ -143,28 +143,28 @@ class Worker:
         self._child: Child | None = None
         self._begin: Begin | None = None
         self._prepare: Prepare | None = None
-        self._begun = self._prepared = False  # whether this process has been told
-        self._died = 0  # times in a row
-        self._start_at = 0.0  # not before, on the monotonic clock
+        self._begun = self._prepared = False  # whether the current process has received them
+        self._died = 0  # deaths in a row
+        self._start_at = 0.0  # earliest restart, on the monotonic clock
         self._busy = threading.Lock()
         self._closed = threading.Event()
         self._damaged: SimpleQueue[str] = SimpleQueue()
-        self._news: SimpleQueue[str] = SimpleQueue()
+        self._warnings: SimpleQueue[str] = SimpleQueue()
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None before the first."""
+        """Id of the current process; None before the first start."""
         return self._child.pid if self._child else None
 
     def start(self) -> None:
-        """Let it load torch while something else is done."""
+        """Start the process early, so that it loads torch in the meantime."""
         if self._child is None:
             self._child = spawn()
 
     def begin(
         self, *, run: str, config: RunConfig, folder: Path, log_file: Path, graph_cache: Path | None = None
     ) -> None:
-        """The run that all further requests are about."""
+        """Set the run of all further requests."""
         cache = str(graph_cache) if graph_cache else None
         self._begin = Begin(run=run, config=config, folder=str(folder), log=str(log_file), graph_cache=cache)
         self.start()
@@ -176,12 +176,12 @@ class Worker:
             while True:
                 try:
                     child = self._ready()
-                    self._tell_of_run(child, request)
+                    self._prepare_process(child, request)
                     answer: Answer = self._exchange(child, request)
                 except _Died as died:
                     deaths += 1
                     if deaths == DEATHS:
-                        raise DeviceTrouble(self._beyond_repair(str(died), request)) from None
+                        raise DeviceTrouble(self._out_of_attempts(str(died), request)) from None
                     continue
                 self._died = 0
                 if isinstance(request, Prepare):
@@ -191,8 +191,8 @@ class Worker:
     def damaged(self) -> list[str]:
         return drained(self._damaged)
 
-    def keep(self) -> list[str]:
-        if self._busy.acquire(blocking=False):  # else the thread that asks sees to it
+    def take_warnings(self) -> list[str]:
+        if self._busy.acquire(blocking=False):  # otherwise the asking thread handles it
             try:
                 if self._child and self._child.poll() is not None:
                     self._note_death()
@@ -200,7 +200,7 @@ class Worker:
                     self._start_again()
             finally:
                 self._busy.release()
-        return drained(self._news)
+        return drained(self._warnings)
 
     def close(self) -> None:
         self._closed.set()
@@ -208,10 +208,10 @@ class Worker:
             self._child.kill()
             self._child.wait()
 
-    # --- talking ------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------
 
-    def _tell_of_run(self, child: Child, request: Request[Answer]) -> None:
-        """A process knows nothing of an earlier one."""
+    def _prepare_process(self, child: Child, request: Request[Answer]) -> None:
+        """Send a new process the run and its plan, since it knows nothing of an earlier process."""
         if isinstance(request, Check):
             return
         if self._begin and not self._begun:
@@ -230,7 +230,7 @@ class Worker:
                 self.progress(reply.text)
                 continue
             if isinstance(reply, Warned):
-                self._say(reply.text)
+                self._warn(reply.text)
                 continue
             for digest in reply.damaged:
                 self._damaged.put(digest)
@@ -247,10 +247,10 @@ class Worker:
         except OSError:
             raise _Died(self._note_death()) from None
 
-    # --- life and death -----------------------------------------------------------------------------------
+    # --- starts and ends ----------------------------------------------------------------------------------
 
     def _ready(self) -> Child:
-        """The process; a new one, after a rest, where it has died."""
+        """Return the process; if it has died, start a new one after the backoff."""
         if self._child is None:
             self._closed.wait(max(0.0, self._start_at - time.monotonic()))
             self._start_again()
@@ -265,10 +265,10 @@ class Worker:
         self._child = spawn()
         log.info("worker process", extra={"pid": self.pid})
         if self._died:
-            self._say("the worker process was started again")
+            self._warn("the worker process was started again")
 
     def _note_death(self) -> str:
-        """How it ended, for people."""
+        """Record the death; returns how the process ended, as text."""
         child, self._child = self._child, None
         assert child is not None
         try:
@@ -284,14 +284,14 @@ class Worker:
         self._start_at = time.monotonic() + (BACK_OFF_S * 2 ** (self._died - 1) if self._died else 0.0)
         self._died += 1
         if not self._closed.is_set():
-            self._say(f"the worker process ended with {how}; nothing is lost")
+            self._warn(f"the worker process ended with {how}; nothing is lost")
         return how
 
-    def _say(self, text: str) -> None:
-        self._news.put(text)
+    def _warn(self, text: str) -> None:
+        self._warnings.put(text)
         log.warning(text)
 
-    def _beyond_repair(self, how: str, request: Request[Answer]) -> str:
+    def _out_of_attempts(self, how: str, request: Request[Answer]) -> str:
         where = f"; its log: {self._begin.log}" if self._begin else ""
         return (
             f"the worker process ended {DEATHS} times during one request ({type(request).__name__}), the last time "
@@ -300,7 +300,7 @@ class Worker:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit status for people.
+    """An exit status as text.
 
     >>> how_it_ended(-9), how_it_ended(3)
     ('signal 9 (SIGKILL)', 'exit code 3')
@@ -318,4 +318,4 @@ def drained(lines: "SimpleQueue[str]") -> list[str]:
 
 
 Incoming = Begin | AnyRequest
-"""What the process reads."""
+"""Messages that the process reads."""

@@ -1,4 +1,4 @@
-"""A process of the server's training, one of several: closes rounds together with the others until its input ends."""
+"""One of several processes of the server's training: closes rounds together with the others until its input ends."""
 
 import logging
 import os
@@ -15,71 +15,75 @@ from coordinator.compute.process import Answered, Doing, raised_of
 from fedvit.files import private_files
 
 if TYPE_CHECKING:
-    from coordinator.compute.closing import Closing, Joining
+    from coordinator.compute.closing import Closing, RankSetup
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 PATIENCE = timedelta(days=30)
-"""That a process has with the others: the worker process watches over all of them."""
+"""Timeout between the processes; it is long because the worker process watches all of them."""
 
 
 def main() -> None:
-    """Ends with the worker process, in the midst of whatever it does."""
+    """Entry point; the process ends at once when the worker process ends."""
     waiting, replies = open_pipes()
     with private_files():
         _serve(waiting, replies)
 
 
 def _serve(waiting: "SimpleQueue[bytes]", replies: IO[bytes]) -> None:
-    from coordinator.record.integrity import SoundBlobs  # with torch: seconds in which the end of the input is seen
+    from coordinator.record.integrity import (
+        VerifiedBlobs,
+    )  # imports torch: takes seconds, during which the end of the input is noticed
 
-    joining: Joining = pickle.loads(waiting.get())  # noqa: S301 - from the worker process alone
-    place = joining.place
+    setup: RankSetup = pickle.loads(waiting.get())  # noqa: S301 - only the worker process writes to this pipe
+    placement = setup.placement
 
-    def say(text: str) -> None:
-        if place.rank == 0:
+    def progress(text: str) -> None:
+        if placement.rank == 0:
             write_frame(replies, Doing(text))
 
-    blobs = SoundBlobs(joining.blobs)
+    blobs = VerifiedBlobs(setup.blobs)
     joined = False
     while True:
         closing: Closing = pickle.loads(waiting.get())  # noqa: S301 - as above
         try:
             if not joined:
-                _join(joining)
+                _join(setup)
                 joined = True
-            value = closing.done(joining.rule, joining.vit, blobs, place, say)
+            value = closing.run(setup.rule, setup.vit, blobs, placement, progress)
         except Exception as error:
             raised = raised_of(error, blobs.found())
             if not raised.kind:
-                log.exception("server training failed", extra={"rank": place.rank})
+                log.exception("server training failed", extra={"rank": placement.rank})
             write_frame(replies, raised)
         else:
             write_frame(replies, Answered(value=msgspec.Raw(msgspec.msgpack.encode(value)), damaged=blobs.found()))
 
 
-def _join(joining: "Joining") -> None:
-    """Meet the other processes, over the loopback interface alone."""
+def _join(setup: "RankSetup") -> None:
+    """Connect to the other processes, over the loopback interface only."""
     import torch
     from torch import distributed
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     interface = next(
-        name for name, ways in psutil.net_if_addrs().items() if any(way.address == LOOPBACK for way in ways)
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.address == LOOPBACK for address in addresses)
     )
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-    place = torch.device(joining.place.device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    device = torch.device(setup.placement.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // joining.place.world_size))
-    store = TCPStore(LOOPBACK, joining.port, is_master=False, timeout=PATIENCE)
+        torch.set_num_threads(max(1, torch.get_num_threads() // setup.placement.world_size))
+    store = TCPStore(LOOPBACK, setup.port, is_master=False, timeout=PATIENCE)
     distributed.init_process_group(
-        "nccl" if place.type == "cuda" else "gloo",
+        "nccl" if device.type == "cuda" else "gloo",
         store=store,
-        rank=joining.place.rank,
-        world_size=joining.place.world_size,
+        rank=setup.placement.rank,
+        world_size=setup.placement.world_size,
         timeout=PATIENCE,
     )
 

@@ -1,4 +1,4 @@
-"""The server's training in several processes, one for each accelerator; torch calls each of them a rank."""
+"""The server's training in several processes, one per accelerator; torch calls each of them a rank."""
 
 import logging
 import pickle
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from coordinator.compute.closing import Closing, Joining, Place
+from coordinator.compute.closing import Closing, Placement, RankSetup
 from coordinator.compute.pipes import close, read_frame, write_raw
 from coordinator.compute.process import (
     DEATHS,
@@ -27,7 +27,7 @@ from coordinator.compute.process import (
     how_it_ended,
 )
 from coordinator.compute.rank import LOOPBACK, PATIENCE
-from coordinator.record.integrity import SoundBlobs
+from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.tables import SavedState
 from fedvit.errors import DeviceTrouble, FedvitError
 from fedvit.methods.base import ServerRule
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def spawn() -> Child:
-    """A fresh process, which ends with this one."""
+    """Start a process, which ends with this one."""
     command = [sys.executable, "-m", "coordinator.compute.rank"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
@@ -46,15 +46,15 @@ class _Died(Exception):
     """A process ended while a round was closed."""
 
 
-class _Heard(NamedTuple):
+class _RankReply(NamedTuple):
     rank: int
     reply: Reply | None  # None: its pipe ended
 
 
 class Ranks:
-    """The processes of one run, which `start` starts; they end with this process, also after `kill -9`.
+    """The processes of one run; they end with this process, also after `kill -9`.
 
-    A round during which one of them dies is closed again by new ones. `say` hears what is being done, `warn` of deaths.
+    If one of them dies, new processes repeat the server step. `progress` receives the current step, `warn` the deaths.
     """
 
     def __init__(
@@ -62,34 +62,34 @@ class Ranks:
         accelerators: tuple[str, ...],  # the torch device of each
         rule: ServerRule,
         vit: PatchViT,
-        blobs: SoundBlobs,
-        say: Callable[[str], None],
+        blobs: VerifiedBlobs,
+        progress: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
         self._accelerators = accelerators
         self._rule, self._vit, self._blobs = rule, vit, blobs
-        self._say, self._warn = say, warn
+        self._progress, self._warn = progress, warn
         self._children: list[Child] = []
-        self._heard: SimpleQueue[_Heard] = SimpleQueue()
-        self._store: TCPStore | None = None  # where they find each other
+        self._replies: SimpleQueue[_RankReply] = SimpleQueue()
+        self._store: TCPStore | None = None  # where the processes meet
 
     @property
     def pids(self) -> list[int]:
         return [child.pid for child in self._children]
 
     def start(self) -> None:
-        """Let them load torch while something else is done."""
+        """Start the processes early, so that they load torch in the meantime."""
         try:
             self._start()
         except _Died:
             self.stop()  # `close_round` starts others
 
     def _start(self) -> None:
-        self._heard = SimpleQueue()  # what an earlier process still says is not heard
+        self._replies = SimpleQueue()  # replies of earlier processes are ignored
         with socket.socket() as meeting:
             meeting.bind((LOOPBACK, 0))
             port: int = meeting.getsockname()[1]
-            # without a socket of ours it would listen on all interfaces
+            # without our own socket it would listen on all interfaces
             self._store = TCPStore(
                 LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=PATIENCE,
                 master_listen_fd=meeting.detach(),
@@ -97,14 +97,16 @@ class Ranks:
         for rank in range(len(self._accelerators)):
             child = spawn()
             self._children.append(child)
-            threading.Thread(target=_listen, args=(rank, child, self._heard), name=f"rank {rank}", daemon=True).start()
+            threading.Thread(
+                target=_listen, args=(rank, child, self._replies), name=f"rank {rank}", daemon=True
+            ).start()
         for rank, device in enumerate(self._accelerators):
-            place = Place(device, rank, len(self._accelerators))
-            self._send(rank, Joining(place, port, self._blobs.folder, self._rule, self._vit))
+            placement = Placement(device, rank, len(self._accelerators))
+            self._send(rank, RankSetup(placement, port, self._blobs.folder, self._rule, self._vit))
         log.info("server training", extra={"accelerators": self._accelerators, "pids": self.pids})
 
     def stop(self) -> None:
-        """What is being done is not waited for."""
+        """Kill the processes, without waiting for a step that is being worked on."""
         for child in self._children:
             child.kill()
             child.wait()
@@ -113,9 +115,9 @@ class Ranks:
         self._children, self._store = [], None
 
     def close_round(self, closing: Closing) -> tuple[SavedState, dict[str, float]]:
-        """See `Closing.done`.
+        """See `Closing.run`.
 
-        Raises what that raises, FedvitError where a process fails, and DeviceTrouble after DEATHS.
+        Raises the same errors, FedvitError if a process fails, and DeviceTrouble after DEATHS deaths.
         """
         for deaths in range(1, DEATHS + 1):
             try:
@@ -124,16 +126,16 @@ class Ranks:
                 return self._closed(closing)
             except _Died as died:
                 self.stop()
-                said = str(died)
+                ending = str(died)
                 if deaths < DEATHS:
-                    self._warn(f"{said}; round {closing.round} is closed again, nothing is lost")
+                    self._warn(f"{ending}; the server step of round {closing.round} is repeated, nothing is lost")
             except BaseException:
-                self.stop()  # the others would wait for the one that failed
+                self.stop()  # otherwise the remaining processes would wait for the failed one
                 raise
         raise DeviceTrouble(
-            f"round {closing.round} could not be closed: {DEATHS} times a process of the server's training ended, at "
-            f"last {said}. With SIGKILL it was probably out of memory: see the system's log, or take fewer processes "
-            f"by `accelerator`"
+            f"round {closing.round} could not be closed: a process of the server's training ended {DEATHS} times, the "
+            f"last time {ending}. With SIGKILL it was probably out of memory: see the system's log, or "
+            f"choose fewer processes with `accelerator`"
         )
 
     def _closed(self, closing: Closing) -> tuple[SavedState, dict[str, float]]:
@@ -141,12 +143,12 @@ class Ranks:
             self._send(rank, closing)
         values: dict[int, msgspec.Raw] = {}
         while len(values) < len(self._children):
-            rank, reply = self._heard.get()
+            rank, reply = self._replies.get()
             match reply:
                 case None:
                     raise self._died(rank)
                 case Doing(text):
-                    self._say(text)
+                    self._progress(text)
                 case Raised():
                     self._report(reply.damaged)
                     raise self._failed(rank, reply)
@@ -155,7 +157,7 @@ class Ranks:
                     values[rank] = reply.value
         return msgspec.msgpack.decode(values[0], type=tuple[SavedState, dict[str, float]])
 
-    def _send(self, rank: int, message: Joining | Closing) -> None:
+    def _send(self, rank: int, message: RankSetup | Closing) -> None:
         pipe = self._children[rank].stdin
         assert pipe is not None
         try:
@@ -172,11 +174,11 @@ class Ranks:
     def _failed(self, rank: int, raised: Raised) -> Exception:
         if raised.kind:
             return exception_of(raised, None)
-        try:  # one whose peer has died fails as well, and may say so first
+        try:  # if a peer has died, this rank fails as well and may report it first
             while True:
-                heard = self._heard.get(timeout=END_S)
-                if heard.reply is None:
-                    return self._died(heard.rank)
+                answer = self._replies.get(timeout=END_S)
+                if answer.reply is None:
+                    return self._died(answer.rank)
         except Empty:
             return FedvitError(f"{self._name(rank)} failed: {raised.text}; the run's log has the traceback")
 
@@ -190,14 +192,14 @@ class Ranks:
         return _Died(f"{self._name(rank)} ended with {how_it_ended(code)}")
 
     def _name(self, rank: int) -> str:
-        """As an operator finds it."""
+        """The process as the operator can find it."""
         device, pid = self._accelerators[rank], self._children[rank].pid
         return f"rank {rank} of {len(self._accelerators)} of the server's training ({device}, process {pid})"
 
 
-def _listen(rank: int, child: Child, heard: "SimpleQueue[_Heard]") -> None:
+def _listen(rank: int, child: Child, replies: "SimpleQueue[_RankReply]") -> None:
     assert child.stdout is not None
     with child.stdout as pipe:
         while raw := read_frame(pipe):
-            heard.put(_Heard(rank, msgspec.msgpack.decode(raw, type=Reply)))
-    heard.put(_Heard(rank, None))
+            replies.put(_RankReply(rank, msgspec.msgpack.decode(raw, type=Reply)))
+    replies.put(_RankReply(rank, None))

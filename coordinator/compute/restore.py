@@ -1,7 +1,7 @@
-"""The newest state of a run, whole: where blobs of it are damaged, rounds are computed again from an older state.
+"""The newest intact state of a run: if its blobs are damaged, rounds are recomputed from an older state.
 
-Server steps are repeatable to the bit. The recorded digests tell whether a repeated step gave the same numbers; a run
-never continues with other ones.
+Server steps are repeatable bit for bit. The recorded digests show whether a repeated step gave the same numbers; a run
+never continues with different numbers.
 """
 
 import logging
@@ -11,7 +11,7 @@ import msgspec
 
 from coordinator.compute.checkpoint import save_state
 from coordinator.compute.server_step import ServerStep
-from coordinator.record.integrity import SoundBlobs, beyond_repair, essential, what_it_held
+from coordinator.record.integrity import VerifiedBlobs, blob_description, essential, unrepairable
 from coordinator.record.tables import Reference, RoundRecord, SavedState
 from fedvit.errors import EmptyCohort
 
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def newest_state(step: ServerStep, copies: str) -> tuple[SavedState, list[int]]:
-    """What the run is resumed from, and the rounds whose states were made anew.
+    """Return the state to resume from, and the rounds whose states were recomputed.
 
-    `copies` names older records of the run, for the operator. Raises Damaged, naming the file and what to do, where a
-    damaged state cannot be made anew.
+    `copies` names older records of the run, for the operator. Raises Damaged, naming the file and what to do, if a
+    damaged state cannot be recomputed.
     """
     plan, blobs, updates = step.plan, step.blobs, step.config.updates
     broken: list[tuple[RoundRecord, SavedState]] = []  # newest first
@@ -33,31 +33,31 @@ def newest_state(step: ServerStep, copies: str) -> tuple[SavedState, list[int]]:
     saved = record.state if record and record.state else save_state(plan.state, plan.groups, blobs, updates)
     damaged = _damaged(broken[0][1], blobs) if broken else []
     for record, recorded in reversed(broken):
-        saved = _Again(step, record, recorded, damaged, copies).closed(saved)
+        saved = _Recomputation(step, record, recorded, damaged, copies).closed(saved)
     references = {group: _usable(reference, blobs) for group, reference in saved.references.items()}
     return msgspec.structs.replace(saved, references=references), [record.round for record, _ in reversed(broken)]
 
 
-def _damaged(saved: SavedState, blobs: SoundBlobs) -> list[str]:
-    return sorted(digest for digest in essential(saved) if not blobs.is_sound(digest))
+def _damaged(saved: SavedState, blobs: VerifiedBlobs) -> list[str]:
+    return sorted(digest for digest in essential(saved) if not blobs.is_intact(digest))
 
 
-def _usable(reference: Reference, blobs: SoundBlobs) -> Reference:
-    """Without the patches that are damaged, and those before them: devices that need one get the whole value."""
+def _usable(reference: Reference, blobs: VerifiedBlobs) -> Reference:
+    """The reference without damaged patches and their predecessors: devices that need one get the whole value."""
     links = list(reference.links)
-    broken = [position for position, link in enumerate(links) if not blobs.is_sound(link.patch)]
+    broken = [position for position, link in enumerate(links) if not blobs.is_intact(link.patch)]
     return msgspec.structs.replace(reference, links=tuple(links[broken[-1] + 1 :])) if broken else reference
 
 
-class _Again:
-    """One closed round that is computed again."""
+class _Recomputation:
+    """One closed round that is recomputed."""
 
     def __init__(
         self,
         step: ServerStep,
         record: RoundRecord,
         recorded: SavedState,
-        damaged: list[str],  # blobs of the newest state, for which all of this is done
+        damaged: list[str],  # damaged blobs of the newest state
         copies: str,
     ) -> None:
         self._step = step
@@ -68,21 +68,21 @@ class _Again:
 
     def closed(self, before: SavedState) -> SavedState:
         step, number = self._step, self._number
-        step.progress(f"round {number}: its state is damaged on this disk, and is made anew")
+        step.progress(f"round {number}: its state is damaged on this disk and is recomputed")
         results = step.results(number)
         for result in results:
-            if result.upload and not step.blobs.is_sound(result.upload):
-                self._give_up(f"the upload of {result.device} for round {result.round} is not whole either")
+            if result.upload and not step.blobs.is_intact(result.upload):
+                self._give_up(f"the upload of {result.device} for round {result.round} is damaged, too")
         try:
             saved = step.again(number, results, before)
         except EmptyCohort as error:
             self._give_up(str(error))
         if essential(saved) != essential(self._recorded):
-            self._give_up(f"round {number}, computed again, gives other numbers")
-        log.warning("state made anew", extra={"round": number, "digests": self._damaged})
+            self._give_up(f"round {number}, recomputed, gives different numbers")
+        log.warning("state recomputed", extra={"round": number, "digests": self._damaged})
         return self._recorded
 
     def _give_up(self, why: str) -> NoReturn:
         step, digest = self._step, self._damaged[0]
-        held = what_it_held(digest, step.run, step.store, step.blobs)
-        raise beyond_repair(step.run, step.blobs.path(digest), held, why, self._copies)
+        held = blob_description(digest, step.run, step.store, step.blobs)
+        raise unrepairable(step.run, step.blobs.path(digest), held, why, self._copies)

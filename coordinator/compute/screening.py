@@ -1,7 +1,7 @@
-"""What is done with a round's accepted results before the method sees them: out-of-scale ones are left out, long ones
-are shortened, and no claim of samples counts for more than it may.
+"""Screening of a round's accepted results: out-of-scale updates are left out, long updates are clipped, and sample
+counts are capped.
 
-All of it is relative to the cohort's median, which honest devices decide while they are more than half.
+All limits are relative to the cohort's median, which honest devices decide while they are the majority.
 """
 
 import math
@@ -21,7 +21,7 @@ from fedvit.program import LABELS
 from fedvit.tensors import Array, TensorReader, reader_of
 
 LEAST_COHORT = 3
-"""Of fewer updates none can be told to be the odd one out."""
+"""Among fewer updates no outlier can be identified."""
 
 
 class Screened(NamedTuple):
@@ -32,18 +32,18 @@ class Screened(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Screen:
-    """The limits of one run; those that are None do not hold."""
+    """The limits of one run; None: no limit."""
 
     clip_norm: float | Literal["median"] | None = None  # longer deltas are scaled down to this norm
-    reject_scale: float | None = None  # > 1; what is longer than that multiple of the median is left out
-    max_weight: float | None = None  # >= 1; samples count up to that multiple of the cohort's median
+    reject_scale: float | None = None  # > 1; updates longer than this multiple of the median are left out
+    max_weight: float | None = None  # >= 1; samples count up to this multiple of the cohort's median
 
     @classmethod
     def of(cls, config: RobustConfig) -> "Screen":
         return cls(clip_norm=config.clip_norm, reject_scale=config.reject_scale, max_weight=config.max_weight)
 
     def apply(self, uploads: Sequence[Upload]) -> Screened:
-        """Reads every upload once where it has to; what is kept and its order do not depend on the order of arrival."""
+        """Reads every upload at most once; the outcome does not depend on the order of arrival."""
         if self == Screen() or not uploads:
             return Screened(list(uploads), [], {})
         kept, outliers = list(uploads), list[Outlier]()
@@ -66,7 +66,7 @@ class Screen:
             if usual and length.delta > self.reject_scale * usual:
                 found[device] = (
                     f"its update has norm {length.delta:.4g}, {length.delta / usual:.3g} times the cohort's median; "
-                    f"at most {self.reject_scale:g} times is taken"
+                    f"at most {self.reject_scale:g} times is accepted"
                 )
         for name in sorted({name for length in lengths.values() for name in length.features}):
             sizes = {device: length.features[name] for device, length in lengths.items() if name in length.features}
@@ -74,11 +74,11 @@ class Screen:
             if len(sizes) < LEAST_COHORT or not usual:
                 continue
             for device, size in sizes.items():
-                # features that are much too small are as useless, and as easily made up, as those that are too large
+                # features that are far too small are as useless, and as easily forged, as those that are too large
                 if not usual / self.reject_scale <= size <= usual * self.reject_scale:
                     found[device] = (
                         f"its {name!r} have root mean square {size:.4g}, the cohort's median is {usual:.4g}; "
-                        f"at most {self.reject_scale:g} times more or less is taken"
+                        f"at most {self.reject_scale:g} times more or less is accepted"
                     )
         return [Outlier(device, found[device]) for device in sorted(found)]
 
@@ -97,7 +97,7 @@ class Screen:
         return shortened, figures | {"clipped": float(sum(norms[upload.device] > limit for upload in uploads))}
 
     def _weighed(self, uploads: list[Upload]) -> list[Upload]:
-        """Samples are what a device says; announced numbers, which bound them, it says as well."""
+        """Cap the sample counts: a device reports them itself, and also the announced numbers that bound them."""
         if self.max_weight is None or not uploads:
             return uploads
         most = max(1, math.floor(self.max_weight * median(upload.samples for upload in uploads)))
@@ -110,7 +110,7 @@ class _Length(NamedTuple):
 
 
 def _lengths(tensors: Mapping[str, Array]) -> _Length:
-    """Where labels travel along, the other tensors are features, one row for each."""
+    """If an upload has labels, its tensors with one row per label are features."""
     if LABELS not in tensors:
         return _Length(norm_of(tensors), {})
     reader = reader_of(tensors)

@@ -1,4 +1,4 @@
-"""What a round's results make of the state: screened, put together by the method's server half, and accounted for."""
+"""The server step: screens a round's results, combines them by the method's server rule, and accounts for privacy."""
 
 import secrets
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from functools import cached_property, partial
 import numpy as np
 
 from coordinator.compute.checkpoint import needed_blobs
-from coordinator.compute.closing import Closing, Place, StoredUploads
+from coordinator.compute.closing import Closing, Placement, StoredUploads
 from coordinator.compute.messages import Outlier, Stepped
 from coordinator.compute.ranks import Ranks
 from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
 from coordinator.planning.planner import Plan
-from coordinator.record.integrity import SoundBlobs
+from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.privacy import expected_cohort, round_figures
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, SavedState
@@ -27,51 +27,51 @@ from fedvit.program import LABELS
 
 @dataclass
 class ServerStep:
-    """One run's. Results, and devices in quarantine, are those of the record."""
+    """The server steps of one run. Results and quarantines are read from the record."""
 
     run: str
     config: RunConfig
     store: Store
-    blobs: SoundBlobs
+    blobs: VerifiedBlobs
     plan: Plan
     accelerator: str  # torch device
     ranks: Ranks | None  # the processes that close rounds; None: this one
     progress: Callable[[str], None]
-    _newest: tuple[list[ResultRecord], Screened] | None = None  # what was screened last
+    _newest: tuple[list[ResultRecord], Screened] | None = None  # results that were screened last
 
     def outliers(self, number: int) -> list[Outlier]:
         """Results of a round that are far out of scale."""
         return self._screened(number, self.results(number)).outliers
 
     def take(self, number: int, saved: SavedState, drawn: tuple[int, int] | None) -> Stepped:
-        """The next state, and what the round's record is to say of it.
+        """Compute the next state, and the figures for the round's record.
 
-        Raises EmptyCohort when there is nothing to make it of.
+        Raises EmptyCohort if no usable result is left.
         """
         config, results = self.config, self.results(number)
         if not results:
-            raise EmptyCohort(f"none of the devices that were asked brought a result for round {number}")
+            raise EmptyCohort(f"none of the asked devices returned a result for round {number}")
         screened = self._screened(number, results)
-        kept = self._cleansed(saved.uploads, number)
+        kept = self._without_quarantined(saved.uploads, number)
         damaged = self._damaged_uploads(kept, results)
         kept = {device: digest for device, digest in kept.items() if device not in damaged}
-        moved, figures = self._close(number, saved, kept, screened.uploads)
+        updated, figures = self._close(number, saved, kept, screened.uploads)
         uploads = self._uploads(number, results) if config.privacy.feature_noise else []
         rows = [len(upload.load()[LABELS]) for upload in uploads]
-        # of a draw by an earlier process nothing is known: no amplification is claimed for it
+        # a draw by an earlier process is unknown: no amplification is claimed for it
         population, cohort = drawn or (len(results), len(results))
         private = round_figures(self.store, self.run, config, population=population, cohort=cohort, feature_rows=rows)
-        needed = needed_blobs(self.plan, moved)
+        needed = needed_blobs(self.plan, updated)
         self.blobs.forget_all_but(needed)
-        return Stepped(saved=moved, figures=figures | screened.figures | private, damaged=damaged, needed=needed)
+        return Stepped(saved=updated, figures=figures | screened.figures | private, damaged=damaged, needed=needed)
 
     def again(self, number: int, results: list[ResultRecord], saved: SavedState) -> SavedState:
-        """What the step of a round that is closed made of `saved`; devices were judged then. Raises EmptyCohort."""
+        """Repeat the step of a closed round from `saved`; outliers are known already. Raises EmptyCohort."""
         uploads = self._screen.apply(self._uploads(number, results)).uploads
-        return self._close(number, saved, self._cleansed(saved.uploads, number), uploads)[0]
+        return self._close(number, saved, self._without_quarantined(saved.uploads, number), uploads)[0]
 
     def results(self, number: int) -> list[ResultRecord]:
-        """Those that count in the server step of a round."""
+        """The results that count in the server step of a round."""
         return self.store.used_in(self.run, number)
 
     @cached_property
@@ -101,16 +101,16 @@ class ServerStep:
     def _stored(self) -> StoredUploads:
         return StoredUploads(self.blobs.folder, {name: value.shape for name, value in self.plan.values.items()})
 
-    def _cleansed(self, uploads: dict[str, str], number: int) -> dict[str, str]:
+    def _without_quarantined(self, uploads: dict[str, str], number: int) -> dict[str, str]:
         """Uploads of earlier rounds without those of devices in quarantine."""
-        kept_out = self.store.quarantined(self.run, number) if self.config.robust.strikes else {}
-        return {device: digest for device, digest in uploads.items() if device not in kept_out}
+        quarantined = self.store.quarantined(self.run, number) if self.config.robust.strikes else {}
+        return {device: digest for device, digest in uploads.items() if device not in quarantined}
 
     def _damaged_uploads(self, uploads: dict[str, str], results: list[ResultRecord]) -> dict[str, str]:
-        """By device, uploads of earlier rounds that are not whole; those that are replaced now need not be."""
+        """By device, damaged uploads of earlier rounds, except those that are replaced in this round."""
         fresh = {result.device for result in results if result.upload}
         kept = {device: digest for device, digest in uploads.items() if device not in fresh}
-        return {device: digest for device, digest in kept.items() if not self.blobs.is_sound(digest)}
+        return {device: digest for device, digest in kept.items() if not self.blobs.is_intact(digest)}
 
     def _close(
         self, number: int, before: SavedState, kept: dict[str, str], uploads: list[Upload]
@@ -133,14 +133,14 @@ class ServerStep:
         )
         if self.ranks is not None:
             return self.ranks.close_round(closing)
-        return closing.done(plan.rule, plan.vit, self.blobs, Place(self.accelerator), self.progress)
+        return closing.run(plan.rule, plan.vit, self.blobs, Placement(self.accelerator), self.progress)
 
 
 def aggregator_of(config: RunConfig, round_number: int) -> Aggregator:
-    """How a round's updates become one; private where the run says so."""
+    """The aggregator of a round; with noise if the run asks for privacy."""
     privacy = config.privacy
     if not privacy.noise_multiplier:
         return make_aggregator(config.robust.aggregator, config.robust.malicious_share)
-    assert privacy.clip is not None  # PrivacyConfig wants both
-    draw = np.random.default_rng([config.seed, round_number] if privacy.rehearsal else secrets.randbits(256))
+    assert privacy.clip is not None  # PrivacyConfig requires both
+    draw = np.random.default_rng([config.seed, round_number] if privacy.deterministic_noise else secrets.randbits(256))
     return PrivateMean(privacy.clip, privacy.noise_multiplier, expected_cohort(config), draw)

@@ -1,4 +1,4 @@
-"""Whether a run could begin, looked at before any device is waited for: with real weights, and a real earlier run."""
+"""Checks that a run can begin, before any device is waited for: with the real weights and the real earlier run."""
 
 from contextlib import closing
 from pathlib import Path
@@ -20,30 +20,30 @@ from fedvit.models.vit import PatchViT
 from fedvit.program import Role
 
 MOSTLY = 0.5
-"""Share of a model's numbers."""
+"""Share of the model's parameters above which random, untrained ones cause a warning."""
 
 
 def check_start(request: Check) -> Checked:
-    """Raises ConfigError, which begins with what `where` says, and Damaged where an earlier run's state is."""
+    """Raises ConfigError, beginning with `where` of the request, and Damaged if an earlier run's state is damaged."""
     config = request.config
     check_run(config, request.where)
     accelerator = choose_accelerator(config.accelerator)
     try:
-        parameters, notes = _tried(config, Path(request.runs))
+        parameters, notes = _built(config, Path(request.runs))
     except ConfigError as error:
         raise ConfigError(f"{request.where}: {error}") from None
     return Checked(accelerator=accelerator, parameters=parameters, notes=notes)
 
 
-def _tried(config: RunConfig, runs: Path) -> tuple[int, list[str]]:
-    """The model as the run would begin with it: how many numbers it has, and what its operator should know."""
+def _built(config: RunConfig, runs: Path) -> tuple[int, list[str]]:
+    """Build the model as the run would; returns its number of parameters and warnings for the operator."""
     start, classes = None, config.classes
     if config.start_from is not None:
         with closing(Store.in_folder(runs, check=False)) as store:
             start = start_state(config.start_from, store, runs)
             classes = classes or store.run(config.start_from).classes
     method = make_method(config.method, config.options)
-    # without weights to load, a model is made in no time and memory
+    # without weights to load, the model needs neither time nor memory
     with torch.device("cpu" if config.pretrained else "meta"):
         vit = build_model(
             method,
@@ -61,7 +61,7 @@ def _tried(config: RunConfig, runs: Path) -> tuple[int, list[str]]:
 
 
 def _random_backbone(config: RunConfig, method: Method, vit: PatchViT) -> list[str]:
-    """What is never trained, nor loaded, stays random."""
+    """A warning if most of the model is neither trained nor loaded, and so stays random."""
     if config.pretrained or config.start_from is not None:
         return []
     tensors = method.tensors(vit)

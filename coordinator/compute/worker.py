@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Ends with the process that started it: at the end of standard input, in the midst of whatever it does."""
+    """Entry point; the process ends at once when its standard input ends."""
     waiting, replies = open_pipes()
     with private_files():
         _Serving(replies).serve(waiting)
@@ -29,7 +29,7 @@ class _Serving:
         self._engine: Any = None
 
     def serve(self, waiting: "SimpleQueue[bytes]") -> None:
-        import coordinator.compute.engine  # noqa: F401 - torch: seconds in which the end of the input is seen already
+        import coordinator.compute.engine  # noqa: F401 - torch takes seconds; the end of the input is noticed already
 
         while True:
             request = msgspec.msgpack.decode(waiting.get(), type=Incoming)
@@ -59,7 +59,7 @@ class _Serving:
         self._engine = Engine(
             run=begin.run,
             config=begin.config,
-            store=Store.in_folder(folder.parent, check=False),  # the other process does
+            store=Store.in_folder(folder.parent, check=False),  # the parent process checks it
             folder=folder,
             graph_cache=Path(begin.graph_cache) if begin.graph_cache else None,
         )

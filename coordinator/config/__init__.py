@@ -1,6 +1,6 @@
-"""What an operator can say of a run: a TOML file, every key of which is also a flag.
+"""The configuration of a run: a TOML file; every key is also a flag.
 
-A table is a file here, and a row of `run.TABLES`.
+Every table is a module here, and a row of `run.TABLES`.
 """
 
 from coordinator.config.broker import BrokerConfig, with_listen_port

@@ -9,11 +9,11 @@ from fedvit.errors import ConfigError
 
 
 class BrokerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where messages meet: the table [broker]. It is recorded with a run; a resumed run may use another."""
+    """The MQTT broker: the table [broker]. It is recorded with a run; a resumed run may use another broker."""
 
     broker: Annotated[
         str,
-        Meta(description="auto, mosquitto, embedded, or a broker that is there: mqtt(s)://[USER:PASSWORD@]HOST:PORT."),
+        Meta(description="auto, mosquitto, embedded, or a running broker: mqtt(s)://[USER:PASSWORD@]HOST:PORT."),
     ] = "auto"
     listen: Annotated[
         str,
@@ -29,14 +29,14 @@ class BrokerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ca_file: Annotated[str | None, Meta(description="Certificate authority of an mqtts:// broker.")] = None
     deployment: Annotated[
         str | None,
-        Meta(description="Folder of `coordinator init`: mosquitto lets in its devices alone, by their certificates."),
+        Meta(description="Folder of `coordinator init`: mosquitto admits only its devices, by their certificates."),
     ] = None
 
 
 def with_listen_port(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """The table [broker] where `listen` may be ADDRESS:PORT: its port is `port` then.
+    """The table [broker], with `listen` = ADDRESS:PORT split into `listen` and `port`.
 
-    Raises ConfigError when `port` is given, too, and is another one.
+    Raises ConfigError if `port` is given as well, and differs.
 
     >>> with_listen_port({"listen": "127.0.0.1:18831"}, "flags")
     {'listen': '127.0.0.1', 'port': 18831}

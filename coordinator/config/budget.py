@@ -14,12 +14,12 @@ Amount = float | str
 
 
 class BudgetConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every device may spend, beside its own limits: the table [budget]. Raises ConfigError on construction."""
+    """Limits of every device, in addition to its own: the table [budget]. Raises ConfigError on construction."""
 
     memory_budget: Annotated[
         Amount | None,
         Meta(
-            description="Resident memory of a device's process, e.g. 512MB; it gets what fits.",
+            description="Resident memory of a device's process, e.g. 512MB; it gets a task that fits.",
             extra={"metavar": "AMOUNT"},
         ),
     ] = None

@@ -6,7 +6,7 @@ from msgspec import Meta, Struct
 
 
 class ImageConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How devices vary their pictures in training: the table [images]."""
+    """Image augmentation on devices: the table [images]."""
 
     crop_padding: Annotated[
         int, Meta(ge=0, le=64, description="Random crop after reflecting this many pixels at each border.")

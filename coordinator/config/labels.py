@@ -1,10 +1,10 @@
-"""Which devices a run is for, by their labels: `site=berlin,board=rpi5`."""
+"""Selection of devices by their labels: `site=berlin,board=rpi5`."""
 
 from fedvit.errors import ConfigError
 
 
 def parse_labels(text: str) -> dict[str, str]:
-    """Labels that a device must have, all of them; none where the text is empty. Raises ConfigError.
+    """Parse the labels that a device must have; an empty text gives none. Raises ConfigError.
 
     >>> parse_labels("site=berlin, board=rpi5")
     {'site': 'berlin', 'board': 'rpi5'}
@@ -19,7 +19,7 @@ def parse_labels(text: str) -> dict[str, str]:
 
 
 def why_not_asked(devices_where: str, labels: dict[str, str]) -> str | None:
-    """Why a device with these labels is not one of those that a run is for; None: it is."""
+    """The reason why a run does not select a device with these labels; None if it does."""
     for name, value in parse_labels(devices_where).items():
         if labels.get(name) != value:
             has = f"has {name}={labels[name]}" if name in labels else f"has no label {name}"

@@ -11,13 +11,13 @@ WriterName = Literal["tensorboard", "mlflow"]
 
 
 class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the figures of rounds are written beside the record: the table [metrics]. Nothing that is trained depends
-    on it."""
+    """Other tools that receive the figures of rounds: the table [metrics]. It has no influence on training."""
 
     writers: Annotated[
         tuple[WriterName, ...],
         Meta(
-            description="Where the figures of every round are written beside the record.", extra={"flags": ["writer"]}
+            description="Tool that receives the figures of every round, in addition to the record.",
+            extra={"flags": ["writer"]},
         ),
     ] = ()
     mlflow_uri: Annotated[
@@ -36,6 +36,6 @@ class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ConfigError(f"writers = {list(self.writers)}: a writer is listed more than once")
         if self.mlflow_uri is not None and "@" in urlsplit(self.mlflow_uri).netloc:
             raise ConfigError(
-                "mlflow_uri has a user or password in it, and would be recorded with the run: set "
+                "mlflow_uri contains a user or password, and would be recorded with the run: set "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment, or MLFLOW_TRACKING_URI"
             )

@@ -28,8 +28,8 @@ class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     feature_clip: Annotated[
         float | None, Meta(description="Norm that each image's features are scaled down to on the device.")
     ] = None
-    rehearsal: Annotated[
-        bool, Meta(description="Noise follows from the run's seed: repeatable, and no protection at all.")
+    deterministic_noise: Annotated[
+        bool, Meta(description="Derive the noise from the run's seed: repeatable, protects nobody.")
     ] = False
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ConfigError(f"{clip} = {limit} must be above 0")
 
     def check(self, method: str, roles: set[Role], collects: bool, robust: RobustConfig) -> None:
-        """Raises ConfigError where the noise would not make private what the method sends, or not as promised."""
+        """Raises ConfigError if the noise would not cover what the method sends, or not with the stated epsilon."""
         if self.feature_noise and not collects:
             raise ConfigError(f"feature_noise = {self.feature_noise}: method {method!r} uploads no features")
         if not self.noise_multiplier:
@@ -55,5 +55,5 @@ class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for key, allowed in (("aggregator", "mean"), ("clip_norm", None), ("reject_scale", None), ("max_weight", None)):
             if getattr(robust, key) != allowed:
                 raise ConfigError(
-                    f"{what}: robust.{key} looks at updates before the noise, which the promise does not allow"
+                    f"{what}: robust.{key} looks at updates before the noise, which differential privacy does not allow"
                 )

@@ -1,4 +1,4 @@
-"""From a TOML file and flags to a configuration, or to an error that names key, value and what is allowed."""
+"""Makes a configuration from a TOML file and flags; errors name the key, its value and the allowed values."""
 
 import tomllib
 from pathlib import Path
@@ -21,7 +21,7 @@ class StartConfig(Struct, frozen=True):
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Raises ConfigError naming the file, and the line when it is not TOML."""
+    """Raises ConfigError, naming the file, and the line if it is not TOML."""
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
@@ -31,9 +31,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def make_config(values: dict[str, Any], where: str) -> StartConfig:
-    """Validate what a file and flags said together.
+    """Validate the merged values of a file and flags.
 
-    Raises ConfigError naming the key, its value and what is allowed.
+    Raises ConfigError, naming the key, its value and the allowed values.
     """
     values = dict(values)
     broker = convert_broker(values.pop("broker", {}), where)
@@ -41,10 +41,7 @@ def make_config(values: dict[str, Any], where: str) -> StartConfig:
 
 
 def check_names(config: RunConfig, where: str) -> None:
-    """Raises ConfigError, which begins with `where`, for a method, model or option that there is not.
-
-    That needs no torch: it answers at once.
-    """
+    """Raises ConfigError, beginning with `where`, for an unknown method, model or option. Does not import torch."""
     try:
         known_names.check_names(config.method, config.options, config.model, config.model_options)
         for pattern, options in config.variants.items():
@@ -68,7 +65,7 @@ Config = TypeVar("Config", bound=Struct)
 
 
 def convert_table(values: dict[str, Any], kind: type[Config], where: str) -> Config:
-    """Values as a table's class. Raises ConfigError naming the key, its value and what is allowed."""
+    """Convert values to a table's class. Raises ConfigError, naming the key, its value and the allowed values."""
     known = kind.__struct_fields__
     check_new_names(values, where)
     for key in values:
@@ -87,12 +84,15 @@ def convert_table(values: dict[str, Any], kind: type[Config], where: str) -> Con
             raise ConfigError(f"{where}: {key} = {value!r}: {reason[:1].lower()}{reason[1:]}") from None
     try:
         return msgspec.convert(values, kind)
-    except (ConfigError, msgspec.ValidationError) as error:  # the latter from a ValueError or TypeError inside
+    except (
+        ConfigError,
+        msgspec.ValidationError,
+    ) as error:  # the latter: from a ValueError or TypeError in __post_init__
         raise ConfigError(f"{where}: {error}") from None
 
 
 def _alone(kind: type[Struct], key: str) -> type[Struct]:
-    """A struct with only the one field, so that checks across fields do not run on half a config."""
+    """A struct with only this field, so that checks across fields do not run on a partial configuration."""
     return msgspec.defstruct("Alone", [(key, _hint(kind, key), None)], kw_only=True)
 
 

@@ -1,5 +1,4 @@
-"""A run is resumed with the configuration that it began with; it may have more rounds, wait for fewer devices, and have
-its metrics written elsewhere."""
+"""The configuration of a resumed run: the recorded one; more rounds, fewer devices and other metrics are allowed."""
 
 from typing import Any
 
@@ -11,9 +10,9 @@ from fedvit.errors import ConfigError
 
 
 def resumed_config(run: str, recorded: dict[str, Any], given: dict[str, Any], where: str) -> RunConfig:
-    """The configuration that a run is resumed with: the recorded one, with what a file and flags change.
+    """The recorded configuration of a run, with the allowed changes of a file and flags.
 
-    Raises ConfigError, naming the key and both values, where they differ in anything else.
+    Raises ConfigError, naming the key and both values, for any other difference.
     """
     began = make_config(recorded, f"run {run}").run
     asked = _plain(make_config(given, where).run)
@@ -29,12 +28,12 @@ def resumed_config(run: str, recorded: dict[str, Any], given: dict[str, Any], wh
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """As the record holds it: lists for tuples."""
+    """As in the record: lists instead of tuples."""
     return dict(msgspec.json.decode(msgspec.json.encode(config)))
 
 
 def _difference(key: str, before: Any, asked: Any, given: Any) -> tuple[str, Any, Any] | None:
-    """The first key that has another value; of a table those keys that were given."""
+    """The first key with a different value; of a table, only the given keys are compared."""
     if isinstance(given, dict) and isinstance(before, dict) and isinstance(asked, dict):
         inner = (_difference(f"{key}.{name}", before.get(name), asked.get(name), given[name]) for name in given)
         return next((found for found in inner if found), None)
@@ -42,15 +41,15 @@ def _difference(key: str, before: Any, asked: Any, given: Any) -> tuple[str, Any
 
 
 def _check_change(run: str, key: str, before: Any, asked: Any) -> None:
-    """Raises ConfigError when a resumed run cannot have the new value."""
+    """Raises ConfigError if a resumed run cannot have the new value."""
     if key == "rounds":
         if asked > before:
             return
-        hint = "a run that is resumed can have more rounds, not fewer"
+        hint = "a resumed run can have more rounds, not fewer"
     elif key == "devices":
         if asked < before:
             return
-        hint = "a run that is resumed can wait for fewer devices, not for more"
+        hint = "a resumed run can wait for fewer devices, not for more"
     else:
-        hint = "a run is resumed with its own configuration; only rounds, devices and metrics may change"
+        hint = "only rounds, devices and metrics of a resumed run may change"
     raise ConfigError(f"run {run!r} began with {key} = {before!r}, and now {key} = {asked!r} is asked for: {hint}")

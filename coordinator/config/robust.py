@@ -10,14 +10,14 @@ from fedvit.roles import Role
 
 
 class RobustConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the server keeps devices that lie from ruining a run: the table [robust] (docs/security.md).
+    """Robust aggregation, against malicious devices: the table [robust] (docs/security.md).
 
-    Raises ConfigError on construction when keys do not fit together.
+    Raises ConfigError on construction if keys do not fit together.
     """
 
     aggregator: Annotated[
         Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"],
-        Meta(description="How shared tensors' updates become one; all but mean treat devices as equals."),
+        Meta(description="How shared tensors' updates are combined; all but mean weigh devices equally."),
     ] = "mean"
     malicious_share: Annotated[
         float,
@@ -35,7 +35,8 @@ class RobustConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         float | None, Meta(description="A device's samples count up to this multiple of the cohort's median.")
     ] = None
     strikes: Annotated[
-        int, Meta(ge=0, description="Refused or out-of-scale results that put a device into quarantine; 0: none do.")
+        int,
+        Meta(ge=0, description="Refused or out-of-scale results that put a device into quarantine; 0: no quarantine."),
     ] = 3
     quarantine_rounds: Annotated[
         int | None, Meta(description="Rounds that a quarantine lasts; by default until the operator ends it.")
@@ -50,9 +51,9 @@ class RobustConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise ConfigError(f"{key} = {value} must be at least {least:g}")
 
     def check(self, method: str, roles: set[Role]) -> None:
-        """Raises ConfigError, naming the method, where there is nothing for the aggregator to aggregate."""
+        """Raises ConfigError, naming the method, if there is nothing to aggregate."""
         if self.aggregator != "mean" and Role.SHARED not in roles:
             raise ConfigError(
                 f"aggregator = {self.aggregator!r}: method {method!r} averages no tensors; "
-                "of these keys reject_scale, max_weight and strikes protect it"
+                "reject_scale, max_weight and strikes can be used with it"
             )

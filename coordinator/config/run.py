@@ -18,9 +18,9 @@ from fedvit.wire.topics import check_name
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run. Raises ConfigError on construction when keys are wrong or do not fit together.
+    """One run. Raises ConfigError on construction if keys are wrong or do not fit together.
 
-    Whether they fit the method and the model, `coordinator.planning.checks` says: that needs torch.
+    `coordinator.planning.checks`, which needs torch, checks that they fit the method and the model.
     """
 
     method: Annotated[str, Meta(description="Federated method.")] = "eftvit"
@@ -46,23 +46,29 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(description="true for timm's weights, or the path of a checkpoint.", extra={"metavar": "true|FILE"}),
     ] = False
     start_from: Annotated[
-        str | None, Meta(description="Begin with what an earlier run of the same folder ended with: its name.")
+        str | None, Meta(description="Begin with the final tensors of this earlier run in the same folder.")
     ] = None
     classes: Annotated[
         tuple[str, ...],
         Meta(
-            description="Class of the run; without any: all that the first devices have.",
+            description="Class of the run; by default all classes of the first devices.",
             extra={"flags": ["class"], "metavar": "NAME"},
         ),
     ] = ()
     max_classes: Annotated[
-        int, Meta(ge=2, le=100_000, description="Classes that the first devices may bring, where none are listed.")
+        int,
+        Meta(
+            ge=2,
+            le=100_000,
+            description="Most classes that the first devices may announce together, if none are listed.",
+        ),
     ] = 1000
     rounds: Annotated[int, Meta(ge=1, description="Rounds to train.")] = 10
     seed: Annotated[int, Meta(ge=0, le=2**31 - 1, description="Every random draw of the run follows from it.")] = 0
     devices: Annotated[int, Meta(ge=1, description="Devices to wait for before the first round.")] = 1
     devices_where: Annotated[
-        str, Meta(description="Labels of the devices that the run is for: site=berlin,board=rpi5; by default all are.")
+        str,
+        Meta(description="Labels of the devices that the run selects: site=berlin,board=rpi5; by default all devices."),
     ] = ""
     cohort: (
         Annotated[float, Meta(gt=0, le=1, description="Devices asked per round: a share (0.1, 1.0) or a number (8).")]
@@ -72,7 +78,8 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float, Meta(gt=0, le=1, description="Share of the cohort whose results close a round at once.")
     ] = 1.0
     over_select: Annotated[
-        float, Meta(ge=0, le=4, description="Share of the cohort that is asked beside it; the first answers count.")
+        float,
+        Meta(ge=0, le=4, description="Additional devices to ask, as a share of the cohort; the first answers count."),
     ] = 0.0
     selection: Annotated[
         Literal["uniform", "fair"],
@@ -81,36 +88,40 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     deadline_s: (
         Annotated[
             float,
-            Meta(gt=0, description="Seconds that a device is waited for; auto: as predicted, and while it is alive."),
+            Meta(
+                gt=0,
+                description="Seconds to wait for a device; auto: the predicted time, extended while it makes progress.",
+            ),
         ]
         | Literal["auto"]
     ) = "auto"
     deadline_limit_s: Annotated[
-        float, Meta(gt=0, description="Seconds after which a task is over, however much its device is alive.")
+        float, Meta(gt=0, description="Seconds after which a task ends, even if its device makes progress.")
     ] = 21600.0
     late: Annotated[
         Literal["refuse", "use", "discount"],
         Meta(
-            description="Results that come after their round: refused, used in the round that is open then, or used "
-            "by 1/sqrt(1 + rounds late)."
+            description="Results that arrive after their round: refused, used in the open round, or used there with "
+            "weight 1/sqrt(1 + rounds late)."
         ),
     ] = "refuse"
     max_staleness: Annotated[
-        int, Meta(ge=0, description="Rounds by which a result may be late, where late results are used.")
+        int, Meta(ge=0, description="Most rounds by which a result may be late, if late results are used.")
     ] = 10
     mode: Annotated[
         Literal["rounds", "buffered"],
-        Meta(description="buffered: devices get new tasks as they answer; each `buffer` results make a round."),
+        Meta(description="buffered: devices get a new task after each answer; every `buffer` results make a round."),
     ] = "rounds"
     buffer: Annotated[int, Meta(ge=1, description="Results that make a round in mode buffered.")] = 4
     concurrency: (
-        Annotated[int, Meta(ge=1, description="Devices at work at a time in mode buffered; by default all.")] | None
+        Annotated[int, Meta(ge=1, description="Most devices at work at a time in mode buffered; by default all.")]
+        | None
     ) = None
     rejoin_grace_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="Seconds to wait for devices that went offline: once all others answered, and before a round.",
+            description="Seconds to wait for devices that went offline: after all others answered, and before a round.",
         ),
     ] = 30.0
     evaluate_every: Annotated[
@@ -128,8 +139,8 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     evaluation: Annotated[
         Literal["newest", "pre_aggregation"],
         Meta(
-            description="What devices test: the newest tensors of the server, or, on a device that trained in this "
-            "round, its own before they were averaged."
+            description="Tensors that devices test: the newest ones of the server, or, on a device that trained in "
+            "this round, its own before they were averaged."
         ),
     ] = "newest"
     backup_every: Annotated[
@@ -141,20 +152,25 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 1
     keep_rounds: (
-        Annotated[int, Meta(ge=1, description="Newest rounds whose details stay in the record; by default all.")] | None
+        Annotated[
+            int, Meta(ge=1, description="Number of newest rounds whose details stay in the record; by default all.")
+        ]
+        | None
     ) = None
     keep_runs: (
-        Annotated[int, Meta(ge=0, description="Finished runs that `coordinator gc` leaves; by default all.")] | None
+        Annotated[int, Meta(ge=0, description="Number of finished runs that `coordinator gc` keeps; by default all.")]
+        | None
     ) = None
     accelerator: Annotated[
         str,
         Meta(
-            description="What the server trains on: cpu, cuda, cuda:1; with cuda:0,1 or cpu:2 two processes. auto "
-            "takes CUDA where there is one."
+            description="Torch device of the server's training: cpu, cuda, cuda:1; cuda:0,1 or cpu:2: two processes. "
+            "auto: CUDA if available."
         ),
     ] = "auto"
     server_precision: Annotated[
-        ProductPrecision, Meta(description="Of products in the server's training; weights are float32 always.")
+        ProductPrecision,
+        Meta(description="Precision of matrix products in the server's training; weights are always float32."),
     ] = "fp32"
     federation: Annotated[str, Meta(description="Name under which devices and coordinator meet at the broker.")] = (
         "home"
@@ -177,25 +193,27 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if isinstance(self.pretrained, str) and not Path(self.pretrained).is_file():
             raise ConfigError(f"pretrained = {self.pretrained!r}: there is no such file")
 
-    def check_privacy_of_ways(self) -> None:
-        """What accounting and the aggregators say holds for whole rounds of plain updates only."""
+    def check_privacy_of_modes(self) -> None:
+        """Raises ConfigError if the mode or a codec violates the assumptions of the aggregator or of the accounting."""
         late = "mode = 'buffered'" if self.mode == "buffered" else f"late = {self.late!r}"
         if self.robust.aggregator != "mean" and (self.mode == "buffered" or self.late == "discount"):
             raise ConfigError(
-                f"aggregator = {self.robust.aggregator!r} treats updates as equals, {late} discounts late ones"
+                f"aggregator = {self.robust.aggregator!r} weighs updates equally, but {late} discounts late ones"
             )
         if not self.privacy.noise_multiplier:
             return
         if self.mode == "buffered" or self.late != "refuse":
             raise ConfigError(f"{late}: noise_multiplier is accounted for in whole rounds without late results")
         if self.privacy.accounting == "sampled" and self.selection != "uniform":
-            raise ConfigError(f"selection = {self.selection!r}: accounting = 'sampled' wants cohorts drawn at random")
+            raise ConfigError(
+                f"selection = {self.selection!r}: accounting = 'sampled' requires cohorts drawn at random"
+            )
         of_groups = {f"up_groups: {group}": codec for group, codec in self.updates.up_groups.items()}
         for key, codec in ({"up": self.updates.up} | of_groups).items():
             if codec != NONE:
                 raise ConfigError(
-                    f"updates: {key} = {codec!r}: what coding leaves out is sent later, beyond the clip that "
-                    "noise_multiplier rests on"
+                    f"updates: {key} = {codec!r}: the error feedback of a codec exceeds the clip on which "
+                    "noise_multiplier is based"
                 )
 
     def uses_late_results(self) -> bool:
@@ -218,7 +236,7 @@ TABLES: dict[str, type[Struct]] = {
 """Tables of a run's configuration, with keys of their own."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "What is trained": (
+    "Model and method": (
         "method", "options", "variants", "model", "model_options", "pretrained", "start_from", "classes", "max_classes",
         "seed", "accelerator", "server_precision",
     ),
@@ -227,6 +245,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "deadline_s", "deadline_limit_s", "late", "max_staleness", "mode", "buffer", "concurrency", "rejoin_grace_s",
     ),
     "Evaluation": ("evaluate_every", "evaluation", "evaluation_cohort", "evaluation_quorum"),
-    "What is kept": ("backup_every", "keep_rounds", "keep_runs"),
+    "Storage": ("backup_every", "keep_rounds", "keep_runs"),
 }  # fmt: skip
-"""Keys that are in no table, by what they are about: how `--help` shows them."""
+"""Keys outside of tables, by section, as `--help` shows them."""

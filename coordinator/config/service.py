@@ -1,4 +1,4 @@
-"""What an operator can say of a service: `coordinator serve`."""
+"""The configuration of a service: `coordinator serve`."""
 
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     federation: Annotated[str, Meta(description="Name under which devices and service meet at the broker.")] = "home"
     side_by_side: Annotated[
-        int, Meta(ge=1, description="Runs that are served at the same time; each device belongs to one of them.")
+        int, Meta(ge=1, description="Most runs that are served at the same time; each device belongs to one of them.")
     ] = 1
 
     def __post_init__(self) -> None:
@@ -22,7 +22,7 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def make_service_config(values: dict[str, Any], where: str) -> tuple[ServiceConfig, BrokerConfig]:
-    """Validate what a file and flags said together. Raises ConfigError naming the key and what is allowed."""
+    """Validate the merged values of a file and flags. Raises ConfigError, naming the key and the allowed values."""
     values = dict(values)
     broker = convert_broker(values.pop("broker", {}), where)
     return convert_table(values, ServiceConfig, where), broker

@@ -9,25 +9,25 @@ from fedvit.roles import NONE, Role
 
 
 class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tensors are coded on their way: the table [updates]. Raises ConfigError on construction.
+    """Codecs of transferred tensors: the table [updates]. Raises ConfigError on construction.
 
     A codec is one of none, fp16, int8 and top_k:share=0.05 (docs/updates.md).
     """
 
-    up: Annotated[str, Meta(description="Codec of what devices send back of trained tensors.")] = NONE
+    up: Annotated[str, Meta(description="Codec of the updates of trained tensors.")] = NONE
     up_groups: Annotated[
         dict[str, str],
         Meta(
-            description="Another codec for a group that is sent back.",
+            description="Another codec for the updates of one group.",
             extra={"flags": ["up-group"], "metavar": "GROUP=CODEC"},
         ),
     ] = field(default_factory=dict)
-    features: Annotated[str, Meta(description="Codec of what devices collect and upload: none, fp16 or int8.")] = NONE
+    features: Annotated[str, Meta(description="Codec of the features that devices upload: none, fp16 or int8.")] = NONE
     down: Annotated[
-        str, Meta(description="Codec of what changes from round to round, for devices that have what was before.")
+        str, Meta(description="Codec of the changes since the previous round, for devices that have its values.")
     ] = NONE
     down_whole: Annotated[
-        str, Meta(description="Codec of whole values for devices, also of those made for one device: none, fp16, int8.")
+        str, Meta(description="Codec of whole values for devices, including generated ones: none, fp16, int8.")
     ] = NONE
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             except ConfigError as error:
                 raise ConfigError(f"updates: {key}: {error}") from None
             if key in ("features", "down_whole") and not codec.keeps_shape:
-                raise ConfigError(f"updates: {key} = {text!r}: {codec.name} is for changes of trained tensors alone")
+                raise ConfigError(f"updates: {key} = {text!r}: {codec.name} supports changes of trained tensors only")
 
     def up_of(self, group: str) -> str:
         from fedvit.updates import make_codec
@@ -56,15 +56,17 @@ class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return {self.down, self.down_whole} != {NONE}
 
     def check(self, method: str, groups: dict[str, tuple[Role, list[str]]], collects: bool) -> None:
-        """Raises ConfigError, naming the method, for a codec of something that it never sends."""
-        who = f"method {method!r}"
+        """Raises ConfigError, naming the method, for a codec of tensors that it never sends."""
+        sender = f"method {method!r}"
         back = [group for group, (role, names) in groups.items() if role.sent_back and names]
         for group in self.up_groups:
             if group not in back:
                 known = ", ".join(back) or "none"
-                raise ConfigError(f"updates: up_groups: group {group!r} is not sent back; of {who} these are: {known}")
+                raise ConfigError(
+                    f"updates: up_groups: group {group!r} is not sent back; of {sender} these are: {known}"
+                )
         down = any(role.from_server_each_round and names for role, names in groups.values())
         senders = {"up": bool(back), "features": collects, "down": down, "down_whole": down}
         for key, sends in senders.items():
             if getattr(self, key) != NONE and not sends:
-                raise ConfigError(f"updates: {key} = {getattr(self, key)!r}: {who} sends nothing of that kind")
+                raise ConfigError(f"updates: {key} = {getattr(self, key)!r}: {sender} sends nothing of that kind")

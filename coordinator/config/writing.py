@@ -11,8 +11,8 @@ FILE = "run.toml"
 
 
 def as_toml(run: str, config: RunConfig) -> str:
-    """Every key of the configuration, but those that nobody set and that have no default."""
-    import tomli_w  # nobody who only reads a configuration needs it
+    """All keys of the configuration, except unset keys without a default."""
+    import tomli_w  # not needed to read a configuration
 
     head = f"# The configuration of run {run}. Another run like it: coordinator start --config {FILE}\n\n"
     return head + tomli_w.dumps(_without_none(msgspec.to_builtins(config)))

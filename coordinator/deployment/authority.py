@@ -1,7 +1,7 @@
-"""The deployment's own certificate authority: which devices may speak at the broker, and under which names.
+"""The deployment's own certificate authority: it decides which devices may use the broker, and under which names.
 
-Keys are P-256. No clock need agree with another to better than a day: what is issued to a device is valid from a day
-ago on, and the server's certificates from the authority's own beginning to its end.
+Keys are P-256. Clocks need only agree to within two days: a device's certificate is back-dated by two days, and the
+server's certificates are valid for the whole lifetime of the authority.
 """
 
 import datetime as dt
@@ -27,7 +27,7 @@ DAY_S = 86_400.0
 AUTHORITY_DAYS = 3650
 DEVICE_DAYS = 90
 BACK_DATED_DAYS = 2
-"""So far a device's clock and the server's may be apart before a new certificate is not valid yet."""
+"""Largest difference between a device's clock and the server's at which a new certificate is already valid."""
 MAX_REQUEST_BYTES = 4096
 
 _USAGES = (
@@ -66,14 +66,14 @@ class Authority:
 
     @classmethod
     def load(cls, certificate: bytes, key: bytes) -> "Authority":
-        """Raises ConfigError when the PEM files do not hold what `create` made."""
+        """Raises ConfigError if the PEM files were not made by `create`."""
         try:
             private = load_pem_private_key(key, password=None)
             found = x509.load_pem_x509_certificate(certificate)
         except ValueError as error:
             raise ConfigError(f"the deployment's authority cannot be read: {error}") from error
         if not isinstance(private, ec.EllipticCurvePrivateKey):
-            raise ConfigError("the deployment's authority has a key of another kind than P-256")
+            raise ConfigError("the deployment's authority has a key that is not P-256")
         return cls(found, private)
 
     @property
@@ -89,21 +89,21 @@ class Authority:
         return _key_pem(self._key)
 
     def server(self, hosts: Sequence[str]) -> Issued:
-        """The broker's certificate, for these names and addresses, as long as the authority lives."""
+        """The broker's certificate for these names and addresses, valid as long as the authority."""
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
-        builder = self._for_life(_name("broker"), key).add_extension(alternatives, critical=False)
+        builder = self._for_authority_lifetime(_name("broker"), key).add_extension(alternatives, critical=False)
         return self._issued(builder, key, ExtendedKeyUsageOID.SERVER_AUTH)
 
     def client(self, name: str) -> Issued:
-        """The certificate of the coordinator itself, which speaks at the broker like any other."""
+        """The certificate of the coordinator, which is a client of the broker like any other."""
         key = ec.generate_private_key(ec.SECP256R1())
-        return self._issued(self._for_life(_name(name), key), key, ExtendedKeyUsageOID.CLIENT_AUTH)
+        return self._issued(self._for_authority_lifetime(_name(name), key), key, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def device(self, device: str, request: bytes, now_s: float, days: float = DEVICE_DAYS) -> x509.Certificate:
         """A device's certificate for the key in its request; nothing else of the request is used.
 
-        Raises BadPayload when the request is not one, not signed by its key, or its key is not P-256.
+        Raises BadPayload if the request is invalid, not signed by its key, or its key is not P-256.
         """
         begin, end = now_s - BACK_DATED_DAYS * DAY_S, now_s + days * DAY_S
         builder = _builder(
@@ -112,17 +112,17 @@ class Authority:
         return self._signed(builder, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def revocations(self, serials: Iterable[int], number: int, now_s: float) -> bytes:
-        """The list of certificates that are not valid any more, PEM.
+        """The list of revoked certificates, PEM.
 
-        A broker that reloads its lists takes the newer of two by their dates, which count seconds: so the date is
-        that of the authority's beginning, and `number` seconds.
+        A broker compares the dates of two lists, in seconds, and uses the newer one: so the date is the begin of the
+        authority plus `number` seconds.
         """
         begin = self.certificate.not_valid_before_utc
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.certificate.subject)
             .last_update(begin + dt.timedelta(seconds=number))
-            # brokers refuse everybody when the list is out of date
+            # brokers refuse all clients if the list has expired
             .next_update(self.certificate.not_valid_after_utc)
             .add_extension(x509.CRLNumber(number), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
@@ -132,7 +132,7 @@ class Authority:
             builder = builder.add_revoked_certificate(revoked)
         return builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM)
 
-    def _for_life(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+    def _for_authority_lifetime(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
         begin, end = self.certificate.not_valid_before_utc, self.certificate.not_valid_after_utc
         return _builder(
             subject,
@@ -160,16 +160,16 @@ class Authority:
 def public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:
     """The P-256 key that signed a certificate request (PKCS #10, DER). Raises BadPayload."""
     if len(request) > MAX_REQUEST_BYTES:
-        raise BadPayload(f"a certificate request of {len(request)} bytes, at most {MAX_REQUEST_BYTES} are read")
+        raise BadPayload(f"a certificate request of {len(request)} bytes, at most {MAX_REQUEST_BYTES} are allowed")
     try:
         parsed = x509.load_der_x509_csr(request)
         key = parsed.public_key()
-        genuine = parsed.is_signature_valid
+        signature_valid = parsed.is_signature_valid
     except (ValueError, UnsupportedAlgorithm, InvalidSignature) as error:
         raise BadPayload(f"a certificate request cannot be read: {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise BadPayload("a certificate request must have a P-256 key")
-    if not genuine:
+    if not signature_valid:
         raise BadPayload("a certificate request is not signed with its own key")
     return key
 

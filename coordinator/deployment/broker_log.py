@@ -1,8 +1,8 @@
-"""What mosquitto's log says of a deployment's broker: its connections, its misuse, and when it has read its lists.
+"""Reads mosquitto's log of a deployment's broker: connections, misuse, and when the broker has reloaded its lists.
 
-mosquitto counts neither a user's connections nor its sessions, and lists none. Its log names the user of each
-connection, from the certificate, at the end of a line whose beginning no client chooses; so no device can be made to
-look guilty. It cuts lines at 1000 bytes, so a client with a long id hides its user: then `overlooked` is true.
+mosquitto neither counts nor lists a user's connections and sessions. Its log names the user of each connection, from
+the certificate, at the end of a line whose beginning no client can choose; so no device can incriminate another. Lines
+are cut at 1000 bytes, so that a long client id hides the user: then `overlooked` is true.
 """
 
 import re
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 MOST_CONNECTIONS = 32
-"""Of one device at once. It has two, and for a minute those of a process before it whose power failed."""
+"""Most connections of one device. It has two, and for a minute those of an earlier process that lost power."""
 MOST_ACCEPTED = 4096
-"""Connections that have not said their client id yet, of which is kept when they were accepted."""
+"""Most accepted connections without a client id yet that are remembered."""
 READ_BYTES = 1024 * 1024
-"""Of the log at a time."""
+"""Bytes of the log that are read at a time."""
 
 _TIME = r"[0-9T:-]+: "
 _ACCEPTED = re.compile(_TIME + r"New connection from (\S+) on port \d+\.")
 _NEW = re.compile(_TIME + r"New client connected from (\S+) as ")
 _CONNECTED = re.compile(_TIME + r"New client connected from (\S+) as (.*) \(p\d, c([01]), k\d+, u'([^']*)'\)\.")
-# a comma is in no reason; another line, which ends in "already connected, closing old connection.", has one
+# reasons contain no comma, unlike the line "... already connected, closing old connection."
 _ENDED = re.compile(
     _TIME + r"(?:Client (.*) (?:disconnected(?:\.|, not authorised\.|[: ][^,]*)|closed its connection\.|"
     r"has exceeded timeout, disconnecting\.)|Bad socket read/write on client (.*): [^:,]*)"
@@ -33,18 +33,18 @@ _RELOADED = re.compile(_TIME + r"Reloading config\.")
 
 
 class Misuse(NamedTuple):
-    """What a device did that no software of ours does."""
+    """Something that a device did, and our software never does."""
 
     device: str
     what: str
-    shut_out: bool  # it keeps others from the broker: it has to be revoked
+    shut_out: bool  # it harms other clients of the broker, and has to be revoked
 
 
 class BrokerLog:
-    """Reads a broker's log as it grows, from `position` on, where the log of this broker begins.
+    """Follows the growing log of a broker from `position` on.
 
-    Some certificates of a device may become invalid, with `expect_reload`. Once the broker has read its lists anew,
-    connections under that device's name that were accepted before are in `to_end`, by client id.
+    `expect_reload` names devices with revoked certificates. Once the broker has reloaded its lists, their older
+    connections are in `to_end`, by client id.
     """
 
     def __init__(self, log_file: Path, position: int) -> None:
@@ -56,19 +56,19 @@ class BrokerLog:
         self._began()
 
     def _began(self) -> None:
-        """A broker that has just started knows nobody, and has read its lists."""
+        """Reset: a broker that has just started has no connections, and has read its lists."""
         self.to_end: set[str] = set()
         self.overlooked = False
-        """Whether a connection may be open whose user or client id is not known."""
+        """Whether a connection with an unknown user or client id may be open."""
         self._reloads = 0
-        self._cut: dict[str, int] = {}  # the reload after which connections of a user are accepted again
-        self._accepted: dict[str, int] = {}  # by address: reloads before it, of connections without a client id yet
+        self._revoked_at_reload: dict[str, int] = {}  # by user: number of the reload that revoked its older connections
+        self._accepted: dict[str, int] = {}  # by address: number of reloads before a connection without a client id yet
         self._user_of: dict[str, str] = {}  # by client id
         self._clients_of: dict[str, set[str]] = {}
         self._reported: set[tuple[str, bool]] = set()
 
     def expect_reload(self, devices: Iterable[str]) -> None:
-        """To be called when the broker's lists are written, before it is told to read them."""
+        """To be called after the broker's lists were written, before it is told to reload them."""
         try:
             self._expected_from = self._log_file.stat().st_size
         except OSError:
@@ -77,19 +77,19 @@ class BrokerLog:
 
     @property
     def reloaded(self) -> bool:
-        """Whether the broker has read the lists that it had to, as far as `look` has come."""
+        """Whether the broker has reloaded its lists, as far as the log was read."""
         return self._expected_from is None
 
     def look(self) -> list[Misuse]:
-        """What is new; each device's sessions and its connections are named once after each start of the broker."""
+        """Read new lines; returns new misuse, each kind once per device after each start of the broker."""
         try:
             with self._log_file.open("rb") as log:
-                if log.seek(0, 2) < self._position:  # it was put aside, perhaps with lines that were not read
+                if log.seek(0, 2) < self._position:  # it was rotated, perhaps with unread lines
                     self._position, self._rest, self.overlooked = 0, b"", True
                     self._expected_from = None if self._expected_from is None else 0
                 log.seek(self._position)
                 read = log.read(READ_BYTES)
-        except OSError:  # somebody took it away; the next broker makes a new one
+        except OSError:  # it was removed; the next broker creates a new one
             self.overlooked = True
             return []
         end = self._position - len(self._rest)
@@ -105,7 +105,7 @@ class BrokerLog:
         if accepted := _ACCEPTED.fullmatch(line):
             self._accepted[accepted[1]] = self._reloads
             if len(self._accepted) > MOST_ACCEPTED:
-                del self._accepted[next(iter(self._accepted))]  # it counts as accepted long ago
+                del self._accepted[next(iter(self._accepted))]  # it then counts as accepted long ago
         elif connected := _CONNECTED.fullmatch(line):
             return self._on_connected(*connected.groups())
         elif _NEW.match(line):
@@ -126,14 +126,14 @@ class BrokerLog:
         self._user_of[client_id] = user
         clients = self._clients_of.setdefault(user, set())
         clients.add(client_id)
-        if client_id.endswith("]"):  # its end could not be told from that of another client
+        if client_id.endswith("]"):  # its end could be confused with that of another client
             self.overlooked = True
-        if self._accepted.pop(address, 0) < self._cut.get(user, 0):
+        if self._accepted.pop(address, 0) < self._revoked_at_reload.get(user, 0):
             self.to_end.add(client_id)
         if clean == "0":
             return self._new(user, "keeps a session at the broker, which the device's software never does", False)
         if len(clients) > MOST_CONNECTIONS:
-            what = f"opened {len(clients)} connections at once, at most {MOST_CONNECTIONS} are borne"
+            what = f"opened {len(clients)} connections at once, at most {MOST_CONNECTIONS} are allowed"
             return self._new(user, what, True)
         return None
 
@@ -142,11 +142,11 @@ class BrokerLog:
             return
         self._expected_from = None
         for device in self._expected:
-            self._cut[device] = self._reloads
+            self._revoked_at_reload[device] = self._reloads
             self.to_end |= self._clients_of.get(device, set())
 
     def _forget(self, client_id: str) -> None:
-        """It has ended, or another connection has taken its place."""
+        """Remove a connection that has ended or was replaced."""
         self.to_end.discard(client_id)
         user = self._user_of.pop(client_id, None)
         if user is not None:

@@ -1,4 +1,4 @@
-"""Enrolment: answers devices that bring a token, and those whose certificate is two thirds used up."""
+"""Enrolment: answers devices that present a token, and renews certificates."""
 
 import base64
 import logging
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 NOTE_SEEN_EVERY_S = 5.0
 RENEW_BELOW = 1 / 3
-"""A certificate is renewed when less than this share of its time is left."""
+"""A certificate is renewed when less than this share of its validity is left."""
 
 
 class EnrolmentService:
-    """A thread with a connection of its own to the broker; `news` is what people should know of it, line by line."""
+    """A thread with its own connection to the broker; `news` holds lines for the operator."""
 
     def __init__(self, deployment: Deployment, address: Address, *, device_days: float = DEVICE_DAYS) -> None:
         self.news: SimpleQueue[str] = SimpleQueue()
@@ -81,18 +81,18 @@ class EnrolmentService:
         self._note_seen()
 
     def _answer(self, event: Received) -> None:
-        """Whatever a stranger sends, enrolment stays open."""
-        who = self._topics.device_of(event.topic)
+        """Answer a message; no message of a stranger ends the enrolment service."""
+        sender = self._topics.device_of(event.topic)
         try:
-            if event.topic == self._topics.enrolment(who):
-                self._on_join(who, event.payload)
+            if event.topic == self._topics.enrolment(sender):
+                self._on_join(sender, event.payload)
             else:
-                self._on_renewal(who, event.payload)
+                self._on_renewal(sender, event.payload)
         except (BadPayload, PeerRefused) as error:
-            log.warning("enrolment message dropped", extra={"from": who, "reason": str(error)})
+            log.warning("enrolment message dropped", extra={"from": sender, "reason": str(error)})
         except (FedvitError, OSError) as error:
-            log.error("enrolment failed", extra={"from": who, "reason": str(error)})
-            self.news.put(f"enrolment of {who} failed: {error}")
+            log.error("enrolment failed", extra={"from": sender, "reason": str(error)})
+            self.news.put(f"enrolment of {sender} failed: {error}")
 
     # --- the first certificate ------------------------------------------------------------------------
 
@@ -100,10 +100,10 @@ class EnrolmentService:
         with self._deployment.registry.read() as rows:
             token = rows.token(token_id)
         if token is None:
-            raise BadPayload(f"token {token_id} is not known")
+            raise BadPayload(f"token {token_id} is unknown")
         message = unseal(raw, token.secret_bytes, FROM_DEVICE)
         if not isinstance(message, JoinRequest):
-            raise BadPayload(f"a {type(message).__name__} is no request to join")
+            raise BadPayload(f"a {type(message).__name__} is not a request to join")
         answer: JoinGranted | JoinRefused
         try:
             with self._deployment.change() as rows:
@@ -120,7 +120,7 @@ class EnrolmentService:
         """The certificate for a request, DER; the same again for the same request. Raises PeerRefused."""
         token = rows.token(token_id)
         if token is None:
-            raise BadPayload(f"token {token_id} is not known any more")
+            raise BadPayload(f"token {token_id} is no longer known")
         digest = sha256(message.request).hexdigest()
         known = rows.device(token.device)
         if token.request == digest and token.certificate and known and known.revoked_at is None:
@@ -132,17 +132,17 @@ class EnrolmentService:
         rows.put_device(token.device, _record(certificate), now())
         der = certificate.public_bytes(Encoding.DER)
         rows.use_token(token.id, digest, base64.b64encode(der).decode())
-        rows.withdraw_tokens(token.device)  # else another device could take its place with one of them
+        rows.withdraw_tokens(token.device)  # otherwise another device could take its place with one of them
         log.info("device enrolled", extra={"device": token.device})
         self.news.put(f"{token.device} has joined this deployment")
         return der
 
-    # --- the next one ---------------------------------------------------------------------------------
+    # --- renewal -------------------------------------------------------------------------------------
 
     def _on_renewal(self, device: str, raw: bytes) -> None:
         message = decode_enrolment(raw)
         if not isinstance(message, RenewRequest):
-            raise BadPayload(f"a {type(message).__name__} is no request for renewal")
+            raise BadPayload(f"a {type(message).__name__} is not a request for renewal")
         self._seen[device] = now()
         with self._deployment.registry.read() as rows:
             if not _may_be_renewed(rows.device(device)):
@@ -162,7 +162,7 @@ class EnrolmentService:
         return self._deployment.authority.device(device, request, now(), self._device_days)
 
     def _note_seen(self) -> None:
-        """Together, for a fleet comes back as one."""
+        """Store the times together, since a whole fleet reconnects at once."""
         seen, self._seen = self._seen, {}
         try:
             with self._deployment.change() as rows:
@@ -172,7 +172,7 @@ class EnrolmentService:
 
 
 def _check_token(token: OpenToken, message: JoinRequest, known: Device | None) -> None:
-    """Raises PeerRefused, in words for the person at the device."""
+    """Raises PeerRefused, with a message for the person at the device."""
     if token.withdrawn:
         raise PeerRefused(
             f"this token was withdrawn: {token.device!r} has joined with another one, or was revoked; "

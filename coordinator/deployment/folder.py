@@ -1,4 +1,4 @@
-"""A deployment: one folder with everything that makes a fleet's broker safe by default.
+"""A deployment: one folder with everything that a fleet's secured broker needs.
 
 DIR/deployment.json        names, addresses and ports
 DIR/authority.pem .key     the authority of all certificates
@@ -6,9 +6,9 @@ DIR/server.pem .key        the broker
 DIR/coordinator.pem .key   the coordinator, one client among others
 DIR/revoked.pem            certificates that are not valid any more
 DIR/registry.db            devices and tokens
-DIR/mosquitto.conf         the broker's configuration, and what it reads beside it:
+DIR/mosquitto.conf         the broker's configuration, and the files that it includes:
 DIR/devices.acl, enrolment.acl, enrolment.passwords
-DIR/run/                   logs, and which process serves this deployment now
+DIR/run/                   logs, and the lock of the serving process
 """
 
 import base64
@@ -40,18 +40,18 @@ from fedvit.wire.enrolment import SECRET_BYTES, Token, login_of
 from fedvit.wire.topics import check_name
 
 COORDINATOR = "fedvit.coordinator"
-"""The coordinator's user name at the broker. No device can be called so: names of devices have no dot."""
+"""The coordinator's user name at the broker. No device can have it: device names contain no dot."""
 
 
 FORMER_REGISTRY = "registry.json"
-"""What versions before the database kept instead of it."""
+"""The registry of versions before the database."""
 _LOGIN = re.compile(r"([0-9a-f]{16}):\$7\$\d+\$[A-Za-z0-9+/=]+\$[A-Za-z0-9+/]{86}==")
-"""A whole line of the list of logins; what a crash left of one is none."""
+"""A complete line of the list of logins; a partial line after a crash does not match."""
 _HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]*:[0-9a-fA-F:.]+")
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """What was chosen when the deployment was made."""
+    """Settings that were chosen when the deployment was created."""
 
     federation: str
     listen: str
@@ -71,13 +71,13 @@ class Deployment:
 
     @classmethod
     def create(cls, folder: Path, settings: Settings) -> "Deployment":
-        """Raises ConfigError when there is something in `folder` already, StorageFailed when it cannot be written.
+        """Raises ConfigError if `folder` is not empty, StorageFailed if it cannot be written.
 
-        The folder appears whole or not at all.
+        The folder is created completely or not at all.
         """
         check_name(settings.federation, "--federation")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"{folder} exists already and is not touched; choose a new folder")
+            raise ConfigError(f"{folder} exists already and is not changed; choose a new folder")
         authority = Authority.create(f"fedvit {settings.federation} {secrets.token_hex(4)}", now())
         new = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
         try:
@@ -99,9 +99,9 @@ class Deployment:
 
     @classmethod
     def open(cls, folder: Path) -> "Deployment":
-        """Raises ConfigError when there is no deployment in `folder`, or others may read it.
+        """Raises ConfigError if there is no deployment in `folder`, or others may read it.
 
-        The registry of an older version, a JSON file, becomes a database; ConfigError while that version still serves.
+        The JSON registry of an older version is migrated; ConfigError while that version still serves it.
         """
         folder = folder.resolve()
         file = folder / "deployment.json"
@@ -117,11 +117,11 @@ class Deployment:
             raise ConfigError(f"the deployment in {folder} cannot be read: {error}") from error
         registry = _registry_in(folder)
         if (former := folder / FORMER_REGISTRY).exists():
-            with alone(folder):
+            with exclusively_served(folder):
                 registry.create(former)
         return cls(folder, settings, Authority.load(certificate, key), registry)
 
-    # --- where things are -----------------------------------------------------------------------------
+    # --- paths and addresses --------------------------------------------------------------------------
 
     @property
     def configuration(self) -> Path:
@@ -133,17 +133,17 @@ class Deployment:
 
     @property
     def fingerprint(self) -> bytes:
-        """SHA-256 of the authority's certificate: what a token lets a device trust."""
+        """SHA-256 of the authority's certificate: a token carries it, so that the device can trust the authority."""
         return sha256(self.authority.der).digest()
 
     @property
     def address(self) -> Address:
-        """Where this machine's coordinator finds the broker, with its certificate."""
+        """The broker's address for the coordinator on this machine, with its certificate."""
         listen = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.listen, self.settings.listen)
         return self.address_at(listen, self.settings.port)
 
     def address_at(self, host: str, port: int) -> Address:
-        """The same at a broker elsewhere that runs with this deployment's configuration."""
+        """The same for a broker elsewhere that uses this deployment's configuration."""
         return Address(
             host,
             port,
@@ -157,7 +157,7 @@ class Deployment:
 
     @contextlib.contextmanager
     def change(self) -> Iterator[Rows]:
-        """Alter devices or tokens; what a broker has to read anew because of it is written first."""
+        """Change devices or tokens; the files that a broker has to reload are written first."""
         with self.registry.change() as rows:
             yield rows
             if rows.revocations_changed:
@@ -176,10 +176,10 @@ class Deployment:
             atomic_write(self.folder / f"{name}.pem", issued.certificate)
             atomic_write(self.folder / f"{name}.key", issued.key, private=True)
         self.registry.create()
-        self.registry.close()  # the folder is about to get its name
+        self.registry.close()  # the folder is about to be renamed
 
     def write_configuration(self) -> None:
-        """What mosquitto reads; written anew at each start, for the folder may have been moved."""
+        """Write mosquitto's files; at each start, since the folder may have been moved."""
         settings = self.settings
         text = secured_configuration(self.folder, settings.listen, settings.port, settings.enrolment_port)
         atomic_write(self.configuration, text.encode())
@@ -201,14 +201,14 @@ class Deployment:
         return self.folder / "enrolment.passwords"
 
     def _write_logins(self, rows: Rows) -> None:
-        """All of them. Lines that are there already are kept, for each takes milliseconds to make."""
-        there = self._logins.read_text(errors="replace").splitlines() if self._logins.exists() else []
-        kept = {found[1]: f"{line}\n" for line in there if (found := _LOGIN.fullmatch(line))}
-        lines = [kept.get(token.id) or _login(token) for token in rows.tokens()]
+        """Write all logins. Existing lines are reused, since each takes milliseconds to compute."""
+        existing = self._logins.read_text(errors="replace").splitlines() if self._logins.exists() else []
+        known = {found[1]: f"{line}\n" for line in existing if (found := _LOGIN.fullmatch(line))}
+        lines = [known.get(token.id) or _login(token) for token in rows.tokens()]
         atomic_write(self._logins, "".join(lines).encode(), private=True)
 
     def _add_logins(self, tokens: Sequence[OpenToken]) -> None:
-        """At the end of the list, so that a token costs the same in every fleet; the next start checks all lines."""
+        """Append logins, so that a token's cost does not grow with the fleet; the next start checks all lines."""
         try:
             with self._logins.open("ab") as file:
                 file.write("".join(map(_login, tokens)).encode())
@@ -227,8 +227,8 @@ def _login(token: OpenToken) -> str:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Be the one process that serves the deployment in `folder`. Raises ConfigError, naming it, when another one is."""
+def exclusively_served(folder: Path) -> Iterator[None]:
+    """Hold the lock of the deployment in `folder`. Raises ConfigError, naming the process, if another one holds it."""
     handle = os.open(folder / "run" / "served", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
@@ -244,9 +244,9 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def own_hosts(names: Sequence[str], listen: str, addresses: Sequence[str]) -> tuple[str, ...]:
-    """What the server's certificate is for: what the operator named first, then whatever this machine is called.
+    """The hosts in the server's certificate: first those of the operator, then all names and addresses of this machine.
 
-    Raises ConfigError when a name can be in no certificate.
+    Raises ConfigError if a name is invalid in a certificate.
     """
     for name in names:
         if not _HOST.fullmatch(name):
@@ -274,7 +274,7 @@ def own_addresses() -> list[str]:
 def make_token(deployment: Deployment, device: str, valid_s: float, *, replaces: bool = False) -> Token:
     """A token that one device can join with, once, within `valid_s` seconds.
 
-    Raises ConfigError when the name cannot be used, or is used and is not to be replaced.
+    Raises ConfigError if the name is invalid, or is used and not to be replaced.
     """
     check_name(device, "device name")
     secret, settings = secrets.token_bytes(SECRET_BYTES), deployment.settings

@@ -1,7 +1,7 @@
-"""Which devices belong to a deployment, and which tokens may still make one: a SQLite database.
+"""The registry of a deployment's devices and tokens: a SQLite database.
 
-A change is one transaction, and touches the rows that it is about. Several processes may make changes: SQLite lets them
-in one after the other. The database has mode 0600, and SQLite gives the same to the files that it makes beside it.
+A change is one transaction, and only touches the affected rows. Several processes may make changes: SQLite serialises
+them. The database and SQLite's files beside it have mode 0600.
 """
 
 import base64
@@ -42,11 +42,11 @@ from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooMany
 from fedvit.files import storage_failed, sync_folder
 
 FORGET_TOKENS_S = 30 * 86_400.0
-"""So long a device that brings a used or expired token is told which of the two it is."""
+"""How long used and expired tokens are remembered, so that a device learns which of the two its token is."""
 LOCK_S = 30.0
-"""So long a change waits for those of other processes."""
+"""How long a change waits for those of other processes."""
 MIGRATED = ".migrated"
-"""Added to the name of the JSON file that older versions kept, once the database has everything in it."""
+"""Suffix of the JSON registry of older versions after its migration."""
 
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ")
 _FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
@@ -95,11 +95,11 @@ _REVOKED = Table(
 )
 
 _COUNTERS = Table("counters", _TABLES, Column("generation", Integer, nullable=False))
-"""One row. `generation` counts the changes of what a broker reads."""
+"""One row. `generation` counts the changes of files that a broker reads."""
 
 
 class Certificate(Struct, frozen=True):
-    """One that was issued; times are seconds since 1970 by this machine's clock."""
+    """An issued certificate; times are seconds since 1970 by this machine's clock."""
 
     serial: str  # hexadecimal: SQLite and JSON have no numbers of 160 bits
     issued_at: float
@@ -112,7 +112,7 @@ class Device(Struct, frozen=True):
     name: str
     joined_at: float
     certificates: list[Certificate]
-    last_seen: float | None = None  # when it connected last
+    last_seen: float | None = None  # time of its last connection
     revoked_at: float | None = None
     misuses: int = 0  # of the broker, see coordinator.deployment.broker_log
 
@@ -122,14 +122,14 @@ class Device(Struct, frozen=True):
 
 
 class OpenToken(Struct, frozen=True):
-    """A token that was given out, and what became of it."""
+    """An issued token and its use."""
 
     id: str
     device: str
     secret: str  # base64
     expires_at: float
-    replaces: bool = False  # whatever has this name now is revoked when the token is used
-    request: str | None = None  # SHA-256 of the request that used it up: its answer may have got lost
+    replaces: bool = False  # its use revokes the current device of this name
+    request: str | None = None  # SHA-256 of the request that used it; repeated if the answer was lost
     certificate: str | None = None  # and the answer, DER in base64
     withdrawn: bool = False
 
@@ -138,15 +138,14 @@ class OpenToken(Struct, frozen=True):
         return base64.b64decode(self.secret)
 
     def is_open(self, now_s: float) -> bool:
-        """Whether a device may still join with it."""
+        """Whether a device can still join with it."""
         return self.request is None and not self.withdrawn and self.expires_at > now_s
 
 
 class Rows:
-    """The registry within one transaction. Methods that change something may be called within `Registry.change` only.
+    """The registry within one transaction. Methods that change something may only be called within `Registry.change`.
 
-    What a broker has to read anew because of the changes so far is in `revocations_changed`, `new_tokens` and
-    `tokens_forgotten`.
+    `revocations_changed`, `new_tokens` and `tokens_forgotten` say which files of the broker have to be written.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -155,7 +154,7 @@ class Rows:
         self.new_tokens: list[OpenToken] = []
         self.tokens_forgotten = False
 
-    # --- what there is --------------------------------------------------------------------------------
+    # --- queries -------------------------------------------------------------------------------------
 
     def generation(self) -> int:
         found: int = self._connection.execute(select(_COUNTERS.c.generation)).scalar_one()
@@ -166,7 +165,7 @@ class Rows:
         return found[0] if found else None
 
     def devices(self) -> list[Device]:
-        """All, by name."""
+        """All devices, by name."""
         return self._devices(None, None)
 
     def _devices(
@@ -187,11 +186,11 @@ class Rows:
         return next(self._tokens(_TOKENS.c.id == token_id), None)
 
     def tokens(self) -> list[OpenToken]:
-        """All that are not forgotten yet, also those that are used or expired."""
+        """All tokens that are remembered, including used and expired ones."""
         return list(self._tokens(_TOKENS.c.id.is_not(None)))
 
     def open_tokens(self, now_s: float, device: str | None = None) -> list[OpenToken]:
-        """Tokens with which a device, or the one of that name, may still join."""
+        """Tokens with which any device, or the one of that name, can still join."""
         return list(self._tokens(_is_open(now_s) if device is None else _is_open(now_s) & (_TOKENS.c.device == device)))
 
     def _tokens(self, which: ColumnElement[bool]) -> Iterator[OpenToken]:
@@ -205,8 +204,8 @@ class Rows:
     def revoked_serials(self) -> list[str]:
         return list(self._connection.execute(select(_REVOKED.c.serial)).scalars())
 
-    def cut_since(self, generation: int) -> list[str]:
-        """Devices of whose certificates any was revoked after this generation."""
+    def revoked_since(self, generation: int) -> list[str]:
+        """Devices with a certificate that was revoked after this generation."""
         query = select(_REVOKED.c.device).where(_REVOKED.c.generation > generation).distinct()
         return list(self._connection.execute(query.order_by(_REVOKED.c.device)).scalars())
 
@@ -216,7 +215,7 @@ class Rows:
     # --- devices --------------------------------------------------------------------------------------
 
     def put_device(self, name: str, certificate: Certificate, when_s: float) -> None:
-        """A device has joined; what was known of another one of that name is forgotten."""
+        """Add a device that has joined; replaces one of the same name."""
         self.remove_device(name)
         values = {"name": name, "joined_at": when_s, "last_seen": when_s, "misuses": 0}
         self._connection.execute(insert(_DEVICES).values(**values))
@@ -243,17 +242,17 @@ class Rows:
         self._connection.execute(counted)
 
     def revoke(self, name: str, when_s: float) -> None:
-        """None of the device's certificates is valid any more, and its name may do nothing."""
+        """Revoke a device: all its certificates, and its name at the broker."""
         self._connection.execute(update(_DEVICES).where(_DEVICES.c.name == name).values(revoked_at=when_s))
         self.discard(name)
 
     def discard(self, name: str) -> None:
-        """The certificates that the device has now are not valid any more."""
+        """Revoke the current certificates of a device."""
         query = select(_CERTIFICATES.c.serial).where(_CERTIFICATES.c.device == name)
         self.revoke_serials(name, list(self._connection.execute(query).scalars()))
 
     def revoke_serials(self, name: str, serials: Iterable[str]) -> None:
-        """These certificates, which were issued for `name`, are not valid any more."""
+        """Revoke these certificates, which were issued for `name`."""
         generation = self._next_generation()
         for serial in serials:
             added = insert(_REVOKED).values(serial=serial, device=name, generation=generation)
@@ -273,12 +272,12 @@ class Rows:
         self._connection.execute(used.values(request=request, certificate=certificate))
 
     def withdraw_tokens(self, device: str) -> None:
-        """No token for this device that was not used can be used any more."""
+        """Withdraw all unused tokens for this device."""
         unused = update(_TOKENS).where(_TOKENS.c.device == device, _TOKENS.c.request.is_(None))
         self._connection.execute(unused.values(withdrawn=True))
 
     def forget_tokens(self, now_s: float) -> None:
-        """Those that expired so long ago that nobody asks for them any more."""
+        """Delete tokens that expired more than FORGET_TOKENS_S ago."""
         old = delete(_TOKENS).where(_TOKENS.c.expires_at <= now_s - FORGET_TOKENS_S)
         if self._connection.execute(old).rowcount:
             self.tokens_forgotten = True
@@ -295,8 +294,8 @@ class Rows:
 class Registry:
     """The database at `path`.
 
-    Raises ConfigError where it is missing, Damaged, with what to do, where it does not hold what was written to it,
-    StorageFailed where it cannot be read or written, NoRoom for want of room or descriptors.
+    Raises ConfigError if it is missing, Damaged, with what to do, if its content is damaged, StorageFailed if it cannot
+    be read or written, NoRoom if disk space or descriptors are used up.
     """
 
     def __init__(self, path: Path) -> None:
@@ -309,14 +308,13 @@ class Registry:
 
     @contextmanager
     def read(self) -> Iterator[Rows]:
-        """The rows as they are at one moment."""
+        """Read a consistent snapshot of the rows."""
         with self._transaction("BEGIN") as connection:
             yield Rows(connection)
 
     @contextmanager
     def change(self) -> Iterator[Rows]:
-        """The rows, to be changed: everything that the caller does, or nothing when it raises. Nobody else changes
-        them meanwhile."""
+        """Change the rows in one transaction, which is rolled back if the caller raises. Other processes wait."""
         with self._transaction("BEGIN IMMEDIATE") as connection:
             yield Rows(connection)
 
@@ -325,16 +323,16 @@ class Registry:
             return rows.generation()
 
     def check(self) -> None:
-        """Read all of it. Raises Damaged."""
+        """Verify the whole database. Raises Damaged."""
         with self._transaction("BEGIN") as connection:
             found = connection.execute(text("PRAGMA quick_check(1)")).scalar()
             if found != "ok":
                 raise self._damaged(" ".join(str(found).split()))
 
     def create(self, former: Path | None = None) -> None:
-        """Make the tables, and take over the JSON file of an older version; all of it or nothing.
+        """Create the tables, and migrate the JSON file of an older version, in one transaction.
 
-        The JSON file gets another name, so that it is taken over once. Raises ConfigError when it cannot be read.
+        The JSON file is then renamed, so that it is migrated only once. Raises ConfigError if it cannot be read.
         """
         content = _Former() if former is None else _read_former(former)
         try:
@@ -354,7 +352,7 @@ class Registry:
 
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[Connection]:
-        if not self.path.is_file():  # SQLite would make an empty one
+        if not self.path.is_file():  # SQLite would create an empty one
             raise ConfigError(f"{self.path} is missing: it holds the deployment's devices; {_REMEDY}")
         try:
             with self._engine.begin() as connection:
@@ -365,7 +363,7 @@ class Registry:
             name = getattr(cause, "sqlite_errorname", None) or ""
             if name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN):
                 raise self._damaged(str(cause)) from error
-            if are_used_up():  # SQLite only says that it cannot open a file
+            if are_used_up():  # SQLite only reports that it cannot open a file
                 raise TooManyOpenFiles(f"the deployment's registry {self.path}: {cause}; {how_many()}") from error
             kind = DiskFull if name in _FULL else StorageFailed
             raise kind(f"the deployment's registry {self.path}: {cause}") from error
@@ -390,7 +388,7 @@ class _FormerDevice(Struct):
 
 
 class _Former(Struct):
-    """What versions before the database kept, as JSON."""
+    """The JSON registry of versions before the database."""
 
     devices: dict[str, _FormerDevice] = {}
     tokens: dict[str, OpenToken] = {}
@@ -438,7 +436,7 @@ def _is_open(now_s: float) -> ColumnElement[bool]:
 def _prepare(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=FULL")  # what a device was told must survive a power cut
+    cursor.execute("PRAGMA synchronous=FULL")  # an answer to a device must survive a power cut
     cursor.close()
 
 

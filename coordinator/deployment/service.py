@@ -1,8 +1,8 @@
-"""Serving a deployment: its broker, its enrolment service, and what follows when a device joins or is revoked.
+"""Serves a deployment: its broker, its enrolment service, and the consequences of joins and revocations.
 
-mosquitto reads its lists anew at SIGHUP, and no connection ends by it. But of two connections with one client id it
-closes the older one. So the coordinator connects once under each client id of a device that was revoked: the
-connections of that device end at once, and no other device's.
+mosquitto reloads its lists at SIGHUP, but keeps open connections. Of two connections with the same client id it closes
+the older one. So the coordinator connects once under each client id of a revoked device, which ends the connections of
+that device at once, and of no other.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from coordinator.broker.process import Broker, claim_port
 from coordinator.deployment.authority import DEVICE_DAYS
 from coordinator.deployment.broker_log import BrokerLog, Misuse
 from coordinator.deployment.enrolment import EnrolmentService
-from coordinator.deployment.folder import COORDINATOR, Deployment, alone
+from coordinator.deployment.folder import COORDINATOR, Deployment, exclusively_served
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
 from fedvit.transport.base import Connected
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
 RELOAD_S = 5.0
-"""A broker that has not read its lists for so long is started again where a device has to be shut out."""
+"""If a device was revoked, a broker that has not reloaded its lists after this time is restarted."""
 
 
 class Service:
-    """A deployment that is being served by this process. `watch` must be called often, from one thread."""
+    """A deployment served by this process. `watch` must be called often, from one thread."""
 
     def __init__(
         self,
@@ -44,34 +44,34 @@ class Service:
         broker: Broker | None,
         address: Address,
         enrolment: EnrolmentService,
-        say: Callable[[str], None],
+        operator_log: Callable[[str], None],
         *,
         applied: int,
     ) -> None:
-        """`applied` is the generation of the registry from before the broker was started."""
-        self.broker = broker  # None: it runs by itself
+        """`applied` is the generation of the registry before the broker was started."""
+        self.broker = broker  # None: it is not started by this process
         self.address = address
         self.revoked: SimpleQueue[str] = SimpleQueue()
         """Devices that were revoked while this process serves."""
         self._deployment = deployment
         self._enrolment = enrolment
-        self._say = say
+        self._operator_log = operator_log
         self._log = BrokerLog(broker.log_file, broker.log_position) if broker else None
         self._applied = self._applying = applied
-        self._cut: list[str] = []  # devices of whose certificates some are revoked by what is being applied
+        self._revoking: list[str] = []  # devices with certificates that are being revoked
         self._apply_until = math.inf
         self._report()
 
     def watch(self) -> None:
-        """Start the broker again if it died, tell it what changed in the registry, see to devices that misuse it."""
+        """Restart the broker if it died, let it reload changed lists, and handle misuse by devices."""
         with contextlib.suppress(queue.Empty):
             while True:
-                self._say(self._enrolment.news.get_nowait())
+                self._operator_log(self._enrolment.news.get_nowait())
         if self.broker and self._log:
             for misuse in self._log.look():
                 self._on_misuse(misuse)
             if done := self.broker.tend():
-                self._say(f"broker: {done}")
+                self._operator_log(f"broker: {done}")
             self._end_connections(self.broker, self._log)
         if self._applying != self._applied:
             self._look_after_reload()
@@ -79,17 +79,17 @@ class Service:
             self._apply()
 
     def _apply(self) -> None:
-        """Let the broker read what is new in its lists, which were written before the generation grew."""
+        """Let the broker reload its lists, which were written before the generation increased."""
         with self._deployment.registry.read() as rows:
             self._applying = rows.generation()
-            self._cut = rows.cut_since(self._applied)
+            self._revoking = rows.revoked_since(self._applied)
         if self.broker is None or self._log is None:
-            self._say(_reload_theirs(self._deployment.run / "mosquitto.pid"))
+            self._operator_log(_reload_theirs(self._deployment.run / "mosquitto.pid"))
             self._on_applied()
-        elif self._cut and self._log.overlooked:
-            self._restart(self.broker, "a client has an id that hides which device it is")
+        elif self._revoking and self._log.overlooked:
+            self._restart(self.broker, "the id of a client hides its device")
         else:
-            self._log.expect_reload(self._cut)
+            self._log.expect_reload(self._revoking)
             self._apply_until = time.monotonic() + RELOAD_S
             self.broker.reload()
 
@@ -97,17 +97,17 @@ class Service:
         assert self.broker is not None
         assert self._log is not None
         if not self.broker.up:
-            return  # it reads them when it starts
+            return  # it reads its lists when it starts
         if self._log.reloaded and not self._log.to_end:
             self._on_applied()
         elif time.monotonic() > self._apply_until:
-            if self._cut:
+            if self._revoking:
                 self._restart(self.broker, f"it did not read its lists within {RELOAD_S:.0f} s")
             else:
                 self._on_applied()
 
     def _end_connections(self, broker: Broker, broker_log: BrokerLog) -> None:
-        """Of devices that were revoked or replaced. The log says afterwards that they have ended."""
+        """End the connections of revoked or replaced devices; the log confirms it afterwards."""
         ending = broker_log.to_end.copy()
         if not ending or not broker.up:
             return
@@ -117,23 +117,23 @@ class Service:
             self._restart(broker, "it did not end the connections of a device that was shut out")
 
     def _restart(self, broker: Broker, why: str) -> None:
-        """The last resort: it ends all connections, and devices that are still let in come back."""
-        self._say(f"broker: {why}; it {broker.restart()}")
+        """The last resort: ends all connections; permitted devices reconnect."""
+        self._operator_log(f"broker: {why}; it {broker.restart()}")
         self._on_applied()
 
     def _on_applied(self) -> None:
         with self._deployment.registry.read() as rows:
-            devices = [rows.device(name) for name in self._cut]
+            devices = [rows.device(name) for name in self._revoking]
         self._applied = self._applying
         self._report()
         for device in devices:
-            if device is not None and device.revoked_at is not None:  # else another one has taken its place
-                self._say(f"{device.name} was revoked")
+            if device is not None and device.revoked_at is not None:  # otherwise another one has taken its place
+                self._operator_log(f"{device.name} was revoked")
                 self.revoked.put(device.name)
-        self._cut = []
+        self._revoking = []
 
     def _on_misuse(self, misuse: Misuse) -> None:
-        """Count it for `coordinator devices`; revoke devices that keep others from the broker."""
+        """Count misuse for `coordinator devices`; revoke devices that harm other clients."""
         name, what, shut_out = misuse
         if name == COORDINATOR:
             return
@@ -146,36 +146,36 @@ class Service:
                 rows.revoke(name, time.time())
         log.warning("broker misused", extra={"device": name, "reason": what})
         remedy = "it is shut out" if shut_out else f"to shut it out: coordinator revoke {name}"
-        self._say(f"{name} {what}; {remedy}")
+        self._operator_log(f"{name} {what}; {remedy}")
 
     def _report(self) -> None:
-        """For `coordinator revoke`, which waits for it."""
+        """Write the applied generation, for which `coordinator revoke` waits."""
         atomic_write(self._deployment.run / "applied", str(self._applied).encode())
 
 
 @contextlib.contextmanager
 def served(
     deployment: Deployment,
-    say: Callable[[str], None],
+    operator_log: Callable[[str], None],
     *,
     broker: Address | None = None,
     device_days: float = DEVICE_DAYS,
 ) -> Iterator[Service]:
-    """Serve a deployment till the end of the block, and alone.
+    """Serve a deployment within the block, as its only process.
 
-    Without `broker` mosquitto is started, unless one runs with this deployment's configuration already. Raises
-    ConfigError when another process serves it, there is no mosquitto, or its port is taken.
+    Without `broker`, mosquitto is started, unless one already runs with this deployment's configuration. Raises
+    ConfigError if another process serves it, mosquitto is missing, or its port is taken.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(alone(deployment.folder))
+        stack.enter_context(exclusively_served(deployment.folder))
         deployment.write_configuration()
         applied = deployment.registry.generation()
-        own = None if broker else _start(deployment, say)
+        own = None if broker else _start(deployment, operator_log)
         if own:
             stack.callback(own.stop)
         address = broker or deployment.address
         enrolment = EnrolmentService(deployment, address, device_days=device_days)
-        service = Service(deployment, own, address, enrolment, say, applied=applied)
+        service = Service(deployment, own, address, enrolment, operator_log, applied=applied)
         enrolment.open()
         stack.callback(enrolment.close)
         yield service
@@ -184,22 +184,22 @@ def served(
 def is_served(deployment: Deployment) -> bool:
     """Whether a process serves this deployment now."""
     try:
-        with alone(deployment.folder):
+        with exclusively_served(deployment.folder):
             return False
     except ConfigError:
         return True
 
 
 def applied_generation(deployment: Deployment) -> int:
-    """What the process that serves it has done last; -1 when there never was one."""
+    """The generation that the serving process applied last; -1 if there was none."""
     try:
         return int((deployment.run / "applied").read_text())
     except (OSError, ValueError):
         return -1
 
 
-def _start(deployment: Deployment, say: Callable[[str], None]) -> Broker | None:
-    """mosquitto with the deployment's configuration; None when one runs already."""
+def _start(deployment: Deployment, operator_log: Callable[[str], None]) -> Broker | None:
+    """Start mosquitto with the deployment's configuration; None if one already runs."""
     address, settings = deployment.address, deployment.settings
     try:
         claim_port(settings.listen, settings.port)
@@ -215,19 +215,18 @@ def _start(deployment: Deployment, say: Callable[[str], None]) -> Broker | None:
             "sudo apt-get install mosquitto"
         )
     log_file = deployment.run / "mosquitto.log"
-    return run_mosquitto(program, deployment.configuration, address, log_file, lambda line: say(f"broker: {line}"))
+    return run_mosquitto(
+        program, deployment.configuration, address, log_file, lambda line: operator_log(f"broker: {line}")
+    )
 
 
 def _lets_in(address: Address) -> bool:
-    """Whether a broker is there that this deployment's authority vouches for, and that knows the coordinator."""
+    """Whether a broker with this deployment's certificates is running and accepts the coordinator."""
     return _take_over(address, [f"preflight-{secrets.token_hex(4)}"])
 
 
 def _take_over(address: Address, client_ids: Iterable[str]) -> bool:
-    """Connect once under each client id, so that whatever was connected under it no longer is.
-
-    False where one of them did not come to be connected.
-    """
+    """Connect once under each client id, which ends other connections with that id. False if one of them failed."""
     until = time.monotonic() + ANSWER_S
     inboxes: list[SimpleQueue[object]] = []
     with contextlib.ExitStack() as stack:
@@ -244,7 +243,7 @@ def _take_over(address: Address, client_ids: Iterable[str]) -> bool:
 
 
 def _reload_theirs(pid_file: Path) -> str:
-    """Ask a mosquitto that we did not start to read its lists anew; the answer is for people."""
+    """Let a mosquitto that another process started reload its lists; returns the outcome as text."""
     try:
         pid = int(pid_file.read_text())
         if "mosquitto" not in Path(f"/proc/{pid}/comm").read_text():
@@ -252,4 +251,4 @@ def _reload_theirs(pid_file: Path) -> str:
         os.kill(pid, signal.SIGHUP)
     except (OSError, ValueError):
         return "broker: reload it now (systemctl reload mosquitto, or kill -HUP): which devices may connect has changed"
-    return f"broker: mosquitto, process {pid}, was told which devices may connect"
+    return f"broker: mosquitto, process {pid}, has reloaded which devices may connect"

@@ -1,4 +1,4 @@
-"""The figures of a run's rounds in the files and services of other tools, read from the record.
+"""Writes the figures of a run's rounds, read from the record, to other tools.
 
-A writer is a file here, and a row of `writers.WRITERS`.
+Every writer is a module here, and a row of `writers.WRITERS`.
 """

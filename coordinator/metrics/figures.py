@@ -1,4 +1,4 @@
-"""What is written of a round, and of a run's configuration: from the read model."""
+"""The figures of a round, and the settings of a run, as writers receive them; from the read model."""
 
 import json
 import math
@@ -13,14 +13,14 @@ from coordinator.record.summary import RoundSummary, read_round
 from coordinator.record.tables import ENDED
 
 LAST_OF_ROUND = "devices/accepted"
-"""The tag that every round has, and that is written last."""
+"""The tag that every round has; it is written last."""
 _IN_PARTS = ("options", "model_options", *TABLES)
 _ELSEWHERE = "metrics"
-"""The table that says nothing of what is trained."""
+"""The table that has no influence on training."""
 
 
 def figures_of(summary: RoundSummary) -> dict[str, float]:
-    """By tag: what is known of the round, and finite."""
+    """The known, finite figures of a round, by tag."""
     found = {
         "accuracy/mean": summary.accuracy_mean,
         "accuracy/lowest": summary.accuracy_lowest,
@@ -42,7 +42,7 @@ def figures_of(summary: RoundSummary) -> dict[str, float]:
 
 
 def read_rounds(store: Store, run: str, config: RunConfig, after: int, most: int) -> list[RoundFigures]:
-    """The next rounds after one, in order, as far as they are complete: closed, and evaluated where they are to be."""
+    """The next complete rounds after `after`, in order: closed, and evaluated if an evaluation is due."""
     over = store.run(run).status in ENDED
     found: list[RoundFigures] = []
     for number in range(after + 1, after + 1 + most):
@@ -58,7 +58,7 @@ def read_rounds(store: Store, run: str, config: RunConfig, after: int, most: int
 
 
 def settings_of(config: RunConfig) -> dict[str, Setting]:
-    """The configuration as one level: keys of tables as "privacy.clip", everything that is no plain value as JSON."""
+    """The configuration as a flat mapping: keys of tables as "privacy.clip", lists and tables as JSON."""
     settings: dict[str, Setting] = {}
     for key, value in msgspec.to_builtins(config).items():
         if key == _ELSEWHERE:

@@ -1,4 +1,4 @@
-"""Writers that follow a run: each reads the record in a thread of its own, so that none fails or delays the run."""
+"""Writers that follow a run: each reads the record in its own thread, so that it neither fails nor delays the run."""
 
 import logging
 import threading
@@ -16,26 +16,32 @@ from coordinator.record.store import Store
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""How often the record is asked for new rounds."""
+"""Interval of reading new rounds from the record."""
 RETRY_S = 10.0
-"""Between attempts to write where that failed."""
+"""Interval between attempts after an error."""
 PATIENCE_S = 10.0
-"""How long the end of a run waits for a writer that gets nothing done."""
+"""How long the end of a run waits for a writer without progress."""
 MOST_ROUNDS = 50
-"""Written at a time."""
+"""Most rounds that are written at a time."""
 
 
 @contextmanager
 def following(
-    run: str, config: RunConfig, store: Store, folder: Path, say: Callable[[str], None], *, label: str | None = None
+    run: str,
+    config: RunConfig,
+    store: Store,
+    folder: Path,
+    operator_log: Callable[[str], None],
+    *,
+    label: str | None = None,
 ) -> Iterator[None]:
-    """Everything that the record in `store` gets of a run meanwhile is written by the configured writers.
+    """Within the block, the configured writers write the rounds that `store` receives.
 
-    `folder` is that of the run, `label` what writers call it, by default its name. What fails is said, once, and tried
-    again.
+    `folder` is the run's folder, `label` its name for the writers, by default its own name. An error is reported once,
+    and the writer retries.
     """
     writers = make_writers(label or run, config, folder)
-    followers = [Follower(writer, run, config, store, say) for writer in writers]
+    followers = [Follower(writer, run, config, store, operator_log) for writer in writers]
     try:
         yield
     finally:
@@ -46,7 +52,7 @@ def following(
 
 
 def write_all(writer: Writer, run: str, config: RunConfig, store: Store) -> int:
-    """Write the rounds of a run that the writer does not have yet; how many these were. Raises what it raises."""
+    """Write the rounds that a writer lacks; returns their number. Raises the errors of the writer's library."""
     newest = first = writer.begin()
     while rounds := read_rounds(store, run, config, newest, MOST_ROUNDS):
         writer.write(rounds)
@@ -56,84 +62,86 @@ def write_all(writer: Writer, run: str, config: RunConfig, store: Store) -> int:
 
 
 class Follower:
-    """One writer at one run."""
+    """One writer that follows one run."""
 
-    def __init__(self, writer: Writer, run: str, config: RunConfig, store: Store, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, writer: Writer, run: str, config: RunConfig, store: Store, operator_log: Callable[[str], None]
+    ) -> None:
         self._writer = writer
         self._run, self._config, self._store = run, config, store
-        self._say = say
-        self._newest: int | None = None  # round that is written; None: not known, `begin` says it
+        self._operator_log = operator_log
+        self._newest: int | None = None  # newest written round; None: unknown, `begin` returns it
         self._trouble = False
-        self._over = threading.Event()  # the run is
-        self._left = False  # nobody waits any more
-        self._active_at = time.monotonic()  # when something was last done
+        self._over = threading.Event()  # set at the end of the run
+        self._abandoned = False  # the run no longer waits
+        self._active_at = time.monotonic()  # time of the last progress
         self._thread = threading.Thread(target=self._follow, name=f"metrics-{run}", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """What is in the record by now is the last that is written."""
+        """Announce the end of the run: no further rounds follow."""
         self._active_at = time.monotonic()
         self._over.set()
 
     def wait(self) -> None:
-        """Until everything is written, or nothing was for PATIENCE_S."""
+        """Wait until everything is written, or until there was no progress for PATIENCE_S."""
         while self._thread.is_alive() and time.monotonic() - self._active_at < PATIENCE_S:
             self._thread.join(0.1)
         if self._thread.is_alive():
-            self._left = True
+            self._abandoned = True
             self._say_missing()
 
     def _follow(self) -> None:
         pause_s = LOOK_EVERY_S
         while not self._over.wait(pause_s):
             pause_s = LOOK_EVERY_S if self._catch_up() else RETRY_S
-        if not self._catch_up(last=True) and not self._left:
+        if not self._catch_up(last=True) and not self._abandoned:
             self._say_missing()
 
     def _catch_up(self, *, last: bool = False) -> bool:
-        """Write what there is; whether that worked."""
+        """Write all new rounds; returns whether that worked."""
         try:
             if self._newest is None:
                 if self._store.run(self._run).status != "running" and not self._store.last_round(self._run):
-                    return True  # it may never begin, and leave nothing behind
+                    return True  # the run may never begin, and must leave nothing behind then
                 self._newest = self._writer.begin()
-            while not self._left and (
+            while not self._abandoned and (
                 rounds := read_rounds(self._store, self._run, self._config, self._newest, MOST_ROUNDS)
             ):
                 self._writer.write(rounds)
                 self._newest = rounds[-1].round
                 self._active_at = time.monotonic()
-            if self._left:
+            if self._abandoned:
                 return False
             if last:
                 self._writer.end(self._store.run(self._run).status)
-        except Exception as error:  # noqa: BLE001 - whatever a library raises is no reason to end a run
-            self._newest = None  # it may have got further than it could say
+        except Exception as error:  # noqa: BLE001 - an error of a library must not end the run
+            self._newest = None  # it may have written more than is known
             self._failed(error)
             return False
         if self._trouble:
             self._trouble = False
-            self._say(f"metrics are written to {self._writer.where} again, and none is missing")
+            self._operator_log(f"metrics are written to {self._writer.where} again; none are missing")
         return True
 
     def _failed(self, error: Exception) -> None:
         log.warning("metrics not written", extra={"run": self._run, "where": self._writer.where, "reason": repr(error)})
-        if not self._trouble and not self._left:
+        if not self._trouble and not self._abandoned:
             self._trouble = True
-            self._say(
+            self._operator_log(
                 f"metrics are not written to {self._writer.where}: {_in_short(error)}. {self._writer.remedy}. "
-                "The run goes on; what is missing is written once that works"
+                "The run continues; missing metrics are written once that works"
             )
 
     def _say_missing(self) -> None:
-        self._say(
-            f"the last metrics are not written to {self._writer.where}; once that works again: "
+        self._operator_log(
+            f"the last metrics are not written to {self._writer.where}; to write them later: "
             f"coordinator metrics {self._run}"
         )
 
 
 def _in_short(error: Exception) -> str:
-    """One line, also of what a server sent."""
+    """The error as one short line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(str(error).split()) or type(error).__name__

@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 FILE = "mlflow.json"
-"""In the run's folder: which of MLflow's runs it is."""
+"""In the run's folder: names the run of MLflow."""
 MOST_ENTRIES = 900
 """Metrics in one request; MLflow takes 1000."""
 MOST_PARAMS = 100
-SAID = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "interrupted": "KILLED"}
-"""MLflow's words for how a run ended."""
+MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "interrupted": "KILLED"}
+"""How a run ended -> MLflow's status."""
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_CONFIGURE_LOGGING": "0",  # its messages go where those of the run go
+    "MLFLOW_CONFIGURE_LOGGING": "0",  # its messages use the logging of this process
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the next attempt is ours, and said
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the follower retries, and reports it
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
-"""How MLflow is used where the environment says nothing else."""
+"""Defaults for MLflow; the environment overrides them."""
 
 _T = TypeVar("_T")
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What FILE holds."""
+    """The content of FILE."""
 
     uri: str
     run: str
@@ -64,7 +64,7 @@ class MlflowWriter(Writer):
             self._id = known.run
             client.update_run(self._id, status="RUNNING")
             return newest
-        self._id = self._made(client)
+        self._id = self._created(client)
         atomic_write(self._run.folder / FILE, msgspec.json.encode(Known(client.tracking_uri, self._id)))
         return 0
 
@@ -72,7 +72,7 @@ class MlflowWriter(Writer):
         from mlflow.entities import Metric
 
         assert self._client is not None
-        # one round's request again changes nothing: a database holds a metric of a step and time once
+        # repeating a request is harmless: a database stores a metric of one step and time only once
         entries = [
             Metric(tag, value, int(closed_at.timestamp() * 1000), number)
             for number, closed_at, figures in rounds
@@ -83,9 +83,9 @@ class MlflowWriter(Writer):
 
     def end(self, status: RunStatus) -> None:
         assert self._client is not None
-        self._client.set_terminated(self._id, SAID.get(status, "KILLED"))
+        self._client.set_terminated(self._id, MLFLOW_STATUS.get(status, "KILLED"))
 
-    def _made(self, client: "MlflowClient") -> str:
+    def _created(self, client: "MlflowClient") -> str:
         """A new run of MLflow, with the configuration as its parameters."""
         from mlflow.entities import Param
 
@@ -97,7 +97,7 @@ class MlflowWriter(Writer):
 
 
 def _experiment(client: "MlflowClient", name: str) -> str:
-    """Its id. Several runs may begin at the same time, and one of them makes it."""
+    """The experiment's id. If several runs begin at the same time, one of them creates it."""
     from mlflow import MlflowException
 
     found = client.get_experiment_by_name(name)
@@ -112,11 +112,11 @@ def _experiment(client: "MlflowClient", name: str) -> str:
 
 
 def _newest_step(client: "MlflowClient", run: str) -> int | None:
-    """The newest round that is written as a whole; None when the server has no such run."""
+    """The newest completely written round; None if the server has no such run."""
     from mlflow import MlflowException
 
     try:
-        client.get_run(run)  # a run that is not there has an empty history, too
+        client.get_run(run)  # the history of a missing run would be empty, too
         return max((entry.step for entry in client.get_metric_history(run, LAST_OF_ROUND)), default=0)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":

@@ -1,4 +1,4 @@
-"""Event files of TensorBoard, in the run's folder. It needs the package `tensorboard` alone."""
+"""Event files of TensorBoard, in the run's folder. It needs only the package `tensorboard`."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ FOLDER = "tensorboard"
 
 class TensorBoardWriter(Writer):
     library = "tensorboard"
-    remedy = "Make the folder writable, or make room on its disk"
+    remedy = "Make the folder writable, or free space on its disk"
 
     _file: "RecordWriter | None" = None
 
@@ -31,7 +31,7 @@ class TensorBoardWriter(Writer):
         return self._run.folder / FOLDER
 
     def begin(self) -> int:
-        """Every process has a file of its own; the files themselves say how far the earlier ones got."""
+        """Start an event file of this process; earlier files show which rounds are written."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -52,7 +52,7 @@ class TensorBoardWriter(Writer):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         def event(entry: RoundFigures) -> "Event":
-            # one for the whole round: it is in the file as a whole or not at all
+            # one event per round, so that a round is written completely or not at all
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in entry.figures.items()]
             return Event(step=entry.round, wall_time=entry.closed_at.timestamp(), summary=Summary(value=values))
 
@@ -70,7 +70,7 @@ class TensorBoardWriter(Writer):
 
 
 def _newest_step(folder: Path) -> int | None:
-    """The newest round in a folder's event files; None where nothing is written yet."""
+    """The newest round in a folder's event files; None if there is none."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     steps = [

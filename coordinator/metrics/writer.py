@@ -1,4 +1,4 @@
-"""What every writer of metrics does, and what it is given."""
+"""The interface of metrics writers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ Setting = str | int | float | bool
 
 
 class RunInfo(NamedTuple):
-    """What a writer knows of the run."""
+    """The run, as a writer sees it."""
 
     name: str
-    folder: Path  # of the run: what a writer must remember lies here, and is removed with the run
+    folder: Path  # of the run; a writer keeps its own files here
     settings: dict[str, Setting]  # the run's configuration; keys of tables as "privacy.clip"
 
 
 class RoundFigures(NamedTuple):
-    """One round, as it is written."""
+    """The figures of one round."""
 
     round: int
     closed_at: datetime
@@ -29,13 +29,13 @@ class RoundFigures(NamedTuple):
 
 
 class Writer(ABC):
-    """Writes the rounds of one run. Its library is imported when it is first needed. Every method may raise whatever
-    that library raises; after an error `begin` is called again."""
+    """Writes the rounds of one run. Its library is imported when it is first needed. Every method may raise errors of
+    that library; after an error `begin` is called again."""
 
     library: ClassVar[str]
-    """The package that it needs; the extra of fedvit that installs it has the name of the writer."""
+    """The required package; the extra of fedvit with the writer's name installs it."""
     remedy: ClassVar[str]
-    """What an operator can do when it cannot write: a sentence."""
+    """What the operator can do if it cannot write: a sentence."""
 
     def __init__(self, run: RunInfo, config: MetricsConfig) -> None:
         self._run = run
@@ -44,16 +44,16 @@ class Writer(ABC):
     @property
     @abstractmethod
     def where(self) -> str:
-        """What it writes to, for people."""
+        """The target, as text for messages."""
 
     @abstractmethod
     def begin(self) -> int:
-        """Make what is written to, unless it is there: the newest round that it holds already, 0 for none."""
+        """Create the target unless it exists; returns the newest round that it has, 0 for none."""
 
     @abstractmethod
     def write(self, rounds: Sequence[RoundFigures]) -> None:
-        """Write rounds, in order, so that they survive the end of this process."""
+        """Write rounds, in order; they must survive the end of this process."""
 
     @abstractmethod
     def end(self, status: RunStatus) -> None:
-        """Nothing more is written; the run may be resumed later."""
+        """Finish; the run may be resumed later."""

@@ -1,4 +1,4 @@
-"""The table of writers."""
+"""The registry of writers."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ WRITERS: dict[WriterName, type[Writer]] = {"tensorboard": TensorBoardWriter, "ml
 
 
 def check_writers(config: MetricsConfig, where: str) -> None:
-    """Raises ConfigError, which begins with `where`, when the library of a writer is not installed."""
+    """Raises ConfigError, which begins with `where`, if the library of a writer is not installed."""
     for name in config.writers:
         library = WRITERS[name].library
         if find_spec(library) is None:
@@ -26,6 +26,6 @@ def check_writers(config: MetricsConfig, where: str) -> None:
 
 
 def make_writers(run: str, config: RunConfig, folder: Path) -> list[Writer]:
-    """Those that the configuration lists; `run` is what they call the run, whose folder is `folder`."""
+    """The configured writers; `run` is the run's name for them, `folder` its folder."""
     info = RunInfo(run, folder, settings_of(config))
     return [WRITERS[name](info, config.metrics) for name in config.metrics.writers]

@@ -45,7 +45,7 @@ def _check(config: RunConfig) -> None:
         config.robust.check(config.method, roles)
         collects = any(phase.collect for phase in method.phases(vit))
         config.privacy.check(config.method, roles, collects, config.robust)
-        config.check_privacy_of_ways()
+        config.check_privacy_of_modes()
         for pattern, options in config.variants.items():
             try:
                 other = make_method(config.method, {**config.options, **options})

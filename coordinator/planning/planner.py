@@ -359,7 +359,7 @@ def _private(phase: Train, privacy: PrivacyConfig) -> Train:
     if not (privacy.feature_noise and phase.collect):
         return phase
     collect = msgspec.structs.replace(
-        phase.collect, clip=privacy.feature_clip, noise=privacy.feature_noise, rehearsal=privacy.rehearsal
+        phase.collect, clip=privacy.feature_clip, noise=privacy.feature_noise, rehearsal=privacy.deterministic_noise
     )
     return msgspec.structs.replace(phase, collect=collect)
 

@@ -1,1 +1,1 @@
-"""What stays of runs: the database, copies of it, what is read from it, and what is removed."""
+"""The record of runs: the database, its copies, the read model, and retention."""

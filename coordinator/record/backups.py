@@ -1,9 +1,9 @@
-"""Copies of the record beside each run, notes of what was written since, and how a copy is put back.
+"""Backups of the record in each run's folder: copies, and notes of everything since the last copy.
 
-The record is one SQLite database of all runs in a folder. What devices bring, and what the server made of it, is noted
-in files of this run's own before the record has it: a copy that is put back, with its notes, has lost no result and no
-state. To note a round takes time by its devices; to copy the record takes time by its size, and is done when the notes
-since the last copy are no longer small beside it. Databases at another URL have backups of their own.
+The record is one SQLite database of all runs in a folder. Results and states are noted in files of the run before they
+are written to the record: a restored copy, with its notes, has lost no result and no state. The cost of notes grows
+with the number of devices, that of a copy with the size of the record; so a copy is made when the notes since the last
+copy are no longer small beside it. Databases at another URL need backups of their own.
 """
 
 import binascii
@@ -26,14 +26,14 @@ from fedvit.wire.messages import Result
 log = logging.getLogger(__name__)
 
 KEPT = 2
-"""The newest copy, and one more in case that one is damaged, too."""
+"""Copies that are kept: the newest, and one more in case the newest is damaged."""
 NOTED_SHARE = 0.25
-"""Notes since the last copy, by its size, at which the next is made. So a byte that is noted costs at most four that
-are copied, however large the record is, and notes take at most this share of the room of a copy."""
+"""The next copy is made when the notes since the last copy exceed this share of its size. So each noted byte causes at
+most four copied bytes, however large the record is, and notes take at most this share of the space of a copy."""
 SMALL_BYTES = 2**20
-"""A copy of less takes some milliseconds: it is made whenever it may be."""
+"""A smaller copy takes a few milliseconds: it is made whenever `every` allows."""
 FILE_BYTES = 2**23
-"""Of a file of notes: when a round is closed beyond that, the next file begins."""
+"""Size of a file of notes after which the next round begins a new file."""
 
 
 class Accepted(Struct, frozen=True, tag=True):
@@ -46,16 +46,16 @@ class Accepted(Struct, frozen=True, tag=True):
 
 
 class Closed(Struct, frozen=True, tag=True):
-    """A round whose training is over, and what the server made of it."""
+    """A round whose training has closed, with the server's state and figures."""
 
     round: int
-    asked: list[str]  # devices that were given a task
+    asked: list[str]  # devices with a task
     state: SavedState
     figures: dict[str, float]
 
 
 class Struck(Struct, frozen=True, tag=True):
-    """A fault of a device."""
+    """A strike of a device."""
 
     device: str
     round: int
@@ -67,19 +67,19 @@ _DECODER: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
 
 
 class Backups:
-    """One run's. With `every` 0 nothing is kept."""
+    """The backups of one run. With `every` = 0 nothing is kept."""
 
     def __init__(self, store: Store, run: str, folder: Path, every: int) -> None:
         self._store = store
         self._run = run
         self._folder = folder / COPIES
         self._every = every
-        self._file: Path | None = None  # of notes; None until the first is written
+        self._file: Path | None = None  # the current file of notes; None until the first note
 
     # --- copies ---------------------------------------------------------------------------------------
 
     def after_round(self, number: int, *, last: bool = False) -> None:
-        """A round is closed: copy the record, where it is due. Raises StorageFailed, NoRoom, Damaged."""
+        """A round has closed: copy the record if a copy is due. Raises StorageFailed, NoRoom, Damaged."""
         if self._every and number % self._every == 0 and (last or self._is_due()):
             self._copy(number)
         elif self._file and self._file.stat().st_size > FILE_BYTES:
@@ -95,14 +95,14 @@ class Backups:
 
     def _copy(self, number: int) -> None:
         make_folder(self._folder)
-        for unfinished in self._folder.glob(f"{WRITING}*"):  # by a process that was killed
+        for unfinished in self._folder.glob(f"{WRITING}*"):  # left by a killed process
             unfinished.unlink(missing_ok=True)
-        aside = self._folder / f"{WRITING}{secrets.token_hex(8)}"
+        temporary = self._folder / f"{WRITING}{secrets.token_hex(8)}"
         try:
-            if not self._store.back_up(aside):
+            if not self._store.back_up(temporary):
                 return
-            sync_file(aside)
-            os.replace(aside, self.file(number))
+            sync_file(temporary)
+            os.replace(temporary, self.file(number))
             sync_folder(self._folder)
             self._file = self._notes_after(number)
             for old in self.rounds()[:-KEPT]:
@@ -113,37 +113,37 @@ class Backups:
         except OSError as error:
             raise storage_failed(f"cannot copy the record to {self._folder}", error) from error
         finally:
-            for rest in self._folder.glob(f"{aside.name}*"):
+            for rest in self._folder.glob(f"{temporary.name}*"):
                 with suppress(OSError):
                     rest.unlink()
 
     def rounds(self) -> list[int]:
-        """Rounds after which the copies here were made, ascending."""
+        """Rounds after which the existing copies were made, ascending."""
         return sorted(_round_of(file) for file in self._folder.glob("round-*.db"))
 
     def since(self, number: int) -> int:
-        """The round from whose state on everything is to be kept, when round `number` is closed: a damaged state is
-        made anew from the one before. What is older the notes have."""
+        """The oldest round whose state and uploads must be kept when round `number` has closed: a damaged state is
+        recomputed from the previous one. The notes have the older ones."""
         return number - 1 if self._every else number
 
     def check_record(self) -> None:
-        """Raises Damaged where the record lacks a round that a copy of it has: SQLite cannot tell that it lost some."""
+        """Raises Damaged if the record lacks a round that a copy has: SQLite cannot detect lost transactions."""
         closed = self._closed()
         if any(is_whole(self.file(number)) for number in self.rounds() if number > closed):
-            raise self._store.damaged(f"of run {self._run} it has {closed} closed rounds", self._run)
+            raise self._store.damaged(f"it has {closed} closed rounds of run {self._run}, a copy has more", self._run)
 
     def _closed(self) -> int:
         newest = self._store.newest_closed(self._run)
         return newest.round if newest else 0
 
     def file(self, number: int) -> Path:
-        """The copy that was made after a round."""
+        """The file of the copy after a round."""
         return self._folder / f"round-{number}.db"
 
     # --- notes ----------------------------------------------------------------------------------------
 
     def note(self, note: Note) -> None:
-        """Keep something apart from the record, on the disk when this returns, until every copy has it. Raises
+        """Write a note, which is on the disk when this returns, and is kept until every copy has its content. Raises
         StorageFailed, NoRoom."""
         if not self._every:
             return
@@ -158,23 +158,23 @@ class Backups:
         except OSError as error:
             raise storage_failed(f"cannot write {self._file}", error) from error
 
-    def put_back(self, say: Callable[[str], None], strike: Callable[[str, int, str], object]) -> None:
-        """Into the record with what it lacks: it may be a copy that was put back. `strike` counts a device's fault."""
+    def replay_notes(self, operator_log: Callable[[str], None], strike: Callable[[str, int, str], object]) -> None:
+        """Add to the record what it lacks, if it is a restored copy. `strike` records a device's strike."""
         closed, files = self._closed(), self._notes()
         later = [_round_of(file) for file in files[1:]]
-        # when a file begins, all that earlier ones hold is of before a round that is closed
+        # each file begins after a closed round, so that earlier files are older than that round
         for file in files[sum(number <= closed for number in later) :]:
             lacking: list[Note] = []
-            for note in self._read(file, say):
+            for note in self._read(file, operator_log):
                 lacking.append(note)
                 if isinstance(note, Closed) and note.round <= closed:
                     lacking.clear()
             for note in lacking:
-                self._put_back(note, strike)
+                self._replay(note, strike)
         if self._every and (now := self._closed()) > closed:
             self._copy(now)
 
-    def _put_back(self, note: Note, strike: Callable[[str, int, str], object]) -> None:
+    def _replay(self, note: Note, strike: Callable[[str, int, str], object]) -> None:
         store, run = self._store, self._run
         match note:
             case Accepted():
@@ -184,28 +184,28 @@ class Backups:
             case Struck():
                 strike(note.device, note.round, note.reason)
             case Closed():
-                for number in range(self._closed() + 1, note.round):  # the note of it was damaged
+                for number in range(self._closed() + 1, note.round):  # its note was damaged
                     self._close(number, [], None, {})
                 self._close(note.round, note.asked, note.state, note.figures)
 
     def _close(self, number: int, asked: list[str], state: SavedState | None, figures: dict[str, float]) -> None:
         store, run = self._store, self._run
-        if store.answered(run, number - 1, "evaluate"):  # a round is evaluated before the next is closed
+        if store.answered(run, number - 1, "evaluate"):  # a round is evaluated before the next one closes
             store.round_evaluated(run, number - 1)
         if store.round(run, number) is None:
             store.open_round(run, number, [])
         store.close_round(run, number, state, figures, asked)
 
-    def _read(self, file: Path, say: Callable[[str], None]) -> Iterator[Note]:
-        """Those that are whole; what is damaged is named, and removed from the file."""
+    def _read(self, file: Path, operator_log: Callable[[str], None]) -> Iterator[Note]:
+        """The intact notes of a file; damaged ones are reported, and removed from the file."""
         content = file.read_bytes()
         held = [(line, note) for line in content.split(b"\n") if (note := _note(line)) is not None]
         whole = b"".join(line + b"\n" for line, _ in held)
         if whole != content:
             log.error("damaged file", extra={"path": str(file), "held": "notes"})
-            say(
-                f"run {self._run}: {file} is damaged: it held results and states; results that the record lacks are "
-                "asked again"
+            operator_log(
+                f"run {self._run}: {file} is damaged: it held results and states; devices are asked again for "
+                "results that the record lacks"
             )
             atomic_write(file, whole)
         yield from (note for _, note in held)
@@ -215,7 +215,7 @@ class Backups:
         return sorted(self._folder.glob("since-*.notes"), key=_round_of)
 
     def _notes_after(self, number: int) -> Path:
-        """The file whose first note was made after a round was closed."""
+        """The file of the notes that follow the close of a round."""
         return self._folder / f"since-{number}.notes"
 
 
@@ -224,13 +224,13 @@ def _round_of(file: Path) -> int:
 
 
 def _line(note: Note) -> bytes:
-    """A note behind its digest, without any newline but the last, so that damage to it leaves the others."""
+    """A note preceded by its digest, as one line, so that damage does not affect other notes."""
     content = msgspec.msgpack.encode(note)
     return binascii.b2a_base64(bytes.fromhex(digest_of(content).partition(":")[2]) + content)
 
 
 def _note(line: bytes) -> Note | None:
-    """None where it is damaged, or was never written to its end."""
+    """Decode a note; None if it is damaged or incomplete."""
     try:
         held = binascii.a2b_base64(line, strict_mode=True)
         if digest_of(held[32:]).partition(":")[2] == held[:32].hex():
@@ -241,7 +241,7 @@ def _note(line: bytes) -> Note | None:
 
 
 def _append(file: Path, line: bytes) -> None:
-    """Add a synced line, or nothing. Raises OSError."""
+    """Append and sync a line; on an error nothing is added. Raises OSError."""
     handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         end = os.fstat(handle).st_size

@@ -1,6 +1,6 @@
-"""Blobs of the coordinator's own, verified by their digests before they are served or used.
+"""The coordinator's blobs, verified by their digests before they are sent or used.
 
-What no longer holds what was written is made anew where it can be: whatever is put again replaces it.
+A damaged blob is recomputed if possible: writing it again replaces the damaged file.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class DamagedBlob(Damaged):
-    """A blob that is not here, or holds other bytes than its name says."""
+    """A blob is missing, or its content does not have the digest in its name."""
 
     def __init__(self, digest: str, path: Path) -> None:
         missing = not path.exists()
@@ -31,24 +31,26 @@ class DamagedBlob(Damaged):
         self.path = path
 
 
-class SoundBlobs(BlobStore):
-    """A store that gives no damaged blob: each is read as a whole when this process first needs it, when its file is
-    another one since, and whenever its bytes are asked for.
+class VerifiedBlobs(BlobStore):
+    """A blob store that verifies digests: when this process first needs a blob, when its file has changed since, and
+    whenever its bytes are read.
 
-    A damaged one is not here (`has`), so that `put` writes it again; everything else raises DamagedBlob. Safe from any
-    thread.
+    A damaged blob counts as missing for `has`, so that `put` writes it again; other methods raise DamagedBlob. Safe
+    from any thread.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._whole: dict[str, tuple[int, int, int]] = {}  # digest -> its file when it was read
+        self._whole: dict[
+            str, tuple[int, int, int]
+        ] = {}  # digest -> size, time and inode of the file when it was verified
         self._found: SimpleQueue[str] = SimpleQueue()
 
     def has(self, digest: str) -> bool:
-        return super().has(digest) and self.is_sound(digest)
+        return super().has(digest) and self.is_intact(digest)
 
-    def is_sound(self, digest: str, *, anew: bool = False) -> bool:
-        """Whether the blob is here and whole; `anew`: read it, whatever is known of it. Raises StorageFailed."""
+    def is_intact(self, digest: str, *, anew: bool = False) -> bool:
+        """Whether the blob exists and is intact; `anew`: read it even if it was verified. Raises StorageFailed."""
         path = self.path(digest)
         try:
             state = os.stat(path)
@@ -66,7 +68,7 @@ class SoundBlobs(BlobStore):
 
     def check(self, digest: str, *, anew: bool = False) -> None:
         """Raises DamagedBlob."""
-        if not self.is_sound(digest, anew=anew):
+        if not self.is_intact(digest, anew=anew):
             raise DamagedBlob(digest, self.path(digest))
 
     def manifest(self, digest: str) -> Manifest:
@@ -77,7 +79,7 @@ class SoundBlobs(BlobStore):
         try:
             content = self.path(digest).read_bytes()
         except OSError:
-            self.check(digest, anew=True)  # says whether it is the file that is damaged
+            self.check(digest, anew=True)  # raises DamagedBlob if the file is damaged
             raise
         if digest_of(content) != digest:
             self._whole.pop(digest, None)
@@ -86,12 +88,12 @@ class SoundBlobs(BlobStore):
         return content
 
     def report(self, digest: str) -> None:
-        """Another process found the blob to be damaged: it is read anew when it is needed next."""
+        """Another process found the blob damaged: verify it again at its next use."""
         self._whole.pop(digest, None)
         self._found.put(digest)
 
     def forget_all_but(self, digests: Collection[str] = ()) -> None:
-        """Every other blob is read anew when it is needed next."""
+        """Verify all other blobs again at their next use."""
         self._whole = {digest: file for digest, file in self._whole.items() if digest in digests}
 
     def prune(self, keep: set[str], partial_kept_s: float = 0.0) -> int:
@@ -99,7 +101,7 @@ class SoundBlobs(BlobStore):
         return super().prune(keep, partial_kept_s)
 
     def found(self) -> list[str]:
-        """Digests of blobs that were found to be damaged since this was asked last."""
+        """Digests of blobs that were found damaged since the last call."""
         digests: dict[str, None] = {}
         while True:
             try:
@@ -109,13 +111,13 @@ class SoundBlobs(BlobStore):
 
 
 def essential(saved: SavedState) -> set[str]:
-    """Blobs without which nobody can go on from a state; all others are made anew, or done without."""
+    """Blobs without which a run cannot continue from a state; all others can be recomputed or omitted."""
     sent = {reference.digest for reference in saved.references.values()}
     return {*saved.groups.values(), *sent} | ({saved.memory} if saved.memory else set())
 
 
-def what_it_held(digest: str, run: str, store: Store, blobs: BlobStore) -> str:
-    """For the operator: what a blob of a run is, going by the record; of every round that names it the first."""
+def blob_description(digest: str, run: str, store: Store, blobs: BlobStore) -> str:
+    """What a blob of a run contains, according to the record, as text for the operator."""
     record = store.run(run)
     if digest == record.program:
         return "the run's program"
@@ -127,10 +129,10 @@ def what_it_held(digest: str, run: str, store: Store, blobs: BlobStore) -> str:
             if named == digest:
                 return f"group {group!r} of the state {after}"
         if entry.state.memory == digest:
-            return f"what the server's rule remembers {after}"
+            return f"the memory of the server's rule {after}"
         for group, reference in entry.state.references.items():
             if digest in reference.blobs():
-                return f"what devices get of group {group!r} {after}"
+                return f"the values of group {group!r} {after}"
     for result in store.results(run):
         if result.upload == digest:
             return f"the upload of {result.device} for round {result.round}"
@@ -142,14 +144,14 @@ def what_it_held(digest: str, run: str, store: Store, blobs: BlobStore) -> str:
         if spec.digest == digest:
             return f"graph {graph!r}"
     if digest in program.fetched_once():
-        return "first values of tensors that devices keep"
+        return "initial values of tensors that devices keep"
     return "a file that devices fetch"
 
 
-def beyond_repair(run: str, path: Path, held: str, why: str, copies: str) -> Damaged:
-    """The run cannot go on: which file, what it held, and what to do; `copies` names older records of the run."""
+def unrepairable(run: str, path: Path, held: str, why: str, copies: str) -> Damaged:
+    """The error of a run that cannot continue: names the file and what to do; `copies` names older records."""
     return Damaged(
-        f"{path} of run {run} is damaged: it held {held}, and cannot be made anew: {why}. Put the file back from a "
+        f"{path} of run {run} is damaged: it held {held}, and cannot be recomputed: {why}. Put the file back from a "
         f"copy of the run's folder and resume with `coordinator start --resume {run}`{copies}; or begin a new run, "
         "with --start-from where an earlier one ended"
     )

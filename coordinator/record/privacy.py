@@ -1,8 +1,8 @@
-"""Differential privacy of a run: what a round costs, added up over the rounds that the store holds.
+"""Differential privacy of a run: the epsilon of each round, accumulated over the rounds in the store.
 
-Two promises that have nothing to do with each other. Of shared tensors' updates: an observer of every model of the
-run can hardly tell whether one device took part. Of uploaded features: the server itself can hardly tell one row from
-another. Both are for one delta; what they leave open is in docs/security.md.
+There are two independent guarantees. For updates of shared tensors: an observer of every model of the run can hardly
+tell whether one device took part. For uploaded features: the server itself can hardly distinguish two rows. Both use
+the same delta; their limits are described in docs/security.md.
 """
 
 import math
@@ -21,7 +21,7 @@ ROW_EPSILON, UPLOAD_EPSILON, DEVICE_EPSILON = "dp_row_epsilon", "dp_upload_epsil
 
 
 class Step(NamedTuple):
-    """One round's noisy sum. `population` devices were there, of which `cohort` were drawn."""
+    """The noisy sum of one round: `cohort` of `population` devices were drawn."""
 
     noise_multiplier: float
     population: int
@@ -40,8 +40,8 @@ def expected_cohort(config: RunConfig) -> int:
 
 
 def cohort_seed(config: RunConfig) -> int:
-    """What the cohort is drawn from: devices know the run's seed, and amplification wants a secret draw."""
-    private = config.privacy.noise_multiplier and not config.privacy.rehearsal
+    """The seed of cohorts. Devices know the run's seed, and amplification requires a secret draw."""
+    private = config.privacy.noise_multiplier and not config.privacy.deterministic_noise
     return secrets.randbits(63) if private else config.seed
 
 
@@ -49,10 +49,7 @@ def cohort_seed(config: RunConfig) -> int:
 
 
 def spent(steps: Iterable[Step] | Mapping[Step, int], privacy: PrivacyConfig) -> float:
-    """Epsilon of all steps together, for the run's delta and under its assumption on which devices are asked.
-
-    Equal steps may be given as their number.
-    """
+    """Epsilon of all steps together, for the run's delta and accounting. A mapping gives the number of equal steps."""
     times = Counter(steps)
     if not times:
         return 0.0
@@ -63,7 +60,7 @@ def spent(steps: Iterable[Step] | Mapping[Step, int], privacy: PrivacyConfig) ->
 
     accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
     for step, count in times.items():
-        # to replace a device moves the sum by up to twice the clip
+        # replacing a device changes the sum by up to twice the clip
         event = dp_accounting.GaussianDpEvent(step.noise_multiplier / 2)
         if step.cohort < step.population:
             event = dp_accounting.SampledWithoutReplacementDpEvent(step.population, step.cohort, event)
@@ -72,20 +69,19 @@ def spent(steps: Iterable[Step] | Mapping[Step, int], privacy: PrivacyConfig) ->
 
 
 def spent_on_rows(rows: int, noise_multiplier: float, delta: float) -> float:
-    """Epsilon of `rows` noisy feature rows together; to replace one moves it by up to twice the clip."""
+    """Epsilon of `rows` noisy feature rows together; replacing one changes it by up to twice the clip."""
     return _gaussian(noise_multiplier / 2 / math.sqrt(rows), delta) if rows else 0.0
 
 
 def _gaussian(noise_multiplier: float, delta: float) -> float:
-    """Exactly, not by a bound: several Gaussian mechanisms are one whose precision is the sum of theirs."""
+    """Exact epsilon: several Gaussian mechanisms are equivalent to one whose precision is the sum of theirs."""
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
     return float(get_epsilon_gaussian(noise_multiplier, delta))
 
 
 def counts_before(store: Store, run: str, *names: str) -> Counter[tuple[float, ...]]:
-    """How many closed rounds noted these figures of themselves, by their values: of all rounds that touched the run's
-    tensors, those of runs that it started from included."""
+    """Number of closed rounds by the values of these figures, including rounds of runs that this run started from."""
     earlier = store.run(run).config.get("start_from")
     before = counts_before(store, earlier, *names) if earlier else Counter[tuple[float, ...]]()
     found = {values: count for values, count in store.figure_counts(run, names).items() if None not in values}
@@ -95,10 +91,10 @@ def counts_before(store: Store, run: str, *names: str) -> Counter[tuple[float, .
 def round_figures(
     store: Store, run: str, config: RunConfig, *, population: int, cohort: int, feature_rows: Sequence[int]
 ) -> dict[str, float]:
-    """What a round that is about to close adds to its record, the run's epsilon after it included.
+    """Figures for the record of a round that is about to close, including the run's epsilon after it.
 
-    The epsilons follow from the store alone, so that a restart forgets nothing. `feature_rows` are those of each
-    device's upload; a device is counted as if all its uploads were as large as each round's largest.
+    The epsilons are computed from the store, so that they survive a restart. `feature_rows` are the rows of each
+    device's upload; every device counts as if all its uploads were as large as each round's largest.
     """
     privacy, figures = config.privacy, dict[str, float]()
     if not (privacy.noise_multiplier or privacy.feature_noise):

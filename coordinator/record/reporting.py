@@ -1,4 +1,4 @@
-"""From the read model of a run to its report."""
+"""Makes the report document of a run from its read model."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from profiles.report.document import DeviceRound, Refusal, RunDevice, RunDocumen
 
 
 def run_document(store: Store, run: str) -> RunDocument:
-    """Everything that the record holds of one run, beside what was expected. Raises ConfigError without such a run."""
+    """The report of one run: measured beside predicted. Raises ConfigError if there is no such run."""
     record, summary = store.run(run), summarise(store, run)
     by_device = device_rounds(store, summary)
     known = {device.device: device for device in summary.devices}
@@ -46,7 +46,7 @@ def run_document(store: Store, run: str) -> RunDocument:
 
 
 def _privacy(table: Mapping[str, Any]) -> RunPrivacy | None:
-    """The noise that a run asked for, from the table [privacy] of its configuration."""
+    """The configured noise of a run, from its table [privacy]; None without noise."""
     asked = msgspec.convert(table, RunPrivacy)
     return asked if asked.noise_multiplier or asked.feature_noise else None
 
@@ -65,7 +65,7 @@ def _device(name: str, summary: DeviceSummary | None, rounds: list[DeviceRound])
 
 
 def _counted(refusals: Iterable[RefusalRecord]) -> list[Refusal]:
-    """Equal ones together, in the order of their first time."""
+    """Equal refusals counted together, in the order of their first occurrence."""
     times = Counter((entry.round, entry.device, entry.kind, entry.reason) for entry in refusals)
     return [
         Refusal(round=number, device=device, kind=kind, reason=reason, times=count)
@@ -76,11 +76,11 @@ def _counted(refusals: Iterable[RefusalRecord]) -> list[Refusal]:
 def _thinned(before: int | None) -> list[str]:
     if before is None:
         return []
-    return [f"Of rounds before {before} only totals are left (keep_rounds): they are missing in tables of devices."]
+    return [f"Rounds before {before} only have totals (keep_rounds): they are missing in tables of devices."]
 
 
 def _warnings(devices: list[RunDevice]) -> list[str]:
-    """What a reader must know of the figures: what was modelled, throttled, or never measured."""
+    """Warnings about the figures: values that were modelled, throttled, or never measured."""
     warnings = []
     expected = [entry.expected for device in devices for entry in device.rounds if entry.expected]
     if any(entry.prediction.source == "catalogue" for entry in expected):

@@ -1,6 +1,6 @@
-"""What is kept of runs, and for how long: folders of runs, details of rounds, and files that nothing needs.
+"""Retention: removes runs, details of rounds, and files that are no longer needed.
 
-A run that is being served holds a lock in its folder; nothing of it is removed but by its own process.
+A run that is being served holds a lock in its folder; only its own process removes anything of it.
 """
 
 import fcntl
@@ -28,22 +28,22 @@ BLOBS = "blobs"
 
 
 class Removal(Struct, frozen=True, kw_only=True):
-    """Something that is removed, or would be."""
+    """Something that was removed, or would be."""
 
     what: str  # run, folder, blobs, file, details
     run: str | None
-    path: str | None  # None: it is in the record
-    bytes: int  # that the disk gets back; those of details only when the record is compacted
+    path: str | None  # None: a part of the record
+    bytes: int  # freed on the disk; 0 for details, which free space when the record is compacted
     why: str
 
 
 def lock_run(folder: Path, run: str) -> int:
-    """Only one process serves a run: its lock, an open file. Raises ConfigError when another has it."""
+    """Lock a run for this process; returns the open lock file. Raises ConfigError if another process holds it."""
     return _lock(folder, LOCK, f"run {run!r} is being served by another coordinator")
 
 
 def lock_service(out: Path) -> int:
-    """Only one service takes the runs of a folder: its lock, an open file. Raises ConfigError when another has it."""
+    """Lock a folder of runs for this service; returns the open lock file. Raises ConfigError if another holds it."""
     return _lock(out, SERVICE_LOCK, f"the runs of {out} are being served by another `coordinator serve`")
 
 
@@ -73,26 +73,26 @@ def is_served(folder: Path) -> bool:
 
 
 def oldest_kept(newest: int, keep_rounds: int | None, since: int) -> int | None:
-    """The oldest round whose details stay when `newest` is the newest that is closed; None: all stay. A damaged
-    state is made anew from the rounds from `since` on."""
+    """The oldest round whose details are kept after round `newest` has closed; None: all. Rounds from `since` on are
+    needed to recompute a damaged state."""
     return None if keep_rounds is None else min(newest - keep_rounds + 1, since)
 
 
 def remove_runs(store: Store, folder: Path, names: list[str], *, force: bool = False) -> list[Removal]:
-    """Remove runs, first from the record. Raises ConfigError, before anything is removed, when a run is unknown or is
-    being served, or, without `force`, when another run started from it."""
+    """Remove runs, first from the record. Raises ConfigError, before anything is removed, if a run is unknown or being
+    served, or, without `force`, if another run started from it."""
     for name in names:
         record = store.run(name)
         if is_served(folder / name):
             raise ConfigError(f"run {name!r} is being served: stop its coordinator first, or cancel the run")
         if record.submitted_at and record.status not in (*ENDED, "failed"):
-            raise ConfigError(f"run {name!r} is {record.status}, and a service will go on with it: cancel it first")
+            raise ConfigError(f"run {name!r} is {record.status}, and a service will continue it: cancel it first")
     for record in store.runs():
         start = record.config.get("start_from")
         if start in names and record.id not in names and not force:
             raise ConfigError(
                 f"run {record.id!r} ({record.status}) started from {start!r}, and needs it to account for privacy and, "
-                "until its first round is closed, to begin; --force removes it all the same"
+                "until its first round is closed, to begin; --force removes it anyway"
             )
     return [_remove_run(store, folder, name, "asked for") for name in names]
 
@@ -105,50 +105,55 @@ def _remove_run(store: Store, folder: Path, name: str, why: str) -> Removal:
 
 
 def _of_run(folder: Path, name: str, why: str) -> Removal:
-    place = folder / name
-    return Removal(what="run", run=name, path=str(place), bytes=folder_bytes(place), why=why)
+    directory = folder / name
+    return Removal(what="run", run=name, path=str(directory), bytes=folder_bytes(directory), why=why)
 
 
-def _remove_folder(place: Path) -> None:
+def _remove_folder(directory: Path) -> None:
     try:
-        shutil.rmtree(place)
+        shutil.rmtree(directory)
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise storage_failed(f"cannot remove {place}", error) from error
+        raise storage_failed(f"cannot remove {directory}", error) from error
 
 
 def collect(
     store: Store, folder: Path, *, keep_runs: int | None, keep_rounds: int | None, dry_run: bool
 ) -> Iterator[Removal]:
-    """Apply the policy and remove what nothing refers to; with `dry_run` only say what would be removed.
+    """Apply the policy and remove unreferenced files; with `dry_run` only return what would be removed.
 
-    Without `keep_runs` the newest run's configuration decides, without `keep_rounds` that of each run.
+    The default of `keep_runs` is that of the newest run's configuration, of `keep_rounds` that of each run.
     """
     records = store.runs()
     if keep_runs is None and records:
         keep_runs = records[0].config.get("keep_runs")
     gone = _runs_beyond(records, keep_runs, folder)
     for name in gone:
-        why = f"over, and older than the {keep_runs} that are kept"
+        why = f"ended, and older than the {keep_runs} that are kept"
         yield _of_run(folder, name, why) if dry_run else _remove_run(store, folder, name, why)
     known = {record.id for record in records}
-    for place in sorted(folder.iterdir()):
-        if place.name in known or not (place / LOCK).is_file() or not (place / BLOBS).is_dir() or is_served(place):
+    for directory in sorted(folder.iterdir()):
+        if (
+            directory.name in known
+            or not (directory / LOCK).is_file()
+            or not (directory / BLOBS).is_dir()
+            or is_served(directory)
+        ):
             continue
         removal = Removal(
-            what="folder", run=None, path=str(place), bytes=folder_bytes(place),
-            why="the folder of a run that the record does not know",
+            what="folder", run=None, path=str(directory), bytes=folder_bytes(directory),
+            why="the folder of a run that is not in the record",
         )  # fmt: skip
-        yield _done(removal, partial(_remove_folder, place), dry_run)
+        yield _done(removal, partial(_remove_folder, directory), dry_run)
     for record in records:
-        place = folder / record.id
-        if record.id in gone or is_served(place):
+        directory = folder / record.id
+        if record.id in gone or is_served(directory):
             continue
-        yield from _details(store, record, place, keep_rounds, dry_run)
-        yield from _files(place, dry_run)
+        yield from _details(store, record, directory, keep_rounds, dry_run)
+        yield from _files(directory, dry_run)
         if record.status == "finished":
-            yield from _blobs(store, record, place, dry_run)
+            yield from _blobs(store, record, directory, dry_run)
 
 
 def _done(removal: Removal, remove: Callable[[], object], dry_run: bool) -> Removal:
@@ -158,7 +163,7 @@ def _done(removal: Removal, remove: Callable[[], object], dry_run: bool) -> Remo
 
 
 def _runs_beyond(records: list[RunRecord], keep: int | None, folder: Path) -> list[str]:
-    """Runs that are over, the oldest last, beyond the newest that are kept; not those that another started from."""
+    """Ended runs beyond the newest `keep`, except those that a kept run started from."""
     if keep is None:
         return []
     over = [record.id for record in records if record.status in ENDED]
@@ -172,42 +177,44 @@ def _runs_beyond(records: list[RunRecord], keep: int | None, folder: Path) -> li
     return gone
 
 
-def _details(store: Store, record: RunRecord, place: Path, keep_rounds: int | None, dry_run: bool) -> Iterator[Removal]:
+def _details(
+    store: Store, record: RunRecord, directory: Path, keep_rounds: int | None, dry_run: bool
+) -> Iterator[Removal]:
     keep = keep_rounds if keep_rounds is not None else record.config.get("keep_rounds")
     newest = store.newest_closed(record.id)
     if newest is None or keep is None:
         return
-    since = newest.round - 1 if (place / COPIES).is_dir() else newest.round
+    since = newest.round - 1 if (directory / COPIES).is_dir() else newest.round
     before = oldest_kept(newest.round, keep, since)
     if before is not None and before > max(1, record.thinned or 0):
         removal = Removal(
             what="details", run=record.id, path=None, bytes=0,
-            why=f"of rounds before {before}; the newest {keep} are kept, and what a damaged state is made anew from",
+            why=f"of rounds before {before}; the newest {keep} are kept, and those that recompute a damaged state",
         )  # fmt: skip
         yield _done(removal, lambda: store.thin(record.id, before), dry_run)
 
 
-def _files(place: Path, dry_run: bool) -> Iterator[Removal]:
-    """Those that were being written when a process was killed."""
-    for file in sorted(place.rglob(f"{WRITING}*")):
+def _files(directory: Path, dry_run: bool) -> Iterator[Removal]:
+    """Remove files that were incomplete when a process was killed."""
+    for file in sorted(directory.rglob(f"{WRITING}*")):
         removal = Removal(
-            what="file", run=place.name, path=str(file), bytes=file.stat().st_size,
+            what="file", run=directory.name, path=str(file), bytes=file.stat().st_size,
             why="it was being written when a process ended",
         )  # fmt: skip
         yield _done(removal, file.unlink, dry_run)
 
 
-def _blobs(store: Store, record: RunRecord, place: Path, dry_run: bool) -> Iterator[Removal]:
-    """Of a finished run those stay from which others start, and that its bundle is made of."""
-    from fedvit.program import decode_program  # numpy, for which other commands need not wait
+def _blobs(store: Store, record: RunRecord, directory: Path, dry_run: bool) -> Iterator[Removal]:
+    """Remove blobs of a finished run, except those that other runs start from, or that its bundle needs."""
+    from fedvit.program import decode_program  # imports numpy, which other commands do not need
 
     newest = store.newest_closed(record.id)
     if newest is None or newest.state is None or record.program is None:
         return
-    blobs = BlobStore(place / BLOBS)
+    blobs = BlobStore(directory / BLOBS)
     try:
         program = decode_program(blobs.get(record.program))
-    except (OSError, BadPayload):  # without its program nobody can say what belongs to it
+    except (OSError, BadPayload):  # without its program it is unknown what is needed
         return
     saved = newest.state
     keep = {record.program, *_blobs_of(program), *saved.groups.values(), *saved.uploads.values()}
@@ -223,6 +230,6 @@ def _blobs(store: Store, record: RunRecord, place: Path, dry_run: bool) -> Itera
 
 
 def _blobs_of(program: "Program") -> set[str]:
-    """Graphs of a program, and values that devices begin with."""
+    """Graphs of a Program, and initial values of tensors."""
     first = {group.initial for group in program.groups.values() if group.initial}
     return first | {graph.digest for graph in program.graphs.values()}

@@ -1,8 +1,8 @@
-"""What a run's record is: runs, rounds and results in SQL, written before anybody is told.
+"""The record: runs, rounds and results in SQL, written before anything that depends on them is sent.
 
-SQLite by default (write-ahead log, synced at commit); any SQLAlchemy URL works. Tensors are blobs; here are their
-digests. What a round asks of the record takes time by the devices of that round, however many rounds there were: totals
-of rounds and devices are made when a round is closed and evaluated.
+SQLite by default (write-ahead log, synced at commit); any SQLAlchemy URL works. Tensors are blobs; the record holds
+their digests. The time of a round's queries depends on the number of its devices and not on that of earlier rounds:
+totals of rounds and devices are computed when a round is closed and evaluated.
 """
 
 import json
@@ -85,7 +85,7 @@ _R = TypeVar("_R", bound=Struct)
 
 
 class ClosedRound(NamedTuple):
-    """A round as `show` wants it."""
+    """A closed round as `show` reads it."""
 
     round: int
     totals: RoundTotals
@@ -97,23 +97,22 @@ def now() -> str:
 
 
 _FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
-"""What SQLite says when a write finds no room; the second where a limit on sizes of files is in the way."""
+"""Errors of SQLite when a write finds no space; the second also for a limit on file sizes."""
 
 
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_IOERR_CORRUPTFS")
-"""How the names of errors begin that SQLite has for a file that it did not write so."""
+"""Prefixes of SQLite's error names for a damaged file."""
 
 _FOREIGN = ("Could not decode to UTF-8", "no such table", "no such column")
-"""How its messages begin where it read something that the file does not hold since its tables were made."""
+"""Prefixes of SQLite's messages that also mean a damaged file."""
 
 
 class Store:
-    """Raises StorageFailed when the database cannot be read or written, NoRoom for want of room or descriptors,
-    Damaged, with what to do, when it does not hold what was written to it, ConfigError when a newer version of this
-    software wrote it.
+    """Raises StorageFailed if the database cannot be read or written, NoRoom if disk space or descriptors are used up,
+    Damaged, with what to do, if its content is damaged, ConfigError if a newer version of this software wrote it.
 
-    A database of an older version becomes one of this version. With `check` false it is not read as a whole first: for
-    commands that only show it, and for those that ask for that themselves (`check`).
+    A database of an older version is migrated. With `check` false the whole database is not verified first: for
+    commands that only show it, and for those that call `check` themselves.
     """
 
     def __init__(self, url: str, *, check: bool = True) -> None:
@@ -127,14 +126,14 @@ class Store:
         with self._transaction() as connection:
             if _version(connection) != SCHEMA:
                 self._bring_up_to_date(connection)
-        # what its journal lost, SQLite does not know
+        # SQLite does not notice a lost journal
         if self._file and not self.runs() and newest_copy(self._file):
             raise self.damaged("it holds no run")
 
     def _bring_up_to_date(self, connection: Connection) -> None:
-        """Make the tables; or change those of an older version, all of it or nothing."""
+        """Create the tables, or migrate those of an older version, in one transaction."""
         if self._file:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")  # else SQLite changes tables one by one
+            connection.exec_driver_sql("BEGIN IMMEDIATE")  # otherwise SQLite would commit each change of a table
         schema = _version(connection)
         if schema is None and not inspect(connection).has_table(RUNS.name):
             TABLES.create_all(connection)
@@ -146,9 +145,9 @@ class Store:
                 f"database {self._engine.url} was written by a newer version of this software: it has schema {schema}, "
                 f"and fedvit {version('fedvit')} knows those up to {SCHEMA}: update fedvit, or use another folder"
             )
-        if schema == SCHEMA:  # another process was faster
+        if schema == SCHEMA:  # another process has migrated it
             return
-        from coordinator.record.migrations import migrate  # Alembic: time that nobody else need spend
+        from coordinator.record.migrations import migrate  # imports Alembic, which is rarely needed
 
         migrate(connection)
         if schema is not None and schema >= "0002":  # it has totals
@@ -163,18 +162,18 @@ class Store:
             self._add_broken(connection, run, device, kind)
 
     def _check_file(self, file: Path, *, whole: bool) -> None:
-        """Before anything in it is relied upon; `whole`: also those parts that nothing asks for."""
+        """Check the file before it is used; `whole`: read all of it."""
         if not file.is_file():
             return
         if not file.stat().st_size:
-            if newest_copy(file):  # else a process was killed before it had written anything
+            if newest_copy(file):  # otherwise a process was killed before it wrote anything
                 raise self.damaged("it is empty")
             return
         if whole:
             self.check()
 
     def check(self) -> None:
-        """Read the whole database, in time by its size. Raises Damaged. Safe in a thread of its own."""
+        """Verify the whole database, in time proportional to its size. Raises Damaged. May run in its own thread."""
         if self._file:
             with self._transaction() as connection:
                 found = connection.execute(text("PRAGMA integrity_check(1)")).scalar()
@@ -191,9 +190,9 @@ class Store:
 
     @classmethod
     def copy_of(cls, folder: Path) -> "Store":
-        """The record of a folder in which this user may not write: SQLite writes beside what it reads.
+        """A temporary copy of the record of a folder that this user cannot write: SQLite writes beside the database.
 
-        It is as it was when it was copied. Raises StorageFailed when it cannot be read.
+        Raises StorageFailed if the record cannot be read.
         """
         copied = TemporaryDirectory(prefix="fedvit-")
         try:
@@ -213,7 +212,7 @@ class Store:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What this thread writes within is one transaction: all of it is safe, or none."""
+        """Everything that this thread writes within the block is one transaction."""
         with self._transaction() as connection:
             self._joined.connection = connection
             try:
@@ -234,7 +233,7 @@ class Store:
             name = getattr(cause, "sqlite_errorname", None) or ""
             if self._file and (name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN)):
                 raise self.damaged(str(cause)) from error
-            if are_used_up():  # SQLite only says that it cannot open a file
+            if are_used_up():  # SQLite only reports that it cannot open a file
                 raise TooManyOpenFiles(f"database {self._engine.url}: {cause}; {how_many()}") from error
             kind = DiskFull if name in _FULL else StorageFailed
             raise kind(f"database {self._engine.url}: {cause}") from error
@@ -242,7 +241,7 @@ class Store:
             raise self.damaged(f"a value cannot be read ({error})") from error
 
     def damaged(self, what: str, run: str = "*") -> Damaged:
-        """The error that says so, and what to do: with a copy of any run, or of one."""
+        """The error of a damaged record, with what to do: names the newest copy of any run, or of `run`."""
         return Damaged(
             remedy(self._file, what, run) if self._file else f"database {self._engine.url} is damaged: {what}"
         )
@@ -250,16 +249,16 @@ class Store:
     def _records(
         self, connection: Connection, kind: type[_R], table: Table, query: Select[Any] | None = None
     ) -> Iterator[_R]:
-        """The rows of a query for whole rows as records. Raises Damaged at one that does not hold what was written."""
+        """The rows of a query as records. Raises Damaged if a row's seal does not match."""
         for row in _rows(connection, select(table) if query is None else query):
-            if row.get(SEAL) not in (None, _seal_of(table, row)):  # versions before seals wrote none
+            if row.get(SEAL) not in (None, _seal_of(table, row)):  # older versions wrote no seals
                 raise self.damaged(f"the seal of a row of table {table.name!r} is broken")
             yield _record(kind, row)
 
     def back_up(self, file: Path) -> bool:
-        """Write a verified copy of the database to `file`, which is new; False where there is no file to copy.
+        """Write a verified copy of the database to `file`, which must not exist; False if the database is not a file.
 
-        It is not synced.
+        The copy is not synced.
         """
         if self._file is None:
             return False
@@ -268,24 +267,24 @@ class Store:
             with closing(sqlite3.connect(file)) as copy:
                 raw.backup(copy)
         if not is_whole(file):
-            raise self.damaged("what can be read of it is not whole")
+            raise self.damaged("a copy of it is not intact")
         return True
 
     # --- runs -----------------------------------------------------------------------------------------
 
     def create_run(self, run: str, config: dict[str, Any], broker: dict[str, Any] | None = None) -> None:
-        """A run that begins now."""
+        """Add a run that begins now."""
         with self._transaction() as connection:
             _insert(connection, RUNS, [RunRecord(run, now(), "waiting", config, broker=broker or {})])
 
     def submit_run(self, run: str, config: dict[str, Any]) -> None:
-        """A run that waits in the queue of a service."""
+        """Add a run to the queue of a service."""
         at = now()
         with self._transaction() as connection:
             _insert(connection, RUNS, [RunRecord(run, at, "queued", config, submitted_at=at)])
 
     def submitted(self) -> list[RunRecord]:
-        """Runs for a service that are not over: first those that began, then the queue, each in order of submission."""
+        """Runs of a service that have not ended: those that have begun, then the queue, in order of submission."""
         waiting = select(RUNS).where(
             RUNS.c.submitted_at.is_not(None), RUNS.c.status.in_(("queued", "waiting", "running", "interrupted"))
         )
@@ -294,7 +293,7 @@ class Store:
             return list(self._records(connection, RunRecord, RUNS, waiting.order_by(*order)))
 
     def take_from_queue(self, run: str, config: dict[str, Any], broker: dict[str, Any]) -> bool:
-        """A queued run begins now, with this configuration; False when it is not queued any more."""
+        """Begin a queued run with this configuration; False if it is no longer queued."""
         with self._transaction() as connection:
             queued = (RUNS.c.id == run, RUNS.c.status == "queued")
             values = {"status": "waiting", "config": config, "broker": broker}
@@ -303,7 +302,7 @@ class Store:
             return taken
 
     def cancel_run(self, run: str) -> None:
-        """Ask for the end of a run; one that is queued is cancelled by this."""
+        """Request the end of a run; a queued run is cancelled at once."""
         with self._transaction() as connection:
             queued = (RUNS.c.id == run, RUNS.c.status == "queued")
             connection.execute(update(RUNS).where(*queued).values(status="cancelled"))
@@ -311,7 +310,7 @@ class Store:
             _seal(connection, RUNS, RUNS.c.id == run)
 
     def is_cancelled(self, run: str) -> bool:
-        """Whether the operator asked for the run's end."""
+        """Whether the operator requested the run's end."""
         with self._transaction() as connection:
             return connection.execute(select(RUNS.c.cancelled_at).where(RUNS.c.id == run)).scalar() is not None
 
@@ -322,13 +321,13 @@ class Store:
             _seal(connection, RUNS, RUNS.c.id == run)
 
     def runs(self) -> list[RunRecord]:
-        """Newest first."""
+        """All runs, newest first."""
         with self._transaction() as connection:
             query = select(RUNS).order_by(RUNS.c.created_at.desc(), RUNS.c.id.desc())
             return list(self._records(connection, RunRecord, RUNS, query))
 
     def run(self, run: str) -> RunRecord:
-        """Raises ConfigError when there is no such run, naming those that there are."""
+        """Raises ConfigError if there is no such run, naming existing runs."""
         with self._transaction() as connection:
             found = self._records(connection, RunRecord, RUNS, select(RUNS).where(RUNS.c.id == run))
             if (record := next(found, None)) is not None:
@@ -340,13 +339,13 @@ class Store:
         raise ConfigError(f"no run {run!r}{near or ';'} {'The' if near else 'the'} newest runs are: {newest}")
 
     def has_ended(self, run: str) -> bool:
-        """Whether there is a run of that name, and nobody will resume it."""
+        """Whether the run exists and will not be resumed."""
         with self._transaction() as connection:
             status = connection.execute(select(RUNS.c.status).where(RUNS.c.id == run)).scalar()
             return status in ENDED
 
     def remove_run(self, run: str) -> None:
-        """Everything that the record has of a run."""
+        """Delete everything that the record has of a run."""
         with self._transaction() as connection:
             for table in reversed(TABLES.sorted_tables):
                 connection.execute(delete(table).where((table.c.id if table is RUNS else table.c.run) == run))
@@ -356,7 +355,7 @@ class Store:
     def open_round(
         self, run: str, number: int, cohort: list[str], needed: int | None = None, at: str | None = None
     ) -> None:
-        """A round begins, now or at a time (ISO 8601, UTC); or it asks another cohort, since the first gave nothing."""
+        """Open a round, now or at a time (ISO 8601, UTC); or give an open round another cohort."""
         this = _this_round(run, number)
         with self._transaction() as connection:
             if connection.execute(select(ROUNDS.c.round).where(this)).first():
@@ -374,10 +373,9 @@ class Store:
         asked: Sequence[str] | None = None,
         at: str | None = None,
     ) -> None:
-        """Its training is over, now or `at` a time: what the server made of its results, and its totals.
+        """Close the training of a round, now or `at` a time: store state and figures, and compute its totals.
 
-        `state` None: nobody knows it any more; `asked`: devices that were given a task, by default those that the
-        record has tasks of."""
+        `state`: None if it is lost; `asked`: devices with a task, by default those with tasks in the record."""
         with self._transaction() as connection:
             this = _this_round(run, number)
             values = {"closed_at": at or now(), "state": msgspec.to_builtins(state), "figures": figures}
@@ -385,28 +383,30 @@ class Store:
             self._sum_up_training(connection, run, number, asked)
 
     def round_evaluated(self, run: str, number: int) -> None:
-        """Its evaluation is over, too."""
+        """Close the evaluation of a round."""
         with self._transaction() as connection:
             this = _this_round(run, number)
             connection.execute(update(ROUNDS).where(this).values(evaluated=True))
             self._sum_up_evaluation(connection, run, number)
 
     def asked_in(self, run: str, number: int) -> list[str]:
-        """Devices that were given a training task in a round."""
+        """Devices with a training task in a round."""
         with self._transaction() as connection:
             return _asked_in(connection, run, number)
 
     def _sum_up_training(
         self, connection: Connection, run: str, number: int, asked: Sequence[str] | None = None
     ) -> None:
-        """Totals of a round that was closed, and of its devices."""
+        """Compute the totals of a closed round, and update those of its devices."""
         this = _this_round(run, number)
         row = connection.execute(select(ROUNDS.c.cohort, ROUNDS.c.figures, ROUNDS.c.totals).where(this)).one()
         results = self._used_in(connection, run, number, "train")
-        if row.totals is None:  # else its devices were counted already
+        if row.totals is None:  # otherwise its devices were counted already
             asked = _asked_in(connection, run, number) if asked is None else asked
             _add_to_devices(connection, run, number, results, asked)
-        cohort = int((row.figures or {}).get("cohort", len(row.cohort)))  # in mode buffered also those of rounds before
+        cohort = int(
+            (row.figures or {}).get("cohort", len(row.cohort))
+        )  # in mode buffered including devices of earlier rounds
         made = totals.trained(RoundTotals(cohort=cohort), results)
         connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made)))
         _seal(connection, ROUNDS, this)
@@ -414,7 +414,7 @@ class Store:
     def _sum_up_evaluation(self, connection: Connection, run: str, number: int) -> None:
         this = _this_round(run, number)
         row = connection.execute(select(ROUNDS.c.totals, ROUNDS.c.accuracy).where(this)).one()
-        if row.totals is not None and row.accuracy is None:  # else it is open, or was summed up before
+        if row.totals is not None and row.accuracy is None:  # otherwise it is open, or was summed up already
             results = self._used_in(connection, run, number, "evaluate")
             _add_to_devices(connection, run, number, results, ())
             made, accuracy = totals.evaluated(msgspec.convert(row.totals, RoundTotals), results)
@@ -422,19 +422,19 @@ class Store:
         _seal(connection, ROUNDS, this)
 
     def rounds(self, run: str) -> list[RoundRecord]:
-        """All of them, whole: this grows with the run."""
+        """All rounds with their details; the cost grows with the run."""
         with self._transaction() as connection:
             query = select(ROUNDS).where(ROUNDS.c.run == run).order_by(ROUNDS.c.round)
             return list(self._records(connection, RoundRecord, ROUNDS, query))
 
     def round(self, run: str, number: int) -> RoundRecord | None:
-        """One round; None when it was never opened."""
+        """One round; None if it was never opened."""
         with self._transaction() as connection:
             query = select(ROUNDS).where(_this_round(run, number))
             return next(self._records(connection, RoundRecord, ROUNDS, query), None)
 
     def newest_closed(self, run: str, before: int | None = None) -> RoundRecord | None:
-        """The newest round whose training is over, of those before another one; None when there is none."""
+        """The newest closed round, or the newest before round `before`; None if there is none."""
         query = select(ROUNDS).where(ROUNDS.c.run == run, ROUNDS.c.closed_at.is_not(None))
         if before is not None:
             query = query.where(ROUNDS.c.round < before)
@@ -443,24 +443,24 @@ class Store:
             return next(self._records(connection, RoundRecord, ROUNDS, query), None)
 
     def open_rounds(self, run: str) -> list[RoundRecord]:
-        """Those that are not closed: one at most, unless an older copy of the record was put back."""
+        """Open rounds: at most one, unless an older copy of the record was restored."""
         with self._transaction() as connection:
             query = select(ROUNDS).where(ROUNDS.c.run == run, ROUNDS.c.closed_at.is_(None)).order_by(ROUNDS.c.round)
             return list(self._records(connection, RoundRecord, ROUNDS, query))
 
     def last_round(self, run: str) -> int:
-        """Number of the newest round, 0 when there is none."""
+        """Number of the newest round, 0 if there is none."""
         with self._transaction() as connection:
             return connection.execute(select(func.max(ROUNDS.c.round)).where(ROUNDS.c.run == run)).scalar() or 0
 
     def closed_rounds(self, run: str) -> list[int]:
-        """Numbers of the rounds whose training is over, ascending."""
+        """Numbers of the closed rounds, ascending."""
         query = select(ROUNDS.c.round).where(ROUNDS.c.run == run, ROUNDS.c.closed_at.is_not(None))
         with self._transaction() as connection:
             return [row.round for row in connection.execute(query.order_by(ROUNDS.c.round))]
 
     def totals(self, run: str) -> list[ClosedRound]:
-        """Of all closed rounds, in their order."""
+        """Totals of all closed rounds, in order."""
         columns = select(ROUNDS.c.round, ROUNDS.c.totals, ROUNDS.c.figures)
         query = columns.where(ROUNDS.c.run == run, ROUNDS.c.totals.is_not(None)).order_by(ROUNDS.c.round)
         with self._transaction() as connection:
@@ -470,7 +470,7 @@ class Store:
             ]
 
     def accuracy(self, run: str, since: int = 0) -> dict[int, dict[str, float]]:
-        """By evaluated round from `since` on whose details are there, and by device."""
+        """Accuracies by round and device, of evaluated rounds from `since` on that still have details."""
         query = select(ROUNDS.c.round, ROUNDS.c.accuracy).where(
             ROUNDS.c.run == run, ROUNDS.c.round >= since, ROUNDS.c.accuracy.is_not(None)
         )
@@ -478,7 +478,7 @@ class Store:
             return {row.round: row.accuracy for row in connection.execute(query.order_by(ROUNDS.c.round))}
 
     def mean_accuracy(self, run: str) -> float | None:
-        """Of the newest evaluation."""
+        """Mean accuracy of the newest evaluation; None if there is none."""
         query = select(ROUNDS.c.totals).where(ROUNDS.c.run == run, ROUNDS.c.evaluated.is_(True))
         with self._transaction() as connection:
             newest = connection.execute(query.order_by(ROUNDS.c.round.desc())).scalars()
@@ -486,15 +486,15 @@ class Store:
             return next((mean for mean in means if mean is not None), None)
 
     def figure_counts(self, run: str, names: Sequence[str]) -> dict[tuple[float | None, ...], int]:
-        """How many closed rounds noted these values of themselves; None: nothing of that name."""
+        """Number of closed rounds by the values of these figures; None: the round lacks the figure."""
         values = [ROUNDS.c.figures[name].as_float().label(name) for name in names]
         query = select(*values, func.count()).where(ROUNDS.c.run == run, ROUNDS.c.closed_at.is_not(None))
         with self._transaction() as connection:
             return {tuple(row[:-1]): row[-1] for row in connection.execute(query.group_by(*values))}
 
     def thin(self, run: str, before: int) -> None:
-        """Leave only totals and figures of rounds before one that is closed: not their cohorts, states, tasks that were
-        answered, results, refusals, and accuracies by device. What is asked for to go on stays, as do strikes."""
+        """Remove details of rounds before a closed round: cohorts, states, answered tasks, results, refusals, and
+        accuracies by device. Totals, figures, strikes, and what is needed to continue are kept."""
         with self._transaction() as connection:
             thinned = connection.execute(select(RUNS.c.thinned).where(RUNS.c.id == run)).scalar() or 0
             kept = select(ROUNDS.c.round, ROUNDS.c.opened_at).where(
@@ -524,7 +524,7 @@ class Store:
             _seal(connection, RUNS, RUNS.c.id == run)
 
     def compact(self) -> None:
-        """Give room that nothing needs any more back to the disk."""
+        """Shrink the file by its unused space."""
         if self._file:
             with self._transaction() as connection:
                 connection.exec_driver_sql("VACUUM")
@@ -532,7 +532,7 @@ class Store:
     # --- tasks ----------------------------------------------------------------------------------------
 
     def add_tasks(self, run: str, tasks: Iterable[TaskRecord]) -> None:
-        """Devices are asked to train, for the first time or again in the same round."""
+        """Store training tasks, new or repeated in the same round."""
         rows, contents = [], dict[str, Any]()
         for task in tasks:
             row = {**msgspec.structs.asdict(task), "run": run, "asked_at": now()}
@@ -555,20 +555,20 @@ class Store:
             _replace(connection, TASKS, rows)
 
     def end_tasks(self, run: str, tasks: Sequence[tuple[int, str]], outcome: str) -> None:
-        """Tasks (round, device) are over, see `TaskState`; what each was first, it stays."""
+        """End tasks (round, device) with a `TaskState`; the first end of a task is kept."""
         if not tasks:
             return
         with self._transaction() as connection:
             _end_tasks(connection, [(run, number, device) for number, device in tasks], outcome)
 
     def count_attempt(self, run: str, round_number: int, device: str, attempt: int) -> None:
-        """A device is given its task again, since its process ended at it."""
+        """Store the number of a new attempt at a task."""
         this = (TASKS.c.run == run, TASKS.c.round == round_number, TASKS.c.device == device)
         with self._transaction() as connection:
             connection.execute(update(TASKS).where(*this).values(attempt=attempt))
 
     def unanswered(self, run: str, round_number: int | None = None) -> list[TaskRecord]:
-        """Tasks that devices are at work on, of one round or of all, the newest last."""
+        """Tasks under way, of one round or of all, the newest last."""
         columns = (TASKS.c.round, TASKS.c.device, TASKS.c.program, TASKS.c.groups, TASKS.c.attempt)
         there = and_(EXPECTATIONS.c.run == TASKS.c.run, EXPECTATIONS.c.id == TASKS.c.expected)
         query = select(*columns, EXPECTATIONS.c.content.label("expected")).outerjoin(EXPECTATIONS, there)
@@ -579,7 +579,7 @@ class Store:
             return [_record(TaskRecord, row) for row in _rows(connection, query)]
 
     def expected(self, run: str) -> dict[tuple[int, str], Expected]:
-        """What the training of each (round, device) was expected to cost when it was asked."""
+        """The predicted cost of each training task, by (round, device)."""
         there = and_(EXPECTATIONS.c.run == TASKS.c.run, EXPECTATIONS.c.id == TASKS.c.expected)
         query = select(TASKS.c.round, TASKS.c.device, TASKS.c.expected).where(TASKS.c.run == run)
         contents = select(EXPECTATIONS.c.id, EXPECTATIONS.c.content).where(EXPECTATIONS.c.run == run)
@@ -589,7 +589,7 @@ class Store:
             return {(number, device): known[name] for number, device, name in rows}
 
     def asked(self, run: str) -> dict[str, Asked]:
-        """By device, how it was asked to train in the rounds that are closed."""
+        """By device, how often and when it was asked to train, in closed rounds."""
         query = select(DEVICES.c.device, DEVICES.c.last_asked, DEVICES.c.times_asked)
         with self._transaction() as connection:
             rows = connection.execute(query.where(DEVICES.c.run == run, DEVICES.c.times_asked > 0))
@@ -598,12 +598,11 @@ class Store:
     # --- results --------------------------------------------------------------------------------------
 
     def add_result(self, device: str, result: Result, used_in: int | None = None) -> None:
-        """An accepted result, for the server step of its round or of a later one; one that is there is not touched."""
+        """Store an accepted result for the server step of its round or a later one; an existing one is not changed."""
         self.add_results([(device, result, used_in)])
 
     def add_results(self, results: Sequence[tuple[str, Result, int | None]]) -> None:
-        """Accepted results, as `add_result` takes them, in one transaction: all of them are safe, or none. With them
-        their tasks are over."""
+        """Store accepted results, as `add_result` does, and end their tasks, in one transaction."""
         if not results:
             return
         with self._transaction() as connection:
@@ -618,13 +617,13 @@ class Store:
             ]  # fmt: skip
             rows = [{**msgspec.to_builtins(record), "received_at": now()} for record in records]
             if not self._file:
-                there = _there(connection, [result for _, result, _ in results], [device for device, *_ in results])
+                there = _existing(connection, [result for _, result, _ in results], [device for device, *_ in results])
                 rows = [row for row in rows if (row["run"], row["round"], row["kind"], row["device"]) not in there]
             if rows:
                 _write(connection, RESULTS, rows, "IGNORE")
 
     def drop_result(self, run: str, number: int, kind: TaskKind, device: str) -> None:
-        """What a device brought for a round that is open cannot be used any more: it may bring it again."""
+        """Delete a result of an open round that cannot be used, so that its device can send another."""
         with self._transaction() as connection:
             connection.execute(delete(RESULTS).where(_this_result(run, number, kind, device)))
 
@@ -635,7 +634,7 @@ class Store:
             return connection.execute(query).first() is not None
 
     def results(self, run: str, round_number: int | None = None, kind: TaskKind | None = None) -> list[ResultRecord]:
-        """Sorted by round and device. Of a whole run this grows with the run."""
+        """Results sorted by round and device; for a whole run the cost grows with the run."""
         query = select(RESULTS).where(RESULTS.c.run == run)
         if round_number is not None:
             query = query.where(RESULTS.c.round == round_number)
@@ -646,17 +645,19 @@ class Store:
             return list(self._records(connection, ResultRecord, RESULTS, query))
 
     def used_in(self, run: str, number: int, kind: TaskKind = "train") -> list[ResultRecord]:
-        """Results that the server step, or the evaluation, of a round takes; of whatever round they are."""
+        """Results that the server step, or the evaluation, of a round uses, including late ones."""
         with self._transaction() as connection:
             return self._used_in(connection, run, number, kind)
 
     def _used_in(self, connection: Connection, run: str, number: int, kind: TaskKind) -> list[ResultRecord]:
         query = select(RESULTS).where(RESULTS.c.run == run, RESULTS.c.used_in == number, RESULTS.c.kind == kind)
         found = self._records(connection, ResultRecord, RESULTS, query)
-        return sorted(found, key=lambda result: (result.round, result.device))  # SQLite would read all, in that order
+        return sorted(
+            found, key=lambda result: (result.round, result.device)
+        )  # sorting in SQLite would scan all results
 
     def answered(self, run: str, number: int, kind: TaskKind) -> set[str]:
-        """Devices with a result of a round, whatever round it counts in."""
+        """Devices with a result of a round, whichever round it counts in."""
         query = select(RESULTS.c.device).where(RESULTS.c.run == run, RESULTS.c.round == number, RESULTS.c.kind == kind)
         with self._transaction() as connection:
             return set(connection.execute(query).scalars())
@@ -670,7 +671,7 @@ class Store:
             return set(connection.execute(query).scalars())
 
     def uploads_since(self, run: str, number: int) -> set[str]:
-        """Digests of what came for the server steps of a round and of all later ones."""
+        """Digests of uploads for the server steps of a round and all later ones."""
         query = select(RESULTS.c.upload).where(
             RESULTS.c.run == run, RESULTS.c.used_in >= number, RESULTS.c.kind == "train", RESULTS.c.upload.is_not(None)
         )
@@ -678,7 +679,7 @@ class Store:
             return set(connection.execute(query).scalars())
 
     def devices(self, run: str) -> list[DeviceRecord]:
-        """What is known of each device from closed rounds, by name."""
+        """Totals of all devices from closed rounds, by name."""
         query = select(DEVICES).where(DEVICES.c.run == run).order_by(DEVICES.c.device)
         with self._transaction() as connection:
             return list(self._records(connection, DeviceRecord, DEVICES, query))
@@ -694,8 +695,7 @@ class Store:
         *,
         lost: bool = False,
     ) -> None:
-        """Something that was not accepted, or with `lost` never came: counted and shown, never fatal. `broke`: a device
-        stopped by its budget."""
+        """Store a refusal, or with `lost` something that never arrived. `broke`: the budget that stopped the device."""
         refusal = RefusalRecord(round_number, device, kind, reason, now(), broke, lost)
         with self._transaction() as connection:
             _insert(connection, REFUSALS, [refusal], run=run)
@@ -712,15 +712,15 @@ class Store:
             query = select(REFUSALS).where(REFUSALS.c.run == run).order_by(REFUSALS.c.id)
             return list(self._records(connection, RefusalRecord, REFUSALS, query))
 
-    # --- faults of devices ----------------------------------------------------------------------------
+    # --- strikes and quarantine ---------------------------------------------------------------------
 
     def add_strike(self, run: str, round_number: int, device: str, reason: str) -> int:
-        """One a round at most. Returns how many the device has that led to no quarantine yet."""
+        """Store a strike, at most one per round. Returns the device's strikes since its last quarantine."""
         mine = (STRIKES.c.run == run, STRIKES.c.device == device)
         with self._transaction() as connection:
             if not connection.execute(select(STRIKES.c.id).where(*mine, STRIKES.c.round == round_number)).first():
                 _insert(connection, STRIKES, [StrikeRecord(round_number, device, reason, now(), False)], run=run)
-                _seal(connection, STRIKES, *mine)  # its number is part of it
+                _seal(connection, STRIKES, *mine)  # the seal covers the id, too
             return len(connection.execute(select(STRIKES.c.id).where(*mine, STRIKES.c.spent.is_(False))).all())
 
     def strikes(self, run: str) -> list[StrikeRecord]:
@@ -729,7 +729,7 @@ class Store:
             return list(self._records(connection, StrikeRecord, STRIKES, query))
 
     def add_quarantine(self, run: str, device: str, round_number: int, until_round: int | None, reason: str) -> None:
-        """From now on the device's strikes are counted anew."""
+        """Store a quarantine; the device's strikes are counted from 0 again."""
         with self._transaction() as connection:
             made = QuarantineRecord(device, round_number, until_round, reason, now(), None)
             _insert(connection, QUARANTINES, [made], run=run)
@@ -737,7 +737,7 @@ class Store:
             _spend_strikes(connection, run, device)
 
     def quarantines(self, run: str) -> list[QuarantineRecord]:
-        """Also those that are over."""
+        """All quarantines, including ended ones."""
         with self._transaction() as connection:
             query = select(QUARANTINES).where(QUARANTINES.c.run == run).order_by(QUARANTINES.c.id)
             return list(self._records(connection, QuarantineRecord, QUARANTINES, query))
@@ -747,7 +747,7 @@ class Store:
         return {record.device: record for record in self.quarantines(run) if record.holds(round_number)}
 
     def release(self, run: str, device: str) -> bool:
-        """End a device's quarantines and forget its strikes; False when it had neither."""
+        """End a device's quarantines and reset its strikes; False if it had neither."""
         held = (QUARANTINES.c.run == run, QUARANTINES.c.device == device, QUARANTINES.c.released_at.is_(None))
         with self._transaction() as connection:
             ended = connection.execute(update(QUARANTINES).where(*held).values(released_at=now()))
@@ -759,7 +759,7 @@ class Store:
 
 
 def is_whole(file: Path) -> bool:
-    """Whether a copy of the database, which nobody writes to, holds what was written to it."""
+    """Whether a copy of the database, which no process writes, is intact."""
     address = f"file:{quote(str(file))}?mode=ro&immutable=1"
     engine = create_engine("sqlite://", creator=lambda: sqlite3.connect(address, uri=True))
     try:
@@ -783,19 +783,19 @@ def is_whole(file: Path) -> bool:
 
 
 def newest_copy(database: Path, run: str = "*") -> Path | None:
-    """The newest copy of a damaged database that is whole, of any run or of one; see `coordinator.record.backups`."""
+    """The newest intact copy of a damaged database, of any run or of one; see `coordinator.record.backups`."""
     made = {file: file.stat().st_mtime_ns for file in database.parent.glob(f"{run}/{COPIES}/round-*.db")}
     return next((file for file in sorted(made, key=lambda file: made[file], reverse=True) if is_whole(file)), None)
 
 
 def remedy(database: Path, why: str, of_run: str = "*") -> str:
-    """What is to be done about a damaged database: which copy of it is good, and how it is put back."""
+    """The error message for a damaged database: names the newest intact copy and the commands that restore it."""
     damaged = f"{database} is damaged: {why}"
     copy = newest_copy(database, of_run)
     if copy is None:
         return (
-            f"{damaged}. There is no good copy of it in {database.parent}/RUN/{COPIES}: put back one of your own, or "
-            f"move it away and begin anew (tensors of finished runs are in {database.parent}/RUN/model.safetensors)"
+            f"{damaged}. There is no good copy of it in {database.parent}/RUN/{COPIES}: restore your own backup, or "
+            f"move it away and start over (tensors of finished runs are in {database.parent}/RUN/model.safetensors)"
         )
     run, number = copy.parent.parent.name, copy.stem.partition("-")[2]
     return (
@@ -806,7 +806,7 @@ def remedy(database: Path, why: str, of_run: str = "*") -> str:
 
 
 def _to_json(value: Any) -> str:
-    """What `json.loads` reads as the value, in a fraction of the time of `json.dumps`."""
+    """JSON that `json.loads` can read, in a fraction of the time of `json.dumps`."""
     held = msgspec.json.encode(value)
     if b"null" in held and not _is_finite(value):
         return json.dumps(value)
@@ -814,7 +814,7 @@ def _to_json(value: Any) -> str:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether all numbers in it are."""
+    """Whether all numbers in a value are finite."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):
@@ -842,12 +842,12 @@ def _rows(connection: Connection, query: Select[Any]) -> Iterator[dict[str, Any]
 
 @cache
 def _fields(kind: type[Struct]) -> list[tuple[str, bool]]:
-    """Those of a record, and whether they have a default."""
+    """The fields of a record class, and whether they have a default."""
     return [(field.name, not field.required) for field in msgspec.structs.fields(kind)]
 
 
 def _record(kind: type[_R], row: dict[str, Any]) -> _R:
-    """A row as a record; what is empty, or not asked for, has the field's default."""
+    """A row as a record; empty or missing columns get the field's default."""
     values = {
         name: value for name, has_default in _fields(kind) if (value := row.get(name)) is not None or not has_default
     }
@@ -855,13 +855,13 @@ def _record(kind: type[_R], row: dict[str, Any]) -> _R:
 
 
 def _insert(connection: Connection, table: Table, records: Iterable[Struct], **more: Any) -> None:
-    """New rows, with `more` that the records do not say."""
+    """Insert rows; `more` are further columns."""
     rows = [{**msgspec.to_builtins(record), **more} for record in records]
     _write(connection, table, rows)
 
 
 def _replace(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
-    """Rows in the place of those with the same keys."""
+    """Insert rows, replacing those with the same keys."""
     if connection.dialect.name != "sqlite":
         keys = [column.name for column in table.primary_key]
         this = [table.c[name] == bindparam(f"this_{name}") for name in keys]
@@ -870,12 +870,12 @@ def _replace(connection: Connection, table: Table, rows: list[dict[str, Any]]) -
 
 
 def _write(connection: Connection, table: Table, rows: list[dict[str, Any]], on_conflict: str = "ABORT") -> None:
-    """New rows, sealed; what SQLite does with one that is there already, `on_conflict` says."""
+    """Insert sealed rows; `on_conflict` says what SQLite does with an existing row."""
     rows = _sealed(table, rows)
     if connection.dialect.name != "sqlite":
         connection.execute(table.insert(), rows)
         return
-    # the statement that SQLAlchemy would make, without what it does for each value of each row
+    # the same statement as SQLAlchemy's, without its processing of each value
     names = list(rows[0])
     held = [isinstance(table.c[name].type, JSON) for name in names]
     values = [
@@ -896,7 +896,7 @@ def _sealed(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _seal(connection: Connection, table: Table, *where: ColumnElement[bool]) -> None:
-    """After rows were written."""
+    """Update the seals of rows that were changed."""
     for row in list(_rows(connection, select(table).where(*where))):
         this = [column == row[column.name] for column in table.primary_key]
         connection.execute(update(table).where(*this).values(seal=_seal_of(table, row)))
@@ -908,7 +908,7 @@ def _sealed_columns(table: Table) -> list[str]:
 
 
 def _seal_of(table: Table, row: Mapping[str, Any]) -> str:
-    """Of what is not empty, so that a column which comes later changes no seal."""
+    """The digest of a row's non-empty columns, so that a new column does not change existing seals."""
     held = {name: value for name in _sealed_columns(table) if (value := row.get(name)) is not None}
     return digest_of(msgspec.json.encode(held, order="sorted"))
 
@@ -923,7 +923,7 @@ def _this_result(run: str, number: int, kind: TaskKind, device: str) -> ColumnEl
 
 
 def _devices(connection: Connection, run: str, names: Iterable[str]) -> dict[str, DeviceRecord]:
-    """What is known of these devices; of a new one nothing."""
+    """The records of these devices; new ones for unknown devices."""
     known = {name: DeviceRecord(run, name) for name in names}
     for row in _rows(connection, select(DEVICES).where(DEVICES.c.run == run, DEVICES.c.device.in_(list(known)))):
         known[row["device"]] = _record(DeviceRecord, row)
@@ -931,7 +931,7 @@ def _devices(connection: Connection, run: str, names: Iterable[str]) -> dict[str
 
 
 def _end_tasks(connection: Connection, tasks: Sequence[tuple[str, int, str]], outcome: str) -> None:
-    """Of (run, round, device)."""
+    """End tasks, given as (run, round, device)."""
     if tasks:
         keys = [{"of": run, "number": number, "name": device} for run, number, device in tasks]
         this = [
@@ -951,7 +951,7 @@ def _asked_in(connection: Connection, run: str, number: int) -> list[str]:
 def _add_to_devices(
     connection: Connection, run: str, number: int, results: list[ResultRecord], asked: Iterable[str]
 ) -> None:
-    """A round's results, and the devices asked in it, in the totals of its devices."""
+    """Add a round's results and asked devices to the totals of its devices."""
     asked = set(asked)
     known = _devices(connection, run, asked | {result.device for result in results})
     for name in asked:
@@ -971,8 +971,8 @@ def _spend_strikes(connection: Connection, run: str, device: str) -> int:
     return spent
 
 
-def _there(connection: Connection, results: Sequence[Result], devices: Sequence[str]) -> set[tuple[Any, ...]]:
-    """Those of the devices' results that are in the store already: (run, round, kind, device)."""
+def _existing(connection: Connection, results: Sequence[Result], devices: Sequence[str]) -> set[tuple[Any, ...]]:
+    """The keys (run, round, kind, device) of results that the store already has."""
     columns = (RESULTS.c.run, RESULTS.c.round, RESULTS.c.kind, RESULTS.c.device)
     query = select(*columns).where(
         RESULTS.c.run.in_({result.run for result in results}),
@@ -983,7 +983,7 @@ def _there(connection: Connection, results: Sequence[Result], devices: Sequence[
 
 
 def _version(connection: Connection) -> str | None:
-    """Of the database's schema; None where it says none: it is new, or of version 0.1.0."""
+    """Version of the database's schema; None for a new database, or one of version 0.1.0."""
     if not inspect(connection).has_table(VERSION.name):
         return None
     return connection.execute(select(VERSION.c.version_num)).scalar()
@@ -992,7 +992,7 @@ def _version(connection: Connection) -> str | None:
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=FULL")  # a round that devices were told about must survive a power cut
+    cursor.execute("PRAGMA synchronous=FULL")  # a round that devices know of must survive a power cut
     cursor.execute("PRAGMA busy_timeout=5000")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()

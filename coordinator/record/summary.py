@@ -1,7 +1,7 @@
-"""The read model of a run: what the record holds of it, as data.
+"""The read model of a run: the content of the record, as data.
 
-`coordinator show`, `runs`, `report` and `status`, experiments and the demo read this and nothing else of the store;
-how it looks is theirs.
+`coordinator show`, `runs`, `report` and `status`, experiments and the demo only read this, and present it in their own
+way.
 """
 
 import json
@@ -29,7 +29,7 @@ class RoundSummary(RoundTotals, frozen=True, kw_only=True):
     """One round."""
 
     round: int
-    accuracy: dict[str, float]  # by device, of an evaluated round whose details are there
+    accuracy: dict[str, float]  # by device; empty if not evaluated, or thinned
     figures: dict[str, float]
 
     @property
@@ -52,22 +52,22 @@ class RoundSummary(RoundTotals, frozen=True, kw_only=True):
 
     @property
     def epsilon(self) -> float | None:
-        """Of devices' updates, over all rounds up to this one. None, as all of these, where there is no such noise."""
+        """Epsilon of devices' updates, over all rounds up to this one. All epsilons are None without the noise."""
         return self.figures.get(EPSILON)
 
     @property
     def row_epsilon(self) -> float | None:
-        """Of one row of features in one upload."""
+        """Epsilon of one row of features in one upload."""
         return self.figures.get(ROW_EPSILON)
 
     @property
     def upload_epsilon(self) -> float | None:
-        """Of all rows of the round's largest upload."""
+        """Epsilon of all rows of the round's largest upload."""
         return self.figures.get(UPLOAD_EPSILON)
 
     @property
     def device_epsilon(self) -> float | None:
-        """Of all features of one device, over all rounds up to this one."""
+        """Epsilon of all features of one device, over all rounds up to this one."""
         return self.figures.get(DEVICE_EPSILON)
 
 
@@ -90,7 +90,7 @@ class DeviceSummary(Struct, frozen=True, kw_only=True):
 
 
 class RunHead(Struct, frozen=True, kw_only=True):
-    """What tells one run from others."""
+    """Identifies a run, and distinguishes it from others."""
 
     run: str
     created_at: str  # ISO 8601, UTC
@@ -100,11 +100,11 @@ class RunHead(Struct, frozen=True, kw_only=True):
     model: str
     seed: int
     rounds_planned: int
-    settings: dict[str, Any]  # that differ from the defaults; keys of tables as "privacy.clip"
+    settings: dict[str, Any]  # values that differ from the defaults; keys of tables as "privacy.clip"
 
 
 class RunLine(RunHead, frozen=True, kw_only=True):
-    """One run in the list of all."""
+    """One run in the list of runs."""
 
     rounds: int
     mean_accuracy: float | None  # of its newest evaluation
@@ -130,8 +130,8 @@ class RunSummary(RunHead, frozen=True, kw_only=True):
 
 
 def summarise(store: Store, run: str, accuracy_of: int | None = None) -> RunSummary:
-    """What the record holds of one run, from its totals; accuracies by device of the newest `accuracy_of` rounds, of
-    all by default. Raises ConfigError when there is no such run."""
+    """Summarise one run from its totals, with accuracies by device of the newest `accuracy_of` rounds (default: all).
+    Raises ConfigError if there is no such run."""
     record = store.run(run)
     last = store.last_round(run)
     accuracy = store.accuracy(run, 0 if accuracy_of is None else last - accuracy_of + 1)
@@ -146,8 +146,8 @@ def summarise(store: Store, run: str, accuracy_of: int | None = None) -> RunSumm
         for result in results:
             known[result.device] = with_result(known.get(result.device, DeviceTotals()), result)
     listed = [rounds[number] for number in sorted(rounds)]
-    heard_of = (name for name, totals in known.items() if totals.results or totals.budget_broken)
-    devices = [_device(name, known[name]) for name in sorted(heard_of, key=natural_order)]
+    active = (name for name, totals in known.items() if totals.results or totals.budget_broken)
+    devices = [_device(name, known[name]) for name in sorted(active, key=natural_order)]
     strikes = Counter(entry.device for entry in store.strikes(run))
     peaks = [device.peak_rss_bytes for device in devices if device.peak_rss_bytes is not None]
     return RunSummary(
@@ -201,7 +201,7 @@ def _head(record: RunRecord) -> dict[str, Any]:
 
 
 def run_settings(config: RunConfig) -> dict[str, Any]:
-    """What differs from the defaults; keys of tables as "privacy.clip"."""
+    """Values that differ from the defaults; keys of tables as "privacy.clip"."""
     return _settings(json.loads(msgspec.json.encode(config)))
 
 
@@ -219,7 +219,7 @@ def _differing(settings: Mapping[str, Any], usual: Mapping[str, Any], table: str
 
 
 def read_round(store: Store, run: str, number: int) -> RoundSummary:
-    """A closed round from its totals, without accuracies by device. Raises ConfigError when there is none."""
+    """A closed round from its totals, without accuracies by device. Raises ConfigError if there is none."""
     entry = store.round(run, number)
     if entry is None or entry.totals is None:
         raise ConfigError(f"run {run!r} has no round {number} that is closed")
@@ -227,9 +227,7 @@ def read_round(store: Store, run: str, number: int) -> RoundSummary:
 
 
 def device_rounds(store: Store, summary: RunSummary) -> dict[str, list[DeviceRound]]:
-    """What became of every training task, by device: of rounds whose details are there. Tasks that are still at work
-    are left out.
-    """
+    """The outcome of every ended training task, by device, of rounds that still have details."""
     run = summary.run
     expected, accuracy = store.expected(run), {entry.round: entry.accuracy for entry in summary.rounds}
     results = {(entry.round, entry.device): entry for entry in store.results(run) if entry.kind == "train"}
@@ -255,18 +253,18 @@ def device_rounds(store: Store, summary: RunSummary) -> dict[str, list[DeviceRou
 
 
 def natural_order(name: str) -> list[str | int]:
-    """To sort names by, with the numbers in them as numbers.
+    """Sort key for names that compares the numbers in them as numbers.
 
     >>> sorted(["device-10", "device-2", "pi"], key=natural_order)
     ['device-2', 'device-10', 'pi']
     """
-    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))]
+    return [int(part) if position % 2 else part for position, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
 def _under_way(
     store: Store, run: str, last: int, newest: RoundSummary | None
 ) -> Iterator[tuple[int, RoundTotals, list[ResultRecord]]]:
-    """Rounds whose totals lack results that are there: those that are open, and the last while it is evaluated."""
+    """Rounds whose totals do not include all results yet: open rounds, and the last one while it is evaluated."""
     for entry in store.open_rounds(run):
         results = store.used_in(run, entry.round)
         yield entry.round, trained(RoundTotals(cohort=len(entry.cohort)), results), results

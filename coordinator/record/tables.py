@@ -1,4 +1,4 @@
-"""The record as tables. Each kind of row is a class; its table has a column for every field.
+"""The tables of the record. Each kind of row is a class; its table has a column for every field.
 
 A field's type decides its column: text, whole numbers and truth values are stored as such, everything else as JSON. A
 column may be empty where the field may be None, and where it is JSON with a default.
@@ -20,52 +20,52 @@ from fedvit.wire.messages import Recipe, TaskKind
 from profiles.prediction import Expected
 
 SCHEMA = "0004"
-"""Of the newest migration in `coordinator.record.migrations`."""
+"""Version of the newest migration in `coordinator.record.migrations`."""
 
 SEAL = "seal"
-"""Column of every table that tensors depend on: a digest of the row's other columns, since SQLite has none itself."""
+"""Column of every table that tensors depend on: a digest of the row's other columns, since SQLite has no checksums."""
 
 TABLES = MetaData()
 
 
 class Link(Struct, frozen=True):
-    """A step to a reference, as digests; see `Recipe`."""
+    """One delta of a chain, as digests; see `Recipe`."""
 
     target: str
-    base: str  # empty: none is needed
+    base: str  # empty: the patch is a whole value
     patch: str
 
 
 class Reference(Struct, frozen=True):
-    """What devices have of one group, and how they get there from what they had before."""
+    """The values of one group on devices, and the delta chain that leads to them from older values."""
 
     digest: str
-    whole: str = NONE  # codec that every reference has been through
+    whole: str = NONE  # codec that was applied to every reference
     links: tuple[Link, ...] = ()  # the oldest first
 
     def blobs(self) -> set[str]:
         return {self.digest, *(link.patch for link in self.links)}
 
-    def recipes(self, blobs: BlobStore) -> tuple[Recipe, ...]:
-        """For devices that lack it. Raises BadPayload when a patch is not in `blobs`."""
+    def delta_chain(self, blobs: BlobStore) -> tuple[Recipe, ...]:
+        """The delta chain for devices that lack the value. Raises BadPayload if a patch is not in `blobs`."""
         return tuple(Recipe(link.target, link.base, blobs.manifest(link.patch), self.whole) for link in self.links)
 
 
 class SavedState(Struct, frozen=True):
     """A `ServerState` as digests."""
 
-    groups: dict[str, str]  # group -> digest: the very blobs that devices fetch, unless there is a reference
+    groups: dict[str, str]  # group -> digest of the blob that devices fetch, unless there is a reference
     memory: str | None
     uploads: dict[str, str]
-    references: dict[str, Reference] = {}  # of groups that devices get coded
+    references: dict[str, Reference] = {}  # of groups that are sent coded
 
     def sent(self, group: str) -> str:
-        """The blob with which devices begin."""
+        """The digest that devices use."""
         return self.references[group].digest if group in self.references else self.groups[group]
 
 
 class RoundTotals(Struct, frozen=True, kw_only=True):
-    """What stays of a round when its details are thinned; accuracies are None where it was not evaluated."""
+    """The part of a round that is kept when details are thinned; accuracies are None if it was not evaluated."""
 
     cohort: int  # devices that were asked
     accepted: int = 0
@@ -81,14 +81,14 @@ class RoundTotals(Struct, frozen=True, kw_only=True):
 
 
 class Asked(NamedTuple):
-    """How a device was asked before."""
+    """When and how often a device was asked."""
 
-    last: int  # the newest round, 0: never
+    last: int  # newest round, 0: never
     times: int
 
 
 class DeviceTotals(Struct, frozen=True, kw_only=True):
-    """What stays of a device when the details of rounds are thinned. What was not measured is None."""
+    """The part of a device that is kept when details are thinned. None: not measured."""
 
     results: int = 0
     rounds: int = 0  # trained and accepted
@@ -109,7 +109,7 @@ class DeviceTotals(Struct, frozen=True, kw_only=True):
 
 RunStatus = Literal["queued", "waiting", "running", "interrupted", "finished", "failed", "cancelled"]
 ENDED: tuple[RunStatus, ...] = ("finished", "cancelled")
-"""A run with one of these is over for good, and is not resumed."""
+"""A run with one of these has ended, and is not resumed."""
 
 
 class RunRecord(Struct, frozen=True):
@@ -122,10 +122,10 @@ class RunRecord(Struct, frozen=True):
     protocol: str | None = None  # how accuracy is measured
     reason: str | None = None  # why it failed
     corrections: dict[str, dict[BudgetKind, float]] = {}  # by device: factors by which predictions were too low
-    thinned: int | None = None  # of rounds before this one only totals are left
-    broker: dict[str, Any] = {}  # the table [broker] with which it was served last
-    submitted_at: str | None = None  # ISO 8601, UTC; None: it was begun by `start`, and no service takes it
-    cancelled_at: str | None = None  # ISO 8601, UTC: the operator asked for its end
+    thinned: int | None = None  # earlier rounds only have totals
+    broker: dict[str, Any] = {}  # the table [broker] of its last process
+    submitted_at: str | None = None  # ISO 8601, UTC; None: begun by `start`, not for a service
+    cancelled_at: str | None = None  # ISO 8601, UTC: the operator requested its end
 
     def __post_init__(self) -> None:
         force_setattr(self, "config", with_new_names(self.config))
@@ -146,14 +146,14 @@ class RoundRecord(Struct, frozen=True):
 
 
 class TaskRecord(Struct, frozen=True):
-    """A training task. Evaluations need none: they are asked again."""
+    """A training task. Evaluations are not recorded: they are repeated after a restart."""
 
     round: int
     device: str
     program: str  # digest
     groups: dict[str, str]  # group -> digest; empty once it is answered
-    expected: Expected | None = None  # what it should cost
-    attempt: int = 1  # how often the device was given it
+    expected: Expected | None = None  # predicted cost
+    attempt: int = 1  # number of the current attempt
 
 
 class ResultRecord(Struct, frozen=True):
@@ -165,7 +165,7 @@ class ResultRecord(Struct, frozen=True):
     metrics: dict[str, float]
     use: ResourceUse
     upload: str | None  # digest
-    used_in: int  # the round whose server step takes it
+    used_in: int  # the round whose server step uses it
 
 
 class RefusalRecord(Struct, frozen=True):
@@ -174,8 +174,8 @@ class RefusalRecord(Struct, frozen=True):
     kind: str
     reason: str
     at: str
-    broke: BudgetKind | None = None  # the budget that the device did not keep
-    lost: bool = False  # nothing came that could have been accepted
+    broke: BudgetKind | None = None  # the budget that was exceeded
+    lost: bool = False  # nothing arrived
 
 
 class StrikeRecord(Struct, frozen=True):
@@ -183,29 +183,29 @@ class StrikeRecord(Struct, frozen=True):
     device: str
     reason: str
     at: str
-    spent: bool  # led to a quarantine, or was forgiven
+    spent: bool  # led to a quarantine, or was reset by a release
 
 
 class QuarantineRecord(Struct, frozen=True):
     device: str
     round: int  # of the last strike
-    until_round: int | None  # the last one that it lasts; None: until it is released
+    until_round: int | None  # its last round; None: until it is released
     reason: str
     at: str
     released_at: str | None
 
     def holds(self, round_number: int) -> bool:
-        """Whether it keeps the device out of a round."""
+        """Whether it excludes the device from a round."""
         over = self.until_round is not None and round_number > self.until_round
         return self.released_at is None and not over
 
 
 class DeviceRecord(Struct, frozen=True):
-    """What a run knows of one device: of closed rounds alone."""
+    """One device of a run; counts closed rounds only."""
 
     run: str
     device: str
-    last_asked: int = 0  # the newest round that it was asked to train in
+    last_asked: int = 0  # newest round in which it was asked to train
     times_asked: int = 0
     totals: DeviceTotals = DeviceTotals()
 
@@ -214,7 +214,7 @@ _TYPES: dict[Any, Any] = {str: String, int: Integer, bool: Boolean}
 
 
 def _columns(kind: type[Struct], *key: str, without: tuple[str, ...] = ()) -> list[Column[Any]]:
-    """One for each field of a class; `key`: those that together are found once."""
+    """One column per field of a class; `key`: the primary key."""
     made = []
     for field in msgspec.structs.fields(kind):
         if field.name in without:
@@ -267,7 +267,7 @@ TASKS = Table(
     Column("run", String, primary_key=True),
     *_columns(TaskRecord, "round", "device", without=("expected",)),
     Column("asked_at", String, nullable=False),
-    Column("outcome", String),  # an end of `TaskState`; empty: under way
+    Column("outcome", String),  # an end of `TaskState`; NULL: under way
     Column("expected", String),  # id of a row of `expectations`
 )
 Index("tasks_at_work", TASKS.c.run, TASKS.c.round, sqlite_where=TASKS.c.outcome.is_(None))
@@ -279,7 +279,7 @@ EXPECTATIONS = Table(
     Column("id", String, primary_key=True),  # digest of the content
     Column("content", JSON, nullable=False),
 )
-"""What tasks were expected to cost: most of a device's rounds are alike."""
+"""Predicted costs of tasks, stored once, since most of a device's rounds are alike."""
 
 REFUSALS = Table("refusals", TABLES, _id(), _run(), *_columns(RefusalRecord))
 Index("refusals_by_run", REFUSALS.c.run)
@@ -293,4 +293,4 @@ Index("quarantines_by_device", QUARANTINES.c.run, QUARANTINES.c.device)
 DEVICES = Table("devices", TABLES, *_columns(DeviceRecord, "run", "device"), _seal())
 
 VERSION = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
-"""Alembic's own."""
+"""The version table of Alembic."""

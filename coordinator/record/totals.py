@@ -1,4 +1,4 @@
-"""What the record keeps of a round and of a device for good, made of results when a round is closed and evaluated."""
+"""Totals of rounds and devices, computed from results when a round is closed and evaluated, and kept for good."""
 
 from collections.abc import Iterable
 from statistics import fmean, pstdev
@@ -11,25 +11,25 @@ from fedvit.resources import BudgetKind
 
 
 class Evaluation(NamedTuple):
-    """The totals of a round that was evaluated, and each device's accuracy."""
+    """The totals of an evaluated round, and each device's accuracy."""
 
     totals: RoundTotals
     accuracy: dict[str, float]
 
 
 def trained(totals: RoundTotals, results: list[ResultRecord]) -> RoundTotals:
-    """With the training results that the round's server step took."""
+    """Totals with the training results of the round's server step."""
     losses = [result.metrics["loss"] for result in results if "loss" in result.metrics]
     return msgspec.structs.replace(
-        _moved(totals, results), accepted=len(results), train_loss=fmean(losses) if losses else None
+        _with_costs(totals, results), accepted=len(results), train_loss=fmean(losses) if losses else None
     )
 
 
 def evaluated(totals: RoundTotals, results: list[ResultRecord]) -> Evaluation:
-    """With the results of its evaluation."""
+    """Totals with the results of the evaluation."""
     tested = [result for result in results if result.samples]
     accuracy = {result.device: result.metrics["correct"] / result.samples for result in tested}
-    totals = _moved(totals, results)
+    totals = _with_costs(totals, results)
     if not tested:
         return Evaluation(totals, accuracy)
     images = sum(result.samples for result in tested)
@@ -44,7 +44,7 @@ def evaluated(totals: RoundTotals, results: list[ResultRecord]) -> Evaluation:
     return Evaluation(totals, accuracy)
 
 
-def _moved(totals: RoundTotals, results: list[ResultRecord]) -> RoundTotals:
+def _with_costs(totals: RoundTotals, results: list[ResultRecord]) -> RoundTotals:
     return msgspec.structs.replace(
         totals,
         bytes_down=totals.bytes_down + sum(result.use.received_bytes or 0 for result in results),
@@ -54,7 +54,7 @@ def _moved(totals: RoundTotals, results: list[ResultRecord]) -> RoundTotals:
 
 
 def with_result(totals: DeviceTotals, result: ResultRecord) -> DeviceTotals:
-    """Of a device, with one more result of its."""
+    """Totals of a device with one more result."""
     use, training = result.use, result.kind == "train"
     changed: dict[str, Any] = {
         "results": totals.results + 1,
@@ -78,7 +78,7 @@ def with_result(totals: DeviceTotals, result: ResultRecord) -> DeviceTotals:
 
 
 def with_broken(totals: DeviceTotals, kinds: Iterable[BudgetKind]) -> DeviceTotals:
-    """Of a device, with one more task that exceeded these budgets."""
+    """Totals of a device with one more task that exceeded these budgets."""
     broke = dict(totals.broke)
     for kind in kinds:
         broke[kind] = broke.get(kind, 0) + 1

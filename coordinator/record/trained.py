@@ -1,14 +1,14 @@
-"""What the server makes a bundle of: the newest state of a run, and what was made for one device.
+"""The model for a bundle: the newest state of a run, and tensors generated for one device.
 
-Only what the server has: a model that needs a device's personal tensors or its images is that device's to
-export.
+It only has what the server has: a model that needs a device's personal tensors or images must be exported on that
+device.
 """
 
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from coordinator.config import make_config
-from coordinator.record.integrity import SoundBlobs
+from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.store import Store
 from coordinator.record.summary import RunSummary, summarise
 from coordinator.record.tables import RunRecord
@@ -23,8 +23,8 @@ from fedvit.tensors import Tensors, check_tensors, unpack
 def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: str) -> Trained:
     """The model of a run, or of one device of it.
 
-    Raises ConfigError when there is no such run or device, or when only a device has what the model needs;
-    StorageFailed when the run's files are damaged.
+    Raises ConfigError if there is no such run or device, or if only a device has what the model needs; StorageFailed if
+    the run's files are damaged.
     """
     record = store.run(run)
     newest = store.newest_closed(run)
@@ -32,7 +32,7 @@ def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: 
         raise ConfigError(f"run {run!r} has closed no round: there is nothing to export yet")
     saved = newest.state
     folder = runs / run
-    blobs = SoundBlobs(folder / "blobs")
+    blobs = VerifiedBlobs(folder / "blobs")
     try:
         program = decode_program(blobs.get(record.program))
         graph = blobs.get(program.graphs[program.evaluate.graph].digest)
@@ -90,7 +90,7 @@ def _elsewhere(program: Program, run: str, why: str) -> str:
 
 
 def _generated(program: Program, record: RunRecord, summary: RunSummary, folder: Path, device: str | None) -> Tensors:
-    """What the server made for the device at the run's end."""
+    """The tensors that the server generated for the device at the run's end."""
     known = [entry.device for entry in summary.devices]
     if device is not None and device not in known:
         raise ConfigError(f"no device {device!r} in run {record.id!r}; its devices are: {', '.join(known)}")
@@ -111,8 +111,8 @@ def _generated(program: Program, record: RunRecord, summary: RunSummary, folder:
     file = folder / "generated" / f"{device}.safetensors"
     if record.status != "finished" or not file.is_file():
         raise ConfigError(
-            f"run {record.id!r} is {record.status}: what it makes for device {device!r} is written at its end, "
-            f"to {file}; go on with it by `coordinator start --resume {record.id}`"
+            f"run {record.id!r} is {record.status}: tensors for device {device!r} are written at its end, "
+            f"to {file}; resume it with `coordinator start --resume {record.id}`"
         )
     try:
         return unpack(file.read_bytes())
@@ -121,7 +121,7 @@ def _generated(program: Program, record: RunRecord, summary: RunSummary, folder:
 
 
 def _reported(summary: RunSummary, device: str | None) -> Reported | None:
-    """The newest accuracy that devices measured: that of the device, or their mean."""
+    """The newest measured accuracy: of the device, or the mean of all devices."""
     for entry in reversed(summary.rounds):
         accuracy = entry.accuracy if device is None else {k: v for k, v in entry.accuracy.items() if k == device}
         if accuracy:

@@ -8,7 +8,7 @@ from coordinator.record.tables import Asked
 
 
 def cohort_size(cohort: float | int, devices: int) -> int:
-    """How many results a round wants of its devices: a share (float, rounded, at least one) or a number.
+    """Number of devices in a cohort: `cohort` is a share of `devices` (float, rounded, at least one) or a number.
 
     >>> cohort_size(0.25, 10), cohort_size(0.01, 10), cohort_size(8, 3)
     (2, 1, 3)
@@ -20,8 +20,8 @@ def cohort_size(cohort: float | int, devices: int) -> int:
 def select_uniform(devices: Iterable[str], wanted: int, seed: int, round_number: int, *purpose: int) -> list[str]:
     """A uniformly random subset, sorted.
 
-    The same devices, seed and round always give the same cohort, whatever the order of arrival; with another `purpose`
-    another one.
+    The same devices, seed and round always give the same cohort, in any order of arrival; another `purpose` gives an
+    independent draw.
 
     >>> select_uniform(["c", "a", "b"], 3, seed=0, round_number=1)
     ['a', 'b', 'c']
@@ -36,12 +36,14 @@ def select_uniform(devices: Iterable[str], wanted: int, seed: int, round_number:
 def select_fair(
     devices: Iterable[str], wanted: int, seed: int, round_number: int, before: Mapping[str, Asked]
 ) -> list[str]:
-    """Those whose turn it is, sorted: not asked for the longest time; of these the least often; of these by lot.
+    """Devices that were not asked for the longest time, sorted by name; ties: asked least often, then at random.
 
     >>> select_fair(["a", "b", "c"], 1, 0, 3, {"a": Asked(1, 1), "b": Asked(2, 1), "c": Asked(1, 2)})
     ['a']
     """
     names = sorted(devices)
-    lots = np.random.default_rng([seed, round_number]).permutation(len(names))
-    turns = sorted((before.get(name, Asked(0, 0)), int(lot), name) for name, lot in zip(names, lots, strict=True))
+    random_order = np.random.default_rng([seed, round_number]).permutation(len(names))
+    turns = sorted(
+        (before.get(name, Asked(0, 0)), int(rank), name) for name, rank in zip(names, random_order, strict=True)
+    )
     return sorted(name for _, _, name in turns[:wanted])

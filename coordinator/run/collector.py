@@ -1,4 +1,4 @@
-"""Results as they come in: fetched, checked, kept, and answered exactly once with yes or no. And how tasks end."""
+"""Incoming results: uploads are fetched and checked, results are stored and acknowledged; and how tasks end."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ from coordinator.run.isolation import ends_run
 from coordinator.run.open_round import Missing
 from coordinator.run.state import RunState
 from coordinator.run.tasks import Task, TaskState
-from coordinator.run.validation import check_labels, check_result, check_room, check_upload
+from coordinator.run.validation import check_free_space, check_labels, check_result, check_upload
 from fedvit.blobs import digest_of
 from fedvit.errors import BadPayload
 from fedvit.program import LABELS
@@ -26,11 +26,11 @@ from profiles.probes.host import free_disk_bytes
 log = logging.getLogger(__name__)
 
 CHUNKS_AT_ONCE = 4 * WINDOW_CHUNKS
-"""Chunks of uploads that may be under way at the same time, so that a cohort cannot overrun the broker's queues: four
-large uploads with full windows, or as many more as are small."""
+"""Chunks of uploads that may be in flight at the same time, so that a cohort cannot overrun the broker's queues: four
+large uploads with full windows, or more of small ones."""
 
-GATHER_S = 0.05
-"""Longest wait of a result for others that are put into the store with it."""
+BATCH_S = 0.05
+"""Longest wait of a checked result for others that are stored in the same transaction."""
 
 _MISSING = {
     TaskState.DECLINED: Missing.DECLINED,
@@ -40,7 +40,7 @@ _MISSING = {
 
 
 class Strike(NamedTuple):
-    """A result that no honest device brings."""
+    """A result that an honest device would not send."""
 
     device: str
     round: int
@@ -48,12 +48,12 @@ class Strike(NamedTuple):
 
 
 class ResultCollector:
-    """One run's.
+    """Collects the results of one run.
 
-    A device may bring what it was given. What comes for the round that is open counts in it; what comes later counts
-    in the round that is open then (`RunState.counts_in`), where the run uses late results, and is refused elsewhere.
-    Idempotent by (run, round, kind, device). Whatever is refused is counted in the store, answered with the reason,
-    and never fatal. What follows from it for others is asked for with `take_freed`, `take_strikes`, `take_to_tell`.
+    A result for the open round counts in it. A later one counts in the round that is open when it arrives
+    (`RunState.counts_in`) if the run uses late results, and is refused otherwise. Results are idempotent by (run,
+    round, kind, device). A refusal is recorded in the store, answered with the reason, and never fatal. The
+    consequences for other parts are returned by `take_freed`, `take_strikes`, `take_to_resend` and `take_errors`.
     """
 
     def __init__(self, state: RunState, exchange: BlobExchange, backups: Backups, profiles: DeviceProfiles) -> None:
@@ -61,20 +61,20 @@ class ResultCollector:
         self._exchange = exchange
         self._backups = backups
         self._profiles = profiles
-        self._waiting: dict[str, Task] = {}  # uploads that wait for their turn, in the order they came
-        self._fetching: dict[str, Task] = {}  # uploads that are being fetched, or looked at
-        self._checked: dict[str, Task] = {}  # good, not in the store yet
+        self._waiting: dict[str, Task] = {}  # uploads that are queued, in the order of arrival
+        self._fetching: dict[str, Task] = {}  # uploads that are being fetched or checked
+        self._checked: dict[str, Task] = {}  # valid, not in the store yet
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="upload-check")
-        self._keep_at = 0.0  # when what is checked has waited long enough for others
+        self._commit_at = 0.0  # when checked results are stored at the latest
         self._freed: list[str] = []
         self._strikes: list[Strike] = []
-        self._to_tell: list[Task] = []
+        self._to_resend: list[Task] = []
         self._errors: list[tuple[str, Exception]] = []
 
-    # --- what follows -----------------------------------------------------------------------------------
+    # --- consequences -----------------------------------------------------------------------------------
 
     def take_freed(self) -> list[str]:
-        """Devices whose task has ended since this was asked last."""
+        """Devices whose task has ended since the last call."""
         freed, self._freed = self._freed, []
         return freed
 
@@ -83,21 +83,21 @@ class ResultCollector:
         return strikes
 
     def take_errors(self) -> list[tuple[str, Exception]]:
-        """Faults of ours with the results of devices."""
+        """Unexpected errors of this side in handling results, by device."""
         errors, self._errors = self._errors, []
         return errors
 
-    def take_to_tell(self) -> list[Task]:
-        """Tasks that devices brought something else for: they are to be told again."""
-        tasks, self._to_tell = self._to_tell, []
+    def take_to_resend(self) -> list[Task]:
+        """Tasks for which the device sent the result of another task: they have to be sent again."""
+        tasks, self._to_resend = self._to_resend, []
         return tasks
 
-    # --- what devices say -------------------------------------------------------------------------------
+    # --- messages of devices ----------------------------------------------------------------------------
 
     def on_result(self, device: str, result: Result) -> None:
-        """Take a result, or refuse it; one that was taken before is only acknowledged again."""
+        """Accept or refuse a result; one that was accepted before is only acknowledged again."""
         state = self._state
-        task = state.tasks.meant(device, result)
+        task = state.tasks.matching(device, result)
         if result.run != state.run:
             self._answer_other_run(device, result)
         elif task is None:
@@ -105,20 +105,20 @@ class ResultCollector:
                 self._acknowledge(device, result)
             elif reason := self._why_never(device, result):
                 self._refuse(device, result, reason)
-            # else its round will be opened again, by this process after a restart: the device keeps it till then
+            # otherwise its round is about to be reopened after a restart: the device keeps the result until then
         elif task.state in (TaskState.UPLOADING, TaskState.CHECKED) or not state.presence.is_online(device):
-            return  # the answer will follow, at the latest when the device has said hello
+            return  # the answer follows, at the latest after the device's hello
         elif not task.is_same(result) or result.program not in ("", task.work.digest):
-            # no fault of the device: what is asked has changed since
-            self._refuse(device, result, f"it is of task {result.task}, asked is {task.id}: the device is told again")
-            self._to_tell.append(task)
+            # not the device's fault: the task has changed since
+            self._refuse(device, result, f"it is of task {result.task}, expected is {task.id}: the task is sent again")
+            self._to_resend.append(task)
         elif why := self._too_late(result):
             self._reject(task, result, why, TaskState.LATE)
         else:
-            self._take_in(task, result)
+            self._check_message(task, result)
 
-    def _take_in(self, task: Task, result: Result) -> None:
-        """A result that may count."""
+    def _check_message(self, task: Task, result: Result) -> None:
+        """Check a result by its message, then its upload."""
         try:
             check_result(result, task.work.program, self._state.presence[task.device].hello)
         except BadPayload as error:
@@ -133,21 +133,21 @@ class ResultCollector:
             self._await_upload(task, result, result.upload)
 
     def _answer_other_run(self, device: str, result: Result) -> None:
-        """A result of a run that ended is not wanted; any other may yet be resumed, here or elsewhere: the device keeps
-        it, and sends it when it is welcomed anew."""
+        """Refuse the result of a run that has ended. Any other run may be resumed, here or elsewhere: the device keeps
+        the result and sends it when that run welcomes it."""
         state = self._state
         if state.store.has_ended(result.run):
             self._refuse(device, result, f"run {result.run!r} has ended")
         else:
-            reason = f"run {result.run!r} is not served here now, this is {state.run!r}"
+            reason = f"run {result.run!r} is not served here now, but {state.run!r}"
             state.send(
                 device, ResultAck(result.run, result.round, result.kind, accepted=False, reason=reason, keep=True)
             )
 
     def _await_upload(self, task: Task, result: Result, upload: Manifest) -> None:
-        """Fetch it when it is its turn, if there is room for it."""
+        """Queue the upload for fetching, if the disk has space for it."""
         try:
-            check_room(upload, free_disk_bytes(self._state.blobs.folder))
+            check_free_space(upload, free_disk_bytes(self._state.blobs.folder))
         except BadPayload as error:
             self._reject(task, result, str(error))
             return
@@ -156,63 +156,63 @@ class ResultCollector:
         self.grant_uploads()
 
     def _take_inline(self, task: Task, result: Result) -> None:
-        """The upload came with the result."""
+        """Check an upload that came inside the message."""
         content = result.inline
         task.result = result = msgspec.structs.replace(result, inline=b"")
-        assert result.upload is not None  # asked for by the caller
+        assert result.upload is not None  # checked by the caller
         if digest_of(content) != result.upload.digest:
             reason = f"the upload of {len(content)} bytes has digest {digest_of(content)}"
             self._reject(task, result, f"{reason}, expected {result.upload.digest}")
             return
         task.content = content
-        self._take(task)
+        self._finish_check(task)
 
     def on_failed(self, device: str, failed: Failed) -> None:
-        """A device says that it cannot do its task; it repeats that until it is answered."""
+        """A device reports that it cannot do its task; it repeats the report until it is answered."""
         state = self._state
         state.refuse(device, failed.kind, failed.reason, failed.round, failed.broke)
         state.send(device, ResultAck(failed.run, failed.round, failed.kind, accepted=False))
-        task = state.tasks.meant(device, failed)
+        task = state.tasks.matching(device, failed)
         if task and task.is_same(failed) and task.state is not TaskState.CHECKED:
             self._profiles.learn(device, task.work.expected, (failed.broke,) if failed.broke else (), failed.use)
-            self._leave_upload(task)
-            self._lose(task, TaskState.FAILED)
-            state.say(f"{device} cannot {failed.kind} in round {failed.round}: {failed.reason}")
+            self._drop_upload(task)
+            self._end_without_result(task, TaskState.FAILED)
+            state.operator_log(f"{device} cannot {failed.kind} in round {failed.round}: {failed.reason}")
 
     def on_declined(self, device: str, declined: Declined) -> None:
-        """A device does not work now: it is left out without blame, and asked again when it said."""
+        """A device declines its task: it is left out without a strike, and asked again at the time that it named."""
         state = self._state
         state.send(device, ResultAck(declined.run, declined.round, declined.kind, accepted=False))
-        task = state.tasks.meant(device, declined)
+        task = state.tasks.matching(device, declined)
         if task is None or not task.is_same(declined) or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
             return
         reason = f"{declined.reason[:200]}; asked again in {declined.again_s:.0f} s"
         state.store.add_refusal(state.run, declined.round, device, "declined", reason, None)
-        state.presence.rest(device, declined.reason, declined.again_s)
-        self._lose(task, TaskState.DECLINED)
-        state.say(f"{device} declines to {declined.kind} in round {declined.round}: {reason}")
+        state.presence.back_off(device, declined.reason, declined.again_s)
+        self._end_without_result(task, TaskState.DECLINED)
+        state.operator_log(f"{device} declines to {declined.kind} in round {declined.round}: {reason}")
 
     def device_left(self, device: str) -> None:
-        """It may come back; what it was sending is begun anew then."""
+        """A device went offline; if it returns, an interrupted upload starts again."""
         if task := self._state.tasks.of(device):
             task.progress = None
             if task.state is TaskState.UPLOADING:
-                self._leave_upload(task)
+                self._drop_upload(task)
                 task.to(TaskState.OFFERED)
         self.grant_uploads()
 
     # --- uploads ----------------------------------------------------------------------------------------
 
     def waiting(self) -> set[str]:
-        """Devices that this side keeps waiting for the turn of their uploads."""
+        """Devices whose uploads are queued on this side."""
         return set(self._waiting)
 
     def uploads(self) -> list[Task]:
-        """Tasks whose uploads are fetched or wait for their turn."""
+        """Tasks whose uploads are being fetched or queued."""
         return [*self._fetching.values(), *self._waiting.values()]
 
     def grant_uploads(self) -> None:
-        """Fetch waiting uploads, a few at a time."""
+        """Start fetching queued uploads, as far as CHUNKS_AT_ONCE allows."""
         chunks = sum(map(_window_of, self._fetching.values()))
         while self._waiting:
             device, task = next(iter(self._waiting.items()))
@@ -231,15 +231,17 @@ class ResultCollector:
 
         def finished(manifest: Manifest, error: Exception | None) -> None:
             if self._fetching.get(device) is not task or task.result is not result:
-                return  # it left, or is not wanted any more
+                return  # the device left, or the upload was cancelled
             if error is None:
                 self._state.links.measured(device, manifest.size, time.monotonic() - began)
-                if manifest.size >= LARGE_BYTES:  # looked at while messages and other uploads come
+                if (
+                    manifest.size >= LARGE_BYTES
+                ):  # checked in a thread; messages and other uploads are handled meanwhile
                     task.check = self._checker.submit(self._check_of(task))
                     return
             del self._fetching[device]
             if error is None:
-                self._take(task)
+                self._finish_check(task)
             elif isinstance(error, BadPayload):
                 self._reject(task, result, str(error))
             else:
@@ -248,16 +250,16 @@ class ResultCollector:
 
         return finished
 
-    def _take_looked_at(self) -> None:
-        """Large uploads that were looked at."""
+    def _take_checked_uploads(self) -> None:
+        """Continue with large uploads whose check has finished."""
         for device, task in list(self._fetching.items()):
             if task.check is not None and task.check.done():
                 del self._fetching[device]
-                self._take(task, task.check.result)
+                self._finish_check(task, task.check.result)
                 self.grant_uploads()
 
-    def _leave_upload(self, task: Task) -> None:
-        """What is under way of it is not fetched any more."""
+    def _drop_upload(self, task: Task) -> None:
+        """Stop fetching or checking the task's upload."""
         fetched = self._fetching.pop(task.device, None)
         self._waiting.pop(task.device, None)
         task.result = task.content = task.check = None
@@ -266,7 +268,7 @@ class ResultCollector:
             self._exchange.cancel(task.device)
 
     def _check_of(self, task: Task) -> Callable[[], None]:
-        """What looks at an upload, in any thread. It raises BadPayload."""
+        """A function that checks the task's upload, in any thread; it raises BadPayload."""
         result, content, program = task.result, task.content, task.work.program
         assert result is not None  # only those get here
         assert result.upload is not None
@@ -282,8 +284,8 @@ class ResultCollector:
 
         return check
 
-    def _take(self, task: Task, check: Callable[[], None] | None = None) -> None:
-        """The upload is here: see whether it is good, by `check` where it was looked at before."""
+    def _finish_check(self, task: Task, check: Callable[[], None] | None = None) -> None:
+        """The upload has arrived: check it, or take the outcome of `check` if it was checked in a thread."""
         result = task.result
         assert result is not None  # only those get here
         if why := self._too_late(result):
@@ -300,27 +302,27 @@ class ResultCollector:
         else:
             self._set_checked(task)
 
-    # --- yes --------------------------------------------------------------------------------------------
+    # --- accepted ----------------------------------------------------------------------------------------
 
     def _set_checked(self, task: Task) -> None:
         task.to(TaskState.CHECKED)
         task.deadline.interrupted()
         if not self._checked:
-            self._keep_at = time.monotonic() + GATHER_S
+            self._commit_at = time.monotonic() + BATCH_S
         self._checked[task.device] = task
 
-    def keep(self, *, now: bool = False) -> None:
-        """Put what was checked into the store, then acknowledge it. To be called when what arrived was handled.
+    def commit(self, *, now: bool = False) -> None:
+        """Store the checked results in one transaction, then acknowledge them. To be called after each batch of events.
 
-        Unless it has to be `now`, a result waits a moment for others that may come; not where the round is complete.
+        Unless `now` is set, results wait BATCH_S for others, except when the round is complete.
         """
-        self._take_looked_at()
-        if not self._checked or not (now or time.monotonic() >= self._keep_at or self._is_complete()):
+        self._take_checked_uploads()
+        if not self._checked or not (now or time.monotonic() >= self._commit_at or self._is_complete()):
             return
-        kept, self._checked = list(self._checked.values()), {}
-        self._write(kept)
-        self._ended(kept, TaskState.ACCEPTED)
-        for task in kept:
+        batch, self._checked = list(self._checked.values()), {}
+        self._write(batch)
+        self._ended(batch, TaskState.ACCEPTED)
+        for task in batch:
             try:
                 self._accept(task)
             except Exception as error:
@@ -328,15 +330,15 @@ class ResultCollector:
                     raise
                 self._errors.append((task.device, error))
 
-    def _write(self, kept: list[Task]) -> None:
-        """First the uploads, then a note apart from the record, then the record."""
+    def _write(self, batch: list[Task]) -> None:
+        """Write first the uploads, then a note outside the record, then the record."""
         state = self._state
         with state.blobs.gathering() as gathering:
-            for task in kept:
+            for task in batch:
                 if task.content is not None:
                     gathering.put(task.content)
         used_in = {"train": state.counts_in, "evaluate": None}
-        accepted = [(task.device, task.result, used_in[task.kind]) for task in kept if task.result]
+        accepted = [(task.device, task.result, used_in[task.kind]) for task in batch if task.result]
         number, cohort, needed = state.counts_in, None, None
         if state.opened:
             number = state.opened.number
@@ -346,7 +348,7 @@ class ResultCollector:
         state.store.add_results(accepted)
 
     def _accept(self, task: Task) -> None:
-        """It is in the store."""
+        """Acknowledge a result that is in the store, and update the round."""
         state, device, result = self._state, task.device, task.result
         assert result is not None  # it was checked
         if task.kind == "train":
@@ -358,13 +360,13 @@ class ResultCollector:
         self._acknowledge(device, result)
         for what in result.damaged:
             state.refuse(device, "damage", what, result.round)
-            state.say(f"{device}: {what}")
+            state.operator_log(f"{device}: {what}")
         staleness = state.counts_in - result.round if task.kind == "train" else 0
         figures = {"round": result.round, "kind": result.kind, "samples": result.samples, "staleness": staleness}
         log.info("result accepted", extra={"device": device, **figures})
 
     def _is_complete(self) -> bool:
-        """Whether with what was checked the open round has all that it waits for."""
+        """Whether the checked results complete the open round."""
         opened = self._state.opened
         if opened is None:
             return True
@@ -374,10 +376,10 @@ class ResultCollector:
     def _acknowledge(self, device: str, result: Result) -> None:
         self._state.send(device, ResultAck(result.run, result.round, result.kind, accepted=True))
 
-    # --- no ---------------------------------------------------------------------------------------------
+    # --- refused ----------------------------------------------------------------------------------------
 
     def _why_never(self, device: str, result: Result) -> str | None:
-        """Why a result that belongs to no task can never count; None when it still may."""
+        """The reason why a result without a task can never count; None if it still may."""
         state = self._state
         record = state.store.round(state.run, result.round)
         if record is None:
@@ -386,33 +388,33 @@ class ResultCollector:
             if device not in state.opened.cohort:
                 return f"{device} was not asked in round {result.round}"
             late = state.opened.failed.get(device) in (Missing.DEADLINE, Missing.OFFLINE, Missing.CRASHED)
-            return f"late: round {result.round} does not wait for it any more" if late else None
+            return f"late: round {result.round} no longer waits for it" if late else None
         over = record.closed_at is not None if result.kind == "train" else record.evaluated
         return f"late: round {result.round} is closed for {result.kind} results" if over else None
 
     def _too_late(self, result: Result) -> str | None:
-        """Why a result was made from a state that is too old for the round it would count in; None when it was not."""
+        """The reason why a result is too late for the round in which it would count; None if it is not."""
         config, counts_in = self._state.config, self._state.counts_in
         if result.kind == "evaluate" or result.round == counts_in:
             return None
         if counts_in > config.rounds:
-            return f"late: round {result.round} is closed for train results, and no other follows"
+            return f"late: round {result.round} is closed for train results, and it was the last one"
         staleness, most = counts_in - result.round, config.max_staleness
         if staleness > most:
             return f"late: made for round {result.round}, {staleness} rounds ago; at most {most} are allowed"
         return None
 
     def _refuse(self, device: str, result: Result, reason: str) -> None:
-        """The device is answered no; a task that it has goes on."""
+        """Answer with a refusal; the device's current task, if any, continues."""
         self._state.refuse(device, result.kind, reason, result.round)
         answer = ResultAck(result.run, result.round, result.kind, accepted=False, reason=reason[:500])
         self._state.send(device, answer)
 
     def _reject(self, task: Task, result: Result, reason: str, end: TaskState = TaskState.FAILED) -> None:
-        """The result of a task does not count, and the task ends with it."""
+        """Refuse the result of a task, which ends the task."""
         self._refuse(task.device, result, reason)
-        self._state.say(f"{task.device}: {result.kind} result of round {result.round} refused: {reason}")
-        self._lose(task, end)
+        self._state.operator_log(f"{task.device}: {result.kind} result of round {result.round} refused: {reason}")
+        self._end_without_result(task, end)
 
     def _strike(self, task: Task, result: Result, reason: str) -> None:
         self._reject(task, result, reason)
@@ -421,53 +423,53 @@ class ResultCollector:
     # --- how tasks end ----------------------------------------------------------------------------------
 
     def give_up(self, task: Task, why: Missing, reason: str) -> None:
-        """Its device brought nothing in time; `reason` is for people."""
+        """End a task whose device sent nothing in time; `reason` is text for the operator."""
         state = self._state
         if state.opened and state.opened.kind == task.kind:
             state.opened.fail(task.device, why)
         state.refuse(task.device, task.kind, reason, task.round, lost=True)
-        self.dismiss([task], f"late: round {task.round} does not wait for it any more", TaskState.LOST)
+        self.dismiss([task], f"late: round {task.round} no longer waits for it", TaskState.LOST)
 
     def dismiss(self, tasks: Iterable[Task], reason: str, end: TaskState = TaskState.CANCELLED) -> None:
-        """Devices need not go on: nothing of their task is kept, here or there. An upload that is announced already is
-        refused with the reason; a result that was checked counts."""
+        """Cancel tasks: neither side keeps anything of them. An announced upload is refused with the reason; a checked
+        result still counts."""
         for task in tasks:
             self._state.send(task.device, Cancel(task.run, task.round, task.kind, reason))
             if task.state is TaskState.CHECKED:
-                self.keep(now=True)
+                self.commit(now=True)
                 continue
             result = task.result
-            self._leave_upload(task)
+            self._drop_upload(task)
             self._end([task], end)
             if result:
                 self._refuse(task.device, result, reason)
             self.grant_uploads()
 
     def fail(self, task: Task, reason: str) -> None:
-        """The task ends because of a fault on this side."""
+        """End a task because of an error on this side."""
         self._checked.pop(task.device, None)
-        self._leave_upload(task)
+        self._drop_upload(task)
         self._state.send(task.device, Cancel(task.run, task.round, task.kind, reason[:500]))
-        self._lose(task, TaskState.FAILED)
+        self._end_without_result(task, TaskState.FAILED)
 
     def pause(self) -> None:
-        """The round will be opened again by this process: what is under way is begun anew then."""
+        """Forget the open round and its tasks; this process will reopen it and assign them again."""
         self._state.opened = None
-        self._checked.clear()  # nothing of it was acknowledged
-        for task in self._state.tasks:  # to the store they are still under way
-            self._leave_upload(task)
+        self._checked.clear()  # none of them was acknowledged
+        for task in self._state.tasks:  # in the store they are still under way
+            self._drop_upload(task)
             self._state.tasks.end(task, TaskState.CANCELLED)
 
     def close_round(self) -> None:
-        """The round is over; what was given for it and is not late beyond use may still come."""
-        self.keep(now=True)
+        """Close the open round; late results may still arrive if the run uses them."""
+        self.commit(now=True)
         state = self._state
         opened, state.opened = state.opened, None
         if opened and opened.kind == "train":
             state.count_in(opened.number + 1)
 
-    def _lose(self, task: Task, end: TaskState) -> None:
-        """The device brings nothing that counts."""
+    def _end_without_result(self, task: Task, end: TaskState) -> None:
+        """End a task without a result that counts."""
         opened = self._state.opened
         if opened and opened.kind == task.kind:
             opened.fail(task.device, _MISSING[end])
@@ -479,13 +481,13 @@ class ResultCollector:
         self._ended(tasks, end)
 
     def _ended(self, tasks: list[Task], end: TaskState) -> None:
-        """The record has it already."""
+        """Update the tasks in memory; the record has been updated already."""
         for task in tasks:
             self._state.tasks.end(task, end)
             self._freed.append(task.device)
 
 
 def _window_of(task: Task) -> int:
-    """Chunks of its upload that are under way at most."""
+    """Most chunks of the task's upload that are in flight."""
     upload = task.result.upload if task.result else None
     return min(upload.chunks, WINDOW_CHUNKS) if upload else 0

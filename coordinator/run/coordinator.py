@@ -1,8 +1,8 @@
 """The run: waits for devices, asks them round by round, and turns their results into the next state.
 
-Whatever a device is told is in the store first: after `kill -9` the same round goes on with the devices that
-come back. This is the one place that connects the parts: each is given what it needs, and what follows from what it
-did is done here (`_follow_up`).
+Everything is stored before it is sent to a device: after `kill -9` the same round continues with the devices that
+return. This is the only module that connects the parts: each gets its dependencies here, and the consequences of its
+actions for the other parts are handled in `_follow_up`.
 """
 
 import logging
@@ -20,7 +20,7 @@ from coordinator.config import RunConfig
 from coordinator.config.writing import FILE as CONFIG_FILE
 from coordinator.config.writing import as_toml
 from coordinator.record.backups import Backups, Closed, Struck
-from coordinator.record.integrity import DamagedBlob, SoundBlobs
+from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.record.retention import oldest_kept
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, RoundRecord
@@ -41,7 +41,7 @@ from coordinator.run.round_runner import RoundRunner
 from coordinator.run.scheduler import Overdue, TaskScheduler
 from coordinator.run.selector import CohortSelector
 from coordinator.run.state import RunState
-from coordinator.run.validation import ROOM_BYTES, listed, same_but_for_case
+from coordinator.run.validation import MIN_FREE_BYTES, listed, same_but_for_case
 from fedvit.descriptors import USED_UP
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError, NoRoom, StorageFailed
 from fedvit.files import atomic_write, storage_failed
@@ -69,20 +69,20 @@ log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-ROOM_EVERY_S = 2.0
-"""How often a paused run tries whether the disk takes a file of ROOM_BYTES."""
+FREE_SPACE_CHECK_S = 2.0
+"""How often a paused run tries to write a file of MIN_FREE_BYTES."""
 PARTIAL_KEPT_S = 24 * 3600.0
-"""How long half an upload is kept for a device that may go on with it."""
+"""How long a partial upload is kept for a device that may continue it."""
 ATTEMPTS = 3
-"""Times that a round which brought no usable result is tried before the run gives up."""
+"""The run fails after this many attempts at a round without a usable result."""
 
 
 class Cancelled(Interrupted):
-    """The operator asked for the end of the run; it cannot be resumed."""
+    """The operator cancelled the run; it cannot be resumed."""
 
 
 class Coordinator:
-    """One run of one federation. `serve` returns when the run is finished; raises Interrupted when stopped."""
+    """One run of one federation. `serve` returns when the run is finished."""
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ class Coordinator:
             run,
             config,
             store,
-            SoundBlobs(folder / "blobs"),
+            VerifiedBlobs(folder / "blobs"),
             Topics(config.federation),
-            say=self._say,
+            operator_log=self._operator_log,
             send=self.inbox.send,
             classes=config.classes,
         )
         compute.progress = state.set_doing
-        self.lease = Lease(transport, state.topics, run, self._say)
+        self.lease = Lease(transport, state.topics, run, self._operator_log)
         self.exchange = BlobExchange(
             transport,
             state.blobs,
@@ -142,46 +142,46 @@ class Coordinator:
         self._folder = folder
         self._watch = watch
         self._reporter = Reporter(folder)
-        self._cancelled: str | None = None  # why the run is to end
+        self._cancelled: str | None = None  # reason, once the run is to be cancelled
 
-    # --- the course of a run --------------------------------------------------------------------------
+    # --- the whole run --------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Ask `serve` to end; safe from a signal handler."""
         self.inbox.stop()
 
     def cancel(self, reason: str) -> None:
-        """Ask `serve` to end the run for good; safe from any thread."""
+        """Ask `serve` to cancel the run; safe from any thread."""
         self._cancelled = reason
         self.inbox.stop()
 
     def expel(self, device: str, reason: str) -> None:
-        """The device may not take part any more: nothing is awaited from it. Call it in the thread of `serve`."""
+        """Exclude a device from the run. To be called in the thread of `serve`."""
         self.membership.expel(device, reason)
         self.collector.device_left(device)
         self._follow_up()
 
     def serve(self) -> None:
-        """Run, or go on with, all rounds. Raises Interrupted when it was stopped, Cancelled when it was cancelled, and
-        FedvitError when the run cannot go on."""
+        """Run all remaining rounds. Raises Interrupted if stopped, Cancelled if cancelled, FedvitError if the run
+        cannot continue."""
         state = self.state
         state.classes = state.store.run(state.run).classes or state.config.classes
         self.profiles.load()
         for topic in (*state.topics.from_all_devices, state.topics.coordinator_state):
             self.transport.subscribe(topic, 1)
-        with suppress(OSError):  # it is for people; the record holds the configuration
+        with suppress(OSError):  # for the operator only; the record holds the configuration
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / CONFIG_FILE).write_text(as_toml(state.run, state.config))
         self.transport.open(self.lease.will)
         try:
-            self._say("connecting to the broker")
-            self._with_room(partial(self.inbox.pump, lambda: self.inbox.connected))
+            self._operator_log("connecting to the broker")
+            self._with_resources(partial(self.inbox.pump, lambda: self.inbox.connected))
             checked = self.inbox.begin(state.store.check)
             self.backups.check_record()
-            self._with_room(partial(self.backups.put_back, self._say, self.quarantine.strike))
-            self._with_room(partial(self._gather, checked))
-            self._with_room(self._all_rounds)
-        except FederationTaken as error:  # its devices are the other coordinator's
+            self._with_resources(partial(self.backups.replay_notes, self._operator_log, self.quarantine.strike))
+            self._with_resources(partial(self._wait_for_devices, checked))
+            self._with_resources(self._all_rounds)
+        except FederationTaken as error:  # the devices belong to the other coordinator
             with suppress(StorageFailed):
                 state.store.update_run(state.run, status="interrupted", reason=str(error))
             raise
@@ -191,7 +191,7 @@ class Coordinator:
                 self._send_all(RunEnded(state.run, "cancelled"))
                 log.info("run cancelled", extra={"run": state.run, "reason": self._cancelled})
                 raise Cancelled from None
-            with suppress(StorageFailed):  # a run that is not finished can be resumed, whatever its status is
+            with suppress(StorageFailed):  # an unfinished run can be resumed with any status
                 state.store.update_run(state.run, status="interrupted")
             raise
         except (FedvitError, OSError) as error:
@@ -206,76 +206,78 @@ class Coordinator:
             self.inbox.close()
 
     def _all_rounds(self) -> None:
-        """Everything that is not done yet, going by the store: after a pause it begins as after a restart."""
+        """Do everything that the store lacks: a paused run continues in the same way as a restarted one."""
         self._prepare()
-        self._take_up()
+        self._resume_tasks()
         self._remaining_rounds()
         self._finish()
 
-    def _with_room(self, work: Callable[[], object]) -> None:
-        """Do work that is safe to begin anew; whenever the disk is full, or no file can be opened any more, pause until
-        there is room, and begin anew."""
+    def _with_resources(self, work: Callable[[], object]) -> None:
+        """Do `work`, which can be repeated. If the disk is full or no file can be opened, pause until that has changed,
+        and repeat it."""
         while True:
             try:
                 work()
                 return
             except NoRoom as error:
-                self._wait_for_room(error)
+                self._wait_for_resources(error)
             except OSError as error:
                 if error.errno not in USED_UP:
                     raise
-                self._wait_for_room(storage_failed("cannot open a file or connection", error))
-            except DamagedBlob as error:  # devices stay at their tasks, as in a pause
+                self._wait_for_resources(storage_failed("cannot open a file or connection", error))
+            except DamagedBlob as error:  # devices keep their tasks, as in a pause
                 self.recovery.begin(error)
                 self.collector.pause()
 
-    def _wait_for_room(self, error: StorageFailed) -> None:
-        """Nothing is lost: devices keep their results, and answer to hellos is given meanwhile."""
+    def _wait_for_resources(self, error: StorageFailed) -> None:
+        """Pause the run. Nothing is lost: devices keep their results, and hellos are answered meanwhile."""
         self.collector.pause()
-        self.recovery.restoring = True  # all of it is looked at before the run goes on
-        self.state.doing = f"paused, waiting for room: {error}"
-        self._say(f"paused: {error}; it resumes automatically when there is room")
+        self.recovery.restoring = True  # all blobs are verified again before the run continues
+        self.state.doing = f"paused, waiting for disk space or open files: {error}"
+        self._operator_log(f"paused: {error}; it resumes automatically when disk space and open files are available")
         log.error("paused", extra={"reason": str(error)})
         probe = self._folder / "room"
         while True:
             try:
-                self.inbox.pump(lambda: False, deadline=time.monotonic() + ROOM_EVERY_S)
-                atomic_write(probe, bytes(ROOM_BYTES))
+                self.inbox.pump(lambda: False, deadline=time.monotonic() + FREE_SPACE_CHECK_S)
+                atomic_write(probe, bytes(MIN_FREE_BYTES))
                 probe.unlink()
                 break
-            except NoRoom:  # of the probe, or of what a device made us write
+            except NoRoom:  # in writing the probe, or while handling a device's message
                 continue
             except OSError as again:
                 if again.errno not in USED_UP:
                     raise
-        self._say("there is room again: run resumed")
+        self._operator_log("disk space and open files are available again: run resumed")
         log.info("run resumed")
 
-    def _gather(self, checked: Future[None]) -> None:
-        """Wait for the first devices, and until the record was `checked` as a whole; the devices' classes are the
-        run's, unless it has some already."""
+    def _wait_for_devices(self, checked: Future[None]) -> None:
+        """Wait for the first devices, and until the whole record has been `checked`. If the configuration lists no
+        classes, the run takes those of the devices."""
         state, wanted = self.state, self.state.config.devices
 
         def enough() -> bool:
             online = state.presence.count_online()
-            state.doing = f"waiting for devices: {online} of {wanted} are here"
+            state.doing = f"waiting for devices: {online} of {wanted} are online"
             if checked.done():
                 checked.result()
             elif online >= wanted:
-                state.doing = "reading the whole record"
+                state.doing = "checking the whole record"
             return online >= wanted and checked.done()
 
-        self._say(f"waiting for {wanted} device{'s' if wanted > 1 else ''}")
+        self._operator_log(f"waiting for {wanted} device{'s' if wanted > 1 else ''}")
         self.inbox.pump(enough)
         if not state.classes:
             brought = {name: state.presence[name].hello.classes for name in state.presence.online()}
             state.classes = tuple(sorted({name for classes in brought.values() for name in classes}))
-            self._say(
+            self._operator_log(
                 f"the run has {counted(len(state.classes), 'class')}: {listed(state.classes)}, "
-                f"as brought by {listed(list(brought))}; `classes` in the configuration decides them beforehand"
+                f"as announced by {listed(list(brought))}; set `classes` in the configuration to choose them"
             )
             if alike := same_but_for_case(state.classes):
-                self._say(f"warning: {listed(alike)} differ in case alone, and are different classes")
+                self._operator_log(
+                    f"warning: {listed(alike)} differ only in upper and lower case, and are different classes"
+                )
             for device, classes in brought.items():
                 log.info("classes taken", extra={"device": device, "classes": len(classes)})
         if len(state.classes) < 2:
@@ -283,7 +285,7 @@ class Coordinator:
         state.store.update_run(state.run, classes=list(state.classes), status="running")
 
     def _prepare(self) -> None:
-        """Make the Program; take up the newest saved state, if there is one."""
+        """Make the Program and load the newest state."""
         state = self.state
         hellos = [state.presence[name].hello for name in state.presence.online()]
         prepared = self._ask(
@@ -296,7 +298,7 @@ class Coordinator:
         state.store.update_run(state.run, program=prepared.program, protocol=prepared.protocol)
         state.saved = prepared.saved
         for number in prepared.remade:
-            self._say(f"round {number}: its state was made anew, with the same numbers")
+            self._operator_log(f"round {number}: its state was recomputed, with the same numbers")
         self.recovery.restoring = False
         log.info(
             "program ready",
@@ -304,14 +306,11 @@ class Coordinator:
         )
 
     def _ask(self, request: Request[Answer]) -> Answer:
-        """Devices are served meanwhile; Ctrl-C does not wait for the answer."""
+        """Ask the compute side. Devices are served meanwhile; Ctrl-C does not wait for the answer."""
         return self.inbox.in_background(lambda: self.compute.ask(request))
 
-    def _take_up(self) -> None:
-        """Tasks of an earlier process whose results still count: their devices are at work, or are asked again.
-
-        Which of them go on, the mode knows.
-        """
+    def _resume_tasks(self) -> None:
+        """Assign again the tasks of an earlier process that the mode continues; their results still count."""
         state = self.state
         newest = state.store.newest_closed(state.run)
         open_round = newest.round + 1 if newest else 1
@@ -319,17 +318,17 @@ class Coordinator:
         if not state.config.uses_late_results():
             return
         unanswered = state.store.unanswered(state.run)
-        for number in sorted({task.round for task in unanswered if self.mode.goes_on(task.round, open_round)}):
+        for number in sorted({task.round for task in unanswered if self.mode.continues_task(task.round, open_round)}):
             work = self.runner.recorded(task for task in unanswered if task.round == number)
             for device, part in work.items():
-                self.runner.give(device, number, "train", part)
+                self.runner.assign(device, number, "train", part)
 
     def _remaining_rounds(self) -> None:
-        """All rounds that are not done yet, from wherever an earlier process got to."""
+        """Run all rounds that an earlier process has not finished."""
         state, rounds = self.state, self.state.config.rounds
         first_open = min((record.round for record in state.store.open_rounds(state.run)), default=None)
         done = first_open - 1 if first_open else state.store.last_round(state.run)
-        for number in range(max(1, done), rounds + 1):  # the last that is closed may lack its evaluation
+        for number in range(max(1, done), rounds + 1):  # the last closed round may lack its evaluation
             record = state.store.round(state.run, number)
             state.number = number
             if record is None or record.closed_at is None:
@@ -343,7 +342,7 @@ class Coordinator:
                 self._report(number)
 
     def _report(self, number: int) -> None:
-        self._say(round_line(self.state.store, self.state.run, number, self.state.config.rounds))
+        self._operator_log(round_line(self.state.store, self.state.run, number, self.state.config.rounds))
 
     def _finish(self) -> None:
         run = self.state.run
@@ -355,17 +354,17 @@ class Coordinator:
     # --- one round ------------------------------------------------------------------------------------
 
     def _train(self, number: int, record: RoundRecord | None) -> None:
-        """Ask devices to train, and move the state. Raises EmptyCohort after ATTEMPTS fruitless tries."""
+        """Train one round and update the state. Raises EmptyCohort after ATTEMPTS attempts without a result."""
         state, run = self.state, self.state.run
-        fruitless, damaged = 0, 0
-        before_s = _since(record.opened_at) if record else 0.0  # what an earlier process waited, and nobody
-        while fruitless < ATTEMPTS:
+        failed_attempts, damaged = 0, 0
+        before_s = _since(record.opened_at) if record else 0.0  # spent by earlier processes, and between them
+        while failed_attempts < ATTEMPTS:
             began = time.monotonic()
             opened = self.mode.train(record)
             record = None
             results = state.store.used_in(run, number)
-            if gone := opened.accepted - {result.device for result in results}:
-                raise state.store.damaged(f"the result of {min(gone)} for round {number} is not in it any more")
+            if missing := opened.accepted - {result.device for result in results}:
+                raise state.store.damaged(f"the result of {min(missing)} for round {number} is missing from it")
             if lost := self.inbox.in_background(partial(self.recovery.damaged_of, results)):
                 damaged += 1
                 self.recovery.ask_again_for(lost, damaged)
@@ -375,10 +374,12 @@ class Coordinator:
             try:
                 stepped = self._step(opened, results)
             except EmptyCohort as error:
-                if opened.failed and opened.failed.keys() <= opened.declined():  # none is to blame: they are waited for
+                if (
+                    opened.failed and opened.failed.keys() <= opened.declined()
+                ):  # all declined: wait until some can be asked
                     continue
-                fruitless += 1
-                self._say(f"round {number}: {error}; asking again ({fruitless} of {ATTEMPTS})")
+                failed_attempts += 1
+                self._operator_log(f"round {number}: {error}; asking again ({failed_attempts} of {ATTEMPTS})")
                 log.warning("empty round", extra={"round": number, "reason": str(error)})
                 continue
             figures = stepped.figures | {
@@ -391,7 +392,7 @@ class Coordinator:
         raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `coordinator show {run}`")
 
     def _close(self, number: int, stepped: Stepped, figures: dict[str, float]) -> None:
-        """The round's state is the run's; what nothing needs any more is removed."""
+        """Store the round's state as the run's newest; remove blobs that are no longer needed."""
         state = self.state
         state.saved = stepped.saved
         asked = state.store.asked_in(state.run, number)
@@ -409,27 +410,27 @@ class Coordinator:
         log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
 
     def _step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
-        """The next state; devices stay served meanwhile. Raises EmptyCohort when there is nothing to make it of."""
+        """Compute the next state; devices are served meanwhile. Raises EmptyCohort if there is no usable result."""
         state, number = self.state, opened.number
         if not results:
-            raise EmptyCohort(f"none of the devices that were asked brought a result for round {number}")
+            raise EmptyCohort(f"none of the asked devices returned a result for round {number}")
         state.doing = f"round {number}/{state.config.rounds}: server step"
-        # the quarantines that follow hold in this step already
+        # quarantines that follow from this hold in this step already
         for device, reason in self._ask(FindOutliers(round=number)) if state.config.robust.reject_scale else ():
             state.refuse(device, "train", f"left out: {reason}", number)
-            self._say(f"round {number}: {device} is left out: {reason}")
+            self._operator_log(f"round {number}: {device} is left out: {reason}")
             self._strike(device, number, reason)
         stepped = self._ask(Step(round=number, saved=state.newest(), drawn=opened.drawn))
         for device, digest in stepped.damaged.items():
             reason = f"its upload of an earlier round {DAMAGED_HERE}"
             state.refuse(device, "train", f"left out: {reason}: {state.blobs.path(digest)}", number)
-            self._say(f"{device}: {reason}, and is used no more")
+            self._operator_log(f"{device}: {reason}, and is no longer used")
         return stepped
 
-    # --- what arrives ---------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------
 
     def on_message(self, device: str, message: AnyMessage) -> None:
-        """An error in it is one of this device: the run goes on, unless its record or disk cannot be used."""
+        """Handle a message. An error ends only this device's task, unless the record or the disk cannot be used."""
         try:
             self._handle(device, message)
             self._follow_up()
@@ -450,11 +451,11 @@ class Coordinator:
         self.state.refuse(device, kind, reason)
 
     def on_coordinator(self, state: CoordinatorState) -> None:
-        self.lease.heard(state)
+        self.lease.on_coordinator(state)
 
     def on_link(self, *, up: bool, trouble: str) -> None:
         if trouble:
-            self._say(f"broker: {trouble}; trying again")
+            self._operator_log(f"broker: {trouble}; trying again")
         if up:
             self.state.epoch = self.lease.renew()
             self.exchange.reconnected()
@@ -462,11 +463,11 @@ class Coordinator:
             self.state.presence.all_offline()
 
     def on_tick(self) -> None:
-        for line in self.compute.keep():
-            self._say(line)
-        self.recovery.tell()
+        for line in self.compute.take_warnings():
+            self._operator_log(line)
+        self.recovery.report_damage()
         self.exchange.tick()
-        self.collector.keep()
+        self.collector.commit()
         for overdue in self.scheduler.overdue(self.collector.uploads(), self.collector.waiting()):
             self._give_up(overdue)
         self._follow_up()
@@ -480,7 +481,7 @@ class Coordinator:
             case Hello():
                 self.membership.on_hello(device, message)
                 return
-            case DeviceState(online=True):  # it only asks whether somebody is here (`edge-client doctor`)
+            case DeviceState(online=True):  # `edge-client doctor` asks whether a coordinator is online
                 self.inbox.send(device, self.lease.state())
                 return
             case DeviceState():
@@ -492,7 +493,7 @@ class Coordinator:
             case Failed():
                 task = self.state.tasks.of(device)
                 if task and self.recovery.is_excused(device, message):
-                    self.scheduler.tell(task)
+                    self.scheduler.send_task(task)
                 else:
                     self.collector.on_failed(device, message)
             case Declined():
@@ -506,56 +507,56 @@ class Coordinator:
                 self.exchange.on_done(device, message)
             case _:
                 self.state.refuse(device, "message", f"a {type(message).__name__} is not for the coordinator")
-        if self.state.presence.is_thought_offline(device):
-            # an epoch that it does not know makes a device say hello
+        if self.state.presence.should_request_hello(device):
+            # a new epoch makes the device send its hello
             self.inbox.send(device, CoordinatorState(self.state.epoch + 1, alive=True))
 
     def _follow_up(self) -> None:
-        """What follows from what the parts did: the one place that connects them."""
+        """Handle the consequences of the parts' actions for each other; nothing else connects the parts."""
         for arrival in self.membership.take_arrivals():
             if overdue := self.scheduler.on_arrival(arrival.device, was_away=arrival.was_away):
                 self._give_up(overdue)
         for device, error in self.collector.take_errors():
             self._isolate(device, "Result", error)
-        for task in self.collector.take_to_tell():
-            self.scheduler.tell(task)
+        for task in self.collector.take_to_resend():
+            self.scheduler.send_task(task)
         for strike in self.collector.take_strikes():
             self._strike(*strike)
         for device in self.collector.take_freed():
-            self.scheduler.give_open(device)
+            self.scheduler.assign_open(device)
 
     def _strike(self, device: str, number: int, reason: str) -> None:
         self.backups.note(Struck(device, number, reason))
         if self.quarantine.strike(device, number, reason):
-            self.membership.put_away(device)
+            self.membership.on_quarantined(device)
 
     def _give_up(self, overdue: Overdue) -> None:
         task, why, reason = overdue
         if why is Missing.CRASHED:
-            rest_s = self.state.presence.crashed(task.device, reason)
-            self._say(f"{task.device}: {reason}; it is asked again in {rest_s:.0f} s at the earliest")
+            backoff_s = self.state.presence.crashed(task.device, reason)
+            self._operator_log(f"{task.device}: {reason}; it is asked again in {backoff_s:.0f} s at the earliest")
         self.collector.give_up(task, why, reason)
 
     def _isolate(self, device: str, what: str, error: Exception) -> None:
-        """A fault of ours with one device's message: logged, counted, and the end of that device's task."""
+        """Log and count an unexpected error of this side in handling a device's message; it ends the device's task."""
         log.error("error in handling a message", extra={"device": device, "message_type": what}, exc_info=error)
         reason = f"an error in handling its {what}: {type(error).__name__}: {error}"[:500]
         self.state.refuse(device, "error", reason)
-        self._say(f"{device}: {reason}; its task ends, the run goes on (the log has details)")
+        self._operator_log(f"{device}: {reason}; its task ends, the run continues (the log has details)")
         if task := self.state.tasks.of(device):
             self.collector.fail(task, reason)
 
-    # --- talking --------------------------------------------------------------------------------------
+    # --- output ---------------------------------------------------------------------------------------
 
     def _send_all(self, message: FromCoordinator) -> None:
         for device in self.state.presence.online():
             self.inbox.send(device, message)
 
-    def _say(self, text: str) -> None:
-        # what a device sends may be quoted in it, and must not steer the terminal
+    def _operator_log(self, text: str) -> None:
+        # the text may quote a device, and must not control the terminal
         self.display.line("".join(character if character.isprintable() else "?" for character in text))
 
 
 def _since(at: str) -> float:
-    """Seconds since a time of the record, by the clock of this machine; 0 where that was set back."""
+    """Seconds since a time in the record, by this machine's clock; 0 if the clock was set back."""
     return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds())

@@ -1,4 +1,4 @@
-"""What is planned for each device: what it said of itself, corrected by what its tasks really needed."""
+"""The device descriptions that plans use: as announced in the hello, corrected by what tasks really needed."""
 
 from collections.abc import Iterable
 
@@ -9,11 +9,11 @@ from fedvit.resources import Budget, BudgetKind, ResourceUse
 from profiles.prediction import Expected
 
 LEAST_CORRECTION = 1.1
-"""By which a prediction is raised at least when a device exceeded its budget."""
+"""Smallest factor by which a prediction is raised when a device exceeded its budget."""
 
 
 class DeviceProfiles:
-    """The devices of one run as a plan sees them. Corrections are in the store: a restart knows them."""
+    """The targets of one run's plans. Corrections are in the store, so that they survive a restart."""
 
     def __init__(self, run: str, store: Store, presence: Presence, limits: Budget) -> None:
         self._run = run
@@ -23,11 +23,11 @@ class DeviceProfiles:
         self._corrections: dict[str, dict[BudgetKind, float]] = {}  # see Target
 
     def load(self) -> None:
-        """Take up what an earlier process learned."""
+        """Load the corrections of an earlier process."""
         self._corrections = self._store.run(self._run).corrections
 
     def of(self, device: str) -> Target | None:
-        """What is to be planned for; None for a device that has not said hello to this process."""
+        """The target of a device; None if it has not sent hello to this process."""
         if device not in self._presence:
             return None
         hello = self._presence[device].hello
@@ -49,13 +49,13 @@ class DeviceProfiles:
     def learn(
         self, device: str, expected: Expected | None, broke: Iterable[BudgetKind], use: ResourceUse | None
     ) -> None:
-        """A device exceeded a budget that a prediction kept: from now on it is predicted to need more."""
+        """Raise later predictions for a device that exceeded a budget although its prediction was within it."""
         broken = [kind for kind in broke if kind in ("memory", "time")]
         if expected is None or use is None or not broken:
             return
         prediction, known = expected.prediction, self._corrections.setdefault(device, {})
         ratios: dict[BudgetKind, float] = {"memory": (use.peak_rss_bytes or 0) / prediction.peak_rss_bytes}
-        if prediction.train_s and use.train_s:  # of a task that was stopped, so far
+        if prediction.train_s and use.train_s:  # for a stopped task: the time until then
             ratios["time"] = use.train_s / prediction.train_s
         for kind in broken:
             if kind in ratios:

@@ -1,4 +1,4 @@
-"""What a person sees while a run is going: permanent lines, and below them what is happening now."""
+"""Console output of a run: permanent lines, and below them a live view of the current state."""
 
 import contextlib
 import sys
@@ -15,7 +15,7 @@ from rich.text import Text
 from profiles.report.terminal import shortened
 
 QUIET = ("done", "failed", "declined", "offline")
-"""States of a device that nobody need watch."""
+"""States of devices that are listed last."""
 
 
 @dataclass
@@ -31,14 +31,14 @@ class DeviceLine:
 
 @dataclass
 class View:
-    """What is going on, and what is being waited for."""
+    """Content of the live view: the current step and the devices."""
 
     headline: str = ""
     devices: list[DeviceLine] = field(default_factory=list)
 
 
 class Display:
-    """Lines only: for logs, pipes and tests."""
+    """Base class; discards everything."""
 
     def __enter__(self) -> "Display":
         return self
@@ -47,14 +47,14 @@ class Display:
         pass
 
     def line(self, text: str) -> None:
-        """Say something that stays."""
+        """Print a permanent line."""
 
     def due(self) -> bool:
-        """Whether there is a live part that should be shown anew: with many devices a view takes a while to make."""
+        """Whether the live view should be refreshed: making one takes a while with many devices."""
         return False
 
     def show(self, view: View) -> None:
-        """Replace the live part."""
+        """Replace the live view."""
 
 
 class LineDisplay(Display):
@@ -64,12 +64,12 @@ class LineDisplay(Display):
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # its file may lie on a disk that is full
+        with contextlib.suppress(OSError):  # standard error may be a file on a full disk
             self._console.print(text, markup=False)
 
 
 class LiveDisplay(Display):
-    """A terminal: lines above, a moving table below."""
+    """For a terminal: lines above, a live table below."""
 
     REFRESH_S = 0.2
 
@@ -97,8 +97,8 @@ class LiveDisplay(Display):
 
 
 def drawn(view: View, width: int, height: int) -> Group:
-    """The live part for a terminal of this size: one line a device, those that are at work first."""
-    devices = sorted(view.devices, key=lambda device: device.state in QUIET)  # stable: else in the cohort's order
+    """The live view for a terminal of this size: one line per device, working devices first."""
+    devices = sorted(view.devices, key=lambda device: device.state in QUIET)  # stable: otherwise in the cohort's order
     shown = devices if len(devices) <= height - 3 else devices[: max(1, height - 4)]
     rest = devices[len(shown) :]
     bar_width = min(30, max(10, width - 48))
@@ -112,13 +112,13 @@ def drawn(view: View, width: int, height: int) -> Group:
     lines: list[RenderableType] = [Text(view.headline, style="bold", no_wrap=True, overflow="ellipsis"), table]
     if rest:
         counted = Counter(device.state for device in rest)
-        said = ", ".join(f"{count} {state}" for state, count in counted.items())
-        lines.append(Text(f"  and {len(rest)} more: {said}", style="dim", no_wrap=True, overflow="ellipsis"))
+        summary = ", ".join(f"{count} {state}" for state, count in counted.items())
+        lines.append(Text(f"  and {len(rest)} more: {summary}", style="dim", no_wrap=True, overflow="ellipsis"))
     return Group(*lines)
 
 
 def choose_display(quiet: bool = False) -> Display:
-    """Live where standard error is a terminal, lines elsewhere."""
+    """A live view if standard error is a terminal, otherwise lines."""
     if quiet:
         return Display()
     return LiveDisplay() if sys.stderr.isatty() else LineDisplay()

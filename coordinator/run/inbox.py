@@ -1,6 +1,6 @@
-"""The coordinator's one thread: takes what arrives, one event after another, until something holds.
+"""The event loop of a coordinator: one thread handles all events in order, until a condition holds.
 
-So the course of a run reads from top to bottom, and nothing of its state needs a lock.
+So the code of a run reads from top to bottom, and its state needs no lock.
 """
 
 import logging
@@ -23,7 +23,7 @@ Outcome = TypeVar("Outcome")
 
 TICK_S = 0.1
 EVENTS_AT_ONCE = 500
-"""After this many events, deadlines and Ctrl-C are looked at, however fast a device sends."""
+"""After this many events, deadlines and Ctrl-C are checked, however fast a device sends."""
 
 
 class Interrupted(Exception):
@@ -31,22 +31,22 @@ class Interrupted(Exception):
 
 
 class Handler(Protocol):
-    """What is done with what arrives."""
+    """Handles the events."""
 
     def on_message(self, device: str, message: AnyMessage) -> None: ...
 
     def on_chunk(self, device: str, topic: str, payload: bytes) -> None: ...
 
     def on_unreadable(self, device: str, kind: str, reason: str) -> None:
-        """A message that cannot be read; its device was answered, where it can be."""
+        """A message cannot be decoded; the device has been answered if possible."""
         ...
 
     def on_coordinator(self, state: CoordinatorState) -> None:
-        """A coordinator of this federation told what it is: this one, or another."""
+        """A coordinator of this federation, this one or another, published its state."""
         ...
 
     def on_link(self, *, up: bool, trouble: str) -> None:
-        """The link to the broker; `trouble`: why it is down, where that is news."""
+        """The link to the broker went up or down; `trouble`: why it is down, if the reason is new."""
         ...
 
     def on_tick(self) -> None:
@@ -55,7 +55,7 @@ class Handler(Protocol):
 
 
 class Inbox:
-    """What comes over the transport, and the way back."""
+    """Receives events from the transport, and sends messages."""
 
     def __init__(self, transport: Transport, topics: Topics, handler: Handler) -> None:
         self.connected = False
@@ -72,7 +72,7 @@ class Inbox:
         self._stop.set()
 
     def close(self) -> None:
-        """Nothing more will be done in the background; what is being done is not waited for."""
+        """End the background thread, without waiting for its current work."""
         self._waiting.put(None)
 
     def send(self, device: str, message: FromCoordinator) -> None:
@@ -97,13 +97,13 @@ class Inbox:
         return True
 
     def in_background(self, work: Callable[[], Outcome]) -> Outcome:
-        """Run something long in a thread while devices stay served; Ctrl-C does not wait for it."""
+        """Run long work in a thread while devices are served; Ctrl-C does not wait for it."""
         future = self.begin(work)
         self.pump(future.done)
         return future.result()
 
     def begin(self, work: Callable[[], Outcome]) -> Future[Outcome]:
-        """Run something long in a thread, after all that was begun before."""
+        """Run long work in the background thread, after all earlier work."""
         future: Future[Outcome] = Future()
 
         def run() -> None:
@@ -111,7 +111,7 @@ class Inbox:
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001 - raised again below
                 future.set_exception(error)
-            self._transport.inbox.put(Wake())  # else the answer would wait for the next event or tick
+            self._transport.inbox.put(Wake())  # otherwise the answer would wait for the next event or tick
 
         if self._background is None:
             self._background = threading.Thread(target=self._work, name="server-step", daemon=True)
@@ -120,7 +120,7 @@ class Inbox:
         return future
 
     def _work(self) -> None:
-        """One thread for all of it: each new one would bring a heap and a pool of torch's threads of its own."""
+        """One thread for all work: each new thread would have its own heap and its own pool of torch threads."""
         while work := self._waiting.get():
             work()
 
@@ -151,7 +151,7 @@ class Inbox:
 
     def _on_received(self, topic: str, payload: bytes) -> None:
         device = self._topics.device_of(topic)
-        if not is_name(device):  # a broker without access rules lets anything through; nobody could be answered
+        if not is_name(device):  # a broker without access rules forwards anything; no device could be answered
             log.warning("message dropped", extra={"reason": f"{device[:64]!r} cannot be the name of a device"})
             return
         if "/up/b/" in topic:

@@ -1,7 +1,7 @@
-"""One coordinator a federation: each tells on the federation's topic what it is, and the one that came later ends.
+"""One coordinator per federation: each publishes its state on the federation's topic, and the later one ends.
 
-Two of them would make devices drop one's results for the other's. How long each has held the federation is what they
-compare, so that clocks need not agree.
+With two coordinators, devices would drop the results of one for the other. They compare how long each has held the
+federation, so that clocks need not agree.
 """
 
 import logging
@@ -26,57 +26,57 @@ class FederationTaken(ConfigError):
 
 
 class Lease:
-    """Of one process; `run` is empty where it is a service with several; `say(line)` is for the operator."""
+    """The lease of one process; `run` is empty for a service; `operator_log(line)` prints a line for the operator."""
 
-    def __init__(self, transport: Transport, topics: Topics, run: str, say: Callable[[str], None]) -> None:
+    def __init__(self, transport: Transport, topics: Topics, run: str, operator_log: Callable[[str], None]) -> None:
         self.owner = secrets.token_hex(8)
-        self.is_held = True  # until another coordinator is found to have the federation
+        self.is_held = True  # until another coordinator turns out to hold the federation
         self._transport = transport
         self._topics = topics
         self._run = run
-        self._say = say
+        self._operator_log = operator_log
         self._since = time.monotonic()
         self._epoch = 0
-        self._warned: set[str] = set()  # owners that the operator was told of
+        self._warned: set[str] = set()  # owners that were reported to the operator
 
     @property
     def will(self) -> Will:
-        """What the broker says when this process is gone."""
+        """The last will: this process has ended."""
         return Will(self._topics.coordinator_state, encode(CoordinatorState(0, alive=False, owner=self.owner)))
 
     def renew(self) -> int:
-        """The link is up: a new epoch, which makes every device say hello, since wills may have been missed."""
+        """The link is up: a new epoch makes every device send its hello, since last wills may have been missed."""
         self._epoch = self._transport.shared_epoch or secrets.randbits(48) + 1
-        self._tell()
+        self._publish_state()
         return self._epoch
 
     def end(self) -> None:
-        """This process leaves."""
+        """Publish that this process ends."""
         self._transport.publish(*self.will, qos=1)
 
-    def heard(self, other: CoordinatorState) -> None:
-        """What a coordinator of this federation tells. Raises FederationTaken where this one has to end."""
+    def on_coordinator(self, other: CoordinatorState) -> None:
+        """Handle the state of a coordinator of this federation. Raises FederationTaken if this process has to end."""
         if not self.is_held or not other.alive or other.owner in ("", self.owner):
             return
         mine = (time.monotonic() - self._since, self.owner)
         first = (other.held_s, other.owner) > mine
-        if other.run == self._run != "":  # it was taken up elsewhere: the older process is one that everybody gave up
+        if other.run == self._run != "":  # the run was resumed elsewhere: the older process hangs or was given up
             first = not first
         if first:
             self.is_held = False
             raise FederationTaken(
                 f"federation {self._topics.federation!r} is served by another coordinator: {_named(other)}, for "
                 f"{format_seconds(other.held_s)}. "
-                "Stop that one, or take another --federation"
+                "Stop it, or choose another --federation"
             )
         if other.owner not in self._warned:
             self._warned.add(other.owner)
-            self._say(f"another coordinator ({_named(other)}) began to serve this federation, and ends")
+            self._operator_log(f"another coordinator ({_named(other)}) tried to serve this federation, and ends")
             log.warning("another coordinator", extra={"run": other.run, "host": other.host})
-        self._tell()
+        self._publish_state()
 
     def state(self) -> CoordinatorState:
-        """What this process says of itself."""
+        """The published state of this process."""
         return CoordinatorState(
             self._epoch,
             alive=True,
@@ -86,7 +86,7 @@ class Lease:
             held_s=time.monotonic() - self._since,
         )
 
-    def _tell(self) -> None:
+    def _publish_state(self) -> None:
         self._transport.publish(self._topics.coordinator_state, encode(self.state()), qos=1)
 
 

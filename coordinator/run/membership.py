@@ -1,4 +1,4 @@
-"""Devices that come and go: which are let in, told to wait, and sent away."""
+"""Devices that join and leave: they are admitted, asked to wait, or refused."""
 
 import logging
 from collections import Counter
@@ -18,38 +18,38 @@ from fedvit.wire.messages import DeviceState, Hello, Manifest, Refused, Welcome,
 
 log = logging.getLogger(__name__)
 
-REFUSALS_SAID = 1000
-"""Of one process: the record has the others, too."""
+MAX_REPORTED_REFUSALS = 1000
+"""Refusals that one process prints; the record has all."""
 MAX_CLASS_LISTS = 10
-"""That one process fetches from one device: more would let the device fill the disk."""
+"""Class lists that one process fetches from one device: more would let the device fill the disk."""
 
 
 class Arrival(NamedTuple):
-    """A device that was let in; `was_away`: it was not here before this hello."""
+    """A device that was admitted; `was_away`: it was offline before this hello."""
 
     device: str
     was_away: bool
 
 
 class Membership:
-    """One run's. Which devices came is asked for with `take_arrivals`."""
+    """The devices of one run. `take_arrivals` returns the admitted ones."""
 
     def __init__(self, state: RunState, exchange: BlobExchange, quarantine: Quarantine) -> None:
         self._state = state
         self._exchange = exchange
         self._quarantine = quarantine
-        self._said: set[tuple[str, str]] = set()  # (device, reason) of refusals that the operator was told
+        self._reported: set[tuple[str, str]] = set()  # (device, reason) of printed refusals
         self._arrivals: list[Arrival] = []
-        self._fetching: dict[str, Hello] = {}  # by device: the newest hello, whose list of classes is on its way
+        self._fetching: dict[str, Hello] = {}  # by device: its newest hello, whose class list is being fetched
         self._class_lists: Counter[str] = Counter()  # by device
 
     def take_arrivals(self) -> list[Arrival]:
-        """Devices that were let in since this was asked last."""
+        """Devices that were admitted since the last call."""
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
     def on_hello(self, device: str, hello: Hello) -> None:
-        """Let a device in, or refuse it."""
+        """Admit a device, or refuse it."""
         state = self._state
         if why := why_not_asked(state.config.devices_where, hello.labels):
             state.send(device, Welcome(hello.instance, state.epoch, f"run {state.run}: {why}"))
@@ -78,13 +78,13 @@ class Membership:
         if was_away:
             figures = {"train": hello.train_samples, "host": hello.profile.host}
             log.info("device joined", extra={"device": device, **figures})
-            state.say(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
+            state.operator_log(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
         following = self._quarantine.why_not(device, state.number) or state.doing
         state.send(device, Welcome(hello.instance, state.epoch, following))
         self._arrivals.append(Arrival(device, was_away))
 
     def _fetch_classes(self, device: str, hello: Hello, described: Manifest) -> None:
-        """Classes that do not fit into the hello are fetched before the device is let in."""
+        """Fetch classes that do not fit into the hello, before the device is admitted."""
         state = self._state
         try:
             check_class_list(hello, described)
@@ -94,12 +94,12 @@ class Membership:
         before = self._fetching.get(device)
         self._fetching[device] = hello
         if before and before.class_list == described:
-            return  # it only says hello again
+            return  # it only repeats its hello
         if not state.blobs.has(described.digest):
             self._class_lists[device] += 1
             if self._class_lists[device] > MAX_CLASS_LISTS:
                 del self._fetching[device]
-                reason = f"it brought {MAX_CLASS_LISTS} different lists of classes already"
+                reason = f"it has sent {MAX_CLASS_LISTS} different lists of classes already"
                 self._refuse(device, hello, reason, final=True)
                 return
         topic = state.topics.upload(device, described.digest)
@@ -108,7 +108,7 @@ class Membership:
     def _classes_came(self, device: str, described: Manifest, error: Exception | None) -> None:
         hello = self._fetching.get(device)
         if hello is None or hello.class_list != described:
-            return  # it said hello with another list since
+            return  # it has sent a hello with another list since
         del self._fetching[device]
         try:
             if error:
@@ -120,11 +120,11 @@ class Membership:
             self.on_hello(device, msgspec.structs.replace(hello, classes=classes, class_list=None))
 
     def on_state(self, device: str, device_state: DeviceState) -> bool:
-        """A last will or a farewell; True where the device has left."""
+        """Handle a last will or a farewell; True if the device has left."""
         if not self._state.presence.state_changed(device, device_state) or device_state.online:
             return False
         log.info("device left", extra={"device": device})
-        self._state.say(f"{device} left")
+        self._state.operator_log(f"{device} left")
         self._drop_transfers(device)
         return True
 
@@ -133,7 +133,7 @@ class Membership:
         self._exchange.drop_peer(device)
 
     def expel(self, device: str, reason: str) -> None:
-        """The device may not take part any more: nothing is awaited from it."""
+        """Exclude a device: nothing is awaited from it."""
         state = self._state
         state.refuse(device, "revoked", reason)
         if device in state.presence:
@@ -143,25 +143,25 @@ class Membership:
         self._drop_transfers(device)
         log.warning("device expelled", extra={"device": device, "reason": reason})
 
-    def put_away(self, device: str) -> None:
-        """A quarantine began: a device that would wait long is sent away."""
-        self._state.say(f"{device}: {self._quarantine.why_not(device, self._state.number)}")
+    def on_quarantined(self, device: str) -> None:
+        """A device was put into quarantine; if only the operator can end it, the device is sent away."""
+        self._state.operator_log(f"{device}: {self._quarantine.why_not(device, self._state.number)}")
         if (banned := self._banned(device)) and self._state.presence.is_online(device):
             self.send_away(device, banned[:500])
 
     def send_away(self, device: str, reason: str) -> None:
-        """It is told why there is nothing for it in this run."""
+        """Tell a device why this run has no task for it, and forget it."""
         self._state.send(device, Refused(self._state.presence[device].hello.instance, reason, final=True))
         self._state.presence.dismiss(device)
 
     def _refuse(self, device: str, hello: Hello, reason: str, *, final: bool) -> None:
         self._state.refuse(device, "hello", reason)
-        if final and (device, reason) not in self._said and len(self._said) < REFUSALS_SAID:
-            self._said.add((device, reason))
-            self._state.say(f"{device} was refused: {reason}")
+        if final and (device, reason) not in self._reported and len(self._reported) < MAX_REPORTED_REFUSALS:
+            self._reported.add((device, reason))
+            self._state.operator_log(f"{device} was refused: {reason}")
         self._state.send(device, Refused(hello.instance, reason, final=final))
 
     def _banned(self, device: str) -> str | None:
-        """Why a device need not wait: nothing but the operator ends its quarantine."""
+        """The reason to send a device away: only the operator can end its quarantine."""
         record = self._quarantine.record_of(device, self._state.number)
         return None if record is None or record.until_round else self._quarantine.why_not(device, self._state.number)

@@ -1,4 +1,4 @@
-"""One question to a cohort, while it is being answered: devices that were asked, that answered, that are missing."""
+"""A round that is open: which devices were asked, have answered, or are missing."""
 
 import enum
 import time
@@ -10,20 +10,20 @@ from fedvit.wire.messages import Declined, Failed, Progress, Result, TaskKind
 
 
 class Missing(enum.Enum):
-    """Why a device brings nothing that counts in a round."""
+    """Why a device returns nothing that counts in a round."""
 
     DEADLINE = "deadline"
     OFFLINE = "offline"
-    DECLINED = "declined"  # no fault of the device
+    DECLINED = "declined"  # not the device's fault
     FAILED = "failed"  # it cannot do the task, or its result was refused
-    CRASHED = "crashed"  # its process ended at the task, again and again
+    CRASHED = "crashed"  # its process ended repeatedly during the task
     REVOKED = "revoked"
 
 
 class OpenRound:
-    """A round of training or of evaluation; nothing of it need be saved, for the store knows the cohort and results.
+    """A round of training or evaluation. It need not be saved: the store has its cohort and results.
 
-    In mode buffered its cohort grows, and holds those that are at work on tasks of earlier rounds, too.
+    In mode buffered its cohort grows, and includes devices that work on tasks of earlier rounds.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class OpenRound:
         self.run, self.number, self.kind = run, number, kind
         self.needed = needed  # results that close it at once
         self.work = dict(work or {})  # by device
-        self.drawn = drawn  # devices that were free, and how many of them were drawn by this process
+        self.drawn = drawn  # number of free devices, and of those that this process drew
         self.opened_at = time.monotonic()
         self.cohort: set[str] = set()
         self.accepted: set[str] = set()
         self.failed: dict[str, Missing] = {}
-        self._missing: dict[str, None] = {}  # an ordered set
-        self._alone_since: float | None = None
+        self._missing: dict[str, None] = {}  # used as an ordered set
+        self._abandoned_since: float | None = None
         self.extend(cohort)
 
     def extend(self, devices: Iterable[str]) -> None:
@@ -76,25 +76,25 @@ class OpenRound:
         self._missing.pop(device, None)
 
     def fail(self, device: str, why: Missing) -> None:
-        """The device will not bring a result that counts."""
+        """The device will not return a result that counts."""
         if device in self._missing:
             del self._missing[device]
             self.failed[device] = why
 
     def declined(self) -> set[str]:
-        """Devices that bring nothing, and are not to blame."""
+        """Devices that declined."""
         return {device for device, why in self.failed.items() if why is Missing.DECLINED}
 
     def given_up(self, presence: Presence, grace_s: float) -> bool:
-        """Whether all that is missing went offline and did not come back within the grace."""
-        return self.alone(not any(presence.is_online(name) for name in self._missing), grace_s)
+        """Whether all missing devices are offline and have not returned within the grace period."""
+        return self.abandoned(not any(presence.is_online(name) for name in self._missing), grace_s)
 
-    def alone(self, nobody: bool, grace_s: float) -> bool:
-        """Whether it is true, and was for as long as the grace, that nobody is there who could bring anything."""
+    def abandoned(self, nobody_online: bool, grace_s: float) -> bool:
+        """Whether no device that could answer has been online for the whole grace period."""
         now = time.monotonic()
-        if not nobody:
-            self._alone_since = None
+        if not nobody_online:
+            self._abandoned_since = None
             return False
-        if self._alone_since is None:
-            self._alone_since = now
-        return now - self._alone_since >= grace_s
+        if self._abandoned_since is None:
+            self._abandoned_since = now
+        return now - self._abandoned_since >= grace_s

@@ -1,4 +1,4 @@
-"""Which devices are here: hellos, last wills, and two devices that claim one name."""
+"""Which devices are online: hellos, last wills, and two devices with the same name."""
 
 import math
 import time
@@ -6,34 +6,34 @@ from dataclasses import dataclass
 
 from fedvit.wire.messages import DeviceState, Hello
 
-LONGEST_REST_S = 86400.0
-"""A device that declines is asked again after a day, whatever it said."""
+LONGEST_BACKOFF_S = 86400.0
+"""A device that declines is asked again after a day at the latest, whatever it requested."""
 
-CRASH_REST_S = 60.0
-LONGEST_CRASH_REST_S = 3600.0
-HELLO_ASKED_EVERY_S = 5.0
-"""A device that speaks, and is taken to be offline, is asked to say hello at most so often."""
+CRASH_BACKOFF_S = 60.0
+LONGEST_CRASH_BACKOFF_S = 3600.0
+HELLO_REQUEST_INTERVAL_S = 5.0
+"""Shortest interval between two requests for the hello of a device that is believed offline but sends messages."""
 
 
 @dataclass
 class Device:
-    """What is known of a device that said hello."""
+    """The state of a device that has sent a hello."""
 
     name: str
     hello: Hello
     online: bool = True
-    left_at: float | None = None  # monotonic; None: it is here, or was sent away
-    rests_until: float = -math.inf  # it declined: not asked before, on this process's monotonic clock
-    rests_because: str = ""
-    crashes: int = 0  # tasks in a row that ended since its process did, again and again
-    asked_at: float = -math.inf  # when it was asked for a hello, since it was taken to be offline and spoke
+    left_at: float | None = None  # monotonic; None: it is online, or was sent away
+    backoff_until: float = -math.inf  # monotonic; not asked before, because it declined or crashed
+    backoff_reason: str = ""
+    crashes: int = 0  # tasks in a row that were given up because its process ended repeatedly
+    hello_requested_at: float = -math.inf  # monotonic; last request for its hello
 
-    def rests(self) -> bool:
-        return time.monotonic() < self.rests_until
+    def is_backing_off(self) -> bool:
+        return time.monotonic() < self.backoff_until
 
 
 class Presence:
-    """All devices that were accepted since this process began."""
+    """All devices that were admitted since this process began."""
 
     def __init__(self) -> None:
         self._devices: dict[str, Device] = {}
@@ -45,7 +45,7 @@ class Presence:
         return name in self._devices
 
     def names(self) -> set[str]:
-        """Of all that said hello to this process."""
+        """Names of all devices that have sent a hello to this process."""
         return set(self._devices)
 
     def online(self) -> list[str]:
@@ -55,54 +55,55 @@ class Presence:
         return sum(device.online for device in self._devices.values())
 
     def available(self) -> list[str]:
-        """Devices that can be asked: online, and not resting."""
-        return [name for name in self.online() if not self._devices[name].rests()]
+        """Devices that can be asked: online, and not in a backoff."""
+        return [name for name in self.online() if not self._devices[name].is_backing_off()]
 
-    def resting(self) -> list[Device]:
-        """Devices that are online, but are not asked for a while."""
-        return [self._devices[name] for name in self.online() if self._devices[name].rests()]
+    def backing_off(self) -> list[Device]:
+        """Devices that are online but in a backoff."""
+        return [self._devices[name] for name in self.online() if self._devices[name].is_backing_off()]
 
-    def rest(self, name: str, reason: str, seconds: float) -> None:
-        """The device declined: it is not asked for so long."""
+    def back_off(self, name: str, reason: str, seconds: float) -> None:
+        """Do not ask the device for this time, because it declined or crashed."""
         if name in self._devices:
-            bounded_s = min(seconds, LONGEST_REST_S) if math.isfinite(seconds) else LONGEST_REST_S
-            self._devices[name].rests_until = time.monotonic() + bounded_s
-            self._devices[name].rests_because = reason
+            bounded_s = min(seconds, LONGEST_BACKOFF_S) if math.isfinite(seconds) else LONGEST_BACKOFF_S
+            self._devices[name].backoff_until = time.monotonic() + bounded_s
+            self._devices[name].backoff_reason = reason
 
     def crashed(self, name: str, reason: str) -> float:
-        """Its process ended at a task too often: the device is asked again after a rest, which doubles every time.
+        """Its process ended too often during a task: start a backoff, which doubles every time.
 
-        Returns the rest in seconds.
+        Returns the backoff in seconds.
         """
         device = self._devices[name]
         device.crashes += 1
-        rest_s = min(LONGEST_CRASH_REST_S, CRASH_REST_S * 2.0 ** (device.crashes - 1))
-        self.rest(name, reason, rest_s)
-        return rest_s
+        backoff_s = min(LONGEST_CRASH_BACKOFF_S, CRASH_BACKOFF_S * 2.0 ** (device.crashes - 1))
+        self.back_off(name, reason, backoff_s)
+        return backoff_s
 
     def finished(self, name: str) -> None:
-        """The device brought a result."""
+        """The device returned a result: the next crash starts with the shortest backoff."""
         if name in self._devices:
             self._devices[name].crashes = 0
 
     def is_online(self, name: str) -> bool:
         return name in self._devices and self._devices[name].online
 
-    def is_thought_offline(self, name: str) -> bool:
-        """Whether a device that just spoke is known, but not to be here: then its hello is asked for, now and then."""
+    def should_request_hello(self, name: str) -> bool:
+        """Whether to request the hello of a device that just sent a message: it counts as offline, and was not asked
+        recently."""
         known = self._devices.get(name)
-        if known is None or known.online or time.monotonic() < known.asked_at + HELLO_ASKED_EVERY_S:
+        if known is None or known.online or time.monotonic() < known.hello_requested_at + HELLO_REQUEST_INTERVAL_S:
             return False
-        known.asked_at = time.monotonic()
+        known.hello_requested_at = time.monotonic()
         return True
 
     def may_return(self, grace_s: float) -> list[str]:
-        """Devices that went offline so recently that they may well come back."""
+        """Devices that went offline within the grace period, and may return."""
         since = time.monotonic() - grace_s
         return [name for name, device in self._devices.items() if device.left_at is not None and device.left_at > since]
 
     def rival(self, name: str, hello: Hello) -> Device | None:
-        """The device that already has this name and is alive, if it is another process."""
+        """The online device with the same name, if it is another process."""
         known = self._devices.get(name)
         return known if known and known.online and known.hello.instance != hello.instance else None
 
@@ -111,14 +112,17 @@ class Presence:
         self._devices[name] = Device(name, hello)
         if known and known.crashes:
             self._devices[name].crashes = known.crashes
-            self._devices[name].rests_until, self._devices[name].rests_because = known.rests_until, known.rests_because
-        if known and known.hello.instance == hello.instance:  # it only says hello again: what it said holds
-            self._devices[name].rests_until = known.rests_until
-            self._devices[name].rests_because = known.rests_because
+            self._devices[name].backoff_until, self._devices[name].backoff_reason = (
+                known.backoff_until,
+                known.backoff_reason,
+            )
+        if known and known.hello.instance == hello.instance:  # a repeated hello: its backoff still holds
+            self._devices[name].backoff_until = known.backoff_until
+            self._devices[name].backoff_reason = known.backoff_reason
 
     def state_changed(self, name: str, state: DeviceState) -> bool:
-        """A last will or a farewell; False when it is not from the process that is known by this name, or is about a
-        connection before the one over which the device said hello last."""
+        """Handle a last will or a farewell; False if it is from another process, or about an older connection than that
+        of the last hello."""
         known = self._devices.get(name)
         if known is None or known.hello.instance != state.instance or known.online == state.online:
             return False
@@ -129,12 +133,12 @@ class Presence:
         return True
 
     def dismiss(self, name: str) -> None:
-        """The device was told that it cannot take part: it is not asked again until it says hello."""
+        """The device was refused: it counts as offline until its next hello."""
         self._devices[name].online = False
         self._devices[name].left_at = None
 
     def all_offline(self) -> None:
-        """Our own link broke: nobody is known to be there until it says hello again."""
+        """Our own link broke: every device counts as offline until its next hello."""
         for device in self._devices.values():
             if device.online:
                 device.online, device.left_at = False, time.monotonic()

@@ -1,8 +1,8 @@
-"""Devices that sent what no honest one sends: their strikes, and how long they are not asked.
+"""Strikes and quarantine of devices that sent invalid results.
 
-Only what a device says about its own work can be a strike: a result that is refused, or that is far out of scale.
-To be late, offline, out of memory or over budget is no fault. Everything is in the store, so that a restart forgives
-nothing, and an operator's release in another process is heard at once.
+Only the content of a result can cause a strike: it was refused, or is far out of scale. A device that is late, offline,
+out of memory or over budget gets none. Everything is in the store, so that it survives a restart, and a release by the
+operator in another process takes effect at once.
 """
 
 import logging
@@ -16,19 +16,19 @@ log = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """One run's, with the limits of its table [robust].
+    """The quarantines of one run, with the limits of its table [robust].
 
-    A device gets one strike a round at most, so that work which is done again after a restart counts nothing twice.
+    A device gets at most one strike per round, so that work that is repeated after a restart does not count twice.
     """
 
     def __init__(self, run: str, store: Store, robust: RobustConfig) -> None:
         self._run = run
         self._store = store
-        self._limit = robust.strikes  # the last of them puts a device into quarantine; 0 counts none
-        self._rounds = robust.quarantine_rounds  # None: until the operator says otherwise
+        self._limit = robust.strikes  # strikes that lead to quarantine; 0: never
+        self._rounds = robust.quarantine_rounds  # None: until the operator releases it
 
     def strike(self, device: str, round_number: int, reason: str) -> bool:
-        """Count a fault; True where it is the one too many, which puts the device into quarantine."""
+        """Record a strike; True if it puts the device into quarantine."""
         if not self._limit:
             return False
         count = self._store.add_strike(self._run, round_number, device, reason)
@@ -41,11 +41,11 @@ class Quarantine:
         return True
 
     def record_of(self, device: str, round_number: int) -> QuarantineRecord | None:
-        """The quarantine that keeps a device out of a round."""
+        """The quarantine that excludes a device from a round; None if there is none."""
         return self._now(round_number).get(device)
 
     def why_not(self, device: str, round_number: int) -> str | None:
-        """Why a device is not asked in a round, for its owner; None where it is."""
+        """The reason, for its owner, why a device is not asked in a round; None if it may be asked."""
         record = self.record_of(device, round_number)
         if record is None:
             return None
@@ -53,9 +53,9 @@ class Quarantine:
         return f"quarantine {_how_long(record.until_round)}: {record.reason}{release}"
 
     def admitted(self, devices: Iterable[str], round_number: int) -> list[str]:
-        """Those that may be asked in a round."""
-        kept_out = self._now(round_number)
-        return [device for device in devices if device not in kept_out]
+        """Devices that may be asked in a round."""
+        quarantined = self._now(round_number)
+        return [device for device in devices if device not in quarantined]
 
     def _now(self, round_number: int) -> dict[str, QuarantineRecord]:
         return self._store.quarantined(self._run, round_number) if self._limit else {}

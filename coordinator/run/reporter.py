@@ -1,4 +1,4 @@
-"""What a run is waiting for, as it is written down for `coordinator status` and shown on the console."""
+"""What a run is waiting for: written to a file for `coordinator status`, and shown on the console."""
 
 import contextlib
 import time
@@ -11,7 +11,7 @@ from coordinator.run.display import DeviceLine, View
 from coordinator.run.open_round import Missing, OpenRound
 from coordinator.run.presence import Presence
 from coordinator.run.state import RunState
-from coordinator.run.status import FILE, AtWork, Resting, Status
+from coordinator.run.status import FILE, AtWork, BackingOff, Status
 from coordinator.run.tasks import Task, TaskState
 
 EVERY_S = 1.0
@@ -31,7 +31,7 @@ class Reporter:
         self._written_at = now
         clock = datetime.now(UTC)
 
-        def said(at: float) -> str:
+        def iso(at: float) -> str:
             return (clock + timedelta(seconds=at - now)).isoformat(timespec="seconds")
 
         presence = state.presence
@@ -44,20 +44,20 @@ class Reporter:
                 attempt=task.attempt,
                 done_steps=task.progress.done_steps if task.progress else 0,
                 total_steps=task.progress.total_steps if task.progress else 0,
-                since=said(task.deadline.began),
-                until=said(task.deadline.at),
+                since=iso(task.deadline.began),
+                until=iso(task.deadline.at),
             )
             for task in state.tasks
         ]
-        resting = [
-            Resting(device=device.name, reason=device.rests_because, until=said(device.rests_until))
-            for device in presence.resting()
+        backing_off = [
+            BackingOff(device=device.name, reason=device.backoff_reason, until=iso(device.backoff_until))
+            for device in presence.backing_off()
         ]
         online = presence.count_online()
-        status = Status(at=said(now), doing=state.doing, waiting_for=at_work, resting=resting, online=online)
-        # renamed, so that a reader sees the old or the new; not synced, since nobody needs it after a power cut
+        status = Status(at=iso(now), doing=state.doing, waiting_for=at_work, backing_off=backing_off, online=online)
+        # renamed, so that a reader sees the old or the new file; not synced, since it is not needed after a power cut
         fresh = self._path.with_suffix(".new")
-        with contextlib.suppress(OSError):  # a run does not end because nobody can read what it waits for
+        with contextlib.suppress(OSError):  # the run does not depend on this file
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_bytes(msgspec.json.format(msgspec.json.encode(status)))
             fresh.replace(self._path)
@@ -69,7 +69,7 @@ def _state_of(task: Task, presence: Presence) -> str:
 
 
 def view(state: RunState) -> View:
-    """What is going on now, and what each device of the open round does."""
+    """The current step, and what each device of the open round does."""
     opened = state.opened
     if opened is None:
         return View(state.doing)
@@ -85,13 +85,13 @@ def _line(device: str, opened: OpenRound, state: RunState) -> DeviceLine:
     task = state.tasks.of(device)
     progress = task.progress if task else None
     if device in opened.accepted:
-        said = "done"
+        status = "done"
     elif why := opened.failed.get(device):
-        said = "declined" if why is Missing.DECLINED else "failed"
+        status = "declined" if why is Missing.DECLINED else "failed"
     elif task:
-        said = _state_of(task, state.presence)
+        status = _state_of(task, state.presence)
     else:
-        said = "waiting" if state.presence.is_online(device) else "offline"
-    said = opened.kind if said == TaskState.WORKING else said
-    done, total = (progress.done_steps, progress.total_steps) if progress else (int(said == "done"), 1)
-    return DeviceLine(device, said, done, total, progress.loss if progress else None)
+        status = "waiting" if state.presence.is_online(device) else "offline"
+    status = opened.kind if status == TaskState.WORKING else status
+    done, total = (progress.done_steps, progress.total_steps) if progress else (int(status == "done"), 1)
+    return DeviceLine(device, status, done, total, progress.loss if progress else None)

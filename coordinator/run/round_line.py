@@ -1,11 +1,11 @@
-"""What the coordinator prints of a finished round."""
+"""The line that the coordinator prints for a finished round."""
 
 from coordinator.record.store import Store
 from coordinator.record.summary import read_round
 
 
 def round_line(store: Store, run: str, number: int, rounds: int) -> str:
-    """One line on one finished round."""
+    """One line about one finished round."""
     summary = read_round(store, run, number)
     parts = [f"round {number:>3}/{rounds}", f"{summary.accepted}/{summary.cohort} devices"]
     parts += [f"{count} {what}" for what in ("late", "declined") if (count := getattr(summary, what))]
@@ -18,6 +18,6 @@ def round_line(store: Store, run: str, number: int, rounds: int) -> str:
     if summary.epsilon is not None:
         parts.append(f"epsilon {summary.epsilon:.3g}")
     if summary.upload_epsilon is not None:
-        parts.append(f"epsilon {summary.row_epsilon:.3g} a row, {summary.upload_epsilon:.3g} an upload")
+        parts.append(f"epsilon {summary.row_epsilon:.3g} per row, {summary.upload_epsilon:.3g} per upload")
     parts.append(f"down {summary.bytes_down / 1e6:.1f} MB, up {summary.bytes_up / 1e6:.1f} MB")
     return "   ".join(parts)

@@ -1,6 +1,6 @@
-"""One question to a cohort: each device's work is planned and written down, tasks are given, and answers awaited.
+"""One round of a cohort: each device's work is planned and stored, tasks are assigned, and answers awaited.
 
-The store knows all of it before a device is told: after `kill -9` the same question goes on.
+The store has all of it before a device is asked: after `kill -9` the same round continues.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,11 +20,11 @@ from coordinator.run.tasks import TaskState, Work
 from fedvit.wire.messages import TaskKind
 
 BACK_S = 5.0
-"""Longer an evaluation does not wait for devices that have just gone."""
+"""Longest wait of an evaluation for devices that have just gone offline."""
 
 
 class RoundRunner:
-    """One run's; what every mode works with, see `Mode`."""
+    """Runs the rounds of one run for its `Mode`."""
 
     def __init__(
         self,
@@ -48,15 +48,15 @@ class RoundRunner:
         self._collector = collector
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Devices are served until something holds."""
+        """Serve devices until a condition holds."""
         self._inbox.pump(until)
 
-    # --- what -------------------------------------------------------------------------------------------------
+    # --- tasks ------------------------------------------------------------------------------------------------
 
     def plan(self, cohort: Iterable[str]) -> dict[str, Work]:
-        """Every device's Program for the round, and the digests of what the server sends it.
+        """Plan each device's Program for the round and the tensors that the server sends.
 
-        Devices that nothing fits are told so, and left out.
+        A device without a Program that fits its budget is informed and left out.
         """
         state = self.state
         targets = {device: self._profiles.of(device) for device in cohort}
@@ -68,12 +68,17 @@ class RoundRunner:
             planned = self._compute.ask(request)
             work = {
                 device: Work(
-                    task.program, state.program(task.program), task.groups, task.expected, task.recipes, task.lr_scale
+                    task.program,
+                    state.program(task.program),
+                    task.groups,
+                    task.expected,
+                    task.delta_chain,
+                    task.lr_scale,
                 )
                 for device, task in planned.tasks.items()
             }
             for digest in {digest for part in work.values() for digest in part.offered()}:
-                # here, since it reads what it has not read yet, and devices are served meanwhile
+                # in the background, since this verifies blobs that were not read yet
                 state.blobs.manifest(digest)
             return work, planned.too_small
 
@@ -81,16 +86,16 @@ class RoundRunner:
         for device, reason in too_small.items():
             state.refuse(device, "plan", reason, state.number)
             self._membership.send_away(device, reason)
-            state.say(f"{device} is left out: {reason}")
+            state.operator_log(f"{device} is left out: {reason}")
         return work
 
     def recorded(self, tasks: Iterable[TaskRecord]) -> dict[str, Work]:
-        """What an earlier process asked of devices, by device: the same is asked again, though nobody knows now what
-        the device said of itself. Tasks whose blobs are not all here are left out."""
+        """The work that an earlier process assigned, by device, to be assigned again unchanged, even if the device has
+        not sent a hello yet. Tasks with missing blobs are left out."""
         state = self.state
-        kept = [task for task in tasks if all(map(state.blobs.has, (task.program, *task.groups.values())))]
-        asked = LearningRates(tasks=[(task.device, task.round) for task in kept])
-        scales = self._inbox.in_background(lambda: self._compute.ask(asked)) if kept else []
+        intact = [task for task in tasks if all(map(state.blobs.has, (task.program, *task.groups.values())))]
+        asked = LearningRates(tasks=[(task.device, task.round) for task in intact])
+        scales = self._inbox.in_background(lambda: self._compute.ask(asked)) if intact else []
         return {
             task.device: Work(
                 task.program,
@@ -100,11 +105,11 @@ class RoundRunner:
                 lr_scale=scale,
                 attempt=task.attempt,
             )
-            for task, scale in zip(kept, scales, strict=True)
+            for task, scale in zip(intact, scales, strict=True)
         }
 
-    def write_down(self, work: dict[str, Work]) -> None:
-        """Before devices are told: what they are asked, and what it is expected to cost."""
+    def record_tasks(self, work: dict[str, Work]) -> None:
+        """Store the tasks and their expected cost, before they are sent to devices."""
         number = self.state.number
         tasks = [
             TaskRecord(number, device, part.digest, part.groups, part.expected, part.attempt)
@@ -113,31 +118,31 @@ class RoundRunner:
         ]
         self.state.store.add_tasks(self.state.run, tasks)
 
-    def give(self, device: str, number: int, kind: TaskKind, work: Work) -> None:
-        """The device is told its task, now or when it says hello."""
-        self._scheduler.give(device, number, kind, work)
+    def assign(self, device: str, number: int, kind: TaskKind, work: Work) -> None:
+        """Assign a task; it is sent now, or after the device's hello."""
+        self._scheduler.assign(device, number, kind, work)
 
-    # --- until when -------------------------------------------------------------------------------------------
+    # --- rounds -----------------------------------------------------------------------------------------------
 
     def open(self, opened: OpenRound) -> None:
-        """Results count in it from now on."""
+        """Open a round: results count in it from now on."""
         self.state.open(opened)
         self.state.doing = f"round {opened.number}/{self.state.config.rounds}: {opened.kind}"
 
     def close(self, opened: OpenRound) -> None:
-        """Nothing more is awaited for it."""
+        """Close a round: no more results are awaited."""
         for why in (Missing.DEADLINE, Missing.OFFLINE, Missing.CRASHED):
             if missing := sorted(device for device, reason in opened.failed.items() if reason is why):
                 closed = f"{opened.kind} closed without {', '.join(missing)} ({why.value})"
-                self.state.say(f"round {opened.number}: {closed}")
+                self.state.operator_log(f"round {opened.number}: {closed}")
         self._collector.close_round()
 
     def ask(self, opened: OpenRound) -> OpenRound:
-        """Give tasks, and wait until the round closes by quorum, deadlines or absence."""
+        """Assign tasks, and wait until the round closes by quorum, deadlines or absence."""
         state = self.state
         self.open(opened)
         for device in opened.waiting_for():
-            self._scheduler.give_open(device)
+            self._scheduler.assign_open(device)
         grace_s = state.config.rejoin_grace_s
         self.wait(lambda: opened.closes() or opened.given_up(state.presence, grace_s))
         asked = [task for task in state.tasks if opened.waits_for(task.device)]
@@ -155,14 +160,14 @@ class RoundRunner:
         return opened
 
     def evaluate(self, leave: Iterable[str]) -> None:
-        """Ask devices that are here how good their models are on their own test images; not those in `leave`."""
+        """Let online devices, except those in `leave`, test their models on their own test images."""
         state = self.state
-        # after the broker was started again all were gone for a moment
+        # after a restart of the broker all devices are offline for a moment
         patience_s = min(BACK_S, state.config.rejoin_grace_s)
         self.wait(lambda: not state.presence.may_return(patience_s))
-        left = set(leave)
+        excluded = set(leave)
         cohort, needed = self.selector.select_for_evaluation(
-            [device for device in self.selector.available() if device not in left]
+            [device for device in self.selector.available() if device not in excluded]
         )
         work = self.plan(cohort)
         if work:
@@ -175,16 +180,16 @@ class Mode(Protocol):
     def __init__(self, runner: RoundRunner) -> None: ...
 
     def train(self, record: RoundRecord | None) -> OpenRound:
-        """Ask for the results of the state's round, until no more of them are awaited.
+        """Run the training of the current round until no more results are awaited.
 
-        `record`: an earlier process opened it already.
+        `record`: the round as an earlier process opened it; None for a new round.
         """
         ...
 
-    def goes_on(self, assigned_in: int, open_round: int) -> bool:
-        """Whether after a restart a device is left at a task of that round; others are asked anew."""
+    def continues_task(self, assigned_in: int, open_round: int) -> bool:
+        """Whether a task of round `assigned_in` continues after a restart; others are assigned again."""
         ...
 
     def busy(self) -> list[str]:
-        """Devices that are left at their training while the others are evaluated."""
+        """Devices that continue their training while the others are evaluated."""
         ...

@@ -1,4 +1,4 @@
-"""Giving tasks to devices, and keeping their time."""
+"""Assigns tasks to devices and watches their deadlines."""
 
 import logging
 import math
@@ -18,20 +18,20 @@ from fedvit.wire.messages import Extended, Progress, TaskKind, Want, inline_room
 
 log = logging.getLogger(__name__)
 
-KEEP_TIME_EVERY_S = 0.1
+CHECK_INTERVAL_S = 0.1
 ATTEMPTS = 3
-"""Times that a device is given the same task when its process ends at it."""
+"""Most attempts at the same task, if the device's process ends during it."""
 BACK_OFF_S = 2.0
-"""Before a device that was started again is given its task for the third time; the second time is at once."""
+"""Wait before the third attempt of a restarted device; the second attempt is immediate."""
 PROGRESS_S = 0.5
 LONGEST_PROGRESS_S = 10.0
-"""A third of the shortest silence after which a device is given up."""
+"""A third of the shortest silence that ends a task."""
 PROGRESS_PER_S = 200.0
-"""Messages about progress that all devices of a cohort send together, as far as LONGEST_PROGRESS_S allows."""
+"""Progress messages of a whole cohort per second, as far as LONGEST_PROGRESS_S allows."""
 
 
 class Overdue(NamedTuple):
-    """A task whose device is waited for no longer; `reason` is for people."""
+    """A task that is given up; `reason` is text for the operator."""
 
     task: Task
     why: Missing
@@ -39,18 +39,18 @@ class Overdue(NamedTuple):
 
 
 class TaskScheduler:
-    """One run's."""
+    """The tasks of one run."""
 
     def __init__(self, state: RunState, exchange: BlobExchange) -> None:
         self._state = state
         self._exchange = exchange
-        self._time_kept_at = -math.inf
-        self._cannot_be_told: list[Overdue] = []
+        self._checked_at = -math.inf
+        self._too_large: list[Overdue] = []
 
-    # --- giving -----------------------------------------------------------------------------------------
+    # --- assigning --------------------------------------------------------------------------------------
 
-    def give(self, device: str, number: int, kind: TaskKind, work: Work) -> None:
-        """The device's task from now on; it is told if it is here, else when it says hello."""
+    def assign(self, device: str, number: int, kind: TaskKind, work: Work) -> None:
+        """Assign a task; it is sent now if the device is online, otherwise after its hello."""
         state = self._state
         now, limit_s = time.monotonic(), state.config.deadline_limit_s
         if state.config.deadline_s == "auto":
@@ -60,20 +60,20 @@ class TaskScheduler:
             late_s = limit_s if state.waits_for_late(kind) else 0.0
             deadline = Deadline.fixed(now, state.config.deadline_s, late_s)
         task = Task(state.run, device, number, kind, work, deadline, work.attempt)
-        state.tasks.give(task)
-        self.note_deadline(task)
-        self.tell(task)
+        state.tasks.add(task)
+        self.schedule_check(task)
+        self.send_task(task)
 
-    def give_open(self, device: str) -> None:
-        """A device is free: it gets its part of the open round, if that waits for it."""
+    def assign_open(self, device: str) -> None:
+        """Assign a free device its task of the open round, if the round waits for it."""
         state, opened = self._state, self._state.opened
         if opened and device in opened.work and opened.waits_for(device) and device not in state.tasks:
-            self.give(device, opened.number, opened.kind, opened.work[device])
+            self.assign(device, opened.number, opened.kind, opened.work[device])
 
     def on_arrival(self, device: str, *, was_away: bool) -> Overdue | None:
-        """A device said hello: it is told what it is to do.
+        """A device sent a hello: send it its task.
 
-        Its task, where the device's process ended at it too often.
+        Returns the task if the device's process ended too often during it.
         """
         task = self._state.tasks.of(device)
         if task is None or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
@@ -86,11 +86,11 @@ class TaskScheduler:
             self._attempt_again(task, now)
         elif was_away:
             task.deadline.reconnected(now)
-        self.tell(task)
+        self.send_task(task)
         return None
 
     def _attempt_again(self, task: Task, now: float) -> None:
-        """At once, and after a rest where it was given again before."""
+        """Start another attempt: the second at once, the third after a backoff."""
         if task.attempt > 1:
             task.offered_at = now + BACK_OFF_S
         task.attempt += 1
@@ -101,19 +101,19 @@ class TaskScheduler:
             self._state.store.count_attempt(self._state.run, task.round, task.device, task.attempt)
         log.warning("task given again", extra={"device": task.device, "round": task.round, "attempt": task.attempt})
 
-    def tell(self, task: Task) -> None:
-        """Tell a device its task, if it is here, and not earlier than it may be."""
+    def send_task(self, task: Task) -> None:
+        """Send a task to its device, if the device is online and no backoff holds."""
         state, device = self._state, task.device
         if not state.presence.is_online(device):
             return
         if time.monotonic() < task.offered_at:
-            self.note_deadline(task)
+            self.schedule_check(task)
             return
         state.tasks.offer(task)
         task.instance = state.presence[device].hello.instance
         work, deadline = task.work, task.deadline
-        deadline.told = deadline.latest if state.waits_for_late(task.kind) else deadline.at
-        self.note_deadline(task)
+        deadline.announced = deadline.latest if state.waits_for_late(task.kind) else deadline.at
+        self.schedule_check(task)
         asked = len(state.opened.cohort) if state.opened else 1
         message = messages.Task(
             instance=task.instance,
@@ -125,23 +125,23 @@ class TaskScheduler:
             program=work.digest,
             groups=work.groups,
             blobs=tuple(state.blobs.manifest(digest) for digest in work.named()),
-            deadline_s=max(1.0, deadline.told - time.monotonic()),
+            deadline_s=max(1.0, deadline.announced - time.monotonic()),
             lr_scale=work.lr_scale,
-            recipes=work.recipes,
+            recipes=work.delta_chain,
             task=task.id,
             attempt=task.attempt,
             progress_s=min(LONGEST_PROGRESS_S, max(PROGRESS_S, asked / PROGRESS_PER_S)),
         )
         try:
-            inline = state.blobs.small(task.once(), inline_room(message))
+            inline = state.blobs.small(task.round_blobs(), inline_room(message))
             state.send(device, msgspec.structs.replace(message, inline=inline))
-        except BadPayload as error:  # too much is asked of it for one message
-            self._cannot_be_told.append(Overdue(task, Missing.FAILED, f"no result: its task cannot be told: {error}"))
+        except BadPayload as error:  # the task does not fit into one message
+            self._too_large.append(Overdue(task, Missing.FAILED, f"no result: its task cannot be sent: {error}"))
 
-    # --- time -------------------------------------------------------------------------------------------
+    # --- deadlines --------------------------------------------------------------------------------------
 
     def on_want(self, device: str, want: Want) -> None:
-        """A device lacks chunks of a blob. Bytes that arrived there are a sign of life."""
+        """A device requests missing chunks of a blob. Bytes that it has received are a sign of life."""
         state = self._state
         try:
             self._exchange.on_want(device, want)
@@ -150,51 +150,51 @@ class TaskScheduler:
             return
         task = state.tasks.of(device)
         if task and (size := task.fetched(want)) is not None:
-            task.deadline.moved(time.monotonic(), size)
+            task.deadline.received(time.monotonic(), size)
             if task.state is TaskState.OFFERED:
                 task.to(TaskState.FETCHING)
 
     def on_progress(self, device: str, progress: Progress) -> None:
-        """The device says how far it is with its task."""
+        """The device reports the progress of its task."""
         state = self._state
-        task = state.tasks.meant(device, progress)
+        task = state.tasks.matching(device, progress)
         if task is None or not task.is_same(progress) or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
             return
         task.progress = progress
         task.to(TaskState.WORKING)
         if device in state.presence:
             most = most_steps(task.work.program, task.kind, state.presence[device].hello)
-            total = min(progress.total_steps, most)  # else a device could make steps for ever
+            total = min(progress.total_steps, most)  # otherwise a device could report steps for ever
             task.deadline.progressed(time.monotonic(), progress.done_steps, total)
-            self.note_deadline(task)  # the deadline may be earlier now
+            self.schedule_check(task)  # the deadline may be earlier now
 
     def overdue(self, uploads: list[Task], waiting: set[str]) -> list[Overdue]:
-        """Tasks whose devices are given up; those that are on their way are told that they have longer.
+        """Tasks to give up; devices that make progress are sent their extended deadlines.
 
-        `uploads` are tasks whose uploads are fetched; `waiting` are devices of these whose turn has not come.
+        `uploads` are tasks whose uploads are fetched or queued; `waiting` are the devices whose uploads are queued.
         """
         now = time.monotonic()
-        if now - self._time_kept_at < KEEP_TIME_EVERY_S:
+        if now - self._checked_at < CHECK_INTERVAL_S:
             return []
-        self._time_kept_at = now
+        self._checked_at = now
         for task in uploads:
-            self._watch_upload(task, now, waits=task.device in waiting)
-        overdue, self._cannot_be_told = self._cannot_be_told, []
+            self._watch_upload(task, now, is_queued=task.device in waiting)
+        overdue, self._too_large = self._too_large, []
         for task in self._state.tasks:
-            if task.look_at > now or task.state is TaskState.CHECKED:  # what is checked is accepted in a moment
+            if task.check_at > now or task.state is TaskState.CHECKED:  # a checked result is about to be accepted
                 continue
-            task.look_at = math.inf
-            if found := self._look_at(task, now):
+            task.check_at = math.inf
+            if found := self._check_deadline(task, now):
                 overdue.append(found)
             else:
-                self.note_deadline(task)
+                self.schedule_check(task)
         return overdue
 
-    def _look_at(self, task: Task, now: float) -> Overdue | None:
+    def _check_deadline(self, task: Task, now: float) -> Overdue | None:
         state, deadline, device = self._state, task.deadline, task.device
         if -math.inf < task.offered_at <= now:
             task.offered_at = -math.inf
-            self.tell(task)
+            self.send_task(task)
         late, opened = state.waits_for_late(task.kind), state.opened
         if opened and now >= deadline.at and (opened.number, opened.kind) == (task.round, task.kind):
             opened.fail(device, Missing.DEADLINE)
@@ -203,29 +203,29 @@ class TaskScheduler:
                 log.warning("upload too slow", extra={"device": device, "round": task.round})
             return Overdue(task, Missing.DEADLINE, "no result: deadline")
         if not late and state.presence.is_online(device) and (more_s := deadline.extension(now)):
-            deadline.told = deadline.at
+            deadline.announced = deadline.at
             state.send(device, Extended(state.run, task.round, task.kind, more_s))
         return None
 
-    def note_deadline(self, task: Task) -> None:
-        """Note when the task's deadline has to be looked at next: to be called where that may be earlier now."""
+    def schedule_check(self, task: Task) -> None:
+        """Schedule the next check of a task's deadline; to be called whenever it may be due earlier."""
         deadline, now = task.deadline, time.monotonic()
         at = min(deadline.upload_until, deadline.latest if now >= deadline.at else deadline.at)
         if (
-            deadline.told > 0
+            deadline.announced > 0
             and not self._state.waits_for_late(task.kind)
             and self._state.presence.is_online(task.device)
         ):
-            at = min(at, max(now, now + (deadline.told - now) / 2))
-        if task.offered_at > now:  # it is told then
+            at = min(at, max(now, now + (deadline.announced - now) / 2))
+        if task.offered_at > now:  # it is sent then
             at = min(at, task.offered_at)
-        task.look_at = min(task.look_at, max(at, now + KEEP_TIME_EVERY_S))
+        task.check_at = min(task.check_at, max(at, now + CHECK_INTERVAL_S))
 
-    def _watch_upload(self, task: Task, now: float, *, waits: bool) -> None:
-        """An upload moves the deadline on while its bytes come; and it takes the place of others, so they must come."""
+    def _watch_upload(self, task: Task, now: float, *, is_queued: bool) -> None:
+        """Received bytes of an upload extend the deadline; since it occupies an upload slot, they must keep coming."""
         deadline = task.deadline
-        if waits:
-            deadline.waits(now)
+        if is_queued:
+            deadline.kept_waiting(now)
             return
         if not self._state.presence.is_online(task.device):
             deadline.interrupted()
@@ -233,5 +233,5 @@ class TaskScheduler:
             deadline.fetching(now)
         moved_at, size = self._exchange.take_moved(task.device)
         if size:
-            deadline.moved(moved_at, size)
-        self.note_deadline(task)
+            deadline.received(moved_at, size)
+        self.schedule_check(task)

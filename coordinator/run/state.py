@@ -1,4 +1,4 @@
-"""The state of one run while it is served: all that its parts share."""
+"""The state of one run while it is served, shared by its parts."""
 
 import logging
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.config import RunConfig
-from coordinator.record.integrity import SoundBlobs
+from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from coordinator.run.deadlines import Links
@@ -22,22 +22,24 @@ from fedvit.wire.topics import Topics
 log = logging.getLogger(__name__)
 
 REFUSALS_KEPT = 2000
-"""Of one device, written down by one process: more would let it fill the disk, and tell nobody anything new."""
+"""Refusals of one device that one process records: more would let the device fill the disk."""
 
 
 @dataclass
 class RunState:
-    """`say(line)` tells the operator, `doing` is for `coordinator status`; `send(device, message)` is the wire."""
+    """`operator_log(line)` prints a line for the operator; `send(device, message)` publishes a message to a device.
+
+    `doing` is shown by `coordinator status`."""
 
     run: str
     config: RunConfig
     store: Store
-    blobs: SoundBlobs
+    blobs: VerifiedBlobs
     topics: Topics
-    say: Callable[[str], None]
+    operator_log: Callable[[str], None]
     send: Callable[[str, FromCoordinator], None]
-    classes: tuple[str, ...]  # empty while the first devices are gathered, whose they will be
-    number: int = 1  # the round that is asked, or was asked last
+    classes: tuple[str, ...]  # empty until the first devices have announced theirs
+    number: int = 1  # the current or last round
     doing: str = ""
     epoch: int = 0  # of the link to the broker
     saved: SavedState | None = None  # the newest
@@ -45,8 +47,8 @@ class RunState:
     tasks: Tasks = field(default_factory=Tasks)
     links: Links = field(default_factory=Links)
     opened: OpenRound | None = None  # None between rounds
-    counts_in: int = 1  # the round whose server step takes what is accepted now
-    counted: set[str] = field(default_factory=set)  # devices with a result for that round: each counts once in it
+    counts_in: int = 1  # the round whose server step uses the results that are accepted now
+    counted: set[str] = field(default_factory=set)  # devices with a result for that round
     _programs: dict[str, Program] = field(default_factory=dict)  # by digest
     _refused: Counter[str] = field(default_factory=Counter)  # by device
 
@@ -56,7 +58,7 @@ class RunState:
         return self.saved
 
     def program(self, digest: str) -> Program:
-        """A Program that is among the blobs. Raises DamagedBlob."""
+        """Load a Program from the blobs. Raises DamagedBlob."""
         if digest not in self._programs:
             self._programs[digest] = decode_program(self.blobs.get(digest))
         return self._programs[digest]
@@ -65,7 +67,7 @@ class RunState:
         self.doing = text
 
     def open(self, opened: OpenRound) -> None:
-        """From now on results are for this round. What the store has of it is accepted already."""
+        """Open a round. Results that the store already has are accepted at once."""
         self.opened = opened
         if opened.kind == "train":
             self.count_in(opened.number)
@@ -74,16 +76,16 @@ class RunState:
                 opened.accept(device)
 
     def count_in(self, number: int) -> None:
-        """Training results are for the server step of this round from now on."""
+        """From now on training results count in the server step of this round."""
         self.counts_in = number
         self.counted = self.store.counted(self.run, number)
 
     def waits_for_late(self, kind: str) -> bool:
-        """Whether a device goes on with its task when its round is over."""
+        """Whether a device continues its task after its round has closed."""
         return kind == "train" and self.config.mode == "rounds" and self.config.late != "refuse"
 
     def expected_receivers(self, digest: str) -> int:
-        """Devices that have got a task with this blob, are here and have not answered: those that will ask for it."""
+        """Number of online devices at work on a task with this blob: those that will request it."""
         return sum(map(self.presence.is_online, self.tasks.receivers(digest)))
 
     def refuse(
@@ -96,13 +98,12 @@ class RunState:
         *,
         lost: bool = False,
     ) -> None:
-        """Count something that was not accepted, or with `lost` never came; `broke`: because of a budget of the
-        device."""
+        """Record a refusal, or with `lost` something that never arrived; `broke`: the budget that was exceeded."""
         self._refused[device] += 1
         if self._refused[device] > REFUSALS_KEPT:
             return
         if self._refused[device] == REFUSALS_KEPT:
-            reason = f"{reason[:400]} (the last one of this device that is written down)"
+            reason = f"{reason[:400]} (later refusals of this device are not recorded)"
         number = round_number if round_number is not None else (self.opened.number if self.opened else None)
         self.store.add_refusal(self.run, number, device, kind, reason, broke, lost=lost)
         log.warning("refused", extra={"device": device, "kind": kind, "reason": reason})

@@ -1,24 +1,24 @@
-"""What a run is waiting for, since when, until when: a small file beside the run, for `coordinator status`.
+"""What a run is waiting for, since when and until when: a small file in the run's folder, for `coordinator status`.
 
-Times in it are by the coordinator's own clock, and only shown; nothing is decided by them.
+Times are by the coordinator's clock, for display only.
 """
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from fedvit.errors import ConfigError
 from fedvit.wire.messages import TaskKind
 
 FILE = "status.json"
 STALE_S = 10.0
-"""A coordinator that lives writes far more often."""
+"""A running coordinator writes far more often."""
 
 
 class AtWork(Struct, frozen=True, kw_only=True):
-    """A device that is waited for."""
+    """A device that is awaited."""
 
     device: str
     round: int
@@ -27,12 +27,12 @@ class AtWork(Struct, frozen=True, kw_only=True):
     done_steps: int
     total_steps: int
     since: str  # ISO 8601, UTC
-    until: str  # given up then, if nothing is heard of it
-    attempt: int = 1  # how often the device was given the task
+    until: str  # its task is given up then, unless it makes progress
+    attempt: int = 1  # number of the current attempt
 
 
-class Resting(Struct, frozen=True, kw_only=True):
-    """A device that declined, and is asked again later."""
+class BackingOff(Struct, frozen=True, kw_only=True):
+    """A device that declined or crashed, and is asked again later."""
 
     device: str
     reason: str
@@ -45,11 +45,11 @@ class Status(Struct, frozen=True, kw_only=True):
     at: str
     doing: str
     waiting_for: list[AtWork]
-    resting: list[Resting]
+    backing_off: list[BackingOff] = field(name="resting")
     online: int
 
     def is_stale(self) -> bool:
-        """Whether nobody serves the run any more, or its coordinator hangs."""
+        """Whether the run is no longer served, or its coordinator hangs."""
         return datetime.now(UTC) - datetime.fromisoformat(self.at) > timedelta(seconds=STALE_S)
 
 
@@ -57,39 +57,39 @@ def read_status(folder: Path) -> Status:
     """Raises ConfigError when there is none."""
     try:
         status = msgspec.json.decode((folder / FILE).read_bytes(), type=Status)
-        dates = [status.at, *(one.until for one in status.resting)]
-        for said in dates + [date for one in status.waiting_for for date in (one.since, one.until)]:
-            datetime.fromisoformat(said)
+        dates = [status.at, *(one.until for one in status.backing_off)]
+        for text in dates + [date for one in status.waiting_for for date in (one.since, one.until)]:
+            datetime.fromisoformat(text)
     except OSError:
         raise ConfigError(f"no coordinator has served the run in {folder} yet") from None
     except (msgspec.MsgspecError, ValueError) as error:
-        raise ConfigError(f"{folder / FILE} cannot be read: {error}; nothing else depends on it") from error
+        raise ConfigError(f"{folder / FILE} cannot be read: {error}; nothing else depends on this file") from error
     return status
 
 
 def lines(run: str, recorded: str, status: Status) -> list[str]:
-    """For a person; `recorded`: the run's status in the store."""
+    """The status as text; `recorded`: the run's status in the store."""
     first = f"run {run}: {recorded}"
     if recorded in ("running", "waiting"):
         if status.is_stale():
-            first += f"; nobody serves it since {_short(status.at)}: coordinator start --resume {run}"
+            first += f"; not served since {_short(status.at)}: coordinator start --resume {run}"
         else:
             first += f"; {status.doing}"
-    said = [first]
+    shown = [first]
     if recorded not in ("running", "waiting"):
-        return said
+        return shown
     for one in status.waiting_for:
         steps = f" {one.done_steps}/{one.total_steps}" if one.total_steps else ""
-        said.append(
+        shown.append(
             f"  {one.device}: {one.kind} of round {one.round}, {one.state}{steps}, since {_short(one.since)}, "
             f"until {_short(one.until)}"
         )
-    said += [
-        f"  {one.device}: declined ({one.reason}), asked again after {_short(one.until)}" for one in status.resting
+    shown += [
+        f"  {one.device}: declined ({one.reason}), asked again after {_short(one.until)}" for one in status.backing_off
     ]
-    return said
+    return shown
 
 
 def _short(at: str) -> str:
-    """The reader's own time of day."""
+    """The time of day in the reader's time zone."""
     return datetime.fromisoformat(at).astimezone().strftime("%H:%M:%S")

@@ -1,9 +1,9 @@
-"""Tasks: what each device is at work on, the states that a task goes through, and which blobs a device may ask for.
+"""Tasks: what each device works on, the states of a task, and which blobs a device may request.
 
-A device has one task at a time: a board does one thing at a time. A task is offered, then its device fetches, works
-and uploads, then its result is checked and accepted. It may end otherwise from any of these; ends are final.
-The store has training tasks from before they are offered until they end; what lies between is worth nothing to a
-restart, since every draw of a device follows from run, round and device, and it does the same work again.
+A device has one task at a time. A task is offered, then its device fetches, works and uploads, then its result is
+checked and accepted. It may end otherwise from any of these states; ends are final.
+The store has training tasks from before they are offered until they end. The states in between are not stored: after a
+restart the device repeats the same work, since its random draws follow from run, round and device.
 """
 
 import enum
@@ -27,25 +27,25 @@ ID_LETTERS = 32
 
 
 class TaskState(enum.StrEnum):
-    """The first five are those of a task that is under way, the others are its ends."""
+    """The first five are states of a task that is under way, the others are ends."""
 
-    OFFERED = "offered"  # its device has been told, or will be when it says hello
-    FETCHING = "fetching"  # the device asks for blobs
+    OFFERED = "offered"  # it was sent, or will be after the device's hello
+    FETCHING = "fetching"  # the device requests blobs
     WORKING = "working"  # the device has reported steps
-    UPLOADING = "uploading"  # its result came; the upload is fetched, or waits for its turn
-    CHECKED = "checked"  # the result is good, and about to be written
+    UPLOADING = "uploading"  # its result arrived; the upload is fetched or queued
+    CHECKED = "checked"  # the result is valid, and about to be stored
     ACCEPTED = "accepted"
     DECLINED = "declined"  # the device does not work now
     FAILED = "failed"  # the device cannot do it, or its result was refused
     LATE = "late"  # the round closed without it
-    LOST = "lost"  # nothing came in time, or the device ended at it too often
+    LOST = "lost"  # no result in time, or the device's process ended too often
     CANCELLED = "cancelled"  # the run ended, or paused
 
 
 _AT_WORK = {TaskState.OFFERED, TaskState.FETCHING, TaskState.WORKING}
 _ENDS = set(TaskState) - _AT_WORK - {TaskState.UPLOADING, TaskState.CHECKED}
 TRANSITIONS: dict[TaskState, set[TaskState]] = {
-    # back to offered: the device was started again, or the link of an upload was lost
+    # back to offered: the device restarted, or the link of an upload was lost
     TaskState.OFFERED: _AT_WORK | {TaskState.UPLOADING, TaskState.CHECKED} | _ENDS - {TaskState.ACCEPTED},
     TaskState.FETCHING: _AT_WORK | {TaskState.UPLOADING, TaskState.CHECKED} | _ENDS - {TaskState.ACCEPTED},
     TaskState.WORKING: _AT_WORK | {TaskState.UPLOADING, TaskState.CHECKED} | _ENDS - {TaskState.ACCEPTED},
@@ -53,33 +53,33 @@ TRANSITIONS: dict[TaskState, set[TaskState]] = {
     TaskState.CHECKED: {TaskState.ACCEPTED, TaskState.FAILED, TaskState.CANCELLED},
     **{end: set() for end in _ENDS},
 }
-"""From each state, those that may follow."""
+"""From each state, the states that may follow."""
 
 
 class Work(NamedTuple):
-    """What one device is asked to do in a round."""
+    """The work of one device in a round."""
 
     digest: str  # of the Program
     program: Program
     groups: dict[str, str]  # group -> digest of the value that the server sends
-    expected: Expected | None  # None: nothing is known of the device
-    recipes: tuple[Recipe, ...] = ()  # how it may make blobs of `groups`
+    expected: Expected | None  # None: the device is unknown
+    delta_chain: tuple[Recipe, ...] = ()  # steps by which the device can build blobs of `groups` from older ones
     lr_scale: float = 1.0  # factor on the learning rate
-    attempt: int = 1  # how often the device was given it before, and once more
+    attempt: int = 1  # number of the next attempt
 
     def named(self) -> list[str]:
-        """Digests of what a task names."""
+        """Digests that the task names."""
         return [self.digest, *self.program.fetched_once(), *self.groups.values()]
 
     def offered(self) -> set[str]:
-        """Digests of what a device may ask for."""
-        return {*self.named(), *(recipe.patch.digest for recipe in self.recipes)}
+        """Digests that the device may request."""
+        return {*self.named(), *(delta.patch.digest for delta in self.delta_chain)}
 
 
 def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: BlobStore) -> float | None:
-    """Time that a task should take with its transfers; None where the device's speed is not known.
+    """Predicted time of a task with its transfers; None if the device's speed is unknown.
 
-    All that the task names counts as fetched: whether it is on the device already, only the device knows.
+    Everything that the task names counts as fetched: only the device knows what it already has.
     """
     if work.expected is None:
         return None
@@ -87,15 +87,15 @@ def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: Bl
     computing_s = prediction.train_s if kind == "train" else prediction.evaluate_s
     if computing_s is None:
         return None
-    moved = sum(blobs.manifest(digest).size for digest in set(work.named()))
-    return computing_s + links.seconds(device, moved + (work.expected.bytes_up if kind == "train" else 0))
+    down_bytes = sum(blobs.manifest(digest).size for digest in set(work.named()))
+    return computing_s + links.seconds(device, down_bytes + (work.expected.bytes_up if kind == "train" else 0))
 
 
 def most_steps(program: Program, kind: TaskKind, hello: Hello) -> int:
-    """Steps that a device with these images can report at most."""
+    """Most steps that a device with these images can report."""
     if kind == "train":
         return sum(program.steps_of(phase, hello.train_samples) for phase in program.train)
-    # batches of test images, and before them those of images that a graph is run over to gather
+    # batches of test images, and of training images whose features are collected first
     return -(-(hello.test_samples + hello.train_samples) // program.batch.answer_size)
 
 
@@ -109,26 +109,26 @@ class Task:
     kind: TaskKind
     work: Work
     deadline: Deadline
-    attempt: int = 1  # how often the device was given it
+    attempt: int = 1  # number of the current attempt
     state: TaskState = TaskState.OFFERED
-    instance: str = ""  # the process of the device that was told last; empty: none yet
-    offered_at: float = -math.inf  # not before this time of the monotonic clock
-    look_at: float = math.inf  # when its deadline is to be looked at next
+    instance: str = ""  # the device's process to which it was sent last; empty: none yet
+    offered_at: float = -math.inf  # monotonic; not sent before
+    check_at: float = math.inf  # monotonic; next check of its deadline
     progress: Progress | None = None
     result: Result | None = None  # while it is uploaded and checked
-    content: bytes | None = None  # of the upload, where it came inside the message and is not on the disk yet
-    check: Future[None] | None = None  # what looks at a large upload
-    missing: dict[str, int] = field(default_factory=dict)  # of blobs being fetched: the fewest chunks lacked so far
+    content: bytes | None = None  # an upload that came inside the message and is not stored yet
+    check: Future[None] | None = None  # the check of a large upload, in a thread
+    missing: dict[str, int] = field(default_factory=dict)  # by blob: fewest missing chunks so far
 
     @cached_property
     def id(self) -> str:
-        """The same for every device of which the same is asked; another one whenever something else is asked."""
+        """A digest of the work: equal for all devices with the same work."""
         work = self.work
         asked = (self.run, self.round, self.kind, work.digest, sorted(work.groups.items()), work.lr_scale)
         return digest_of(msgspec.msgpack.encode(asked)).partition(":")[2][:ID_LETTERS]
 
     def to(self, state: TaskState) -> None:
-        """The next state. Raises ValueError for one that cannot follow."""
+        """Change the state. Raises ValueError if the transition is not allowed."""
         if state not in TRANSITIONS[self.state]:
             what = f"the {self.kind} task of {self.device} in round {self.round}"
             raise ValueError(f"{what} is {self.state}: it cannot be {state} next")
@@ -138,18 +138,18 @@ class Task:
     def has_ended(self) -> bool:
         return self.state in _ENDS
 
-    def is_meant(self, message: Result | Failed | Declined | Progress) -> bool:
-        """Whether a message is about this task, or about an earlier form of it; see `is_same`."""
+    def concerns(self, message: Result | Failed | Declined | Progress) -> bool:
+        """Whether a message is about this task, or an earlier version of it; see `is_same`."""
         return (message.run, message.round, message.kind) == (self.run, self.round, self.kind)
 
     def is_same(self, message: Result | Failed | Declined | Progress) -> bool:
-        """Whether the message names what is asked now; software that names no tasks is believed."""
+        """Whether the message names the current version of the task, or none, as older software does."""
         return not message.task or message.task == self.id
 
     def fetched(self, want: Want) -> int | None:
-        """Bytes of a blob that the device has since it asked before; None where nothing is new.
+        """Bytes of a blob that the device has received since its last request; None if there are none.
 
-        The first question is news, too. What it had once and says to lack again is not counted twice.
+        The first request counts as news (0 bytes). A chunk that is reported missing again does not count twice.
         """
         missing, before = sum(count for _, count in want.missing), self.missing.get(want.digest)
         self.missing[want.digest] = missing if before is None else min(missing, before)
@@ -157,20 +157,20 @@ class Task:
             return 0
         return (before - missing) * CHUNK_BYTES if missing < before else None
 
-    def once(self) -> list[str]:
-        """What is of this round alone, in the form that takes fewest bytes of a device that had the round before."""
-        made = {recipe.target for recipe in self.work.recipes}
-        whole = (digest for digest in self.work.groups.values() if digest not in made)
-        return [*whole, *(recipe.patch.digest for recipe in self.work.recipes)]
+    def round_blobs(self) -> list[str]:
+        """Digests of blobs that are new in this round; as deltas where the previous blobs can be used."""
+        built = {delta.target for delta in self.work.delta_chain}
+        whole = (digest for digest in self.work.groups.values() if digest not in built)
+        return [*whole, *(delta.patch.digest for delta in self.work.delta_chain)]
 
 
 class Tasks:
-    """The tasks that are under way, at most one a device, and which blobs a device may ask for."""
+    """The tasks that are under way, at most one per device, and which blobs a device may request."""
 
     def __init__(self) -> None:
         self._by_device: dict[str, Task] = {}
-        self._offered: dict[str, set[str]] = {}  # device -> digests of the task that it was told last
-        self._receivers: dict[str, set[str]] = {}  # the same by digest
+        self._offered: dict[str, set[str]] = {}  # device -> digests of the task that was sent last
+        self._receivers: dict[str, set[str]] = {}  # digest -> devices
 
     def __iter__(self) -> Iterator[Task]:
         return iter(list(self._by_device.values()))
@@ -178,28 +178,28 @@ class Tasks:
     def __contains__(self, device: str) -> bool:
         return device in self._by_device
 
-    def give(self, task: Task) -> None:
+    def add(self, task: Task) -> None:
         self._by_device[task.device] = task
 
     def of(self, device: str) -> Task | None:
         return self._by_device.get(device)
 
-    def meant(self, device: str, message: Result | Failed | Declined | Progress) -> Task | None:
+    def matching(self, device: str, message: Result | Failed | Declined | Progress) -> Task | None:
         """The device's task, if the message is about it."""
         found = self._by_device.get(device)
-        return found if found and found.is_meant(message) else None
+        return found if found and found.concerns(message) else None
 
     def is_current(self, task: Task) -> bool:
         return self._by_device.get(task.device) is task
 
     def end(self, task: Task, state: TaskState) -> None:
-        """It is under way no more."""
+        """End a task."""
         task.to(state)
         if self.is_current(task):
             del self._by_device[task.device]
 
     def offer(self, task: Task) -> None:
-        """The device is being told its task: it may ask for the blobs of this one, and of none before."""
+        """A task is being sent: its device may request the blobs of this task, and no longer those of earlier ones."""
         offered, before = task.work.offered(), self._offered.get(task.device, set())
         for digest in before - offered:
             self._receivers[digest].discard(task.device)
@@ -213,9 +213,9 @@ class Tasks:
         return digest in self._offered.get(device, ())
 
     def offered(self, device: str) -> set[str]:
-        """Digests of the task that the device was told last."""
+        """Digests of the task that was sent last to the device."""
         return self._offered.get(device, set())
 
     def receivers(self, digest: str) -> list[str]:
-        """Devices at work on a task with this blob: those that may ask for it."""
+        """Devices at work on a task with this blob."""
         return [device for device in self._receivers.get(digest, ()) if device in self._by_device]

@@ -1,4 +1,4 @@
-"""What may enter: hellos and results are checked here, before anything is kept or averaged."""
+"""Validation of hellos and results, before anything is stored or averaged."""
 
 import math
 import re
@@ -17,14 +17,14 @@ from fedvit.updates import decode_one
 from fedvit.wire.messages import MAX_CLASS_LIST_BYTES, Hello, Manifest, Result
 
 _OVERHEAD_BYTES = 64 * 1024
-"""Room for the names and shapes in an upload's header, per hundred tensors."""
-ROOM_BYTES = 16 * 1024 * 1024
-"""A disk with less than that is full: the run pauses until it takes so much."""
+"""Allowance for the names and shapes in an upload's header, per hundred tensors."""
+MIN_FREE_BYTES = 16 * 1024 * 1024
+"""A disk with less free space counts as full: the run pauses until a file of this size can be written."""
 _DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
 
 
 def check_hello(hello: Hello, classes: tuple[str, ...]) -> None:
-    """Raises PeerRefused when the device has class folders that the run does not know, or nothing to train on."""
+    """Raises PeerRefused if the device has no training images, or classes that are not among those of the run."""
     if hello.train_samples < 1:
         raise PeerRefused("it has no training images")
     unknown = sorted(set(hello.classes) - set(classes))
@@ -34,33 +34,33 @@ def check_hello(hello: Hello, classes: tuple[str, ...]) -> None:
 
 
 def check_class_list(hello: Hello, described: Manifest) -> None:
-    """Raises PeerRefused when the blob that is to name a device's classes is none that a device would describe."""
+    """Raises PeerRefused if the description of a device's class list is invalid."""
     if hello.classes:
-        raise PeerRefused(f"it names {len(hello.classes)} classes in its hello, and others in a blob")
+        raise PeerRefused(f"it names {len(hello.classes)} classes in its hello, and further ones in a blob")
     if not _DIGEST.fullmatch(described.digest):
-        raise PeerRefused(f"the name {described.digest[:80]!r} of its list of classes is no {ALGORITHM} digest")
+        raise PeerRefused(f"the name {described.digest[:80]!r} of its list of classes is not a {ALGORITHM} digest")
     if described.size > MAX_CLASS_LIST_BYTES:
-        raise PeerRefused(f"its list of classes has {described.size} bytes, at most {MAX_CLASS_LIST_BYTES} may be")
+        raise PeerRefused(f"its list of classes has {described.size} bytes, at most {MAX_CLASS_LIST_BYTES} are allowed")
 
 
 def check_new_classes(hello: Hello, brought: Collection[str], most: int) -> None:
-    """Raises PeerRefused when the run cannot have a device's classes beside those that others brought before it.
+    """Raises PeerRefused if a device's classes cannot be added to those that other devices announced before.
 
-    Nobody chose them: they end up in the model's size, in the record, and on terminals.
+    The operator did not choose these names: they determine the model's size, and appear in the record and on terminals.
     """
     if odd := [name for name in hello.classes if not name or not name.isprintable()]:
-        raise PeerRefused(f"its class folder {odd[0]!r} is no name of a class: it must be printable")
+        raise PeerRefused(f"its class folder {odd[0]!r} is not a valid class name: it must be printable")
     together = len({*brought, *hello.classes})
     if together > most:
         others = f"with those of other devices {together}, " if brought else ""
         raise PeerRefused(
-            f"it has {len(hello.classes)} class folders, {others}and devices may bring {most} to this run; "
+            f"it has {len(hello.classes)} class folders, {others}and this run allows {most} from devices; "
             "its operator can list `classes`, or raise `max_classes`"
         )
 
 
 def same_but_for_case(classes: Sequence[str]) -> list[str]:
-    """Names that one device may have written otherwise than another.
+    """Names that differ only in upper and lower case.
 
     >>> same_but_for_case(["Deer", "cat", "deer"])
     ['Deer', 'deer']
@@ -70,7 +70,7 @@ def same_but_for_case(classes: Sequence[str]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first ten, quoted."""
+    """The first ten names, quoted."""
     return ", ".join(_few([repr(name) for name in names[:10]] + list(names[10:])))
 
 
@@ -79,35 +79,35 @@ def _few(names: Sequence[str]) -> list[str]:
 
 
 def check_result(result: Result, program: Program, hello: Hello) -> None:
-    """Refuse a result by its message alone, before a byte of its upload is fetched. Raises BadPayload."""
+    """Check a result's message, before its upload is fetched. Raises BadPayload."""
     for name, value in result.metrics.items():
         if not np.isfinite(value):
             raise BadPayload(f"metric {name!r} is {value}")
     announced = hello.train_samples if result.kind == "train" else hello.test_samples
     if not 0 <= result.samples <= announced:
-        raise BadPayload(f"it claims {result.samples} samples, the device announced {announced}")
+        raise BadPayload(f"it reports {result.samples} samples, the device announced {announced}")
     if result.kind == "evaluate" and not 0 <= result.metrics.get("correct", -1) <= result.samples:
-        raise BadPayload(f"it claims {result.metrics.get('correct')} right answers of {result.samples}")
+        raise BadPayload(f"it reports {result.metrics.get('correct')} correct answers of {result.samples}")
     wanted = bool(program.expected_upload()) and result.kind == "train"
     if not wanted:
         if result.upload:
-            raise BadPayload(f"the {result.kind} result brings {result.upload.size} bytes that nobody asked for")
+            raise BadPayload(f"the {result.kind} result has an upload of {result.upload.size} bytes, expected is none")
         return
     if result.upload is None:
         raise BadPayload("the upload is missing")
     if not _DIGEST.fullmatch(result.upload.digest):
-        raise BadPayload(f"the upload's name {result.upload.digest!r} is no {ALGORITHM} digest")
+        raise BadPayload(f"the upload's name {result.upload.digest!r} is not a {ALGORITHM} digest")
     limit = largest_upload_bytes(program, hello.train_samples)
     if result.upload.size > limit:
         raise BadPayload(f"an upload of {result.upload.size} bytes, this program allows at most {limit}")
 
 
-def check_room(upload: Manifest, free_bytes: int | None) -> None:
-    """Refuse an upload that alone would fill the disk: one device must not stop the run of all. Raises BadPayload.
+def check_free_space(upload: Manifest, free_bytes: int | None) -> None:
+    """Refuse an upload that would fill the disk: one device must not stop the whole run. Raises BadPayload.
 
-    On a disk that is full already nobody is to blame: the run pauses when it fetches, and devices keep their results.
+    On a disk that is already full no upload is refused: the run pauses when it fetches, and devices keep their results.
     """
-    if free_bytes is not None and ROOM_BYTES <= free_bytes < upload.size:
+    if free_bytes is not None and MIN_FREE_BYTES <= free_bytes < upload.size:
         free = format_bytes(free_bytes)
         raise BadPayload(
             f"an upload of {upload.size} bytes ({format_bytes(upload.size)}), the coordinator has {free} free"
@@ -115,7 +115,7 @@ def check_room(upload: Manifest, free_bytes: int | None) -> None:
 
 
 def largest_upload_bytes(program: Program, train_samples: int) -> int:
-    """What an honest upload of this program can measure at most."""
+    """Largest size of a valid upload of this Program, in bytes."""
     expected = program.expected_upload()
     # a sample is collected at most once per epoch
     most_rows = train_samples * max(phase.epochs for phase in program.train)
@@ -127,16 +127,15 @@ def largest_upload_bytes(program: Program, train_samples: int) -> int:
 
 
 def _largest_header_bytes(program: Program) -> int:
-    """What the names and shapes of an honest upload can measure at most."""
+    """Largest header (names and shapes) of a valid upload, in bytes."""
     return _OVERHEAD_BYTES * (1 + len(program.expected_upload()) // 100)
 
 
 def check_upload(upload: Path | bytes, program: Program, what: str) -> Tensors:
-    """The tensors of an upload, as they travel: names, shapes, dtypes as the program says, finite, also when they are
-    decoded, labels in range.
+    """Check an upload: names, shapes and dtypes as in the Program, finite values, also after decoding, labels in range.
 
-    Those of a file are mapped: it may be larger than the memory. A header is read only where it is no longer than
-    an honest one. Raises BadPayload whose message begins with `what`.
+    Returns its encoded tensors. A file is mapped, since it may be larger than the memory. A header is only parsed if it
+    is no longer than a valid one. Raises BadPayload whose message begins with `what`.
     """
     try:
         tensors = _opened(upload, _largest_header_bytes(program))
@@ -156,12 +155,12 @@ def check_upload(upload: Path | bytes, program: Program, what: str) -> Tensors:
         if len(labels) and not (labels.min() >= 0 and labels.max() < len(program.classes)):
             low, high = int(labels.min()), int(labels.max())
             raise BadPayload(f"{what}: labels {low} to {high}, the run has {len(program.classes)} classes")
-    let_go(tensors.values())  # those that count are read again when all are there
+    let_go(tensors.values())  # the server step reads them again
     return tensors
 
 
 def _opened(upload: Path | bytes, largest_header_bytes: int) -> Tensors:
-    """A header becomes objects many times its size: how long it says it is comes first."""
+    """Open an upload; its announced header length is checked first, since a parsed header is many times larger."""
     if isinstance(upload, bytes):
         _check_header(upload[:8], len(upload), largest_header_bytes)
         return unpack(upload)
@@ -170,7 +169,7 @@ def _opened(upload: Path | bytes, largest_header_bytes: int) -> Tensors:
             _check_header(opened.read(8), upload.stat().st_size, largest_header_bytes)
         return mapped(upload)
     except FileNotFoundError:
-        raise BadPayload(f"upload {upload.name} is not there") from None
+        raise BadPayload(f"upload {upload.name} is missing") from None
 
 
 def _check_header(first: bytes, size: int, largest_header_bytes: int) -> None:
@@ -182,7 +181,7 @@ def _check_header(first: bytes, size: int, largest_header_bytes: int) -> None:
 
 
 def _check_decodes(tensors: Tensors, shapes: dict[str, tuple[int, ...]], what: str) -> None:
-    """One tensor at a time, so that no decoded copy of all of them is held."""
+    """Check the decoded values one tensor at a time, to save memory."""
     coded = {part.partition("#")[0] for part in tensors if "#" in part}
     for name in sorted(coded):
         try:
@@ -193,7 +192,7 @@ def _check_decodes(tensors: Tensors, shapes: dict[str, tuple[int, ...]], what: s
 
 
 def check_labels(labels: Array, program: Program, hello: Hello, what: str) -> None:
-    """Refuse classes that the device did not announce, and more of one class than the median sampler takes.
+    """Refuse classes that the device did not announce, and more of one class than the median sampler can choose.
 
     At least half of a device's C classes have as many images as their median or more, so that the median is at most
     its images / ceil(C / 2); of one class no more than `threshold` times the median is taken.
@@ -201,8 +200,8 @@ def check_labels(labels: Array, program: Program, hello: Hello, what: str) -> No
     """
     counts = np.bincount(labels.astype(np.int64), minlength=len(program.classes))
     present = [program.classes[label] for label in np.flatnonzero(counts)]
-    if strange := sorted(set(present) - set(hello.classes)):
-        raise BadPayload(f"{what}: it holds class {strange[0]!r}, which the device did not announce")
+    if unannounced := sorted(set(present) - set(hello.classes)):
+        raise BadPayload(f"{what}: it holds class {unannounced[0]!r}, which the device did not announce")
     threshold = max((phase.collect.threshold for phase in program.train if phase.collect), default=1.0)
     most = max(1, int(threshold * (hello.train_samples // max(1, -(-len(present) // 2)))))
     if len(labels) and counts.max() > most:

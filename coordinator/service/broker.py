@@ -1,4 +1,4 @@
-"""Where a coordinator and its devices meet: a broker of our own, one that is there, or a deployment."""
+"""The broker of a coordinator and its devices: our own, an existing one, or that of a deployment."""
 
 import os
 import socket
@@ -21,10 +21,10 @@ OWN = ("auto", "mosquitto", "embedded")
 """Brokers that we start ourselves."""
 
 
-class MeetingPoint:
-    """A broker that can be reached. `watch` must be called often, from one thread.
+class BrokerEndpoint:
+    """A reachable broker. `watch` must be called often, from one thread.
 
-    `recorded` is the table [broker] with which the same broker is served again, from any folder and environment.
+    `recorded` is the table [broker] that gives the same broker again, from any folder and environment.
     """
 
     def __init__(self, address: Address, recorded: BrokerConfig) -> None:
@@ -32,28 +32,28 @@ class MeetingPoint:
         self.recorded = recorded
 
     def watch(self) -> None:
-        """See to the broker."""
+        """Restart the broker if necessary, and handle its events."""
 
     def revoked(self) -> Iterator[str]:
-        """Devices that were revoked since this was asked last."""
+        """Devices that were revoked since the last call."""
         return iter(())
 
     def as_record(self) -> dict[str, Any]:
         return dict(msgspec.to_builtins(self.recorded))
 
 
-class _Own(MeetingPoint):
-    def __init__(self, broker: Broker, recorded: BrokerConfig, say: Callable[[str], None]) -> None:
+class _Own(BrokerEndpoint):
+    def __init__(self, broker: Broker, recorded: BrokerConfig, operator_log: Callable[[str], None]) -> None:
         super().__init__(broker.address, recorded)
         self._broker = broker
-        self._say = say
+        self._operator_log = operator_log
 
     def watch(self) -> None:
         if done := self._broker.tend():
-            self._say(f"broker: {done}")
+            self._operator_log(f"broker: {done}")
 
 
-class _Deployed(MeetingPoint):
+class _Deployed(BrokerEndpoint):
     def __init__(self, service: Service, recorded: BrokerConfig) -> None:
         super().__init__(service.address, recorded)
         self._service = service
@@ -71,43 +71,45 @@ class _Deployed(MeetingPoint):
 
 
 @contextmanager
-def meeting_point(
-    settings: BrokerConfig, federation: str, folder: Path, say: Callable[[str], None]
-) -> Iterator[MeetingPoint]:
-    """Bring up what `settings` ask for, till the end of the block; files of a broker of our own go into `folder`.
+def broker_endpoint(
+    settings: BrokerConfig, federation: str, folder: Path, operator_log: Callable[[str], None]
+) -> Iterator[BrokerEndpoint]:
+    """Provide the broker of `settings` within the block; files of our own broker go into `folder`.
 
-    Raises ConfigError when it cannot be: a busy port, settings that do not go together, no such deployment.
+    Raises ConfigError, for example for a busy port, contradictory settings, or a missing deployment.
     """
     recorded = _as_recorded(settings)
     if settings.deployment is not None:
-        with _deployed(settings, federation, say) as service:
-            kind = service.broker.kind if service.broker else "one that runs by itself"
-            say(f"broker: {kind} at {service.address}, for devices of {settings.deployment} alone")
-            say(
-                f"a device joins by `edge-client join TOKEN`, with a token of `coordinator enroll NAME --deployment "
-                f"{settings.deployment}`; then it is started by `edge-client --data FOLDER`"
+        with _deployed(settings, federation, operator_log) as service:
+            kind = service.broker.kind if service.broker else "an external mosquitto"
+            operator_log(f"broker: {kind} at {service.address}, only for devices of {settings.deployment}")
+            operator_log(
+                f"a device joins with `edge-client join TOKEN`, with a token of `coordinator enroll NAME --deployment "
+                f"{settings.deployment}`; then start it with `edge-client --data FOLDER`"
             )
             yield _Deployed(service, recorded)
     elif settings.broker in OWN:
         password = recorded.password
         broker = start_broker(settings.broker, folder, settings.listen, settings.port, password)
         try:
-            say(f"broker: {broker.kind} at {settings.listen}:{broker.address.port}")
+            operator_log(f"broker: {broker.kind} at {settings.listen}:{broker.address.port}")
             if password is not None:
-                say("broker: one password for all, and nothing is encrypted; `coordinator init` does better")
-            say(f"on each device: {_device_line(settings.listen, broker.address, federation)}")
-            yield _Own(broker, msgspec.structs.replace(recorded, port=broker.address.port), say)
+                operator_log(
+                    "broker: one password for all devices, no encryption; `coordinator init` makes a secured deployment"
+                )
+            operator_log(f"on each device: {_device_line(settings.listen, broker.address, federation)}")
+            yield _Own(broker, msgspec.structs.replace(recorded, port=broker.address.port), operator_log)
         finally:
             broker.stop()
     else:
         address = Address.parse(settings.broker, ca_file=Path(settings.ca_file) if settings.ca_file else None)
-        say(f"broker: {address.host}:{address.port}")
-        say(f"on each device: {_device_line(address.host, address, federation)}")
-        yield MeetingPoint(address, recorded)
+        operator_log(f"broker: {address.host}:{address.port}")
+        operator_log(f"on each device: {_device_line(address.host, address, federation)}")
+        yield BrokerEndpoint(address, recorded)
 
 
 def _device_line(listen: str, address: Address, federation: str) -> str:
-    """What to type on a device; never a password."""
+    """The command for a device, without the password."""
     anywhere = listen in ("0.0.0.0", "::")
     host = socket.gethostname() if anywhere else "localhost" if listen == "127.0.0.1" else listen
     user = f"{address.user}:PASSWORD@" if address.user else ""
@@ -118,7 +120,7 @@ def _device_line(listen: str, address: Address, federation: str) -> str:
 
 
 def _as_recorded(settings: BrokerConfig) -> BrokerConfig:
-    """As it is meant from any folder; the password of a broker of our own may stand in the environment."""
+    """The settings with absolute paths, and with the password of our own broker from the environment."""
     password = settings.password
     if password is None and settings.deployment is None and settings.broker in OWN:
         password = os.environ.get("FEDVIT_BROKER_PASSWORD")
@@ -132,26 +134,26 @@ def _absolute(path: str | None) -> str | None:
 
 
 @contextmanager
-def _deployed(settings: BrokerConfig, federation: str, say: Callable[[str], None]) -> Iterator[Service]:
-    """The broker and the enrolment service of a deployment. Raises ConfigError when they do not go with the run."""
+def _deployed(settings: BrokerConfig, federation: str, operator_log: Callable[[str], None]) -> Iterator[Service]:
+    """The broker and the enrolment service of a deployment. Raises ConfigError if they do not fit the run."""
     deployment = Deployment.open(Path(settings.deployment or ""))
-    theirs_is = deployment.settings.federation
-    if federation != theirs_is:
-        raise ConfigError(f"federation = {federation!r}: the deployment is for {theirs_is!r}")
+    deployed = deployment.settings.federation
+    if federation != deployed:
+        raise ConfigError(f"federation = {federation!r}: the deployment is for {deployed!r}")
     if settings.broker == "embedded":
         raise ConfigError("broker = 'embedded' cannot ask for certificates; a deployment needs mosquitto")
     if settings.password is not None or settings.ca_file is not None:
-        raise ConfigError("password and ca_file do not go with a deployment: it has certificates of its own")
-    theirs = None
+        raise ConfigError("password and ca_file cannot be used with a deployment: it has its own certificates")
+    external = None
     if settings.broker not in ("auto", "mosquitto"):
         given = Address.parse(settings.broker)
-        theirs = deployment.address_at(given.host, given.port)
-    with served(deployment, say, broker=theirs) as service:
+        external = deployment.address_at(given.host, given.port)
+    with served(deployment, operator_log, broker=external) as service:
         yield service
 
 
 def federation_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of a configuration, with the federation that their deployment says, where they say none themselves."""
+    """Values of a configuration; a missing federation is taken from the deployment."""
     settings = values.get("broker")
     folder = settings.get("deployment") if isinstance(settings, dict) else None
     if not isinstance(folder, str) or "federation" in values:

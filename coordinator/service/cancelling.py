@@ -1,4 +1,4 @@
-"""The operator's wish that a run ends, as `coordinator cancel` leaves it in the record."""
+"""Requests to cancel a run, which `coordinator cancel` writes into the record."""
 
 import time
 
@@ -8,7 +8,7 @@ EVERY_S = 1.0
 
 
 class Cancellation:
-    """Looks into the record about once a second, however often it is asked."""
+    """Reads the record about once a second, however often it is called."""
 
     def __init__(self, store: Store, run: str) -> None:
         self._store = store

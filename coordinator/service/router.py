@@ -1,8 +1,8 @@
 """One link to the broker, shared by several runs: each device belongs to one of them at a time.
 
-The router hears every hello and last will, and passes on what a device says to the run that it belongs to. A run has a
-`Transport` of its own, which carries its devices alone. All of the router's state belongs to the thread that calls
-`pump`; runs reach it through its inbox.
+The router handles every hello and last will, and forwards the messages of a device to its run. A run has its own
+`Transport`, which only carries the messages of its devices. The router's state belongs to the thread that calls `pump`;
+runs reach it through its inbox.
 """
 
 import logging
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 NO_WORK = "no run has work for it now"
 EVENTS_AT_ONCE = 500
-"""After this many the runs themselves are looked after, however much devices say."""
+"""After this many events the service handles its runs, however fast devices send."""
 _HEAD_BYTES = 16
 """A message's type is within its first bytes."""
 
@@ -44,7 +44,7 @@ _HEAD_BYTES = 16
 class RunTransport(Transport):
     """The link as one run sees it: its own devices, and the epoch that all runs share.
 
-    A refusal that is final for this run does not reach the device: another run may want it.
+    A final refusal of this run is not sent to the device: another run may accept it.
     """
 
     def __init__(self, router: "Router", run: str, devices_where: str) -> None:
@@ -58,17 +58,17 @@ class RunTransport(Transport):
         self._router.events.put(_Opened(self))
 
     def subscribe(self, topic_filter: str, qos: int) -> None:
-        """The router hears all devices, and passes on what this run's say."""
+        """Nothing to do: the router subscribes, and forwards messages of this run's devices."""
 
     def unsubscribe(self, topic_filter: str) -> None:
         pass
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1) -> bool:
         topics = self._router.topics
-        if topic == topics.coordinator_state:  # the router says it for all runs
+        if topic == topics.coordinator_state:  # the router publishes it for all runs
             return True
         if b"refused" in payload[:_HEAD_BYTES] and isinstance(refused := decode(payload), Refused) and refused.final:
-            self._router.events.put(_Unwanted(self, topics.device_of(topic), refused.reason))
+            self._router.events.put(_Rejected(self, topics.device_of(topic), refused.reason))
             return True
         return self._link.publish(topic, payload, qos=qos)
 
@@ -99,8 +99,8 @@ class _Closed(NamedTuple):
     transport: RunTransport
 
 
-class _Unwanted(NamedTuple):
-    """A run refused a device for good."""
+class _Rejected(NamedTuple):
+    """A run refused a device finally."""
 
     transport: RunTransport
     device: str
@@ -108,7 +108,7 @@ class _Unwanted(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A device that said hello since this process began."""
+    """A device that has sent a hello to this process."""
 
     device: str
     labels: dict[str, str]
@@ -116,18 +116,18 @@ class Member(NamedTuple):
     run: str | None
 
 
-class _Place:
-    """What the router knows of one device beside its presence."""
+class _DeviceEntry:
+    """The router's state of one device, apart from its presence."""
 
     def __init__(self, hello: Hello, event: Received) -> None:
         self.hello = hello
-        self.event = event  # the hello as it came
+        self.event = event  # the message with the hello
         self.owner: RunTransport | None = None
-        self.refused: dict[str, str] = {}  # run -> why it does not want this device
+        self.refused: dict[str, str] = {}  # run -> reason of its refusal
 
 
 class Router:
-    """See above. `has_ended(run)` says that no result of a run is wanted any more; `say` is for the operator."""
+    """See above. `has_ended(run)` says whether results of a run are no longer wanted; `operator_log` prints a line."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Router:
         federation: str,
         *,
         has_ended: Callable[[str], bool],
-        say: Callable[[str], None],
+        operator_log: Callable[[str], None],
     ) -> None:
         self.link = link
         self.topics = Topics(federation)
@@ -143,11 +143,11 @@ class Router:
         self.epoch = 0
         self.connected = False
         self._has_ended = has_ended
-        self._say = say
-        self._lease = Lease(link, self.topics, "", say)
-        self._runs: list[RunTransport] = []  # in the order in which they take devices
+        self._operator_log = operator_log
+        self._lease = Lease(link, self.topics, "", operator_log)
+        self._runs: list[RunTransport] = []  # in the order in which devices are offered to them
         self._presence = Presence()
-        self._places: dict[str, _Place] = {}
+        self._devices: dict[str, _DeviceEntry] = {}
         self._link_trouble = ""
 
     def open(self) -> None:
@@ -161,7 +161,7 @@ class Router:
         self.link.close()
 
     def pump(self, timeout_s: float) -> None:
-        """Handle what came; wait for it at most this long. Raises FederationTaken."""
+        """Handle events; wait at most this long for the first. Raises FederationTaken."""
         try:
             self._on_event(self.events.get(timeout=timeout_s))
             for _ in range(EVENTS_AT_ONCE):
@@ -171,32 +171,32 @@ class Router:
 
     def members(self) -> list[Member]:
         return [
-            Member(name, place.hello.labels, self._presence.is_online(name), place.owner.run if place.owner else None)
-            for name, place in sorted(self._places.items())
+            Member(name, entry.hello.labels, self._presence.is_online(name), entry.owner.run if entry.owner else None)
+            for name, entry in sorted(self._devices.items())
         ]
 
     def expel(self, device: str) -> str | None:
-        """The device may not come any more; the answer is the run that it belonged to."""
-        place = self._places.pop(device, None)
+        """Exclude a device; returns the run that it belonged to."""
+        entry = self._devices.pop(device, None)
         if device in self._presence:
             self._presence.dismiss(device)
-        return place.owner.run if place and place.owner else None
+        return entry.owner.run if entry and entry.owner else None
 
-    # --- what arrives -------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------
 
     def _on_event(self, event: object) -> None:
         match event:
             case Received(topic=self.topics.coordinator_state):
                 with suppress(BadPayload, PeerRefused):
                     if isinstance(state := decode(event.payload), CoordinatorState):
-                        self._lease.heard(state)
+                        self._lease.on_coordinator(state)
             case Received():
                 self._on_received(event)
             case Connected():
                 self._on_connected()
             case Disconnected(reason=reason):
                 if reason != self._link_trouble:
-                    self._say(f"broker: {reason}; trying again")
+                    self._operator_log(f"broker: {reason}; trying again")
                     self._link_trouble = reason
                 self.connected = False
                 self._presence.all_offline()
@@ -208,13 +208,13 @@ class Router:
                 self._offer_all()
             case _Closed(transport=transport):
                 self._runs.remove(transport)
-                for place in self._places.values():
-                    place.refused.pop(transport.run, None)
-                    if place.owner is transport:
-                        place.owner = None
+                for entry in self._devices.values():
+                    entry.refused.pop(transport.run, None)
+                    if entry.owner is transport:
+                        entry.owner = None
                 self._offer_all()
-            case _Unwanted(transport=transport, device=device, reason=reason):
-                self._on_unwanted(transport, device, reason)
+            case _Rejected(transport=transport, device=device, reason=reason):
+                self._on_rejected(transport, device, reason)
             case _:
                 self._to_all_runs(Wake())
 
@@ -235,8 +235,8 @@ class Router:
 
     def _on_received(self, event: Received) -> None:
         device = self.topics.device_of(event.topic)
-        place = self._places.get(device)
-        owner = place.owner if place else None
+        entry = self._devices.get(device)
+        owner = entry.owner if entry else None
         if not is_name(device):
             log.warning("message dropped", extra={"reason": f"{device[:64]!r} cannot be the name of a device"})
             return
@@ -245,13 +245,13 @@ class Router:
         except (PeerRefused, BadPayload) as error:
             if self._answer_unreadable(device, event.payload, error):
                 return
-            message = None  # its run counts it
+            message = None  # its run records the refusal
         match message:
             case Hello():
                 self._on_hello(device, message, event)
                 return
-            case DeviceState(online=True):  # it only asks whether somebody is here (`edge-client doctor`)
-                self._tell(device, self._lease.state())
+            case DeviceState(online=True):  # `edge-client doctor` asks whether a coordinator is online
+                self._send(device, self._lease.state())
                 return
             case DeviceState():
                 if self._presence.state_changed(device, message):
@@ -262,20 +262,20 @@ class Router:
             owner.inbox.put(event)
 
     def _answer_unreadable(self, device: str, payload: bytes, error: PeerRefused | BadPayload) -> bool:
-        """Refuse a device that no run can take part with; False for a message that says nothing of the kind."""
+        """Refuse a device whose version or hello cannot be read; False for other messages."""
         if isinstance(error, PeerRefused):
-            self._tell(device, Refused("", f"{error}; install the same version on both sides", final=True))
+            self._send(device, Refused("", f"{error}; install the same version on both sides", final=True))
         elif instance := unread_hello(payload):
-            self._tell(device, Refused(instance, f"its hello: {error}", final=True))
+            self._send(device, Refused(instance, f"its hello: {error}", final=True))
         else:
             return False
         return True
 
     def _answer_result(self, device: str, result: Result) -> None:
-        """Of a run that the device does not belong to any more."""
+        """Answer a result of a run that the device no longer belongs to."""
         keep = not self._has_ended(result.run)
         reason = f"run {result.run!r} " + ("has no work for it now" if keep else "has ended")
-        self._tell(device, ResultAck(result.run, result.round, result.kind, accepted=False, reason=reason, keep=keep))
+        self._send(device, ResultAck(result.run, result.round, result.kind, accepted=False, reason=reason, keep=keep))
 
     # --- which run a device belongs to ------------------------------------------------------------------------
 
@@ -283,52 +283,52 @@ class Router:
         if rival := self._presence.rival(device, hello):
             where = rival.hello.profile.host
             reason = f"a device with id {device!r} is online already (on {where}); choose another with --id"
-            self._tell(device, Refused(hello.instance, reason, final=False))
+            self._send(device, Refused(hello.instance, reason, final=False))
             return
         if not self._presence.is_online(device):
             labels = "".join(f" {name}={value}" for name, value in sorted(hello.labels.items()))
-            self._say(f"{device} is here{labels}")
-            log.info("device is here", extra={"device": device, "labels": labels.strip()})
+            self._operator_log(f"{device} is online{labels}")
+            log.info("device online", extra={"device": device, "labels": labels.strip()})
         self._presence.arrived(device, hello)
-        before = self._places.get(device)
-        place = self._places[device] = _Place(hello, event)
-        if before and before.owner and self._why_not(before.owner, place) is None:
-            place.owner = before.owner
-            place.owner.inbox.put(event)
+        before = self._devices.get(device)
+        entry = self._devices[device] = _DeviceEntry(hello, event)
+        if before and before.owner and self._why_not(before.owner, entry) is None:
+            entry.owner = before.owner
+            entry.owner.inbox.put(event)
             return
-        if before and before.owner:  # its labels are others now
-            gone = encode(DeviceState(hello.instance, online=False))
-            before.owner.inbox.put(Received(self.topics.device_state(device), gone))
+        if before and before.owner:  # its labels have changed
+            left = encode(DeviceState(hello.instance, online=False))
+            before.owner.inbox.put(Received(self.topics.device_state(device), left))
         self._offer(device)
 
-    def _on_unwanted(self, transport: RunTransport, device: str, reason: str) -> None:
-        place = self._places.get(device)
-        if place and place.owner is transport:
-            place.owner = None
-            place.refused[transport.run] = reason
+    def _on_rejected(self, transport: RunTransport, device: str, reason: str) -> None:
+        entry = self._devices.get(device)
+        if entry and entry.owner is transport:
+            entry.owner = None
+            entry.refused[transport.run] = reason
             self._offer(device)
 
     def _offer_all(self) -> None:
-        for device, place in self._places.items():
-            if place.owner is None and self._presence.is_online(device):
+        for device, entry in self._devices.items():
+            if entry.owner is None and self._presence.is_online(device):
                 self._offer(device)
 
     def _offer(self, device: str) -> None:
-        """Give a device to the first run that is for it; where there is none it is told why."""
-        place, reasons = self._places[device], []
+        """Assign a device to the first run that selects it; otherwise tell it the reasons."""
+        entry, reasons = self._devices[device], []
         for transport in self._runs:
-            why = self._why_not(transport, place)
+            why = self._why_not(transport, entry)
             if why is None:
-                place.owner = transport
-                transport.inbox.put(place.event)
+                entry.owner = transport
+                transport.inbox.put(entry.event)
                 return
             reasons.append(f"run {transport.run}: {why}")
-        self._tell(device, Welcome(place.hello.instance, self.epoch, "; ".join(reasons)[:1000] or NO_WORK))
+        self._send(device, Welcome(entry.hello.instance, self.epoch, "; ".join(reasons)[:1000] or NO_WORK))
 
-    def _why_not(self, transport: RunTransport, place: _Place) -> str | None:
+    def _why_not(self, transport: RunTransport, entry: _DeviceEntry) -> str | None:
         if transport not in self._runs:
-            return "it is over"
-        return place.refused.get(transport.run) or why_not_asked(transport.devices_where, place.hello.labels)
+            return "it has ended"
+        return entry.refused.get(transport.run) or why_not_asked(transport.devices_where, entry.hello.labels)
 
-    def _tell(self, device: str, message: FromCoordinator) -> None:
+    def _send(self, device: str, message: FromCoordinator) -> None:
         self.link.publish(self.topics.to_device(device), encode(message))

@@ -21,7 +21,7 @@ from coordinator.record.tables import RunRecord
 from coordinator.run.coordinator import Cancelled, Coordinator
 from coordinator.run.display import Display
 from coordinator.run.inbox import Interrupted
-from coordinator.service.broker import MeetingPoint
+from coordinator.service.broker import BrokerEndpoint
 from coordinator.service.router import Router, RunTransport
 from coordinator.service.status import MemberStatus, write_service_status
 from fedvit.errors import ConfigError, FedvitError, NoRoom, StorageFailed
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 LOOK_EVERY_S = 1.0
-"""How often the record is asked for new runs and for runs that are to end."""
+"""Interval of reading the record for new and cancelled runs."""
 
 ComputeOf = Callable[[str, RunConfig, Path], Compute]
-"""Starts the compute side of a run: of this name, configuration and folder."""
+"""Starts the compute side of a run, given its name, configuration and folder."""
 
 
 class ServedRun:
-    """One run in a thread of its own. Raises ConfigError when another process serves it."""
+    """One run in its own thread. Raises ConfigError if another process serves it."""
 
     def __init__(
         self, record: RunRecord, config: RunConfig, transport: RunTransport, store: Store, out: Path, display: Display
@@ -70,15 +70,15 @@ class ServedRun:
                 compute=compute,
                 watch=self._watch,
             )
-            say = RunDisplay(self.name, self._display).line
-            self._stack.enter_context(following(self.name, self._config, self._store, self._folder, say))
+            operator_log = RunDisplay(self.name, self._display).line
+            self._stack.enter_context(following(self.name, self._config, self._store, self._folder, operator_log))
         except BaseException:
             self._stack.close()
             raise
         self._thread.start()
 
     def release(self) -> None:
-        """It is not begun after all."""
+        """Release the run without beginning it."""
         self._stack.close()
 
     def is_over(self) -> bool:
@@ -93,7 +93,7 @@ class ServedRun:
             self._coordinator.stop()
 
     def expel(self, device: str) -> None:
-        """The device may not take part any more."""
+        """Exclude a device from the run."""
         self._revoked.put(device)
 
     def _watch(self) -> None:
@@ -124,7 +124,7 @@ class ServedRun:
 
 
 class RunDisplay(Display):
-    """Lines of one run among those of others."""
+    """Prints the lines of one run, with its name."""
 
     def __init__(self, run: str, display: Display) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class RunDisplay(Display):
 
 
 class RunService:
-    """Serves the runs that were submitted to the record in `out`. `serve` returns when `stop` was called."""
+    """Serves the runs that were submitted to the record in `out`. `serve` returns after `stop`."""
 
     def __init__(
         self,
@@ -145,17 +145,17 @@ class RunService:
         config: ServiceConfig,
         store: Store,
         link: Transport,
-        point: MeetingPoint,
+        endpoint: BrokerEndpoint,
         display: Display,
         compute_of: ComputeOf,
     ) -> None:
         self._out = out
         self._config = config
         self._store = store
-        self._point = point
+        self._endpoint = endpoint
         self._display = display
         self._compute_of = compute_of
-        self._router = Router(link, config.federation, has_ended=store.has_ended, say=display.line)
+        self._router = Router(link, config.federation, has_ended=store.has_ended, operator_log=display.line)
         self._running: dict[str, ServedRun] = {}
         self._stop = threading.Event()
         self._looked_at = -LOOK_EVERY_S
@@ -166,7 +166,7 @@ class RunService:
         self._stop.set()
 
     def serve(self) -> None:
-        """Its runs are interrupted at the end, and the next service resumes them."""
+        """Serve until stopped; the runs are then interrupted, and the next service resumes them."""
         self._router.open()
         try:
             while not self._stop.is_set():
@@ -183,15 +183,14 @@ class RunService:
             self._router.close()
 
     def _watch(self) -> None:
-        self._point.watch()
-        for device in self._point.revoked():
+        self._endpoint.watch()
+        for device in self._endpoint.revoked():
             run = self._running.get(self._router.expel(device) or "")
             if run:
                 run.expel(device)
 
     def _look(self) -> None:
-        """See to what the operator did since, and to runs that are over. A full disk, or too many open files, is waited
-        for."""
+        """Handle submitted, cancelled and ended runs. On a full disk, or with too many open files, try again later."""
         try:
             for name, run in list(self._running.items()):
                 if run.is_over():
@@ -210,12 +209,12 @@ class RunService:
                 self._display.line(f"paused: {error}")
         members = [MemberStatus(**member._asdict()) for member in self._router.members()]
         write_service_status(
-            self._out, federation=self._config.federation, broker=str(self._point.address),
+            self._out, federation=self._config.federation, broker=str(self._endpoint.address),
             running=sorted(self._running), members=members,
         )  # fmt: skip
 
     def _begin(self, record: RunRecord) -> None:
-        """Serve a run, unless another process does; one that cannot begin is marked as failed."""
+        """Serve a run, unless another process does; mark it as failed if it cannot begin."""
         try:
             config = self._config_of(record)
         except ConfigError as error:
@@ -241,7 +240,7 @@ class RunService:
             self._running[record.id] = run
 
     def _config_of(self, record: RunRecord) -> RunConfig:
-        """Raises ConfigError when the run is not for this federation, or cannot be any more."""
+        """Raises ConfigError if the run is for another federation, or its configuration is no longer valid."""
         federation = self._config.federation
         values: dict[str, Any] = {"federation": federation, **record.config}
         config = make_config(values, f"run {record.id}").run
@@ -250,8 +249,8 @@ class RunService:
         return config
 
     def _recorded(self, record: RunRecord, config: RunConfig) -> bool:
-        """Whether the run is still there to begin."""
-        broker = self._point.as_record()
+        """Record the broker; False if the run is no longer queued."""
+        broker = self._endpoint.as_record()
         if record.status == "queued":
             return self._store.take_from_queue(record.id, msgspec.to_builtins(config), broker)
         self._store.update_run(record.id, broker=broker)

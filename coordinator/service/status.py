@@ -1,4 +1,4 @@
-"""What a service does, in a small file beside its runs: for `coordinator status` and `submit`."""
+"""The status of a service, in a small file beside its runs: for `coordinator status` and `submit`."""
 
 import contextlib
 from datetime import UTC, datetime, timedelta
@@ -9,20 +9,20 @@ from msgspec import Struct
 
 FILE = "service.json"
 STALE_S = 10.0
-"""A service that lives writes far more often."""
+"""A running service writes far more often."""
 
 
 class MemberStatus(Struct, frozen=True, kw_only=True):
-    """A device that said hello since the service began."""
+    """A device that has sent a hello since the service began."""
 
     device: str
     labels: dict[str, str]
     online: bool
-    run: str | None  # that it belongs to now
+    run: str | None  # its current run
 
 
 class ServiceStatus(Struct, frozen=True, kw_only=True):
-    """What a service was doing when it wrote this."""
+    """The status of a service at a time."""
 
     at: str  # ISO 8601, UTC
     federation: str
@@ -41,13 +41,13 @@ def write_service_status(
     at = datetime.now(UTC).isoformat(timespec="seconds")
     status = ServiceStatus(at=at, federation=federation, broker=broker, running=running, members=members)
     fresh = out / f"{FILE}.new"
-    with contextlib.suppress(OSError):  # runs do not end because nobody can read what they wait for
+    with contextlib.suppress(OSError):  # runs do not depend on this file
         fresh.write_bytes(msgspec.json.format(msgspec.json.encode(status)))
         fresh.replace(out / FILE)
 
 
 def read_service_status(out: Path) -> ServiceStatus | None:
-    """None where no service ever wrote one that can be read."""
+    """None if there is no readable status file."""
     try:
         status = msgspec.json.decode((out / FILE).read_bytes(), type=ServiceStatus)
         datetime.fromisoformat(status.at)
@@ -57,7 +57,7 @@ def read_service_status(out: Path) -> ServiceStatus | None:
 
 
 def labels_seen(status: ServiceStatus) -> list[str]:
-    """Every label that a device has, and how many devices have it."""
+    """Every label, and how many devices have it."""
     counted: dict[str, int] = {}
     for member in status.members:
         for name, value in member.labels.items():

@@ -205,7 +205,7 @@ class RunPrivacy(Struct, frozen=True, kw_only=True):
     accounting: str = "every_round"
     feature_noise: float = 0.0
     feature_clip: float | None = None
-    rehearsal: bool = False  # the noise follows from the seed: no protection at all
+    deterministic_noise: bool = False  # the noise follows from the seed: it protects nobody
 
 
 class Refusal(Struct, frozen=True, kw_only=True):

@@ -104,8 +104,8 @@ def privacy_words(document: RunDocument) -> list[str]:
             f"privacy of one device's features: {spent} (delta {asked.delta:g}, noise {asked.feature_noise:g} x clip "
             f"{asked.feature_clip or 0:g})"
         )
-    if asked.rehearsal:
-        lines.append("a rehearsal: every device knows the seed that the noise follows from; it protects nobody")
+    if asked.deterministic_noise:
+        lines.append("deterministic noise: every device knows the seed that it follows from; it protects nobody")
     return lines
 
 

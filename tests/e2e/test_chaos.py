@@ -98,8 +98,8 @@ def test_run_over_a_bad_network(tmp_path: Path, parts: Path, reference: bytes, s
 
 def test_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes) -> None:
     """No file may grow beyond ROOM_BYTES from the first result of a round on. The run stands still and says why; no
-    device is sent away. In round 1 there is room again; in round 2 the coordinator is interrupted while it waits for
-    room, in round 3 it is killed, and each time it is resumed. It ends as if nothing had been."""
+    device is sent away. In round 1 the disk has space again; in round 2 the coordinator is interrupted while it waits,
+    in round 3 it is killed, and each time it is resumed. It ends as if nothing had been."""
     coordinator = stage.coordinator()
     devices = {name: stage.device(name) for name in DEVICES}
     for number, end in enumerate(("room again", "ctrl-c", "killed"), start=1):
@@ -110,7 +110,7 @@ def test_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes) -
         before = stage.query("select count(*) from results")
         if end == "room again":
             resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            wait_for(lambda: "there is room again" in stage.log("coordinator"), "the run to go on")
+            wait_for(lambda: "run resumed" in stage.log("coordinator"), "the run to be resumed")
         else:
             coordinator.send_signal(signal.SIGKILL if end == "killed" else signal.SIGINT)
             assert stage.finish(coordinator, "coordinator") == (-signal.SIGKILL if end == "killed" else 130)

@@ -39,7 +39,7 @@ def test_files_are_damaged_in_the_middle_of_a_run(stage: Stage, undisturbed: byt
     resource.prlimit(coordinator.pid, resource.RLIMIT_NOFILE, (4, hard))
     wait_for(lambda: "4 are allowed" in stage.log("coordinator"), "the coordinator to say what it lacks")
     resource.prlimit(coordinator.pid, resource.RLIMIT_NOFILE, (hard, hard))
-    wait_for(lambda: "there is room again" in stage.log("coordinator"), "the run to go on")
+    wait_for(lambda: "run resumed" in stage.log("coordinator"), "the run to be resumed")
     wait_for(lambda: stage.query("select 1 from results where round = 3 and kind = 'train'"), "a result of round 3")
     coordinator.kill()
     coordinator.wait()

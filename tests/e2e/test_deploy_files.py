@@ -87,7 +87,7 @@ def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> No
     check_outcome(stage, devices)
     assert stage.finish(begin(stage, by_hand), "coordinator") == 0, stage.log("coordinator")
     assert "run main is finished: there is nothing to do" in stage.log("coordinator")
-    assert stage.log("coordinator").count(f":{ports[0]}, for devices of {folder} alone") == 3
+    assert stage.log("coordinator").count(f":{ports[0]}, only for devices of {folder}") == 3
 
 
 def test_container_resumes_its_run_with_its_broker(stage: Stage) -> None:

@@ -63,7 +63,7 @@ def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) 
     shown = stage.command("status", "--runs", str(stage.out))["service"]
     assert (shown["begun"], shown["queued"]) == (["berlin", "munich"], ["all"])
     warned = stage.submit("nowhere", devices_where="site=paris")
-    assert "labels that there are: site=berlin (1 device), site=munich (1 device)" in warned["warning"]
+    assert "existing labels: site=berlin (1 device), site=munich (1 device)" in warned["warning"]
     wait_for(lambda: statuses(stage)["all"] == "finished", "the last run")
     assert statuses(stage) | {"nowhere": ""} == {
         **dict.fromkeys(("berlin", "munich", "all"), "finished"),

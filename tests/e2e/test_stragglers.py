@@ -32,7 +32,7 @@ def test_a_stopped_device_is_late_and_a_busy_one_declines(stage: Stage) -> None:
     def all_are_named() -> bool:
         now = read_status(stage.out / "run")  # written once a second: for a while it says what was so in round 2
         waiting = {one.device: one.round for one in now.waiting_for}
-        return waiting == {"device-0": 3, "device-1": 1} and bool(now.resting) and now.doing == "round 3/3: train"
+        return waiting == {"device-0": 3, "device-1": 1} and bool(now.backing_off) and now.doing == "round 3/3: train"
 
     wait_for(all_are_named, "the status to name them")
     command = [*program("coordinator.cli"), "status", "run", "--runs", str(stage.out), "--json"]

@@ -44,7 +44,7 @@ def served(address: Address, federation: str = "home") -> Iterator[list[str]]:
     """A service without runs at that broker; the block gets what it says to its operator."""
     said: list[str] = []
     link = MqttTransport(SimpleQueue(), address, f"coordinator-{secrets.token_hex(4)}")
-    router = Router(link, federation, has_ended=lambda run: False, say=said.append)
+    router = Router(link, federation, has_ended=lambda run: False, operator_log=said.append)
     router.open()
     while not router.connected:
         router.pump(0.05)

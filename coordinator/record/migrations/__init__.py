@@ -1,4 +1,4 @@
-"""How databases of older versions become databases of this one, by Alembic: one file in `versions` for each change."""
+"""Migrations of the database by Alembic: one file in `versions` for each change."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def alembic_config(connection: Connection) -> Config:
 
 
 def migrate(connection: Connection) -> None:
-    """Change the tables, within the caller's transaction. A database that says no version is one of 0.1.0."""
+    """Migrate the tables, within the caller's transaction. A database without a version is one of 0.1.0."""
     config = alembic_config(connection)
     if not connection.dialect.has_table(connection, "alembic_version"):
         command.stamp(config, "0001")

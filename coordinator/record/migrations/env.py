@@ -1,4 +1,4 @@
-"""What Alembic runs: every migration on the connection that it is given, in that connection's transaction."""
+"""Executed by Alembic: runs every migration on the given connection, in its transaction."""
 
 from alembic import context
 

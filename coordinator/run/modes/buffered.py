@@ -1,4 +1,4 @@
-"""Rounds without a cohort: FedBuff (Nguyen et al. 2022). Each free device works; enough results make a server step."""
+"""Rounds without a cohort: FedBuff (Nguyen et al. 2022). Free devices train; `buffer` results make a server step."""
 
 from coordinator.record.tables import RoundRecord
 from coordinator.run.open_round import OpenRound
@@ -8,8 +8,8 @@ from coordinator.run.round_runner import RoundRunner
 class Buffered:
     """Devices are asked as they become free, until there are `buffer` results.
 
-    A device counts once in a round, and is asked once for it: its draws follow from the round, so that it would
-    bring the same again.
+    A device is asked and counts only once per round: its random draws follow from the round, so that it would return
+    the same result again.
     """
 
     def __init__(self, runner: RoundRunner) -> None:
@@ -32,18 +32,18 @@ class Buffered:
             asked += work
             state.store.open_round(state.run, state.number, asked, wanted)
             opened.work |= work
-            runner.write_down(work)
+            runner.record_tasks(work)
             opened.extend(work)
             for device, part in work.items():
-                runner.give(device, state.number, "train", part)
+                runner.assign(device, state.number, "train", part)
         runner.close(opened)
         return opened
 
-    def goes_on(self, assigned_in: int, open_round: int) -> bool:
+    def continues_task(self, assigned_in: int, open_round: int) -> bool:
         return True
 
     def busy(self) -> list[str]:
-        """None: some device always is at work, so all are asked when they have answered, and none trains meanwhile."""
+        """None: some device is always at work, so all are evaluated once they have answered, and none trains then."""
         return []
 
     def _is_full(self, opened: OpenRound) -> bool:
@@ -53,7 +53,7 @@ class Buffered:
         return [device for device in self._runner.selector.free() if device not in opened.failed]
 
     def _vacancies(self, opened: OpenRound) -> int:
-        """How many devices can be asked now; one that is at work but offline takes no place."""
+        """How many devices can be asked now; a device that is at work but offline does not count."""
         state, candidates = self._runner.state, len(self._candidates(opened))
         if state.config.concurrency is None:
             return candidates
@@ -61,10 +61,10 @@ class Buffered:
         return min(candidates, max(0, state.config.concurrency - at_work))
 
     def _is_stuck(self, opened: OpenRound) -> bool:
-        """Whether no device is left that could bring another result; those that may come back have the grace for it."""
+        """Whether no device can return another result; offline devices have the grace period to return."""
         if not (opened.accepted or opened.failed):
             return False
         state, at_work = self._runner.state, list(self._runner.state.tasks)
-        nobody = not any(state.presence.is_online(task.device) for task in at_work)
-        grace_s = state.config.rejoin_grace_s if at_work or state.presence.resting() else 0.0
-        return opened.alone(nobody and not self._candidates(opened), grace_s)
+        none_online = not any(state.presence.is_online(task.device) for task in at_work)
+        grace_s = state.config.rejoin_grace_s if at_work or state.presence.backing_off() else 0.0
+        return opened.abandoned(none_online and not self._candidates(opened), grace_s)

@@ -201,9 +201,12 @@ def test_there_may_be_nothing_to_resume(tmp_path: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (("--rounds", 2), "rounds = 3, and now rounds = 2 is asked for: a run that is resumed can have more rounds"),
-        (("--devices", 2), "devices = 1, and now devices = 2 is asked for: a run that is resumed can wait for fewer"),
-        (("--seed", 6), "seed = 5, and now seed = 6 is asked for: a run is resumed with its own configuration"),
+        (("--rounds", 2), "rounds = 3, and now rounds = 2 is asked for: a resumed run can have more rounds"),
+        (("--devices", 2), "devices = 1, and now devices = 2 is asked for: a resumed run can wait for fewer"),
+        (
+            ("--seed", 6),
+            "seed = 5, and now seed = 6 is asked for: only rounds, devices and metrics of a resumed run may change",
+        ),
         (("--images.flip",), "images.flip = False, and now images.flip = True is asked for"),
         (("-o", "lr=0.5"), "options.lr = None, and now options.lr = 0.5 is asked for"),
     ],
@@ -227,7 +230,7 @@ def test_start_whose_port_is_busy_leaves_nothing_behind(out: Path, tmp_path: Pat
 
 
 def test_start_resume_or_new_wants_a_name(out: Path) -> None:
-    assert "wants the name of the run by --run NAME" in refused("start", "--resume-or-new", "--runs", out)
+    assert "needs the name of the run by --run NAME" in refused("start", "--resume-or-new", "--runs", out)
 
 
 def test_start_resume_or_new_has_nothing_to_do_for_a_finished_run(out: Path) -> None:
@@ -240,24 +243,44 @@ def test_start_resume_or_new_has_nothing_to_do_for_a_finished_run(out: Path) -> 
     assert "run done is finished: there is nothing to do" in done.stderr
 
 
-def test_a_run_recorded_with_the_table_protection_is_resumed_and_shown(out: Path) -> None:
+def test_run_recorded_with_table_protection_is_resumed_and_shown(out: Path) -> None:
     """That was the name of the table [robust] in an earlier version. A file has to have the new one."""
     store = Store.in_folder(out)
     old = {**store.run("half").config, "protection": {"strikes": 7}}
     del old["robust"]
     store.update_run("half", config=old)
     store.close()
-    assert "would go on with run half" in said("start", "--check", "--resume", "half", "--runs", out).stdout
+    assert "would resume run half" in said("start", "--check", "--resume", "half", "--runs", out).stdout
     assert json.loads(said("show", "half", "--runs", out, "--json").output)["settings"]["robust.strikes"] == 7
     complaint = "robust.strikes = 7, and now robust.strikes = 3 is asked for"
     assert complaint in refused("start", "--resume", "half", "--robust.strikes", 3, "--runs", out)
 
 
-def test_a_file_with_the_table_protection_is_told_its_new_name(tmp_path: Path) -> None:
+def test_run_recorded_with_key_rehearsal_is_resumed_and_shown(out: Path) -> None:
+    """That was the name of deterministic_noise in an earlier version."""
+    store = Store.in_folder(out)
+    privacy = {**store.run("half").config["privacy"], "rehearsal": True}
+    del privacy["deterministic_noise"]
+    store.update_run("half", config={**store.run("half").config, "privacy": privacy})
+    store.close()
+    said("start", "--check", "--resume", "half", "--runs", out)
+    assert json.loads(said("show", "half", "--runs", out, "--json").output)["settings"]["privacy.deterministic_noise"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[protection]\nstrikes = 7\n", "the table 'protection' is 'robust' now; rename it"),
+        (
+            "[privacy]\nrehearsal = true\n",
+            "the key 'privacy.rehearsal' is 'privacy.deterministic_noise' now; rename it",
+        ),
+    ],
+)
+def test_file_with_old_name_is_refused_with_new_name(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("[protection]\nstrikes = 7\n")
-    said = refused("start", "--config", file, "--runs", tmp_path / "runs")
-    assert said == f"{file}: the table 'protection' is 'robust' now; rename it"
+    file.write_text(content)
+    assert refused("start", "--config", file, "--runs", tmp_path / "runs") == f"{file}: {message}"
 
 
 @pytest.mark.parametrize(
@@ -300,9 +323,7 @@ def test_a_start_takes_from_others_what_an_earlier_version_left_open(out: Path) 
 
 
 def test_a_new_run_needs_a_new_name(out: Path) -> None:
-    assert "run 'half' exists already; go on with it by --resume half" in refused(
-        "start", "--run", "half", "--runs", out
-    )
+    assert "run 'half' exists already; resume it with --resume half" in refused("start", "--run", "half", "--runs", out)
     assert "--run 'a b' must be" in refused("start", "--run", "a b", "--runs", out)
 
 
@@ -514,7 +535,7 @@ TIMM = ("--method", "fedavg", "--model", "vit_tiny_patch16_224", "--model-option
 
 
 @pytest.mark.usefixtures("forked_worker")
-def test_check_says_what_would_run_and_makes_nothing(tmp_path: Path) -> None:
+def test_check_describes_run_and_creates_nothing(tmp_path: Path) -> None:
     result = said("start", "--check", "--runs", tmp_path / "runs", "--method", "fedavg", "--devices", 3, "--run", "r")
     assert result.exit_code == 0, result.output
     for text in (
@@ -531,7 +552,7 @@ def test_check_says_what_would_run_and_makes_nothing(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked_worker")
 def test_check_of_a_run_that_is_resumed(out: Path) -> None:
     result = said("start", "--check", "--resume", "half", "--runs", out)
-    assert "would go on with run half: fedavg on vit_small_images, 3 rounds" in result.stdout
+    assert "would resume run half: fedavg on vit_small_images, 3 rounds" in result.stdout
 
 
 @pytest.mark.usefixtures("forked_worker")
@@ -567,7 +588,7 @@ def test_start_warns_of_a_random_backbone_that_is_never_trained(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("forked_worker")
-def test_start_says_what_a_checkpoint_does_not_give(tmp_path: Path) -> None:
+def test_start_warns_of_tensors_missing_in_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     safetensors.torch.save_file(
         build_vit("vit_tiny_patch16_224", 7, seed=1, options={"image_size": 48}).vit.state_dict(), file
@@ -577,7 +598,7 @@ def test_start_says_what_a_checkpoint_does_not_give(tmp_path: Path) -> None:
     assert "its head (for 7 classes) is replaced" in output
 
 
-def test_status_of_a_finished_run_says_nothing_of_what_it_did_last(out: Path) -> None:
+def test_status_of_finished_run_has_no_activity(out: Path) -> None:
     left = {
         "at": "2026-01-02T03:04:05+00:00",
         "doing": "server epoch 3/4",

@@ -64,7 +64,7 @@ def is_listening(address: Address) -> bool:
 @pytest.mark.parametrize(
     ("choice", "kind"), [("mosquitto", "mosquitto "), ("embedded", "embedded amqtt"), ("auto", "mosquitto ")]
 )
-def test_a_broker_comes_up_where_it_says(start: Start, choice: str, kind: str) -> None:
+def test_broker_listens_at_its_address(start: Start, choice: str, kind: str) -> None:
     broker = start(choice)
     assert broker.kind.startswith(kind)
     assert broker.alive()
@@ -120,7 +120,7 @@ def test_wrong_settings_are_named(start: Start, choice: str, password: str | Non
 
 @BOTH
 @pytest.mark.parametrize("listen", ["127.0.0.1", "localhost"])
-def test_who_knows_the_password_comes_in_and_nobody_else(start: Start, kind: str, listen: str) -> None:
+def test_only_clients_with_the_password_are_admitted(start: Start, kind: str, listen: str) -> None:
     secret = "pass:word $7$ #1 é"
     broker = start(kind, listen=listen, password=secret)
     address = broker.address
@@ -170,9 +170,9 @@ def test_a_broker_whose_port_was_taken_meanwhile_comes_back_when_it_is_free(
         wait_until(lambda: said.append(broker.tend() or "") or len(list(filter(None, said))) == 3)  # type: ignore[func-returns-value]
     first, second, third = filter(None, said)
     port = f"port {broker.address.port} on 127.0.0.1 is in use"
-    assert first.startswith(f"it had died and could not be started again, which is tried anew in 10 ms: {port}")
-    assert second.startswith(f"it could not be started again, which is tried anew in 20 ms: {port}")
-    assert third.startswith(f"it could not be started again, which is tried anew in 40 ms: {port}")
+    assert first.startswith(f"it had died and could not be started again (next attempt in 10 ms): {port}")
+    assert second.startswith(f"it could not be started again (next attempt in 20 ms): {port}")
+    assert third.startswith(f"it could not be started again (next attempt in 40 ms): {port}")
     wait_until(lambda: bool(broker.tend()) or broker.up)
     assert first_event(broker.address) == Connected()
 
@@ -201,7 +201,7 @@ def test_a_slow_broker_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         gate.unlink()
         os.kill(broker.pid, signal.SIGKILL)
         wait_until(lambda: not broker.alive())
-        assert str(broker.tend()).startswith("it had died and was started again; it is slow")
+        assert str(broker.tend()).startswith("it had died and was started again, but is slow")
         assert broker.tend() is None  # it does not wait here
         assert not broker.up
         pid = broker.pid
@@ -264,7 +264,7 @@ def test_a_broker_ends_when_the_coordinator_is_killed(kind: str, tmp_path: Path)
         wait_until(lambda: not is_listening(address))
 
 
-def test_a_broker_that_ends_at_once_says_why(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broker_that_ends_at_once_reports_why(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "mosquitto"
     broken.write_text("#!/bin/sh\necho Error: no such thing >&2\nexit 3\n")
     broken.chmod(0o755)
@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         start_broker("auto", tmp_path / "file" / "broker", port=0)
 
 
-def test_a_broker_that_has_grown_is_started_again(start: Start) -> None:
+def test_broker_that_has_grown_is_restarted(start: Start) -> None:
     """mosquitto keeps names that clients subscribe to, as many and as long as they like."""
     broker = start("mosquitto")
     assert broker.tend() is None

@@ -108,7 +108,7 @@ def test_a_device_that_fits_nothing_ends_with_an_exit_code(quick: Path) -> None:
     assert "no variant fits the budget of rpi5-8" in str(result.exception)
 
 
-def test_what_cannot_be_profiled_is_said(quick: Path) -> None:
+def test_unsupported_profile_is_reported(quick: Path) -> None:
     device = ("--device", "rpi5-8")
     assert "these have: eftvit" in refused(ConfigError, "profile", "--method", "fedavg", *TINY, *device, "--mask", 0.5)
     assert "no power mode 'fast'" in refused(ConfigError, "profile", *TINY, "--device", "agx-orin-64@fast")

@@ -96,7 +96,19 @@ def test_what_the_tables_say(store: Store) -> None:
 def test_units_stand_in_the_headings(store: Store) -> None:
     above, below = drawn(device_table(summarise(store, RUN), 80), 80)[1:3]
     assert above.split() == ["train", "test", "rounds", "last", "down", "up", "step", "memory", "GFLOP"]
-    assert below.split() == ["device", "images", "images", "trained", "accuracy", "MB", "MB", "ms", "MB", "a", "round"]
+    assert below.split() == [
+        "device",
+        "images",
+        "images",
+        "trained",
+        "accuracy",
+        "MB",
+        "MB",
+        "ms",
+        "MB",
+        "per",
+        "round",
+    ]
 
 
 def test_equal_refusals_stand_together_and_the_newest_are_shown(store: Store) -> None:

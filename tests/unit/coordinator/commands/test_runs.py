@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     store.close()
     for run in (RUN, "other"):
         (tmp_path / run).mkdir()
-        doing = Status(at=datetime.now(UTC).isoformat(), doing="training", waiting_for=[], resting=[], online=2)
+        doing = Status(at=datetime.now(UTC).isoformat(), doing="training", waiting_for=[], backing_off=[], online=2)
         (tmp_path / run / FILE).write_bytes(msgspec.json.encode(doing))
     return tmp_path
 
@@ -41,7 +41,7 @@ def said(command: click.Command, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("run", [RUN, "other"])
-def test_every_command_says_the_same_of_a_run(folder: Path, run: str) -> None:
+def test_all_commands_agree_on_a_run(folder: Path, run: str) -> None:
     shown = json.loads(said(show, run, "--runs", folder, "--json"))
     [listed] = [entry for entry in json.loads(said(runs, "--runs", folder, "--json")) if entry["run"] == run]
     served = json.loads(said(status, run, "--runs", folder, "--json"))
@@ -60,7 +60,7 @@ def test_every_command_says_the_same_of_a_run(folder: Path, run: str) -> None:
     assert (served["doing"], served["online"], served["stale"]) == ("training", 2, False)
 
 
-def test_two_runs_are_told_apart_by_their_settings(folder: Path) -> None:
+def test_two_runs_are_distinguished_by_their_settings(folder: Path) -> None:
     assert "settings: seed = 7, rounds = 3" in said(show, RUN, "--runs", folder)
     assert 'settings: method = "fedavg", options.lr = 0.1, devices = 4' in said(show, "other", "--runs", folder)
     assert 'settings: method = "fedavg", options.lr = 0.1, devices = 4' in said(report, "other", "--runs", folder)

@@ -122,11 +122,11 @@ def test_submit_warns_of_labels_that_no_device_has(out: Path, where: str, labels
     members(out, **labels)
     warning = submit_module._warning(RunConfig(devices_where=where), out)
     assert (warning is not None) == warns
-    assert warning is None or "labels that there are: site=munich (1 device)." in warning
+    assert warning is None or "existing labels: site=munich (1 device)." in warning
 
 
 @pytest.mark.parametrize("run", ["first", "begun"])
-def test_cancel_ends_a_run_that_nobody_serves_at_once(out: Path, run: str) -> None:
+def test_cancel_ends_unserved_run_at_once(out: Path, run: str) -> None:
     assert said("cancel", run, "--runs", out) == f"run {run}: cancelled\n"
     assert statuses(out)[run] == "cancelled"
     assert refused("cancel", run, "--runs", out) == f"run {run!r} is cancelled already"
@@ -156,7 +156,7 @@ def test_cancel_names_runs_that_are_over_or_unknown(out: Path) -> None:
 
 @pytest.mark.parametrize("run", ["first", "begun"])
 def test_rm_refuses_runs_that_a_service_will_serve(out: Path, run: str) -> None:
-    assert "a service will go on with it: cancel it first" in refused("rm", run, "--runs", out)
+    assert "a service will continue it: cancel it first" in refused("rm", run, "--runs", out)
     said("cancel", run, "--runs", out)
     said("rm", run, "--runs", out)
     assert run not in statuses(out)
@@ -174,7 +174,7 @@ def test_serve_serves_a_folder_once(out: Path) -> None:
         assert "being served by another `coordinator serve`" in refused("serve", "--runs", out, "--broker.port", 0)
 
 
-def test_status_says_what_the_service_does(out: Path) -> None:
+def test_status_shows_the_service(out: Path) -> None:
     members(out, site="berlin")
     lines = said("status", "--runs", out).splitlines()
     assert lines == [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coordinator.compute.accelerator import MOST_PROCESSES, choose_accelerator, places
+from coordinator.compute.accelerator import MOST_PROCESSES, choose_accelerator, torch_devices
 from fedvit.errors import ConfigError
 
 
@@ -21,19 +21,19 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def test_processors_are_one_process_or_several() -> None:
-    assert places(choose_accelerator("cpu")) == ("cpu",)
-    assert places(choose_accelerator("cpu:1")) == ("cpu",)
-    assert places(choose_accelerator("cpu:2")) == ("cpu", "cpu")
+    assert torch_devices(choose_accelerator("cpu")) == ("cpu",)
+    assert torch_devices(choose_accelerator("cpu:1")) == ("cpu",)
+    assert torch_devices(choose_accelerator("cpu:2")) == ("cpu", "cpu")
 
 
 @pytest.mark.parametrize("wanted", ["cpu:0", f"cpu:{MOST_PROCESSES + 1}"])
 def test_a_number_of_processes_that_this_machine_does_not_take(wanted: str) -> None:
-    assert refusal(wanted) == f"this machine takes 1 to {MOST_PROCESSES} processes"
+    assert refusal(wanted) == f"this machine supports 1 to {MOST_PROCESSES} processes"
 
 
 @pytest.mark.parametrize("wanted", ["cpu:", "cpu:two", "cpu:-1", "cpu:0,1"])
 def test_processors_that_are_written_otherwise(wanted: str) -> None:
-    assert refusal(wanted) == "processors are written 'cpu', or 'cpu:2' for two processes"
+    assert refusal(wanted) == "the processor is written 'cpu', or 'cpu:2' for two processes"
 
 
 @pytest.mark.parametrize("wanted", ["cuda:", "cuda:0,", "cuda:0;1", "cuda:first"])
@@ -42,7 +42,7 @@ def test_gpus_that_are_written_otherwise(wanted: str) -> None:
 
 
 def test_a_gpu_that_is_named_twice() -> None:
-    assert refusal("cuda:0,1,0") == "cuda:0 is in it more than once"
+    assert refusal("cuda:0,1,0") == "cuda:0 is listed more than once"
 
 
 @pytest.mark.parametrize("wanted", ["cuda", "cuda:0", "cuda:0,1"])
@@ -54,4 +54,4 @@ def test_gpus_on_a_machine_without(monkeypatch: pytest.MonkeyPatch, wanted: str)
 def test_gpus_of_which_one_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 2)
     assert refusal("cuda:0,3") == "there is no cuda:3; torch finds cuda:0, cuda:1"
-    assert places(choose_accelerator("cuda:1,0")) == ("cuda:1", "cuda:0")
+    assert torch_devices(choose_accelerator("cuda:1,0")) == ("cuda:1", "cuda:0")

@@ -13,10 +13,10 @@ import pytest
 
 from coordinator.compute import ranks
 from coordinator.compute.checkpoint import load_state, save_state
-from coordinator.compute.closing import Closing, Place, StoredUploads
+from coordinator.compute.closing import Closing, Placement, StoredUploads
 from coordinator.compute.ranks import Ranks
 from coordinator.config import UpdatesConfig
-from coordinator.record.integrity import SoundBlobs
+from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.tables import SavedState
 from fedvit.errors import DeviceTrouble, EmptyCohort, FedvitError
 from fedvit.methods import build_model, make_method
@@ -41,12 +41,14 @@ class Server:
 
     rule: ServerRule
     vit: PatchViT
-    blobs: SoundBlobs
+    blobs: VerifiedBlobs
     closing: Closing
 
     def alone(self, **changes: Any) -> tuple[SavedState, dict[str, float]]:
         """What one process makes of the round."""
-        return replace(self.closing, **changes).done(self.rule, self.vit, self.blobs, Place("cpu"), lambda text: None)
+        return replace(self.closing, **changes).run(
+            self.rule, self.vit, self.blobs, Placement("cpu"), lambda text: None
+        )
 
     def values(self, saved: SavedState) -> Tensors:
         state = load_state(saved, self.blobs)
@@ -66,7 +68,7 @@ class Server:
 def server(folder: Path, name: str, options: dict[str, Any]) -> Server:
     method = make_method(name, options)
     vit = build_model(method, SMALL, CLASSES, seed=0, options=MODEL)
-    rule, blobs = method.server_rule(vit), SoundBlobs(folder / "blobs")
+    rule, blobs = method.server_rule(vit), VerifiedBlobs(folder / "blobs")
     names = method.names_with(vit, *FROM_SERVER)
     tensors = {name: value.numpy().copy() for name, value in method.tensors(vit).items() if name in names}
     groups = {"all": names}
@@ -212,7 +214,7 @@ def test_a_process_that_is_killed_in_a_round_loses_nothing(eftvit: Server, team_
     saved, _ = team.close(eftvit)
     assert team.warned == [
         f"rank 1 of 2 of the server's training (cpu, process {killed[1]}) ended with signal 9 (SIGKILL); "
-        "round 1 is closed again, nothing is lost"
+        "the server step of round 1 is repeated, nothing is lost"
     ]
     assert not set(killed) & set(team.ranks.pids)
     assert saved == team_of(eftvit).close(eftvit)[0]

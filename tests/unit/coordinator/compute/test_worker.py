@@ -46,7 +46,7 @@ def test_worker_answers_whether_a_configuration_can_be_run(worker: Worker) -> No
         worker.ask(msgspec.structs.replace(CHECK, config=make_config({"accelerator": "warp"}, "test").run))
 
 
-def test_worker_says_what_failed_unexpectedly(worker: Worker) -> None:
+def test_worker_reports_unexpected_error(worker: Worker) -> None:
     with pytest.raises(FedvitError, match="the worker process failed unexpectedly: AttributeError: "):
         worker.ask(Finish(saved=SavedState({}, None, {})))
     assert worker.ask(CHECK).accelerator == "cpu", "it goes on"
@@ -57,7 +57,7 @@ def test_worker_that_was_killed_while_it_had_nothing_to_do_is_started_again(work
     killed, said = worker.pid, list[str]()
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
-    wait_for(lambda: said.extend(worker.keep()) or len(said) == 2, "it to be started again")
+    wait_for(lambda: said.extend(worker.take_warnings()) or len(said) == 2, "it to be started again")
     assert said == [
         "the worker process ended with signal 9 (SIGKILL); nothing is lost",
         "the worker process was started again",
@@ -70,7 +70,7 @@ def test_worker_that_dies_is_asked_again(worker: Worker, monkeypatch: pytest.Mon
     spawned = iter([dying, dying, lambda _: ForkedWorker()])
     monkeypatch.setattr(process, "spawn", lambda: next(spawned)(3))
     assert worker.ask(CHECK).accelerator == "cpu"
-    assert worker.keep().count("the worker process ended with exit code 3; nothing is lost") == 2
+    assert worker.take_warnings().count("the worker process ended with exit code 3; nothing is lost") == 2
 
 
 def test_worker_that_dies_each_time_fails_the_run(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

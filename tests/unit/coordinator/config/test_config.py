@@ -106,7 +106,7 @@ delta = 1e-4
 accounting = "sampled"
 feature_noise = 0.0
 feature_clip = 3.0
-rehearsal = true
+deterministic_noise = true
 
 [metrics]
 writers = ["tensorboard", "mlflow"]
@@ -165,10 +165,10 @@ ROBUST = RobustConfig(
     strikes=1,
     quarantine_rounds=4,
 )
-PRIVACY = PrivacyConfig(clip=0.5, delta=1e-4, accounting="sampled", feature_clip=3.0, rehearsal=True)
+PRIVACY = PrivacyConfig(clip=0.5, delta=1e-4, accounting="sampled", feature_clip=3.0, deterministic_noise=True)
 
 
-def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
+def test_every_key_can_be_set_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(EVERY_KEY)
     config = checked_config(read_toml(file), str(file))
@@ -236,7 +236,7 @@ def test_every_key_can_be_said_in_a_file(tmp_path: Path) -> None:
     assert set(PrivacyConfig.__struct_fields__) == said["privacy"].keys()
 
 
-def test_nothing_needs_to_be_said() -> None:
+def test_configuration_without_keys_is_valid() -> None:
     config = checked_config({}, FILE)
     assert config == StartConfig(RunConfig(), BrokerConfig())
     assert (config.run.method, config.run.rounds, config.run.cohort, config.broker.broker) == (
@@ -496,7 +496,7 @@ def test_every_flag_arrives() -> None:
         *("--robust.max-weight", "2.5", "--robust.strikes", "1", "--robust.quarantine-rounds", "4"),
         *("--privacy.noise-multiplier", "0", "--privacy.clip", "0.5", "--privacy.delta", "1e-4"),
         *("--privacy.accounting", "sampled", "--privacy.feature-noise", "0", "--privacy.feature-clip", "3.0"),
-        *("--privacy.rehearsal", "--metrics.writer", "mlflow", "--metrics.writer", "tensorboard"),
+        *("--privacy.deterministic-noise", "--metrics.writer", "mlflow", "--metrics.writer", "tensorboard"),
         *("--metrics.mlflow-uri", "http://m", "--metrics.mlflow-experiment", "ants"),
         *("--broker", "embedded", "--broker.listen", "::1", "--broker.port", "0", "--broker.password", "p"),
         *("--broker.ca-file", "ca.pem"),
@@ -665,7 +665,7 @@ def test_an_unknown_budget_is_named() -> None:
         (
             "fedavg",
             {"down_whole": "top_k"},
-            "updates: down_whole = 'top_k': top_k is for changes of trained tensors alone",
+            "updates: down_whole = 'top_k': top_k supports changes of trained tensors only",
         ),
         (
             "fedper",

@@ -101,7 +101,7 @@ def test_connection_of_which_is_forgotten_when_it_was_accepted_is_to_end(log: Lo
         "Client {} [10.0.0.1:1001] disconnected.",
     ],
 )
-def test_each_way_in_which_a_connection_ends_is_known(log: Log, end: str) -> None:
+def test_every_kind_of_connection_end_is_recognised(log: Log, end: str) -> None:
     log.connect("one", "pi")
     log.write(end.format("one"))
     log.reload("pi")
@@ -140,7 +140,7 @@ def test_client_id_that_hides_something_is_noticed_until_the_broker_starts_again
     assert not log.read.overlooked
 
 
-def test_broker_that_starts_again_has_read_its_lists_and_knows_nobody(log: Log) -> None:
+def test_restarted_broker_has_read_its_lists_and_has_no_connections(log: Log) -> None:
     log.connect("one", "pi")
     log.read.expect_reload(["pi"])
     log.write("mosquitto version 2.0.11 starting")
@@ -157,7 +157,7 @@ def test_log_that_was_put_aside_may_have_had_more(log: Log) -> None:
     assert log.read.to_end == {"one"}
 
 
-def test_log_that_is_gone_hides_who_is_connected(log: Log) -> None:
+def test_missing_log_hides_connections(log: Log) -> None:
     log.connect("one", "pi")
     log.file.unlink()
     assert log.read.look() == []

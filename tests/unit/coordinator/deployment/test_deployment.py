@@ -36,7 +36,7 @@ from coordinator.deployment.registry import Certificate, Device, OpenToken
 from coordinator.deployment.service import Service, served
 from coordinator.record.store import Store
 from coordinator.run.quarantine import Quarantine
-from coordinator.service.broker import meeting_point
+from coordinator.service.broker import broker_endpoint
 from edge_client import identity as identity_module
 from edge_client import join as join_module
 from edge_client.cli import cli as edge_cli
@@ -153,7 +153,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
 
 
-def test_the_broker_is_told_its_limits(tmp_path: Path) -> None:
+def test_broker_configuration_has_limits(tmp_path: Path) -> None:
     lines = make_deployment(tmp_path / "made").configuration.read_text().splitlines()
     for line in (
         "require_certificate true", "use_identity_as_username true", "tls_version tlsv1.3", "max_packet_size 262144",
@@ -173,7 +173,7 @@ def test_hosts_that_can_be_in_no_certificate(tmp_path: Path, host: str) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_a_server_is_known_by_what_the_operator_says_first() -> None:
+def test_first_host_of_the_operator_is_first_in_certificate() -> None:
     hosts = own_hosts(["pi.lan", "10.0.0.7", "fd00::1"], "0.0.0.0", ["192.168.1.2"])
     assert hosts[:4] == ("pi.lan", "10.0.0.7", "fd00::1", "192.168.1.2")
     assert {"localhost", "127.0.0.1", "::1"} <= set(hosts)
@@ -264,7 +264,7 @@ def test_a_device_joins_and_its_key_stays_at_home(stage: Stage, tmp_path: Path) 
     assert entry["state"] == "valid"
 
 
-def test_who_joins_as_root_for_a_service_leaves_it_what_it_can_read(stage: Stage, tmp_path: Path) -> None:
+def test_join_as_root_leaves_files_readable_by_the_service(stage: Stage, tmp_path: Path) -> None:
     """The state belongs to the service's user once it has run; only root can give anything to somebody else."""
     state = tmp_path / "state"
     state.mkdir()
@@ -419,7 +419,7 @@ def test_a_genuine_answer_for_another_authority_is_not_used(stage: Stage, tmp_pa
     assert Identity.find(tmp_path / "identity") is None
 
 
-def test_nobody_is_there(tmp_path: Path) -> None:
+def test_join_without_broker_fails(tmp_path: Path) -> None:
     token = make_token(make_deployment(tmp_path / "made"), "pi-1", 60.0)
     with pytest.raises(LinkDown, match=r"connection refused.*coordinator start --broker.deployment"):
         join(token, tmp_path / "identity", patience_s=0.5)
@@ -569,7 +569,7 @@ def test_revoke_restarts_the_broker_where_a_client_id_hides_its_device(stage: St
         assert run("revoke", "pi-hidden", "--deployment", str(stage.deployment.folder)).exit_code == 0
         wait_for(lambda: not client.connected, "the end of its connection")
     assert stage.broker.pid != pid
-    wait_for(lambda: "an id that hides which device it is" in "\n".join(stage.said), "what was done")
+    wait_for(lambda: "the id of a client hides its device" in "\n".join(stage.said), "what was done")
 
 
 def test_only_one_process_serves_a_deployment(stage: Stage) -> None:
@@ -601,7 +601,7 @@ def test_a_session_that_stays_is_counted(stage: Stage, tmp_path: Path) -> None:
     assert Client(address, "again").connected
 
 
-def test_who_opens_too_many_connections_is_shut_out(stage: Stage, tmp_path: Path) -> None:
+def test_device_with_too_many_connections_is_revoked(stage: Stage, tmp_path: Path) -> None:
     """Connections are what one device could use up for all others."""
     address = device_address(stage.deployment, tmp_path, "pi-crowds")
     crowd = [Client(address, f"crowd-{number}") for number in range(MOST_CONNECTIONS + 1)]
@@ -615,7 +615,7 @@ def test_who_opens_too_many_connections_is_shut_out(stage: Stage, tmp_path: Path
     assert f"pi-crowds opened {MOST_CONNECTIONS + 1} connections at once" in "\n".join(stage.said)
 
 
-def test_a_mosquitto_that_runs_by_itself_is_used(tmp_path: Path) -> None:
+def test_external_mosquitto_is_used(tmp_path: Path) -> None:
     """It was started with the deployment's configuration; it is told of revocations, and left running."""
     deployment = make_deployment(tmp_path / "made")
     folder = str(deployment.folder)
@@ -633,7 +633,7 @@ def test_a_mosquitto_that_runs_by_itself_is_used(tmp_path: Path) -> None:
             assert done[0].exit_code == 0
             wait_for(lambda: not Client(address, "after").connected, "the revocation")
         assert broker.alive()
-    assert any(f"process {broker.pid}, was told" in line for line in said)
+    assert any(f"process {broker.pid}, has reloaded" in line for line in said)
 
 
 # --- at the device ------------------------------------------------------------------------------------
@@ -725,7 +725,7 @@ def test_start_takes_no_deployment_from_the_environment() -> None:
         assert other.envvar == "FEDVIT_DEPLOYMENT"
 
 
-def test_one_list_says_who_is_here_and_who_is_in_quarantine(tmp_path: Path) -> None:
+def test_devices_lists_members_and_quarantines(tmp_path: Path) -> None:
     """Two devices of a deployment; in the newest run one has a strike, in the run before the other was put away."""
     deployment, runs = make_deployment(tmp_path / "deployment"), tmp_path / "runs"
     for name in ("pi-1", "pi-2"):
@@ -777,7 +777,7 @@ def trusting(folder: Path, authority: Authority) -> Address:
     return Address("localhost", 1, tls=True, ca_file=folder / "authority.pem")
 
 
-def test_a_clock_in_the_past_keeps_nobody_out(tmp_path: Path) -> None:
+def test_clock_in_the_past_does_not_exclude_a_device(tmp_path: Path) -> None:
     """For a clock that says 1970 every deployment is of the future; here one of 3 years ahead. Name and authority are
     looked at as ever."""
     ahead = Authority.create("ahead", time.time() + 1000 * DAY_S)
@@ -817,7 +817,7 @@ def test_devices_are_listed_in_plain_letters(tmp_path: Path) -> None:
     ("broker", "federation", "words"),
     [
         ({"broker": "embedded"}, "home", "needs mosquitto"),
-        ({"password": "x"}, "home", "certificates of its own"),
+        ({"password": "x"}, "home", "its own certificates"),
         ({}, "elsewhere", "the deployment is for 'home'"),
     ],
 )
@@ -825,11 +825,11 @@ def test_settings_that_do_not_go_with_a_deployment(
     stage: Stage, tmp_path: Path, broker: dict[str, str], federation: str, words: str
 ) -> None:
     settings = BrokerConfig(deployment=str(stage.deployment.folder), **broker)
-    with pytest.raises(ConfigError, match=words), meeting_point(settings, federation, tmp_path, lambda _: None):
+    with pytest.raises(ConfigError, match=words), broker_endpoint(settings, federation, tmp_path, lambda _: None):
         pass
 
 
-def test_a_way_that_was_given_wins_over_the_kept_one(stage: Stage, tmp_path: Path) -> None:
+def test_given_address_overrides_stored_one(stage: Stage, tmp_path: Path) -> None:
     identity = identity_of(stage.deployment, tmp_path, "pi-way", age_days=0.0)
     kept = identity.address()
     assert identity.address("elsewhere") == replace(kept, host="elsewhere")

@@ -92,7 +92,7 @@ def test_json_of_an_older_version_becomes_a_database_once(deployment: Deployment
         assert rows.revoked_devices() == ["pi-2"]
         assert sorted(rows.revoked_serials()) == ["b1", "of nobody that is known"]
         assert rows.generation() == 17
-        assert rows.cut_since(17) == []
+        assert rows.revoked_since(17) == []
         used = OpenToken("0" * 16, "pi-1", "AAAA", NOW, request="r", certificate="c")
         unused = OpenToken("1" * 16, "pi-3", "BBBB", NOW * 2, replaces=True)
         assert (rows.token("0" * 16), rows.token("1" * 16)) == (used, unused)
@@ -183,7 +183,7 @@ def test_change_that_fails_changes_nothing(deployment: Deployment) -> None:
     assert "pi-1" not in (deployment.folder / "devices.acl").read_text()
 
 
-def test_registry_without_room_says_so_and_stays_whole(deployment: Deployment) -> None:
+def test_registry_on_full_disk_reports_it_and_stays_intact(deployment: Deployment) -> None:
     """As the coordinator needs it to pause, and to resume."""
 
     def no_room(connection: Any, *_: object) -> None:
@@ -248,12 +248,12 @@ def test_revocation_names_the_device_whose_connections_must_end(deployment: Depl
     with deployment.change() as rows:
         rows.discard("pi-2")
     with deployment.registry.read() as rows:
-        assert (rows.cut_since(0), rows.cut_since(first)) == (["pi-1", "pi-2"], ["pi-2"])
+        assert (rows.revoked_since(0), rows.revoked_since(first)) == (["pi-1", "pi-2"], ["pi-2"])
         assert rows.revoked_devices() == ["pi-1"]
     with deployment.change() as rows:
         rows.revoke("pi-1", NOW)  # once more: its connections are ended once more
     with deployment.registry.read() as rows:
-        assert rows.cut_since(first + 1) == ["pi-1"]
+        assert rows.revoked_since(first + 1) == ["pi-1"]
     rules = (deployment.folder / "devices.acl").read_text()
     assert "user pi-1\ntopic deny #" in rules
     assert "pi-2" not in rules

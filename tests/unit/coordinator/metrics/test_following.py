@@ -19,7 +19,7 @@ Configured = Callable[..., RunConfig]
 Close = Callable[[int], None]
 
 
-def test_rounds_are_written_while_the_run_goes_on(
+def test_rounds_are_written_during_the_run(
     store: Store, configured: Configured, close_round: Close, tmp_path: Path
 ) -> None:
     """The second round is closed only after the first one is in the file."""
@@ -69,7 +69,7 @@ def test_settings_are_hyperparameters_of_tensorboard(store: Store, configured: C
     assert said.hparams["method"].string_value == "eftvit"
 
 
-def test_a_folder_that_cannot_be_written_is_said_once_and_made_up_for(
+def test_folder_that_cannot_be_written_is_reported_once_and_written_later(
     store: Store, configured: Configured, close_round: Close, tmp_path: Path
 ) -> None:
     """A file lies where the folder is to be, and is removed later."""
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_made_up_for(
         (tmp_path / RUN / FOLDER).unlink()
     assert len(said.lines) == 2
     assert "Make the folder writable" in said.lines[0]
-    assert "again, and none is missing" in said.lines[1]
+    assert "again; none are missing" in said.lines[1]
     assert steps(tmp_path / RUN, "devices/accepted") == [1, 2]
 
 

@@ -98,11 +98,11 @@ def test_a_server_that_never_answers_holds_up_nothing(
         with following(RUN, configured("mlflow", mlflow_uri=uri), store, tmp_path / RUN, said.append):
             pass
         assert said == [
-            f"the last metrics are not written to MLflow at {uri}; once that works again: coordinator metrics {RUN}"
+            f"the last metrics are not written to MLflow at {uri}; to write them later: coordinator metrics {RUN}"
         ]
 
 
-def test_a_server_that_does_not_answer_is_said(store: Store, configured: Configured, tmp_path: Path) -> None:
+def test_server_without_answer_is_reported(store: Store, configured: Configured, tmp_path: Path) -> None:
     """Nobody listens on that port."""
     said: list[str] = []
     config = configured("mlflow", mlflow_uri="http://127.0.0.1:9")

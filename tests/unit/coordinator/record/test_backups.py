@@ -54,7 +54,7 @@ class Record:
         self._connect()
 
     def resume(self) -> None:
-        self.backups.put_back(self.lines.append, self.quarantine.strike)
+        self.backups.replay_notes(self.lines.append, self.quarantine.strike)
 
     def notes(self) -> list[Path]:
         return sorted((self.out / RUN / "backups").glob("since-*.notes"))

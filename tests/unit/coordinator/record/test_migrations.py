@@ -77,7 +77,7 @@ def test_a_record_of_version_0_1_0_is_shown(tmp_path: Path) -> None:
     assert "old" in CliRunner().invoke(cli, ["runs", "--runs", str(tmp_path)]).output
 
 
-def test_a_run_of_version_0_1_0_goes_on(stage: Stage, tmp_path: Path) -> None:
+def test_run_of_version_0_1_0_is_resumed(stage: Stage, tmp_path: Path) -> None:
     """Its record has the tables and rows of then; the run ends as one that nobody interrupted."""
     stage.fake("a", by_round)
     stage.start(rounds=3)

@@ -47,7 +47,7 @@ class TestNoise:
         assert got["w"].std() == pytest.approx(1.5, rel=0.01)
         assert abs(got["w"].mean()) < 0.02
 
-    def test_one_device_moves_it_by_no_more_than_its_share(self) -> None:
+    def test_one_device_changes_it_by_its_share_at_most(self) -> None:
         """However long its update is: clip / denominator."""
         same = [PrivateMean(2.0, 1.0, 4, np.random.default_rng(0)) for _ in range(2)]
         without = same[0].combine(rows([1, 0]), {"w"})["w"]
@@ -61,10 +61,10 @@ class TestNoise:
         ]
         assert len(set(drawn)) == 3
 
-    def test_a_rehearsal_can_be_repeated(self) -> None:
-        rehearsed = config(noise_multiplier=1.0, clip=1.0, rehearsal=True)
+    def test_deterministic_noise_can_be_repeated(self) -> None:
+        deterministic = config(noise_multiplier=1.0, clip=1.0, deterministic_noise=True)
         first, again, other = (
-            aggregator_of(rehearsed, number).combine(rows([0.0]), {"w"})["w"][0] for number in (1, 1, 2)
+            aggregator_of(deterministic, number).combine(rows([0.0]), {"w"})["w"][0] for number in (1, 1, 2)
         )
         assert first == again != other
 
@@ -72,7 +72,7 @@ class TestNoise:
         assert cohort_seed(config(noise_multiplier=1.0, clip=1.0)) != cohort_seed(
             config(noise_multiplier=1.0, clip=1.0)
         )
-        assert cohort_seed(config(noise_multiplier=1.0, clip=1.0, rehearsal=True)) == 0
+        assert cohort_seed(config(noise_multiplier=1.0, clip=1.0, deterministic_noise=True)) == 0
         assert cohort_seed(config()) == 0
 
     def test_noise_off_is_no_privacy_at_all(self) -> None:
@@ -84,7 +84,7 @@ class TestSpent:
         """Balle and Wang 2018, arXiv:1805.06530: sigma 1, delta 1e-5 give 4.377, below the classic bound's 4.845."""
         assert spent([Step(1.0, 10, 10)], config(delta=1e-5).privacy) == pytest.approx(4.377178, abs=1e-5)
 
-    def test_rounds_add_up_as_the_library_says(self) -> None:
+    def test_rounds_add_up_as_in_the_library(self) -> None:
         """16 rounds of noise 8 are one of noise 2; an accountant by Renyi divergence may only say more."""
         sixteen = spent([Step(8.0, 10, 10)] * 16, config().privacy)
         assert sixteen == pytest.approx(spent([Step(2.0, 10, 10)], config().privacy))
@@ -95,7 +95,7 @@ class TestSpent:
         accountant.compose(dp_accounting.GaussianDpEvent(8.0), 16)
         assert sixteen < accountant.get_epsilon(1e-5) < 1.3 * sixteen
 
-    def test_cohorts_drawn_in_secret_as_the_library_says(self) -> None:
+    def test_secret_cohorts_cost_as_in_the_library(self) -> None:
         import dp_accounting
         from dp_accounting import rdp
 

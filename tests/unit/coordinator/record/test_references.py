@@ -48,7 +48,7 @@ def run(updates: UpdatesConfig, blobs: BlobStore, count: int) -> list[Reference]
 
 def hand_over(reference: Reference, server: BlobStore, device: BlobStore) -> int:
     """What a device fetches to have the reference; it is then in its store."""
-    recipes, target = reference.recipes(server), server.manifest(reference.digest)
+    recipes, target = reference.delta_chain(server), server.manifest(reference.digest)
     found = routes([target.digest], recipes, {target.digest: target}, device.has)
     fetched = 0
     if not found and not device.has(target.digest):
@@ -76,7 +76,7 @@ def test_a_device_gets_to_the_same_bytes(updates: UpdatesConfig, tmp_path: Path)
 
 
 @each_way
-def test_who_was_there_fetches_a_patch_alone(updates: UpdatesConfig, tmp_path: Path) -> None:
+def test_device_with_previous_round_only_fetches_a_patch(updates: UpdatesConfig, tmp_path: Path) -> None:
     server, device = BlobStore(tmp_path / "server"), BlobStore(tmp_path / "device")
     found = run(updates, server, 4)
     sizes = [hand_over(reference, server, device) for reference in found]
@@ -113,7 +113,7 @@ def test_chain_of_tiny_patches_is_capped_so_that_a_task_can_name_it(tmp_path: Pa
     named = [reference.digest, *(link.patch for link in reference.links)]
     manifests = tuple(blobs.manifest(digest) for digest in named)
     task = Task("i" * 64, 1, "r" * 64, 1, "train", 1, reference.digest, groups, manifests, 60.0)
-    encode(msgspec.structs.replace(task, recipes=4 * reference.recipes(blobs)))  # raises for one that is too large
+    encode(msgspec.structs.replace(task, recipes=4 * reference.delta_chain(blobs)))  # raises for one that is too large
 
 
 @each_way
@@ -171,7 +171,7 @@ def test_a_recipe_that_gives_something_else_is_refused_and_nothing_is_kept(tmp_p
     assert sorted(file for file in device.folder.glob("*/*")) == sorted(map(device.path, (first.digest, patch.digest)))
 
 
-def test_the_cheapest_way_is_taken_and_circles_are_not_followed() -> None:
+def test_cheapest_delta_chain_is_used_and_circles_are_not_followed() -> None:
     def patch(name: str, size: int) -> Manifest:
         return Manifest(name, size, 1024)
 

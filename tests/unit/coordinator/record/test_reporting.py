@@ -104,7 +104,7 @@ def test_what_was_expected_stands_beside_it(store: Store) -> None:
     assert document.warnings[0].startswith("Some predictions use the catalogue's speeds")
 
 
-def test_what_was_not_measured_is_told(store: Store) -> None:
+def test_report_warns_of_missing_measurements(store: Store) -> None:
     assert run_document(store, RUN).warnings == [
         "b was throttled in 1 of 1 rounds.",
         "Energy was not measured on b.",

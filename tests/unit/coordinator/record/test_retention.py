@@ -102,7 +102,7 @@ def test_details_that_copies_of_the_record_need_are_kept() -> None:
     assert oldest_kept(100, 5, 90) == 90
 
 
-def test_a_run_that_keeps_few_rounds_goes_on_after_a_restart(stage: Stage, first: Tensors) -> None:
+def test_run_that_keeps_few_rounds_continues_after_a_restart(stage: Stage, first: Tensors) -> None:
     """Five rounds of 1 each; at the end details are there of the newest two."""
     stage.fake("a")
     stage.start(rounds=5, keep_rounds=2, evaluate_every=1)
@@ -179,7 +179,7 @@ def test_rm_with_force_removes_what_another_run_started_from(out: Path) -> None:
     assert "first" not in listed(out)
 
 
-def test_gc_without_a_policy_removes_only_what_nothing_refers_to(out: Path) -> None:
+def test_gc_without_a_policy_only_removes_unreferenced_files(out: Path) -> None:
     """A folder of a run that the record does not know, a half-written file; not folders of other kinds."""
     (out / "lost" / "blobs").mkdir(parents=True)
     (out / "lost" / LOCK).touch()

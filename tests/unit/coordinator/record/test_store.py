@@ -239,7 +239,7 @@ def test_what_a_killed_process_had_written_is_there(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_refusal_says_which_budget_was_broken(store: Store, tmp_path: Path) -> None:
+def test_refusal_names_exceeded_budget(store: Store, tmp_path: Path) -> None:
     store.add_refusal("r", 3, "a", "train", "too much memory", "memory")
     store.add_refusal("r", 3, "b", "train", "NaN")
     assert [entry.broke for entry in reopened(store, tmp_path).refusals("r")] == ["memory", None]

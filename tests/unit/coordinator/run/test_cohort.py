@@ -32,7 +32,7 @@ def test_how_many_are_asked(cohort: float | int, devices: int, asked: int) -> No
 
 
 @given(NAMES, COHORTS, st.integers(0, 2**31 - 1), st.integers(1, 1000), st.randoms())
-def test_a_cohort_is_a_sorted_subset_that_does_not_depend_on_who_came_first(
+def test_cohort_is_a_sorted_subset_independent_of_arrival(
     names: list[str], cohort: int, seed: int, number: int, random: object
 ) -> None:
     chosen = select_uniform(names, cohort, seed, number)
@@ -73,7 +73,7 @@ def test_fair_turns_go_round() -> None:
     assert "new" in history[49]
 
 
-def test_who_is_first_among_equals_is_drawn_by_seed_and_round() -> None:
+def test_ties_are_broken_by_seed_and_round() -> None:
     names = [f"pi-{index}" for index in range(8)]
     firsts = {tuple(select_fair(names, 2, seed, 1, {})) for seed in range(20)}
     assert len(firsts) > 5

@@ -156,7 +156,7 @@ def test_an_upload_for_which_there_is_no_room_is_refused(stage: Stage, monkeypat
     large = stage.fake("a", claimed(upload=Manifest(digest_of(b"x"), 20_000, 1024)))
     stage.fake("b")
     monkeypatch.setattr(results_module, "free_disk_bytes", lambda folder: 10_000)
-    monkeypatch.setattr(admission_module, "ROOM_BYTES", 0)
+    monkeypatch.setattr(admission_module, "MIN_FREE_BYTES", 0)
     stage.start(devices=2)
     assert stage.finish() == "finished"
     assert "an upload of 20000 bytes (20 kB), the coordinator has 10 kB free" in stage.refusals("a")[0]
@@ -236,7 +236,7 @@ def test_classes_are_those_of_the_first_devices(stage: Stage) -> None:
     assert (refused.instance, refused.final) == (late.instance, True)
     assert refused.reason == "its class folder '7' is not among this run's 3 classes: 0, 1, 2"
     [said] = [line for line in stage.lines if line.startswith("the run has")]
-    assert said.startswith("the run has 3 classes: '0', '1', '2', as brought by 'a', 'b'; `classes` in the")
+    assert said.startswith("the run has 3 classes: '0', '1', '2', as announced by 'a', 'b'; set `classes` in the")
     assert stage.refusals("late") == [f"hello: {refused.reason}"]
     assert f"late was refused: {refused.reason}" in stage.lines
     assert late.got(Task) == []
@@ -247,10 +247,10 @@ def test_classes_that_differ_in_case_alone_are_pointed_out(stage: Stage) -> None
     stage.fake("b", silent, classes=("Deer",))
     stage.start(devices=2, classes=())
     stage.drive(lambda: bool(stage.fakes[0].tasks()))
-    assert "warning: 'Deer', 'deer' differ in case alone, and are different classes" in stage.lines
+    assert "warning: 'Deer', 'deer' differ only in upper and lower case, and are different classes" in stage.lines
 
 
-def test_a_first_device_cannot_bring_thousands_of_classes(stage: Stage, first: Tensors) -> None:
+def test_first_device_cannot_announce_thousands_of_classes(stage: Stage, first: Tensors) -> None:
     """It is told what the bound is and who can raise it, and the run is that of the next device."""
     flood = stage.fake("flood", classes=tuple(map(str, range(8000))))
     stage.start(classes=(), max_classes=3)
@@ -258,7 +258,7 @@ def test_a_first_device_cannot_bring_thousands_of_classes(stage: Stage, first: T
     [refused] = flood.got(Refused)
     assert refused.final
     assert refused.reason == (
-        "it has 8000 class folders, and devices may bring 3 to this run; its operator can list `classes`, "
+        "it has 8000 class folders, and this run allows 3 from devices; its operator can list `classes`, "
         "or raise `max_classes`"
     )
     stage.fake("a")
@@ -288,18 +288,18 @@ def test_classes_that_are_fetched_are_checked_like_others(stage: Stage) -> None:
     with_class_list(flood, encode_class_list(tuple(map(str, range(8000)))))
     stage.start(classes=(), max_classes=3)
     stage.drive(lambda: bool(flood.got(Refused)))
-    assert flood.got(Refused)[0].reason.startswith("it has 8000 class folders, and devices may bring 3 to this run")
+    assert flood.got(Refused)[0].reason.startswith("it has 8000 class folders, and this run allows 3 from devices")
 
 
 @pytest.mark.parametrize(
     ("content", "changed", "reason"),
     [
         (b"\xc1", {}, "its list of classes: a list of classes of 1 bytes cannot be read"),
-        (b"x", {"size": 2**21}, "its list of classes has 2097152 bytes, at most 1048576 may be"),
+        (b"x", {"size": 2**21}, "its list of classes has 2097152 bytes, at most 1048576 are allowed"),
         (
             b"x",
             {"digest": "../../etc/passwd"},
-            "the name '../../etc/passwd' of its list of classes is no blake3 digest",
+            "the name '../../etc/passwd' of its list of classes is not a blake3 digest",
         ),
     ],
 )
@@ -321,17 +321,17 @@ def test_class_lists_of_one_device_are_bounded(stage: Stage) -> None:
         device.say(device.hello)
         stage.drive(lambda: len(device.got(Refused)) > number)  # noqa: B023 - it is called here
     assert device.got(Refused)[-2].reason.startswith("it has 3 class folders")
-    assert device.got(Refused)[-1].reason == "it brought 10 different lists of classes already"
+    assert device.got(Refused)[-1].reason == "it has sent 10 different lists of classes already"
 
 
-def test_classes_that_devices_bring_together_are_bounded_too(stage: Stage) -> None:
+def test_classes_of_all_devices_together_are_bounded(stage: Stage) -> None:
     stage.fake("a", silent, classes=("0", "1"))
     stage.start(classes=(), max_classes=3, devices=2)
     stage.drive(lambda: bool(stage.fakes[0].got(Welcome)))
     second = stage.fake("b", silent, classes=("2", "3"))
     stage.drive(lambda: bool(second.got(Refused)))
     assert second.got(Refused)[0].reason.startswith(
-        "it has 2 class folders, with those of other devices 4, and devices may bring 3"
+        "it has 2 class folders, with those of other devices 4, and this run allows 3 from devices"
     )
     third = stage.fake("c", silent, classes=("1", "2"))
     stage.drive(lambda: bool(third.tasks()))
@@ -351,7 +351,7 @@ def test_the_operators_classes_are_the_runs_whoever_comes_first(stage: Stage, fi
     assert_moved_by(stage, first, 1.0)
 
 
-def test_coordinator_goes_on_with_a_finished_run_that_has_more_rounds_now(stage: Stage) -> None:
+def test_coordinator_resumes_finished_run_with_more_rounds(stage: Stage) -> None:
     device = stage.fake("a")
     stage.start(rounds=1)
     assert stage.finish() == "finished"
@@ -520,11 +520,11 @@ MISBEHAVIOUR: dict[str, tuple[Answer, str]] = {
     "extra": (spoiled(put("more", np.zeros(3, np.float32))), "1 tensors were not asked for, the first is 'more'"),
     "garbage": (garbage, "20 bytes are not safetensors"),
     "digest": (other_content, "has digest blake3:"),
-    "name": (claimed(upload=Manifest("nonsense", 100, 1024)), "'nonsense' is no blake3 digest"),
-    "path": (claimed(upload=Manifest("blake3:../../x", 100, 1024)), "is no blake3 digest"),
+    "name": (claimed(upload=Manifest("nonsense", 100, 1024)), "'nonsense' is not a blake3 digest"),
+    "path": (claimed(upload=Manifest("blake3:../../x", 100, 1024)), "is not a blake3 digest"),
     "huge": (claimed(upload=Manifest(digest_of(b"x"), 10**11, 126_976)), "an upload of 100000000000 bytes"),
     "bare": (claimed(upload=None), "the upload is missing"),
-    "many": (claimed(samples=11), "it claims 11 samples, the device announced 10"),
+    "many": (claimed(samples=11), "it reports 11 samples, the device announced 10"),
     "metric": (claimed(metrics={"loss": float("nan")}), "metric 'loss' is nan"),
     "round": (then_give_up(claimed(round=7)), "round 7"),
     "zero": (then_give_up(claimed(round=0)), "round 0"),
@@ -590,7 +590,7 @@ def test_misbehaviour_is_recorded_and_the_device_stays_in_the_run(misbehaved: St
         ({"classes": ("0", "wasp")}, "its class folder 'wasp' is not among this run's 3 classes"),
     ],
 )
-def test_a_device_that_cannot_take_part_is_told_so(stage: Stage, announced: dict[str, Any], named: str) -> None:
+def test_device_that_cannot_take_part_is_refused(stage: Stage, announced: dict[str, Any], named: str) -> None:
     """While the run waits for its first device; no program is made for this."""
     device = stage.fake("a", **announced)
     stage.start()
@@ -621,7 +621,7 @@ def test_a_device_of_another_version_is_answered_in_the_version_byte(stage: Stag
     assert all(refused.final for refused in device.got(Refused))
 
 
-def test_a_question_who_is_there_is_answered_without_joining(stage: Stage) -> None:
+def test_request_for_coordinator_state_is_answered_without_joining(stage: Stage) -> None:
     """As `edge-client doctor` asks it."""
     asks = stage.fake("asks", silent)
     asks.hello = msgspec.structs.replace(asks.hello, train_samples=0)  # refused, whenever it is said
@@ -770,7 +770,7 @@ def test_a_device_that_comes_back_in_time_is_asked_again(stage: Stage, first: Te
     assert_moved_by(stage, first, 3.0)
 
 
-def test_a_device_that_leaves_while_its_upload_is_fetched_brings_it_again(stage: Stage, first: Tensors) -> None:
+def test_device_that_leaves_during_its_upload_sends_it_again(stage: Stage, first: Tensors) -> None:
     """It finds the result in its vault; here: it is handed over."""
     gone = stage.fake("b")
     gone.serves = False
@@ -788,7 +788,7 @@ def test_a_device_that_leaves_while_its_upload_is_fetched_brings_it_again(stage:
     assert stage.store.refusals("r") == []
 
 
-def test_the_round_goes_on_after_the_link_broke(stage: Stage, first: Tensors) -> None:
+def test_round_continues_after_the_link_broke(stage: Stage, first: Tensors) -> None:
     """A new epoch makes all devices say hello; who had not answered is asked again, who had is not."""
     done, late = stage.fake("done"), stage.fake("late", silent)
     stage.start(devices=2)
@@ -805,7 +805,7 @@ def test_the_round_goes_on_after_the_link_broke(stage: Stage, first: Tensors) ->
     assert_moved_by(stage, first, 1.0)
 
 
-def test_a_device_that_left_while_nobody_could_tell_is_not_waited_for(stage: Stage, first: Tensors) -> None:
+def test_device_that_left_during_a_broken_link_is_not_awaited(stage: Stage, first: Tensors) -> None:
     """The broker dies and takes the last will with it: after the link is back, only who says hello is here."""
     stage.fake("a")
     gone = stage.fake("gone", silent)
@@ -901,7 +901,7 @@ def test_each_device_gets_what_was_made_for_it(stage: Stage) -> None:
         np.testing.assert_allclose(stage.model()[name], value + 13 / 4, atol=1e-5, err_msg=name)
 
 
-def test_an_evaluation_brings_the_newest_that_was_made(stage: Stage) -> None:
+def test_evaluation_uses_newest_generated_tensors(stage: Stage) -> None:
     """That of the next round: what training made of the generator is tested."""
     device = stage.fake("a")
     stage.start(method="generated", rounds=2)
@@ -1087,7 +1087,7 @@ def test_how_accuracy_is_measured_is_in_the_record(stage: Stage) -> None:
 # --- when it cannot go on -----------------------------------------------------------------------------
 
 
-def test_a_round_that_brings_nothing_is_tried_again_and_then_the_run_gives_up(stage: Stage) -> None:
+def test_round_without_results_is_repeated_and_then_the_run_fails(stage: Stage) -> None:
     devices = [stage.fake(name, lambda device, task: device.fail(task, "no memory left")) for name in ("a", "b")]
     stage.start(devices=2)
     ended = stage.finish()
@@ -1119,7 +1119,7 @@ def test_a_record_that_cannot_be_written_ends_the_run(stage: Stage) -> None:
     assert stage.store.run("r").status == "failed"
 
 
-def test_a_round_that_brings_something_in_its_second_try_counts(stage: Stage, first: Tensors) -> None:
+def test_round_with_results_in_its_second_attempt_counts(stage: Stage, first: Tensors) -> None:
     def once_more(device: Fake, task: Task) -> None:
         if len(device.tasks()) == 1:
             device.fail(task, "try me again")
@@ -1162,7 +1162,7 @@ def test_a_run_does_not_go_on_with_another_program(stage: Stage) -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "eftvit", "generated"])
 @pytest.mark.parametrize("end", ["stopped", "killed"])
-def test_a_coordinator_started_again_goes_on_where_it_was(
+def test_restarted_coordinator_continues_where_it_was(
     tmp_path: Path, configure: Configure, graph_cache: Path, method: str, end: str
 ) -> None:
     """In round 2 of 3 one of two results is in when it ends; the final tensors are those of a run without an end.
@@ -1282,7 +1282,7 @@ def test_a_quarantine_of_some_rounds_is_waited_for(stage: Stage, first: Tensors)
     assert_moved_by(stage, first, 3.0)
 
 
-def test_a_restart_knows_who_is_in_quarantine(stage: Stage) -> None:
+def test_quarantine_survives_a_restart(stage: Stage) -> None:
     stage.fake("a")
     liar = stage.fake("b", poisoned)
     stage.start(devices=2, rounds=50, robust={"strikes": 1})

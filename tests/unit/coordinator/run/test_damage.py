@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cli
-from coordinator.record.integrity import DamagedBlob, SoundBlobs
+from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.record.store import Store, is_whole
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
@@ -291,7 +291,7 @@ def test_a_run_does_not_begin_from_a_damaged_one(stage: Stage, configure: Config
 
 def test_sound_blobs_give_no_damaged_one(tmp_path: Path) -> None:
     """Not by any way; and to put it again mends it, also among others."""
-    blobs = SoundBlobs(tmp_path)
+    blobs = VerifiedBlobs(tmp_path)
     content = bytes(range(200))
     digest = blobs.put(content).digest
     assert blobs.get(digest) == content
@@ -315,17 +315,17 @@ def test_sound_blobs_give_no_damaged_one(tmp_path: Path) -> None:
 
 
 def test_a_blob_is_read_once_until_its_file_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blobs = SoundBlobs(tmp_path)
+    blobs = VerifiedBlobs(tmp_path)
     digest = blobs.put(b"content").digest
     read = []
-    verify = SoundBlobs.verify
-    monkeypatch.setattr(SoundBlobs, "verify", lambda store, name: read.append(name) or verify(store, name))
+    verify = VerifiedBlobs.verify
+    monkeypatch.setattr(VerifiedBlobs, "verify", lambda store, name: read.append(name) or verify(store, name))
     for _ in range(3):
-        assert blobs.is_sound(digest)
+        assert blobs.is_intact(digest)
     assert len(read) == 1
     os.utime(blobs.path(digest), ns=(1, 1))
-    assert blobs.is_sound(digest)
-    assert blobs.is_sound(digest, anew=True)
+    assert blobs.is_intact(digest)
+    assert blobs.is_intact(digest, anew=True)
     assert len(read) == 3
 
 
@@ -403,9 +403,7 @@ def test_a_record_that_is_damaged_under_a_running_coordinator_stops_it_or_nothin
     stage.coordinator = None
 
 
-def test_an_older_copy_of_the_record_goes_on_with_the_same_numbers(
-    stage: Stage, calm: Callable[[str], Tensors]
-) -> None:
+def test_older_copy_of_the_record_continues_with_the_same_numbers(stage: Stage, calm: Callable[[str], Tensors]) -> None:
     """Of two rounds ago: they are closed again, from the results that were accepted then and in the open one."""
     scene = Scene(stage, method="eftvit")
     scene.b.on_task = lambda device, task: None if task.round == 3 else by_round(device, task)

@@ -17,7 +17,7 @@ from coordinator.run.deadlines import (
 LIMIT_S = 10_000.0
 
 
-def test_a_number_is_a_hard_limit_whatever_the_device_says() -> None:
+def test_fixed_deadline_is_never_extended() -> None:
     deadline = Deadline.fixed(100.0, 60.0)
     deadline.sign(159.0)
     deadline.progressed(159.0, 5, 10)
@@ -80,15 +80,15 @@ def test_a_device_that_begins_anew_gets_its_time_anew_within_the_limit() -> None
     assert deadline._sign_at == 130.0
 
 
-def test_a_device_is_told_when_half_of_its_time_is_news() -> None:
+def test_extension_is_sent_when_half_of_it_is_new() -> None:
     deadline = Deadline.expected(0.0, LIMIT_S, 20.0)
-    deadline.told = deadline.at
+    deadline.announced = deadline.at
     deadline.sign(10.0)
     assert deadline.extension(10.0) is None, "60 s were told, and still hold"
     deadline.sign(55.0)
     assert deadline.at == 55.0 + SLACK * 45.0
     assert deadline.extension(55.0) == SLACK * 45.0
-    deadline.told = deadline.at
+    deadline.announced = deadline.at
     assert deadline.extension(56.0) is None
     assert deadline.extension(deadline.at) is None
 
@@ -123,11 +123,11 @@ def test_bytes_and_our_own_delay_move_a_deadline_beyond_that() -> None:
     """A link of four times the slowest is never too slow, however wrong the prediction was."""
     deadline = Deadline.expected(0.0, 10**9, 1.0)
     for now in range(10, 20_000, 10):
-        deadline.moved(float(now), int(40 * SLOWEST_LINK_BYTES_PER_S))
+        deadline.received(float(now), int(40 * SLOWEST_LINK_BYTES_PER_S))
         assert deadline.at >= now + FLOOR_S
     waiting = Deadline.expected(0.0, 10**9, 1.0)
     for now in range(1, 20_000):
-        waiting.waits(float(now))
+        waiting.kept_waiting(float(now))
         assert waiting.at >= now + FLOOR_S
 
 
@@ -136,9 +136,9 @@ def test_an_upload_must_move_whatever_the_deadline_is() -> None:
         assert deadline.upload_until > 10**9, "nothing is fetched"
         deadline.fetching(50.0)
         assert deadline.upload_until == 50.0 + UPLOAD_S
-        deadline.moved(60.0, int(SLOWEST_LINK_BYTES_PER_S) * 7)
+        deadline.received(60.0, int(SLOWEST_LINK_BYTES_PER_S) * 7)
         assert deadline.upload_until == 50.0 + UPLOAD_S + 7.0
-        deadline.waits(70.0)
+        deadline.kept_waiting(70.0)
         assert deadline.upload_until > 10**9, "it is its turn no longer"
 
 

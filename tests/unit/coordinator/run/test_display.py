@@ -24,7 +24,7 @@ def test_a_line_for_each_device() -> None:
     assert lines[2].split() == ["pi-2", "fetching"]
 
 
-def test_who_is_at_work_comes_first() -> None:
+def test_working_devices_come_first() -> None:
     states = ["done", "train", "offline", "uploading", "failed", "fetching"]
     lines = shown(View("", [DeviceLine(f"pi-{number}", state) for number, state in enumerate(states)]), 80)
     assert [line.split()[0] for line in lines[1:]] == ["pi-1", "pi-3", "pi-5", "pi-0", "pi-2", "pi-4"]

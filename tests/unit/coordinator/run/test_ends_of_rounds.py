@@ -66,7 +66,7 @@ def test_where_fewer_can_be_asked_the_round_needs_those(stage: Stage, first: Ten
 # --- deadlines ----------------------------------------------------------------------------------------
 
 
-def test_a_silent_device_is_given_up_and_one_that_moves_is_waited_for(
+def test_silent_device_is_given_up_and_active_one_is_awaited(
     stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is predicted of either: the first patience of 0.5 s is over for both, but one says steps meanwhile.
@@ -145,13 +145,13 @@ def end_in(stage: Stage, device: Fake, seconds: float) -> None:
     task = stage.coordinator.state.tasks.of(device.name)
     assert task is not None
     task.deadline.at = time.monotonic() + seconds
-    stage.coordinator.scheduler.note_deadline(task)
+    stage.coordinator.scheduler.schedule_check(task)
 
 
 def is_given_up(stage: Stage, holder: Fake, first: Tensors) -> None:
     assert stage.finish() == "finished"
     assert "train: no result: deadline" in stage.refusals("holder")
-    assert holder.got(Cancel)[0].reason == "late: round 1 does not wait for it any more"
+    assert holder.got(Cancel)[0].reason == "late: round 1 no longer waits for it"
     assert_moved_by(stage, first, 1.0)
 
 
@@ -168,7 +168,7 @@ def send_chunk(device: Fake, index: int, seq: int) -> None:
 
 
 @pytest.mark.parametrize("late", ["refuse", "use"])
-def test_an_upload_that_never_comes_takes_nobodys_place(
+def test_upload_that_never_comes_does_not_block_others(
     stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
     """One upload at a time, and the first device announces one and sends nothing. Its deadline is far away."""
@@ -186,7 +186,7 @@ def test_an_upload_that_never_comes_takes_nobodys_place(
     stage.drive(lambda: a.answers() == [(1, True)])
     assert stage.finish() == "finished"
     assert stage.refusals("mute")[0] == "train: no result: deadline"
-    assert "does not wait for it any more" in mute.reasons()[0]
+    assert "no longer waits for it" in mute.reasons()[0]
     assert_moved_by(stage, first, 1.0)
 
 
@@ -412,7 +412,7 @@ def test_no_more_work_at_a_time_than_they_may_and_fairly_in_turn(stage: Stage) -
     assert stage.finish() == "finished"
 
 
-def test_a_buffer_that_nobody_can_fill_is_used_as_it_is(stage: Stage, first: Tensors) -> None:
+def test_buffer_that_cannot_be_filled_is_used_as_it_is(stage: Stage, first: Tensors) -> None:
     """Two devices, a buffer of four, and each counts once a round."""
     a, b = stage.fake("a", value=1.0), stage.fake("b", value=3.0)
     stage.start(devices=2, mode="buffered", buffer=4, rounds=2, evaluate_every=1)
@@ -422,7 +422,7 @@ def test_a_buffer_that_nobody_can_fill_is_used_as_it_is(stage: Stage, first: Ten
     assert a.tasks("evaluate") == b.tasks("evaluate") == [1, 2]
 
 
-def test_an_evaluation_waits_for_those_at_work_and_nobody_trains_meanwhile(stage: Stage) -> None:
+def test_evaluation_waits_for_working_devices_and_none_trains_meanwhile(stage: Stage) -> None:
     a, b = stage.fake("a"), stage.fake("b", silent)
     stage.start(devices=2, mode="buffered", buffer=1, rounds=2, evaluate_every=1)
     stage.drive(lambda: a.tasks("evaluate") == [1])
@@ -435,7 +435,7 @@ def test_an_evaluation_waits_for_those_at_work_and_nobody_trains_meanwhile(stage
     assert {(entry.device, entry.used_in) for entry in stage.store.results("r", kind="train")} >= {("a", 1), ("b", 2)}
 
 
-def test_a_buffered_run_goes_on_after_a_kill(
+def test_buffered_run_continues_after_a_kill(
     tmp_path: Path, configure: Configure, graph_cache: Path, first: Tensors
 ) -> None:
     """Killed in round 2 with one of two results in and c at work for round 1: the end is the same as without."""
@@ -505,7 +505,7 @@ def test_a_round_that_all_decline_waits_for_them(stage: Stage, first: Tensors) -
     assert_moved_by(stage, first, 1.0)
 
 
-def test_a_decline_of_what_nobody_asked_changes_nothing(stage: Stage, first: Tensors) -> None:
+def test_decline_of_an_unknown_task_changes_nothing(stage: Stage, first: Tensors) -> None:
     def astray(device: Fake, task: Task) -> None:
         device.say(Declined("yesterday", 1, "train", "busy", 60.0))
         device.say(Declined(task.run, 7, "train", "busy", 60.0))

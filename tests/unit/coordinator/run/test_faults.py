@@ -87,7 +87,7 @@ def test_attempts_are_counted_over_a_restart_of_the_coordinator(
 # --- results of something else than what is asked -----------------------------------------------------
 
 
-def test_a_result_of_another_task_is_no_strike_and_the_device_is_told_again(stage: Stage, first: Tensors) -> None:
+def test_result_of_another_task_is_no_strike_and_the_task_is_sent_again(stage: Stage, first: Tensors) -> None:
     """What is asked may have changed since the device began, by no fault of its own."""
 
     def of_another(device: Fake, task: Task) -> None:
@@ -102,7 +102,7 @@ def test_a_result_of_another_task_is_no_strike_and_the_device_is_told_again(stag
     first_told, again = (task for task in device.got(Task) if task.kind == "train")
     assert first_told.task == again.task != ""
     assert stage.refusals("a") == [
-        f"train: it is of task another, asked is {again.task}: the device is told again",
+        f"train: it is of task another, expected is {again.task}: the task is sent again",
     ]
     assert stage.store.strikes("r") == []
     assert_moved_by(stage, first, 1.0)
@@ -252,7 +252,7 @@ def test_a_task_that_fits_no_message_is_the_end_of_that_task_alone(
     stage.start(devices=2)
     assert stage.finish() == "finished"
     assert stage.refusals("bad")[0].startswith(
-        "train: no result: its task cannot be told: a Task message of 70000 bytes"
+        "train: no result: its task cannot be sent: a Task message of 70000 bytes"
     )
     assert_moved_by(stage, first, 1.0)
 
@@ -260,7 +260,7 @@ def test_a_task_that_fits_no_message_is_the_end_of_that_task_alone(
 # --- devices that are thought to be away --------------------------------------------------------------
 
 
-def test_a_device_that_is_thought_to_be_away_and_speaks_is_asked_for_its_hello(stage: Stage, first: Tensors) -> None:
+def test_device_that_counts_as_offline_and_sends_is_asked_for_its_hello(stage: Stage, first: Tensors) -> None:
     """A last will of an earlier connection came after the hello of the newer one, from software that numbers none."""
     device = stage.fake("a", silent)
     stage.start()
@@ -275,7 +275,7 @@ def test_a_device_that_is_thought_to_be_away_and_speaks_is_asked_for_its_hello(s
     assert_moved_by(stage, first, 1.0)
 
 
-def test_a_last_will_of_an_earlier_connection_says_nothing(stage: Stage) -> None:
+def test_last_will_of_an_earlier_connection_is_ignored(stage: Stage) -> None:
     device = stage.fake("a", silent, connection=2)
     stage.start()
     stage.drive(lambda: device.tasks() == [1])

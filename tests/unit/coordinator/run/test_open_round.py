@@ -37,7 +37,7 @@ def test_open_round_keeps_what_counted_when_a_device_fails_later() -> None:
     assert (opened.accepted, opened.failed) == ({"a", "b"}, {})
 
 
-def test_open_round_that_grows_does_not_wait_again_for_who_has_answered() -> None:
+def test_growing_round_does_not_await_devices_that_answered() -> None:
     opened = OpenRound("run", 1, "train", ["a"], needed=3)
     opened.accept("a")
     opened.accept("late")  # of an earlier round

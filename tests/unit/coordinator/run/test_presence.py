@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from coordinator.run.presence import LONGEST_REST_S, Presence
+from coordinator.run.presence import LONGEST_BACKOFF_S, Presence
 from fedvit.wire.messages import DeviceState
 from tests.support.messages import hello
 
@@ -18,7 +18,7 @@ def presence() -> Presence:
     return known
 
 
-def test_who_said_hello_is_here(presence: Presence) -> None:
+def test_device_is_online_after_its_hello(presence: Presence) -> None:
     assert presence.online() == ["a", "b"]
     assert presence.is_online("a")
     assert not presence.is_online("c")
@@ -27,7 +27,7 @@ def test_who_said_hello_is_here(presence: Presence) -> None:
         presence["c"]
 
 
-def test_a_will_or_farewell_takes_a_device_away_and_a_hello_brings_it_back(presence: Presence) -> None:
+def test_will_or_farewell_makes_a_device_offline_until_its_hello(presence: Presence) -> None:
     assert presence.state_changed("a", DeviceState("a1", online=False))
     assert presence.online() == ["b"]
     assert presence["a"].hello.train_samples == 20, "what it said is still known"
@@ -58,7 +58,7 @@ def test_a_second_process_with_a_name_that_is_taken_is_a_rival(presence: Presenc
     assert presence.rival("a", hello("other")) is None, "the name is free again"
 
 
-def test_when_our_own_link_breaks_nobody_is_known_to_be_here(presence: Presence) -> None:
+def test_all_devices_count_as_offline_when_our_own_link_breaks(presence: Presence) -> None:
     presence.all_offline()
     assert presence.online() == []
     assert presence.rival("a", hello("other")) is None
@@ -67,11 +67,11 @@ def test_when_our_own_link_breaks_nobody_is_known_to_be_here(presence: Presence)
 
 
 def test_a_device_that_declined_rests_while_it_is_the_same_process(presence: Presence) -> None:
-    presence.rest("a", "hot", 600.0)
-    presence.rest("stranger", "hot", 600.0)
+    presence.back_off("a", "hot", 600.0)
+    presence.back_off("stranger", "hot", 600.0)
     assert presence.online() == ["a", "b"]
     assert presence.available() == ["b"]
-    assert [(device.name, device.rests_because) for device in presence.resting()] == [("a", "hot")]
+    assert [(device.name, device.backoff_reason) for device in presence.backing_off()] == [("a", "hot")]
     presence.arrived("a", hello("a1"))
     assert presence.available() == ["b"], "it only said hello again"
     presence.arrived("a", hello("a2"))
@@ -79,12 +79,12 @@ def test_a_device_that_declined_rests_while_it_is_the_same_process(presence: Pre
 
 
 @pytest.mark.parametrize("forever", [float("nan"), float("inf"), 1e300])
-def test_nobody_rests_for_ever(presence: Presence, forever: float) -> None:
-    presence.rest("a", "busy", forever)
+def test_backoff_is_bounded(presence: Presence, forever: float) -> None:
+    presence.back_off("a", "busy", forever)
     assert presence.available() == ["b"]
-    assert presence["a"].rests_until <= time.monotonic() + LONGEST_REST_S
+    assert presence["a"].backoff_until <= time.monotonic() + LONGEST_BACKOFF_S
 
 
 def test_a_rest_ends(presence: Presence) -> None:
-    presence.rest("a", "busy", 0.0)
+    presence.back_off("a", "busy", 0.0)
     assert presence.available() == ["a", "b"]

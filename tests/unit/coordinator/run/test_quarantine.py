@@ -51,7 +51,7 @@ def test_work_that_is_done_again_counts_once(store: Store) -> None:
     assert len(store.strikes("r")) == 1
 
 
-def test_a_quarantine_of_some_rounds_ends_by_itself(store: Store) -> None:
+def test_quarantine_of_some_rounds_ends_automatically(store: Store) -> None:
     quarantine = of(store, limit=1, rounds=2)
     quarantine.strike("pi", 3, "too long")
     assert [quarantine.admitted(["pi"], number) for number in (3, 4, 5, 6)] == [[], [], [], ["pi"]]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.config import RobustConfig, make_config
-from coordinator.record.integrity import SoundBlobs
+from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.store import Store
 from coordinator.run.quarantine import Quarantine
 from coordinator.run.selector import CohortSelector
@@ -31,9 +31,9 @@ def make_state(tmp_path: Path) -> Iterator[MakeState]:
             run="r",
             config=make_config({"method": "fedavg", **values}, "test").run,
             store=store,
-            blobs=SoundBlobs(tmp_path / "blobs"),
+            blobs=VerifiedBlobs(tmp_path / "blobs"),
             topics=Topics("home"),
-            say=lambda line: None,
+            operator_log=lambda line: None,
             send=lambda device, message: None,
             classes=("ant", "bee"),
         )
@@ -87,7 +87,7 @@ def test_selector_draws_the_devices_that_test_apart_from_those_that_train(make_s
     assert differ > 5
 
 
-def test_run_state_that_is_not_prepared_says_so(make_state: MakeState) -> None:
+def test_run_state_that_is_not_prepared_raises(make_state: MakeState) -> None:
     with pytest.raises(LinkDown, match="not prepared yet"):
         make_state().newest()
 

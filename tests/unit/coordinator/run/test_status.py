@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.run.status import FILE, STALE_S, AtWork, Resting, Status, lines, read_status
+from coordinator.run.status import FILE, STALE_S, AtWork, BackingOff, Status, lines, read_status
 from fedvit.errors import ConfigError
 
 
@@ -24,28 +24,30 @@ def status(age_s: float = 0.0) -> Status:
     fetching = AtWork(
         device="pi-2", round=2, kind="train", state="fetching", done_steps=0, total_steps=0, since=at(-60), until=at(90)
     )
-    resting = Resting(device="pi-3", reason="quiet hours until 06:30", until=at(3600))
-    return Status(at=at(-age_s), doing="round 2/9: train", waiting_for=[working, fetching], resting=[resting], online=3)
+    resting = BackingOff(device="pi-3", reason="quiet hours until 06:30", until=at(3600))
+    return Status(
+        at=at(-age_s), doing="round 2/9: train", waiting_for=[working, fetching], backing_off=[resting], online=3
+    )
 
 
-def test_a_run_that_waits_says_for_whom_and_until_when() -> None:
+def test_status_names_awaited_devices_and_their_deadlines() -> None:
     told = status()
     pi_1, pi_2 = told.waiting_for
     assert lines("r", "running", told) == [
         "run r: running; round 2/9: train",
         f"  pi-1: train of round 2, working 3/40, since {local(pi_1.since)}, until {local(pi_1.until)}",
         f"  pi-2: train of round 2, fetching, since {local(pi_2.since)}, until {local(pi_2.until)}",
-        f"  pi-3: declined (quiet hours until 06:30), asked again after {local(told.resting[0].until)}",
+        f"  pi-3: declined (quiet hours until 06:30), asked again after {local(told.backing_off[0].until)}",
     ]
 
 
-def test_a_run_that_nobody_serves_says_how_to_go_on() -> None:
+def test_status_of_unserved_run_names_the_command_to_resume() -> None:
     told = status(age_s=STALE_S + 5)
     [first, *_] = lines("r", "running", told)
-    assert first == f"run r: running; nobody serves it since {local(told.at)}: coordinator start --resume r"
+    assert first == f"run r: running; not served since {local(told.at)}: coordinator start --resume r"
 
 
-def test_a_run_that_is_over_waits_for_nobody() -> None:
+def test_ended_run_awaits_no_device() -> None:
     assert lines("r", "finished", status(age_s=1000)) == ["run r: finished"]
 
 

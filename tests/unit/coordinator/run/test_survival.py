@@ -29,7 +29,7 @@ except DiskFull as error:
 assert len(store.refusals("r")) == kept
 assert store.run("r").status == "waiting"
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-store.add_refusal("r", 1, "a", "train", "there is room again")
+store.add_refusal("r", 1, "a", "train", "the disk has space again")
 assert len(store.refusals("r")) == kept + 1
 store.close()
 print(len(Store.in_folder(folder).refusals("r")) == kept + 1)
@@ -54,7 +54,7 @@ for write in (lambda: store.put(content), lambda: store.receive(manifest).write(
 """
 
 
-def test_a_record_without_room_keeps_what_it_had_and_goes_on(tmp_path: Path) -> None:
+def test_record_on_full_disk_keeps_its_content_and_can_be_used_again(tmp_path: Path) -> None:
     said, again = in_child(FULL_RECORD, tmp_path).splitlines()
     assert said.startswith(f"database sqlite:///{tmp_path / 'fedvit.db'}: ")
     assert again == "True"
@@ -72,7 +72,7 @@ def presence() -> Presence:
     return made
 
 
-def test_who_left_may_return_within_the_grace(presence: Presence) -> None:
+def test_device_may_return_within_the_grace(presence: Presence) -> None:
     assert presence.may_return(60.0) == []
     presence.state_changed("a", DeviceState("a1", online=False))
     assert presence.may_return(60.0) == ["a"]
@@ -86,7 +86,7 @@ def test_after_the_link_was_lost_everybody_may_return(presence: Presence) -> Non
     assert presence.may_return(60.0) == ["a", "b", "c"]
 
 
-def test_who_was_sent_away_is_not_waited_for(presence: Presence) -> None:
+def test_device_that_was_sent_away_is_not_awaited(presence: Presence) -> None:
     presence.dismiss("b")
     presence.all_offline()
     assert presence.may_return(60.0) == ["a", "c"]

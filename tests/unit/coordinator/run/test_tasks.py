@@ -53,18 +53,18 @@ def test_a_task_is_the_same_for_devices_of_which_the_same_is_asked() -> None:
 def test_a_message_about_another_task_of_the_round_is_not_about_this_one() -> None:
     made = task()
     known = Progress("r", 1, "train", 1, 2, task=made.id)
-    assert made.is_meant(known)
+    assert made.concerns(known)
     assert made.is_same(known)
     assert made.is_same(Progress("r", 1, "train", 1, 2)), "software that names no tasks is believed"
     assert not made.is_same(Progress("r", 1, "train", 1, 2, task="another"))
     for other in (Progress("s", 1, "train", 1, 2), Progress("r", 2, "train", 1, 2), Progress("r", 1, "evaluate", 1, 2)):
-        assert not made.is_meant(other)
+        assert not made.concerns(other)
 
 
-def test_tasks_that_ended_are_under_way_no_more() -> None:
+def test_ended_tasks_are_no_longer_under_way() -> None:
     tasks, first, second = Tasks(), task(), task(number=2)
-    tasks.give(first)
-    tasks.give(second)
+    tasks.add(first)
+    tasks.add(second)
     tasks.end(first, TaskState.LATE)
     assert tasks.of("pi") is second, "the end of an old task takes no new one away"
     tasks.end(second, TaskState.LOST)

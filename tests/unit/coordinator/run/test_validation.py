@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.run.validation import (
-    ROOM_BYTES,
+    MIN_FREE_BYTES,
+    check_free_space,
     check_hello,
     check_labels,
     check_new_classes,
     check_result,
-    check_room,
     check_upload,
     largest_upload_bytes,
 )
@@ -108,17 +108,17 @@ def test_an_unknown_class_folder_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a\x1b[2J", "a\nb", "\0", "a\u202eb"])
-def test_a_class_whose_name_cannot_be_printed_is_nobodys_to_bring(name: str) -> None:
+def test_class_with_unprintable_name_is_refused(name: str) -> None:
     with pytest.raises(PeerRefused) as refused:
         check_new_classes(hello(classes=("ant", name)), [], 10)
     assert repr(name) in str(refused.value)
     assert str(refused.value).isprintable()
 
 
-def test_classes_that_are_brought_are_bounded() -> None:
+def test_announced_classes_are_bounded() -> None:
     check_new_classes(hello(classes=("ant", "bee")), ["bee", "cow"], 3)
     with pytest.raises(
-        PeerRefused, match=r"^it has 2 class folders, with those of other devices 3, and devices may bri"
+        PeerRefused, match=r"^it has 2 class folders, with those of other devices 3, and this run allows"
     ):
         check_new_classes(hello(classes=("ant", "bee")), ["bee", "cow"], 2)
 
@@ -148,15 +148,15 @@ def test_good_results_are_taken() -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"samples": 21}, "it claims 21 samples, the device announced 20"),
-        ({"samples": -1}, "it claims -1 samples, the device announced 20"),
+        ({"samples": 21}, "it reports 21 samples, the device announced 20"),
+        ({"samples": -1}, "it reports -1 samples, the device announced 20"),
         ({"metrics": {"loss": float("nan")}}, "metric 'loss' is nan"),
         ({"metrics": {"loss": 0.5, "extra": float("inf")}}, "metric 'extra' is inf"),
         ({"upload": None}, "the upload is missing"),
-        ({"upload": Manifest("nonsense", 100, 1024)}, "'nonsense' is no blake3 digest"),
-        ({"upload": Manifest("blake3:../../../../etc/passwd", 100, 1024)}, "is no blake3 digest"),
-        ({"upload": Manifest("sha256:" + "5" * 64, 100, 1024)}, "is no blake3 digest"),
-        ({"upload": Manifest(DIGEST + "\n", 100, 1024)}, "is no blake3 digest"),
+        ({"upload": Manifest("nonsense", 100, 1024)}, "'nonsense' is not a blake3 digest"),
+        ({"upload": Manifest("blake3:../../../../etc/passwd", 100, 1024)}, "is not a blake3 digest"),
+        ({"upload": Manifest("sha256:" + "5" * 64, 100, 1024)}, "is not a blake3 digest"),
+        ({"upload": Manifest(DIGEST + "\n", 100, 1024)}, "is not a blake3 digest"),
     ],
 )
 @pytest.mark.parametrize("program", [AVERAGED, COLLECTED], ids=["averaged", "collected"])
@@ -168,12 +168,12 @@ def test_a_training_result_that_cannot_be_is_refused(program: Program, changed: 
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"samples": 6}, "it claims 6 samples, the device announced 5"),
-        ({"metrics": {"correct": 6.0}}, "it claims 6.0 right answers of 5"),
-        ({"metrics": {"correct": -1.0}}, "it claims -1.0 right answers of 5"),
-        ({"metrics": {}}, "it claims None right answers of 5"),
+        ({"samples": 6}, "it reports 6 samples, the device announced 5"),
+        ({"metrics": {"correct": 6.0}}, "it reports 6.0 correct answers of 5"),
+        ({"metrics": {"correct": -1.0}}, "it reports -1.0 correct answers of 5"),
+        ({"metrics": {}}, "it reports None correct answers of 5"),
         ({"metrics": {"correct": float("nan")}}, "metric 'correct' is nan"),
-        ({"upload": Manifest(DIGEST, 100, 1024)}, "the evaluate result brings 100 bytes that nobody asked for"),
+        ({"upload": Manifest(DIGEST, 100, 1024)}, "the evaluate result has an upload of 100 bytes, expected is none"),
     ],
 )
 def test_an_evaluation_that_cannot_be_is_refused(changed: dict[str, Any], named: str) -> None:
@@ -181,11 +181,11 @@ def test_an_evaluation_that_cannot_be_is_refused(changed: dict[str, Any], named:
         check_result(msgspec.structs.replace(evaluated(), **changed), AVERAGED, hello())
 
 
-def test_an_upload_that_nobody_asked_for_is_refused() -> None:
+def test_unexpected_upload_is_refused() -> None:
     """Everything is local: a device that trains for itself alone has nothing to send."""
     alone = msgspec.structs.replace(AVERAGED, groups=dict.fromkeys(("body", "head", "base"), Group(Role.LOCAL, DIGEST)))
     check_result(result(upload=None), alone, hello())
-    with pytest.raises(BadPayload, match="brings 100 bytes that nobody asked for"):
+    with pytest.raises(BadPayload, match="has an upload of 100 bytes, expected is none"):
         check_result(result(), alone, hello())
 
 
@@ -320,7 +320,7 @@ def test_an_upload_is_not_read_into_memory(tmp_path: Path) -> None:
 
 
 def test_an_upload_that_is_gone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadPayload, match=f"^{WHAT}: upload gone is not there"):
+    with pytest.raises(BadPayload, match=f"^{WHAT}: upload gone is missing"):
         check_upload(tmp_path / "gone", AVERAGED, WHAT)
 
 
@@ -430,6 +430,6 @@ def test_an_upload_that_alone_would_fill_the_disk_is_refused() -> None:
     """On a disk that is full without it nobody is to blame: that pauses the run instead."""
     upload = Manifest(DIGEST, 20_000_000_000, 126_976)
     with pytest.raises(BadPayload, match=r"of 20000000000 bytes \(20 GB\), the coordinator has 19 GB free"):
-        check_room(upload, 19_000_000_000)
-    for free_bytes in (None, 20_000_000_000, ROOM_BYTES - 1):
-        check_room(upload, free_bytes)
+        check_free_space(upload, 19_000_000_000)
+    for free_bytes in (None, 20_000_000_000, MIN_FREE_BYTES - 1):
+        check_free_space(upload, free_bytes)

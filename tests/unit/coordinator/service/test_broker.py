@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.broker.process import claim_port
 from coordinator.config import BrokerConfig
-from coordinator.service.broker import meeting_point
+from coordinator.service.broker import broker_endpoint
 
 
 @pytest.mark.parametrize(
@@ -17,12 +17,12 @@ from coordinator.service.broker import meeting_point
                                          "--federation barn"),
     ],
 )  # fmt: skip
-def test_operator_is_told_what_to_type_on_a_device(
+def test_operator_sees_the_command_for_devices(
     tmp_path: Path, settings: dict[str, str], federation: str, device: str
 ) -> None:
     port, said = claim_port("127.0.0.1", 0), list[str]()
     config = BrokerConfig(broker="mosquitto", port=port, **settings)
-    with meeting_point(config, federation, tmp_path, said.append):
+    with broker_endpoint(config, federation, tmp_path, said.append):
         pass
     assert said[0].endswith(f" at 127.0.0.1:{port}")
     assert said[-1] == f"on each device: {device.format(port=port)}"
@@ -33,7 +33,7 @@ def test_broker_that_listens_everywhere_is_named_by_what_it_listens_on(tmp_path:
     said = list[str]()
     port = claim_port("127.0.0.1", 0)
     config = BrokerConfig(broker="mosquitto", listen="0.0.0.0", port=port, password="secret")
-    with meeting_point(config, "home", tmp_path, said.append):
+    with broker_endpoint(config, "home", tmp_path, said.append):
         pass
     assert said[0].endswith(f" at 0.0.0.0:{port}")
     assert "@127.0.0.1" not in said[-1]

@@ -49,7 +49,7 @@ class Hall:
         self.said: list[str] = []
         self.ended: set[str] = set()
         link = MemoryTransport(SimpleQueue(), self.broker, "coordinator")
-        self.router = Router(link, "home", has_ended=lambda run: run in self.ended, say=self.said.append)
+        self.router = Router(link, "home", has_ended=lambda run: run in self.ended, operator_log=self.said.append)
         self.router.open()
         self.settle()
 
@@ -120,7 +120,7 @@ def test_router_gives_each_device_to_the_first_run_whose_labels_it_has(hall: Hal
         ]
 
 
-def test_router_says_why_no_run_wants_a_device(hall: Hall) -> None:
+def test_router_reports_why_no_run_selects_a_device(hall: Hall) -> None:
     hall.run("b", "site=berlin")
     device = Device(hall, "d-1", site="munich")
     device.say(device.hello)
@@ -178,7 +178,7 @@ def test_router_passes_a_last_will_on_and_forgets_nothing(hall: Hall) -> None:
     assert messages(other) == [("pi-1", back.hello)]
 
 
-def test_router_moves_a_device_whose_labels_changed(hall: Hall) -> None:
+def test_router_reassigns_device_whose_labels_changed(hall: Hall) -> None:
     berlin, munich = hall.run("b", "site=berlin"), hall.run("m", "site=munich")
     device = Device(hall, "pi-1", site="berlin")
     device.say(device.hello)

@@ -175,8 +175,8 @@ class TestPrivacy:
         rows = [re.findall(r"<td.*?>(.*?)</td>", row) for row in section.split("<tr>")[2:]]
         assert rows == [["1", "2.5", "40", "40", "1"], ["2", "2.5", "", "", ""], ["3", "4", "75", "50", "1"]]
 
-    def test_a_rehearsal_is_told(self) -> None:
-        assert "protects nobody" in run_page(private_document(rehearsal=True))
+    def test_deterministic_noise_is_reported(self) -> None:
+        assert "protects nobody" in run_page(private_document(deterministic_noise=True))
         assert "protects nobody" not in run_page(private_document())
 
     def test_only_the_kinds_that_there_are(self) -> None:

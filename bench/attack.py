@@ -21,7 +21,7 @@ from rich.console import RenderableType
 from coordinator.record.store import Store
 from edge_client.agent import Agent
 from edge_client.runtime import Seeds, Trained
-from edge_client.workbench import Workbench
+from edge_client.task_executor import TaskExecutor
 from fedvit.data.layout import TRAIN
 from fedvit.errors import ConfigError, EmptyCohort, PeerRefused
 from fedvit.program import Program
@@ -37,7 +37,7 @@ CLEAN = "none"
 
 
 class Attacker(Agent):
-    """A device that answers every task; what it sends, its workbench says."""
+    """A device that answers every task; what it sends, its task executor says."""
 
     found_out = False
 
@@ -53,11 +53,11 @@ class Attacker(Agent):
             self.found_out = True
 
 
-class Tampering(Workbench):
+class Tampering(TaskExecutor):
     """Sends something else than what it trained."""
 
-    def brought(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> tuple[Tensors, Tensors]:
-        deltas, collected = super().brought(program, values, trained, seeds)
+    def outputs(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> tuple[Tensors, Tensors]:
+        deltas, collected = super().outputs(program, values, trained, seeds)
         return self._tampered(deltas), self._tampered(collected)
 
     def _tampered(self, honest: Tensors) -> Tensors:
@@ -113,9 +113,9 @@ ATTACKS: Mapping[str, type[Tampering]] = {
 }
 
 
-def attacker(bench: type[Tampering]) -> type[Attacker]:
-    """A device that sends what comes from this workbench."""
-    return type(f"{bench.__name__}Attacker", (Attacker,), {"workbench": bench})
+def attacker(executor: type[Tampering]) -> type[Attacker]:
+    """A device that sends what comes from this task executor."""
+    return type(f"{executor.__name__}Attacker", (Attacker,), {"executor_class": executor})
 
 
 PLAIN: Mapping[str, Any] = {"aggregator": "mean", "strikes": 0}

@@ -1,6 +1,6 @@
-"""Names that a run's configuration may hold, read from source files: a typo is answered without importing torch.
+"""Valid names for a run's configuration, read from source files, so that typos are found without importing torch.
 
-The tables themselves are in `fedvit.methods` and `fedvit.models`, and in timm; nothing is written down a second time.
+The tables themselves are in `fedvit.methods` and `fedvit.models`, and in timm; they are not repeated here.
 """
 
 import ast
@@ -26,9 +26,9 @@ _FOLDER = Path(__file__).parent / "methods"
 def check_names(
     method: str, options: Iterable[str] = (), model: str = SMALL, model_options: Iterable[str] = ()
 ) -> None:
-    """Raises ConfigError for a method, a model, or an option of one of them that there is not.
+    """Raises ConfigError for an unknown method, model, or option.
 
-    A name that passes may still be refused where torch is there: then also its value is looked at.
+    Values are checked later, where torch is available.
     """
     check_method(method, method_classes())
     if options:
@@ -41,13 +41,13 @@ def check_names(
 
 
 def check_method(name: str, known: Iterable[str]) -> None:
-    """Raises ConfigError when the name is not one of those that are known."""
+    """Raises ConfigError when the name is not a known one."""
     if name not in set(known):
         raise ConfigError(f"unknown method {name!r}{known_are(name, sorted(known))}")
 
 
 def check_options(method: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ConfigError when one of the options `given` is not one of those that the method has."""
+    """Raises ConfigError when the method lacks one of the options `given`."""
     known = list(known)
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"method {method!r} has no option {unknown[0]!r}{known_are(unknown[0], known, 'it has')}")
@@ -55,7 +55,7 @@ def check_options(method: str, given: Iterable[str], known: Iterable[str]) -> No
 
 @cache
 def method_classes() -> Mapping[str, str]:
-    """Method -> its class, as the table METHODS of `fedvit.methods` has them."""
+    """Method -> its class, as in the table METHODS of `fedvit.methods`."""
     for node in ast.parse((_FOLDER / "__init__.py").read_text()).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "METHODS":
             assert isinstance(node.value, ast.Dict)
@@ -68,12 +68,12 @@ def method_classes() -> Mapping[str, str]:
 
 
 def method_options(method: str) -> tuple[str, ...]:
-    """The options of a method that there is: the fields of its class and of those that it is made from."""
+    """The options of a method: the fields of its class and of its base classes."""
     return tuple(_fields(method_classes()[method]))
 
 
 def _fields(kind: str) -> list[str]:
-    if kind not in _classes():  # ABC, and whatever else has no options
+    if kind not in _classes():  # ABC, and other classes without options
         return []
     written = _classes()[kind]
     found = [name for base in written.bases for name in _fields(ast.unparse(base))]

@@ -58,7 +58,7 @@ LONGEST = (
     "e2e/test_budgets.py",
     "e2e/test_deployment.py",
     "unit/fleet/test_experiment.py",
-    "unit/coordinator/planning/test_fitting.py",
+    "unit/coordinator/planning/test_configuration_search.py",
     "unit/coordinator/run/test_coordinator.py",
     "unit/export/test_lower.py",
     "contracts/test_families.py",
@@ -118,7 +118,7 @@ def tiny(graph_cache: Path) -> "Callable[[str], Tiny]":
 
     made: dict[str, Tiny] = {}
 
-    def make(name: str) -> Tiny:
+    def make(name: str) -> "Tiny":
         if name not in made:
             made[name] = make_tiny(make_method(name, TINY_OPTIONS), graph_cache)
         return made[name]

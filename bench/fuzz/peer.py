@@ -11,7 +11,7 @@ from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.transport.base import Received, Transport
 from fedvit.transport.exchange import BlobExchange
-from fedvit.wire.messages import Done, Want, decode
+from fedvit.wire.messages import BlobAck, BlobNack, decode
 
 HANG_S = 30.0
 """For a batch of messages that take milliseconds."""
@@ -28,7 +28,7 @@ class Peer:
         self.exchange = BlobExchange(
             self.transport,
             self.blobs,
-            tell=lambda peer, message: None,
+            send=lambda peer, message: None,
             topic_for=sends,
             may_read=lambda peer, digest: True,
         )
@@ -53,10 +53,10 @@ class Peer:
                 news.append(message)
                 self.heard[type(message)] = message
                 with suppress(BadPayload):
-                    if isinstance(message, Want):
-                        self.exchange.on_want("peer", message)
-                    elif isinstance(message, Done):
-                        self.exchange.on_done("peer", message)
+                    if isinstance(message, BlobNack):
+                        self.exchange.on_nack("peer", message)
+                    elif isinstance(message, BlobAck):
+                        self.exchange.on_ack("peer", message)
         self.exchange.tick()
         return news
 

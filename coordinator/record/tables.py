@@ -16,7 +16,7 @@ from coordinator.config import with_new_names
 from fedvit.blobs import BlobStore
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.roles import NONE
-from fedvit.wire.messages import Recipe, TaskKind
+from fedvit.wire.messages import DeltaStep, TaskKind
 from profiles.prediction import Expected
 
 SCHEMA = "0004"
@@ -29,7 +29,7 @@ TABLES = MetaData()
 
 
 class Link(Struct, frozen=True):
-    """A step to a reference, as digests; see `Recipe`."""
+    """A step to a reference, as digests; see `DeltaStep`."""
 
     target: str
     base: str  # empty: none is needed
@@ -46,9 +46,9 @@ class Reference(Struct, frozen=True):
     def blobs(self) -> set[str]:
         return {self.digest, *(link.patch for link in self.links)}
 
-    def recipes(self, blobs: BlobStore) -> tuple[Recipe, ...]:
+    def recipes(self, blobs: BlobStore) -> tuple[DeltaStep, ...]:
         """For devices that lack it. Raises BadPayload when a patch is not in `blobs`."""
-        return tuple(Recipe(link.target, link.base, blobs.manifest(link.patch), self.whole) for link in self.links)
+        return tuple(DeltaStep(link.target, link.base, blobs.manifest(link.patch), self.whole) for link in self.links)
 
 
 class SavedState(Struct, frozen=True):

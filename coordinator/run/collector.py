@@ -331,10 +331,10 @@ class ResultCollector:
     def _write(self, kept: list[Task]) -> None:
         """First the uploads, then a note apart from the record, then the record."""
         state = self._state
-        with state.blobs.gathering() as gathering:
+        with state.blobs.batched_commit() as batched_commit:
             for task in kept:
                 if task.content is not None:
-                    gathering.put(task.content)
+                    batched_commit.put(task.content)
         used_in = {"train": state.counts_in, "evaluate": None}
         accepted = [(task.device, task.result, used_in[task.kind]) for task in kept if task.result]
         number, cohort, needed = state.counts_in, None, None

@@ -19,7 +19,7 @@ import msgspec
 from coordinator.run.deadlines import Deadline, Links
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.program import Program
-from fedvit.wire.messages import Declined, Failed, Hello, Progress, Recipe, Result, TaskKind, Want
+from fedvit.wire.messages import BlobNack, Declined, DeltaStep, Failed, Hello, Progress, Result, TaskKind
 from fedvit.wire.transfer import CHUNK_BYTES
 from profiles.prediction import Expected
 
@@ -63,7 +63,7 @@ class Work(NamedTuple):
     program: Program
     groups: dict[str, str]  # group -> digest of the value that the server sends
     expected: Expected | None  # None: nothing is known of the device
-    recipes: tuple[Recipe, ...] = ()  # how it may make blobs of `groups`
+    recipes: tuple[DeltaStep, ...] = ()  # how it may make blobs of `groups`
     lr_scale: float = 1.0  # factor on the learning rate
     attempt: int = 1  # how often the device was given it before, and once more
 
@@ -146,7 +146,7 @@ class Task:
         """Whether the message names what is asked now; software that names no tasks is believed."""
         return not message.task or message.task == self.id
 
-    def fetched(self, want: Want) -> int | None:
+    def fetched(self, want: BlobNack) -> int | None:
         """Bytes of a blob that the device has since it asked before; None where nothing is new.
 
         The first question is news, too. What it had once and says to lack again is not counted twice.

@@ -449,7 +449,7 @@ def test_another_shape_or_dtype_is_refused(gradient: Graph, array: Array, is_: s
     """Before onnxruntime would read beyond its end; both sides are named."""
     with pytest.raises(BadPayload) as refused:
         Bound(gradient).read("batch/patches", array)
-    wanted = "the graph wants 'batch/patches' as tensor(float) of shape [3, 2, 4]"
+    wanted = "the graph expects 'batch/patches' as tensor(float) of shape [3, 2, 4]"
     assert str(refused.value) == f"{wanted}, it is {is_}"
 
 
@@ -501,7 +501,7 @@ def test_only_float32_is_trained(gradient: Graph, update_of: UpdateOf, dtype: An
     values = start_values() | {"b": np.zeros(3, dtype)}
     with pytest.raises(BadPayload) as refused:
         SummedSteps(gradient, program(), phase_of(Sgd()), values, values, {}, 1.0, update=update_of(Sgd()))
-    assert str(refused.value) == f"tensor 'b' is to be trained, but is {np.dtype(dtype)} and not float32"
+    assert str(refused.value) == f"tensor 'b' is {np.dtype(dtype)}; training supports float32 only"
 
 
 def test_what_onnxruntime_refuses_is_told(update_of: UpdateOf) -> None:

@@ -28,7 +28,7 @@ from coordinator.config import (
 from coordinator.planning.checks import checked_config
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS
-from fedvit.methods.base import Surgery
+from fedvit.methods.base import ModelPatch
 from fedvit.methods.fedavg import FedAvg
 from fedvit.models.prompts import Prompts
 from fedvit.resources import Budget
@@ -129,7 +129,7 @@ class Prompted(FedAvg):
 
     tokens: int = 3
 
-    def surgery(self) -> tuple[Surgery, ...]:
+    def model_patches(self) -> tuple[ModelPatch, ...]:
         return (Prompts(tokens=self.tokens),)
 
 

@@ -153,10 +153,10 @@ def test_good_results_are_taken() -> None:
         ({"metrics": {"loss": float("nan")}}, "metric 'loss' is nan"),
         ({"metrics": {"loss": 0.5, "extra": float("inf")}}, "metric 'extra' is inf"),
         ({"upload": None}, "the upload is missing"),
-        ({"upload": Manifest("nonsense", 100, 1024)}, "'nonsense' is no blake3 digest"),
-        ({"upload": Manifest("blake3:../../../../etc/passwd", 100, 1024)}, "is no blake3 digest"),
-        ({"upload": Manifest("sha256:" + "5" * 64, 100, 1024)}, "is no blake3 digest"),
-        ({"upload": Manifest(DIGEST + "\n", 100, 1024)}, "is no blake3 digest"),
+        ({"upload": Manifest("nonsense", 100, 1024)}, "'nonsense' is not a blake3 digest"),
+        ({"upload": Manifest("blake3:../../../../etc/passwd", 100, 1024)}, "is not a blake3 digest"),
+        ({"upload": Manifest("sha256:" + "5" * 64, 100, 1024)}, "is not a blake3 digest"),
+        ({"upload": Manifest(DIGEST + "\n", 100, 1024)}, "is not a blake3 digest"),
     ],
 )
 @pytest.mark.parametrize("program", [AVERAGED, COLLECTED], ids=["averaged", "collected"])
@@ -375,7 +375,7 @@ def test_coded_uploads_are_taken_and_their_size_is_limited_as_coded(codec: str) 
         ("int8", "a#scale", np.nan, "'a#scale' holds 1 values that are NaN or infinite"),
         ("int8", "a#scale", 3e38, "'a' holds"),  # finite itself, but not what it stands for
         ("top_k:share=0.1", "a", np.inf, "'a' holds 1 values that are NaN or infinite"),
-        ("top_k:share=0.1", "a#index", 60_000, "'a': its places are not ascending, or beyond its 1280 entries"),
+        ("top_k:share=0.1", "a#index", 60_000, "'a': its positions are not ascending, or beyond its 1280 entries"),
     ],
 )
 def test_what_cannot_be_decoded_to_numbers_is_refused(codec: str, part: str, value: float, reason: str) -> None:

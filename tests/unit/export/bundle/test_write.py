@@ -80,7 +80,7 @@ def test_the_other_files_can_still_be_had(trained: Trained, tmp_path: Path) -> N
 
 def test_a_folder_that_is_there_is_left_alone(trained: Trained, bundle: Path) -> None:
     before = {path.name: path.read_bytes() for path in bundle.iterdir()}
-    with pytest.raises(ConfigError, match=f"{bundle} is there already"):
+    with pytest.raises(ConfigError, match=f"{bundle} exists already"):
         write_bundle(bundle, trained, BENCH)
     assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
 

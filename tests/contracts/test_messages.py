@@ -382,7 +382,7 @@ def test_decode_undoes_encode(message: AnyMessage) -> None:
     assert type(again) is type(message)
 
 
-def test_a_loss_that_is_no_number_can_be_told() -> None:
+def test_loss_that_is_nan_can_be_sent() -> None:
     decoded = decode(encode(Progress("r", 1, "train", 1, 1, float("nan"))))
     assert isinstance(decoded, Progress)
     assert decoded.loss != decoded.loss

@@ -1111,7 +1111,7 @@ def test_a_device_that_is_not_ready_declines_and_works_when_it_is(
     world.give(fedavg)
     declined = world.server.expect(Declined)
     assert (declined.run, declined.round, declined.kind) == ("run", 1, "train")
-    assert declined.reason == f"busy: {busy} is there"
+    assert declined.reason == f"busy: {busy} exists"
     assert declined.again_s == 60.0
     assert world.server.count(Failed) == 0
     assert device.vault.local("run") is None

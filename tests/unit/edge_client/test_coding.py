@@ -77,7 +77,7 @@ def test_a_device_without_the_base_fetches_the_whole(world: World, fedavg: Setti
     assert result.use.fetched_bytes > len(pack(new))
 
 
-def test_a_recipe_that_gives_something_else_is_told_and_not_followed_again(world: World, fedavg: Setting) -> None:
+def test_delta_chain_with_another_result_is_reported_and_not_used_again(world: World, fedavg: Setting) -> None:
     device = world.device()
     old, new, recipe = with_a_patch(world, fedavg, honest=False)
     world.server.acknowledge(world.result(fedavg, kind="evaluate", group_values={"model": old}))

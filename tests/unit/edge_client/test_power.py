@@ -81,7 +81,7 @@ def test_a_power_cut_at_any_moment_of_a_commit(
 
 
 @pytest.mark.parametrize("damaged", ["local.safetensors", "result.msgpack", "SUMS", "CURRENT", "both"])
-def test_a_power_cut_while_damage_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str) -> None:
+def test_power_cut_during_a_repair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str) -> None:
     """Mended again, it is what it would have become without the cut; what is damaged is never read."""
     state = tmp_path.resolve() / "state"
     state.mkdir()

@@ -66,7 +66,7 @@ def test_a_board_with_all_its_sensors(tmp_path: Path, broker: Broker) -> None:
     shown = rows(report)
     assert shown["processor"].endswith("4 threads for training")
     assert shown["clock"] == "6 cores at 1.11 GHz, 1.19 GHz allowed of 1.51 GHz, governor schedutil"
-    assert shown["compute speed"].startswith("up to 25 GFLOP/s in matrix products, measured now, kept in ")
+    assert shown["compute speed"].startswith("up to 25 GFLOP/s in matrix products, measured now, stored in ")
     assert shown["temperature"] == "52.5 C (cpu-thermal 51.1, gpu-thermal 52.5, tj-thermal 52.5)"
     assert shown["throttled"] == "no"
     assert shown["idle power"] == "5.02 W (ina3221 VDD_IN)"

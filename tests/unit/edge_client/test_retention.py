@@ -162,7 +162,7 @@ def test_a_device_keeps_the_newest_vaults_that_it_should(world: World, fedavg: S
     assert [result.run for result in vault.pending()] == ["waiting"]
 
 
-def test_a_device_keeps_all_vaults_unless_told_otherwise(world: World, fedavg: Setting) -> None:
+def test_device_keeps_all_vaults_by_default(world: World, fedavg: Setting) -> None:
     over(Vault(world.state / "vault"), "older")
     device = world.device(once=True)
     world.server.acknowledge(world.result(fedavg))

@@ -326,7 +326,7 @@ def work(vault: Vault, number: int, left: float) -> None:
     vault.commit(result(number), personal(number), coded, vault.residual(RUN))
 
 
-def test_what_coding_left_out_is_owed_once_the_result_was_accepted(vault: Vault) -> None:
+def test_residual_counts_once_the_result_is_accepted(vault: Vault) -> None:
     assert residual(vault) == {}
     work(vault, 1, 0.5)
     assert residual(vault) == {}, "nobody knows yet whether anything of it was taken"
@@ -335,7 +335,7 @@ def test_what_coding_left_out_is_owed_once_the_result_was_accepted(vault: Vault)
 
 
 @pytest.mark.parametrize("refused", [True, False])
-def test_of_a_result_that_was_not_taken_everything_before_is_still_owed(vault: Vault, refused: bool) -> None:
+def test_residual_is_unchanged_after_a_refused_result(vault: Vault, refused: bool) -> None:
     """Late twice, then accepted: what was owed before is carried over, undiminished; also by another process."""
     work(vault, 1, 0.5)
     vault.settle(RUN, 1, accepted=True)
@@ -616,12 +616,12 @@ def test_an_old_vault_is_read_and_gone_on_from(old: Vault) -> None:
     assert residual(old) == {"w": 0.25}
     flip(newest(old, 8) / "local.safetensors", 0.99)
     again = Vault(old.folder)
-    assert "goes back to what round 7 left" in again.repair(RUN)[0].what
+    assert "returns to the tensors of round 7" in again.repair(RUN)[0].message
     assert content(again) == (7, 7, [(RUN, 7)])
 
 
 @pytest.mark.parametrize("file", ["local.safetensors", "result.msgpack", "left.safetensors", "owed.safetensors"])
-def test_what_can_be_told_of_an_old_file_is(old: Vault, file: str) -> None:
+def test_damage_of_files_without_checksums_is_found(old: Vault, file: str) -> None:
     """That it was cut, or that its head is none; a flipped number shows only where there are sums."""
     path = newest(old, 7) / file
     path.write_bytes(path.read_bytes()[:-1])

@@ -93,7 +93,7 @@ def test_an_older_round_cannot_be_put_in_place_of_a_newer(tmp_path: Path) -> Non
     sums = read_sums(file.parent)
     assert sums is not None
     write_sums(file.parent, Sums(2, {**sums.files, file.name: digest_of_file(file)}))  # who knows how it is kept
-    with pytest.raises(ConfigError, match="do not open"):
+    with pytest.raises(ConfigError, match="cannot be decrypted"):
         vault.local("run")
 
 
@@ -121,7 +121,7 @@ def test_a_key_that_is_not_there_is_only_made_where_it_may_be(tmp_path: Path) ->
         VaultKey.load(tmp_path / "none", make=False)
 
 
-def test_what_is_damaged_is_told_from_a_wrong_key(tmp_path: Path) -> None:
+def test_damage_is_distinguished_from_a_wrong_key(tmp_path: Path) -> None:
     """A start looks at what is whole, with any CURRENT; damage leads back to the round before, a wrong key changes
     nothing."""
     vault = Vault(tmp_path / "vault", key(tmp_path))

@@ -155,7 +155,7 @@ def test_uncoded_groups_have_no_reference(tmp_path: Path) -> None:
     assert not snapshot(state, UpdatesConfig(), BlobStore(tmp_path)).links
 
 
-def test_a_recipe_that_gives_something_else_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_delta_chain_with_another_result_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:
     server, device = BlobStore(tmp_path / "server"), BlobStore(tmp_path / "device")
     first, second = run(UpdatesConfig(down="int8"), server, 2)
     device.put(server.get(first.digest))
@@ -171,7 +171,7 @@ def test_a_recipe_that_gives_something_else_is_refused_and_nothing_is_kept(tmp_p
     assert sorted(file for file in device.folder.glob("*/*")) == sorted(map(device.path, (first.digest, patch.digest)))
 
 
-def test_the_cheapest_way_is_taken_and_circles_are_not_followed() -> None:
+def test_delta_chain_is_the_cheapest_and_has_no_cycle() -> None:
     def patch(name: str, size: int) -> Manifest:
         return Manifest(name, size, 1024)
 

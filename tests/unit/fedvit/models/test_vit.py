@@ -475,7 +475,7 @@ def test_models_that_are_no_plain_vit(name: str, reason: str) -> None:
         (lambda: timm_vit(class_token=False, global_pool="avg"), "it has no class token to pool"),
     ],
 )
-def test_surgery_that_our_stages_do_not_know(made: Callable[[], VisionTransformer], reason: str) -> None:
+def test_model_changes_that_the_stages_do_not_support(made: Callable[[], VisionTransformer], reason: str) -> None:
     with pytest.raises(ConfigError, match=f"model 'mine' is not supported: {reason}"):
         PatchViT("mine", made())
 

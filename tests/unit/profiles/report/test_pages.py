@@ -71,7 +71,7 @@ class TestProfile:
         assert "memory budget, 430 MB" in memory
         assert "memory budget, 137 GB" not in memory
 
-    def test_doubts_and_models_are_told(self) -> None:
+    def test_page_shows_doubts_and_models(self) -> None:
         assert "Energy is modelled: training time x power under load." in PROFILE
         assert "thor-t5000: not verified:" in PROFILE
 
@@ -165,7 +165,7 @@ class TestChart:
 
 
 class TestPrivacy:
-    def test_what_was_spent_is_told_drawn_and_listed(self) -> None:
+    def test_page_shows_spent_privacy(self) -> None:
         """Round 2 had no upload: of features nothing is known of it, and the last round counts."""
         page = run_page(private_document())
         section = page[page.index("<h2>Privacy</h2>") : page.index("<h2>Devices</h2>")]
@@ -175,7 +175,7 @@ class TestPrivacy:
         rows = [re.findall(r"<td.*?>(.*?)</td>", row) for row in section.split("<tr>")[2:]]
         assert rows == [["1", "2.5", "40", "40", "1"], ["2", "2.5", "", "", ""], ["3", "4", "75", "50", "1"]]
 
-    def test_a_rehearsal_is_told(self) -> None:
+    def test_page_shows_deterministic_noise(self) -> None:
         assert "protects nobody" in run_page(private_document(rehearsal=True))
         assert "protects nobody" not in run_page(private_document())
 

@@ -68,7 +68,7 @@ def _parse(text: str, units: Mapping[str, float], expected: str, least: float) -
         raise ConfigError(f"{text!r} cannot be read: expected {expected}")
     value = float(found[1]) * units[found[2]]
     if not math.isfinite(value) or value <= 0 or value < least:
-        raise ConfigError(f"{text!r} is out of range: expected {expected}, > 0")
+        raise ConfigError(f"{text!r} is out of range: it must be finite and > 0; expected {expected}")
     return value
 
 

@@ -632,7 +632,7 @@ def test_budgets_have_units(given: dict[str, Any], budget: Budget) -> None:
     ("key", "value", "expected"),
     [
         ("memory_budget", "512 pages", "a number of bytes"),
-        ("memory_budget", "0", "more than nothing"),
+        ("memory_budget", "0", "must be finite and > 0"),
         ("memory_budget", -5.0, "a number of bytes"),
         ("flops_budget", "fast", "a number of FLOPs"),
         ("round_deadline", "soon", "a number of seconds"),

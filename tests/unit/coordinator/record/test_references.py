@@ -55,7 +55,7 @@ def hand_over(reference: Reference, server: BlobStore, device: BlobStore) -> int
         device.put(server.get(target.digest))
         return target.size
     for chain in found:
-        for recipe in chain.recipes:
+        for recipe in chain.steps:
             device.put(server.get(recipe.patch.digest))
             fetched += recipe.patch.size
         make_blob(chain, device)
@@ -185,7 +185,7 @@ def test_delta_chain_is_the_cheapest_and_has_no_cycle() -> None:
 
     def base_and_patches(*here: str) -> list[tuple[str, list[str]]]:
         found = delta_chains(["c"], recipes, whole, lambda digest: digest in here)
-        return [(chain.base, [recipe.patch.digest for recipe in chain.recipes]) for chain in found]
+        return [(chain.base, [recipe.patch.digest for recipe in chain.steps]) for chain in found]
 
     assert base_and_patches("c") == []
     assert base_and_patches("b", "a") == [("b", ["bc"])]

@@ -175,6 +175,6 @@ def test_damaged_files_are_named(bundle: Path) -> None:
 def test_a_precision_that_is_not_there(bundle: Path) -> None:
     files = json.loads((bundle / "card.json").read_text())["files"]
     changed(bundle, "card.json", files={"int8": files["int8"]})
-    with pytest.raises(ConfigError, match="fp16; there is: int8"):
+    with pytest.raises(ConfigError, match="fp16; available: int8"):
         Bundle.open(bundle, Precision.FP16, 1)
     Bundle.open(bundle, None, 1)

@@ -22,7 +22,7 @@ from rich.console import RenderableType
 from coordinator.record.store import Store
 from edge_client.agent import Agent
 from edge_client.runtime import Seeds, Trained
-from edge_client.workbench import Workbench
+from edge_client.task_executor import TaskExecutor
 from fedvit.data.layout import TRAIN
 from fedvit.errors import ConfigError, EmptyCohort, PeerRefused
 from fedvit.program import Program
@@ -38,7 +38,7 @@ CLEAN = "none"
 
 
 class Attacker(Agent):
-    """A malicious device: its workbench changes what it sends."""
+    """A malicious device: its task executor changes what it sends."""
 
     quarantined = False
 
@@ -54,11 +54,11 @@ class Attacker(Agent):
             self.quarantined = True
 
 
-class Tampering(Workbench):
+class Tampering(TaskExecutor):
     """Changes the tensors of an upload before they are sent."""
 
-    def brought(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> tuple[Tensors, Tensors]:
-        deltas, collected = super().brought(program, values, trained, seeds)
+    def outputs(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> tuple[Tensors, Tensors]:
+        deltas, collected = super().outputs(program, values, trained, seeds)
         return self._tampered(deltas), self._tampered(collected)
 
     def _tampered(self, honest: Tensors) -> Tensors:
@@ -115,8 +115,8 @@ ATTACKS: Mapping[str, type[Tampering]] = {
 
 
 def attacker(bench: type[Tampering]) -> type[Attacker]:
-    """The class of devices with this workbench."""
-    return type(f"{bench.__name__}Attacker", (Attacker,), {"workbench": bench})
+    """The class of devices with this task executor."""
+    return type(f"{bench.__name__}Attacker", (Attacker,), {"executor_class": bench})
 
 
 PLAIN: Mapping[str, Any] = {"aggregator": "mean", "strikes": 0}

@@ -69,7 +69,7 @@ def _run(case: Case, budget_bytes: int, home: Path, progress: Callable[[str], No
         budget_bytes=budget_bytes,
         refused=reason,
         changes=planned.changes if planned else {},
-        quality=planned.kept if planned else None,
+        quality=planned.quality if planned else None,
         predicted_bytes=planned.prediction.peak_rss_bytes if planned else None,
         peak_bytes=peak,
         kept=peak is None or peak <= budget_bytes,

@@ -25,7 +25,7 @@ from fedvit.blobs import BlobStore
 from fedvit.transport.base import Connected, Received
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.mqtt import Address, MqttTransport
-from fedvit.wire.messages import Apart, Done, Manifest, Want, decode, encode
+from fedvit.wire.messages import BlobAck, BlobNack, Manifest, UseDedicatedTopic, decode, encode
 from fleet.datasets.pickles import unpickled
 
 PIECE_BYTES = 1_000_000
@@ -64,11 +64,11 @@ class Peer:
         self.exchange = BlobExchange(
             self.transport,
             self.blobs,
-            tell=self._send,
+            send=self._send,
             topic_for=lambda digest: f"data/{digest[-16:]}",
             may_read=lambda peer, digest: True,
             receivers=lambda digest: int(options["receivers"]),
-            lane_for=lambda peer, digest: f"lane/{peer}/{digest[-16:]}",
+            dedicated_topic_for=lambda peer, digest: f"lane/{peer}/{digest[-16:]}",
         )
         self.finished = 0
         self.connected = False
@@ -102,16 +102,16 @@ class Peer:
             case Received(topic, payload) if topic.startswith("ctl/"):
                 peer, message = topic.rsplit("/", 1)[1], decode(payload)
                 match message:
-                    case Want():
-                        self.exchange.on_want(peer, message)
-                    case Done():
-                        self.exchange.on_done(peer, message)
-                    case Apart():
-                        self.exchange.on_apart(peer, message)
+                    case BlobNack():
+                        self.exchange.on_nack(peer, message)
+                    case BlobAck():
+                        self.exchange.on_ack(peer, message)
+                    case UseDedicatedTopic():
+                        self.exchange.on_use_dedicated_topic(peer, message)
             case Received(topic, payload):
                 self.exchange.heard(topic, payload)
 
-    def _send(self, peer: str, message: Want | Done | Apart) -> None:
+    def _send(self, peer: str, message: BlobNack | BlobAck | UseDedicatedTopic) -> None:
         self.transport.publish(f"ctl/{peer}/{self.name}", encode(message))
 
 

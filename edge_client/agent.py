@@ -1,7 +1,7 @@
-"""The device's loop: says hello, takes tasks, fetches what they need, works, keeps and sends results.
+"""The device's loop: announces itself, accepts tasks, fetches their blobs, runs them, stores and sends results.
 
 One thread reads the inbox and owns all state; a worker thread runs the graphs and reports back through
-the inbox. Nothing here knows a method, and nothing here blocks on the network.
+the inbox. No code here depends on a method, and none blocks on the network.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
-from edge_client.downlink import routes
+from edge_client.delta_chains import delta_chains
 from edge_client.guard import Exceeded, Guard
 from edge_client.identity import Renewal
 from edge_client.integrity import Damaged, Integrity
 from edge_client.readiness import Readiness
 from edge_client.retention import blobs_of_model, retired
 from edge_client.runtime import Runtime, Stopped
+from edge_client.task_executor import TaskExecution, TaskExecutor
 from edge_client.vault import Vault
-from edge_client.workbench import Job, Workbench
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, DataError, FedvitError, OverBudget, PeerRefused, StorageFailed
@@ -34,12 +34,12 @@ from fedvit.resources import DeviceProfile
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
-    Apart,
+    BlobAck,
+    BlobNack,
     Cancel,
     CoordinatorState,
     Declined,
     DeviceState,
-    Done,
     Extended,
     Failed,
     FromDevice,
@@ -51,7 +51,7 @@ from fedvit.wire.messages import (
     ResultAck,
     RunEnded,
     Task,
-    Want,
+    UseDedicatedTopic,
     Welcome,
     decode,
     encode,
@@ -64,51 +64,53 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 HELLO_AGAIN_S = 5.0
-"""A hello, or what a task came to, is sent again after about this long without an answer; the wait doubles to a
-minute."""
+"""A hello, or the answer to a task, is sent again after about this time without an acknowledgement; the wait doubles,
+up to AGAIN_MAX_S."""
 AGAIN_MAX_S = 60.0
 HELLO_SPREAD_S = 1.0
-"""The devices of a fleet that stayed connected say hello to a new coordinator spread over this time."""
+"""Connected devices send their hello to a new coordinator at random times within this interval."""
 RETURN_SPREAD_S = 4.0
-"""The devices of a fleet that lost its broker connect again spread over this time."""
+"""Devices that lost their broker reconnect at random times within this interval."""
 SAME_ID_PATIENCE_S = 75.0
-"""How long a device waits for its own last will, when its id is said to be taken: 1.5 keepalives and some."""
+"""How long a device waits for its own last will when the coordinator reports that its id is in use: a little more than
+1.5 keepalives."""
 
 OTHER_VERSION_PATIENCE_S = 20.0
-"""How long a device that heard another wire version waits for a welcome in its own: one stray message ends nobody."""
+"""How long a device that received another wire version waits for a welcome in its own, so that a single stray message
+does not end it."""
 
 FETCHED_ANEW = 2
-"""So often a task fetches a blob again that this device's disk does not keep as it was written."""
+"""How often a task fetches a blob again after this device's disk damaged it."""
 
 COORDINATOR = "coordinator"
 OVER = ("finished", "cancelled")
-"""How a run ends that is not resumed."""
+"""States of a run that is not resumed any more."""
 
 
 class Work(Protocol):
-    """Work under way in another thread."""
+    """Work that runs in another thread."""
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it is done."""
+        """Wait until the work has ended."""
 
 
 def in_own_thread(work: Callable[[], None], name: str) -> Work:
-    """Begin work at once: right for a process that is one device."""
+    """Start the work at once, for a process that is one device."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     return thread
 
 
 class _Worked(NamedTuple):
-    """The worker thread finished, one way or the other."""
+    """The worker thread ended, with a result or an error."""
 
-    job: Job
+    execution: TaskExecution
     result: Result | None
     error: Exception | None
 
 
 class Resend:
-    """When to say something again that was not answered: jittered, doubling."""
+    """When to send an unanswered message again: with jitter, after waits that double."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -127,13 +129,13 @@ class Resend:
         return True
 
     def hasten(self, within_s: float) -> None:
-        """Let it be due at some time in the next `within_s` seconds."""
+        """Become due at a random time within the next `within_s` seconds."""
         self._due = min(self._due, time.monotonic() + random.uniform(0.0, within_s))
 
 
 @dataclass
 class _Pending:
-    """What a task came to, and the coordinator has not acknowledged yet."""
+    """The answer to a task, not acknowledged by the coordinator yet."""
 
     answer: Result | Failed | Declined
     not_known_in: int | None = None  # the epoch in which the coordinator does not serve the task's run
@@ -147,12 +149,12 @@ class _Pending:
 class Agent:
     """One device of a fleet. `serve` runs until `stop` is set, the run ends (`once`), or the coordinator refuses.
 
-    Who drives several from one loop calls what `serve` is made of instead: `open`, then `on_event` for whatever comes
-    into the inbox and `on_time` a few times a second until it is `over`, and `leave`. `begin` starts a task's work,
-    `exchange` makes what fetches and serves blobs.
+    A loop that drives several agents calls the parts of `serve` instead: `open`, then `on_event` for each event of the
+    inbox and `on_time` a few times a second until it is `over`, and `leave`. `begin` starts a task's work, `exchange`
+    makes the object that fetches and serves blobs.
     """
 
-    workbench: ClassVar[type[Workbench]] = Workbench
+    executor_class: ClassVar[type[TaskExecutor]] = TaskExecutor
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class Agent:
         self.labels = labels or {}
         self.keep_runs = keep_runs  # vaults of older runs that are over are removed; None: all stay
         self._integrity = integrity or Integrity(blobs, vault.files)
-        self._bench = self.workbench(
+        self._executor = self.executor_class(
             device=self.device,
             data=data,
             vault=vault,
@@ -196,34 +198,34 @@ class Agent:
             runtime=runtime,
             guard=guard or Guard(profile.budget),
             traffic=lambda: (transport.received_bytes, transport.sent_bytes),
-            tell=self._tell_progress,
+            report=self._report_progress,
         )
         self.readiness = readiness or Readiness()
-        self.renewal = renewal  # of the certificate that this device shows; None: it shows none
+        self.renewal = renewal  # of this device's certificate; None: it has none
         self.exchange = exchange(
-            transport, blobs, tell=self._tell_blob, topic_for=self._upload_topic, may_read=self._may_read
+            transport, blobs, send=self._send_transfer_message, topic_for=self._upload_topic, may_read=self._may_read
         )
         self._inbox = transport.inbox
         self._connected = False
-        self._waits_said = False  # the log says already that no coordinator answers
+        self._wait_logged = False  # the log has reported that no coordinator answers
         self._link_trouble = ""
         self._epoch: int | None = None
         self._hello: Resend | None = None  # set while a hello waits for its answer
         self._refused_since: float | None = None
-        self._other_version: tuple[PeerRefused, float] | None = None  # heard since the last welcome, and when
-        self._job: Job | None = None
+        self._other_version: tuple[PeerRefused, float] | None = None  # received since the last welcome, and when
+        self._execution: TaskExecution | None = None
         self._begin = begin
         self._worker: Work | None = None
         self._pending: dict[tuple[str, int, str], _Pending] = {}  # by run, round and kind
         self._class_list: Manifest | None = None
         self._ended: RunEnded | None = None
         self._programs: dict[str, Program] = {}
-        self._class_list = self._classes_apart()
+        self._class_list = self._class_list_blob()
 
     # --- the loop -------------------------------------------------------------------------------------
 
     def serve(self, stop: threading.Event, *, once: bool = False) -> str:
-        """Take part until told to stop; returns why it ended. Raises PeerRefused when the refusal is final."""
+        """Take part until `stop` is set; returns why it ended. Raises PeerRefused when the refusal is final."""
         self.open()
         try:
             while not stop.is_set():
@@ -237,13 +239,13 @@ class Agent:
             self.leave()
 
     def open(self) -> None:
-        """Begin to connect; what an earlier process left unacknowledged is sent again. Raises StorageFailed."""
+        """Start to connect; unacknowledged answers of an earlier process are sent again. Raises StorageFailed."""
         self.vault.finish_removals()
-        for mended in self.vault.mend_all():
-            self._integrity.report(mended.what)
-            if mended.lost:
-                run, number = mended.lost
-                self._keep(Failed(run, number, "train", mended.what[:500]))
+        for repair in self.vault.repair_all():
+            self._integrity.report(repair.message)
+            if repair.lost:
+                run, number = repair.lost
+                self._keep(Failed(run, number, "train", repair.message[:500]))
         for result in self.vault.pending():
             self._keep(result)
         self.transport.subscribe(self.topics.coordinator_state, 1)
@@ -258,16 +260,16 @@ class Agent:
 
     @property
     def over(self) -> str | None:
-        """How the run ended, when it did and no other began."""
-        return f"run {self._ended.run} {self._ended.status}" if self._ended and not self._job else None
+        """How the run ended; None while it goes on or after another one began."""
+        return f"run {self._ended.run} {self._ended.status}" if self._ended and not self._execution else None
 
     def halt(self) -> None:
-        """Ask work that is under way to stop at its next step; that it did is told to nobody."""
-        if self._job:
-            self._job.stop.set()
+        """Ask the running task to stop at its next step, without a report to the coordinator."""
+        if self._execution:
+            self._execution.stop.set()
 
     def leave(self) -> None:
-        """Say goodbye, and wait until no work is under way."""
+        """Announce that the device leaves, and wait until no task is running."""
         self.halt()
         self.exchange.cancel()
         if self._connected:
@@ -278,14 +280,14 @@ class Agent:
             self._worker.join(timeout=30)
 
     def on_event(self, event: object) -> None:
-        """Handle what came into the inbox. Raises PeerRefused when the coordinator refuses for good."""
+        """Handle one event of the inbox. Raises PeerRefused when the coordinator refuses for good."""
         match event:
             case Connected():
                 self._connected = True
-                self._waits_said = False
+                self._wait_logged = False
                 self._link_trouble = ""
                 log.info("connected to the broker")
-                self._say_hello()
+                self._send_hello()
                 self.exchange.reconnected()
                 if self.renewal:
                     self.renewal.connected(self.transport)
@@ -301,12 +303,12 @@ class Agent:
 
     def on_time(self) -> None:
         """Do what is due; call it a few times a second."""
-        if self._job and time.monotonic() > self._job.expires_at:
-            # the round is over without us: to go on would only cost energy
-            self._fail(self._job, OverBudget(f"not done within the deadline of {self._job.given_s:.0f} s"))
+        if self._execution and time.monotonic() > self._execution.expires_at:
+            # the round closes without this device: continuing would only cost energy
+            self._fail(self._execution, OverBudget(f"not done within the deadline of {self._execution.given_s:.0f} s"))
         if self._other_version and time.monotonic() - self._other_version[1] > OTHER_VERSION_PATIENCE_S:
             raise self._other_version[0]
-        if self._job is None:
+        if self._execution is None:
             self._integrity.scrub()
         if not self._connected:
             return
@@ -314,13 +316,13 @@ class Agent:
         if self.renewal:
             self.renewal.tick(self.transport)
         if self._hello and self._hello.due():
-            if self._hello.is_overdue() and not self._waits_said:
-                self._waits_said = True
+            if self._hello.is_overdue() and not self._wait_logged:
+                self._wait_logged = True
                 log.warning(
-                    "no coordinator answers; asking again until one does, 'edge-client doctor' looks closer",
+                    "no coordinator answers; retrying. 'edge-client doctor' looks for the cause",
                     extra={"federation": self.topics.federation},
                 )
-            self._say_hello(self._hello)
+            self._send_hello(self._hello)
         if self._hello is None:
             for pending in list(self._pending.values()):
                 if pending.not_known_in is None and pending.resend.due():
@@ -360,42 +362,42 @@ class Agent:
                 self._on_ack(message)
             case RunEnded():
                 self._on_run_ended(message)
-            case Want():
+            case BlobNack():
                 self._on_want(message)
-            case Done():
-                self.exchange.on_done(COORDINATOR, message)
-            case Apart():
-                self.exchange.on_apart(COORDINATOR, message)
+            case BlobAck():
+                self.exchange.on_ack(COORDINATOR, message)
+            case UseDedicatedTopic():
+                self.exchange.on_use_dedicated_topic(COORDINATOR, message)
             case _:
                 pass  # meant for an earlier process with this id
 
     def _on_other_version(self, error: PeerRefused) -> None:
-        """Either the coordinator was replaced by one of another version, or this was damage: a hello tells."""
+        """The coordinator has another version now, or the message was damaged: the answer to a hello shows which."""
         if self._other_version is None:
             log.warning("message dropped", extra={"reason": str(error)})
             self._other_version = error, time.monotonic()
             if self._hello is None:
-                self._say_hello()
+                self._send_hello()
 
-    def _on_want(self, want: Want) -> None:
+    def _on_want(self, want: BlobNack) -> None:
         try:
-            self.exchange.on_want(COORDINATOR, want)
-        except (BadPayload, StorageFailed) as error:  # it asks again
-            log.warning("the coordinator wants what is not here", extra={"reason": str(error)})
+            self.exchange.on_nack(COORDINATOR, want)
+        except (BadPayload, StorageFailed) as error:  # the coordinator asks again
+            log.warning("the coordinator asks for a blob that is not here", extra={"reason": str(error)})
 
     def _on_coordinator(self, state: CoordinatorState) -> None:
         if not state.alive:
             log.info("the coordinator left; waiting for it")
         elif state.epoch != self._epoch:
-            # a hello that is under way may be answered before another one is due
+            # a hello on its way may be answered before the next one is due
             self._hello = self._hello or Resend()
             self._hello.hasten(HELLO_SPREAD_S)
 
-    def _say_hello(self, resend: Resend | None = None) -> None:
+    def _send_hello(self, resend: Resend | None = None) -> None:
         self._hello = resend or Resend()
-        self._send(self._announced())
+        self._send(self._hello_message())
 
-    def _announced(self) -> Hello:
+    def _hello_message(self) -> Hello:
         data = self.data
         return Hello(
             instance=self.instance,
@@ -409,11 +411,11 @@ class Agent:
             class_list=self._class_list,
         )
 
-    def _classes_apart(self) -> Manifest | None:
-        """The blob that names the classes where they do not fit into a hello. Raises DataError where they are too many
-        for that, too, and StorageFailed."""
+    def _class_list_blob(self) -> Manifest | None:
+        """The blob with the class names, if they do not fit into a hello. Raises DataError if they do not fit into a
+        blob either, and StorageFailed."""
         try:
-            encode(self._announced())
+            encode(self._hello_message())
         except BadPayload:
             try:
                 return self.blobs.put(encode_class_list(self.data.classes))
@@ -439,32 +441,34 @@ class Agent:
         now = time.monotonic()
         if self._refused_since is None:
             self._refused_since = now
-            log.warning("not accepted yet; trying again", extra={"device": self.device, "reason": refused.reason})
+            log.warning("not accepted yet; retrying", extra={"device": self.device, "reason": refused.reason})
         elif now - self._refused_since > SAME_ID_PATIENCE_S:
             raise PeerRefused(f"the coordinator refused device {self.device!r}: {refused.reason}")
 
     def _on_extended(self, extended: Extended) -> None:
-        job = self._job
-        if job and job.is_meant(extended):
+        execution = self._execution
+        if execution and execution.matches(extended):
             now = time.monotonic()
-            job.given_s += now + extended.deadline_s - job.expires_at
-            job.expires_at = now + extended.deadline_s
+            execution.given_s += now + extended.deadline_s - execution.expires_at
+            execution.expires_at = now + extended.deadline_s
 
     def _on_cancel(self, cancel: Cancel) -> None:
-        """Nothing of a task that is at work is kept, nor that it could not be done; a result waits for its answer."""
+        """Discard a running task, or the report of its failure; a finished result still waits for its answer."""
         key = (cancel.run, cancel.round, cancel.kind)
         if (pending := self._pending.get(key)) and not pending.is_result:
             del self._pending[key]
-        if self._job and self._job.is_meant(cancel):
+        if self._execution and self._execution.matches(cancel):
             log.info("task cancelled", extra={"round": cancel.round, "kind": cancel.kind, "reason": cancel.reason})
-            self._drop_job()
+            self._drop_execution()
 
     def _on_ack(self, ack: ResultAck) -> None:
         key = (ack.run, ack.round, ack.kind)
         pending = self._pending.get(key)
         if pending is None:
-            if self._job and self._job.is_meant(ack) and not ack.keep:  # it was given again before this was heard
-                self._drop_job()
+            if (
+                self._execution and self._execution.matches(ack) and not ack.keep
+            ):  # the task was sent again before this arrived
+                self._drop_execution()
             return
         if ack.keep:
             log.info("result kept for later", extra={"run": ack.run, "round": ack.round, "reason": ack.reason})
@@ -480,13 +484,15 @@ class Agent:
                 "result refused", extra={"run": ack.run, "round": ack.round, "kind": ack.kind, "reason": ack.reason}
             )
             if pending.answer.upload:
-                with contextlib.suppress(Damaged, StorageFailed):  # it may be why, and is then told
+                with contextlib.suppress(
+                    Damaged, StorageFailed
+                ):  # damage may be the reason; the next result reports it
                     self._integrity.check([pending.answer.upload.digest], afresh=True)
 
     def _settle(self, run: str, number: int, *, accepted: bool) -> None:
         try:
             self.vault.settle(run, number, accepted=accepted)
-        except StorageFailed as error:  # the device goes on; started again it sends the result once more
+        except StorageFailed as error:  # the device continues; after a restart it sends the result again
             log.error("result not settled", extra={"run": run, "round": number, "reason": str(error)})
 
     def _on_run_ended(self, ended: RunEnded) -> None:
@@ -495,24 +501,24 @@ class Agent:
         for key, pending in list(self._pending.items()):
             if key[0] == ended.run and (over or not pending.is_result):
                 del self._pending[key]
-        if self._job and self._job.task.run != ended.run:
+        if self._execution and self._execution.task.run != ended.run:
             return  # an earlier run's end, late
-        self._drop_job()
+        self._drop_execution()
         self._ended = ended
         if over:
-            self._make_room(ended.run)
+            self._free_disk_space(ended.run)
 
     def _end(self, run: str) -> bool:
-        """Whether the vault knows from now on that nobody will acknowledge results of the run."""
+        """Note in the vault that results of the run will not be acknowledged any more; False if that failed."""
         try:
             self.vault.end(run)
-        except FedvitError as error:  # the device stays; results of the run wait on
+        except FedvitError as error:  # the device continues; results of the run still wait
             log.error("end of the run not noted", extra={"run": run, "reason": str(error)})
             return False
         return True
 
-    def _make_room(self, run: str) -> None:
-        """After a run: its blobs go, but those that the device's own model is made of; and vaults of older runs."""
+    def _free_disk_space(self, run: str) -> None:
+        """After a run: remove its blobs, except those of the device's own model, and vaults of older runs."""
         try:
             if run in self.vault.runs()[:1] and (note := self.vault.noted(run)):
                 needed = blobs_of_model(self._program(note.program), note, self.vault)
@@ -521,134 +527,140 @@ class Agent:
             for old in [] if self.keep_runs is None else retired(self.vault, self.keep_runs):
                 self.vault.remove(old)
                 log.info("vault removed", extra={"run": old, "kept": self.keep_runs})
-        except (FedvitError, OSError) as error:  # it costs room, and nothing else
-            log.error("what the run left stays on the disk", extra={"run": run, "reason": str(error)})
+        except (FedvitError, OSError) as error:  # costs disk space only
+            log.error("files of the run could not be removed", extra={"run": run, "reason": str(error)})
 
     # --- a task ---------------------------------------------------------------------------------------
 
     def _on_task(self, task: Task) -> None:
         key = (task.run, task.round, task.kind)
         self._ended = None
-        if self._job and self._job.key == key:  # told again: the coordinator was started again, or the link was cut
-            self._job.expires_at = time.monotonic() + task.deadline_s
+        if self._execution and self._execution.key == key:  # sent again: the coordinator restarted, or the link was cut
+            self._execution.expires_at = time.monotonic() + task.deadline_s
             return
         if (pending := self._pending.get(key)) and isinstance(pending.answer, Result):
             self._send_result(pending.answer)
             return
         self._pending = {key: pending for key, pending in self._pending.items() if pending.is_result}
-        self._drop_job()
+        self._drop_execution()
         if not_now := self.readiness.not_now():
             log.info("task declined", extra={"round": task.round, "kind": task.kind, "reason": not_now.reason})
             self._answer(Declined(task.run, task.round, task.kind, not_now.reason, not_now.again_s, task.task))
             return
-        job = self._job = Job(task, time.monotonic() + task.deadline_s, task.deadline_s)
+        execution = self._execution = TaskExecution(task, time.monotonic() + task.deadline_s, task.deadline_s)
         log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
-        self._gather(job)
+        self._fetch_missing(execution)
 
-    def _gather(self, job: Job) -> None:
-        """Get what the task needs and is not here."""
-        task = job.task
+    def _fetch_missing(self, execution: TaskExecution) -> None:
+        """Fetch the blobs that the task needs and this device does not have."""
+        task = execution.task
         manifests = {manifest.digest: manifest for manifest in task.blobs}
         try:
             self.vault.reopen(task.run)
             inline, new_bytes = self._keep_inline(task, manifests)
-            job.fetched_bytes += new_bytes
-            recipes = task.recipes if self._bench.takes_recipes else ()
-            job.routes = routes(dict.fromkeys(task.groups.values()), recipes, manifests, self.blobs.has)
-            bases = {route.base for route in job.routes if route.base}
-            patches = [recipe.patch.digest for route in job.routes for recipe in route.recipes]
-            # what came inside stays though it is not needed: it comes again with the next task, and counts once
+            execution.fetched_bytes += new_bytes
+            recipes = task.recipes if self._executor.accepts_delta_chains else ()
+            execution.delta_chains = delta_chains(
+                dict.fromkeys(task.groups.values()), recipes, manifests, self.blobs.has
+            )
+            bases = {chain.base for chain in execution.delta_chains if chain.base}
+            patches = [step.patch.digest for chain in execution.delta_chains for step in chain.steps]
+            # inline blobs stay even if unused: they come again with the next task, and count once
             self.blobs.prune(keep={*manifests, *self._pinned(), *bases, *patches, *inline})
-            manifests |= {recipe.patch.digest: recipe.patch for recipe in recipes}
-            made = {route.target.digest for route in job.routes}
+            manifests |= {step.patch.digest: step.patch for step in recipes}
+            made = {chain.target.digest for chain in execution.delta_chains}
             whole = [digest for digest in task.groups.values() if digest not in made]
-            self._fetch(job, [task.program, *patches, *whole], manifests)
+            self._fetch(execution, [task.program, *patches, *whole], manifests)
         except (FedvitError, OSError) as error:
-            self._fail(job, error)
+            self._fail(execution, error)
 
-    def _gather_anew(self, job: Job, damaged: Damaged) -> None:
-        """Blobs were damaged here: fetch them again, unless this disk keeps nothing as it is written."""
-        job.working = False
-        job.fetched_anew.update(damaged.digests)
-        again = [digest for digest in damaged.digests if job.fetched_anew[digest] > FETCHED_ANEW]
+    def _fetch_again(self, execution: TaskExecution, damaged: Damaged) -> None:
+        """Fetch damaged blobs again, unless this disk damages them each time."""
+        execution.working = False
+        execution.fetched_anew.update(damaged.digests)
+        again = [digest for digest in damaged.digests if execution.fetched_anew[digest] > FETCHED_ANEW]
         if again:
             reason = f"blob {again[0]} was fetched {FETCHED_ANEW} times more and is damaged again: replace the disk"
-            self._fail(job, StorageFailed(f"{reason} that holds {self.blobs.folder}"))
+            self._fail(execution, StorageFailed(f"{reason} that holds {self.blobs.folder}"))
         else:
-            self._gather(job)
+            self._fetch_missing(execution)
 
     def _keep_inline(self, task: Task, manifests: dict[str, Manifest]) -> tuple[set[str], int]:
-        """Blobs that came inside the message need not be fetched: their digests, and how many bytes of them are new.
+        """Store the blobs inside the message, which need not be fetched: their digests, and how many bytes are new.
 
         Raises BadPayload for one that the task does not describe.
         """
-        described = manifests.keys() | {recipe.patch.digest for recipe in task.recipes}
+        described = manifests.keys() | {step.patch.digest for step in task.recipes}
         inline, new_bytes = set[str](), 0
         for content in task.inline:
             digest = digest_of(content)
             if digest not in described:
-                raise BadPayload(f"the task brings {len(content)} bytes that it does not describe")
+                raise BadPayload(f"the task contains {len(content)} bytes that it does not describe")
             inline.add(digest)
-            if not self.blobs.keeps(digest):  # bytes count though a neighbour in the same folder has them
+            if not self.blobs.keeps(digest):  # bytes count even if another device that shares the folder has them
                 self.blobs.put(content)
                 new_bytes += len(content)
         return inline, new_bytes
 
-    def _fetch(self, job: Job, digests: list[str], manifests: dict[str, Manifest]) -> None:
-        """Get blobs, then what the Program names in turn, then start the work."""
+    def _fetch(self, execution: TaskExecution, digests: list[str], manifests: dict[str, Manifest]) -> None:
+        """Fetch blobs, then those that the Program names, then start the work."""
         unknown = [digest for digest in digests if digest not in manifests]
         if unknown:
-            self._fail(job, BadPayload(f"the task names blob {unknown[0]} but does not describe it"))
+            self._fail(execution, BadPayload(f"the task names blob {unknown[0]} but does not describe it"))
             return
-        job.missing = set(digests)
-        job.fetched_bytes += sum(manifests[digest].size for digest in job.missing if not self.blobs.has(digest))
+        execution.missing = set(digests)
+        execution.fetched_bytes += sum(
+            manifests[digest].size for digest in execution.missing if not self.blobs.has(digest)
+        )
 
         def finished(manifest: Manifest, error: Exception | None) -> None:
-            if job is not self._job:
+            if execution is not self._execution:
                 return
             if error:
-                self._fail(job, error)
+                self._fail(execution, error)
                 return
-            job.missing.discard(manifest.digest)
-            if not job.missing:
-                self._fetched(job, manifests)
+            execution.missing.discard(manifest.digest)
+            if not execution.missing:
+                self._fetched(execution, manifests)
 
-        for digest in sorted(job.missing):
-            if job is self._job:
-                lane = self.topics.lane(self.device, digest)
-                self.exchange.fetch(manifests[digest], COORDINATOR, self.topics.broadcast(digest), finished, lane)
+        for digest in sorted(execution.missing):
+            if execution is self._execution:
+                dedicated_topic = self.topics.dedicated(self.device, digest)
+                self.exchange.fetch(
+                    manifests[digest], COORDINATOR, self.topics.broadcast(digest), finished, dedicated_topic
+                )
 
-    def _fetched(self, job: Job, manifests: dict[str, Manifest]) -> None:
-        if job.working:
+    def _fetched(self, execution: TaskExecution, manifests: dict[str, Manifest]) -> None:
+        if execution.working:
             return
         try:
-            program = self._program(job.task.program)
+            program = self._program(execution.task.program)
             wanted = [graph.digest for graph in program.graphs.values()]
             wanted += [group.initial for group in program.groups.values() if group.initial]
             missing = [digest for digest in wanted if not self.blobs.has(digest)]
         except Damaged as error:
-            self._gather_anew(job, error)
+            self._fetch_again(execution, error)
             return
         except FedvitError as error:
-            self._fail(job, error)
+            self._fail(execution, error)
             return
         if missing:
-            self._fetch(job, missing, manifests)
+            self._fetch(execution, missing, manifests)
             return
-        job.working = True
+        execution.working = True
         before = self._worker
 
         def work() -> None:
             if before:
                 before.join()  # a cancelled task ends at its next step
             try:
-                if job.stop.is_set():
+                if execution.stop.is_set():
                     raise Stopped("the task was stopped before it began")
-                self._inbox.put(_Worked(job, self._bench.do(job, program), None))
+                self._inbox.put(_Worked(execution, self._executor.run(execution, program), None))
             except Exception as error:  # noqa: BLE001 - reported to the coordinator
-                self._inbox.put(_Worked(job, None, error))
+                self._inbox.put(_Worked(execution, None, error))
 
-        self._worker = self._begin(work, f"task-{job.task.kind}-{job.task.round}")
+        self._worker = self._begin(work, f"task-{execution.task.kind}-{execution.task.round}")
 
     def _program(self, digest: str) -> Program:
         if digest not in self._programs:
@@ -656,7 +668,7 @@ class Agent:
         return self._programs[digest]
 
     def _on_worked(self, worked: _Worked) -> None:
-        job = worked.job
+        execution = worked.execution
         if worked.result:
             if self.vault.is_over(worked.result.run):  # it was done just when the run ended
                 self._end(worked.result.run)
@@ -667,39 +679,39 @@ class Agent:
                 "task done",
                 extra={"round": result.round, "kind": result.kind, "samples": result.samples, **result.metrics},
             )
-            if job is self._job:
-                self._job = None
+            if execution is self._execution:
+                self._execution = None
         elif isinstance(worked.error, Damaged):
-            if job is self._job:
-                self._gather_anew(job, worked.error)
+            if execution is self._execution:
+                self._fetch_again(execution, worked.error)
         elif worked.error and not isinstance(worked.error, Stopped):
-            self._fail(job, worked.error)
+            self._fail(execution, worked.error)
 
-    def _fail(self, job: Job, error: Exception) -> None:
-        """Tell the coordinator why this task cannot be done; the device stays for the next one."""
-        if job is not self._job:
+    def _fail(self, execution: TaskExecution, error: Exception) -> None:
+        """Report to the coordinator why this task failed; the device stays for the next one."""
+        if execution is not self._execution:
             return
         log.error("task failed", extra={"reason": str(error)}, exc_info=not isinstance(error, FedvitError) and error)
-        task = job.task
+        task = execution.task
         reason = str(error) if isinstance(error, FedvitError) else f"{type(error).__name__}: {error}"
-        self._drop_job()
+        self._drop_execution()
         broke, use = (error.broke, error.use) if isinstance(error, Exceeded) else (None, None)
         self._answer(Failed(task.run, task.round, task.kind, reason[:500], broke, use, task.task))
 
-    def _drop_job(self) -> None:
-        if self._job:
-            self._job.stop.set()
-            self._job = None
+    def _drop_execution(self) -> None:
+        if self._execution:
+            self._execution.stop.set()
+            self._execution = None
             self.exchange.cancel(COORDINATOR)
 
     # --- sending --------------------------------------------------------------------------------------
 
     def _send(self, message: FromDevice) -> None:
-        """QoS 1; what is lost while the link is down is said again after the next welcome."""
+        """QoS 1; messages that are lost while the link is down are sent again after the next welcome."""
         self.transport.publish(self.topics.from_device(self.device), encode(message), qos=1)
 
-    def _tell_progress(self, progress: Progress) -> None:
-        """From the thread that works."""
+    def _report_progress(self, progress: Progress) -> None:
+        """Called in the worker thread."""
         self.transport.publish(self.topics.from_device(self.device), encode(progress), qos=0)
 
     def _keep(self, answer: Result | Failed | Declined) -> None:
@@ -717,7 +729,7 @@ class Agent:
             self._send(answer)
 
     def _send_result(self, result: Result) -> None:
-        """With its upload inside, if that is small. An upload that is not what it was is not sent."""
+        """Send a result, with its upload inline if that is small. A damaged upload is not sent."""
         upload = result.upload
         try:
             if upload:
@@ -728,7 +740,7 @@ class Agent:
             if upload and upload.size <= inline_room(result):
                 result = msgspec.structs.replace(result, inline=self._integrity.read(upload.digest))
         except Damaged:
-            assert upload is not None  # only that was looked at
+            assert upload is not None  # the only blob that was checked
             self._forget(result, f"its upload {upload.digest} was damaged in {self.blobs.folder}")
             return
         except StorageFailed as error:
@@ -737,14 +749,14 @@ class Agent:
         self._send(result)
 
     def _forget(self, result: Result, reason: str) -> None:
-        """A result that cannot be sent: a newer task tidied up before it was known, or its file was deleted."""
+        """Give up a result that cannot be sent: a newer task removed its upload, or the file was deleted."""
         log.error("result lost", extra={"run": result.run, "round": result.round, "reason": reason})
         if result.kind == "train":
             self._settle(result.run, result.round, accepted=False)
         self._answer(Failed(result.run, result.round, result.kind, reason[:500], task=result.task))
 
-    def _tell_blob(self, peer: str, message: Want | Done | Apart) -> None:
-        assert not isinstance(message, Apart)  # only the coordinator serves several at once
+    def _send_transfer_message(self, peer: str, message: BlobNack | BlobAck | UseDedicatedTopic) -> None:
+        assert not isinstance(message, UseDedicatedTopic)  # only the coordinator serves several at once
         self._send(message)
 
     def _upload_topic(self, digest: str) -> str:

@@ -1,4 +1,4 @@
-"""The batches of a task: which images, in which order, varied and masked how. Draws follow from a task's seeds."""
+"""The batches of a task: order, augmentation and masking of images. All draws follow from the task's seeds."""
 
 import queue
 import threading
@@ -12,8 +12,8 @@ from fedvit.data.images import Indices, augment, draw_kept, normalise, select, u
 from fedvit.program import Batch, Program, Train
 from fedvit.tensors import Array
 
-AT_ONCE = 4
-"""Pictures that are floats at a time."""
+IMAGES_AT_ONCE = 4
+"""Number of images that are converted to floats at a time."""
 
 
 class Fed(NamedTuple):
@@ -33,9 +33,9 @@ def training_batches(
     picture_rng: np.random.Generator,
     mask_rng: np.random.Generator,
 ) -> Iterator[Fed]:
-    """The batches of a phase in order, until its epochs are over or its steps are made."""
+    """The batches of a phase in order, until its epochs or its steps are used up."""
     length = batch.batch_size
-    if phase.update:  # worked off in runs
+    if phase.update:  # processed in several runs of the graph
         length = -(-length // batch.run_size) * batch.run_size
     for epoch, rows in batch_rows(len(images), batch, phase, order_rng):
         feeds, readable = training_feeds(images, rows, batch, length, picture_rng, mask_rng)
@@ -45,7 +45,7 @@ def training_batches(
 def batch_rows(
     images: int, batch: Batch, phase: Train, order_rng: np.random.Generator
 ) -> Iterator[tuple[int, Indices]]:
-    """(epoch, rows of the device's images) of each batch of a phase: until its epochs are over, or its steps made."""
+    """(epoch, rows of the device's images) of each batch of a phase, until its epochs or its steps are used up."""
     left = phase.steps
     for epoch in range(phase.epochs):
         order = order_rng.permutation(images)
@@ -57,7 +57,7 @@ def batch_rows(
 
 
 def ahead(batches: Iterator[Fed]) -> Iterator[Fed]:
-    """The same batches, of which the next is made while the caller works on one: decoding takes time, too."""
+    """The same batches; the next one is prepared while the caller works on one, as decoding takes time."""
     made: queue.Queue[Fed | Exception | None] = queue.Queue(maxsize=1)
     over = threading.Event()
 
@@ -105,8 +105,10 @@ def training_feeds(
     masked = batch.kept_patches < batch.patches
     kept = draw_kept(mask_rng, len(rows), batch.patches, batch.kept_patches) if masked else None
     patches = np.zeros((length, batch.kept_patches, batch.patch_values), np.float32)
-    for first in range(0, len(rows), AT_ONCE):  # as floats a batch of pictures takes much more than what is kept of it
-        some = slice(first, first + AT_ONCE)
+    for first in range(
+        0, len(rows), IMAGES_AT_ONCE
+    ):  # a whole batch as floats takes much more memory than its kept patches
+        some = slice(first, first + IMAGES_AT_ONCE)
         whole = unfold(normalise(pictures[some], batch), batch.patch_size)
         patches[first : first + len(whole)] = whole if kept is None else select(whole, kept[some])
     feeds: dict[str, Any] = {"batch/patches": patches}
@@ -118,7 +120,7 @@ def training_feeds(
 
 
 def full_images(images: Split, chosen: Indices, batch: Batch) -> Iterator[tuple[Indices, Flags, Array]]:
-    """Runs of whole images without augmentation: rows, which of them could be read, padded patches."""
+    """Batches of unmasked images without augmentation: (rows, which of them could be read, padded patches)."""
     for first in range(0, len(chosen), batch.answer_size):
         rows = chosen[first : first + batch.answer_size]
         pictures, readable = images.load(rows, batch.image_size)
@@ -132,7 +134,7 @@ def chosen_rows(count: int, capacity: int, rng: np.random.Generator) -> Indices:
 
 
 def facts_of(program: Program, phase: Train, images: Split, rng: np.random.Generator) -> dict[str, Any]:
-    """What a phase may read of the device itself, and the numbers that it wants drawn."""
+    """The inputs of a phase that describe the device, and its random numbers."""
     counts = np.bincount(images.labels, minlength=len(program.classes)).astype(np.float32)
     facts: dict[str, Any] = {"fact/class_counts": counts}
     for draw in phase.draws:
@@ -142,7 +144,7 @@ def facts_of(program: Program, phase: Train, images: Split, rng: np.random.Gener
 
 
 def _pad(rows: Any, length: int) -> Any:
-    """Zeros behind a short last batch; their weight is zero, too."""
+    """Pad a short last batch with zeros, whose weight is zero, too."""
     if len(rows) == length:
         return rows
     return np.concatenate([rows, np.zeros((length - len(rows), *rows.shape[1:]), rows.dtype)])

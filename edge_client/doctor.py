@@ -1,4 +1,4 @@
-"""Whether this device can take part, found out before a run needs it: each finding with what to do about it.
+"""Checks whether this device can take part in a run. Each finding comes with a hint.
 
 A check is a function here and a line in CHECKS.
 """
@@ -12,15 +12,15 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 
+from edge_client.doctor_context import DAY_S, LEVELS, DoctorContext, Finding, Level
 from edge_client.keys import check_identity, check_vault_key
-from edge_client.patient import DAY_S, LEVELS, Finding, Level, Patient
 from edge_client.vault import Vault
 from fedvit.blobs import ALGORITHM, is_whole
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown, StorageFailed
 from fedvit.files import folder_bytes
 from fedvit.quantities import counted, format_bytes
-from fedvit.transport.mqtt import Address, in_words, tls_context
+from fedvit.transport.mqtt import Address, describe_error, tls_context
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
 from profiles.probes.battery import battery
 from profiles.probes.broker import PROBE_BYTES, BrokerProbe
@@ -29,93 +29,95 @@ from profiles.probes.host import free_disk_bytes, host, installed_engine
 from profiles.probes.thermal import Brakes, Thermometer
 
 LEAST_MEMORY_BYTES, LITTLE_MEMORY_BYTES = 100_000_000, 300_000_000
-"""The program takes 50 MB while it waits and 100 MB with the smallest models; a ViT-Tiny trains in about 250."""
+"""An idle device takes 50 MB, one that trains the smallest models 100 MB, one that trains a ViT-Tiny about 250 MB."""
 LEAST_DISK_BYTES, LITTLE_DISK_BYTES = 100_000_000, 1_000_000_000
-"""The weights of a ViT-B are 343 MB, and an older round's may lie beside them."""
+"""The weights of a ViT-B are 343 MB, and those of an older round may be stored beside them."""
 HOT_C = 80.0
-"""From here on a Raspberry Pi slows down; most others a little later."""
+"""A Raspberry Pi throttles from this temperature on; most other boards a little later."""
 YEARS_AHEAD = 20
 ENGINE_S = 60.0
 MOST_NAMED = 5
 CONNECT_S = 5.0
 SMALLER_BYTES = (65_536, 16_384, 4_096)
-"""What is tried where a whole chunk does not come through, to say what would."""
+"""Sizes to try if a whole chunk is not accepted, to report which size is."""
 
 _ENGINE_CHILD = """
-from fedvit.engine import give_back, load_engine
+from fedvit.engine import trim_memory, load_engine
 load_engine()
-give_back()  # runs a graph
+trim_memory()  # runs a graph
 import onnxruntime
 print(onnxruntime.__version__)
 """
 
 
-def examine(patient: Patient) -> Iterator[Finding]:
-    """All findings, as they are found."""
+def run_checks(context: DoctorContext) -> Iterator[Finding]:
+    """Run all checks and yield their findings."""
     for check in CHECKS:
-        yield from check(patient)
+        yield from check(context)
 
 
 def worst(findings: list[Finding]) -> Level:
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
 
 
-def check_engine(patient: Patient) -> Iterator[Finding]:
-    """A process of its own loads the engine and runs a graph: a wrong build dies of a signal."""
+def check_engine(context: DoctorContext) -> Iterator[Finding]:
+    """Load the engine and run a graph in a separate process, as a build for another processor dies of a signal."""
     name, version = installed_engine()
     if name is None:
-        remedy = "pip install onnxruntime (64-bit Linux with glibc 2.28 or newer and Python 3.11 or newer)"
-        yield Finding(check="engine", level="error", what="onnxruntime is not installed", remedy=remedy)
+        hint = "pip install onnxruntime (64-bit Linux with glibc 2.28 or newer and Python 3.11 or newer)"
+        yield Finding(check="engine", level="error", what="onnxruntime is not installed", hint=hint)
         return
-    called = f"{name} {version}"
-    command = [patient.interpreter, "-c", _ENGINE_CHILD]
+    engine = f"{name} {version}"
+    command = [context.interpreter, "-c", _ENGINE_CHILD]
     try:
         done = subprocess.run(command, capture_output=True, timeout=ENGINE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield Finding(check="engine", level="error", what=f"{called} cannot be tried: {in_words(error)}")
+        yield Finding(check="engine", level="error", what=f"{engine} cannot be tried: {describe_error(error)}")
         return
     if done.returncode == 0:
-        yield Finding(check="engine", level="ok", what=f"{called} runs")
+        yield Finding(check="engine", level="ok", what=f"{engine} runs")
     elif done.returncode == -signal.SIGILL:
         yield Finding(
             check="engine",
             level="error",
-            what=f"{called} dies of an illegal instruction: it is built for newer processors than this one",
-            remedy="onnxruntime 1.25 to 1.27 run on an emulated Cortex-A72 (ARMv8.0: Raspberry Pi 3, 4, Zero 2 W), "
+            what=f"{engine} dies of an illegal instruction: it is built for newer processors than this one",
+            hint="onnxruntime 1.25 to 1.27 run on an emulated Cortex-A72 (ARMv8.0: Raspberry Pi 3, 4, Zero 2 W), "
             "1.21.0 does not: pip install 'onnxruntime>=1.25,<1.28'",
         )
     else:
-        what = f"{called} does not run: {_how_it_ended(done.returncode, done.stderr)}"
-        remedy = "install it anew: pip install --force-reinstall onnxruntime"
-        yield Finding(check="engine", level="error", what=what, remedy=remedy)
+        what = f"{engine} does not run: {_exit_reason(done.returncode, done.stderr)}"
+        hint = "reinstall it: pip install --force-reinstall onnxruntime"
+        yield Finding(check="engine", level="error", what=what, hint=hint)
 
 
-def check_memory(patient: Patient) -> Iterator[Finding]:
-    here, limit = host(patient.root), patient.budget.memory_bytes
+def check_memory(context: DoctorContext) -> Iterator[Finding]:
+    here, limit = host(context.root), context.budget.memory_bytes
     available, whole = here.available_bytes, here.ram_bytes
     if available is None or whole is None:
         yield Finding(check="memory", level="ok", what="not measured")
         return
     what = f"{format_bytes(available)} of {format_bytes(whole)} are available"
-    stop_others = "stop other programs, or use a smaller model (coordinator start --model)"
+    stop_other_programs = "stop other programs, or use a smaller model (coordinator start --model)"
     if limit is not None and limit > whole:
-        remedy = f"give --memory-budget less than {format_bytes(whole)}"
+        hint = f"give --memory-budget less than {format_bytes(whole)}"
         yield Finding(
-            check="memory", level="error", what=f"{what}, the memory budget is {format_bytes(limit)}", remedy=remedy
+            check="memory", level="error", what=f"{what}, the memory budget is {format_bytes(limit)}", hint=hint
         )
     elif available < LEAST_MEMORY_BYTES:
-        yield Finding(check="memory", level="error", what=what, remedy=stop_others)
+        yield Finding(check="memory", level="error", what=what, hint=stop_other_programs)
     elif limit is not None and limit > available:
         what += f", the memory budget is {format_bytes(limit)}"
-        yield Finding(check="memory", level="warning", what=what, remedy=f"{stop_others}, or lower --memory-budget")
+        yield Finding(
+            check="memory", level="warning", what=what, hint=f"{stop_other_programs}, or lower --memory-budget"
+        )
     elif available < LITTLE_MEMORY_BYTES:
-        yield Finding(check="memory", level="warning", what=what, remedy=stop_others)
+        yield Finding(check="memory", level="warning", what=what, hint=stop_other_programs)
     else:
         yield Finding(check="memory", level="ok", what=what)
 
 
-def check_disk(patient: Patient) -> Iterator[Finding]:
-    state = patient.state
+def check_disk(context: DoctorContext) -> Iterator[Finding]:
+    state = context.state
     free = None if state is None else free_disk_bytes(state)
     if state is None or free is None:
         yield Finding(check="disk", level="ok", what="not measured")
@@ -123,53 +125,54 @@ def check_disk(patient: Patient) -> Iterator[Finding]:
     taken = format_bytes(folder_bytes(state))
     what = f"{format_bytes(free)} are free where the state is ({state}), which takes {taken}"
     level: Level = "error" if free < LEAST_DISK_BYTES else "warning" if free < LITTLE_DISK_BYTES else "ok"
-    remedy = "delete what is not needed (edge-client gc: runs that are over), or put the state elsewhere with --state"
-    yield Finding(check="disk", level=level, what=what, remedy=None if level == "ok" else remedy)
+    hint = "delete what is not needed (edge-client gc: runs that are over), or put the state elsewhere with --state"
+    yield Finding(check="disk", level=level, what=what, hint=None if level == "ok" else hint)
 
 
-def check_clock(patient: Patient) -> Iterator[Finding]:
-    """A board without a battery begins in the past; certificates of public authorities are then not valid yet.
+def check_clock(context: DoctorContext) -> Iterator[Finding]:
+    """A board without a battery starts with a past date, at which certificates of public authorities are not valid yet.
 
-    An authority that is named (`--ca-file`, or by `join`) gets by without: see fedvit.transport.mqtt.tls_context.
+    With an explicit authority (`--ca-file`, or after `join`) the clock does not matter: see
+    fedvit.transport.mqtt.tls_context.
     """
-    needed = patient.address.tls and patient.address.ca_file is None
-    said = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(patient.now_s))
-    installed = time.strftime("%Y-%m-%d", time.gmtime(patient.software_s))
-    behind = patient.now_s < patient.software_s - DAY_S
-    if behind or patient.now_s > patient.software_s + YEARS_AHEAD * 365 * DAY_S:
+    needed = context.address.tls and context.address.ca_file is None
+    clock = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(context.now_s))
+    installed = time.strftime("%Y-%m-%d", time.gmtime(context.software_s))
+    behind = context.now_s < context.software_s - DAY_S
+    if behind or context.now_s > context.software_s + YEARS_AHEAD * 365 * DAY_S:
         yield Finding(
             check="clock",
             level="error" if needed else "warning",
-            what=f"the clock says {said}, this software was installed on {installed}",
-            remedy="set it: sudo timedatectl set-ntp true"
+            what=f"the clock says {clock}, this software was installed on {installed}",
+            hint="set it: sudo timedatectl set-ntp true"
             + (" (certificates of mqtts:// cannot be checked without it)" if needed else ""),
         )
     else:
-        yield Finding(check="clock", level="ok", what=f"{said} is plausible")
+        yield Finding(check="clock", level="ok", what=f"{clock} is plausible")
 
 
-def check_heat(patient: Patient) -> Iterator[Finding]:
-    celsius, limit = Thermometer(patient.root).celsius(), patient.temperature_limit_c
+def check_heat(context: DoctorContext) -> Iterator[Finding]:
+    celsius, limit = Thermometer(context.root).celsius(), context.temperature_limit_c
     cool = "cool the processor: a fan, a heat sink, more air; or train with fewer --threads"
     if celsius is None:
         level: Level = "ok" if limit is None else "warning"
-        remedy = None if limit is None else "--temperature-limit cannot be kept without a sensor"
-        if patient.most_celsius is not None:
+        hint = None if limit is None else "--temperature-limit cannot work without a sensor"
+        if context.most_celsius is not None:
             flag = "--temperature-limit and --max-temperature" if limit is not None else "--max-temperature"
-            level, remedy = "warning", f"{flag} cannot be kept without a sensor"
-        yield Finding(check="temperature", level=level, what="not measured", remedy=remedy)
+            level, hint = "warning", f"{flag} cannot work without a sensor"
+        yield Finding(check="temperature", level=level, what="not measured", hint=hint)
     elif limit is not None and celsius > limit:
-        what = f"{celsius:.1f} C, the limit is {limit:g} C: tasks would be stopped at once"
-        yield Finding(check="temperature", level="error", what=what, remedy=cool)
-    elif patient.most_celsius is not None and celsius > patient.most_celsius:
-        what = f"{celsius:.1f} C, tasks are declined above {patient.most_celsius:g} C"
-        yield Finding(check="temperature", level="warning", what=what, remedy=cool)
+        what = f"{celsius:.1f} C, the limit is {limit:g} C: tasks will be stopped at once"
+        yield Finding(check="temperature", level="error", what=what, hint=cool)
+    elif context.most_celsius is not None and celsius > context.most_celsius:
+        what = f"{celsius:.1f} C, tasks are declined above {context.most_celsius:g} C"
+        yield Finding(check="temperature", level="warning", what=what, hint=cool)
     else:
         hot = celsius >= HOT_C
         yield Finding(
-            check="temperature", level="warning" if hot else "ok", what=f"{celsius:.1f} C", remedy=cool if hot else None
+            check="temperature", level="warning" if hot else "ok", what=f"{celsius:.1f} C", hint=cool if hot else None
         )
-    slowing = Brakes(patient.root).read()
+    slowing = Brakes(context.root).read()
     if slowing is None:
         yield Finding(check="throttling", level="ok", what="not measured")
         return
@@ -178,50 +181,50 @@ def check_heat(patient: Patient) -> Iterator[Finding]:
     if not seen:
         yield Finding(check="throttling", level="ok", what="the processor is not slowed down")
         return
-    remedy = "use the power supply made for this board, and a short cable" if "under-voltage" in seen else cool
+    hint = "use the power supply made for this board, and a short cable" if "under-voltage" in seen else cool
     what = f"the processor is slowed down, {when}: {', '.join(sorted(slowing.now) or seen)}"
-    yield Finding(check="throttling", level="warning", what=what, remedy=remedy)
+    yield Finding(check="throttling", level="warning", what=what, hint=hint)
 
 
-def check_battery(patient: Patient) -> Iterator[Finding]:
-    state, least = battery(patient.root), patient.least_battery
+def check_battery(context: DoctorContext) -> Iterator[Finding]:
+    state, least = battery(context.root), context.least_battery
     if state is None:
         level: Level = "ok" if least is None else "warning"
-        remedy = None if least is None else "--min-battery cannot be kept where no battery tells how full it is"
-        yield Finding(check="battery", level=level, what="none was found", remedy=remedy)
+        hint = None if least is None else "--min-battery has no effect without a battery that reports its charge"
+        yield Finding(check="battery", level=level, what="none was found", hint=hint)
         return
     what = f"{state.percent} %, {'charging, full or plugged in' if state.charging else 'no charger is connected'}"
     if least is not None and not state.charging and state.percent < least:
         what += f"; tasks are declined below {least} %"
-        yield Finding(check="battery", level="warning", what=what, remedy="connect the charger")
+        yield Finding(check="battery", level="warning", what=what, hint="connect the charger")
     else:
         yield Finding(check="battery", level="ok", what=what)
 
 
-def check_state(patient: Patient) -> Iterator[Finding]:
-    if patient.state is None:
+def check_state(context: DoctorContext) -> Iterator[Finding]:
+    if context.state is None:
         yield Finding(check="state", level="ok", what="not checked: neither --data nor --state is given")
         return
-    there = patient.state.exists()
+    there = context.state.exists()
     try:
-        patient.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        trial = patient.state / f".trial-{secrets.token_hex(8)}"
+        context.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        trial = context.state / f".trial-{secrets.token_hex(8)}"
         trial.write_bytes(b"x")
         trial.unlink()
         if not there:
-            patient.state.rmdir()
+            context.state.rmdir()
     except OSError as error:
         who = f"user {os.getuid()}" if hasattr(os, "getuid") else "this user"
-        what = f"{patient.state} cannot be written: {in_words(error)}"
-        remedy = f"let {who} write there, or choose another folder with --state"
-        yield Finding(check="state", level="error", what=what, remedy=remedy)
+        what = f"{context.state} cannot be written: {describe_error(error)}"
+        hint = f"let {who} write there, or choose another folder with --state"
+        yield Finding(check="state", level="error", what=what, hint=hint)
     else:
-        yield Finding(check="state", level="ok", what=f"{patient.state} can be written")
+        yield Finding(check="state", level="ok", what=f"{context.state} can be written")
 
 
-def check_files(patient: Patient) -> Iterator[Finding]:
-    """Reads every file of the state whose digest is known: a memory card flips bits, and tells nobody."""
-    check, state = "files", patient.state
+def check_files(context: DoctorContext) -> Iterator[Finding]:
+    """Verify every file of the state whose digest is known: memory cards flip bits without reporting an error."""
+    check, state = "files", context.state
     if state is None or not state.exists():
         yield Finding(check=check, level="ok", what="not checked: there is no state yet")
         return
@@ -230,29 +233,29 @@ def check_files(patient: Patient) -> Iterator[Finding]:
     try:
         damaged = [path for path, digest in files if not is_whole(path, digest)]
     except StorageFailed as error:
-        yield Finding(check=check, level="error", what=str(error), remedy="let this user read the state")
+        yield Finding(check=check, level="error", what=str(error), hint="let this user read the state")
         return
     if not damaged:
-        yield Finding(check=check, level="ok", what=f"all {len(files)} are as they were written")
+        yield Finding(check=check, level="ok", what=f"all {len(files)} files are undamaged")
         return
-    what = f"{len(damaged)} of {len(files)} are damaged: {_few(tuple(map(str, damaged)))}"
-    remedy = (
-        "the next task fetches blobs anew and goes back to the round before where the vault is damaged; "
+    what = f"{len(damaged)} of {len(files)} files are damaged: {_few(tuple(map(str, damaged)))}"
+    hint = (
+        "the next task fetches damaged blobs again, and a damaged vault returns to its previous round; "
         "replace the memory card"
     )
-    yield Finding(check=check, level="warning", what=what, remedy=remedy)
+    yield Finding(check=check, level="warning", what=what, hint=hint)
 
 
-def check_data(patient: Patient) -> Iterator[Finding]:
-    if patient.data is None:
-        remedy = "edge-client doctor --data FOLDER"
-        yield Finding(check="data", level="warning", what="not checked: --data is not given", remedy=remedy)
+def check_data(context: DoctorContext) -> Iterator[Finding]:
+    if context.data is None:
+        hint = "edge-client doctor --data FOLDER"
+        yield Finding(check="data", level="warning", what="not checked: --data is not given", hint=hint)
         return
     layout = "images belong in FOLDER/CLASS/, or FOLDER/train/CLASS/ and FOLDER/test/CLASS/ (docs/data.md)"
     try:
-        images = DeviceData.open(patient.data, test_share=patient.test_share)
+        images = DeviceData.open(context.data, test_share=context.test_share)
     except DataError as error:
-        yield Finding(check="data", level="error", what=str(error), remedy=layout)
+        yield Finding(check="data", level="error", what=str(error), hint=layout)
         return
     counts = f"{len(images.train)} training and {len(images.test)} test images"
     yield Finding(
@@ -261,23 +264,23 @@ def check_data(patient: Patient) -> Iterator[Finding]:
     if images.unreadable:
         listed = "; ".join(f"{path}: {reason}" for path, reason in images.unreadable[:MOST_NAMED])
         more = f"; and {len(images.unreadable) - MOST_NAMED} more" if len(images.unreadable) > MOST_NAMED else ""
-        what = f"images that cannot be read and are left out: {len(images.unreadable)}; {listed}{more}"
-        yield Finding(check="data", level="warning", what=what, remedy="save them anew as PNG or JPEG, or delete them")
+        what = f"images that cannot be read and are skipped: {len(images.unreadable)}; {listed}{more}"
+        yield Finding(check="data", level="warning", what=what, hint="save them again as PNG or JPEG, or delete them")
     if images.passed_over:
         what = f"not used: {len(images.passed_over)}; {_few(tuple(map(str, images.passed_over)))}"
-        remedy = "images lie directly in a class folder, as PNG, JPEG, ... (not HEIC): convert or move them"
-        yield Finding(check="data", level="warning", what=what, remedy=remedy)
+        hint = "images lie directly in a class folder, as PNG, JPEG, ... (not HEIC): convert or move them"
+        yield Finding(check="data", level="warning", what=what, hint=hint)
     if empty := images.without_images():
         what = f"class folders without an image that can be read: {_few(tuple(empty))}; a run may count them as classes"
-        yield Finding(check="data", level="warning", what=what, remedy="delete folders that are no classes")
+        yield Finding(check="data", level="warning", what=what, hint="delete folders that are not classes")
     if not len(images.test):
         what = "there is no test image: the model cannot be evaluated on this device"
-        yield Finding(check="data", level="warning", what=what, remedy="give --test-share, or a folder test/CLASS/")
+        yield Finding(check="data", level="warning", what=what, hint="give --test-share, or a folder test/CLASS/")
 
 
-def check_broker(patient: Patient) -> Iterator[Finding]:
-    """Step by step, as a connection is made; what fails ends it."""
-    address = patient.address
+def check_broker(context: DoctorContext) -> Iterator[Finding]:
+    """Check the steps of a connection in their order; the first failure ends the check."""
+    address = context.address
     step = "broker"
     try:
         with socket.create_connection((address.host, address.port), CONNECT_S) as plain:
@@ -287,42 +290,42 @@ def check_broker(patient: Patient) -> Iterator[Finding]:
                 with tls_context(address).wrap_socket(plain, server_hostname=address.host) as secured:
                     yield Finding(check=step, level="ok", what=f"{secured.version()}, the certificate is trusted")
     except OSError as error:
-        remedy = _reach_remedy(error, address) if step == "broker" else _tls_remedy(error, address)
-        yield Finding(check=step, level="error", what=f"{address}: {in_words(error)}", remedy=remedy)
+        hint = _reach_hint(error, address) if step == "broker" else _tls_hint(error, address)
+        yield Finding(check=step, level="error", what=f"{address}: {describe_error(error)}", hint=hint)
         return
     except ConfigError as error:
-        yield Finding(check=step, level="error", what=str(error), remedy="name a readable PEM file with --ca-file")
+        yield Finding(check=step, level="error", what=str(error), hint="name a readable PEM file with --ca-file")
         return
-    topic = patient.topics.probe(patient.device)
-    client_id = f"{patient.device}-{secrets.token_hex(4)}"
+    topic = context.topics.probe(context.device)
+    client_id = f"{context.device}-{secrets.token_hex(4)}"
     try:
         with BrokerProbe(address, client_id, topic) as probe:
-            yield Finding(check="login", level="ok", what="the broker lets this device in")
+            yield Finding(check="login", level="ok", what="the broker accepts this device")
             step = "messages"
             if probe.seconds(PROBE_BYTES) is None:
                 raise LinkDown(f"a message on {topic} is not answered")
     except LinkDown as error:
-        remedy = f"the broker's access rules must let this device write below {topic.rpartition('/')[0]}/"
+        hint = f"the broker's access rules must let this device write below {topic.rpartition('/')[0]}/"
         if step != "messages":
-            step, remedy = "login", _login_remedy(str(error), address)
-        yield Finding(check=step, level="error", what=str(error), remedy=remedy)
+            step, hint = "login", _login_hint(str(error), address)
+        yield Finding(check=step, level="error", what=str(error), hint=hint)
         return
-    yield from _check_size(patient, client_id, topic)
+    yield from _check_size(context, client_id, topic)
 
 
-def check_coordinator(patient: Patient) -> Iterator[Finding]:
-    """A device that joins a federation that nobody serves would wait for ever."""
-    federation = patient.topics.federation
+def check_coordinator(context: DoctorContext) -> Iterator[Finding]:
+    """Without a coordinator in its federation the device would wait for ever."""
+    federation = context.topics.federation
     try:
-        found = find_coordinator(patient.address, patient.topics, patient.device)
+        found = find_coordinator(context.address, context.topics, context.device)
     except (LinkDown, ConfigError):
-        return  # check_broker says what is wrong
+        return  # reported by check_broker
     if found is None:
         yield Finding(
             check="coordinator",
             level="warning",
-            what=f"nobody serves federation {federation!r} at this broker: this device would wait",
-            remedy="start it on the server (coordinator start, or coordinator serve), or name the federation that it "
+            what=f"no coordinator serves federation {federation!r} at this broker: this device would wait",
+            hint="start it on the server (coordinator start, or coordinator serve), or name the federation that it "
             "serves with --federation",
         )
         return
@@ -331,31 +334,31 @@ def check_coordinator(patient: Patient) -> Iterator[Finding]:
     yield Finding(check="coordinator", level="ok", what=what)
 
 
-def _check_size(patient: Patient, client_id: str, topic: str) -> Iterator[Finding]:
-    if _is_taken(patient, client_id, topic, CHUNK_MESSAGE_BYTES):
-        what = f"messages of {CHUNK_MESSAGE_BYTES} bytes are taken"
+def _check_size(context: DoctorContext, client_id: str, topic: str) -> Iterator[Finding]:
+    if _is_accepted(context, client_id, topic, CHUNK_MESSAGE_BYTES):
+        what = f"messages of {CHUNK_MESSAGE_BYTES} bytes are accepted"
         yield Finding(check="messages", level="ok", what=what)
         return
-    fits = next((size for size in SMALLER_BYTES if _is_taken(patient, client_id, topic, size)), PROBE_BYTES)
+    fits = next((size for size in SMALLER_BYTES if _is_accepted(context, client_id, topic, size)), PROBE_BYTES)
     yield Finding(
         check="messages",
         level="error",
-        what=f"a message of {CHUNK_MESSAGE_BYTES} bytes, as models travel in, is not taken; {fits} bytes are",
-        remedy="let the broker take at least 131072 bytes: message_size_limit and max_packet_size of mosquitto, "
+        what=f"a message of {CHUNK_MESSAGE_BYTES} bytes, as used for models, is not accepted; {fits} bytes are",
+        hint="set the broker's limit to at least 131072 bytes: message_size_limit and max_packet_size of mosquitto, "
         "mqtt.max_packet_size of EMQX",
     )
 
 
-def _is_taken(patient: Patient, client_id: str, topic: str, size_bytes: int) -> bool:
-    """Over a connection of its own: some brokers close it when a message is too large for them, others say nothing."""
+def _is_accepted(context: DoctorContext, client_id: str, topic: str, size_bytes: int) -> bool:
+    """Uses a separate connection: some brokers close it when a message is too large, others do not answer."""
     try:
-        with BrokerProbe(patient.address, client_id, topic) as probe:
+        with BrokerProbe(context.address, client_id, topic) as probe:
             return probe.seconds(size_bytes) is not None
     except (LinkDown, BadPayload):
         return False
 
 
-CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[DoctorContext], Iterator[Finding]], ...] = (
     check_engine,
     check_memory,
     check_disk,
@@ -372,49 +375,49 @@ CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
 )
 
 
-def _how_it_ended(code: int, said: bytes) -> str:
-    """A process that failed, in words: the signal that ended it, else its last line."""
+def _exit_reason(code: int, output: bytes) -> str:
+    """Why a process failed: the signal that ended it, else the last line of its output."""
     if code < 0:
-        return f"it is ended by {signal.Signals(-code).name}"
-    lines_said = said.decode(errors="replace").strip().splitlines()
-    return lines_said[-1] if lines_said else f"it ends with code {code}"
+        return f"it was ended by {signal.Signals(-code).name}"
+    output_lines = output.decode(errors="replace").strip().splitlines()
+    return output_lines[-1] if output_lines else f"it ended with code {code}"
 
 
 def _few(names: tuple[str, ...]) -> str:
     return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
 
 
-def _reach_remedy(error: OSError, address: Address) -> str:
+def _reach_hint(error: OSError, address: Address) -> str:
     if isinstance(error, socket.gaierror):
-        return f"no such name: is {address.host!r} written rightly? Try the server's IP address"
+        return f"the name cannot be resolved: is {address.host!r} spelled correctly? Try the server's IP address"
     if isinstance(error, ConnectionRefusedError) and address.cert_file is not None:
         return (
-            "nobody listens there: is the coordinator running, with coordinator start --broker.deployment DIR? This is "
-            "where the device joined; if the server has another name, address or port by now: --broker HOST:PORT"
+            "no program listens there: is the coordinator running, with coordinator start --broker.deployment DIR? The "
+            "address is that of the join; if the server has another name, address or port now: --broker HOST:PORT"
         )
     if isinstance(error, ConnectionRefusedError):
         return (
-            "nobody listens there: is the coordinator running, with --broker.listen 0.0.0.0 and --broker.port "
-            f"{address.port}? By itself it listens on its own machine only"
+            "no program listens there: is the coordinator running, with --broker.listen 0.0.0.0 and --broker.port "
+            f"{address.port}? By default it listens on its own machine only"
         )
     return "is the server on, in the same network, and does its firewall let this port through?"
 
 
-def _tls_remedy(error: OSError, address: Address) -> str:
+def _tls_hint(error: OSError, address: Address) -> str:
     if isinstance(error, ssl.SSLCertVerificationError) and address.cert_file is not None:
         return (
-            "this device trusts the deployment that it joined and no other: set the clock, use a name that coordinator "
-            "init gave the server (--host), or join again with a token of the deployment that is there now"
+            "this device trusts only the deployment that it joined: set the clock, use a name that coordinator "
+            "init gave the server (--host), or join again with a token of the current deployment"
         )
     if isinstance(error, ssl.SSLCertVerificationError):
         return "give the broker's certificate authority with --ca-file, use the name in the certificate, set the clock"
     return "does this port speak TLS? Without it the address is mqtt://"
 
 
-def _login_remedy(reason: str, address: Address) -> str:
+def _login_hint(reason: str, address: Address) -> str:
     if address.cert_file is not None:
         return (
-            "the broker does not take this device's certificate: was it revoked (coordinator devices), or has it "
+            "the broker does not accept this device's certificate: was it revoked (coordinator devices), or has it "
             "expired? Then join again, with a new token"
         )
     if "authoris" in reason or "password" in reason:
@@ -427,4 +430,4 @@ def _login_remedy(reason: str, address: Address) -> str:
 def lines(finding: Finding) -> str:
     """One finding as plain text."""
     shown = f"{finding.level:<7}  {finding.check:<11}  {finding.what}"
-    return f"{shown}\n{'':<22}{finding.remedy}" if finding.remedy else shown
+    return f"{shown}\n{'':<22}{finding.hint}" if finding.hint else shown

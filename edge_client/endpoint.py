@@ -19,14 +19,14 @@ class Endpoint(NamedTuple):
 
     address: "Address"
     federation: str
-    device: str | None  # its name, if that is decided already
+    device: str | None  # its name, if it is known
     identity: "Identity | None"
 
 
 def find_endpoint(
     broker: str | None, *, ca_file: Path | None, federation: str | None, device: str | None, state: Path | None
 ) -> Endpoint:
-    """Where this device has joined, unless it is told to go elsewhere: by mqtt://, a user, or an authority.
+    """The broker of the device's deployment, unless mqtt://, a user or an authority selects another one.
 
     Raises ConfigError when name or federation are not those of its certificate.
     """
@@ -43,13 +43,13 @@ def find_endpoint(
         if given not in (None, joined):
             raise ConfigError(
                 f"{what} {given!r}: this device has joined as {known.device!r} in {known.federation!r}; "
-                "join anew with another token, or name a broker by mqtt://"
+                "join again with another token, or name a broker by mqtt://"
             )
     return Endpoint(identity.address(broker), known.federation, known.device, identity)
 
 
 def state_and_name(given: Mapping[str, Any], endpoint: Endpoint) -> tuple[Path | None, str]:
-    """Where the device keeps its state, if that is known, and what it is called."""
+    """The state folder of the device, if it is known, and its name."""
     data: Path | None = given["data"]
     state: Path | None = given["state"] or (default_state(data) if data else None)
     if endpoint.device:

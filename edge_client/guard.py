@@ -1,7 +1,7 @@
-"""Keeps a device within its budgets: watches a task while it runs, and says when it has to stop.
+"""Keeps a device within its budgets: monitors a task while it runs, and decides when it has to stop.
 
-Memory is that of the whole process, looked at several times a second, also while a step runs. A task that is over
-a budget is stopped between two steps; what is over only in its last step is reported with its result.
+Memory is that of the whole process, sampled several times a second, also during a step. A task that exceeds a budget
+is stopped between two steps; a budget that only the last step exceeds is reported with the result.
 """
 
 import threading
@@ -17,13 +17,13 @@ from fedvit.wire.messages import TaskKind
 from profiles.probes.host import forget_peak, peak_rss_bytes, resident_bytes
 from profiles.probes.meter import Meter, Metered, Sensors
 
-LOOK_EVERY_S = 0.05
+SAMPLE_EVERY_S = 0.05
 LEAST_STEPS = 20
-"""A tenth of fewer steps says nothing."""
+"""With fewer steps a tenth is too small for a comparison."""
 
 
 class Exceeded(OverBudget):
-    """A task was stopped because it did not keep a budget of this device; nothing of it is kept."""
+    """A task was stopped because it exceeded a budget of this device; nothing of it is kept."""
 
     def __init__(self, reason: str, broke: BudgetKind, use: ResourceUse) -> None:
         super().__init__(reason)
@@ -51,7 +51,7 @@ class Tally:
     def sustained(self) -> float | None:
         """The median step of the last tenth divided by that of the first, of the phase that took longest.
 
-        Above 1 the device became slower, for instance by heat. None for fewer than LEAST_STEPS steps.
+        Above 1 the device became slower, for instance because of heat. None for fewer than LEAST_STEPS steps.
         """
         longest = max(self.phases, key=sum, default=[])
         if len(longest) < LEAST_STEPS:
@@ -61,11 +61,10 @@ class Tally:
 
 
 class Guard:
-    """The budgets of one device. `watching` makes the watch over one task.
+    """The budgets of one device. `watching` makes the monitor of one task.
 
-    With `owns_process` nobody else in this process wants to know its high-water mark, so that each task's own peak
-    can be measured; without, it is the highest that was seen in looking several times a second. Without `sensors`
-    energy and heat are not measured.
+    With `owns_process` the process's high-water mark may be reset, so that each task's own peak is measured; without,
+    the peak is the highest of several samples a second. Without `sensors` energy and temperature are not measured.
     """
 
     def __init__(
@@ -83,14 +82,14 @@ class Guard:
         self.base_bytes: int | None = None  # of the process with its engine, before the first task
 
     def watching(self, kind: TaskKind) -> "Guarded":
-        """The watch over a task that begins now; the engine should be loaded already."""
+        """The monitor of a task that starts now; the engine should be loaded already."""
         if self.base_bytes is None:
             self.base_bytes = resident_bytes()
         return Guarded(self, kind)
 
 
 class Guarded:
-    """One task under watch: use as a context around its work."""
+    """Monitors one task: a context manager around its work."""
 
     def __init__(self, guard: Guard, kind: TaskKind) -> None:
         self.tally = Tally()
@@ -108,7 +107,7 @@ class Guarded:
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
 
     def __enter__(self) -> Self:
-        self._look()
+        self._sample()
         self._thread.start()
         if self._meter:
             self._meter.__enter__()
@@ -122,21 +121,21 @@ class Guarded:
 
     def over(self) -> bool:
         """Whether the task has to stop."""
-        self._look()
+        self._sample()
         return bool(self._broke)
 
     @property
     def broke(self) -> tuple[BudgetKind, ...]:
-        """The budgets that the task did not keep, the newest last."""
+        """The budgets that the task exceeded, the newest last."""
         return tuple(self._broke)
 
     def reason(self) -> str:
-        """What was measured and what the budget is, for each that was not kept."""
-        return "; ".join(self._words(kind) for kind in self.broke)
+        """The measured value and the limit of each exceeded budget."""
+        return "; ".join(self._describe(kind) for kind in self.broke)
 
     def use(self, flops: int | None = None) -> ResourceUse:
-        """What the task cost until now, but for its bytes; `flops` where they are not those of its steps."""
-        self._look()
+        """The cost of the task so far, without its bytes; `flops` overrides the count of its steps."""
+        self._sample()
         metered = self._meter.metered() if self._meter else Metered(None, None, None, None)
         return ResourceUse(
             train_s=self._elapsed_s(),
@@ -156,40 +155,40 @@ class Guarded:
         return time.perf_counter() - self._began
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK_EVERY_S):
-            self._look()
+        while not self._over.wait(SAMPLE_EVERY_S):
+            self._sample()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         budget, limit_c = self._guard.budget, self._guard.temperature_limit_c
         with self._lock:
             self._peak_bytes = max(self._peak_bytes, resident_bytes(), self._own_mark())
             celsius = self._meter.celsius if self._meter else None
-            looked: tuple[tuple[BudgetKind, float | None, float | None], ...] = (
+            samples: tuple[tuple[BudgetKind, float | None, float | None], ...] = (
                 ("memory", self._peak_bytes, budget.memory_bytes),
                 ("temperature", celsius, limit_c),
                 ("upload", self.upload_bytes, budget.upload_bytes),
             )
             if self._training:
-                looked += (
+                samples += (
                     ("time", self._elapsed_s(), budget.round_deadline_s),
                     ("flops", self.tally.flops, budget.flops_per_round),
                 )
-            for kind, value, limit in looked:
+            for kind, value, limit in samples:
                 if value is not None and limit is not None and value > limit:
                     self._broke[kind] = None
 
     def _own_mark(self) -> int:
-        """The process's high-water mark where it is known to be of this task: it began anew, or it has risen."""
+        """The process's high-water mark if it belongs to this task: it was reset, or it has risen; else 0."""
         mark = peak_rss_bytes()
         if mark is None or not (self._fresh or self._peak_before is None or mark > self._peak_before):
             return 0
         return mark
 
-    def _words(self, kind: BudgetKind) -> str:
+    def _describe(self, kind: BudgetKind) -> str:
         budget, guard = self._guard.budget, self._guard
         match kind:
             case "memory":
-                return memory_words(self._peak_bytes, budget.memory_bytes or 0, guard.base_bytes or 0)
+                return memory_message(self._peak_bytes, budget.memory_bytes or 0, guard.base_bytes or 0)
             case "time":
                 return (
                     f"training took {format_seconds(self._elapsed_s())} with {self.tally.steps} steps, "
@@ -210,17 +209,17 @@ class Guarded:
                 )
 
 
-def memory_words(peak_bytes: int, limit_bytes: int, base_bytes: int) -> str:
-    """What was exceeded, and whether any task could keep that budget.
+def memory_message(peak_bytes: int, limit_bytes: int, base_bytes: int) -> str:
+    """The message about an exceeded memory budget, which says if no task can keep it.
 
-    >>> memory_words(63_400_000, 60_000_000, 52_000_000)
+    >>> memory_message(63_400_000, 60_000_000, 52_000_000)
     'resident memory reached 63.4 MB, the memory budget is 60.0 MB; the program and its engine alone take 52.0 MB'
     """
     limit, base = _megabytes(limit_bytes), _megabytes(base_bytes)
     if base_bytes > limit_bytes:
         return (
             f"the program and its engine alone take {base} before any work, the memory budget is {limit}: "
-            "no task can keep it; give --memory-budget more than that, and what training takes"
+            "no task can keep it; raise --memory-budget above that, plus what training takes"
         )
     reached = _megabytes(peak_bytes)
     return (

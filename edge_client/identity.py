@@ -1,6 +1,6 @@
-"""What makes this device one of a deployment's: its private key, its certificate, and where the broker is.
+"""The identity of a device in a deployment: its private key, its certificate, and the broker's address.
 
-The key was made here and never leaves. Nothing in this module needs a library of certificates: only `join` does.
+The key was made here and never leaves the device. Only `join` needs the library cryptography, this module does not.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from fedvit.wire.topics import Topics, check_name
 
 log = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 3600.0
-"""A question may meet a coordinator that is just coming back, too."""
+REQUEST_INTERVAL_S = 3600.0
+"""Interval between requests."""
 
 
 class Membership(Struct, frozen=True, kw_only=True):
-    """Under which name this device is known, and where."""
+    """The name, federation and broker of this device."""
 
     device: str
     federation: str
@@ -36,7 +36,7 @@ class Membership(Struct, frozen=True, kw_only=True):
 
 
 class Identity:
-    """A device that has joined. Raises ConfigError when the folder does not hold what `join` left there."""
+    """The identity of a device that has joined. Raises ConfigError when the files of `join` cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,7 +49,7 @@ class Identity:
 
     @classmethod
     def find(cls, folder: Path) -> "Identity | None":
-        """The identity in `folder`; None where nobody has joined."""
+        """The identity in `folder`; None if the device has not joined."""
         return cls(folder) if (folder / "membership.json").is_file() else None
 
     @property
@@ -66,11 +66,11 @@ class Identity:
 
     @property
     def request(self) -> bytes:
-        """PKCS #10, DER: made with the key; each next certificate is for the same key."""
+        """The certificate request, PKCS #10 DER; every later certificate is for the same key."""
         return (self.folder / "request.der").read_bytes()
 
     def address(self, broker: str | None = None) -> Address:
-        """Where to connect and with what; `broker` is HOST or HOST:PORT where it has moved. Raises ConfigError."""
+        """The broker's address and the TLS files; `broker` is HOST or HOST:PORT if it has moved. Raises ConfigError."""
         host, port = (broker and host_and_port(broker)) or (self.membership.host, None)
         return Address(
             host,
@@ -82,7 +82,7 @@ class Identity:
         )
 
     def replace_certificate(self, der: bytes) -> None:
-        """Take the next certificate from the next connection on. Raises BadPayload when it is not for our key."""
+        """Use the new certificate from the next connection on. Raises BadPayload when it is for another key."""
         trial = self.folder / "next-certificate.pem"
         try:
             atomic_write(trial, ssl.DER_cert_to_PEM_cert(der).encode(), private=True)
@@ -95,13 +95,13 @@ class Identity:
 
 
 def host_and_port(broker: str) -> tuple[str, int | None]:
-    """HOST or HOST:PORT in its parts. Raises ConfigError when it is neither."""
+    """Split HOST or HOST:PORT. Raises ConfigError when it is neither."""
     text = f"mqtts://{broker.removeprefix('mqtts://')}"
     return Address.parse(text).host, urlsplit(text).port
 
 
 class Renewal:
-    """Asks for the next certificate at each connection and once an hour; the coordinator's clock decides."""
+    """Requests the next certificate at each connection and once an hour; the coordinator decides when it is due."""
 
     def __init__(self, identity: Identity, topics: Topics) -> None:
         device = identity.membership.device
@@ -116,14 +116,14 @@ class Renewal:
 
     def tick(self, transport: Transport) -> None:
         """Called often while the link is up."""
-        here = time.monotonic()
-        if self._asked_at is not None and here - self._asked_at < ASK_AGAIN_S:
+        now = time.monotonic()
+        if self._asked_at is not None and now - self._asked_at < REQUEST_INTERVAL_S:
             return
-        self._asked_at = here
+        self._asked_at = now
         try:
             transport.publish(self._questions, encode_enrolment(RenewRequest(self._identity.request)), qos=1)
         except (FedvitError, OSError) as error:
-            log.warning("the next certificate cannot be asked for", extra={"reason": str(error)})
+            log.warning("the next certificate cannot be requested", extra={"reason": str(error)})
 
     def answered(self, raw: bytes) -> None:
         try:

@@ -1,8 +1,8 @@
-"""Whether the files of a device are still what was written: memory cards flip bits, and tell nobody.
+"""Finds damaged files on a device: memory cards flip bits without reporting an error.
 
-A file counts as whole while its size, modification time and inode are those with which this process read all of it.
-A flipped bit changes none of them: so each start reads everything anew before it is used, and `scrub` reads it again
-in idle time. See docs/decisions/0020-damaged-files-are-fetched-anew.md.
+A file counts as undamaged while its size, modification time and inode are those at which this process verified it.
+A flipped bit changes none of them: so each start verifies every file before its first use, and `scrub` verifies all
+files again in idle time. See docs/decisions/0020-damaged-files-are-fetched-anew.md.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 
 SCRUB_PIECE_BYTES = 1 << 20
 SCRUB_EVERY_S = 0.1
-"""A piece is read so often at most: 10 MB/s, a quarter of what a slow memory card can do."""
+"""Interval between pieces: 10 MB/s at most, a quarter of the rate of a slow memory card."""
 SCRUB_AGAIN_S = 24 * 3600.0
 """From the end of one pass over all files to the beginning of the next."""
 KEPT_REPORTS = 8
-"""So many findings wait for the next result at most; the log has all of them."""
+"""Findings that are stored for the next result at most; the log has all of them."""
 
 
 class Damaged(FedvitError):
-    """Blobs were not what their digests say; they are deleted, and can be fetched anew."""
+    """Blobs did not have their digests; they are deleted, and can be fetched again."""
 
     def __init__(self, digests: list[str]) -> None:
         super().__init__(f"{len(digests)} damaged blobs on this device's disk, the first is {digests[0]}")
@@ -80,9 +80,9 @@ def _stamp(path: Path, digest: str) -> _Stamp | None:
 
 
 class Integrity:
-    """A folder of blobs that is looked after. `others()` names further files to scrub, with their digests.
+    """Verifies the blobs of a folder. `others()` names further files to scrub, with their digests.
 
-    Several devices of one process may share one. What is found is logged, and waits for the next result.
+    Several devices of one process may share one. Findings are logged, and reported with the next result.
     """
 
     def __init__(self, blobs: BlobStore, others: Callable[[], Iterable[tuple[Path, str]]] = tuple) -> None:
@@ -90,14 +90,14 @@ class Integrity:
         self._blobs = blobs
         self._others = others
         self._found: list[str] = []
-        self._lock = threading.Lock()  # tasks report from their threads
+        self._lock = threading.Lock()  # tasks report in their threads
         self._pass: Iterator[None] | None = None
         self._due = 0.0  # on the monotonic clock
 
     def check(self, digests: Iterable[str], *, afresh: bool = False) -> None:
-        """Make sure that those of some blobs that are here are whole; `afresh`: whatever was found before.
+        """Verify those of some blobs that are here; `afresh`: also if they were verified before.
 
-        Raises Damaged when some are not; they are deleted then.
+        Raises Damaged for damaged ones, which are deleted.
         """
         damaged = []
         for digest in dict.fromkeys(digests):
@@ -111,23 +111,23 @@ class Integrity:
             raise Damaged(damaged)
 
     def read(self, digest: str) -> bytes:
-        """A small blob's bytes, as its digest says. Raises Damaged, and BadPayload when it is not here."""
+        """The verified bytes of a small blob. Raises Damaged, and BadPayload when it is not here."""
         with contextlib.suppress(OSError):
             content = self._blobs.get(digest)
             if digest_of(content) == digest:
                 return content
-        self.check([digest], afresh=True)  # deletes it, or says why it cannot be read
+        self.check([digest], afresh=True)  # deletes the blob, or raises the reason why it cannot be read
         raise BadPayload(f"blob {digest} changed while it was read")
 
     def report(self, what: str) -> None:
-        """Log something that was found damaged, and tell it with the next result."""
+        """Log a damaged file, and report it with the next result."""
         log.error("damaged", extra={"what": what})
         with self._lock:
             if len(self._found) < KEPT_REPORTS:
                 self._found.append(what[:500])
 
     def reports(self) -> tuple[str, ...]:
-        """What was found since the last call."""
+        """The findings since the last call."""
         with self._lock:
             found, self._found = tuple(self._found), []
         return found
@@ -137,12 +137,12 @@ class Integrity:
         self.verified.forget(path)
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-        self.report(f"{path} was damaged and is deleted: it is fetched anew when it is needed")
+        self.report(f"{path} was damaged and is deleted: it is fetched again when it is needed")
 
     # --- in idle time ---------------------------------------------------------------------------------
 
     def scrub(self) -> None:
-        """Read a piece of what lies here, if it is time for one; to be called often while the device has no task."""
+        """Verify the next piece of a file if it is due; to be called often while the device has no task."""
         now = time.monotonic()
         if now < self._due:
             return
@@ -154,7 +154,7 @@ class Integrity:
             self._due = now + SCRUB_AGAIN_S
 
     def _scrubbing(self) -> Iterator[None]:
-        """One pass; every step reads a piece at most."""
+        """One pass over all files; every step reads a piece at most."""
         blobs = {path: f"{ALGORITHM}:{path.name}" for path in self._blobs.folder.glob("*/*") if _is_blob(path)}
         others = dict(self._others())
         self.verified.keep_only(blobs.keys() | others.keys())
@@ -166,22 +166,22 @@ class Integrity:
                 continue
             self.verified.forget(path)
             if path in others:
-                log.error("damaged", extra={"what": f"{path} is damaged; the next task of its run sees to it"})
+                log.error("damaged", extra={"what": f"{path} is damaged; the next task of its run repairs it"})
             elif path.is_file():
                 self._discard(digest)
 
 
 def _is_blob(path: Path) -> bool:
-    """And no file that is being received or written."""
+    """Not a file that is being received or written."""
     return len(path.name) == 64
 
 
 def _read_slowly(path: Path, expected: str) -> Iterator[str]:
-    """`expected` after each piece of a file, and at its end the digest that it has; nothing where it is gone."""
+    """Yield `expected` after each piece of a file, and at its end its real digest; nothing if the file is gone."""
     hasher = blake3.blake3()
     try:
         with open(path, "rb", buffering=0) as file:
-            # what is in memory says nothing of the medium
+            # cached pages do not show the state of the medium
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while piece := file.read(SCRUB_PIECE_BYTES):
                 hasher.update(piece)

@@ -1,9 +1,9 @@
-"""`edge-client join`: from a one-time token to a certificate of one's own.
+"""`edge-client join`: obtains a certificate with a one-time token.
 
-The broker cannot be trusted yet and cannot trust us, so TLS alone decides nothing here: what does is the seal on every
-message (fedvit.wire.enrolment), then the fingerprint of the authority in the token, and at last a connection in which
-both sides show certificates. The private key is made here before anything is sent, and kept: a join that was
-interrupted is taken up where it was, with the same token.
+Broker and device cannot trust each other yet, so TLS alone proves nothing here. Trust comes from the HMAC on every
+message (fedvit.wire.enrolment), then from the authority's fingerprint in the token, and finally from a connection in
+which both sides present certificates. The private key is made before anything is sent, and kept: an interrupted join
+continues where it stopped, with the same token.
 """
 
 import logging
@@ -26,7 +26,7 @@ from edge_client.identity import Identity, Membership
 from fedvit.errors import BadPayload, ConfigError, LinkDown, PeerRefused, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.transport.base import Connected, Disconnected
-from fedvit.transport.mqtt import Address, MqttTransport, in_words
+from fedvit.transport.mqtt import Address, MqttTransport, describe_error
 from fedvit.wire.enrolment import (
     FROM_COORDINATOR,
     FROM_DEVICE,
@@ -66,24 +66,24 @@ def join(
     enrolment_port: int | None = None,
     replace: bool = False,
     patience_s: float = PATIENCE_S,
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Joined:
     """Get a certificate for the token's name and keep it in `folder`.
 
-    Raises ConfigError when this device has joined already, PeerRefused when the token is not worth anything (any more),
-    LinkDown when nobody answers within `patience_s`, BadPayload when the answer is not genuine.
+    Raises ConfigError when this device has joined already, PeerRefused when the token is not valid (any more),
+    LinkDown without an answer within `patience_s`, BadPayload when the answer is not authentic.
     """
     if (known := Identity.find(folder)) and not replace:
         raise ConfigError(
-            f"this device has joined already, as {known.membership.device!r} ({folder}); --replace makes it forget that"
+            f"this device has joined already, as {known.membership.device!r} ({folder}); --replace replaces it"
         )
     host = host or token.host
     request = _request(folder, token)
     address = Address(host, enrolment_port or token.enrolment_port)
-    say(f"asking {address} for a certificate as {token.device!r}")
-    granted = _ask(token, request, address, patience_s, say)
+    report(f"asking {address} for a certificate as {token.device!r}")
+    granted = _ask(token, request, address, patience_s, report)
     if sha256(granted.authority).digest() != token.authority:
-        raise PeerRefused("the answer names another authority than the token does; it is not used")
+        raise PeerRefused("the answer names another authority than the token; it is not used")
     membership = Membership(device=token.device, federation=token.federation, host=host, port=port or token.port)
     _keep(folder, token, granted, membership)
     identity = Identity(folder)
@@ -91,7 +91,7 @@ def join(
 
 
 def _request(folder: Path, token: Token) -> bytes:
-    """The certificate request of the key that belongs to this token; both are made when it is first tried."""
+    """The certificate request of the key that belongs to this token; both are made at the first attempt."""
     key_file, request_file = (folder / f"joining-{token.id}.{kind}" for kind in ("key", "request"))
     if request_file.is_file() and key_file.is_file():
         return request_file.read_bytes()
@@ -115,7 +115,7 @@ def _request(folder: Path, token: Token) -> bytes:
 
 
 def _keep(folder: Path, token: Token, granted: JoinGranted, membership: Membership) -> None:
-    """Membership comes last: it is what makes the rest an identity."""
+    """Write the identity; the membership comes last, as it marks the identity as complete."""
     (folder / "membership.json").unlink(missing_ok=True)
     made = {
         name: folder / f"joining-{token.id}.{kind}" for name, kind in (("key.pem", "key"), ("request.der", "request"))
@@ -125,26 +125,28 @@ def _keep(folder: Path, token: Token, granted: JoinGranted, membership: Membersh
     for name, der in (("certificate.pem", granted.certificate), ("authority.pem", granted.authority)):
         atomic_write(folder / name, ssl.DER_cert_to_PEM_cert(der).encode(), private=True)
     atomic_write(folder / "membership.json", msgspec.json.encode(membership), private=True)
-    for left in folder.glob("joining-*"):
-        left.unlink()
+    for leftover in folder.glob("joining-*"):
+        leftover.unlink()
     _hand_over(folder, folder.parent.stat().st_uid, folder.parent.stat().st_gid)
 
 
 def _hand_over(folder: Path, user: int, group: int) -> None:
-    """To whom the state belongs: a service has a user of its own, and who joins again for it is root."""
+    """Give the files to the owner of the state: a service has a user of its own, but root may run the join."""
     if os.geteuid() == 0:
         for path in (folder, *folder.iterdir()):
             os.chown(path, user, group, follow_symlinks=False)
 
 
-# --- the question and its answer ----------------------------------------------------------------------
+# --- request and answer ----------------------------------------------------------------------
 
 
-def _ask(token: Token, request: bytes, address: Address, patience_s: float, say: Callable[[str], None]) -> JoinGranted:
-    """Ask until there is a genuine answer, over as many connections as it takes."""
+def _ask(
+    token: Token, request: bytes, address: Address, patience_s: float, report: Callable[[str], None]
+) -> JoinGranted:
+    """Request until an authentic answer comes, over several connections if needed."""
     question = JoinRequest(secrets.token_bytes(16), token.device, request)
     until = time.monotonic() + patience_s
-    refusals, said = 0, ""
+    refusals, reported = 0, ""
     while time.monotonic() < until:
         conversation = _Conversation(token, question, address)
         try:
@@ -152,7 +154,7 @@ def _ask(token: Token, request: bytes, address: Address, patience_s: float, say:
         except LinkDown as error:
             reason = str(error)
         except _NotAuthorised:
-            # a token that was made this second reaches the broker in the next
+            # the broker learns of a new token about a second later
             refusals += 1
             reason = f"{address}: the broker does not know this token"
             if refusals >= REFUSALS:
@@ -160,12 +162,12 @@ def _ask(token: Token, request: bytes, address: Address, patience_s: float, say:
                     f"{reason}: it was withdrawn, expired long ago, or is for another deployment; "
                     "ask for a new one (coordinator enroll)"
                 ) from None
-        if reason != said:
-            say(f"{reason}; trying again")
-            said = reason
+        if reason != reported:
+            report(f"{reason}; trying again")
+            reported = reason
         time.sleep(AGAIN_S)
     raise LinkDown(
-        f"{said or f'{address} took the question, but nobody answered'} (tried for {patience_s:.0f} s); is "
+        f"{reported or f'{address} accepted the request, but no answer came'} (tried for {patience_s:.0f} s); is "
         "`coordinator start --broker.deployment` or `coordinator enroll` running, and is this the right --broker?"
     )
 
@@ -175,7 +177,7 @@ class _NotAuthorised(Exception):
 
 
 class _Conversation:
-    """One connection to the listener for tokens; `until` returns the answer that is genuine."""
+    """One connection to the enrolment listener; `until` returns the authentic answer."""
 
     def __init__(self, token: Token, question: JoinRequest, address: Address) -> None:
         self._token = token
@@ -188,12 +190,12 @@ class _Conversation:
         self._listening = False
 
     def until(self, deadline: float) -> JoinGranted:
-        """Raises PeerRefused when the coordinator says no, LinkDown when the connection ends or nobody answers."""
+        """Raises PeerRefused when the coordinator refuses, LinkDown when the connection ends or no answer comes."""
         client = self._client()
         try:
             client.reconnect()
         except (OSError, ValueError) as error:
-            raise LinkDown(f"{self._address}: {in_words(error)}") from error
+            raise LinkDown(f"{self._address}: {describe_error(error)}") from error
         asked = 0.0
         try:
             while time.monotonic() < deadline:
@@ -207,14 +209,14 @@ class _Conversation:
                     client.publish(self._topics.enrolment(self._token.id), self._question, 1)
         finally:
             client.disconnect()
-        raise LinkDown(f"{self._address}: the broker let us in, but no coordinator answers")
+        raise LinkDown(f"{self._address}: the broker accepted the token, but no coordinator answers")
 
     def _answer(self) -> JoinGranted | None:
         while not self._answers.empty():
             try:
                 message = unseal(self._answers.get_nowait(), self._token.secret, FROM_COORDINATOR)
             except BadPayload as error:
-                log.warning("an answer that is not genuine was passed over", extra={"reason": str(error)})
+                log.warning("an answer that is not authentic was ignored", extra={"reason": str(error)})
                 continue
             match message:
                 case JoinGranted(nonce=self._nonce, device=self._token.device):
@@ -246,7 +248,7 @@ class _Conversation:
 
 
 def _try(identity: Identity) -> str | None:
-    """Connect once as this device will from now on; why that failed, if it did."""
+    """Connect once with the new identity; returns the reason if that failed, else None."""
     inbox: SimpleQueue[object] = SimpleQueue()
     address = identity.address()
     transport = MqttTransport(inbox, address, client_id=f"{identity.membership.device}-{secrets.token_hex(4)}")

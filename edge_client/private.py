@@ -1,4 +1,4 @@
-"""What a device does to a result before it leaves, where the Program asks for privacy."""
+"""Clipping and noise on a device, if the Program asks for privacy."""
 
 import secrets
 
@@ -26,7 +26,7 @@ def clipped(tensors: Tensors, norm: float) -> Tensors:
 def noisy_rows(values: Array, collect: Collect, seeds: Seeds) -> Array:
     """(rows, ...) float32: each row at most `clip` long, plus Gaussian noise of std `noise * clip` in every number.
 
-    The noise's seed is the operating system's, unless the Program is a rehearsal's.
+    The noise is seeded by the operating system, unless the Program asks for deterministic noise (`rehearsal`).
     """
     if collect.clip is None or not len(values):
         return values

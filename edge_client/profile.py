@@ -1,4 +1,4 @@
-"""Everything that a device knows and measures of itself, for people and for machines."""
+"""`edge-client profile`: measures the device, for people and for programs."""
 
 import platform
 import time
@@ -22,14 +22,14 @@ from profiles.probes.meter import Meter, Sensors
 from profiles.probes.thermal import Clock, Zone, clocks
 
 IDLE_S = 1.0
-"""How long power is looked at while the device does nothing."""
+"""How long the power of the idle device is measured."""
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 T = TypeVar("T")
 
 
 class SelfReport(Struct, frozen=True, kw_only=True):
-    """One device at one time. What was not measured is None; `not_measured` says why."""
+    """The figures of one device at one time. A missing figure is None; `not_measured` has the reason."""
 
     software: str
     host: Host
@@ -40,7 +40,7 @@ class SelfReport(Struct, frozen=True, kw_only=True):
     free_disk_bytes: int | None
     disk: DiskSpeed | None
     broker: str
-    round_trip_s: float | None  # of a small message, there and back
+    round_trip_s: float | None  # of a small message
     temperature_c: float | None
     zones: tuple[Zone, ...]
     slowed_now: tuple[str, ...] | None
@@ -54,8 +54,8 @@ class SelfReport(Struct, frozen=True, kw_only=True):
     not_measured: dict[str, str]
 
 
-class Place(Struct, frozen=True, kw_only=True):
-    """Where a device keeps its state and which broker it speaks to."""
+class Installation(Struct, frozen=True, kw_only=True):
+    """The state folder and the broker of a device."""
 
     state: Path | None
     address: Address
@@ -64,42 +64,42 @@ class Place(Struct, frozen=True, kw_only=True):
 
 
 def measure_self(
-    place: Place,
+    installation: Installation,
     threads: int,
     measure: Measure,
-    say: Say,
+    report_step: Report,
     *,
     budget: Budget,
     temperature_limit_c: float | None = None,
     fresh: bool = False,
     root: Path = ROOT,
 ) -> SelfReport:
-    """Measure all that can be, in seconds; `say` hears what is being measured. Raises StorageFailed."""
+    """Measure the device, which takes seconds; `report_step` gets the name of each part. Raises StorageFailed."""
     base_rss_bytes = resident_bytes()
     why: dict[str, str] = {}
     sensors = Sensors.find(root)
     if sensors.no_power:
         why["power"] = sensors.no_power
-    say("heat, clocks and power at rest")
+    report_step("temperature, clocks and idle power")
     idle_w, _ = _power(sensors, lambda: time.sleep(IDLE_S if sensors.power else 0))
     celsius, slowing = sensors.thermometer.celsius(), sensors.brakes.read()
-    say("compute speed")
+    report_step("compute speed")
     began = time.monotonic()
-    busy_w, known = _power(sensors, lambda: find_speed(place.state, threads, measure, fresh=fresh))
+    busy_w, known = _power(sensors, lambda: find_speed(installation.state, threads, measure, fresh=fresh))
     if known.speed is None:
         why["compute speed"] = known.origin.removeprefix("not measured: ")
-    if time.monotonic() - began < IDLE_S:  # too short to say what computing takes
+    if time.monotonic() - began < IDLE_S:  # too short to measure the power under load
         busy_w = None
-    say("disk")
+    report_step("disk")
     disk = None
-    if place.state is None:
-        why["disk"] = "--data or --state does not say where the state is"
+    if installation.state is None:
+        why["disk"] = "neither --data nor --state is given"
     else:
-        disk = measure_disk(place.state)
-    say(f"way to the broker {place.address}")
+        disk = measure_disk(installation.state)
+    report_step(f"connection to the broker {installation.address}")
     round_trip_s = None
     try:
-        round_trip_s = measure_round_trip(place.address, place.client_id, place.probe_topic)
+        round_trip_s = measure_round_trip(installation.address, installation.client_id, installation.probe_topic)
     except FedvitError as error:
         why["broker"] = str(error)
     return SelfReport(
@@ -109,9 +109,9 @@ def measure_self(
         base_rss_bytes=base_rss_bytes,
         speed=known.speed,
         speed_origin=known.origin,
-        free_disk_bytes=free_disk_bytes(place.state) if place.state else None,
+        free_disk_bytes=free_disk_bytes(installation.state) if installation.state else None,
         disk=disk,
-        broker=str(place.address),
+        broker=str(installation.address),
         round_trip_s=round_trip_s,
         temperature_c=celsius,
         zones=sensors.thermometer.zones(),
@@ -128,12 +128,12 @@ def measure_self(
 
 
 def _power(sensors: Sensors, work: Callable[[], T]) -> tuple[float | None, T]:
-    """The mean power while something is done, in watts, and what it gave."""
+    """(mean power in watts while `work` runs, its result)."""
     began = time.monotonic()
     with Meter(sensors) as meter:
-        done = work()
+        result = work()
     energy_j, took_s = meter.metered().energy_j, time.monotonic() - began
-    return (None if energy_j is None else energy_j / took_s), done
+    return (None if energy_j is None else energy_j / took_s), result
 
 
 # --- for people ---------------------------------------------------------------------------------------
@@ -170,17 +170,17 @@ def _rows(report: SelfReport) -> Iterator[tuple[str, str]]:
     yield (
         "broker",
         f"{report.broker}, "
-        + _or(report.round_trip_s, lambda seconds: f"{format_seconds(seconds)} there and back", why.get("broker")),
+        + _or(report.round_trip_s, lambda seconds: f"{format_seconds(seconds)} round trip", why.get("broker")),
     )
     zones = ", ".join(f"{zone.name} {zone.celsius:.1f}" for zone in report.zones)
     yield "temperature", _or(report.temperature_c, lambda celsius: f"{celsius:.1f} C ({zones})")
-    yield "slowed down", _or(report.slowed_now, lambda now: ", ".join(now) or "no")
+    yield "throttled", _or(report.slowed_now, lambda now: ", ".join(now) or "no")
     if report.slowed_since_start:
         yield "since start", ", ".join(report.slowed_since_start)
     source = report.power_source
-    yield "power at rest", _or(report.idle_power_w, lambda watts: f"{watts:.2f} W ({source})", why.get("power"))
+    yield "idle power", _or(report.idle_power_w, lambda watts: f"{watts:.2f} W ({source})", why.get("power"))
     if report.busy_power_w is not None:
-        yield "power at work", f"{report.busy_power_w:.2f} W"
+        yield "power under load", f"{report.busy_power_w:.2f} W"
     yield "budgets", _budgets(report.budget, report.temperature_limit_c)
 
 

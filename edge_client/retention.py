@@ -1,7 +1,7 @@
-"""What a device keeps of runs: vaults, the blobs that its own models are made of, and nothing that was half written.
+"""Removes data of runs from a device: old vaults, blobs that no model needs, and incomplete files.
 
-Nothing of a run goes that has a result nobody acknowledged. `edge-client gc` and `rm` remove while the device does not
-run, and the device itself when a run has ended.
+A run with an unacknowledged result is never removed. `edge-client gc` and `rm` remove runs while the device is
+stopped; the device itself does when a run has ended.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from fedvit.quantities import format_bytes
 VAULT, BLOBS, LOCK = "vault", "blobs", "lock"
 
 
-# --- what a model is made of --------------------------------------------------------------------------
+# --- the parts of a model --------------------------------------------------------------------------
 
 
 def own_groups(program: Program, note: TaskNote, vault: Vault) -> set[str]:
-    """The groups of which the vault holds the device's own tensors, as its next evaluation would use them."""
+    """The groups of which the vault holds the device's own tensors, as used by its next evaluation."""
     newest = vault.round_of(note.run)
     if not newest:
         return set()
@@ -34,34 +34,34 @@ def own_groups(program: Program, note: TaskNote, vault: Vault) -> set[str]:
 
 
 def given_blob(program: Program, note: TaskNote, group: str) -> str | None:
-    """The blob with the values of a group as the server gave it; None where it gave none."""
+    """The blob with the values of a group from the server; None if the server sent none."""
     spec = program.groups[group]
     return note.groups.get(group) if spec.role.from_server_each_round else spec.initial
 
 
 def blobs_of_model(program: Program, note: TaskNote, vault: Vault) -> set[str]:
-    """All that the device's own model of a run is made of (edge_client.trained), beside what the vault holds."""
+    """The blobs of the device's own model of a run (edge_client.trained), beside the tensors in the vault."""
     given = {given_blob(program, note, group) for group in program.groups.keys() - own_groups(program, note, vault)}
     graphs = {program.graphs[name].digest for name in program.graphs_for("evaluate")}
     return {note.program, *graphs, *(digest for digest in given if digest)}
 
 
-# --- which runs go ------------------------------------------------------------------------------------
+# --- which runs are removed ------------------------------------------------------------------------------------
 
 
 def retired(vault: Vault, keep_runs: int) -> list[str]:
-    """Runs that are older than the newest `keep_runs` of this device, are over, and have no result that waits."""
-    return [run for run in vault.runs()[keep_runs:] if _why_it_stays(vault, run) is None]
+    """Runs that are older than the newest `keep_runs` of this device, are over, and have no unacknowledged result."""
+    return [run for run in vault.runs()[keep_runs:] if _why_kept(vault, run) is None]
 
 
-def _why_it_stays(vault: Vault, run: str) -> str | None:
-    if vault.waits(run):
-        return "a result waits to be acknowledged"
-    return None if vault.is_over(run) else "this device did not hear that it is over"
+def _why_kept(vault: Vault, run: str) -> str | None:
+    if vault.has_pending(run):
+        return "a result is not acknowledged yet"
+    return None if vault.is_over(run) else "this device was not informed that the run is over"
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """Something that is removed, or would be, or stays."""
+    """A run, file or folder that is removed, would be removed, or is kept."""
 
     what: str  # run, blobs, file
     run: str | None = None
@@ -71,7 +71,7 @@ class Entry(Struct, frozen=True, kw_only=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """What was done to a device's state, or would be."""
+    """What is removed from a device's state and what is kept."""
 
     state: str
     dry_run: bool
@@ -83,7 +83,7 @@ class Report(Struct, frozen=True, kw_only=True):
 def lines(report: Report) -> str:
     """The report as a table in plain text."""
     verb = "would remove" if report.dry_run else "removed"
-    rows = [(verb, entry) for entry in report.removed] + [("stays", entry) for entry in report.kept]
+    rows = [(verb, entry) for entry in report.removed] + [("kept", entry) for entry in report.kept]
     named = max((len(entry.run or "") for _, entry in rows), default=0)
     shown = [
         f"{what:<{len(verb)}}  {entry.what:<5}  {entry.run or '':<{named}}  {format_bytes(entry.bytes):>8}  {entry.why}"
@@ -95,7 +95,7 @@ def lines(report: Report) -> str:
 
 @contextlib.contextmanager
 def locked(state: Path, lock: Callable[[Path], int]) -> Iterator[None]:
-    """While no device runs with this state, nor a process that its blobs are shared with. Raises ConfigError."""
+    """Hold the locks of a state and of the host that shares its blobs. Raises ConfigError if one of them is in use."""
     owner = (state / BLOBS).resolve().parent
     folders = {state.resolve()} | ({owner} if (owner / LOCK).exists() else set())
     handles = list[int]()
@@ -109,13 +109,13 @@ def locked(state: Path, lock: Callable[[Path], int]) -> Iterator[None]:
 
 
 def collect(state: Path, *, keep_runs: int, dry_run: bool) -> Report:
-    """Remove the vaults of runs that are over, but not those of the newest `keep_runs` runs, and what no run that stays
-    needs; with `dry_run` only say what would be removed. For a state that no device runs with. Raises StorageFailed."""
+    """Remove the vaults of finished runs, except those of the newest `keep_runs` runs, and data that no kept run needs;
+    with `dry_run` only report what would be removed. The state must not be in use. Raises StorageFailed."""
     vault = Vault(state / VAULT)
     newest = vault.runs()[:keep_runs]
     gone = dict.fromkeys(retired(vault, keep_runs), f"over, and older than the newest {keep_runs}")
     kept = {
-        run: f"among the newest {keep_runs}" if run in newest else str(_why_it_stays(vault, run))
+        run: f"among the newest {keep_runs}" if run in newest else str(_why_kept(vault, run))
         for run in vault.runs()
         if run not in gone
     }
@@ -123,10 +123,10 @@ def collect(state: Path, *, keep_runs: int, dry_run: bool) -> Report:
 
 
 def remove_runs(state: Path, runs: list[str], *, force: bool, dry_run: bool) -> Report:
-    """Remove the vaults of some runs, and what no run that stays needs. For a state that no device runs with.
+    """Remove the vaults of some runs, and data that no kept run needs. The state must not be in use.
 
-    Raises ConfigError, before anything is removed, for a run that is not here, one with a result that waits, and,
-    without `force`, one whose end this device did not hear; StorageFailed.
+    Raises ConfigError, before anything is removed, for an unknown run, one with an unacknowledged result, and, without
+    `force`, one that may be resumed; StorageFailed.
     """
     vault = Vault(state / VAULT)
     for run in runs:
@@ -135,30 +135,30 @@ def remove_runs(state: Path, runs: list[str], *, force: bool, dry_run: bool) -> 
         except BadPayload as error:
             raise ConfigError(str(error)) from error
         if not there:
-            raise ConfigError(f"no run {run!r} in {vault.folder}; there are: {', '.join(vault.runs()[:5]) or 'none'}")
-        if vault.waits(run):
-            raise ConfigError(f"a result of run {run!r} waits to be acknowledged: start the device, and it is sent")
+            raise ConfigError(f"no run {run!r} in {vault.folder}; known runs: {', '.join(vault.runs()[:5]) or 'none'}")
+        if vault.has_pending(run):
+            raise ConfigError(f"a result of run {run!r} is not acknowledged yet: start the device to send it")
         if not vault.is_over(run) and not force:
             raise ConfigError(
-                f"this device did not hear that run {run!r} is over, and its personal tensors are lost if the run is "
-                "resumed; --force removes it all the same"
+                f"this device was not informed that run {run!r} is over; if the run is resumed, its personal tensors "
+                "are lost. --force removes it anyway"
             )
-    kept = {run: "not asked for" for run in vault.runs() if run not in runs}
-    return _removed(state, vault, dict.fromkeys(runs, "asked for"), kept, dry_run=dry_run)
+    kept = {run: "not named" for run in vault.runs() if run not in runs}
+    return _removed(state, vault, dict.fromkeys(runs, "named"), kept, dry_run=dry_run)
 
 
 def _removed(state: Path, vault: Vault, gone: dict[str, str], kept: dict[str, str], *, dry_run: bool) -> Report:
-    """Runs with the reason why they go or stay. What is to be removed is known before anything is."""
+    """`gone` and `kept` are runs with the reason. The list is complete before anything is removed."""
     removed = [_run(vault, run, why) for run, why in gone.items()]
     removed += [_file(folder, "its removal was interrupted") for folder in vault.removed()]
     half = [file for file in state.rglob(f"{WRITING}*") if not file.is_relative_to(state / BLOBS)]
     half = [file for file in half if not any(file.is_relative_to(entry.path) for entry in removed)]
-    removed += [_file(file, "it was being written when a process ended") for file in half]
+    removed += [_file(file, "a process ended while writing it") for file in half]
     blobs = BlobStore(state / BLOBS)
-    shared = blobs.folder.is_symlink()  # the devices of a host remove what none of them needs
+    shared = blobs.folder.is_symlink()  # the host's devices remove what none of them needs
     needed = set[str]() if shared else _needed(vault, blobs, kept)
     if not shared and (size := sum(size for _, size in blobs.prunable(needed))):
-        why = "neither a run that stays nor a result that waits needs them"
+        why = "neither a kept run nor an unacknowledged result needs them"
         removed.append(Entry(what="blobs", path=str(blobs.folder), bytes=size, why=why))
     if not dry_run:
         for run in gone:
@@ -178,7 +178,7 @@ def _removed(state: Path, vault: Vault, gone: dict[str, str], kept: dict[str, st
 
 
 def _needed(vault: Vault, blobs: BlobStore, runs: Iterable[str]) -> set[str]:
-    """Blobs for the models of runs, for the next task of those that are not over, and uploads that wait to be sent."""
+    """Blobs for the models of runs, for the next tasks of unfinished runs, and unacknowledged uploads."""
     needed = {result.upload.digest for result in vault.pending() if result.upload}
     for run in runs:
         note = vault.noted(run)
@@ -186,7 +186,7 @@ def _needed(vault: Vault, blobs: BlobStore, runs: Iterable[str]) -> set[str]:
             continue
         try:
             program = decode_program(blobs.get(note.program))
-        except BadPayload:  # a newer run's task has taken its room, or it is damaged: nothing can be made of the rest
+        except BadPayload:  # removed by a newer run's task, or damaged: the other blobs are useless without it
             continue
         needed |= blobs_of_model(program, note, vault)
         if not vault.is_over(run):

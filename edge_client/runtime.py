@@ -1,6 +1,6 @@
 """Runs a Program's graphs with onnxruntime on this device's images.
 
-Knows no method: graphs say by their input and output names what they read and write (fedvit.program).
+It does not depend on the method: the names of a graph's inputs and outputs define their meaning (fedvit.program).
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from edge_client.sampler import MedianSampler
 from edge_client.steps import Graph, Steps, SummedSteps, WholeSteps
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import Indices
-from fedvit.engine import CPU, give_back, open_session
+from fedvit.engine import CPU, open_session, trim_memory
 from fedvit.errors import BadPayload, DataError, FedvitError
 from fedvit.program import LABELS, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
@@ -34,16 +34,16 @@ class Stopped(FedvitError):
 
 @dataclass
 class Watch:
-    """How the runtime tells about its work, and is told to stop it."""
+    """Callbacks with which the runtime reports its progress and learns that it has to stop."""
 
     step: Callable[[int, int, float | None], None]  # (done, total, loss)
     stopped: Callable[[], bool]
-    tally: Tally = field(default_factory=Tally)  # of the steps that were made
+    tally: Tally = field(default_factory=Tally)  # of the steps so far
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """Every random draw of a task follows from these three."""
+    """The seeds from which every random draw of a task follows."""
 
     run: int
     round: int
@@ -58,11 +58,11 @@ class Seeds:
 
 @dataclass
 class Trained:
-    """What a round's local work gave."""
+    """The outcome of a round's local training."""
 
-    tensors: Tensors  # new values of every tensor that a phase moved
+    tensors: Tensors  # new values of every tensor that a phase trained
     collected: Tensors
-    samples: int  # the device's images, but for those that could not be decoded
+    samples: int  # the device's images without those that could not be decoded
     loss: float  # mean over the last epoch
     steps: int
     step_s: float | None  # median
@@ -98,16 +98,16 @@ class Runtime:
             raise BadPayload(f"graph {digest} cannot be loaded: {error}") from error
 
     def keep_only(self, digests: set[str]) -> None:
-        """Close graphs of programs that are over."""
+        """Close graphs of finished programs."""
         with self._lock:
             for digest in self._graphs.keys() - digests:
                 del self._graphs[digest]
 
     def release(self) -> None:
-        """Close all graphs, and let the system have the memory that they worked in."""
+        """Close all graphs, and return their memory to the system."""
         with self._lock:
             self._graphs.clear()
-        give_back()
+        trim_memory()
 
     # --- training -------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Runtime:
     def evaluate(
         self, program: Program, values: Mapping[str, Array], data: DeviceData, seeds: Seeds, watch: Watch
     ) -> Evaluated:
-        """Count right answers on full, unaugmented test images; `values` are left as they are.
+        """Count right answers on full, unaugmented test images; `values` do not change.
 
         Raises Stopped, BadPayload, DataError.
         """
@@ -217,7 +217,7 @@ class Runtime:
         chosen: Indices,
         watch: Watch,
     ) -> dict[str, Array]:
-        """What a graph gives of the chosen images, as inputs of the predict graph; empty places have weight 0."""
+        """The outputs of a graph for the chosen images, as inputs of the predict graph; empty rows have weight 0."""
         graph = self._graph(program, gather.graph)
         graph.require(values.keys() | {"batch/patches"})
         gathered = np.zeros((gather.capacity, *gather.shape), np.float32)
@@ -227,9 +227,9 @@ class Runtime:
             if watch.stopped():
                 raise Stopped("the task was stopped")
             outputs = graph.run({**values, "batch/patches": patches})
-            places = slice(filled, filled + len(rows))
-            gathered[places] = outputs[f"collect/{gather.output}"][: len(rows)]
-            labels[places], weight[places] = images.labels[rows], readable
+            target = slice(filled, filled + len(rows))
+            gathered[target] = outputs[f"collect/{gather.output}"][: len(rows)]
+            labels[target], weight[target] = images.labels[rows], readable
             filled += len(rows)
         return {f"gathered/{gather.output}": gathered, "gathered/labels": labels, "gathered/weight": weight}
 

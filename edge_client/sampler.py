@@ -1,4 +1,4 @@
-"""Which features a device uploads: about as many of each class, so that the counts tell little."""
+"""Chooses the features that a device uploads: about the same number per class, so that counts reveal little."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from fedvit.tensors import Array
 
 
 class MedianSampler:
-    """EFTViT's median-balanced choice, drawn before training so that only what is sent is ever kept.
+    """EFTViT's median-balanced choice, drawn before training, so that only uploaded features are stored.
 
     With n_c images of class c and med their median over the classes that are present: a class with fewer
     than med gives features of all epochs, any other those of the last epoch; of more than med candidates,
@@ -31,13 +31,13 @@ class MedianSampler:
         self._kept: list[tuple[Any, int]] = []
 
     def positions(self, epoch: int, rows: Array, readable: Array) -> list[int]:
-        """Where in a batch of the images `rows` the chosen ones are."""
-        return [place for place, row in enumerate(rows) if int(row) in self._picks[epoch] and readable[place]]
+        """The positions of the chosen images in a batch of the images `rows`."""
+        return [position for position, row in enumerate(rows) if int(row) in self._picks[epoch] and readable[position]]
 
     def record(self, epoch: int, rows: Array, readable: Array, values: Array) -> None:
-        """Keep the chosen ones among a batch's values; `rows` are indices of the device's images."""
-        for place in self.positions(epoch, rows, readable):
-            self._kept.append((np.array(values[place]), int(self._labels[rows[place]])))
+        """Store the values of the chosen images of a batch; `rows` are indices of the device's images."""
+        for position in self.positions(epoch, rows, readable):
+            self._kept.append((np.array(values[position]), int(self._labels[rows[position]])))
 
     def collected(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         """(values (n, *shape) float32, labels (n,) int64)."""

@@ -1,4 +1,4 @@
-"""How fast this device computes: measured once, kept beside its state, measured anew when what decides it changes."""
+"""The compute speed of this device: measured once, stored with its state, measured again when a condition changes."""
 
 from collections.abc import Callable
 from importlib.metadata import version
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from fedvit.errors import FedvitError
 from fedvit.files import atomic_write
@@ -18,7 +18,7 @@ FILE = "profile.json"
 Measure = Callable[[int], Speed]
 
 
-class Circumstances(Struct, frozen=True, kw_only=True):
+class Conditions(Struct, frozen=True, kw_only=True):
     """What a measured speed depends on."""
 
     software: str
@@ -40,39 +40,39 @@ class Circumstances(Struct, frozen=True, kw_only=True):
 
 
 class _Kept(Struct, frozen=True, kw_only=True):
-    circumstances: Circumstances
+    conditions: Conditions = field(name="circumstances")
     speed: Speed
 
 
 class Known(NamedTuple):
-    """A speed and where it comes from, or why there is none."""
+    """A speed and its origin, or the reason why it is missing."""
 
     speed: Speed | None
     origin: str
 
 
 def kept_speed(state: Path, threads: int) -> Speed | None:
-    """What was measured under these circumstances before; None where nothing was."""
+    """The speed that was measured under the same conditions; None if there is none."""
     try:
         kept = msgspec.json.decode((state / FILE).read_bytes(), type=_Kept)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # another bit of it: it is measured again
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # a damaged file: the speed is measured again
         return None
-    return kept.speed if kept.circumstances == Circumstances.now(threads) else None
+    return kept.speed if kept.conditions == Conditions.now(threads) else None
 
 
 def find_speed(state: Path | None, threads: int, measure: Measure, *, fresh: bool = False) -> Known:
-    """What is kept in `state`, else what `measure` says, which is then kept.
+    """The stored speed in `state`, else a new measurement, which is then stored.
 
     Raises StorageFailed when it cannot be written.
     """
     if state and not fresh and (speed := kept_speed(state, threads)):
-        return Known(speed, f"kept in {state / FILE}")
+        return Known(speed, f"stored in {state / FILE}")
     try:
         speed = measure(threads)
     except (FedvitError, ImportError) as error:
         return Known(None, f"not measured: {error}")
     if state is None:
         return Known(speed, "measured now")
-    kept = _Kept(circumstances=Circumstances.now(threads), speed=speed)
+    kept = _Kept(conditions=Conditions.now(threads), speed=speed)
     atomic_write(state / FILE, msgspec.json.format(msgspec.json.encode(kept)))
-    return Known(speed, f"measured now, kept in {state / FILE}")
+    return Known(speed, f"measured now, stored in {state / FILE}")

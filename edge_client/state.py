@@ -1,4 +1,4 @@
-"""Where a device keeps what is its own, and its lasting name."""
+"""The state folder of a device, and its permanent name."""
 
 import contextlib
 import fcntl
@@ -21,27 +21,27 @@ def state_base() -> Path:
 
 
 def identity_folder(state: Path | None) -> Path:
-    """Where `join` keeps key and certificate: with the state where that is given, else one place per user."""
+    """Where `join` keeps key and certificate: with the state where that is given, else one folder per user."""
     return (state or state_base()) / "identity"
 
 
 def default_state(data: Path) -> Path:
-    """Where a device that was not told otherwise keeps its state: one folder per data folder."""
-    place = data.resolve()
-    return state_base() / f"{place.name}-{hashlib.blake2b(str(place).encode(), digest_size=4).hexdigest()}"
+    """The default state folder: one per data folder."""
+    folder = data.resolve()
+    return state_base() / f"{folder.name}-{hashlib.blake2b(str(folder).encode(), digest_size=4).hexdigest()}"
 
 
 def state_folder(data: Path | None, state: Path | None) -> Path:
     if folder := state or (default_state(data) if data else None):
         return folder
-    raise ConfigError("--data or --state is missing: where this device's images or its state are")
+    raise ConfigError("--data or --state is missing: the folder of this device's images, or of its state")
 
 
 def existing_state(given: Mapping[str, Any]) -> Path:
-    """The state folder of a device that has kept something already."""
+    """The state folder of a device that has taken part in a run."""
     folder = state_folder(given["data"], given["state"])
     if not (folder / "vault").is_dir():
-        raise ConfigError(f"no device has kept a run in {folder}; --state names another folder")
+        raise ConfigError(f"no state of a device with a run in {folder}; --state names another folder")
     return folder
 
 
@@ -56,16 +56,16 @@ def lock_state(folder: Path) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         owner = os.pread(handle, 32, 0).decode().strip()
-        remedy = "stop that process, or choose another folder with --state"
-        raise ConfigError(f"state folder {folder} is in use by process {owner}: {remedy}") from None
-    with contextlib.suppress(OSError):  # on a full disk the lock holds without a name on it
+        hint = "stop that process, or choose another folder with --state"
+        raise ConfigError(f"state folder {folder} is in use by process {owner}: {hint}") from None
+    with contextlib.suppress(OSError):  # on a full disk the lock works without the process id
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle
 
 
 def device_id(folder: Path, wanted: str | None, data: Path) -> str:
-    """The device's lasting name: given, kept from before, or made from the data folder's name."""
+    """The device's permanent name: given, stored, or made from the data folder's name."""
     file = folder / "device-id"
     if wanted is None and file.is_file():
         return kept_device_id(file)
@@ -74,13 +74,13 @@ def device_id(folder: Path, wanted: str | None, data: Path) -> str:
         wanted = f"{stem[:48] or 'device'}-{secrets.token_hex(2)}"
     check_name(wanted, "--id")
     content = f"{wanted}\n{digest_of(wanted.encode())}\n".encode()
-    if not (file.is_file() and file.read_bytes() == content):  # a device with a full disk can start again
+    if not (file.is_file() and file.read_bytes() == content):  # so that a device with a full disk can restart
         atomic_write(file, content)
     return wanted
 
 
 def kept_device_id(file: Path) -> str:
-    """The name in a file: its first line; the second, where there is one, is the name's digest. Raises ConfigError."""
+    """The name in a file: its first line; the second line, if any, is the name's digest. Raises ConfigError."""
     name, _, digest = file.read_text(errors="replace").strip().partition("\n")
     if digest and digest != digest_of(name.encode()):
         raise ConfigError(f"{file} is damaged: start once with --id and this device's name")

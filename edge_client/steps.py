@@ -1,7 +1,7 @@
-"""How a phase of training moves its tensors: graphs bound once to memory that stays where it is.
+"""The training steps of a phase: graphs that are bound once to fixed memory.
 
-Nothing is copied from step to step. Where gradients are summed over the parts of a batch, tensors, gradients and
-optimizer slots are one vector each: graphs read and write them in place.
+Nothing is copied between steps. If gradients are summed over the parts of a batch, tensors, gradients and optimizer
+slots are one vector each, which graphs read and write in place.
 """
 
 from abc import ABC, abstractmethod
@@ -12,13 +12,13 @@ import numpy as np
 
 from fedvit.errors import BadPayload
 from fedvit.program import Program, Train
-from fedvit.tensors import Array, Tensors, let_go
+from fedvit.tensors import Array, Tensors, release_pages
 
 if TYPE_CHECKING:  # imported when the first graph is loaded
     from onnxruntime import InferenceSession
 
 PIECE_ELEMENTS = 1 << 17
-"""Elements that one run of an update takes: with slots and temporaries they stay in a core's cache."""
+"""Elements that one run of an update processes: with slots and temporaries they fit into a core's cache."""
 ALIGNED_ELEMENTS = 16
 
 _DTYPES = {
@@ -30,7 +30,7 @@ _DTYPES = {
 
 
 class Graph:
-    """A loaded graph, and what its inputs and outputs are called."""
+    """A loaded graph, with its inputs and outputs by name."""
 
     def __init__(self, session: "InferenceSession") -> None:
         self.session = session
@@ -38,12 +38,12 @@ class Graph:
         self.outputs = {node.name: node for node in session.get_outputs()}
 
     def require(self, known: set[str]) -> None:
-        """Raises BadPayload when the graph reads what nobody provides."""
+        """Raises BadPayload when the graph reads an input that is not in `known`."""
         if missing := [name for name in self.inputs if name not in known]:
             raise BadPayload(f"the graph reads {missing[0]!r}, which the program does not provide")
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """All outputs for these inputs; what the graph does not read is left out."""
+        """All outputs for these inputs; feeds that the graph does not read are ignored."""
         fed = {name: feeds[name] for name in self.inputs}
         try:
             return dict(zip(self.outputs, self.session.run(list(self.outputs), fed), strict=True))
@@ -52,17 +52,17 @@ class Graph:
 
 
 class Bound:
-    """Inputs and outputs of a graph at fixed places in memory."""
+    """Inputs and outputs of a graph at fixed memory addresses."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._binding = graph.session.io_binding()
-        self._held: dict[str, Array] = {}  # onnxruntime keeps addresses only
+        self._held: dict[str, Array] = {}  # onnxruntime does not hold references
 
     def read(self, name: str, array: Array) -> None:
-        """Let input `name` be what `array` holds whenever the graph runs; ignored where the graph does not read it.
+        """Bind input `name` to the memory of `array`; ignored if the graph does not read it.
 
-        Raises BadPayload where dtype or shape are not the graph's.
+        Raises BadPayload if dtype or shape do not match the graph.
         """
         if (node := self.graph.inputs.get(name)) is not None:
             array = np.ascontiguousarray(array) if array.shape else array
@@ -71,9 +71,9 @@ class Bound:
             self._held[name] = array
 
     def write(self, name: str, array: Array) -> None:
-        """Let output `name` be written to `array`. Raises BadPayload where the graph has none, or another."""
+        """Bind output `name` to `array`. Raises BadPayload if it is missing, or has another shape or dtype."""
         if (node := self.graph.outputs.get(name)) is None:
-            raise BadPayload(f"the graph does not give {name!r}")
+            raise BadPayload(f"the graph has no output {name!r}")
         _check(node, array)
         self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         self._held[f"output {name}"] = array
@@ -95,7 +95,7 @@ class Stepped(NamedTuple):
 
 
 class Steps(ABC):
-    """The tensors of one phase in motion."""
+    """The training state of one phase."""
 
     def __init__(
         self,
@@ -108,15 +108,17 @@ class Steps(ABC):
         lr_scale: float,
     ) -> None:
         self.count = 0  # steps so far
-        self.moved = [name for group in phase.groups for name in program.names(group)]
+        self.trained_names = [name for group in phase.groups for name in program.names(group)]
         self._phase = phase
         self._scalars = {
             "hyper/lr": np.array(phase.lr * lr_scale, np.float32),
             "hyper/step": np.zeros((), np.float32),
             "hyper/last": np.zeros((), np.float32),
         }
-        moved = set(self.moved)
-        self._fixed: dict[str, Array] = {f"tensor/{name}": value for name, value in values.items() if name not in moved}
+        trained = set(self.trained_names)
+        self._fixed: dict[str, Array] = {
+            f"tensor/{name}": value for name, value in values.items() if name not in trained
+        }
         self._fixed |= {f"anchor/{name}": start[name] for group in phase.anchors for name in program.names(group)}
         self._fixed |= dict(facts)
         self._bound = Bound(graph)
@@ -136,11 +138,11 @@ class Steps(ABC):
     @abstractmethod
     def _step(self, feeds: Mapping[str, Array]) -> Stepped: ...
 
-    def _bind_fixed(self, moving: set[str]) -> None:
-        """Raises BadPayload when the graph reads something that is neither fixed nor in motion."""
+    def _bind_fixed(self, trained: set[str]) -> None:
+        """Raises BadPayload when the graph reads an input that is neither fixed nor trained."""
         fixed = {**self._fixed, **self._scalars}
         batch = {"batch/patches", "batch/kept", "batch/labels", "batch/weight"}
-        self._bound.graph.require(fixed.keys() | moving | batch)
+        self._bound.graph.require(fixed.keys() | trained | batch)
         for name, array in fixed.items():
             self._bound.read(name, array)
 
@@ -155,9 +157,11 @@ class WholeSteps(Steps):
 
     def __init__(self, graph: Graph, program: Program, phase: Train, values: Mapping[str, Array], *rest: Any) -> None:
         super().__init__(graph, program, phase, values, *rest)
-        self._now: dict[str, Array] = {f"tensor/{name}": values[name].copy() for name in self.moved}
-        self._now |= {f"slot/{slot}/{name}": np.zeros_like(values[name]) for slot in phase.slots for name in self.moved}
-        let_go(values[name] for name in self.moved)
+        self._now: dict[str, Array] = {f"tensor/{name}": values[name].copy() for name in self.trained_names}
+        self._now |= {
+            f"slot/{slot}/{name}": np.zeros_like(values[name]) for slot in phase.slots for name in self.trained_names
+        }
+        release_pages(values[name] for name in self.trained_names)
         self._next = {name: np.empty_like(value) for name, value in self._now.items()}
         self._loss = np.zeros((), np.float32)
         self._bound.write("metric/loss", self._loss)
@@ -165,7 +169,7 @@ class WholeSteps(Steps):
 
     @property
     def trained(self) -> Tensors:
-        return {name: self._now[f"tensor/{name}"] for name in self.moved}
+        return {name: self._now[f"tensor/{name}"] for name in self.trained_names}
 
     def _step(self, feeds: Mapping[str, Array]) -> Stepped:
         collected = self._collect_into(len(feeds["batch/labels"]))
@@ -189,7 +193,7 @@ class SummedSteps(Steps):
     ) -> None:
         super().__init__(graph, program, phase, values, *rest)
         self._run_size = program.batch.run_size
-        self._places = dict(_places(self.moved, values))
+        self._places = dict(_places(self.trained_names, values))
         length = max((place.stop for place, _ in self._places.values()), default=0)
         self._values = np.zeros(length, np.float32)
         self._grads = np.zeros(length, np.float32)
@@ -203,8 +207,8 @@ class SummedSteps(Steps):
         for name, grad in self._views(self._grads).items():
             self._bound.read(f"grad/{name}", grad)
             self._bound.write(f"new/grad/{name}", grad)
-        self._bind_fixed({f"{kind}/{name}" for kind in ("tensor", "grad") for name in self.moved})
-        let_go(values[name] for name in self.moved)
+        self._bind_fixed({f"{kind}/{name}" for kind in ("tensor", "grad") for name in self.trained_names})
+        release_pages(values[name] for name in self.trained_names)
         self._updates = [self._update_of(update, piece, slots) for piece in _pieces(length)]
 
     @property
@@ -235,7 +239,7 @@ class SummedSteps(Steps):
         for first in range(0, len(weight), size):
             part = slice(first, first + size)
             share = weight[part].sum() / weight.sum()
-            if not share:  # padding alone
+            if not share:  # padding only
                 continue
             self._scalars["batch/share"][()] = share
             for name, array in feeds.items():
@@ -254,12 +258,12 @@ class SummedSteps(Steps):
 
 
 def _places(names: list[str], values: Mapping[str, Array]) -> Iterator[tuple[str, tuple[slice, tuple[int, ...]]]]:
-    """Where in one vector each tensor lies, and its shape; each begins at a cache line."""
+    """The slice of each tensor in one vector, and its shape; each slice starts at a cache line."""
     first = 0
     for name in names:
         value = values[name]
         if value.dtype != np.float32:
-            raise BadPayload(f"tensor {name!r} is to be trained, but is {value.dtype} and not float32")
+            raise BadPayload(f"tensor {name!r} is {value.dtype}; training supports float32 only")
         yield name, (slice(first, first + value.size), value.shape)
         first += -(-value.size // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
 
@@ -276,8 +280,8 @@ def _check(node: Any, array: Array) -> None:
     )
     if dtype != array.dtype or not fits:
         raise BadPayload(
-            f"the graph wants {node.name!r} as {node.type} of shape {list(node.shape)}, "
-            f"it is {array.dtype} of shape {list(array.shape)}"
+            f"the graph expects {node.name!r} as {node.type} of shape {list(node.shape)}, "
+            f"got {array.dtype} of shape {list(array.shape)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Digests of what must not change unnoticed in the vault: of a round's files, and of the small files themselves."""
+"""Checksums in the vault: digests of a round's files, and of small files themselves."""
 
 from pathlib import Path
 
@@ -14,14 +14,14 @@ _DIGEST_BYTES = len(digest_of(b""))
 
 
 class Sums(msgspec.Struct, frozen=True):
-    """What the files of one round in the vault must hold, and how many rounds were kept before it."""
+    """Digests of the files of one round in the vault, and how many rounds were stored before it."""
 
     generation: int
     files: dict[str, str]  # name -> digest
 
 
 def read_sums(folder: Path) -> Sums | None:
-    """None where an earlier version of the software wrote the round.
+    """The checksums of a round; None if an earlier version of the software wrote it.
 
     Raises BadPayload when the file is damaged, StorageFailed when it cannot be read for another reason.
     """
@@ -45,18 +45,18 @@ def write_sums(folder: Path, sums: Sums) -> None:
 
 
 def closed(content: bytes) -> bytes:
-    """A small file's content behind its digest."""
+    """Put a small file's digest in front of its content."""
     return _MAGIC + digest_of(content).encode() + content
 
 
 def opened(raw: bytes) -> bytes:
-    """Undo `closed`; what an earlier version wrote has no digest, and comes back as it is. Raises BadPayload."""
+    """Undo `closed`; content of an earlier version has no digest, and is returned as it is. Raises BadPayload."""
     if not raw.startswith(_MAGIC):
         return raw
     body = raw[len(_MAGIC) :]
     digest, content = body[:_DIGEST_BYTES], body[_DIGEST_BYTES:]
     if digest != digest_of(content).encode():
-        raise BadPayload(f"{len(content)} bytes do not have the digest that stands before them")
+        raise BadPayload(f"{len(content)} bytes do not have the digest in front of them")
     return content
 
 

@@ -1,8 +1,8 @@
-"""What a device makes a bundle of: the tensors of its newest task in a run, and its own.
+"""The model of a device for a bundle: the tensors of its newest task in a run, and its personal tensors.
 
-They are put together as for an evaluation, so that a bundle answers what the device's last test answered:
-personal tensors from the vault, tuned on the device's images where the method tunes, with the features of
-its images where the method remembers them.
+They are combined as for an evaluation, so that a bundle gives the same answers as the device's last test: personal
+tensors from the vault, tuned on the device's images if the method tunes, with the features of its images if the
+method stores them.
 """
 
 from collections.abc import Mapping
@@ -50,11 +50,11 @@ def trained_here(
     except BadPayload as error:
         newest = vault.runs()[0]
         if newest != run:
-            why = f"this device has worked for run {newest!r} since, and keeps what the newest needs"
+            why = f"this device has worked for run {newest!r} since, and keeps only the blobs of its newest run"
             raise ConfigError(f"run {run!r} cannot be exported here any more: {why}") from error
         raise ConfigError(f"run {run!r} cannot be exported now (is its next task arriving?): {error}") from error
     if vault.noted(run) != note:
-        raise ConfigError(f"the device began another task of run {run!r} while its tensors were read; try again")
+        raise ConfigError(f"the device started another task of run {run!r} while its tensors were read; try again")
     evaluate = program.evaluate
     needs = "tunes the model on" if evaluate.adapt else "compares pictures with" if evaluate.gather else None
     if needs and data is None:
@@ -96,7 +96,7 @@ def _note(vault: Vault, run: str) -> TaskNote:
 
 
 def _values(note: TaskNote, program: Program, vault: Vault, blobs: BlobStore) -> tuple[Tensors, int]:
-    """Every tensor as the device's next evaluation would have it, and how many of them are its own."""
+    """Every tensor as in the device's next evaluation, and how many of them are personal."""
     values: Tensors = {}
     stored = vault.local(note.run) or {}
     own = own_groups(program, note, vault)
@@ -117,7 +117,7 @@ def _values(note: TaskNote, program: Program, vault: Vault, blobs: BlobStore) ->
 def _adapted(
     program: Program, values: Mapping[str, Array], images: DeviceData, seeds: Seeds, blobs: BlobStore, threads: int
 ) -> Tensors:
-    """What tuning for an evaluation gives, with the same draws."""
+    """The tensors after tuning as for an evaluation, with the same random draws."""
     runtime = Runtime(threads)
     tuning = msgspec.structs.replace(program, train=program.evaluate.adapt)
     for name in tuning.graphs_for("train"):
@@ -136,7 +136,7 @@ def _gathered(
     seeds: Seeds,
     threads: int,
 ) -> Tensors:
-    """What an evaluation gathers of the training images, with the same draws; empty places have weight 0."""
+    """The features of training images as gathered by an evaluation, with the same draws; empty rows have weight 0."""
     *_, choice_rng = seeds.generators(6)
     rows = np.arange(len(images.train))
     if len(rows) > gather.capacity:
@@ -147,8 +147,8 @@ def _gathered(
     filled = 0
     for pictures in pictures_of(images.train, program.batch, rows):
         assert pictures.labels is not None  # a device knows its own
-        places = slice(filled, filled + len(pictures.images))
-        values[places] = run(pictures.images, f"collect/{gather.output}")
-        labels[places], weight[places] = pictures.labels, 1.0
+        target = slice(filled, filled + len(pictures.images))
+        values[target] = run(pictures.images, f"collect/{gather.output}")
+        labels[target], weight[target] = pictures.labels, 1.0
         filled += len(pictures.images)
     return {f"gathered/{gather.output}": values, "gathered/labels": labels, "gathered/weight": weight}

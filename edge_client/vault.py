@@ -1,17 +1,17 @@
-"""What must survive a power cut on a device: its personal tensors, and the result not yet acknowledged.
+"""The storage of a device that survives power cuts: personal tensors, and the unacknowledged result.
 
 Layout: `RUN/round-7-XXXXXXXX/{local.safetensors,result.msgpack,PENDING,SUMS}`; the file `RUN/CURRENT` names the
 newest complete round and is replaced atomically. So personal tensors and the result that belongs to them
-change together, or not at all. `RUN/TASK` says what the newest task of the run was made of, and `RUN/OVER` that the
-run is over for good. A run that is removed is first renamed to `.removed/XXXX`: it is there whole, or not at all.
+change together, or not at all. `RUN/TASK` describes the newest task of the run, and `RUN/OVER` marks a run that will
+not be resumed. A run is removed by renaming it to `.removed/XXXX` first: it is there completely, or not at all.
 
-Where what is sent back is coded, `left.safetensors` holds what coding left out of the round's result, and
-`owed.safetensors` what results before it left out: that is what is owed until the result is accepted.
+If uploads are coded, `left.safetensors` holds the residual after the round's result (error feedback), and
+`owed.safetensors` the residual before it, which is valid until the result is accepted.
 
 With a key, tensors are encrypted, in files `*.sealed` in place of `*.safetensors`.
 
-`SUMS` holds the digests of a round's files, and the round before the newest stays: where a file is damaged, `mend`
-goes back to it. What is damaged is never used; what was personal is kept aside, in `damaged-*`.
+`SUMS` holds the digests of a round's files, and the round before the newest is kept: if a file is damaged, `repair`
+returns to it. Damaged files are never used; personal ones are moved to `damaged-*`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from fedvit.tensors import Tensors, mapped, pack, packed_pieces, unpack
 from fedvit.wire.messages import Result, Task, TaskKind
 from fedvit.wire.topics import check_name
 
-_LOCAL, _LEFT, _OWED = "local", "left", "owed"
+_LOCAL, _NEW_RESIDUAL, _RESIDUAL = "local", "left", "owed"
 _PLAIN, _SEALED = ".safetensors", ".sealed"
 _RESULT = "result.msgpack"
 _CURRENT = "CURRENT"
@@ -46,7 +46,7 @@ _REMOVED = ".removed"
 
 
 class TaskNote(msgspec.Struct, frozen=True):
-    """What a task was made of: enough to put its tensors together again, while their blobs are here."""
+    """A task's seed and digests: enough to load its tensors again, while their blobs are here."""
 
     run: str
     round: int
@@ -56,33 +56,33 @@ class TaskNote(msgspec.Struct, frozen=True):
     groups: dict[str, str]  # group -> digest
 
 
-class Owed(NamedTuple):
-    """What the server should still get, and the file that holds it; None where it is nothing."""
+class Residual(NamedTuple):
+    """What coding left out of results, and the file that holds it; None if there is nothing."""
 
     file: Path | None
     tensors: Tensors
 
 
-NOTHING_OWED = Owed(None, {})
+NO_RESIDUAL = Residual(None, {})
 
 
 class _DamagedFile(StorageFailed):
-    """A file of the vault does not hold what was written."""
+    """A file of the vault is damaged."""
 
 
-class Mended(NamedTuple):
-    """Something that was found damaged, and what was done about it, in words."""
+class Repair(NamedTuple):
+    """Damage that was found, and how it was repaired."""
 
-    what: str
+    message: str
     lost: tuple[str, int] | None = None  # (run, round) of a result that cannot be sent any more
 
 
 class Vault:
     """One device's vault, all runs. With a key, personal tensors are encrypted from the next commit on.
 
-    Raises StorageFailed when the disk is full, the old content then stands; and when what is here cannot be
-    read. Raises ConfigError when it is encrypted and the key is missing or another one, BadPayload for a run that
-    cannot be the name of a folder: it comes from the network.
+    Raises StorageFailed when the disk is full, which leaves the old content, and when a file cannot be read. Raises
+    ConfigError when it is encrypted and the key is missing or wrong, BadPayload for a run that cannot be the name of a
+    folder: it comes from the network.
     """
 
     def __init__(self, folder: Path, key: VaultKey | None = None) -> None:
@@ -91,7 +91,7 @@ class Vault:
         self._verified = Verified()
 
     def round_of(self, run: str) -> int:
-        """The newest round whose work is here; 0 before the first."""
+        """The newest stored round; 0 before the first."""
         current = self._current(run)
         return int(current.name.split("-")[1]) if current else 0
 
@@ -100,23 +100,23 @@ class Vault:
         current = self._current(run)
         return None if current is None else self._tensors(current, _LOCAL)
 
-    def owed(self, run: str) -> Owed:
-        """What coding left out of this device's results so far, and the server should still get.
+    def residual(self, run: str) -> Residual:
+        """What coding left out of this device's accepted results (error feedback).
 
-        A result that was refused, or of which nobody knows yet, took nothing with it.
+        A result that was refused, or not acknowledged yet, does not change the residual.
         """
         current = self._current(run)
         if current is None:
-            return NOTHING_OWED
-        taken = not any((current / name).exists() for name in (_PENDING, _REFUSED))
-        name = _LEFT if taken else _OWED
+            return NO_RESIDUAL
+        accepted = not any((current / name).exists() for name in (_PENDING, _REFUSED))
+        name = _NEW_RESIDUAL if accepted else _RESIDUAL
         tensors = self._tensors(current, name)
-        return NOTHING_OWED if tensors is None else Owed(_there(current, name), tensors)
+        return NO_RESIDUAL if tensors is None else Residual(_existing(current, name), tensors)
 
     def check_key(self) -> None:
-        """Raises ConfigError now where personal tensors cannot be opened with the key that is given, or without."""
+        """Raises ConfigError if personal tensors cannot be decrypted with the given key, or without one."""
         for file in sorted(self.folder.glob(f"*/round-*/{_LOCAL}{_SEALED}")):
-            if self._key is None or self._is_whole(file):  # what is damaged fits no key
+            if self._key is None or self._is_whole(file):  # a damaged file fails with any key
                 self._tensors(file.parent, _LOCAL)
 
     def _newest(self) -> list[Path]:
@@ -124,8 +124,8 @@ class Vault:
         return [folder for home in homes if (folder := self._current(home.name))]
 
     def _tensors(self, folder: Path, name: str) -> Tensors | None:
-        """Mapped; or in memory where they are encrypted, which cannot be mapped. None where there are none."""
-        file = _there(folder, name)
+        """Mapped tensors, or tensors in memory if they are encrypted. None if there are none."""
+        file = _existing(folder, name)
         if file is None:
             return None
         if file.suffix == _SEALED and self._key is None:
@@ -134,7 +134,7 @@ class Vault:
             raise StorageFailed(f"{file} is damaged")
         try:
             if file.suffix == _SEALED and self._key:
-                return unpack(self._key.open(read_file(file), _place(file)))
+                return unpack(self._key.open(read_file(file), _path_in_vault(file)))
             return mapped(file)
         except OSError as error:
             raise storage_failed(f"cannot read {file}", error) from error
@@ -142,7 +142,7 @@ class Vault:
             raise StorageFailed(f"{file} is damaged: {error}") from error
 
     def _is_whole(self, file: Path) -> bool:
-        """Whether a file of a round is as it was written; True where nothing tells (an earlier version's)."""
+        """Whether a file of a round is undamaged; True if it has no checksum (of an earlier version)."""
         try:
             sums = read_sums(file.parent)
         except BadPayload:
@@ -154,18 +154,20 @@ class Vault:
     def _write(self, folder: Path, name: str, tensors: Tensors) -> dict[str, str]:
         """Returns the file's name and digest."""
         file = folder / f"{name}{_SEALED if self._key else _PLAIN}"
-        pieces = [self._key.seal(pack(tensors), _place(file))] if self._key else packed_pieces(tensors)
+        pieces = [self._key.seal(pack(tensors), _path_in_vault(file))] if self._key else packed_pieces(tensors)
         atomic_write(file, *pieces, private=True)
         return {file.name: digest_of(*pieces)}
 
-    def commit(self, result: Result, local: Tensors, left: Tensors | None = None, owed: Owed | None = None) -> None:
-        """Keep a finished round: personal tensors and result become current in one step. The round before stays.
+    def commit(
+        self, result: Result, local: Tensors, new_residual: Tensors | None = None, residual: Residual | None = None
+    ) -> None:
+        """Store a finished round: personal tensors and result become current in one step. The round before is kept.
 
-        `left` is what coding left out of the result, `owed` what was added to it before it was coded.
+        `residual` is that of earlier results, `new_residual` the one after this result.
         """
         home = self._home(result.run)
         folder = home / f"round-{result.round}-{secrets.token_hex(4)}"
-        before = _pointed_at(home)
+        before = _current_folder(home)
         for old in _generations(home):  # now, so that there are never more than two
             if old != before:
                 shutil.rmtree(old, ignore_errors=True)
@@ -174,22 +176,22 @@ class Vault:
             content = msgspec.msgpack.encode(result)
             atomic_write(folder / _RESULT, content, private=True)
             files[_RESULT] = digest_of(content)
-            if left:
-                files |= self._write(folder, _LEFT, left)
-            if owed and owed.file:
-                if self._key or owed.file.suffix != _PLAIN:  # what is sealed belongs to its place
-                    files |= self._write(folder, _OWED, owed.tensors)
+            if new_residual:
+                files |= self._write(folder, _NEW_RESIDUAL, new_residual)
+            if residual and residual.file:
+                if self._key or residual.file.suffix != _PLAIN:  # encryption binds a file to its path
+                    files |= self._write(folder, _RESIDUAL, residual.tensors)
                 else:
-                    files |= _link(owed.file, folder / f"{_OWED}{_PLAIN}")
+                    files |= _link(residual.file, folder / f"{_RESIDUAL}{_PLAIN}")
             atomic_write(folder / _PENDING, b"")
             write_sums(folder, Sums(_generation(before) + 1, files))
             atomic_write(home / _CURRENT, folder.name.encode())
         except StorageFailed:
-            # what failed last may be the sync behind the rename: then this folder is the current one
-            if _pointed_at(home) != folder:
+            # if only the sync after the rename failed, this folder is the current one
+            if _current_folder(home) != folder:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        if self._key:  # what lay open before there was a key does not stay
+        if self._key:  # unencrypted files from before the key are removed
             for file in [*home.glob(f"round-*/*{_PLAIN}"), *home.glob(f"damaged-*/*{_PLAIN}")]:
                 shutil.rmtree(file.parent, ignore_errors=True)
         for unfinished in home.glob(f"{WRITING}*"):  # by a process that was killed; no other one writes here
@@ -198,17 +200,17 @@ class Vault:
 
     # --- damage ---------------------------------------------------------------------------------------
 
-    def mend(self, run: str, *, tensors: bool = True) -> list[Mended]:
-        """Let nothing damaged be used: go back to the round before, or begin anew, and say so. To be called by the
+    def repair(self, run: str, *, tensors: bool = True) -> list[Repair]:
+        """Return from damaged files to the round before, or to an empty run; returns the repairs. To be called by the
         process that owns the vault.
 
         Without `tensors` only small files are read. Raises StorageFailed when the folder cannot be changed.
         """
         home = self._home(run)
-        current = _pointed_at(home)
+        current = _current_folder(home)
         damaged = [] if current is None else self._damaged(current, tensors=tensors)
         if current and not damaged:
-            return [*self._mend_result(run, current), *(self._mend_left(run, current) if tensors else ())]
+            return [*self._repair_result(run, current), *(self._repair_residual(run, current) if tensors else ())]
         before = [folder for folder in _generations(home) if folder != current]
         if current is None:
             if not before and not (home / _CURRENT).exists():
@@ -218,15 +220,15 @@ class Vault:
         while before and (also := self._damaged(before[-1])):
             damaged += also
             before.pop()
-        return [self._go_back(run, damaged, before[-1] if before else None)]
+        return [self._return_to(run, damaged, before[-1] if before else None)]
 
-    def mend_all(self) -> list[Mended]:
-        """Small files of all runs: what can be read at each start."""
+    def repair_all(self) -> list[Repair]:
+        """Check and repair the small files of all runs, which is fast enough for each start."""
         runs = sorted({path.parent.name for path in self.folder.glob(f"*/{_CURRENT}")})
-        return [mended for run in runs for mended in self.mend(run, tensors=False)]
+        return [repair for run in runs for repair in self.repair(run, tensors=False)]
 
     def files(self) -> Iterator[tuple[Path, str]]:
-        """What lies here, with the digests that it must have."""
+        """All files with checksums, and their expected digests."""
         for folder in self.folder.glob("*/round-*"):
             with contextlib.suppress(BadPayload):
                 sums = read_sums(folder)
@@ -234,21 +236,21 @@ class Vault:
                     yield folder / name, digest
 
     def _damaged(self, folder: Path, *, tensors: bool = True) -> list[Path]:
-        """Files without which a round cannot be resumed from."""
+        """Damaged files without which a round cannot be used."""
         try:
             sums = read_sums(folder)
         except BadPayload:
             return [folder / SUMS]
-        file = _there(folder, _LOCAL)
+        file = _existing(folder, _LOCAL)
         if file is None:
             return [folder / f"{_LOCAL}{_PLAIN}"]
         whole = self._looks_whole(file) if sums is None else not tensors or self._is_whole(file)
         return [] if whole else [file]
 
     def _looks_whole(self, file: Path) -> bool:
-        """Of a file that an earlier version wrote: what can be told without a digest."""
+        """Whether a file without a checksum (of an earlier version) seems undamaged."""
         if file.suffix == _SEALED:
-            return True  # its key tells
+            return True  # decryption shows
         try:
             mapped(file)
         except BadPayload:
@@ -259,8 +261,8 @@ class Vault:
             raise storage_failed(f"cannot read {file}", error) from error
         return True
 
-    def _go_back(self, run: str, damaged: list[Path], to: Path | None) -> Mended:
-        """Make an older round the current one; with none that is whole, the run begins anew."""
+    def _return_to(self, run: str, damaged: list[Path], to: Path | None) -> Repair:
+        """Make an older round the current one; without an undamaged one the run starts with empty storage."""
         home = self._home(run)
         pending = [folder for folder in {file.parent for file in damaged} if (folder / _PENDING).exists()]
         listed = ", ".join(map(str, damaged))
@@ -275,20 +277,20 @@ class Vault:
             if not to:
                 (home / _CURRENT).unlink(missing_ok=True)
         except OSError as error:
-            raise storage_failed(f"{listed} damaged, and cannot be set aside in {home}", error) from error
+            raise storage_failed(f"{listed} damaged, and cannot be moved within {home}", error) from error
         if to and damaged == [home / _CURRENT]:
-            what = f"{listed} names no round that is here: run {run!r} goes on from {to.name}, the newest that is whole"
+            message = f"{listed} names no stored round: run {run!r} continues from {to.name}, the newest undamaged one"
         elif to:
-            what = f"{listed} damaged: run {run!r} goes back to what round {_round(to)} left"
+            message = f"{listed} damaged: run {run!r} returns to the tensors of round {_round(to)}"
         else:
-            what = (
-                f"{listed} damaged or missing: personal tensors of run {run!r} are lost, and begin anew with the "
-                f"server's first values; to have them back, stop this device and put {home} back from a backup"
+            message = (
+                f"{listed} damaged or missing: personal tensors of run {run!r} are lost, and start from the "
+                f"server's initial values; to restore them, stop this device and restore {home} from a backup"
             )
-        return Mended(what, (run, _round(pending[0])) if pending else None)
+        return Repair(message, (run, _round(pending[0])) if pending else None)
 
-    def _mend_result(self, run: str, current: Path) -> list[Mended]:
-        """A damaged result is as one that was refused: personal tensors stay."""
+    def _repair_result(self, run: str, current: Path) -> list[Repair]:
+        """A damaged result counts as refused: personal tensors are kept."""
         file, number = current / _RESULT, _round(current)
         if not (current / _PENDING).exists():
             return []
@@ -296,13 +298,13 @@ class Vault:
             self._result(file)
             return []
         self.settle(run, number, accepted=False)
-        return [Mended(f"{file} damaged: the result of round {number} of run {run!r} is lost", (run, number))]
+        return [Repair(f"{file} damaged: the result of round {number} of run {run!r} is lost", (run, number))]
 
-    def _mend_left(self, run: str, current: Path) -> list[Mended]:
-        """What coding left out cannot be had back: nothing is owed then."""
+    def _repair_residual(self, run: str, current: Path) -> list[Repair]:
+        """A damaged residual is lost: the next result starts without one."""
         sums = read_sums(current)
-        listed = [current / name for name in sums.files if name.startswith((_LEFT, _OWED))] if sums else []
-        listed = listed if sums else [file for name in (_LEFT, _OWED) if (file := _there(current, name))]
+        listed = [current / name for name in sums.files if name.startswith((_NEW_RESIDUAL, _RESIDUAL))] if sums else []
+        listed = listed if sums else [file for name in (_NEW_RESIDUAL, _RESIDUAL) if (file := _existing(current, name))]
         damaged = [file for file in listed if not (self._is_whole(file) if sums else self._looks_whole(file))]
         if not damaged:
             return []
@@ -315,7 +317,7 @@ class Vault:
             files = {name: digest for name, digest in sums.files.items() if current / name not in damaged}
             write_sums(current, Sums(sums.generation, files))
         names = ", ".join(map(str, damaged))
-        return [Mended(f"{names} damaged: what coding left out of earlier results of run {run!r} is not sent")]
+        return [Repair(f"{names} damaged: the residual of earlier results of run {run!r} (error feedback) is lost")]
 
     def pending(self) -> list[Result]:
         """Results that no coordinator has acknowledged yet."""
@@ -330,24 +332,26 @@ class Vault:
             raise _DamagedFile(f"{file} is damaged: {error}") from error
 
     def settle(self, run: str, round_number: int, *, accepted: bool = True) -> None:
-        """The result was acknowledged, or refused for good; the personal tensors stay."""
-        for folder in _generations(self._home(run)):  # also the one before, to which damage may lead back
+        """Mark the result as acknowledged, or as refused for good; the personal tensors are kept."""
+        for folder in _generations(self._home(run)):  # also the round before, to which a repair may return
             if _round(folder) != round_number or not (folder / _PENDING).exists():
                 continue
             if not accepted:
-                atomic_write(folder / _REFUSED, b"")  # before PENDING goes: else a power cut would make it accepted
+                atomic_write(
+                    folder / _REFUSED, b""
+                )  # before PENDING is removed: else a power cut would make the result accepted
             try:
                 (folder / _PENDING).unlink(missing_ok=True)
             except OSError as error:
                 raise StorageFailed(f"cannot delete {folder / _PENDING}: {error.strerror}") from error
 
     def note(self, task: Task) -> None:
-        """Remember what the run's newest task is made of."""
+        """Store the description of the run's newest task."""
         note = TaskNote(task.run, task.round, task.kind, task.seed, task.program, task.groups)
         atomic_write(self._home(task.run) / _TASK, closed(msgspec.msgpack.encode(note)), private=True)
 
     def noted(self, run: str) -> TaskNote | None:
-        """The newest task of the run that was begun here; None before the first."""
+        """The newest task of the run that was started here; None before the first."""
         file = self._home(run) / _TASK
         if not file.exists():
             return None
@@ -364,8 +368,8 @@ class Vault:
     # --- the end of a run -----------------------------------------------------------------------------
 
     def end(self, run: str) -> None:
-        """The run is over for good, and no coordinator will acknowledge a result of it: one that waits is settled as
-        refused. Does nothing where the run left nothing here. Raises StorageFailed."""
+        """Mark the run as over for good: an unacknowledged result counts as refused. Does nothing for an unknown run.
+        Raises StorageFailed."""
         home = self._home(run)
         if not home.is_dir():
             return
@@ -374,7 +378,7 @@ class Vault:
         atomic_write(home / _OVER, b"")
 
     def reopen(self, run: str) -> None:
-        """The run goes on after all: a task of it came. Raises StorageFailed."""
+        """Remove the mark of `end`: a task of the run arrived. Raises StorageFailed."""
         file = self._home(run) / _OVER
         try:
             file.unlink(missing_ok=True)
@@ -382,21 +386,21 @@ class Vault:
             raise storage_failed(f"cannot delete {file}", error) from error
 
     def is_over(self, run: str) -> bool:
-        """Whether this device heard that the run is over for good."""
+        """Whether this device was informed that the run is over for good."""
         return (self._home(run) / _OVER).exists()
 
-    def waits(self, run: str) -> bool:
-        """Whether a result of the run was not acknowledged. Raises StorageFailed."""
+    def has_pending(self, run: str) -> bool:
+        """Whether a result of the run is not acknowledged yet. Raises StorageFailed."""
         return any((folder / _PENDING).exists() for folder in _generations(self._home(run)))
 
     def path(self, run: str) -> Path:
-        """The folder of all that is kept of a run. Raises BadPayload for a name that no run can have."""
+        """The folder of a run. Raises BadPayload for an invalid name."""
         return self._home(run)
 
     def remove(self, run: str) -> None:
-        """Remove all that is kept of a run, in one step: after a kill or a power cut it is here whole, or not at all.
+        """Remove a run in one step: after a kill or a power cut it is here completely, or not at all.
 
-        Raises StorageFailed; what could not be deleted then is in `removed`.
+        Raises StorageFailed; files that could not be deleted are then listed by `removed`.
         """
         home, removed = self._home(run), self.folder / _REMOVED
         try:
@@ -404,17 +408,17 @@ class Vault:
                 make_folder(removed)
                 home.rename(removed / secrets.token_hex(8))
                 sync_folder(removed)
-                sync_folder(self.folder)  # before anything is deleted: else a cut could bring back half of it
+                sync_folder(self.folder)  # before anything is deleted: else a power cut could restore half of it
         except OSError as error:
             raise storage_failed(f"cannot remove {home}", error) from error
         self.finish_removals()
 
     def removed(self) -> list[Path]:
-        """What is left of runs whose removal was interrupted."""
+        """Remains of runs whose removal was interrupted."""
         return list((self.folder / _REMOVED).glob("*"))
 
     def finish_removals(self) -> None:
-        """Delete what is left of runs whose removal was interrupted. Raises StorageFailed."""
+        """Delete the remains of runs whose removal was interrupted. Raises StorageFailed."""
         for folder in self.removed():
             try:
                 shutil.rmtree(folder)
@@ -435,23 +439,23 @@ class Vault:
             return None
         except OSError as error:
             raise StorageFailed(f"cannot read {home / _CURRENT}: {error.strerror}") from error
-        if _there(folder, _LOCAL) is None:
-            raise StorageFailed(f"the vault names {folder}, which is not there; move {home} away to start anew")
+        if _existing(folder, _LOCAL) is None:
+            raise StorageFailed(f"the vault names {folder}, which does not exist; move {home} away to start again")
         return folder
 
 
-def _there(folder: Path, name: str) -> Path | None:
-    """The file that holds some tensors of a round, plain or sealed; None where there is none."""
+def _existing(folder: Path, name: str) -> Path | None:
+    """The file with some tensors of a round, plain or encrypted; None if there is none."""
     files = (folder / f"{name}{suffix}" for suffix in (_SEALED, _PLAIN))
     return next((file for file in files if file.is_file()), None)
 
 
-def _place(file: Path) -> str:
+def _path_in_vault(file: Path) -> str:
     return f"{file.parent.parent.name}/{file.parent.name}/{file.stem}"
 
 
 def _generations(home: Path) -> list[Path]:
-    """The rounds of a run that lie here. Raises StorageFailed."""
+    """The stored rounds of a run. Raises StorageFailed."""
     try:
         return [home / name for name in os.listdir(home) if name.startswith("round-")]
     except FileNotFoundError:
@@ -461,7 +465,7 @@ def _generations(home: Path) -> list[Path]:
 
 
 def _generation(folder: Path | None) -> int:
-    """0 before the first, and for one that an earlier version wrote."""
+    """The count of rounds before this one; 0 for the first, and for one of an earlier version."""
     if folder is not None:
         with contextlib.suppress(BadPayload):
             sums = read_sums(folder)
@@ -470,14 +474,14 @@ def _generation(folder: Path | None) -> int:
 
 
 def _round(folder: Path) -> int:
-    """The round of which a folder holds the work; 0 for one whose name says none."""
+    """The round number of a folder; 0 if its name has none."""
     with contextlib.suppress(IndexError, ValueError):
         return int(folder.name.split("-")[1])
     return 0
 
 
-def _pointed_at(home: Path) -> Path | None:
-    """The round that CURRENT names, if it is there. Raises StorageFailed."""
+def _current_folder(home: Path) -> Path | None:
+    """The round that CURRENT names, if it exists. Raises StorageFailed."""
     try:
         folder = home / (home / _CURRENT).read_text(errors="replace")
     except FileNotFoundError:
@@ -490,7 +494,7 @@ def _pointed_at(home: Path) -> Path | None:
 
 
 def _link(file: Path, name: Path) -> dict[str, str]:
-    """The same content under another name: without writing it again, where the file system can.
+    """Store the same content under another name, by a hard link if the file system can.
 
     Returns the name and the digest.
     """

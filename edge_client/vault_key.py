@@ -1,8 +1,8 @@
-"""Personal tensors at rest: sealed with a key of the device's own.
+"""Encryption of personal tensors on disk, with a key of the device.
 
-AES-256-GCM of the `cryptography` library: who changed a byte, or put a file into
-another place of the vault, is found out. The key lies in a file that only its owner can read; whoever can read that
-file can read the vault, so it belongs on another medium than the vault, or onto an encrypted one.
+AES-256-GCM of the `cryptography` library: a changed byte, or a file that was moved within the vault, is detected. The
+key is in a file that only its owner can read. With that file the vault can be read, so it belongs on another medium
+than the vault, or on an encrypted one.
 """
 
 import os
@@ -21,7 +21,9 @@ class VaultKey:
     """One device's key. Raises ConfigError when it cannot be used."""
 
     def __init__(self, file: Path, key: bytes) -> None:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # megabytes that a device without a key saves
+        from cryptography.hazmat.primitives.ciphers.aead import (
+            AESGCM,
+        )  # imported late: a device without a key saves its memory
 
         if len(key) != _KEY_BYTES:
             raise ConfigError(f"vault key {file} holds {len(key)} bytes, expected {_KEY_BYTES}")
@@ -30,13 +32,13 @@ class VaultKey:
 
     @classmethod
     def load(cls, file: Path, *, make: bool) -> "VaultKey":
-        """The key in a file; with `make` a file that is not there is made, for its owner alone.
+        """The key in a file; with `make` a missing file is created, readable by its owner only.
 
         Raises ConfigError when others can read it.
         """
         try:
             if make and not file.exists():
-                cls(file, bytes(_KEY_BYTES))  # says now what is missing
+                cls(file, bytes(_KEY_BYTES))  # fails now if cryptography is missing
                 atomic_write(file, secrets.token_bytes(_KEY_BYTES), private=True)
             mode = file.stat().st_mode & 0o777
             if mode & 0o077:
@@ -47,20 +49,20 @@ class VaultKey:
         except OSError as error:
             raise ConfigError(f"vault key {file} cannot be read: {error.strerror}") from error
 
-    def seal(self, content: bytes, place: str) -> bytes:
-        """Encrypt what is to lie at a place of the vault."""
+    def seal(self, content: bytes, path_in_vault: str) -> bytes:
+        """Encrypt content for a path of the vault, which is authenticated, too."""
         nonce = os.urandom(_NONCE_BYTES)
-        return _MAGIC + nonce + self._cipher.encrypt(nonce, content, place.encode())
+        return _MAGIC + nonce + self._cipher.encrypt(nonce, content, path_in_vault.encode())
 
-    def open(self, sealed: bytes, place: str) -> bytes:
+    def open(self, sealed: bytes, path_in_vault: str) -> bytes:
         """Undo `seal`. Raises ConfigError for another key; nothing is changed then."""
         from cryptography.exceptions import InvalidTag
 
         body = sealed.removeprefix(_MAGIC)
         try:
-            return bytes(self._cipher.decrypt(body[:_NONCE_BYTES], body[_NONCE_BYTES:], place.encode()))
+            return bytes(self._cipher.decrypt(body[:_NONCE_BYTES], body[_NONCE_BYTES:], path_in_vault.encode()))
         except (InvalidTag, ValueError) as error:
             raise ConfigError(
-                f"personal tensors of {place} do not open with key {self.file}: it is another device's, or they were "
-                "changed; nothing was touched"
+                f"personal tensors of {path_in_vault} cannot be decrypted with key {self.file}: the key is another "
+                "device's, or the file was changed; nothing was modified"
             ) from error

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Exported:
-    """A graph that was compared with torch, and how far from it it was."""
+    """A graph that was verified against torch, and its largest difference."""
 
     content: bytes
     max_difference: float
@@ -45,7 +45,7 @@ class Exported:
 
 
 def default_cache() -> Path:
-    """Where graphs are kept between runs: $XDG_CACHE_HOME/fedvit/graphs, or below ~/.cache."""
+    """The folder of cached graphs: $XDG_CACHE_HOME/fedvit/graphs, or below ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedvit" / "graphs"
 
 
@@ -81,7 +81,7 @@ def export_graphs(
 
 
 def unverified_graphs(method: Method, vit: PatchViT, batch: Batch) -> dict[str, bytes]:
-    """The graphs as `export_graphs` would make them, but not compared with torch: to price them, not to ship them."""
+    """The graphs as `export_graphs` would make them, but not verified: for pricing, not for devices."""
     return {
         name: to_onnx(_traced(method, vit, serves, example_inputs(method, vit, batch, serves)))
         for name, serves in steps_of(method, vit).items()
@@ -106,7 +106,7 @@ def _step_and_reference(method: Method, vit: PatchViT, serves: Serves) -> tuple[
 def _cached(
     traced: Trace, key: str, reference: Step, name: str, folder: Path, progress: Callable[[str], None]
 ) -> Exported:
-    """The verified graph of a trace, from disk where an equal one was made and passed the same check before."""
+    """The verified graph of a trace, from the cache if an equal trace passed the same check before."""
     if known := _kept(folder, key):
         return known
     progress(f"exporting graph {name!r} (once for this method, model and batch)")
@@ -122,10 +122,10 @@ def _cached(
 
 
 def _kept(folder: Path, key: str) -> Exported | None:
-    """None also where a file is damaged: the graph is exported anew, and is the same to the byte."""
+    """A cached graph; None if there is none or a file is damaged: the graph is exported again, with equal bytes."""
     file = _file(folder, key)
     facts = file.with_suffix(".json")
-    if not (file.is_file() and facts.is_file()):  # facts are written last: with them both are whole
+    if not (file.is_file() and facts.is_file()):  # the facts are written last: if they exist, both files are complete
         return None
     content = file.read_bytes()
     try:
@@ -133,7 +133,7 @@ def _kept(folder: Path, key: str) -> Exported | None:
     except (msgspec.MsgspecError, ValueError):
         known = None
     if known is None or known.digest != digest_of(content):
-        log.warning("damaged file", extra={"path": str(file), "held": "a graph; it is exported anew"})
+        log.warning("damaged file", extra={"path": str(file), "held": "a graph; it is exported again"})
         return None
     return Exported(content, known.max_difference, cached=True)
 

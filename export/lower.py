@@ -1,9 +1,9 @@
 """A traced function, operator by operator, as ONNX nodes: few, large, and with every shape known.
 
-Torch's own exporter writes the backward pass of a transformer as hundreds of small operators and takes
-most of a minute for it. Here each operator of the trace has one function in `LOWERED`, and layouts stay
-views for as long as they can: a product takes its transposed operand as a flag, a sum is added where the product
-writes, and what is only repeated is left to broadcasting.
+Torch's own exporter writes the backward pass of a transformer as hundreds of small operators, which takes
+most of a minute. Here each operator of the trace has one function in `LOWERED`, and layouts stay
+views as long as possible: a transposed operand is a flag of a product, an addition is fused into a product, and
+repeated values are left to broadcasting.
 """
 
 import math
@@ -58,7 +58,7 @@ class Value:
 
 
 class Unsupported(FedvitError):
-    """An operator that no method has needed so far."""
+    """An operator without an ONNX form here."""
 
 
 class Graph:
@@ -73,10 +73,10 @@ class Graph:
         self._named: dict[bytes, str] = {}
         self._views: dict[tuple[Any, ...], str] = {}
         self._made = 0
-        self.unknown: list[Value] = []  # of operators that are not ONNX's own, so that nobody else infers their shapes
+        self.unknown: list[Value] = []  # of operators outside of ONNX, whose shapes are not inferred
 
     def node(self, kind: str, operands: Sequence[str], *shapes: Shape, **attributes: Any) -> list[str]:
-        """Append a node; returns the names of its outputs, one for each shape."""
+        """Append a node; returns the names of its outputs, one per shape."""
         self._made += 1
         base = f"{kind.lower()}.{self._made}"
         outputs = [base if number == 0 else f"{base}.{number}" for number in range(len(shapes))]
@@ -128,7 +128,7 @@ class Graph:
         return self._views[key]
 
     def _unpack(self, value: Value) -> Value:
-        """Made anew for every reader, so that a large matrix does not stay from the forward to the backward pass."""
+        """Repeated for every reader, so that a large matrix does not stay in memory until the backward pass."""
         shape = self.shapes[value.name]
         if value.scale:
             made = self.one("DequantizeLinear", [value.name, value.scale], shape, value.dtype, axis=0)
@@ -302,7 +302,7 @@ class Graph:
         return self.one("MatMul", [self.plain(left), self.plain(right)], shape, left.dtype)
 
     def add_to_product(self, product: Value, other: Value) -> Value | None:
-        """Let a product that nobody else reads add `other` while it writes; None where that cannot be."""
+        """Fuse the addition of `other` into a product without other readers; None if that is not possible."""
         node = self.nodes.get(product.name)
         alone = product.permutation is None and not product.repeated
         if node is None or node.op_type != "Gemm" or len(node.input) == 3 or not alone or other.shape != product.shape:

@@ -1,4 +1,4 @@
-"""What a graph follows from, as a key: who has seen it need not trace to know which graph it is.
+"""The key of a graph's inputs, by which a known graph is found without tracing.
 
 Everything is in it that tracing could look at: this project's sources, versions of libraries, the method's options and
 every attribute of the model's modules; of tensors that a method is given as inputs the shapes. What is not understood
@@ -33,7 +33,7 @@ OURS = (fedvit, export)
 
 
 class _Unknown(Exception):
-    """Of this value nobody knows whether a graph depends on it."""
+    """It is not known whether a graph depends on this value."""
 
 
 def origin_of(method: Method, vit: PatchViT, batch: Batch, graph: str) -> str | None:
@@ -50,8 +50,8 @@ def origin_of(method: Method, vit: PatchViT, batch: Batch, graph: str) -> str | 
 @functools.cache
 def _surroundings() -> bytes:
     content = hashlib.blake2b(digest_size=20)
-    for room in OURS:
-        for source in sorted(Path(room.__path__[0]).rglob("*.py")):
+    for package in OURS:
+        for source in sorted(Path(package.__path__[0]).rglob("*.py")):
             content.update(source.name.encode() + source.read_bytes())
     content.update(json.dumps({name: version(name) for name in LIBRARIES}).encode())
     return content.digest()

@@ -42,7 +42,7 @@ class Trace:
 
     @property
     def key(self) -> str:
-        """Names the content: equal exactly when operators, constants, names, shapes, libraries and this file are."""
+        """The key of the content: operators, constants, names, shapes, libraries and the source of this file."""
         content = hashlib.blake2b(digest_size=20)
         for source in (__file__, lowering.__file__):
             content.update(Path(source).read_bytes())
@@ -62,7 +62,7 @@ class Trace:
 
 
 _one_at_a_time = threading.Lock()
-"""torch's tracer keeps its state in globals: two threads that trace ruin each other's graphs."""
+"""torch's tracer has global state: two threads that trace at once corrupt each other's graphs."""
 
 
 def trace(
@@ -90,7 +90,7 @@ def trace(
 
 @cache
 def _decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Torch's, but what has a form of its own stays whole: the backward passes of norms and activations above all."""
+    """Torch's decompositions, without those of operators that `LOWERED` has, such as backward passes of norms."""
     return {name: rule for name, rule in core_aten_decompositions().items() if name not in LOWERED}
 
 

@@ -1,9 +1,9 @@
-"""Does the exported graph compute what torch computes? Asked before a graph reaches a device.
+"""Verifies that an exported graph computes the same as torch, before it reaches a device.
 
 The reference is independent of the trace: eager autograd and the optimizers of torch.optim, in float64. A right graph
 differs from it by rounding alone. How much that is depends on the processor, on the model and its weights, and on the
-tensor: a sum that nearly cancels keeps few right digits, in torch as on a device. So the graph is asked itself, by
-moving its inputs by a rounding each. `verify` states the rule.
+tensor: a sum that nearly cancels keeps few right digits, in torch as on a device. So the graph's own
+sensitivity is measured by changing each input by one rounding. `verify` states the rule.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ MARGIN = 8.0
 """Errors of sums in another order are as large as what one rounding of the inputs does, a few times more by chance."""
 
 NEAR = 8
-"""Inputs beside the example that are tried, until one shows enough of what a rounding does. Where a single number
-decides (one row that is nearly constant, say) one in twelve shows less than an eighth of it."""
+"""Number of perturbed inputs that are tried until one shows the effect of rounding. If a single number decides (for
+example one row that is nearly constant), one in twelve shows less than an eighth of it."""
 
 TOLERANCE = 1e-2
-"""The largest error that is put down to rounding, relative to the largest value of its kind."""
+"""The largest error that rounding may explain, relative to the largest value of its kind."""
 
 
 def reference_step(method: Method, vit: PatchViT, phase: Train) -> Step:
@@ -54,7 +54,7 @@ def reference_update(rule: Optimizer) -> Step:
 
 @cache
 def check_key() -> str:
-    """Names the check: another after any change of the rule, or of the inputs that it is made on."""
+    """The key of the check, which changes with the rule and its inputs."""
     content = hashlib.blake2b(digest_size=8)
     for source in (__file__, steps.__file__):
         content.update(Path(source).read_bytes())
@@ -63,7 +63,7 @@ def check_key() -> str:
 
 @np.errstate(invalid="ignore", over="ignore")
 def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: str) -> float:
-    """Compare the graph in onnxruntime with `reference` in float64; the largest error, relative as said below.
+    """Compare the graph in onnxruntime with `reference` in float64; the largest relative error, as defined below.
 
     Outputs that end a name they also begin with (`new/...`) count as changes, all others as they are. An error is the
     largest of an output's elements. Allowed are, all in the unit of the output,
@@ -78,8 +78,8 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
       themselves), so that a tensor that cancels is judged by its peers.
     - and two last digits of a new value: it is stored, and an optimizer rounds it twice.
 
-    A right graph is refused only where rounding leaves less than two digits of a kind's largest value. Not seen are
-    errors below what is allowed, with usual weights a millionth of the largest value of the kind: a tensor that is ten
+    A right graph is refused only where rounding leaves less than two digits of a kind's largest value. Not detected are
+    errors below the allowance, with usual weights a millionth of the largest value of the kind: a tensor that is ten
     thousand times smaller than the largest may be wrong by a hundredth. Nor is what the example inputs do not reach,
     such as AdamW's eps in a step with the optimizer inside, where they keep its squares far above zero (in the graph of
     an update alone it is seen).

@@ -1,7 +1,7 @@
 """Content-addressed bytes on disk: programs, graphs, weights, deltas, features.
 
-A blob's name is its digest, `blake3:HEX`; the algorithm is part of the name. Nothing under its final
-name is ever incomplete or altered: bytes are verified, synced and renamed into place.
+A blob's name is its digest, `blake3:HEX`; the algorithm is part of the name. A file
+with a final name is complete: bytes are verified, synced and renamed into place.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from fedvit.wire.transfer import CHUNK_BYTES
 ALGORITHM = "blake3"
 _PIECE_BYTES = 1 << 20
 _MEDIUM = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
-"""What the system says when a medium or a file system no longer gives what was written to it."""
+"""Errors of the system for a defective medium or file system."""
 
 
 def digest_of(*pieces: bytes | memoryview) -> str:
@@ -32,7 +32,7 @@ def digest_of(*pieces: bytes | memoryview) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """Read, and not mapped: where a medium fails, a read raises OSError, and a page that is mapped ends the process."""
+    """Reads instead of mapping: on a defective medium a read raises OSError, a mapped page kills the process."""
     hasher = blake3.blake3()
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(_PIECE_BYTES):
@@ -41,15 +41,15 @@ def digest_of_file(path: Path) -> str:
 
 
 def medium_failed(error: OSError) -> bool:
-    """Whether an error says something of the file, and not of this process: its bytes cannot be had any more."""
+    """Whether an error is due to the medium: the file's bytes cannot be read any more."""
     return error.errno in _MEDIUM
 
 
 def is_whole(path: Path, digest: str) -> bool:
-    """Whether a file is there and has this digest; also False where the medium cannot give its bytes any more.
+    """Whether a file exists and has this digest; also False if the medium cannot read it.
 
-    All of it is read. Raises StorageFailed when that is not possible for another reason (no permission, too many open
-    files), which says nothing of the file.
+    Reads the whole file. Raises StorageFailed if that fails for another reason (no permission, too many open files),
+    which does not show damage.
     """
     try:
         return digest_of_file(path) == digest
@@ -68,21 +68,21 @@ class BlobStore:
         self.folder = folder
 
     def path(self, digest: str) -> Path:
-        """Where the blob lies or would lie. Raises BadPayload for anything that is no digest of ours."""
+        """The path of a blob, existing or not. Raises BadPayload for an invalid digest."""
         algorithm, _, name = digest.partition(":")
         if algorithm != ALGORITHM or len(name) != 64 or not set(name) <= set("0123456789abcdef"):
-            raise BadPayload(f"{digest!r} is no {ALGORITHM} digest")
+            raise BadPayload(f"{digest!r} is not a {ALGORITHM} digest")
         return self.folder / name[:2] / name
 
     def has(self, digest: str) -> bool:
         return self.path(digest).is_file()
 
     def keeps(self, digest: str) -> bool:
-        """Whether the blob is here because its owner had it; in a folder that several share, `has` says less."""
+        """Whether this store's owner has put the blob; in a shared folder `has` does not show that."""
         return self.has(digest)
 
     def put(self, *pieces: bytes | memoryview) -> Manifest:
-        """Keep the pieces as one blob. Raises DiskFull when the disk is full."""
+        """Store the pieces as one blob. Raises DiskFull when the disk is full."""
         digest = digest_of(*pieces)
         if not self.has(digest):
             atomic_write(self.path(digest), *pieces)
@@ -103,14 +103,14 @@ class BlobStore:
             raise BadPayload(f"blob {digest} is not in {self.folder}") from None
 
     def verify(self, digest: str) -> bool:
-        """Whether the blob is here and whole: all of it is read. Changes nothing; who calls it decides what follows.
+        """Whether the blob is here and undamaged. Reads the whole blob and changes nothing.
 
-        Raises BadPayload for anything that is no digest of ours, StorageFailed as `is_whole`.
+        Raises BadPayload for an invalid digest, StorageFailed as `is_whole`.
         """
         return is_whole(self.path(digest), digest)
 
     def small(self, digests: Iterable[str], limit_bytes: int) -> tuple[bytes, ...]:
-        """The smallest of some blobs, as many as together have no more than `limit_bytes`; at most 100 of them."""
+        """The smallest of some blobs, with at most `limit_bytes` together; at most 100 of them."""
         chosen = []
         by_size = sorted(map(self.manifest, set(digests)), key=lambda manifest: (manifest.size, manifest.digest))
         for manifest in by_size[:100]:
@@ -121,9 +121,9 @@ class BlobStore:
         return tuple(chosen)
 
     def prune(self, keep: set[str], partial_kept_s: float = 0.0) -> int:
-        """Delete every blob, also half-received ones, that is not in `keep`; returns how many bytes that freed.
+        """Delete every blob, also half-received ones, that is not in `keep`; returns the number of freed bytes.
 
-        Not what is being received into now, nor what was half-received within the last `partial_kept_s` seconds.
+        Blobs that are being received, or were within the last `partial_kept_s` seconds, are kept.
         """
         freed = 0
         for file, size in self.prunable(keep, partial_kept_s):
@@ -133,7 +133,7 @@ class BlobStore:
         return freed
 
     def prunable(self, keep: set[str], partial_kept_s: float = 0.0) -> Iterator[tuple[Path, int]]:
-        """The files that `prune` deletes, each with the bytes that this frees."""
+        """The files that `prune` deletes, each with its number of bytes."""
         blobs = {self.path(digest) for digest in keep}
         kept = {path.with_name(path.name + suffix) for path in blobs for suffix in ("", PART, MAP)}
         for file in set(self.folder.glob("*/*")) - kept:
@@ -145,25 +145,25 @@ class BlobStore:
                 yield file, state.st_size if file.suffix != MAP else 0
 
     def receive(self, manifest: Manifest) -> PartialBlob:
-        """Begin to receive a blob piece by piece, or go on with it. Raises StorageFailed."""
+        """Start to receive a blob piece by piece, or continue. Raises StorageFailed."""
         return PartialBlob(self.path(manifest.digest), manifest)
 
     @contextlib.contextmanager
-    def gathering(self) -> "Iterator[Gathering]":
-        """Keep many blobs at once, which is much faster than one by one: they are here when the block ends.
+    def batched_commit(self) -> "Iterator[BatchedCommit]":
+        """Store many blobs together, which is much faster than one by one: they are durable when the block ends.
 
-        Nothing of them is, when it raises. Raises DiskFull when the disk is full.
+        After an exception none of them is stored. Raises DiskFull when the disk is full.
         """
-        gathering = Gathering(self)
+        batched_commit = BatchedCommit(self)
         try:
-            yield gathering
-            gathering.commit()
+            yield batched_commit
+            batched_commit.commit()
         finally:
-            gathering.abandon()
+            batched_commit.abandon()
 
 
-class Gathering(BlobStore):
-    """A store, and the blobs that are just being put into it; for one thread."""
+class BatchedCommit(BlobStore):
+    """A store, and new blobs that are not committed yet; for one thread."""
 
     def __init__(self, store: BlobStore) -> None:
         super().__init__(store.folder)
@@ -178,7 +178,7 @@ class Gathering(BlobStore):
         return self._fresh.get(digest) or self._store.manifest(digest)
 
     def get(self, digest: str) -> bytes:
-        """Only of what is committed."""
+        """The bytes of a committed blob."""
         return self._store.get(digest)
 
     def put(self, *pieces: bytes | memoryview) -> Manifest:
@@ -194,6 +194,6 @@ class Gathering(BlobStore):
         self._fresh.clear()
 
     def abandon(self) -> None:
-        """What is not committed is not kept."""
+        """Discard the blobs that are not committed."""
         self._files.abandon()
         self._fresh.clear()

@@ -1,4 +1,4 @@
-"""What an error says of the values that would be right: the nearest name, and all that are allowed."""
+"""Parts of error messages about allowed values: the nearest name, and all values."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import msgspec
 
 
 def did_you_mean(given: str, known: Iterable[str], most: int = 3) -> str:
-    """The end of an error about an unknown name: the known ones that look like it, or nothing.
+    """The end of an error about an unknown name: similar known names, or nothing.
 
     >>> did_you_mean("fedav", ["local", "fedavg"])
     "; did you mean 'fedavg'?"
@@ -18,7 +18,7 @@ def did_you_mean(given: str, known: Iterable[str], most: int = 3) -> str:
 
 
 def known_are(given: str, known: Iterable[str], words: str = "known are") -> str:
-    """The end of an error about an unknown name: those that look like it, and all.
+    """The end of an error about an unknown name: similar names, and all names.
 
     >>> known_are("fedav", ["local", "fedavg"]), known_are("xyz", ["local"])
     ("; did you mean 'fedavg'? Known are local, fedavg", '; known are local')
@@ -29,7 +29,7 @@ def known_are(given: str, known: Iterable[str], words: str = "known are") -> str
 
 
 def allowed(hint: Any) -> str:
-    """The values that a type with constraints allows, for people; empty where it allows more than can be said so.
+    """The values that a type with constraints allows, as text; empty if they cannot be listed.
 
     >>> from typing import Annotated, Literal
     >>> allowed(Annotated[float, msgspec.Meta(gt=0)] | Literal["auto"] | None)
@@ -39,7 +39,7 @@ def allowed(hint: Any) -> str:
 
 
 def why_invalid(error: msgspec.ValidationError, value: Any, hint: Any) -> str:
-    """What is wrong with a value that could not be converted to `hint`: with the allowed values where they are few."""
+    """Why a value could not be converted to `hint`, with the allowed values if they are few."""
     reason = str(error).partition(" - at")[0].replace("Invalid enum", "invalid")
     kinds = msgspec.inspect.type_info(hint)
     values = choices(hint)

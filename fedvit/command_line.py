@@ -1,4 +1,4 @@
-"""The one style of all programs' command lines: flags, `--help`, errors in one line, and exit codes."""
+"""The common style of all command lines: flags, `--help`, errors in one line, and exit codes."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ from fedvit.descriptors import raise_limit
 from fedvit.errors import INTERRUPTED, ConfigError, FedvitError
 
 RENAMED = {"--out": "--runs", "--name": "--run"}
-"""Flags that had another name in an earlier version, in the commands that have the new one. A flag of a table that was
-written without the table, as in `--clip`, is found without being listed here."""
+"""Flags that had another name in an earlier version. Flags that were written without the name of their table, as in
+`--clip`, are found without this list."""
 
 
 class SectionOption(click.Option):
@@ -25,19 +25,19 @@ class SectionOption(click.Option):
 
 
 class Command(click.Command):
-    """A command whose `--help` groups its options and ends with examples, and which knows the old names of flags."""
+    """A command whose `--help` groups its options and ends with examples, and which recognises old names of flags."""
 
     def __init__(self, *arguments: Any, examples: Sequence[str] = (), **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.examples = tuple(examples)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Raises ConfigError, which says the new name, for a flag of an earlier version."""
+        """Raises ConfigError with the new name for a flag of an earlier version."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             if now := _renamed(error.option_name, self):
-                raise ConfigError(f"{error.option_name} is {' or '.join(now)} now") from None
+                raise ConfigError(f"{error.option_name} was renamed to {' or '.join(now)}") from None
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -68,7 +68,7 @@ class Group(Command, click.Group):
 
 
 def _renamed(flag: str, command: click.Command) -> list[str]:
-    """The flags of a command that an unknown flag is called now; none where it is only mistyped."""
+    """The new names of an unknown flag; none if it was not renamed."""
     known = [name for option in command.params for name in (*option.opts, *option.secondary_opts)]
     tail = "." + flag.removeprefix("--")
     return [name for name in known if name.endswith(tail) or name == RENAMED.get(flag)]
@@ -78,7 +78,7 @@ json_flag = click.option("--json", "as_json", is_flag=True, help="Print one JSON
 
 
 def amount(parse: Callable[[str], float]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """The callback of an option that people write with a unit; `parse` is one of fedvit.quantities.
+    """The callback of an option with a unit; `parse` is one of fedvit.quantities.
 
     Raises ConfigError naming the option.
     """

@@ -1,4 +1,4 @@
-"""Open files and connections: how many a process may have, and what to say when they are used up."""
+"""The limit of open files and connections, and messages about it."""
 
 import errno
 import fcntl
@@ -6,22 +6,22 @@ import os
 import resource
 
 USED_UP = (errno.EMFILE, errno.ENFILE)
-"""What the system says when a process, or all of them together, have as many open as they may."""
+"""Errors of the system at the limit of a process, or of all processes."""
 MOST_COUNTED = 1 << 16
 
 
 def raise_limit() -> None:
-    """Allow this process as many as its administrator does, not only what programs get that do not ask."""
+    """Raise this process's soft limit to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError):  # some systems name a hard limit that they do not grant
+        except (OSError, ValueError):  # some systems report a hard limit that they do not grant
             return
 
 
 def are_used_up() -> bool:
-    """Whether nothing can be opened now."""
+    """Whether no file can be opened now."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
@@ -30,7 +30,7 @@ def are_used_up() -> bool:
 
 
 def how_many() -> str:
-    """For the operator; it opens nothing itself."""
+    """A message for the operator; made without opening a file."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     counted = MOST_COUNTED if limit == resource.RLIM_INFINITY else max(1024, min(limit, MOST_COUNTED))
     number = sum(map(_is_open, range(counted)))

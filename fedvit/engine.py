@@ -1,4 +1,4 @@
-"""How a device opens a graph: onnxruntime with the settings that were measured to be the best ones."""
+"""Opens graphs with onnxruntime, with the settings that were best in measurements."""
 
 import contextlib
 import ctypes
@@ -12,7 +12,7 @@ import numpy as np
 
 from fedvit.onnx_file import check_self_contained
 
-if TYPE_CHECKING:  # a device that waits for work does without its 25 MB: imported with the first graph
+if TYPE_CHECKING:  # imported with the first graph: an idle device saves its 25 MB
     from onnxruntime import InferenceSession
 
 log = logging.getLogger(__name__)
@@ -28,17 +28,17 @@ one float32 each."""
 
 
 def open_session(path: Path, threads: int, provider: str = CPU, *, profile: Path | None = None) -> "InferenceSession":
-    """A session of the graph in `path`; where there is no such execution provider, on the CPU, with a warning.
+    """A session of the graph in `path`; on the CPU, with a warning, if the execution provider is not available.
 
     With `profile`, onnxruntime's profiler writes to a file of this prefix. Raises BadPayload for a file that would make
-    the engine read another one, and onnxruntime's exceptions.
+    the engine read another file, and onnxruntime's exceptions.
     """
     check_self_contained(path)
     onnxruntime = _engine()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    # threads spin between the hundreds of operators of a step, which saves a tenth of it where operators are small,
+    # threads spin between the hundreds of operators of a step, which saves a tenth of the time if operators are small,
     # and stop at its end: what runs beside us then has the cores
     options.add_session_config_entry("session.intra_op.allow_spinning", "1")
     options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -65,7 +65,7 @@ def load_engine() -> None:
     _engine()
 
 
-def give_back() -> None:
+def trim_memory() -> None:
     """Return memory to the system that no graph and no array needs any more.
 
     onnxruntime's arena keeps what it once got, also when all sessions are closed: 289 MB stayed resident where 107
@@ -80,7 +80,7 @@ def give_back() -> None:
     session.run(None, {"x": np.zeros(1, np.float32)}, how)
     del session
     gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # only glibc has it
+    with contextlib.suppress(AttributeError, OSError):  # only available in glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -99,7 +99,7 @@ def _engine() -> Any:
     """
     import onnxruntime
 
-    with contextlib.suppress(AttributeError, OSError):  # only glibc has it
+    with contextlib.suppress(AttributeError, OSError):  # only available in glibc
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
     place = onnxruntime.OrtMemoryInfo(
         "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
@@ -116,7 +116,7 @@ def _providers(wanted: str) -> list[str]:
     available = _engine().get_available_providers()
     if wanted not in available:
         log.warning(
-            "this onnxruntime has not the wanted execution provider, the CPU is used",
+            "execution provider not available; using CPU",
             extra={"wanted": wanted, "available": available},
         )
         return [CPU]

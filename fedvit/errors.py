@@ -1,28 +1,28 @@
-"""Every error that fedvit raises on purpose: one root, leaves by who can act.
+"""All deliberate errors of fedvit: one root, and a class for each party that can act.
 
     FedvitError
     +-- ConfigError      the operator: a setting, flag or folder is wrong
     +-- DataError        the device's owner: images or class folders cannot be used
-    +-- LinkDown         nobody, retry: the broker or the peer cannot be reached
-    +-- PeerRefused      do not retry: the other side said no, and why
-    +-- BadPayload       refuse this one payload, keep the round
-    +-- EmptyCohort      the round: no usable result came back, repeat it
+    +-- LinkDown         retry: the broker or the peer cannot be reached
+    +-- PeerRefused      do not retry: the other side refused, with a reason
+    +-- BadPayload       refuse this payload, continue the round
+    +-- EmptyCohort      the round: no usable result arrived, repeat it
     +-- OverBudget       the planner: another variant of the Program is needed
     +-- ExportMismatch   do not ship: a graph does not compute what torch computes
     +-- StorageFailed    the machine's owner: a disk is full or not writable
-    |   +-- NoRoom       the same, and the same call will succeed when there is room again
+    |   +-- NoRoom       the same, but the call will succeed when resources are free again
     |   |   +-- DiskFull            on the disk
     |   |   +-- TooManyOpenFiles    among the files that a process, or the system, may have open
-    |   +-- Damaged      a file no longer holds what was written to it
-    +-- DeviceTrouble    the machine's owner: hardware or engine do not work as they must
+    |   +-- Damaged      a file is damaged
+    +-- DeviceTrouble    the machine's owner: hardware or engine are defective
 
-A message says what was expected, what came, and which round and device. Programs end with the leaf's
-`exit_code`, so that a service manager can tell a typing error from a dead link.
+A message names the expectation, the value, the round and the device. Programs end with the `exit_code` of the class,
+so that a service manager can distinguish a wrong setting from a dead link.
 """
 
 
 class FedvitError(Exception):
-    """Root of all deliberate errors; catch it only at the edge of a program."""
+    """Root of all deliberate errors; catch it only at the top of a program."""
 
     exit_code = 1
 
@@ -34,7 +34,7 @@ class ConfigError(FedvitError):
 
 
 class DataError(FedvitError):
-    """The images on a device cannot be used as they lie."""
+    """The images on a device cannot be used."""
 
     exit_code = 3
 
@@ -46,13 +46,13 @@ class LinkDown(FedvitError):
 
 
 class PeerRefused(FedvitError):
-    """The other side refused, for a reason that retrying does not change."""
+    """The other side refused, and retrying does not help."""
 
     exit_code = 5
 
 
 class BadPayload(FedvitError):
-    """Something that arrived does not hold what it must; it is dropped, the round goes on."""
+    """Received data are invalid; they are dropped, and the round continues."""
 
     exit_code = 6
 
@@ -82,26 +82,26 @@ class StorageFailed(FedvitError):
 
 
 class NoRoom(StorageFailed):
-    """Something was used up: what stood there before still does, and the same call succeeds when there is more."""
+    """A resource is exhausted: old content is unchanged, and the call succeeds when the resource is free again."""
 
 
 class DiskFull(NoRoom):
-    """There was no room for a file on the disk."""
+    """The disk has no space for a file."""
 
 
 class TooManyOpenFiles(NoRoom):
-    """The process, or the whole system, has as many files and connections open as it may."""
+    """The process, or the whole system, has reached its limit of open files and connections."""
 
 
 class Damaged(StorageFailed):
-    """A file does not hold what was written to it: the message names it, what it held, and what to do."""
+    """A file is damaged: the message names it, its content, and what to do."""
 
 
 class DeviceTrouble(FedvitError):
-    """The device's processor, engine or a part of it does not work as it must."""
+    """The device's processor, engine or another part is defective."""
 
     exit_code = 11
 
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells expect it."""
+"""Exit code after Ctrl-C, as shells expect."""

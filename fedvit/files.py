@@ -15,7 +15,7 @@ from fedvit.errors import DiskFull, StorageFailed, TooManyOpenFiles
 log = logging.getLogger(__name__)
 
 WRITING = ".writing-"
-"""Begins the name of a file that is not complete yet; after a crash nobody needs it."""
+"""Prefix of the names of incomplete files, which are useless after a crash."""
 SYNCS_AT_ONCE = 16
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OTHERS = 0o077
@@ -24,11 +24,10 @@ _OTHERS = 0o077
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Within it this process, and those that it starts, make files and folders that their owner alone can read.
+    """Within this context the process and its children make files and folders that only their owner can read.
 
-    For programs that keep what follows from images: features, tensors, logs. It is the process's umask, so that files
-    which libraries make (databases, their journals) are private, too. What a person asks for as output is written
-    outside of it.
+    For programs that store data derived from images: features, tensors, logs. It sets the process's umask, so that
+    files of libraries (databases, their journals) are private, too. Output for the user is written outside of it.
     """
     before = os.umask(_OTHERS)
     try:
@@ -38,9 +37,9 @@ def private_files() -> Iterator[None]:
 
 
 def make_private(paths: Iterable[Path]) -> None:
-    """Take the rights of others from files and folders that an earlier version left open; what is missing is no fault.
+    """Make files and folders of an earlier version private; missing ones are ignored.
 
-    What another user owns stays as it is, with a warning. Below a private folder nothing can be reached.
+    Files of another user are left as they are, with a warning. A private folder protects everything below it.
     """
     for path in paths:
         try:
@@ -54,12 +53,12 @@ def make_private(paths: Iterable[Path]) -> None:
 
 
 def atomic_write(path: Path, *pieces: bytes | memoryview, private: bool = False) -> None:
-    """Replace `path` by the pieces, one after the other: written aside, synced, then renamed over the old file.
+    """Replace `path` by the concatenated pieces: written to another name, synced, then renamed over the old file.
 
-    A `private` file can be read by its owner alone.
+    A `private` file can be read by its owner only.
 
     Raises StorageFailed, naming the file and the reason, when the disk is not writable, and DiskFull when it
-    is full; what stood at `path` before is then still there.
+    is full; the old content of `path` is unchanged then.
     """
     partial = path.parent / f"{WRITING}{secrets.token_hex(8)}"
     try:
@@ -74,7 +73,7 @@ def atomic_write(path: Path, *pieces: bytes | memoryview, private: bool = False)
 
 
 class FileGroup:
-    """New files that become durable at the same time: they wait for the disk once, not each for itself.
+    """New files that become durable together, so that the program waits for the disk once and not for each file.
 
     Until `commit` none of them has its name.
     """
@@ -92,11 +91,11 @@ class FileGroup:
             raise storage_failed(f"cannot write {path} ({sum(map(len, pieces))} bytes)", error) from error
 
     def commit(self) -> None:
-        """Now all are there, also after a power cut. Raises StorageFailed, DiskFull: some may be there then."""
+        """Make all files durable under their names. Raises StorageFailed, DiskFull: some of them may exist then."""
         if not self._partials:
             return
         try:
-            # journals of file systems write down at once what several threads wait for
+            # the journal of a file system handles the syncs of several threads together
             with ThreadPoolExecutor(min(SYNCS_AT_ONCE, len(self._partials))) as pool:
                 _all_done(pool.map(sync_file, self._partials.values()))
                 for path, partial in self._partials.items():
@@ -107,7 +106,7 @@ class FileGroup:
         self._partials.clear()
 
     def abandon(self) -> None:
-        """Nothing of what is not committed stays."""
+        """Delete the files that are not committed."""
         for partial in self._partials.values():
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
@@ -122,7 +121,7 @@ def _write(path: Path, *pieces: bytes | memoryview, private: bool = False) -> No
 
 
 def sync_file(path: Path) -> None:
-    """What was written to it is on the disk after this. Raises OSError."""
+    """Wait until the file's content is on the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -136,7 +135,7 @@ def _all_done(calls: Iterable[None]) -> None:
 
 
 def storage_failed(what: str, error: OSError) -> StorageFailed:
-    """`what` could not be done, and why: DiskFull where it is for want of room, TooManyOpenFiles of descriptors."""
+    """The error for a failed operation `what`: DiskFull without disk space, TooManyOpenFiles without descriptors."""
     if error.errno in USED_UP:
         return TooManyOpenFiles(f"{what}: {error.strerror}; {how_many()}")
     kind = DiskFull if error.errno in _FULL else StorageFailed
@@ -144,7 +143,7 @@ def storage_failed(what: str, error: OSError) -> StorageFailed:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, durably: a synced file in a folder whose own name a power cut takes is lost."""
+    """Make a folder and its parents durably: a synced file is lost if a power cut removes the name of its folder."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -153,12 +152,12 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename inside `folder` durable; without it a power cut may bring the old name back."""
+    """Make a rename inside `folder` durable; without it a power cut may undo the rename."""
     sync_file(folder)
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files below it, links not followed; 0 when there is none."""
+    """The size of all files below a folder, without following links; 0 if there is none."""
     total = 0
     for place, _, files in os.walk(folder):
         for name in files:

@@ -1,4 +1,4 @@
-"""Names that a run's configuration may hold, read from source files: a typo is answered without importing torch.
+"""Valid names for a run's configuration, read from source files, so that typos are found without importing torch.
 
 The tables themselves are in `fedvit.methods` and `fedvit.models`, and in timm; nothing is written down a second time.
 Methods of other installed packages are read from what these declare.
@@ -31,9 +31,9 @@ _FOLDER = Path(__file__).parent / "methods"
 def check_names(
     method: str, options: Iterable[str] = (), model: str = SMALL, model_options: Iterable[str] = ()
 ) -> None:
-    """Raises ConfigError for a method, a model, or an option of one of them that there is not.
+    """Raises ConfigError for an unknown method, model, or option.
 
-    A name that passes may still be refused where torch is there: then also its value is looked at.
+    Values are checked later, where torch is available.
     """
     check_method(method, {*method_classes(), *packaged_methods()})
     if packaged_method(method) is None and options:  # the options of a package's method are known once it is imported
@@ -46,13 +46,13 @@ def check_names(
 
 
 def check_method(name: str, known: Iterable[str]) -> None:
-    """Raises ConfigError when the name is not one of those that are known."""
+    """Raises ConfigError when the name is not a known one."""
     if name not in set(known):
         raise ConfigError(f"unknown method {name!r}{known_are(name, sorted(known))}")
 
 
 def check_options(method: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ConfigError when one of the options `given` is not one of those that the method has."""
+    """Raises ConfigError when the method lacks one of the options `given`."""
     known = list(known)
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"method {method!r} has no option {unknown[0]!r}{known_are(unknown[0], known, 'it has')}")
@@ -106,7 +106,7 @@ def method_options(method: str) -> tuple[str, ...]:
 
 
 def _fields(kind: str) -> list[str]:
-    if kind not in _classes():  # ABC, and whatever else has no options
+    if kind not in _classes():  # ABC, and other classes without options
         return []
     written = _classes()[kind]
     found = [name for base in written.bases for name in _fields(ast.unparse(base))]

@@ -36,7 +36,7 @@ def _short(value: object) -> str:
 
 def configure_logging(*, level: int = logging.INFO, file: Path | None = None, stderr: bool = True) -> None:
     """Send the program's log to standard error and/or a file. Called once, by a program's command line."""
-    logging.raiseExceptions = False  # on a full disk lines are lost; a traceback for each would only add to it
+    logging.raiseExceptions = False  # on a full disk lines are lost without a traceback
     root = logging.getLogger()
     root.setLevel(level)
     handlers: list[logging.Handler] = [logging.StreamHandler()] if stderr else []
@@ -50,7 +50,7 @@ def configure_logging(*, level: int = logging.INFO, file: Path | None = None, st
 
 @contextmanager
 def thread_log(file: Path) -> Iterator[None]:
-    """What the calling thread logs within the block goes into a file of its own, too."""
+    """Within the block, log lines of the calling thread are also written to `file`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES)
     handler.setFormatter(KeyValueFormatter())

@@ -1,8 +1,8 @@
-"""What a device refuses in an ONNX file before its engine sees it: whatever could make the engine read another file.
+"""Checks an ONNX file before the engine opens it: refuses files that could make the engine read another file.
 
-A weight may be said to lie in a file beside the graph; onnxruntime opens that file, and versions before 1.25 also
-where it lies outside the graph's folder (docs/threat-model.md). Execution providers have operators that name files. Our
-graphs have nothing of the kind, so a file is accepted only when it consists of what our graphs have.
+The location of a weight may be a file beside the graph; onnxruntime opens that file, and versions before 1.25 also
+where it lies outside the graph's folder (docs/threat-model.md). Execution providers have operators that name files.
+Graphs of fedvit have neither, so a file is accepted only if it consists of fields and operators that they use.
 """
 
 import mmap
@@ -19,7 +19,7 @@ class _Known(NamedTuple):
 
     kinds: tuple[int, ...]  # how it may be written: repeated numbers each by itself, or packed
     repeated: bool = False
-    message: str = ""  # what it holds, where that is looked into
+    message: str = ""  # type of the content, if that is checked
 
     @property
     def many(self) -> "_Known":
@@ -112,7 +112,7 @@ _FLATBUFFER = b"ORTM"
 def check_self_contained(source: Path | bytes) -> None:
     """Raises BadPayload when the file is no ONNX model, or has anything that graphs of ours do not have.
 
-    Weights are passed over where they lie, so that this takes milliseconds for a graph of any size.
+    Weights are skipped without reading them, so that this takes milliseconds for a graph of any size.
     """
     name = "a graph" if isinstance(source, bytes) else f"graph {source.name}"
     try:

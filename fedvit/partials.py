@@ -1,9 +1,9 @@
-"""Blobs under construction: files that a killed process, or one after a power cut, goes on with.
+"""Partially received blobs: files with which a process continues after a kill or a power cut.
 
-Beside a blob's final place lie `HASH.part`, its bytes, and `HASH.map`, which of them are here. The map is
-shared memory, so that a process may end at any moment: what it noted stands. After a power cut the kernel may
-have written the map and not the bytes, so there only chunks count that were on disk before they were noted
-as such; which case it is, the boot's own name tells.
+Beside a blob's final path are `HASH.part`, its bytes, and `HASH.map`, which of them are here. The map is
+shared memory, so that a process may end at any moment without losing its notes. After a power cut the kernel may
+have written the map but not the bytes, so that only chunks count that were noted after a sync. The id of the
+boot shows which case it is.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from fedvit.files import make_folder, storage_failed, sync_folder
 from fedvit.wire.messages import Manifest
 
 SYNC_BYTES = 4 * 1024 * 1024
-"""A power cut costs no more than what came since so much was synced."""
+"""Bytes between syncs: at most this much is lost by a power cut."""
 _READ_BYTES = 1 << 20
 PART, MAP = ".part", ".map"
 _HEADER = struct.Struct(">4sIQ36s")  # magic, chunk, size, boot; then one byte a chunk: here, and again: on disk
@@ -30,7 +30,7 @@ _syncer = ThreadPoolExecutor(1, thread_name_prefix="blob-sync")  # its thread st
 
 
 def boot_id() -> bytes:
-    """The name of this boot; empty where the system has none, as if each start came after a power cut."""
+    """The id of this boot; empty if the system has none, which counts as a power cut before each start."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:36]
     except OSError:
@@ -38,7 +38,7 @@ def boot_id() -> bytes:
 
 
 class PartialBlob:
-    """One blob on its way in. A second receiver of the same folder gets a file of its own, which does not outlive it.
+    """One blob that is being received. A second receiver in the same folder gets a temporary file of its own.
 
     Raises StorageFailed when the folder cannot be written.
     """
@@ -52,7 +52,7 @@ class PartialBlob:
         except OSError as error:
             raise storage_failed(f"cannot receive into {final}", error) from error
         self._hasher = blake3.blake3()
-        self._hashed = 0  # chunks from the first that went through the hasher as they came
+        self._hashed = 0  # chunks from the first on that were hashed as they came
         self._unsynced_bytes = 0
         self._sync: Future[None] | None = None
 
@@ -62,7 +62,7 @@ class PartialBlob:
         return self._map[_HEADER.size : _HEADER.size + self._manifest.chunks]
 
     def write(self, index: int, payload: bytes | memoryview) -> None:
-        """Keep one chunk. Raises DiskFull when the disk is full."""
+        """Store one chunk. Raises DiskFull when the disk is full."""
         start = index * self._manifest.chunk
         try:
             written = os.pwrite(self._file, payload, start)
@@ -82,13 +82,13 @@ class PartialBlob:
             self._sync = _syncer.submit(self._note_synced)
 
     def restart(self) -> None:
-        """Nothing of it can be trusted: all chunks are missing again."""
+        """Discard all chunks."""
         self._await_sync()
         self._map[_HEADER.size :] = bytes(len(self._map) - _HEADER.size)
         self._hash_again()
 
     def commit(self) -> None:
-        """Verify the whole and give it its name. Raises BadPayload when the digest is another one."""
+        """Verify the blob and move it to its final path. Raises BadPayload for a wrong digest."""
         self._await_sync()
         os.fsync(self._file)
         found = self._digest()
@@ -101,13 +101,13 @@ class PartialBlob:
         self._close()
 
     def abandon(self) -> None:
-        """It will not be wanted again."""
+        """Delete the file."""
         for path in (self._path, self._map_path):
             path.unlink(missing_ok=True)
         self._close()
 
     def leave(self) -> None:
-        """Stop for now; whoever receives this blob next goes on from here."""
+        """Stop for now; the next receiver of this blob continues from here."""
         if self._private or not any(self.have):
             self.abandon()
         else:
@@ -132,7 +132,7 @@ class PartialBlob:
             raise
 
     def _opened_map(self) -> mmap.mmap:
-        """The map of an earlier attempt, if it is of this blob and can be trusted; else one without chunks."""
+        """The map of an earlier attempt, if it belongs to this blob and is valid; else an empty one."""
         chunks, boot = self._manifest.chunks, boot_id()
         head = _HEADER.pack(_MAGIC, self._manifest.chunk, self._manifest.size, boot)
         handle = os.open(self._map_path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -156,9 +156,9 @@ class PartialBlob:
             os.close(handle)
 
     def _note_synced(self) -> None:
-        """In the syncing thread: what is here now is on disk after this."""
+        """Runs in the syncing thread: sync the current chunks, and note them as durable."""
         here = self.have
-        with contextlib.suppress(OSError):  # commit meets it again, and says so
+        with contextlib.suppress(OSError):  # commit fails in the same way, and reports it
             os.fdatasync(self._file)
             self._map[_HEADER.size + len(here) :] = here
 
@@ -175,9 +175,9 @@ class PartialBlob:
     # --- digest ---------------------------------------------------------------------------------------
 
     def _digest(self) -> str:
-        """Of all that is in the file; chunks that came in order were hashed while they were at hand.
+        """The digest of the file; chunks that came in order were hashed already.
 
-        The rest is read, and not mapped: where a medium fails, a page that is mapped ends the process.
+        The rest is read, not mapped: on a defective medium a mapped page ends the process.
         """
         hasher = self._hasher.copy()
         at = self._hashed * self._manifest.chunk
@@ -192,7 +192,7 @@ class PartialBlob:
 
 
 def _lock(handle: int, path: Path) -> bool:
-    """Whether the file is ours alone, and still the one that has this name."""
+    """Lock the file; False if another process has it, or it was replaced."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.fstat(handle).st_ino == path.stat().st_ino
@@ -201,7 +201,7 @@ def _lock(handle: int, path: Path) -> bool:
 
 
 def in_use(path: Path) -> bool:
-    """Whether somebody receives into this `.part` file now."""
+    """Whether a process receives into this `.part` file now."""
     try:
         handle = os.open(path, os.O_RDWR)
     except OSError:

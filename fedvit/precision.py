@@ -1,7 +1,7 @@
 """Numbers in fewer bits.
 
-Weights that a device does not train travel in fewer bytes: float16, or int8 with a scale for every output channel. A
-packed tensor keeps its name; that of its scales ends in SCALE.
+Weights that a device does not train are sent in fewer bytes: float16, or int8 with a scale for every output channel. A
+packed tensor keeps its name; the name of its scales ends in SCALE.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ SCALE = "/scale"
 
 
 def packed(tensors: Mapping[str, Array], precision: Precision) -> Tensors:
-    """The tensors as they travel: matrices and larger in `precision`, vectors as they are.
+    """The tensors as they are sent: matrices and larger in `precision`, vectors as they are.
 
     int8: w = q s, with s = max |w| / 127 over an output channel, the first axis; a weight's error is at most s / 2.
     float16: the error is at most 2^-11 of a weight, and 3e-8 for the smallest. Values beyond 65504 become infinite.

@@ -1,7 +1,7 @@
 """The contract between server and device: WHAT to compute, as data.
 
 A Program names ONNX graphs, the tensors they read and write, the role of every group of tensors, and
-the local work of a round as phases. The device's software knows no method; it follows this.
+the local work of a round as phases. The device's software does not depend on the method; it runs the Program.
 
 Graph inputs and outputs are bound by name, so that graphs carry their own wiring:
 
@@ -46,14 +46,14 @@ from fedvit.updates import make_codec
 
 PROGRAM_VERSION = 1
 PRIVATE_VERSION = 2
-"""Of Programs that ask for privacy: software that knows only the first version must refuse them, not forget to."""
+"""Version of Programs that ask for privacy: software that supports only the first version refuses them."""
 MAX_VALUES = 1 << 31
 """Numbers in one array that a device makes for a Program: batches, features, optimizer state. What a device can
-really hold is for its memory budget to say; this is where a Program is nonsense."""
+really hold is limited by its memory budget; larger values than this are invalid."""
 LABELS = "labels"
 """The tensor of an upload that names the class of every collected value."""
 
-# What a Program brings is checked when it is read, on the device too: nothing may be allocated for nonsense.
+# A Program is validated when it is read, on devices, too, before memory is allocated for it.
 Pixels = Annotated[int, Meta(ge=1, le=4096)]
 Samples = Annotated[int, Meta(ge=1, le=65_536)]
 Times = Annotated[int, Meta(ge=0, le=1_000_000)]
@@ -71,7 +71,7 @@ class Group(Struct, frozen=True):
 
     role: Role
     initial: str | None = None  # digest of the first value; only frozen and local groups have one
-    up: str = NONE  # codec of what is sent back
+    up: str = NONE  # codec of the deltas that are sent back
     down: str = NONE  # codec of what changes from round to round, sent to devices that have the value before
     whole: str = NONE  # codec of the whole value, which every value that a device gets has been through
 
@@ -112,7 +112,7 @@ class Batch(Struct, frozen=True, kw_only=True):
 
     @property
     def answer_size(self) -> int:
-        """Samples of one run of a graph without gradients: at least two, so that it shows which axis is theirs."""
+        """Samples of one run of a graph without gradients: at least two, so that their axis is recognisable."""
         return max(2, self.run_size)
 
     @property
@@ -137,7 +137,7 @@ class Collect(Struct, frozen=True):
     codec: str = NONE  # of the values, as they are uploaded
     clip: Norm | None = None  # each sample's value is scaled down to this norm before it is sent
     noise: Rate = 0.0  # with `clip`: std of the Gaussian noise that is added then, times `clip`
-    rehearsal: bool = False  # the noise follows from the run's seed: for experiments, it protects nobody
+    rehearsal: bool = False  # deterministic noise from the run's seed: for experiments, without privacy
 
 
 class Draw(Struct, frozen=True, kw_only=True):
@@ -174,7 +174,7 @@ class Train(Struct, frozen=True, tag="train", kw_only=True):
 
 
 class Gather(Struct, frozen=True, kw_only=True):
-    """Run a graph over the device's training images and keep what it gives of up to `capacity` of them."""
+    """Run a graph over the device's training images and store the outputs for up to `capacity` of them."""
 
     graph: str
     output: str  # of `collect/`; becomes the input `gathered/` of the same name
@@ -185,7 +185,7 @@ class Gather(Struct, frozen=True, kw_only=True):
 class Evaluate(Struct, frozen=True, tag="evaluate", kw_only=True):
     """Count right answers on the device's own test images, full images, no augmentation.
 
-    `adapt` trains a scratch copy first, of which nothing is kept.
+    `adapt` first trains a temporary copy, which is discarded.
     """
 
     graph: str
@@ -288,7 +288,7 @@ def decode_program(raw: bytes) -> Program:
 
 
 def _nonsense(program: Program) -> Iterator[str]:
-    """What no device could do, whatever its memory: sizes that cannot be, names that lead nowhere."""
+    """Impossible sizes and unknown names in a Program; None if there are none."""
     batch = program.batch
     if batch.image_size % batch.patch_size:
         yield f"patches of {batch.patch_size} pixels do not tile an image of {batch.image_size}"
@@ -298,11 +298,11 @@ def _nonsense(program: Program) -> Iterator[str]:
     for name, spec in program.tensors.items():
         sizes[f"tensor {name!r}"] = spec.shape
         if spec.group not in program.groups:
-            yield f"tensor {name!r} is in group {spec.group!r}, which is not there"
+            yield f"tensor {name!r} is in group {spec.group!r}, which does not exist"
     phases = (*program.train, *program.evaluate.adapt)
     for phase in phases:
         if unknown := sorted({*phase.groups, *phase.anchors} - program.groups.keys()):
-            yield f"a phase names group {unknown[0]!r}, which is not there"
+            yield f"a phase names group {unknown[0]!r}, which does not exist"
         if phase.collect:
             sizes[f"what is collected as {phase.collect.output!r}"] = phase.collect.shape
         for draw in phase.draws:
@@ -315,7 +315,7 @@ def _nonsense(program: Program) -> Iterator[str]:
             yield f"{what} of shape {shape} has more than {MAX_VALUES} values"
     graphs = {*program.graphs_for("train"), *program.graphs_for("evaluate")}
     if unknown := sorted(graphs - program.graphs.keys()):
-        yield f"graph {unknown[0]!r} is not there"
+        yield f"graph {unknown[0]!r} does not exist"
 
 
 def kept_patches(patches: int, mask_ratio: float) -> int:

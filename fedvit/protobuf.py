@@ -1,8 +1,8 @@
 """The wire format of protobuf, as much of it as an ONNX file has.
 
 A device reads and writes ONNX files without the library onnx. A message is a row of fields. It is read only in the one
-form in which honest software writes it: protobuf's own readers differ in what they make of every other form, and what a
-check takes for one field must not be another one for the engine.
+form in which honest software writes it: protobuf's own readers interpret other forms differently, and a check must
+not read a field in another way than the engine.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""Amounts as people write and read them: 512MB, 2TFLOP, 10m, 80C.
+"""Quantities with units, for people: 512MB, 2TFLOP, 10m, 80C.
 
 Decimal prefixes are powers of 1000 (kB, MB, GB), binary ones of 1024 (KiB, MiB, GiB). Upper and lower case are
 the same. A plain number is in the base unit: bytes, FLOPs, seconds, degrees Celsius.
@@ -68,12 +68,12 @@ def _parse(text: str, units: Mapping[str, float], expected: str, least: float) -
         raise ConfigError(f"{text!r} cannot be read: expected {expected}")
     value = float(found[1]) * units[found[2]]
     if not math.isfinite(value) or value <= 0 or value < least:
-        raise ConfigError(f"{text!r} is out of range: expected {expected}, and more than nothing")
+        raise ConfigError(f"{text!r} is out of range: it must be finite and > 0; expected {expected}")
     return value
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things, the noun in its plural where that is right.
+    """A number with its noun, in the plural if needed.
 
     >>> counted(1, "class"), counted(2, "class"), counted(0, "image")
     ('1 class', '2 classes', '0 images')
@@ -111,7 +111,7 @@ def format_seconds(seconds: float) -> str:
 
 def _format(count: float, unit: str) -> str:
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size * 0.9995:  # what would be shown as 1000 of the smaller one
+        if count >= size * 0.9995:  # 1000 of a smaller unit is shown as 1 of the larger one
             return f"{_three_digits(count / size)} {prefix}{unit}"
     return f"{count:.0f} {unit}"
 

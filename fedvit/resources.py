@@ -1,4 +1,4 @@
-"""The words in which both sides speak of what training costs; units are in the names.
+"""The types with which both sides describe the cost of training; units are in the names.
 
 A missing measurement is None, never 0.
 """
@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 BudgetKind = Literal["memory", "flops", "time", "upload", "temperature"]
-"""What can be exceeded."""
+"""Kinds of budgets."""
 
-# A hello and a result bring these from outside: what no machine can measure is refused with the message.
+# Hellos and results bring these values from outside: impossible ones are refused with the message.
 Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Measure = Annotated[float, Meta(ge=0.0, le=1e18)]
 """Neither negative, nor infinite, nor not a number."""
@@ -19,7 +19,7 @@ Text = Annotated[str, Meta(max_length=255)]
 
 
 class Budget(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a device may spend on a run. None: not limited."""
+    """The budgets of a device in a run. None: not limited."""
 
     memory_bytes: Amount | None = None  # resident memory of the whole process at its highest
     flops_per_round: Amount | None = None  # of a round's training
@@ -27,7 +27,7 @@ class Budget(Struct, frozen=True, kw_only=True, omit_defaults=True):
     upload_bytes: Amount | None = None  # of one round's result
 
     def tightest(self, other: "Budget") -> "Budget":
-        """Both at once.
+        """The tighter limit of each kind.
 
         >>> Budget(memory_bytes=5, upload_bytes=2).tightest(Budget(memory_bytes=3)).memory_bytes
         3
@@ -42,7 +42,7 @@ IMAGE_CACHE_BYTES = 64 << 20
 
 
 def image_cache_bytes(memory_budget_bytes: int | None) -> int:
-    """Decoded images that a device may keep, of its training and of its test images each.
+    """Bytes of decoded images that a device may keep in memory, for training and for test images each.
 
     >>> image_cache_bytes(None), image_cache_bytes(256_000_000)
     (67108864, 8000000)
@@ -51,7 +51,7 @@ def image_cache_bytes(memory_budget_bytes: int | None) -> int:
 
 
 class ResourceUse(Struct, frozen=True, kw_only=True):
-    """What one task really cost a device, as measured on that device."""
+    """The cost of one task, as measured on the device."""
 
     train_s: Measure | None = None  # wall time of the task's work, without transfers
     step_s: Measure | None = None  # median wall time of one training step
@@ -63,9 +63,9 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
     fetched_bytes: Amount | None = None  # blobs that had to be fetched for the task
     upload_bytes: Amount | None = None  # of the result's tensors, packed
     sustained: Measure | None = None  # median step of the last tenth of a task divided by that of its first tenth
-    energy_j: Measure | None = None  # of whatever `energy_source` sees during the task: mostly the whole device
+    energy_j: Measure | None = None  # as measured by `energy_source` during the task: mostly of the whole device
     energy_source: Text | None = None  # the sensor; one of a processor alone says so ("rapl package")
-    temperature_c: Annotated[float, Meta(ge=-300.0, le=1e4)] | None = None  # the highest that was seen
+    temperature_c: Annotated[float, Meta(ge=-300.0, le=1e4)] | None = None  # the highest sample
     throttled: bool | None = None  # whether the system slowed the processor down meanwhile
     broke: Annotated[tuple[BudgetKind, ...], Meta(max_length=5)] = ()  # budgets that the task exceeded
 
@@ -90,7 +90,7 @@ class ProductRate(Struct, frozen=True, array_like=True):
 
 
 class Speed(Struct, frozen=True, kw_only=True):
-    """How fast a device computes with the threads that training uses: as it measured, or by the catalogue."""
+    """The compute speed of a device with the threads that training uses: measured, or from the catalogue."""
 
     threads: Length
     products: tuple[ProductRate, ...]  # at some sizes; others lie in between
@@ -98,7 +98,7 @@ class Speed(Struct, frozen=True, kw_only=True):
     node_s: Measure  # that every operator takes, however small its tensors
 
     def __post_init__(self) -> None:
-        """Raises ValueError for figures that nothing can be predicted from: a hello brings them from outside."""
+        """Raises ValueError for figures that allow no prediction: a hello brings them from outside."""
         rates = [*(product.flops_per_s for product in self.products), *self.bytes_per_s.values()]
         if not all(math.isfinite(rate) and rate > 0 for rate in rates):
             raise ValueError(f"rates must be positive and finite, the lowest is {min(rates)}")
@@ -109,7 +109,7 @@ class Speed(Struct, frozen=True, kw_only=True):
 
 
 class DeviceProfile(Struct, frozen=True, kw_only=True):
-    """What a device says about itself when it joins."""
+    """The description of a device in its hello."""
 
     host: Text
     machine: Text  # x86_64, aarch64, ...

@@ -1,4 +1,4 @@
-"""Words of a Program that are also words of a configuration, apart from it since numpy takes long to import."""
+"""Names that Programs and configurations share; a separate module, as importing numpy takes long."""
 
 import enum
 from typing import Literal
@@ -10,9 +10,9 @@ NONE = "none"
 
 
 class Role(enum.StrEnum):
-    """Where a group's value comes from at the start of a round, who trains it, and what is sent back."""
+    """The source of a group's value at the start of a round, whether the device trains it, and what is sent back."""
 
-    FROZEN = "frozen"  # sent once, cached by digest; nobody trains it
+    FROZEN = "frozen"  # sent once, cached by digest; not trained
     GLOBAL = "global"  # the server, each round; frozen on the device
     SEEDED = "seeded"  # the server, each round; trained on the device, not sent back
     SHARED = "shared"  # the server, each round; trained, delta sent back to be averaged

@@ -30,7 +30,7 @@ _DTYPES = {
 }  # fmt: skip
 
 _BLOCK = 1 << 20
-"""Numbers that are looked at together."""
+"""Numbers that are checked at a time."""
 
 
 def pack(tensors: Mapping[str, Array]) -> bytes:
@@ -39,14 +39,14 @@ def pack(tensors: Mapping[str, Array]) -> bytes:
 
 
 def packed_pieces(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
-    """What `pack` gives, in pieces that lie where the tensors lie: to write them costs no memory."""
+    """The bytes of `pack` in pieces that share the tensors' memory, so that writing them needs no copy."""
     return list(packed_stream({name: (t.shape, str(t.dtype)) for name, t in tensors.items()}, tensors.__getitem__))
 
 
 def packed_stream(
     expected: Mapping[str, tuple[tuple[int, ...], str]], value: Callable[[str], Array]
 ) -> Iterator[bytes | memoryview]:
-    """What `pack` gives, piece by piece, of tensors of these shapes and dtypes that are made when their turn comes."""
+    """The bytes of `pack`, piece by piece, for tensors that `value` makes one after another."""
     head, ordered = _head({name: (shape, np.dtype(dtype)) for name, (shape, dtype) in expected.items()})
     yield head
     for name in ordered:
@@ -66,7 +66,7 @@ def packed_size(expected: Mapping[str, tuple[tuple[int, ...], str]]) -> int:
 
 
 def _head(specs: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> tuple[bytes, list[str]]:
-    """What stands before the numbers, and the order in which they follow."""
+    """The header of the file, and the order of the tensors."""
     names = {np.dtype(kind).name: name for name, kind in _DTYPES.items()}
     # the widest first, so that every tensor is aligned
     ordered = sorted(specs, key=lambda name: (-specs[name][1].itemsize, name))
@@ -91,10 +91,10 @@ def unpack(raw: bytes) -> Tensors:
 
 
 def mapped(file: Path) -> Tensors:
-    """The tensors of a file of `pack`ed ones, read-only and without reading them: a page comes when it is touched.
+    """The tensors of a file of `pack`ed ones, read-only; a page is read when it is accessed.
 
-    Under memory pressure the system drops such pages and reads them again, which it cannot do with what a program
-    has allocated. While they are held, the file stays open. Raises BadPayload when the file is not safetensors.
+    Under memory pressure the system drops such pages and reads them again, which it cannot do with allocated
+    memory. While the tensors are referenced, the file stays open. Raises BadPayload when the file is not safetensors.
     """
     places = _places_in(file)
     if not places:
@@ -108,7 +108,7 @@ def mapped(file: Path) -> Tensors:
 
 
 class _Place(NamedTuple):
-    """Where the numbers of a tensor lie in a file."""
+    """The position of a tensor's numbers in a file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -132,7 +132,7 @@ def _places_in(file: Path) -> Mapping[str, _Place]:
 
 @lru_cache(maxsize=64)
 def _places_of(header: bytes) -> Mapping[str, _Place]:
-    """Remembered, because all updates of a cohort have the same header: they share what is made of it."""
+    """Cached, because all updates of a cohort have the same header."""
     begin = 8 + len(header)
     entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
     return {
@@ -146,9 +146,9 @@ def _places_of(header: bytes) -> Mapping[str, _Place]:
 
 
 class TensorReader(Mapping[str, Array]):
-    """Named tensors whose numbers are read in parts, so that none of them need be in memory as a whole.
+    """Named tensors that are read in parts, so that no whole tensor has to be in memory.
 
-    As a mapping it reads a whole tensor each time that one is looked at.
+    Used as a mapping it reads a whole tensor at each access.
     """
 
     @property
@@ -158,7 +158,7 @@ class TensorReader(Mapping[str, Array]):
     @property
     @abstractmethod
     def stored_bytes(self) -> int:
-        """What they take where they lie, coded where they are."""
+        """Their size as stored, coded if they are coded."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
@@ -183,9 +183,9 @@ class TensorReader(Mapping[str, Array]):
 
 
 class TensorFile(TensorReader):
-    """Those of a file of `pack`ed tensors. It is open only while numbers are read, and what was read is not kept.
+    """The tensors of a packed file, which is open only while numbers are read.
 
-    Unlike pages of a `mapped` file, what is read here and dropped does not count as this process's memory.
+    Unlike pages of a `mapped` file, these numbers do not stay in this process's resident memory.
     """
 
     def __init__(self, file: Path) -> None:
@@ -239,7 +239,7 @@ class TensorsInMemory(TensorReader):
 
 
 def reader_of(tensors: Mapping[str, Array]) -> TensorReader:
-    """The tensors as they are where they can be read in parts, else from where they are in memory."""
+    """The tensors themselves if they can be read in parts, else a reader of the tensors in memory."""
     return tensors if isinstance(tensors, TensorReader) else TensorsInMemory(tensors)
 
 
@@ -251,8 +251,8 @@ def _safely_opened(file: Path) -> Any:
             raise
 
 
-def let_go(tensors: Iterable[Array]) -> None:
-    """Give back the memory of `mapped` tensors that will hardly be read again; who does read them, reads the file."""
+def release_pages(tensors: Iterable[Array]) -> None:
+    """Free the pages of `mapped` tensors that will hardly be read again; a later access reads the file."""
     files: dict[int, mmap.mmap] = {}
     for array in tensors:
         owner: object = array

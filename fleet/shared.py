@@ -195,11 +195,13 @@ class SharingExchange(BlobExchange):
         self._fetches = fetches
         self._leads: dict[str, str] = {}  # digest -> sender: those that this device fetches
 
-    def fetch(self, manifest: Manifest, sender: str, topic: str, finished: Finished, lane: str = "") -> None:
+    def fetch(self, manifest: Manifest, sender: str, topic: str, finished: Finished, dedicated_topic: str = "") -> None:
         digest = manifest.digest
         others = self._fetches.waiting.get(digest)
         if others is not None:
-            others.append(_Waiting(self, sender, lambda: self.fetch(manifest, sender, topic, finished, lane)))
+            others.append(
+                _Waiting(self, sender, lambda: self.fetch(manifest, sender, topic, finished, dedicated_topic))
+            )
             return
 
         def ended(manifest: Manifest, error: Exception | None) -> None:
@@ -210,7 +212,7 @@ class SharingExchange(BlobExchange):
         if not self._blobs.has(digest):
             self._leads[digest] = sender
             self._fetches.waiting[digest] = []
-        super().fetch(manifest, sender, topic, ended, lane)
+        super().fetch(manifest, sender, topic, ended, dedicated_topic)
 
     def cancel(self, sender: str | None = None) -> None:
         super().cancel(sender)

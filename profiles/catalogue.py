@@ -1,13 +1,13 @@
-"""What is known of boards that nobody has at hand: `devices/*.toml`, every figure with its source and a mark.
+"""The catalogue of boards: `devices/*.toml`, every figure with its source and a mark.
 
-A file is a board, or some that differ in memory alone (`[variants]`: their names end in the variant's). Marks:
+A file describes a board, or several that differ only in memory (`[variants]`: their names end in the variant's). Marks:
 
     measured    by this project
-    published   read in one of `sources.toml`, which `source` names
+    published   from a source in `sources.toml`, which `source` names
     derived     computed from others by the formula in `source`
-    unverified  general knowledge that no source was read for
+    unverified  general knowledge without a source
 
-Devices train on their processors, so that is what speeds are of; GPUs and accelerators are listed as facts.
+Devices train on their processors, to which the speeds belong; GPUs and accelerators are listed for information.
 """
 
 import difflib
@@ -27,7 +27,7 @@ Mark = Literal["measured", "published", "derived", "unverified"]
 
 
 class Figure(Struct, frozen=True, forbid_unknown_fields=True):
-    """A number with where it is from."""
+    """A number with its source."""
 
     value: float
     mark: Mark
@@ -45,14 +45,14 @@ class Cores(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     count: Figure
     clock_hz: Figure  # the highest
     flops_per_cycle: Figure  # of one core, fp32, 1 multiply-add = 2
-    trains: bool = True  # products are split evenly among cores, so slow ones beside fast ones are left out
+    trains: bool = True  # products are split evenly among cores, so slow cores beside fast ones are not used
 
 
 class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: str
     ram_bytes: Figure
     cache_bytes: Figure  # of the last level
-    usable_bytes: Figure | None = None  # what a headless system leaves to one process
+    usable_bytes: Figure | None = None  # available to one process on a headless system
     bytes_per_s: Figure | None = None  # by the data sheet
     memcpy_bytes_per_s: Figure | None = None  # bytes copied, so twice as many move
 
@@ -78,7 +78,7 @@ class Power(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Mode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A power mode; what it does not name is as without it. Mark and source are those of all its figures."""
+    """A power mode; other settings are those of the default. Mark and source are those of all its figures."""
 
     mark: Mark
     source: str
@@ -124,7 +124,7 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def usable_bytes(self) -> Figure:
-        """Memory for one process on a headless system, where the file is silent by a rule of thumb."""
+        """Memory for one process on a headless system, estimated if the file does not have it."""
         if self.memory.usable_bytes is not None:
             return self.memory.usable_bytes
         ram = self.memory.ram_bytes.value
@@ -158,7 +158,7 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return sum(count * clock_hz * kind.flops_per_cycle.value for kind, count, clock_hz in self.training_cores(mode))
 
     def training_flops_per_s(self, width: int, mode: str | None = None) -> float:
-        """That fp32 training of a ViT of one of the widths in `efficiency` reaches."""
+        """The rate of fp32 training of a ViT with one of the widths in `efficiency`."""
         return self.peak_flops_per_s(mode) * self.efficiency[width].value
 
     def speed(self, mode: str | None = None) -> Speed:
@@ -210,7 +210,7 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.power.idle_w.value, load_w
 
     def budget(self) -> Budget:
-        """What the board can spend at all: its usable memory."""
+        """The limit of the board: its usable memory."""
         return Budget(memory_bytes=self.usable_bytes.whole)
 
     def figures(self) -> dict[str, Figure]:
@@ -218,7 +218,7 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return dict(_figures(self, ""))
 
     def doubts(self, mode: str | None = None) -> list[str]:
-        """What a reader of a prediction must know: which of the figures behind it nobody has verified."""
+        """The unverified figures behind a prediction."""
         used: dict[str, Figure] = {"usable memory": self.usable_bytes, "memory rate": self.stream_bytes_per_s}
         used |= {f"{kind.kind} FLOPs per cycle": kind.flops_per_cycle for kind, _, _ in self.training_cores(mode)}
         if self.power.load_w is not None:
@@ -245,7 +245,7 @@ BYTES_PER_ELEMENT = 8
 CYCLES_PER_ELEMENT = {"Softmax": 8, "LayerNormalization": 6, "Gelu": 12, "Erf": 12, "Exp": 6}
 """Of one core."""
 NODE_CYCLES = 20_000
-"""That a runtime needs to begin and end one operator, threads included."""
+"""Cycles that a runtime needs to start and end one operator, including threads."""
 SYSTEM_BYTES = 512 << 20
 USABLE_SHARE = 0.8
 
@@ -256,7 +256,7 @@ def boards() -> list[Board]:
 
 
 def load(id: str) -> Board:
-    """The board of that id; memory may be said with its unit: rpi5-8gb is rpi5-8.
+    """The board of that id; memory may have its unit: rpi5-8gb is rpi5-8.
 
     Raises ConfigError naming those with a similar one when there is none.
     """
@@ -271,7 +271,7 @@ def load(id: str) -> Board:
 
 
 def in_mode(text: str) -> tuple[Board, str | None]:
-    """The board of ID or ID@MODE, and that power mode or its own. Raises ConfigError where there is none of them."""
+    """The board of ID or ID@MODE, and that power mode or the default one. Raises ConfigError for an unknown one."""
     id, _, mode = text.partition("@")
     board = load(id)
     board.mode(mode or None)
@@ -280,7 +280,7 @@ def in_mode(text: str) -> tuple[Board, str | None]:
 
 @cache
 def sources() -> dict[str, str]:
-    """What published figures' sources are in full."""
+    """The full references of published figures."""
     return tomllib.loads((files("profiles") / "sources.toml").read_text())
 
 

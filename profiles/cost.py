@@ -1,4 +1,4 @@
-"""What a graph costs, counted on the graph that ships: products, bytes, and memory by liveness."""
+"""The cost of a graph, counted on the graph that devices run: products, bytes, and memory by liveness."""
 
 import math
 import re
@@ -33,14 +33,14 @@ class Product(NamedTuple):
 
 
 class Node(NamedTuple):
-    """What one operator of a graph costs, and where in the model it belongs."""
+    """The cost of one operator of a graph, and its block in the model."""
 
     op: str
     product: Product | None
     moved_bytes: int  # read and written
     block: str  # "embedding", "block 0", ..., "head"; see `block_of`
     kind: str  # part of the block: "attention", "mlp", ...
-    forward: bool  # an answer or a loss follows from it; else it belongs to the backward pass
+    forward: bool  # part of the forward pass, else of the backward pass
 
     @property
     def flops(self) -> int:
@@ -78,7 +78,7 @@ def graph_cost(content: bytes) -> GraphCost:
     """Price an ONNX graph.
 
     FLOPs count as in torch's FlopCounterMode: 2 per multiply-add of every matrix product; elementwise work, softmax and
-    norms count 0. Raises ValueError when a product's shape is unknown, for then the count would be silently too low.
+    norms count 0. Raises ValueError when a product's shape is unknown, as the count would be too low.
     """
     graph = onnx.load_from_string(content).graph
     tensors = _tensors(graph)
@@ -134,7 +134,7 @@ def _tensors(graph: onnx.GraphProto) -> dict[str, _Tensor]:
 
 _PRODUCTS = {"MatMul", "Gemm", "MatMulIntegerToFloat"}
 _VIEWS = {"Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten", "ConstantOfShape"}
-"""Operators that give what is there already another shape."""
+"""Operators that only change a shape."""
 
 
 def _product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> Product | None:
@@ -166,7 +166,7 @@ def _moved_bytes(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> int:
 
 
 def _fused(graph: onnx.GraphProto) -> set[str]:
-    """What transpositions give that onnxruntime makes a flag of the products which read it."""
+    """Transposed values that onnxruntime replaces by a flag of the products which read them."""
     readers: dict[str, list[str]] = defaultdict(list)
     for node in graph.node:
         for name in node.input:
@@ -274,7 +274,7 @@ _IN_PLACE = {
     "Add", "Sub", "Mul", "Div", "Neg", "Exp", "Erf", "Sqrt", "Pow", "Tanh", "Abs", "Clip", "Softmax", "LogSoftmax",
     "Gelu", "Relu", "Sigmoid", "Where", "Reciprocal",
 }  # fmt: skip
-"""Operators that onnxruntime lets write where an operand lay that nobody reads afterwards."""
+"""Operators that onnxruntime lets write in place of an operand that is not read afterwards."""
 _ALIGNED = 256
 
 

@@ -1,4 +1,4 @@
-"""Another counter's opinion of a forward pass: fvcore, which counts modules' operators in a trace of its own."""
+"""Cross-check of the forward pass with fvcore, which counts operators in its own trace."""
 
 import logging
 import warnings
@@ -18,8 +18,8 @@ PRODUCTS = ("linear", "matmul", "addmm", "bmm", "einsum", "conv")
 def fvcore_check(vit: PatchViT, cost: ProgramCost) -> CrossCheck:
     """fvcore's count of one image through the model, beside that of the graph with which a device answers.
 
-    fvcore counts a multiply-add as one, norms at 5 per element, and knows nothing of softmax, GELU and additions; its
-    attention is written out here, since it does not see torch's fused one. It hooks into every layer, and with a hook
+    fvcore counts a multiply-add as one, norms at 5 per element, and does not count softmax, GELU and additions;
+    attention is written out here, as it does not count torch's fused one. It hooks into every layer, and with a hook
     the last block asks for all tokens instead of the class token: (tokens - 1) x width^2 more. Tensors that a method
     keeps beside the model (prompts, twins) are in the graph alone.
     """

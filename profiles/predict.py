@@ -1,4 +1,4 @@
-"""What a Program will cost on one device: seconds by a roofline over its operators, memory, energy, budgets."""
+"""Predicts the cost of a Program on one device: seconds by a roofline over its operators, memory, energy, budgets."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from fedvit.resources import Budget, BudgetKind, ProductKind, ProductRate, Speed
 from profiles.prediction import Prediction, ProductWork, ProgramCost, Work
 
 BASE_RSS_BYTES = 57_000_000
-"""A device's process that waits for its first task, where the device did not say."""
+"""Resident memory of an idle device's process, if the device did not report it."""
 ENGINE_BYTES = 30_000_000
-"""That onnxruntime adds to it when it works: its own code, threads and buffers."""
+"""Memory that a working onnxruntime adds: its code, threads and buffers."""
 LOADED_BYTES = 15_000_000
-"""Of these what is there as soon as it is loaded, as it is on a device with a memory budget before any task."""
+"""The part of ENGINE_BYTES that is present once it is loaded, as on a device with a memory budget before any task."""
 
 
 def predict(
@@ -84,7 +84,7 @@ Bound = Literal["products", "memory", "overhead"]
 
 
 def seconds(work: Work, speed: Speed) -> dict[Bound, float]:
-    """What takes how long: one operator after another, each as fast as it is alone."""
+    """Seconds by kind of work: operators run one after another, each at its own rate."""
     rates = _product_model(speed.products)
     plain = speed.bytes_per_s["Add"]
     return {
@@ -99,7 +99,7 @@ _LIKE = {
     "ReduceSum": "ReduceMean", "ReduceMax": "ReduceMean", "LogSoftmax": "Softmax", "Tanh": "Erf",
     "QuantizeLinear": "DequantizeLinear",
 }  # fmt: skip
-"""Operators that are not measured, and those that they are as fast as."""
+"""Operators that are not measured, and measured ones of the same speed."""
 
 
 def _rate(speed: Speed, op: str, plain: float) -> float:
@@ -128,7 +128,7 @@ class ProductModel:
 
 @lru_cache(maxsize=64)
 def _product_model(rates: tuple[ProductRate, ...]) -> ProductModel:
-    """A plan looks at several Programs for each device: the fit to its rates is made once."""
+    """Cached, as a plan prices several Programs for each device."""
     return ProductModel(rates)
 
 
@@ -142,8 +142,8 @@ def _terms(product: ProductRate | ProductWork) -> Any:
 
 
 def _fitted(measured: Sequence[ProductRate]) -> Any:
-    """Factors that no product can be below zero with; relative errors count."""
-    from scipy.optimize import nnls  # half a second that a coordinator's start need not wait
+    """Non-negative factors that minimise relative errors."""
+    from scipy.optimize import nnls  # imported late: saves half a second at the coordinator's start
 
     terms = np.stack([_terms(rate) for rate in measured])
     taken = np.array([terms_of[0] / rate.flops_per_s for terms_of, rate in zip(terms, measured, strict=True)])

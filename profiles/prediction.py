@@ -1,4 +1,4 @@
-"""What a Program will cost: the words of every profile, plan and report. Units are in the names.
+"""The types of predicted costs in profiles, plans and reports. Units are in the names.
 
 Conventions: 1 multiply-add = 2 FLOPs; only matrix products count (as torch's FlopCounterMode); bytes are those of
 packed tensors as they travel, without MQTT framing and control messages; memory is resident memory of the process.
@@ -6,7 +6,7 @@ packed tensors as they travel, without MQTT framing and control messages; memory
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from fedvit.resources import Budget, BudgetKind, ProductKind
 
@@ -35,7 +35,7 @@ class MemoryPhase(Struct, frozen=True, kw_only=True):
 
 
 class ProductWork(Struct, frozen=True, array_like=True):
-    """So many equal matrix products; a fraction where phases differ."""
+    """A number of equal matrix products, which may be a fraction."""
 
     kind: ProductKind
     batch: int
@@ -46,7 +46,7 @@ class ProductWork(Struct, frozen=True, array_like=True):
 
 
 class Work(Struct, frozen=True, kw_only=True):
-    """What a processor must do, in terms of a `Speed`."""
+    """The work of a processor, in terms of a `Speed`."""
 
     products: list[ProductWork]
     moved_bytes: dict[str, float]  # read and written by operators that are no products, by ONNX name
@@ -54,7 +54,7 @@ class Work(Struct, frozen=True, kw_only=True):
 
 
 class ProgramCost(Struct, frozen=True, kw_only=True):
-    """What follows from a Program and its graphs alone, whatever device runs it."""
+    """The cost of a Program that does not depend on the device."""
 
     method: str
     model: str
@@ -88,7 +88,7 @@ class ProgramCost(Struct, frozen=True, kw_only=True):
 
 
 class Prediction(Struct, frozen=True, kw_only=True):
-    """What one Program will cost on one device, for one round. Seconds and joules are None where no speed is known."""
+    """The predicted cost of one Program on one device, for one round. Seconds and joules are None without a speed."""
 
     device: str
     source: Literal["measured", "catalogue"] | None  # where the device's speed is from
@@ -96,21 +96,21 @@ class Prediction(Struct, frozen=True, kw_only=True):
     step_s: float | None
     train_s: float | None  # a round's training, without transfers
     evaluate_s: float | None  # of the device's test images
-    bound: Literal["products", "memory", "overhead"] | None  # what takes most of a step
+    bound: Literal["products", "memory", "overhead"] | None  # the largest part of a step
     memory: list[MemoryPhase]
     peak_rss_bytes: int
     energy_j: float | None  # of a round's training; None where the device's power is not known
     power_w: float | None
-    over: tuple[BudgetKind, ...]  # budgets that it would exceed; empty: it fits
+    over: tuple[BudgetKind, ...]  # exceeded budgets; empty: it fits
 
 
 class Expected(Struct, frozen=True, kw_only=True):
-    """What a device's part of a round was expected to cost when it was asked, and what it might cost at most."""
+    """The expected cost of a device's task, and its budget."""
 
     prediction: Prediction
     flops: int  # of the round's training
     bytes_down: int
     bytes_up: int
     budget: Budget = Budget()
-    changes: dict[str, Any] = {}  # options of the method that the device was given to fit its budget
-    kept: float = 1.0  # share of what counts for accuracy that these leave
+    changes: dict[str, Any] = {}  # options that were changed for the device's budget
+    quality: float = field(default=1.0, name="kept")  # estimated share of the accuracy that these leave

@@ -1,6 +1,6 @@
 """The graphs that a device measures its speed with: one operator each, of any size. Written here, shipped as files.
 
-A device has no onnx to make them with; `python -m profiles.probe_graphs` writes those of `GRAPHS` anew.
+Devices do not have onnx to make them; `python -m profiles.probe_graphs` writes those of `GRAPHS` anew.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What follows from a Program and its graphs alone, whatever device runs it: FLOPs, bytes each way, memory."""
+"""The cost of a Program that does not depend on the device: FLOPs, bytes in each direction, memory."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -18,14 +18,14 @@ from profiles.cost import GraphCost, flop_shares
 from profiles.prediction import FlopShare, MemoryPhase, ProductWork, ProgramCost, Work
 
 ARENA_SLACK = 1.4
-"""What onnxruntime holds for activations, divided by what is live at a time: pieces of many sizes do not fill the holes
-that others leave, and kernels have buffers of their own. 1.2 to 1.6 over the cases of `python -m bench profile`."""
+"""What onnxruntime holds for activations, divided by what is live at a time: pieces of different sizes leave gaps,
+and kernels have their own buffers. 1.2 to 1.6 over the cases of `python -m bench profile`."""
 
 
 @dataclass(frozen=True)
 class PricedProgram:
-    """A Program whose graphs are priced. `cost` says what it costs a device; what is the same for any number of images
-    is counted once.
+    """A Program with priced graphs. `cost` is that on a device; parts that do not depend on the number of images are
+    computed once.
     """
 
     program: Program
@@ -33,7 +33,7 @@ class PricedProgram:
     graphs: Mapping[str, GraphCost]  # of every graph of the Program
 
     def cost(self, *, images: int, test_images: int, cache_bytes: int = IMAGE_CACHE_BYTES) -> ProgramCost:
-        """For a device with so many training and test images, spread evenly over its classes.
+        """For a device with these numbers of training and test images, spread evenly over its classes.
 
         `cache_bytes` is what decoded images may take.
         """
@@ -188,7 +188,7 @@ def _packed(program: Program, groups: list[str]) -> int:
 
 
 def _sent_down(program: Program, group: str, *, whole: bool = False) -> int:
-    """Bytes of a group for a device that has its value of the round before, or for one that has nothing."""
+    """Bytes of a group for a device with the value of the round before, or without one."""
     coding = program.groups[group]
     shapes = {name: program.tensors[name].shape for name in program.names(group)}
     ways = [_packed(program, [group])] if coding.whole == NONE else []
@@ -199,7 +199,7 @@ def _sent_down(program: Program, group: str, *, whole: bool = False) -> int:
 
 
 def _collected(collect: Collect, images: int) -> int:
-    """Images of which something is uploaded, where all classes have equally many: the sampler takes as many of each."""
+    """The number of images with uploaded features, if all classes have equally many."""
     return int(images * min(1.0, collect.threshold))
 
 
@@ -295,12 +295,12 @@ def _moved_bytes(program: Program, phase: Train) -> int:
 
 
 def _copies(phase: Train) -> int:
-    """Vectors as long as what is trained: values, gradients and slots; a whole step writes values and slots anew."""
+    """Vectors as long as what is trained: values, gradients and slots; a whole step writes new values and slots."""
     return 2 + len(phase.slots) if phase.update else 2 * (1 + len(phase.slots))
 
 
 def _loaded(graphs: Iterable[GraphCost]) -> int:
-    """What onnxruntime holds of graphs: their nodes with what it plans for them."""
+    """Memory of loaded graphs in onnxruntime: their nodes with plans."""
     return sum(LOADED_PER_NODE_BYTES * len(cost.nodes) for cost in graphs)
 
 

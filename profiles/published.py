@@ -1,6 +1,6 @@
-"""Costs that the methods' papers print, beside what their own way of counting gives and what a Program really costs.
+"""Costs in the methods' papers, beside the figures of their own way of counting and those of a Program.
 
-Only figures of the very model and options that a cost is of; what a paper measured elsewhere is no figure to compare.
+Only figures of the same model and options are compared.
 Sources: EFTViT (arXiv:2412.00334), FedPerfix (arXiv:2308.09160), pFedPG (arXiv:2308.15367).
 """
 
@@ -26,7 +26,7 @@ NO_PRODUCTS = (
 
 
 def published_figures(cost: ProgramCost) -> list[PublishedFigure]:
-    """What was published on the method and model that `cost` is of; none for most."""
+    """Published figures of the method and model of `cost`; none for most."""
     found: list[PublishedFigure] = []
     forward = cost.flops_forward / cost.batch_size / 2 / 1e9
     if cost.model == "vit_base_patch16_224":

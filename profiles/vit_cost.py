@@ -1,4 +1,4 @@
-"""What a Vision Transformer costs by formula, with switches for what papers leave out of their counts.
+"""The cost of a Vision Transformer by formula, with options for terms that papers omit.
 
 Letters: n tokens, D width, A width of all heads together, H width of the MLP, r rank.
 """
@@ -51,9 +51,9 @@ def forward_macs(
 ) -> int:
     """Multiply-adds of one image's forward pass.
 
-    `extra_tokens` are prompts, `lora_rank` that of additions to queries and values. What a counter may leave out:
-    `projections` (queries, keys, values and output of attention), `attention_products` (Q K^T and A V). What it may
-    put in: `norm_cost` per element of every LayerNorm, `full_image_embedding` where dropped patches are embedded, too.
+    `extra_tokens` are prompts, `lora_rank` that of additions to queries and values. Terms that a counter may omit:
+    `projections` (queries, keys, values and output of attention), `attention_products` (Q K^T and A V). It may
+    add `norm_cost` per element of every LayerNorm, `full_image_embedding` where dropped patches are embedded, too.
 
     EFTViT's Table 3 and 4 leave out the projections, have a norm cost of 5 and embed full images, but for Fed-LoRA,
     whose count has the projections and lacks the attention products.

@@ -68,7 +68,7 @@ LONGEST = (
     "e2e/test_pages.py",
     "e2e/test_pentest.py",
     "e2e/test_damage_coordinator.py",
-    "unit/coordinator/planning/test_fitting.py",
+    "unit/coordinator/planning/test_configuration_search.py",
     "unit/coordinator/run/test_coordinator.py",
     "unit/export/test_lower.py",
     "unit/export/test_wrong_graphs.py",

@@ -11,7 +11,7 @@ from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.transport.base import Received, Transport
 from fedvit.transport.exchange import BlobExchange
-from fedvit.wire.messages import Done, Want, decode
+from fedvit.wire.messages import BlobAck, BlobNack, decode
 
 HANG_S = 30.0
 """Longest time for a batch of messages, which should take milliseconds."""
@@ -32,7 +32,7 @@ class Peer:
         self.exchange = BlobExchange(
             self.transport,
             self.blobs,
-            tell=lambda peer, message: None,
+            send=lambda peer, message: None,
             topic_for=upload_topic,
             may_read=lambda peer, digest: True,
         )
@@ -57,10 +57,10 @@ class Peer:
                 news.append(message)
 
                 with suppress(BadPayload):
-                    if isinstance(message, Want):
-                        self.exchange.on_want("peer", message)
-                    elif isinstance(message, Done):
-                        self.exchange.on_done("peer", message)
+                    if isinstance(message, BlobNack):
+                        self.exchange.on_nack("peer", message)
+                    elif isinstance(message, BlobAck):
+                        self.exchange.on_ack("peer", message)
         self.exchange.tick()
         return news
 

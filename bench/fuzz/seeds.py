@@ -7,24 +7,24 @@ import msgspec
 from fedvit.resources import Budget, DeviceProfile, ProductRate, ResourceUse, Speed
 from fedvit.wire.messages import (
     AnyMessage,
-    Apart,
+    BlobAck,
+    BlobNack,
     Cancel,
     CoordinatorState,
     Declined,
+    DeltaStep,
     DeviceState,
-    Done,
     Extended,
     Failed,
     Hello,
     Manifest,
     Progress,
-    Recipe,
     Refused,
     Result,
     ResultAck,
     RunEnded,
     Task,
-    Want,
+    UseDedicatedTopic,
     Welcome,
 )
 
@@ -84,11 +84,11 @@ def from_device(instance: str, classes: tuple[str, ...], task: Task, upload: Man
         Result(run, number, "evaluate", 30, {"correct": 12.0}, USE),
         Failed(run, number, "train", "no memory", "memory", USE, task.task),
         Declined(run, number, "train", "hot: 71.5 C", 0.05, task.task),
-        Want(task.program, ((0, 1),), 1),
-        Want(task.blobs[0].digest, ((0, 1),), 1, stalled=True),
-        Want(task.blobs[-1].digest, ((0, 1),), 1, apart=True),
-        Done(upload.digest),
-        Done(task.program),
+        BlobNack(task.program, ((0, 1),), 1),
+        BlobNack(task.blobs[0].digest, ((0, 1),), 1, stalled=True),
+        BlobNack(task.blobs[-1].digest, ((0, 1),), 1, apart=True),
+        BlobAck(upload.digest),
+        BlobAck(task.program),
     ]
 
 
@@ -106,13 +106,13 @@ def from_coordinator(instance: str, task: Task, kept: str) -> list[AnyMessage]:
         ResultAck(task.run, task.round, task.kind, accepted=True),
         ResultAck(task.run, task.round, task.kind, accepted=False, reason="another run is served", keep=True),
         RunEnded(task.run, "finished"),
-        Want(kept, ((0, 1),), 1),
-        Done(kept),
-        Apart(task.blobs[0].digest),
+        BlobNack(kept, ((0, 1),), 1),
+        BlobAck(kept),
+        UseDedicatedTopic(task.blobs[0].digest),
     ]
 
 
 def _coded(task: Task, base: str) -> Task:
     """With a recipe for one of its groups, from something that the device has, and bytes that nobody described."""
     [target, *_] = task.groups.values()
-    return msgspec.structs.replace(task, inline=(b"small",), recipes=(Recipe(target, base, task.blobs[-1], "fp16"),))
+    return msgspec.structs.replace(task, inline=(b"small",), recipes=(DeltaStep(target, base, task.blobs[-1], "fp16"),))

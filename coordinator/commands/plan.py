@@ -37,7 +37,7 @@ def plan(
     from rich.console import Console
 
     from coordinator.planning.plan_report import plan_report
-    from coordinator.planning.profiling import BoardMode, NothingFits, Request, choose_forms
+    from coordinator.planning.profiling import BoardMode, NothingFits, Request, choose_configurations
 
     request = Request(
         method=method,
@@ -52,7 +52,7 @@ def plan(
         test_images=test_images,
         budget=budget_of(budgets),
     )
-    chosen = choose_forms(request, progress=lambda line: click.echo(line, err=True))
+    chosen = choose_configurations(request, progress=lambda line: click.echo(line, err=True))
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(chosen)).decode())
     else:

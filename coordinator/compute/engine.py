@@ -25,8 +25,8 @@ from coordinator.compute.ranks import Ranks
 from coordinator.compute.restore import newest_state
 from coordinator.compute.server_step import ServerStep
 from coordinator.config import RunConfig
+from coordinator.planning.planned_device import PlannedDevice
 from coordinator.planning.planner import Plan, make_plan
-from coordinator.planning.target import Target
 from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.references import snapshot
 from coordinator.record.store import Store
@@ -132,17 +132,17 @@ class Engine:
     def _plan(self, request: PlanTasks) -> Planned:
         too_small: dict[str, str] = {}
         tasks: dict[str, PlannedTask] = {}
-        with self._blobs.gathering() as gathering:
+        with self._blobs.batched_commit() as batched_commit:
             state = _LazyState(partial(load_state, request.saved, self._blobs, self._prepared.plan.values))
             for device, target in request.targets.items():
                 try:
-                    tasks[device] = self._task(device, target, request, state, gathering)
+                    tasks[device] = self._task(device, target, request, state, batched_commit)
                 except OverBudget as error:
                     too_small[device] = str(error)
         return Planned(tasks=tasks, too_small=too_small)
 
     def _task(
-        self, device: str, target: Target | None, request: PlanTasks, state: "_LazyState", blobs: BlobStore
+        self, device: str, target: PlannedDevice | None, request: PlanTasks, state: "_LazyState", blobs: BlobStore
     ) -> PlannedTask:
         """A device's Program for the round, and the digests of the tensors that the server sends. Raises OverBudget."""
         plan, saved = self._prepared.plan, request.saved

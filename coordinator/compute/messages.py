@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 from msgspec import Struct
 
 from coordinator.config import RunConfig
-from coordinator.planning.target import Target
+from coordinator.planning.planned_device import PlannedDevice
 from coordinator.record.tables import SavedState
-from fedvit.wire.messages import Recipe
+from fedvit.wire.messages import DeltaStep
 from profiles.prediction import Expected
 
 Answer = TypeVar("Answer")
@@ -51,7 +51,7 @@ class PlannedTask(Struct, frozen=True, kw_only=True):
     program: str  # digest
     groups: dict[str, str]  # group -> digest of the value that the server sends
     expected: Expected | None  # None: the device is unknown
-    delta_chain: tuple[Recipe, ...]  # steps by which the device can build blobs of `groups` from older ones
+    delta_chain: tuple[DeltaStep, ...]  # steps by which the device can build blobs of `groups` from older ones
     lr_scale: float  # factor on the learning rate
 
 
@@ -112,7 +112,7 @@ class PlanTasks(Request[Planned], frozen=True, kw_only=True, tag=True):
     answer = Planned
     round: int
     saved: SavedState
-    targets: dict[str, Target | None]
+    targets: dict[str, PlannedDevice | None]
 
 
 class LearningRates(Request[list[float]], frozen=True, kw_only=True, tag=True):

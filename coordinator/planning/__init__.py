@@ -1,1 +1,1 @@
-"""What devices could do: configurations checked, Programs made, costs predicted."""
+"""Checks configurations, makes Programs, and predicts costs."""

@@ -1,4 +1,4 @@
-"""The catalogue of boards for people: a list, and everything about one with the source of every figure."""
+"""Shows the catalogue of boards: a list, and all figures of one board with their sources."""
 
 import re
 from typing import Any
@@ -16,7 +16,7 @@ MARK_STYLES = {"measured": "green", "published": "", "derived": "cyan", "unverif
 
 
 def entries() -> list[dict[str, Any]]:
-    """The list as data; rates are those of each board's own power mode."""
+    """The list as data; rates are those of each board's default power mode."""
     return [
         {
             "id": board.id,
@@ -46,7 +46,7 @@ def entry(board: Board) -> dict[str, Any]:
 
 
 def boards_table(width: int) -> Table:
-    """One line a board, in its own power mode."""
+    """One line per board, in its default power mode."""
 
     def drawn(*, every: bool) -> Table:
         made = table(None)
@@ -67,7 +67,7 @@ def boards_table(width: int) -> Table:
                 f"{board.training_flops_per_s(768) / 1e9:.0f}",
                 f"{board.stream_bytes_per_s.value / 1e9:.1f}",
                 "-" if load_w is None else f"{load_w:.0f}",
-                "yes" if board.software.installs else "not as it is",
+                "yes" if board.software.installs else "only in a container",
             )
         return made
 
@@ -75,7 +75,7 @@ def boards_table(width: int) -> Table:
 
 
 def board_page(board: Board) -> Group:
-    """Every figure of one board, its mark, and where it is from."""
+    """Every figure of one board, with its mark and source."""
     figures = table("figures")
     for heading in ("figure", "value", "mark"):
         column(figures, heading, justify="right" if heading == "value" else "left")
@@ -130,7 +130,7 @@ def _value(place: str, figure: Figure) -> str:
 
 
 def _keys(board: Board) -> set[str]:
-    """Sources that the board's figures name; formulas name them beside other words."""
+    """The sources of the board's figures; formulas name them among other words."""
     texts = [figure.source for figure in board.figures().values()]
     texts += [mode.source for mode in board.modes.values()] + [board.software.source]
     return {key for key in sources() for text in texts if key in re.split(r"[ (),:;]+", text)}

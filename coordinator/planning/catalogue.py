@@ -1,4 +1,4 @@
-"""All methods in figures: what each puts on a device, and what travels. For `coordinator methods`.
+"""The figures of all methods: tensors on a device, and bytes of a round. For `coordinator methods`.
 
 Everything is read from the methods' own role tables and phases, for a model without memory for its numbers.
 """
@@ -39,7 +39,7 @@ _ON_DEVICE = {
     Role.GLOBAL: "uses the server's {}",
     Role.FROZEN: "uses the fixed {}",
 }
-"""What a device does with the groups of a role, in the order of the sentence."""
+"""The use of each role's groups on a device, in the order of the sentence."""
 
 
 class GroupEntry(Struct, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ def catalogue(
             hint = "" if names else "; --method lists some methods alone"
             raise ConfigError(f"{error}{hint}") from None
         with torch.device("meta"):
-            added = method.surgery()
+            added = method.model_patches()
             if added not in models:
                 models[added] = build_model(method, model, classes, seed=0, options=model_options)
             entries.append(_entry(name, method.in_round(1, 1), models[added]))
@@ -173,7 +173,7 @@ def _travels(roles: dict[str, Role], collected: list[str]) -> str:
 
 
 def listed(groups: Sequence[str]) -> str:
-    """Names one after another; those that are numbered in a row as from which to which.
+    """Names in a list; consecutive numbers as a range.
 
     >>> listed(["norm", "block.2", "block.3", "block.4", "head"])
     'norm, block.2 to block.4, head'
@@ -189,7 +189,7 @@ def listed(groups: Sequence[str]) -> str:
 
 
 def options_of(kind: type[Method]) -> list[OptionEntry]:
-    """A method's hyperparameters: the comments beside them in the code say what they are."""
+    """A method's hyperparameters, described by the comments beside them in the code."""
     hints = typing.get_type_hints(kind, include_extras=True)
     texts: dict[str, str] = {}
     for owner in reversed([each for each in kind.__mro__ if issubclass(each, Method)]):
@@ -226,7 +226,7 @@ def _comments(kind: type) -> dict[str, str]:
 
 
 def table(entries: list[MethodEntry], model: str, classes: int) -> Lines:
-    """One row a method; words take as many lines as they need."""
+    """One row per method; texts may take several lines."""
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     drawn.add_column("method", no_wrap=True)
     drawn.add_column("source, on the device, each round", overflow="fold")

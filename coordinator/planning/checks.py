@@ -12,7 +12,7 @@ from fedvit.models import SMALL
 
 
 def checked_config(values: dict[str, Any], where: str) -> StartConfig:
-    """What a file and flags said together, checked as a whole. Raises ConfigError, which names `where`."""
+    """The configuration of file and flags, checked as a whole. Raises ConfigError, which names `where`."""
     config = make_config(values, where)
     check_run(config.run, where)
     return config
@@ -27,7 +27,7 @@ def check_run(config: RunConfig, where: str) -> None:
 
 
 def _check(config: RunConfig) -> None:
-    """Now, not when the devices have come: on torch's device "meta" a model is made in no time and memory."""
+    """Checked before devices join: on torch's device "meta" a model needs no time and memory."""
     method = make_method(config.method, config.options)
     pretrained = config.model == SMALL and config.pretrained  # it has none, and says so
     with torch.device("meta"):
@@ -50,7 +50,7 @@ def _check(config: RunConfig) -> None:
             try:
                 other = make_method(config.method, {**config.options, **options})
                 other.groups(vit)
-                if other.surgery() != method.surgery():
+                if other.model_patches() != method.model_patches():
                     raise ConfigError(f"{options} adds other tensors to the model than the run does")
             except ConfigError as error:
                 raise ConfigError(f"variants: {pattern!r}: {error}") from None
@@ -58,7 +58,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _check_late_results(config: RunConfig, rule: ServerRule) -> None:
-    """Whether this method's server can use what was made from an older state."""
+    """Whether this method's server can use uploads for an older state."""
     if config.mode == "buffered" and config.evaluation == "pre_aggregation":
         raise ConfigError("evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'")
     setting = "mode = 'buffered'" if config.mode == "buffered" else f"late = {config.late!r}"

@@ -1,4 +1,4 @@
-"""A plan for people: what each device gets, and what was looked at beside it."""
+"""The report of a plan: each device's configuration, and other candidates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.planning.fitting import HEADROOM, Choice, Form
+from coordinator.planning.configuration_search import HEADROOM, Candidate, Choice
 from coordinator.planning.profiling import NothingFits
 from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget
@@ -16,7 +16,7 @@ from profiles.report.verdict import BUDGETS
 
 
 def plan_report(chosen: Sequence[Choice | NothingFits], width: int) -> Group:
-    """One table a device: the form that it gets first, then those that would keep more or less."""
+    """One table per device: the chosen candidate first, then the others."""
     parts: list[RenderableType] = []
     for each in chosen:
         parts.append(Text(f"{each.device}: {_limits(each.budget)}", style="bold"))
@@ -35,21 +35,21 @@ def _table(choice: Choice) -> Table:
     drawn = table(None)
     column(drawn, "", justify="left")
     drawn.add_column("options", overflow="fold")
-    for heading in ("kept", "memory", "step", "round"):
+    for heading in ("quality", "memory", "step", "round"):
         column(drawn, heading)
     drawn.add_column("over budget", overflow="fold")
-    forms = [("gets", choice.chosen), *(("", form) for form in choice.runners_up)]
-    forms += [("no", form) for form in choice.rejected]
-    for said, form in forms:
-        drawn.add_row(said, *_cells(form), style="bold" if said == "gets" else "")
+    candidates = [("gets", choice.chosen), *(("", candidate) for candidate in choice.runners_up)]
+    candidates += [("no", candidate) for candidate in choice.rejected]
+    for mark, candidate in candidates:
+        drawn.add_row(mark, *_cells(candidate), style="bold" if mark == "gets" else "")
     return drawn
 
 
-def _cells(form: Form) -> tuple[str, ...]:
-    prediction = form.prediction
+def _cells(candidate: Candidate) -> tuple[str, ...]:
+    prediction = candidate.prediction
     return (
-        _options(form.changes),
-        f"{form.kept:.0%}",
+        _options(candidate.changes),
+        f"{candidate.quality:.0%}",
         format_bytes(prediction.peak_rss_bytes),
         "-" if prediction.step_s is None else format_seconds(prediction.step_s),
         "-" if prediction.train_s is None else format_seconds(prediction.train_s),
@@ -60,10 +60,10 @@ def _cells(form: Form) -> tuple[str, ...]:
 def _options(changes: dict[str, Any]) -> str:
     """
     >>> _options({"mask": 0.85, "recompute": True}), _options({})
-    ('mask = 0.85, recompute = true', 'as asked for')
+    ('mask = 0.85, recompute = true', 'as configured')
     """
     words = (f"{name} = {str(value).lower()}" for name, value in changes.items())
-    return ", ".join(words) or "as asked for"
+    return ", ".join(words) or "as configured"
 
 
 def _limits(budget: Budget) -> str:
@@ -73,5 +73,5 @@ def _limits(budget: Budget) -> str:
         ("a round", budget.round_deadline_s, format_seconds),
         ("upload", budget.upload_bytes, format_bytes),
     )
-    said = [f"{name} {show(limit)}" for name, limit, show in given if limit is not None]
-    return ", ".join(said) or "no budget"
+    limits = [f"{name} {show(limit)}" for name, limit, show in given if limit is not None]
+    return ", ".join(limits) or "no budget"

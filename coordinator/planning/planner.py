@@ -1,4 +1,4 @@
-"""From a run's configuration to what devices get: Programs, their graphs, and the first values."""
+"""Plans a run: Programs of devices, their graphs, and initial values."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from coordinator.config import PrivacyConfig, RunConfig
-from coordinator.planning.fitting import Fitter, cost_on
-from coordinator.planning.target import Target
+from coordinator.planning.configuration_search import ConfigurationSearch, cost_on
+from coordinator.planning.planned_device import PlannedDevice
 from export.graphs import export_graphs, unverified_graphs
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, ConfigError
@@ -54,11 +54,11 @@ PROTOCOLS = {
 
 
 _NO_DIGEST = "blake3:" + "0" * 64
-"""Of what is priced and not kept; as long as any, so that the Program is as large as it will be."""
+"""A placeholder for blobs that are only priced; as long as a digest, so that the Program has its final size."""
 
 
 class Variant(NamedTuple):
-    """A Program in the blob store, and the method it was made of."""
+    """A Program in the blob store, and its method."""
 
     digest: str
     priced: PricedProgram
@@ -71,7 +71,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is the same for all devices and rounds; `variant` makes what is not.
+    """The common part of all devices and rounds; `variant` makes the Program of one device.
 
     Raises ConfigError when the configuration's variants do not fit together.
     """
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def first(self) -> Variant:
-        """That of a device which no pattern names, in round 1."""
+        """The variant in round 1 of a device that matches no pattern."""
         return self.variant("", 1)
 
     @property
@@ -109,7 +109,7 @@ class Plan:
         return _method_for(self.config, device).in_round(round_number, self.config.rounds)
 
     def variant(self, device: str, round_number: int) -> Variant:
-        """The Program for a device in a round that counts from 1; made when first asked for, which takes a while."""
+        """The Program for a device in a round that counts from 1; made at the first request, which takes a while."""
         with self.lock:
             return self._variant(self.method_for(device, round_number))
 
@@ -118,17 +118,16 @@ class Plan:
             self.variants[method] = self._make(method)
         return self.variants[method]
 
-    def given(self, device: str, round_number: int, target: Target | None) -> tuple[Variant, Expected | None]:
-        """What a device gets in a round, inside its budget, and what that is expected to cost.
+    def given(self, device: str, round_number: int, target: PlannedDevice | None) -> tuple[Variant, Expected | None]:
+        """The variant of a device in a round, within its budget, and its expected cost.
 
-        It is made when first asked for. Nothing is expected of a device that is not known. Raises OverBudget where
-        nothing fits.
+        It is made at the first request. Without a profile there is no expectation. Raises OverBudget if nothing fits.
         """
         method = self.method_for(device, round_number)
         if target is None:
             return self.variant(device, round_number), None
         with self.lock:
-            # what is found out for one device holds for all that are like it, but for the name
+            # the choice holds for all devices with the same profile
             key = (method, msgspec.json.encode(target._replace(device="")))
             if key not in self.choices:
                 self.choices[key] = self._choose(method, target)
@@ -136,27 +135,27 @@ class Plan:
             prediction = msgspec.structs.replace(expected.prediction, device=device)
             return variant, msgspec.structs.replace(expected, prediction=prediction)
 
-    def _choose(self, method: Method, target: Target) -> tuple[Variant, Expected]:
+    def _choose(self, method: Method, target: PlannedDevice) -> tuple[Variant, Expected]:
         if target.budget == Budget():
             variant = self._variant(method)
             cost = cost_on(target, variant.priced)
-            form = self.fitter.form(cost, {}, 1.0, target)
+            candidate = self.search.candidate(cost, {}, 1.0, target)
         else:
-            method, choice = self.fitter.fit(method, target)
-            variant, form, cost = self._variant(method), choice.chosen, choice.cost
+            method, choice = self.search.find(method, target)
+            variant, candidate, cost = self._variant(method), choice.chosen, choice.cost
         return variant, Expected(
-            prediction=form.prediction,
+            prediction=candidate.prediction,
             flops=cost.flops_round,
             bytes_down=cost.bytes_down,
             bytes_up=cost.bytes_up,
             budget=target.budget,
-            changes=form.changes,
-            kept=form.kept,
+            changes=candidate.changes,
+            quality=candidate.quality,
         )
 
     @cached_property
-    def fitter(self) -> Fitter:
-        return Fitter(self.vit, self.batch_of, self.priced, self.progress, self.serves)
+    def search(self) -> ConfigurationSearch:
+        return ConfigurationSearch(self.vit, self.batch_of, self.priced, self.progress, self.serves)
 
     def serves(self, method: Method) -> bool:
         """Whether the server holds every group that a device of this method would get from it."""
@@ -178,7 +177,7 @@ class Plan:
         try:
             decode_program(raw)
         except BadPayload as error:
-            raise ConfigError(f"no device would take what follows from the method's options: {error}") from error
+            raise ConfigError(f"devices would refuse the Program of the method's options: {error}") from error
         priced = PricedProgram(program, msgspec.to_builtins(method), costs)
         return Variant(self.blobs.put(raw).digest, priced, method)
 
@@ -189,7 +188,7 @@ class Plan:
         return self.costs[digest]
 
     def priced(self, method: Method) -> PricedProgram:
-        """The Program that a method would give, without its blobs, and what its graphs cost; takes seconds."""
+        """The Program of a method without its blobs, and the cost of its graphs; takes seconds."""
         batch = self.batch_of(method)
         contents = unverified_graphs(method, self.vit, batch)
         costs = {name: self._cost_of_graph(content) for name, content in contents.items()}
@@ -244,11 +243,11 @@ class Plan:
         )
 
     def _coded_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> Group:
-        """The group as it travels: what is packed already (`frozen_precision`) is not coded once more."""
+        """The group with its codecs: packed tensors (`frozen_precision`) are not coded again."""
         updates = self.config.updates
         if not role.from_server_each_round:
             return Group(role, keep(members))
-        made_here = role is Role.GENERATED  # anew in every round: there is nothing of which it is a change
+        made_here = role is Role.GENERATED  # new in every round: there is no earlier value for a delta
         floats = all(value.dtype == np.float32 for value in members.values())
         return Group(
             role,
@@ -264,13 +263,13 @@ class Plan:
         return msgspec.structs.replace(phase, collect=collect)
 
     def sent(self, variant: Variant, group: str, digest: str) -> str:
-        """The blob with which a device of this variant gets the tensors of blob `digest`, of a group that all get."""
+        """The blob that a device of this variant is sent for the blob `digest` of a common group."""
         method = variant.method
         if method.frozen_precision == "fp32" or variant.program.groups[group].role.trained_on_device:
             return digest
         with self.lock:
             key = (digest, method.frozen_precision)
-            if key not in self.packed or not self.blobs.has(self.packed[key]):  # what no round needed is pruned
+            if key not in self.packed or not self.blobs.has(self.packed[key]):  # blobs that no round needed are pruned
                 for gone in [known for known, made in self.packed.items() if not self.blobs.has(made)]:
                     del self.packed[gone]
                 self.packed[key] = self.blobs.put(pack(method.packed(self.vit, unpack(self.blobs.get(digest))))).digest
@@ -294,10 +293,10 @@ def make_plan(
     cache: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """Build the model, and what Programs are made of; what a device may fetch of them goes into `blobs`.
+    """Build the model and the parts of Programs; blobs that devices fetch are stored in `blobs`.
 
-    `start` is the state that an earlier run ended with; with `budgets`, what a smaller form of the method needs of the
-    server is there, too. The same arguments always give the same Program,
+    `start` is the state that an earlier run ended with; with `budgets`, tensors for smaller configurations are
+    included. The same arguments always give the same Program,
     byte for byte.
     """
     progress(f"building {config.model}")
@@ -315,10 +314,10 @@ def make_plan(
     methods = [_method_for(config, pattern).in_round(1, config.rounds) for pattern in ("", *config.variants)]
     if budgets or config.budget.limits() != Budget():
         methods += [
-            replace(method, **{economy.option: value})
+            replace(method, **{trade_off.option: value})
             for method in list(methods)
-            for economy in method.economies(vit)
-            for value, _ in economy.values
+            for trade_off in method.trade_offs(vit)
+            for value, _ in trade_off.values
         ]
     values: Tensors = {}
     groups: dict[str, list[str]] = {}
@@ -396,19 +395,19 @@ def _started(values: Tensors, start: ServerState) -> Tensors:
 
 
 FULL_SPEED_ROWS = 192
-"""With as many rows (samples x tokens) the products of a transformer run near a processor's full speed."""
-ROOM_BYTES = 320 << 20
-"""For activations, where nobody says more: more samples at a time are no faster."""
+"""With this number of rows (samples x tokens) the products of a transformer reach nearly a processor's full speed."""
+ACTIVATION_BYTES = 320 << 20
+"""Memory for activations by default: more samples at a time are no faster."""
 
 
 def suitable_run_size(vit: PatchViT, batch: Batch) -> int:
-    """Samples that a device works off at a time: what fits into ROOM_BYTES, but enough for full speed.
+    """Samples that a device processes at a time: as fit into ACTIVATION_BYTES, but enough for full speed.
 
-    The batch is cut into equal runs where it can be, since what a last run lacks is computed in vain.
+    The batch is divided into equal runs if possible, as the padding of a last run is wasted work.
     """
     tokens = batch.kept_patches + vit.prefix_tokens
     sample_bytes = activation_bytes(vit, tokens)
-    wanted = min(batch.batch_size, max(-(-FULL_SPEED_ROWS // tokens), ROOM_BYTES // sample_bytes))
+    wanted = min(batch.batch_size, max(-(-FULL_SPEED_ROWS // tokens), ACTIVATION_BYTES // sample_bytes))
     equal = max(size for size in range(1, wanted + 1) if batch.batch_size % size == 0)
     return equal if 2 * equal > wanted else -(-batch.batch_size // -(-batch.batch_size // wanted))
 

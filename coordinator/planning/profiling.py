@@ -1,6 +1,6 @@
-"""What a run would cost on boards of the catalogue, before any device is there.
+"""Predicts the cost of a run on boards of the catalogue, without devices.
 
-Programs and graphs are made as a run makes them, so what is priced here is what would be shipped.
+Programs and graphs are made as a run makes them, so the same graphs are priced that devices would get.
 """
 
 import os
@@ -16,9 +16,9 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.planning.checks import checked_config
-from coordinator.planning.fitting import Choice
+from coordinator.planning.configuration_search import Choice
+from coordinator.planning.planned_device import PlannedDevice
 from coordinator.planning.planner import Plan, make_plan
-from coordinator.planning.target import Target
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods import METHODS, make_method, method_class
@@ -61,7 +61,7 @@ class Request:
     splits: Sequence[int]
     images: int
     test_images: int
-    budget: Budget  # of every device, beside what its board can hold at all
+    budget: Budget  # of every device, beside the limits of its board
 
     def variants(self) -> list[dict[str, Any]]:
         """Options of every variant. Raises ConfigError when the method has no mask ratio or split to vary."""
@@ -103,7 +103,7 @@ def make_document(
 
 
 def _plan(request: Request, progress: Callable[[str], None], *, budgets: bool = False) -> Plan:
-    """The run that would be, in its first round; nothing of it is kept."""
+    """A plan of the first round; nothing of it is stored."""
     values = {
         "method": request.method, "options": request.options, "model": request.model,
         "model_options": request.model_options, "rounds": 1,
@@ -124,7 +124,7 @@ def _priced(request: Request, plan: Plan, options: dict[str, Any], progress: Cal
 
 
 def _marked(share: FlopShare, program: Program) -> FlopShare:
-    """Whether the device trains any tensor of the block; where the block's name tells no tensor, it stays unsaid."""
+    """Whether the device trains any tensor of the block; None if the block's name does not identify tensors."""
     if share.trained is not None:
         return share
     of_block = _BLOCK_TENSORS.get(share.block, re.escape(share.block.replace("block ", "blocks.")) + r"(\.|$)")
@@ -135,11 +135,11 @@ def _marked(share: FlopShare, program: Program) -> FlopShare:
 
 
 _BLOCK_TENSORS = {"embedding": r"(patch_embed|pos_embed|cls_token|reg_token)", "head": r"(head|norm|fc_norm)\b"}
-"""Tensors of what is no block, by how their names begin."""
+"""Tensors outside of blocks, by the prefix of their names."""
 
 
 def _label(cost: ProgramCost) -> str:
-    """What tells a variant from others: its mask ratio and its split, where it has them."""
+    """The label of a variant: its mask ratio and its split, if it has them."""
     parts = []
     if MASK_OPTION in cost.options:
         parts.append(f"mask {cost.mask_ratio:g}")
@@ -171,22 +171,22 @@ def _predicted(target: BoardMode, variants: list[ProfiledVariant], wanted: Budge
 
 
 class NothingFits(Struct, frozen=True, kw_only=True):
-    """A device that cannot take part."""
+    """A device for which no configuration fits."""
 
     device: str
     budget: Budget
-    refused: str  # with the smallest budget that would do
+    refused: str  # the reason, with the smallest sufficient budget
 
 
-def choose_forms(
+def choose_configurations(
     request: Request, *, progress: Callable[[str], None] = lambda line: None
 ) -> list[Choice | NothingFits]:
-    """Which form of the method each board would get, as a run would choose it."""
+    """The configuration of the method that a run would choose for each board."""
     plan = _plan(request, progress, budgets=True)
     method = make_method(request.method, request.options).in_round(1, 1)
     chosen: list[Choice | NothingFits] = []
     for board, mode in request.targets:
-        target = Target(
+        target = PlannedDevice(
             device=board.id,
             speed=board.speed(mode),
             source="catalogue",
@@ -197,7 +197,7 @@ def choose_forms(
             power_w=board.power_w(mode),
         )
         try:
-            chosen.append(plan.fitter.fit(method, target)[1])
+            chosen.append(plan.search.find(method, target)[1])
         except OverBudget as error:
             chosen.append(NothingFits(device=board.id, budget=target.budget, refused=str(error)))
     return chosen

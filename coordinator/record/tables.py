@@ -16,7 +16,7 @@ from coordinator.config import with_new_names
 from fedvit.blobs import BlobStore
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.roles import NONE
-from fedvit.wire.messages import Recipe, TaskKind
+from fedvit.wire.messages import DeltaStep, TaskKind
 from profiles.prediction import Expected
 
 SCHEMA = "0004"
@@ -29,7 +29,7 @@ TABLES = MetaData()
 
 
 class Link(Struct, frozen=True):
-    """One delta of a chain, as digests; see `Recipe`."""
+    """One delta of a chain, as digests; see `DeltaStep`."""
 
     target: str
     base: str  # empty: the patch is a whole value
@@ -46,9 +46,9 @@ class Reference(Struct, frozen=True):
     def blobs(self) -> set[str]:
         return {self.digest, *(link.patch for link in self.links)}
 
-    def delta_chain(self, blobs: BlobStore) -> tuple[Recipe, ...]:
+    def delta_chain(self, blobs: BlobStore) -> tuple[DeltaStep, ...]:
         """The delta chain for devices that lack the value. Raises BadPayload if a patch is not in `blobs`."""
-        return tuple(Recipe(link.target, link.base, blobs.manifest(link.patch), self.whole) for link in self.links)
+        return tuple(DeltaStep(link.target, link.base, blobs.manifest(link.patch), self.whole) for link in self.links)
 
 
 class SavedState(Struct, frozen=True):

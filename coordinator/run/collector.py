@@ -333,10 +333,10 @@ class ResultCollector:
     def _write(self, batch: list[Task]) -> None:
         """Write first the uploads, then a note outside the record, then the record."""
         state = self._state
-        with state.blobs.gathering() as gathering:
+        with state.blobs.batched_commit() as batched_commit:
             for task in batch:
                 if task.content is not None:
-                    gathering.put(task.content)
+                    batched_commit.put(task.content)
         used_in = {"train": state.counts_in, "evaluate": None}
         accepted = [(task.device, task.result, used_in[task.kind]) for task in batch if task.result]
         number, cohort, needed = state.counts_in, None, None

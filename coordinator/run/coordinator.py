@@ -51,17 +51,17 @@ from fedvit.transport.base import Transport
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
     AnyMessage,
+    BlobAck,
+    BlobNack,
     CoordinatorState,
     Declined,
     DeviceState,
-    Done,
     Failed,
     FromCoordinator,
     Hello,
     Progress,
     Result,
     RunEnded,
-    Want,
 )
 from fedvit.wire.topics import Topics
 
@@ -116,11 +116,11 @@ class Coordinator:
         self.exchange = BlobExchange(
             transport,
             state.blobs,
-            tell=self.inbox.send,
+            send=self.inbox.send,
             topic_for=state.topics.broadcast,
             may_read=state.tasks.may_read,
             receivers=state.expected_receivers,
-            lane_for=state.topics.lane,
+            dedicated_topic_for=state.topics.dedicated,
         )
         self.quarantine = Quarantine(run, store, config.robust)
         self.profiles = DeviceProfiles(run, store, state.presence, config.budget.limits())
@@ -500,11 +500,11 @@ class Coordinator:
                 self.collector.on_declined(device, message)
             case Progress():
                 self.scheduler.on_progress(device, message)
-            case Want():
+            case BlobNack():
                 if self.recovery.can_serve(device, message.digest):
-                    self.scheduler.on_want(device, message)
-            case Done():
-                self.exchange.on_done(device, message)
+                    self.scheduler.on_nack(device, message)
+            case BlobAck():
+                self.exchange.on_ack(device, message)
             case _:
                 self.state.refuse(device, "message", f"a {type(message).__name__} is not for the coordinator")
         if self.state.presence.should_request_hello(device):

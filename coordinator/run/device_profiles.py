@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from coordinator.planning.target import Target
+from coordinator.planning.planned_device import PlannedDevice
 from coordinator.record.store import Store
 from coordinator.run.presence import Presence
 from fedvit.resources import Budget, BudgetKind, ResourceUse
@@ -26,14 +26,14 @@ class DeviceProfiles:
         """Load the corrections of an earlier process."""
         self._corrections = self._store.run(self._run).corrections
 
-    def of(self, device: str) -> Target | None:
+    def of(self, device: str) -> PlannedDevice | None:
         """The target of a device; None if it has not sent hello to this process."""
         if device not in self._presence:
             return None
         hello = self._presence[device].hello
         profile = hello.profile
         budget = profile.budget.tightest(self._limits)
-        return Target(
+        return PlannedDevice(
             device=device,
             speed=profile.speed,
             source="measured" if profile.speed else None,

@@ -14,7 +14,7 @@ from coordinator.run.tasks import Task, TaskState, Work, most_steps, predicted_s
 from fedvit.errors import BadPayload
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire import messages
-from fedvit.wire.messages import Extended, Progress, TaskKind, Want, inline_room
+from fedvit.wire.messages import BlobNack, Extended, Progress, TaskKind, inline_room
 
 log = logging.getLogger(__name__)
 
@@ -140,11 +140,11 @@ class TaskScheduler:
 
     # --- deadlines --------------------------------------------------------------------------------------
 
-    def on_want(self, device: str, want: Want) -> None:
+    def on_nack(self, device: str, want: BlobNack) -> None:
         """A device requests missing chunks of a blob. Bytes that it has received are a sign of life."""
         state = self._state
         try:
-            self._exchange.on_want(device, want)
+            self._exchange.on_nack(device, want)
         except BadPayload as error:
             state.refuse(device, "blob", str(error))
             return
@@ -231,7 +231,7 @@ class TaskScheduler:
             deadline.interrupted()
         elif deadline.upload_until == math.inf:
             deadline.fetching(now)
-        moved_at, size = self._exchange.take_moved(task.device)
+        progress_at, size = self._exchange.take_progress(task.device)
         if size:
-            deadline.received(moved_at, size)
+            deadline.received(progress_at, size)
         self.schedule_check(task)

@@ -19,7 +19,7 @@ import msgspec
 from coordinator.run.deadlines import Deadline, Links
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.program import Program
-from fedvit.wire.messages import Declined, Failed, Hello, Progress, Recipe, Result, TaskKind, Want
+from fedvit.wire.messages import BlobNack, Declined, DeltaStep, Failed, Hello, Progress, Result, TaskKind
 from fedvit.wire.transfer import CHUNK_BYTES
 from profiles.prediction import Expected
 
@@ -63,7 +63,7 @@ class Work(NamedTuple):
     program: Program
     groups: dict[str, str]  # group -> digest of the value that the server sends
     expected: Expected | None  # None: the device is unknown
-    delta_chain: tuple[Recipe, ...] = ()  # steps by which the device can build blobs of `groups` from older ones
+    delta_chain: tuple[DeltaStep, ...] = ()  # steps by which the device can build blobs of `groups` from older ones
     lr_scale: float = 1.0  # factor on the learning rate
     attempt: int = 1  # number of the next attempt
 
@@ -146,7 +146,7 @@ class Task:
         """Whether the message names the current version of the task, or none, as older software does."""
         return not message.task or message.task == self.id
 
-    def fetched(self, want: Want) -> int | None:
+    def fetched(self, want: BlobNack) -> int | None:
         """Bytes of a blob that the device has received since its last request; None if there are none.
 
         The first request counts as news (0 bytes). A chunk that is reported missing again does not count twice.

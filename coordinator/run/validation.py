@@ -12,7 +12,7 @@ from fedvit.blobs import ALGORITHM
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.program import LABELS, Program, Role
 from fedvit.quantities import format_bytes
-from fedvit.tensors import Array, Tensors, check_finite, check_tensors, let_go, mapped, unpack
+from fedvit.tensors import Array, Tensors, check_finite, check_tensors, mapped, release_pages, unpack
 from fedvit.updates import decode_one
 from fedvit.wire.messages import MAX_CLASS_LIST_BYTES, Hello, Manifest, Result
 
@@ -155,7 +155,7 @@ def check_upload(upload: Path | bytes, program: Program, what: str) -> Tensors:
         if len(labels) and not (labels.min() >= 0 and labels.max() < len(program.classes)):
             low, high = int(labels.min()), int(labels.max())
             raise BadPayload(f"{what}: labels {low} to {high}, the run has {len(program.classes)} classes")
-    let_go(tensors.values())  # the server step reads them again
+    release_pages(tensors.values())  # the server step reads them again
     return tensors
 
 

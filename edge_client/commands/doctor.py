@@ -1,4 +1,4 @@
-"""`edge-client doctor`: finds what would keep the device from taking part."""
+"""`edge-client doctor`: checks whether the device can take part in a run."""
 
 import sys
 from typing import Any
@@ -23,17 +23,17 @@ from fedvit.wire.topics import Topics
 @json_flag
 @click.pass_context
 def doctor(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
-    """Find out whether this device can take part, and what to do if not.
+    """Check whether this device can take part, with a hint for each problem.
 
     Exit code 0: all is well; 1: warnings; 2: errors.
     """
-    from edge_client.doctor import examine, lines, worst
-    from edge_client.patient import LEVELS, Finding, Patient
+    from edge_client.doctor import lines, run_checks, worst
+    from edge_client.doctor_context import LEVELS, DoctorContext, Finding
 
     given = given_to(context, own)
     endpoint = endpoint_of(given)
     state, device = state_and_name(given, endpoint)
-    patient = Patient(
+    checked = DoctorContext(
         address=endpoint.address,
         topics=Topics(endpoint.federation),
         device=device,
@@ -49,7 +49,7 @@ def doctor(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
         identity_folder=identity_folder(given["state"]),
     )
     findings: list[Finding] = []
-    for finding in examine(patient):
+    for finding in run_checks(checked):
         findings.append(finding)
         if not as_json:
             click.echo(lines(finding))

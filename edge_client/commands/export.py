@@ -36,7 +36,7 @@ def export(
 ) -> None:
     """Write this device's own model of RUN as ONNX files that work without the coordinator.
 
-    The model is the server's newest that came here with the device's personal tensors, from its vault.
+    The model is the server's newest that this device received, with the device's personal tensors.
     """
     from edge_client.trained import trained_here
     from export.bundle.assemble import Precision
@@ -49,7 +49,7 @@ def export(
     folder = state_folder(data, given["state"])
     check_new(out)
     if not (folder / "device-id").is_file():
-        raise ConfigError(f"no device has kept its state in {folder}; --state names another folder")
+        raise ConfigError(f"no state of a device in {folder}; --state names another folder")
     images = DeviceData.open(data, test_share=given["test_share"]) if data else None
     trained, labelled = trained_here(
         run,

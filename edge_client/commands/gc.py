@@ -1,4 +1,4 @@
-"""`edge-client gc`: room on the disk."""
+"""`edge-client gc`: frees disk space."""
 
 from typing import Any
 
@@ -17,15 +17,18 @@ from fedvit.command_line import Command, json_flag
     examples=["edge-client gc --data ~/images --keep-runs 3 --dry-run"],
 )
 @click.option(
-    "--keep-runs", type=click.IntRange(min=1), metavar="N", help="The newest runs, whose vaults stay; by default 1."
+    "--keep-runs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of newest runs whose vaults are kept; by default 1.",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @json_flag
 @click.pass_context
 def gc(context: click.Context, /, *, keep_runs: int | None, dry_run: bool, as_json: bool, **own: Any) -> None:
-    """Remove the vaults of finished runs but the newest, blobs that no run needs, and files that were half written.
+    """Remove the vaults of finished runs except the newest, blobs that no run needs, and incomplete files.
 
-    A run whose result was not acknowledged stays, and so does one whose end this device did not hear.
+    Runs with an unacknowledged result and runs that may be resumed are kept.
     """
     from edge_client.retention import collect, lines, locked
 

@@ -1,4 +1,4 @@
-"""`edge-client join`: makes the device one of a deployment."""
+"""`edge-client join`: the device joins a deployment."""
 
 import time
 from typing import Any
@@ -10,7 +10,7 @@ from edge_client.state import identity_folder
 from fedvit.command_line import Command, amount
 from fedvit.quantities import parse_seconds
 
-CLOCK_REMEDY = "set the clock: sudo timedatectl set-ntp true"
+CLOCK_HINT = "set the clock: sudo timedatectl set-ntp true"
 
 
 @click.command(
@@ -20,14 +20,18 @@ CLOCK_REMEDY = "set the clock: sudo timedatectl set-ntp true"
     examples=["edge-client join TOKEN"],
 )
 @click.argument("token")
-@click.option("--enrolment-port", type=click.IntRange(1, 65535), help="Where the broker takes tokens, if not as usual.")
+@click.option(
+    "--enrolment-port",
+    type=click.IntRange(1, 65535),
+    help="Port of the broker's enrolment listener, if it is not the default.",
+)
 @click.option("--replace", is_flag=True, help="Forget an earlier deployment of this device.")
 @click.option("--patience", default="60s", callback=amount(parse_seconds), metavar="TIME", help="How long to try.")
 @click.pass_context
 def join_command(
     context: click.Context, /, *, token: str, enrolment_port: int | None, replace: bool, patience: float, **own: Any
 ) -> None:
-    """Become a device of a deployment, with the one-time TOKEN of `coordinator enroll`.
+    """Join a deployment with the one-time TOKEN of `coordinator enroll`.
 
     From then on no flag is needed to reach its broker.
     """
@@ -45,20 +49,20 @@ def join_command(
         enrolment_port=enrolment_port,
         replace=replace,
         patience_s=patience,
-        say=lambda line: click.echo(line, err=True),
+        report=lambda line: click.echo(line, err=True),
     )
     known = joined.identity.membership
     click.echo(f"joined as {known.device!r}; certificate: {joined.identity.certificate}")
     if joined.trouble:
-        click.echo(f"but a first connection failed: {joined.trouble}\n{trouble_remedy(joined.trouble)}", err=True)
+        click.echo(f"but a first connection failed: {joined.trouble}\n{hint_for(joined.trouble)}", err=True)
     state = f" --state {given['state']}" if given["state"] else ""
     click.echo(f"next: edge-client --data FOLDER{state}")
 
 
-def trouble_remedy(trouble: str) -> str:
-    """What to do about a certificate that was just issued and does not work."""
+def hint_for(trouble: str) -> str:
+    """A hint for a new certificate that does not work."""
     if "mismatch" in trouble or "not valid for" in trouble:
         return "use a --broker that the server's certificate is for (coordinator init says which)"
     if "expired" in trouble or "not yet valid" in trouble:
-        return f"{CLOCK_REMEDY}; this device's clock says {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
-    return "edge-client doctor looks closer"
+        return f"{CLOCK_HINT}; this device's clock says {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
+    return "edge-client doctor looks for the cause"

@@ -1,4 +1,4 @@
-"""The options of the program itself, many of which its commands take as well."""
+"""The options of `edge-client`, many of which its commands accept, too."""
 
 import copy
 import re
@@ -31,7 +31,7 @@ def _labels(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> di
             )
         key, value = read.groups()
         if labels.setdefault(key, value) != value:
-            raise ConfigError(f"--label {text!r}: {key} is {labels[key]!r} already; give each key once")
+            raise ConfigError(f"--label {text!r}: {key} has the value {labels[key]!r} already; give each key once")
     if len(labels) > MAX_LABELS:
         raise ConfigError(f"{len(labels)} labels are given with --label, a device can have {MAX_LABELS}")
     return labels
@@ -44,8 +44,8 @@ OPTIONS = (
         ["--broker"],
         envvar=BROKER_VARIABLE,
         metavar="HOST[:PORT]",
-        help="MQTT broker; also mqtt://USER:PASSWORD@HOST:PORT and mqtts://... Or set FEDVIT_BROKER, which nobody else "
-        "on this machine can read. By default where this device has joined, else localhost.",
+        help="MQTT broker; also mqtt://USER:PASSWORD@HOST:PORT and mqtts://... Or set FEDVIT_BROKER, which other "
+        "users of this machine cannot read. By default the broker of the joined deployment, else localhost.",
     ),
     SectionOption(
         ["--data"],
@@ -53,7 +53,7 @@ OPTIONS = (
         help="Folder with train/CLASS/ and test/CLASS/ images, or CLASS/ alone.",
     ),
     SectionOption(
-        ["--id", "device"], metavar="NAME", help="Name of this device; by default made once and kept in --state."
+        ["--id", "device"], metavar="NAME", help="Name of this device; by default generated once and stored in --state."
     ),
     SectionOption(
         ["--state"],
@@ -73,14 +73,14 @@ OPTIONS = (
     ),
     SectionOption(
         ["--federation"],
-        help="Which federation at the broker to join. By default the one where this device has joined, else home.",
+        help="Which federation at the broker to join. By default that of the joined deployment, else home.",
     ),
     SectionOption(["--ca-file"], type=click.Path(path_type=Path), help="Certificate authority of an mqtts:// broker."),
     SectionOption(
         ["--test-share"],
         type=click.FloatRange(0, 0.9),
         default=0.2,
-        help="Share of test images where the data folder has no train/ and test/.",
+        help="Share of test images if the data folder has no train/ and test/.",
     ),
     SectionOption(
         ["--memory-budget"],
@@ -143,7 +143,7 @@ OPTIONS = (
         envvar="FEDVIT_LABELS",
         callback=_labels,
         metavar="KEY=VALUE",
-        help="What the operator says of this device, e.g. site=berlin; repeatable. Or set FEDVIT_LABELS to "
+        help="Label of this device, e.g. site=berlin; repeatable. Or set FEDVIT_LABELS to "
         "several, with spaces between them.",
     ),
     SectionOption(
@@ -155,40 +155,38 @@ OPTIONS = (
     SectionOption(
         ["--vault-key"],
         type=click.Path(path_type=Path),
-        help="Encrypt personal tensors with the key in this file, which is made where it is missing.",
+        help="Encrypt personal tensors with the key in this file, which is created if it is missing.",
     ),
-    SectionOption(
-        ["--profile"], is_flag=True, help="Measure the compute speed at the start, where it is not known yet."
-    ),
+    SectionOption(["--profile"], is_flag=True, help="Measure the compute speed at the start if it is not known yet."),
     SectionOption(
         ["--keep-runs"],
         type=click.IntRange(min=1),
         metavar="N",
         help="Remove the vaults of finished runs that are older than the newest N runs of this device, whenever a run "
-        "has finished. By default all stay.",
+        "has finished. By default all are kept.",
     ),
-    SectionOption(["--once"], is_flag=True, help="Leave when the run has ended instead of waiting for the next."),
-    SectionOption(["--quiet"], is_flag=True, help="Say only what is wrong."),
+    SectionOption(["--once"], is_flag=True, help="Exit when the run has ended instead of waiting for the next."),
+    SectionOption(["--quiet"], is_flag=True, help="Log warnings and errors only."),
 )
-"""Of `edge-client`; they stand before the name of a command."""
+"""Options of `edge-client`, which are given before the name of a command."""
 
 
 def of_program(*names: str) -> list[click.Parameter]:
-    """Options of the program that a command takes, too, behind its own name; there they win."""
+    """Options of `edge-client` that a command accepts after its own name, too; there they take precedence."""
     taken: list[click.Parameter] = []
     for option in OPTIONS:
         if option.name in names:
             again = copy.copy(option)
-            again.default = again.envvar = None  # the program's own option has read it
+            again.default = again.envvar = None  # read by the option of the program
             taken.append(again)
     return taken
 
 
 def given_to(context: click.Context, own: Mapping[str, Any]) -> dict[str, Any]:
-    """What the options of `of_program` say, behind the command's name or before it."""
+    """The values of the options of `of_program`, given after the command's name or before it."""
     before = context.parent.params if context.parent else {}
     return {**before, **{name: value for name, value in own.items() if value is not None}}
 
 
 OF_DEVICE = ("broker", "data", "device", "state", "federation", "ca_file", "memory_budget", "temperature_limit")
-"""Options of commands that look at the device."""
+"""Options of commands that examine the device."""

@@ -1,4 +1,4 @@
-"""`edge-client predict`: names what is on images, by the model in a bundle."""
+"""`edge-client predict`: classifies images with the model of a bundle."""
 
 import json
 from pathlib import Path
@@ -21,8 +21,10 @@ from profiles.probes.host import fast_cores
 )
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--bundle", type=click.Path(path_type=Path), default=Path("bundle"), help="Folder of the bundle.")
-@click.option("--precision", type=click.Choice(("fp32", "fp16", "int8")), help="Which file answers; by default fp32.")
-@click.option("--top", type=click.IntRange(min=1), default=1, help="Name so many of the likeliest classes.")
+@click.option(
+    "--precision", type=click.Choice(("fp32", "fp16", "int8")), help="Which model file to use; by default fp32."
+)
+@click.option("--top", type=click.IntRange(min=1), default=1, help="Number of classes to print, the likeliest first.")
 @json_flag
 @click.pass_context
 def predict(
@@ -36,7 +38,7 @@ def predict(
     as_json: bool,
     **own: Any,
 ) -> None:
-    """Name what is on each of IMAGES, with its probability, by the model in a bundle; of a folder all images in it."""
+    """Classify each of IMAGES with the model of a bundle, with probabilities; a folder stands for all images in it."""
     from export.bundle.assemble import Precision
     from export.bundle.read import Bundle
 
@@ -64,12 +66,12 @@ def predict(
 
 
 def _images_of(path: Path) -> list[Path]:
-    """The image itself, or all images below a folder, by name. Raises DataError where there is none in it."""
+    """The image itself, or all images below a folder, sorted by name. Raises DataError if there is none."""
     if not path.is_dir():
         return [path]
     from fedvit.data.images import is_image_name
 
     found = sorted(file for file in path.rglob("*") if file.is_file() and is_image_name(file.name))
     if not found:
-        raise DataError(f"{path}: there is no image in this folder")
+        raise DataError(f"{path}: this folder holds no image")
     return found

@@ -20,19 +20,19 @@ from profiles.probes.host import fast_cores
     params=of_program(*OF_DEVICE, "threads", "flops_budget", "round_deadline", "upload_budget"),
     examples=["edge-client profile --broker SERVER --data ~/images"],
 )
-@click.option("--fresh", is_flag=True, help="Measure the compute speed anew, whatever is kept.")
+@click.option("--fresh", is_flag=True, help="Measure the compute speed again, even if it is known.")
 @json_flag
 @click.pass_context
 def profile_command(context: click.Context, /, *, fresh: bool, as_json: bool, **own: Any) -> None:
-    """Measure this device: speed, memory, disk, heat, power, the way to the broker. Takes seconds."""
-    from edge_client.profile import Place, measure_self, table
+    """Measure this device: speed, memory, disk, temperature, power, the connection to the broker. Takes seconds."""
+    from edge_client.profile import Installation, measure_self, table
     from profiles.probes.speed import measure_speed
 
     given = given_to(context, own)
     endpoint = endpoint_of(given)
     state, device = state_and_name(given, endpoint)
     report = measure_self(
-        Place(
+        Installation(
             state=state,
             address=endpoint.address,
             client_id=f"{device}-{secrets.token_hex(4)}",

@@ -17,14 +17,14 @@ from fedvit.command_line import Command, json_flag
     examples=["edge-client rm RUN --data ~/images"],
 )
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@click.option("--force", is_flag=True, help="Also a run whose end this device did not hear.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--force", is_flag=True, help="Also remove runs that may be resumed.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @json_flag
 @click.pass_context
 def rm(
     context: click.Context, /, *, runs: tuple[str, ...], force: bool, dry_run: bool, as_json: bool, **own: Any
 ) -> None:
-    """Remove the vaults of RUNS, the newest too. Never one whose result was not acknowledged."""
+    """Remove the vaults of RUNS, also of the newest. A run with an unacknowledged result is refused."""
     from edge_client.retention import lines, locked, remove_runs
 
     state = existing_state(given_to(context, own))

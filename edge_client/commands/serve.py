@@ -1,4 +1,4 @@
-"""What `edge-client` does without a command: it takes part in runs."""
+"""`edge-client` without a command: takes part in runs."""
 
 import logging
 import os
@@ -50,8 +50,8 @@ def serve(
     once: bool,
     quiet: bool,
 ) -> None:
-    """Connect the parts and take part until stopped."""
-    # onnxruntime and the data readers are imported here, so that --help and typing errors answer at once
+    """Build the device, and take part until it is stopped."""
+    # onnxruntime and the data readers are imported here, so that --help and usage errors are fast
     from edge_client.agent import RETURN_SPREAD_S, Agent
     from edge_client.guard import Guard
     from edge_client.identity import Renewal
@@ -89,10 +89,10 @@ def serve(
     )
     sensors = Sensors.find()
     if temperature_limit is not None and sensors.thermometer.celsius() is None:
-        log.warning("no temperature sensor: the limit cannot be kept", extra={"limit_c": temperature_limit})
+        log.warning("no temperature sensor: the limit has no effect", extra={"limit_c": temperature_limit})
     speed = speed_at_start(folder, threads, measure=profile or budget != Budget())
     if memory_budget is not None:
-        ready_for_memory_budget(memory_budget)
+        check_memory_budget(memory_budget)
     client_id = f"{name}-{secrets.token_hex(4)}"
     transport = MqttTransport(SimpleQueue(), endpoint.address, client_id, return_spread_s=RETURN_SPREAD_S)
     agent = Agent(
@@ -119,12 +119,12 @@ def serve(
         extra={"device": name, "train": len(images.train), "test": len(images.test), "classes": len(images.classes)},
     )
     for path, reason in images.unreadable[:5]:
-        log.warning("image left out", extra={"file": str(path), "reason": reason})
+        log.warning("image skipped", extra={"file": str(path), "reason": reason})
     if len(images.unreadable) > 5:
-        log.warning("more images left out", extra={"count": len(images.unreadable) - 5})
+        log.warning("more images skipped", extra={"count": len(images.unreadable) - 5})
     if images.passed_over:
         count, first = len(images.passed_over), str(images.passed_over[0])
-        log.warning("files that are not used", extra={"count": count, "first": first})
+        log.warning("files not used", extra={"count": count, "first": first})
     if empty := images.without_images():
         log.warning("class folders without images", extra={"count": len(empty), "first": empty[0]})
     reason = agent.serve(stop, once=once)
@@ -133,14 +133,14 @@ def serve(
 
 
 def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
-    """What is kept of an earlier measurement; only where `measure` says so it is measured now, which takes seconds."""
+    """The stored compute speed; with `measure` a missing one is measured now, which takes seconds."""
     from edge_client.speed import find_speed, kept_speed
     from profiles.probes.speed import measure_speed
 
     if speed := kept_speed(state, threads):
         log.info("compute speed is known from an earlier start")
     elif measure:
-        log.info("compute speed is being measured")
+        log.info("measuring the compute speed")
         speed, origin = find_speed(state, threads, measure_speed)
         log.info("compute speed", extra={"origin": origin})
     else:
@@ -148,11 +148,11 @@ def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
     return speed
 
 
-def ready_for_memory_budget(limit_bytes: int) -> None:
-    """Load the engine first, so that what this process says of its memory has it in it; warn where that is too much."""
-    from edge_client.guard import memory_words
+def check_memory_budget(limit_bytes: int) -> None:
+    """Load the engine, so that the process's reported memory includes it; warn if that alone exceeds the budget."""
+    from edge_client.guard import memory_message
     from fedvit.engine import load_engine
 
     load_engine()
     if (base_bytes := resident_bytes()) > limit_bytes:
-        log.warning(memory_words(base_bytes, limit_bytes, base_bytes))
+        log.warning(memory_message(base_bytes, limit_bytes, base_bytes))

@@ -20,16 +20,16 @@ from fedvit.tensors import Array, Tensors
 IMAGE, LOGITS, PROBABILITIES = "image", "logits", "probabilities"
 PATCHES = "batch/patches"
 BATCH = "batch"
-"""How the first length of input and outputs is called."""
+"""Name of the first dimension of input and outputs."""
 
 WEIGHT = "tensor/"
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 _LEAST = 1e-30
-"""A probability of zero has a logarithm here."""
+"""Lower bound of probabilities, so that zero has a logarithm."""
 
 
 class Precision(enum.StrEnum):
-    """How the weights lie in a file; what is calculated with them is float32 in all three."""
+    """The type of the weights in a file; all calculations are float32."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -58,7 +58,7 @@ class Assembled(NamedTuple):
 def open_predict_graph(graph: Model, batch: Batch, *, probabilities: bool) -> Model:
     """The predict graph with `image` in place of patches, for any number of images; tensors are still inputs.
 
-    `probabilities`: what the graph calls logits are probabilities already, as a vote of neighbours gives them.
+    `probabilities`: the graph's output `logits` holds probabilities, as with a vote of neighbours.
     """
     if PATCHES not in graph.inputs or LOGITS not in graph.outputs:
         raise BadPayload(f"no predict graph: it needs input {PATCHES!r} and output {LOGITS!r}")

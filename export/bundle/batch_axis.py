@@ -1,9 +1,9 @@
 """A graph for a fixed number of images becomes one for any number.
 
 Graphs of a run are made for one batch size, which is written into them wherever values are reshaped or
-repeated. The place of the batch is followed from the input through every node, and those places are opened.
+repeated. The position of the batch is followed from the input through every node, and these axes are made variable.
 
-A place is (axis, inner): along that axis the image of index i is (i // inner) % batch, so that an axis may
+A `BatchAxis` is (axis, inner): index i of that axis belongs to image (i // inner) % batch, so that an axis may
 also hold the batch together with others, as after a reshape to (batch * tokens, width).
 """
 
@@ -18,19 +18,19 @@ from export.bundle.model import Model, Node, Shape, constant, node, whole_number
 from fedvit.errors import BadPayload
 
 
-class Place(NamedTuple):
+class BatchAxis(NamedTuple):
     axis: int
     inner: int
 
 
 @dataclass
 class _Opened:
-    """The graph so far, and where the batch is in what its nodes make."""
+    """The graph so far, and the batch axes of its values."""
 
     model: Model
     batch: int
-    length: str  # name of the tensor with the one number: how many images there are
-    places: dict[str, Place]
+    length: str  # name of the tensor with the number of images
+    places: dict[str, BatchAxis]
     nodes: list[Node] = field(default_factory=list)
     constants: dict[str, bytes] = field(default_factory=dict)
 
@@ -50,21 +50,21 @@ def open_batch(model: Model, source: str, batch: int, length: str) -> Model:
 
     `length` names a tensor that will hold their number. Raises BadPayload when the batch cannot be followed.
     """
-    opened = _Opened(model, batch, length, {source: Place(0, 1)})
+    opened = _Opened(model, batch, length, {source: BatchAxis(0, 1)})
     for entry in model.nodes:
         _RULES.get(entry.kind, _kept)(opened, entry)
     return replace(model, nodes=tuple(opened.nodes), constants={**model.constants, **opened.constants})
 
 
 def _kept(opened: _Opened, entry: Node) -> None:
-    """Axes keep their place, counted from the last: what works value by value or row by row, and products."""
+    """Axes keep their position, counted from the last: elementwise and row-wise operators, and products."""
     opened.nodes.append(entry)
     for output in entry.outputs:
         found = set()
         shape = opened.model.shape(output)
         for name in entry.inputs:
             if place := opened.places.get(name):
-                found.add(Place(place.axis + len(shape) - len(opened.model.shape(name)), place.inner))
+                found.add(BatchAxis(place.axis + len(shape) - len(opened.model.shape(name)), place.inner))
         _settle(opened, entry, output, found)
 
 
@@ -80,13 +80,13 @@ def _reshape(opened: _Opened, entry: Node) -> None:
         if step % behind == 0 and behind * after[axis] % (step * opened.batch) == 0:
             wanted = opened.constant((*after[:axis], -1, *after[axis + 1 :]))
             opened.nodes.append(replace(entry, inputs=(source, wanted)))
-            _settle(opened, entry, entry.outputs[0], {Place(axis, step // behind)})
+            _settle(opened, entry, entry.outputs[0], {BatchAxis(axis, step // behind)})
             return
     raise _lost(entry, f"reshapes {before} to {after}")
 
 
 def _expand(opened: _Opened, entry: Node) -> None:
-    """A value that is the same for all images is repeated for each: the first axis that grows to the batch."""
+    """A value for all images is repeated for each: the first axis that grows to the batch."""
     source = entry.inputs[0]
     after = opened.model.shape(entry.outputs[0])
     before = (1,) * (len(after) - len(opened.model.shape(source))) + opened.model.shape(source)
@@ -102,7 +102,7 @@ def _expand(opened: _Opened, entry: Node) -> None:
     names.insert(1 if lengths[0] else 0, opened.length)
     target = f"{entry.outputs[0]}.shape"
     opened.nodes += [node("Concat", names, [target], axis=0), replace(entry, inputs=(source, target))]
-    _settle(opened, entry, entry.outputs[0], {Place(axis, 1)})
+    _settle(opened, entry, entry.outputs[0], {BatchAxis(axis, 1)})
 
 
 def _transpose(opened: _Opened, entry: Node) -> None:
@@ -114,7 +114,7 @@ def _transpose(opened: _Opened, entry: Node) -> None:
 
 
 def _gather(opened: _Opened, entry: Node) -> None:
-    """The axis that is chosen from makes room for those of the indices."""
+    """The indexed axis is replaced by the axes of the indices."""
     opened.nodes.append(entry)
     source, chosen = entry.inputs
     taken = entry.number("axis", 0) % len(opened.model.shape(source))
@@ -157,12 +157,12 @@ def _gemm(opened: _Opened, entry: Node) -> None:
     _settle(opened, entry, entry.outputs[0], found)
 
 
-def _settle(opened: _Opened, entry: Node, output: str, found: set[Place]) -> None:
-    """Note where the batch is in an output, if it is there. Raises BadPayload when that cannot be."""
+def _settle(opened: _Opened, entry: Node, output: str, found: set[BatchAxis]) -> None:
+    """Note the batch axis of an output, if it has one. Raises BadPayload if that is contradictory."""
     if not found:
         return
     if len(found) > 1:
-        raise _lost(entry, f"takes the images from {len(found)} places")
+        raise _lost(entry, f"reads the images from {len(found)} axes")
     [place] = found
     shape = opened.model.shape(output)
     if not 0 <= place.axis < len(shape) or shape[place.axis] % (place.inner * opened.batch):

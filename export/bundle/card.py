@@ -1,4 +1,4 @@
-"""What a bundle says of itself: `card.json` for programs, `README.md` for people. Not measured is None, never 0."""
+"""The description of a bundle: `card.json` for programs, `README.md` for people. Missing figures are None, never 0."""
 
 from msgspec import Struct
 
@@ -26,7 +26,7 @@ class Preprocessing(Struct, frozen=True, kw_only=True):
 
     @property
     def batch(self) -> Batch:
-        """The same in a Program's words, for one picture at a time."""
+        """The same as a Program's `Batch`, for one image at a time."""
         return Batch(image_size=self.image_size, patch_size=self.patch_size, batch_size=1, mean=self.mean, std=self.std)
 
 
@@ -68,7 +68,7 @@ class Latency(Struct, frozen=True):
 class FileCard(Struct, frozen=True, kw_only=True):
     file: str
     size_bytes: int
-    weights: str  # how they lie in the file
+    weights: str  # their type in the file
     tensors: int
     tensors_not_float32: int
     parity: Parity
@@ -78,17 +78,17 @@ class FileCard(Struct, frozen=True, kw_only=True):
 
 
 class Origin(Struct, frozen=True, kw_only=True):
-    """Where a model comes from."""
+    """The origin of a model."""
 
     run: str
     method: str
     model: str
     round: int  # the last one that its tensors know of
-    device: str | None  # whose model it is; None: one for all
+    device: str | None  # the device of a personal model; None: a common model
     made_by: str  # program and version
-    personal_tensors: int = 0  # that the device trained for itself alone
+    personal_tensors: int = 0  # local tensors of the device
     adapted: bool = False  # tuned on the device's training images
-    remembered: int = 0  # training images whose features are inside
+    remembered: int = 0  # training images whose features the model holds
 
 
 class Reported(Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class Reported(Struct, frozen=True, kw_only=True):
 
 
 class Machine(Struct, frozen=True):
-    """Where a bundle was made and measured."""
+    """The machine on which a bundle was made and measured."""
 
     machine: str  # x86_64, aarch64, ...
     cores: int

@@ -1,4 +1,4 @@
-"""What a bundle's files answer, how far that is from the run's own graph, and how long it takes."""
+"""Measures a bundle's files: answers, difference from the run's own graph, and latency."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -23,22 +23,22 @@ TOLERANCES = {Precision.FP32: 1e-4, Precision.FP16: 1e-2, Precision.INT8: 1e-1}
 give 1e-6; weights of 11 bits 5e-4; weights of 8 bits around 1e-2, growing with the model's depth."""
 
 VOTE_TOLERANCES = {Precision.FP32: 1e-3, Precision.FP16: 0.2, Precision.INT8: 0.5}
-"""The same where neighbours vote. Weights of fewer bits ask other neighbours, and with each goes its whole share of the
-vote."""
+"""The same where neighbours vote. Weights of fewer bits select other neighbours, and each changes the vote by its
+whole share."""
 
 TIES = 16
-"""Where neighbours vote, one picture in this many may differ by more: rounding decides between two neighbours that are
-equally near, and processors round differently. A wrong file is wrong about most pictures."""
+"""If neighbours vote, one picture in this many may differ by more: rounding decides between two neighbours that are
+equally near, and processors round differently. A wrong file differs for most pictures."""
 
 LEAST_SCALE = 1e-3
 """Of an untrained model all logits may be zero: smaller ones are compared as if the largest were this."""
 
 RANDOM_PICTURES = 64
 TOGETHER = 16
-"""Pictures in one run of a model where many are to be answered."""
+"""Pictures in one run of a model, if there are many."""
 LATENCY_S = 2.0
 LATENCY_RUNS = (5, 50)
-"""At least and at most so many runs are timed; between them for LATENCY_S."""
+"""Least and greatest number of timed runs, which take about LATENCY_S."""
 
 
 class Pictures(NamedTuple):
@@ -58,7 +58,7 @@ def random_pictures(batch: Batch, count: int = RANDOM_PICTURES) -> Iterator[Pict
 
 
 def pictures_of(images: Split, batch: Batch, chosen: Indices | None = None) -> Iterator[Pictures]:
-    """A split's images as they are tested, all or those chosen; what cannot be read is left out."""
+    """A split's images as in a test, all or the chosen ones; unreadable images are skipped."""
     every = np.arange(len(images)) if chosen is None else chosen
     for first in range(0, len(every), TOGETHER):
         rows = every[first : first + TOGETHER]
@@ -100,7 +100,7 @@ class RunGraph:
         self._batch = batch
 
     def __call__(self, images_BCSS: Floats, output: str = LOGITS) -> Floats:
-        """What the graph gives of each picture."""
+        """The graph's output for each picture."""
         size, results = self._batch.answer_size, []
         patches = unfold(images_BCSS.transpose(0, 2, 3, 1), self._batch.patch_size)
         for first in range(0, len(patches), size):
@@ -113,7 +113,7 @@ class RunGraph:
 
 
 def are_probabilities(answers_BC: Floats) -> bool:
-    """Whether a predict graph's answers are shares of one already, as a vote of neighbours gives them."""
+    """Whether a predict graph's answers are probabilities, as with a vote of neighbours."""
     return bool((answers_BC >= 0).all() and (np.abs(answers_BC.sum(axis=1, dtype=np.float64) - 1) < 1e-4).all())
 
 
@@ -152,7 +152,7 @@ def run(session: onnxruntime.InferenceSession, images: Floats) -> dict[str, Floa
 
 
 class Answers(NamedTuple):
-    """A file's answers to a row of pictures, which are not kept."""
+    """A file's answers to pictures."""
 
     logits: Floats
     labels: Indices | None

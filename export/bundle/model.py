@@ -1,6 +1,6 @@
 """An ONNX model as a list of nodes with inputs, outputs and constants that can be exchanged.
 
-Field numbers are those of onnx.proto. What is not named here is kept as it came.
+Field numbers are those of onnx.proto. Other fields are kept unchanged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from fedvit.tensors import Array
 
 Shape = tuple[int, ...]
 Parts = list[bytes | memoryview]
-"""A file piece by piece, so that weights are written from where they lie."""
+"""The pieces of a file, so that weights are written without a copy."""
 
 MAX_BYTES = 2**31 - 1
-"""Protobuf's bound: a larger file cannot be read by anybody."""
+"""Protobuf's limit: no library reads a larger file."""
 
 FLOAT, INT8, INT64, FLOAT16 = 1, 3, 7, 10
 _CODES = {"float32": FLOAT, "int8": INT8, "int64": INT64, "float16": FLOAT16}
@@ -65,17 +65,17 @@ class Port:
 @dataclass(frozen=True)
 class Model:
     nodes: tuple[Node, ...]
-    constants: Mapping[str, bytes]  # tensors as they are written
+    constants: Mapping[str, bytes]  # encoded tensors
     inputs: Mapping[str, Port]
     outputs: Mapping[str, Port]
-    shapes: Mapping[str, Shape]  # of whatever is made on the way
+    shapes: Mapping[str, Shape]  # of intermediate values
     rest: bytes  # of the model: versions, operator sets, who made it
     graph_rest: bytes
 
     def shape(self, name: str) -> Shape:
-        """Raises BadPayload when the graph does not say it."""
+        """Raises BadPayload when the graph does not define it."""
         if name not in self.shapes:
-            raise BadPayload(f"the graph does not say the shape of {name!r}")
+            raise BadPayload(f"the graph does not define the shape of {name!r}")
         return self.shapes[name]
 
 
@@ -129,7 +129,7 @@ def read_model(content: bytes) -> Model:
 def write_model(model: Model, tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> Parts:
     """The file of a model whose constants are its own and `tensors`.
 
-    Shapes on the way are left out: whoever runs the model finds them again. Raises ConfigError when the file
+    Shapes of intermediate values are omitted, as engines infer them. Raises ConfigError when the file
     would be larger than protobuf allows.
     """
     parts: Parts = [bytes_field(_GRAPH_NODE, _write_node(entry)) for entry in model.nodes]
@@ -172,7 +172,7 @@ def whole_numbers(tensor: bytes) -> tuple[int, ...]:
 
 
 def renamed(model: Model, before: str, after: str) -> Model:
-    """The same model, in which what a node makes has another name."""
+    """The same model with another name for a value."""
 
     def swap(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(after if name == before else name for name in names)
@@ -222,7 +222,7 @@ def _write_port(name: str, port: Port) -> bytes:
 
 def _tensor_head(name: str, array: Array) -> bytes:
     if str(array.dtype) not in _CODES:
-        raise BadPayload(f"tensor {name!r} of dtype {array.dtype} has no place in a bundle")
+        raise BadPayload(f"tensor {name!r} of dtype {array.dtype} is not supported in a bundle")
     dims = b"".join(number_field(_TENSOR_DIMS, length) for length in array.shape)
     return dims + number_field(_TENSOR_DTYPE, _CODES[str(array.dtype)]) + bytes_field(_TENSOR_NAME, name)
 

@@ -1,4 +1,4 @@
-"""A bundle that was written, here or elsewhere, and its answers to pictures."""
+"""Reads a bundle, and answers pictures with it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ class Bundle:
 
     @classmethod
     def open(cls, folder: Path, precision: Precision | None, threads: int) -> "Bundle":
-        """With the precision wanted, or the first that is there.
+        """Open with the given precision, or the first available one.
 
         Raises ConfigError when the folder is no bundle or has no such file, BadPayload when a file is damaged.
         """
@@ -51,7 +51,7 @@ class Bundle:
         wanted = precision or next(iter(card.files), None)
         if wanted is None or wanted not in card.files:
             known = ", ".join(card.files) or "none"
-            raise ConfigError(f"{folder} has no model in precision {wanted!s}; there is: {known}")
+            raise ConfigError(f"{folder} has no model in precision {wanted!s}; available: {known}")
         session = open_session(folder / Precision(wanted).file, threads)
         return cls(card, labels, _read(folder / PREPROCESSING, Preprocessing).batch, session)
 

@@ -53,7 +53,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What a bundle is measured with."""
+    """The images and settings with which a bundle is measured."""
 
     images: Split | None  # with known classes; None or none: random pictures, and no accuracy
     described: str  # in the card: "the device's own test images"
@@ -76,9 +76,9 @@ def write_bundle(
     precisions: Sequence[Precision] = tuple(Precision),
     progress: Callable[[str], None] = lambda line: None,
 ) -> Card:
-    """Write the folder `out`: whole, with every file compared with the run's own graph, or not at all.
+    """Write the folder `out` completely, with every file compared with the run's own graph, or not at all.
 
-    Raises ConfigError when `out` is there already, ExportMismatch when a file is too far from the original,
+    Raises ConfigError when `out` exists already, ExportMismatch when a file is too far from the original,
     StorageFailed when the disk is full.
     """
     check_new(out)
@@ -96,9 +96,9 @@ def write_bundle(
 
 
 def check_new(out: Path) -> None:
-    """Raises ConfigError when a bundle's folder is there already."""
+    """Raises ConfigError when a bundle's folder exists already."""
     if out.exists():
-        raise ConfigError(f"{out} is there already: --out names the bundle's new folder")
+        raise ConfigError(f"{out} exists already: --out names the bundle's new folder")
 
 
 def _fill(
@@ -137,7 +137,7 @@ def _fill(
 
 
 class _Original(NamedTuple):
-    """What every file is made of and held against."""
+    """The original model, and its answers to compare every file with."""
 
     model: Model
     images: Floats

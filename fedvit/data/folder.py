@@ -22,8 +22,8 @@ _CLASS_LEVELS = 2  # train/<class>/ below the folder
 class Files:
     """Images in files, decoded when asked for.
 
-    They stay in memory decoded where all of them fit into `cache_bytes`; more are decoded anew each time.
-    Not for use from two threads at once.
+    If all of them fit into `cache_bytes`, they are decoded once and kept in memory; else they are decoded each time.
+    Not thread-safe.
     """
 
     def __init__(self, paths: Sequence[Path], cache_bytes: int = IMAGE_CACHE_BYTES) -> None:
@@ -49,7 +49,7 @@ class Files:
         return images, np.array([self.paths[row] not in self.failed for row in rows], dtype=np.bool_)
 
     def forget(self) -> None:
-        """Give back the memory of the decoded images; they are decoded again when they are needed."""
+        """Free the memory of the decoded images; they are decoded again when they are needed."""
         self._size = 0
         self._cache = None
 
@@ -86,13 +86,13 @@ class Split:
 
     @property
     def failed(self) -> set[Path]:
-        """Images that had a good header but could not be decoded when they were needed."""
+        """Images with a valid header that could not be decoded."""
         return self.files.failed
 
     def load(self, indices: Indices, size: int) -> tuple[Pixels, Flags]:
         """(images (n, size, size, 3), readable (n,)); an unreadable image is all zeros.
 
-        Both are the caller's own. An image that failed once is not tried again.
+        The caller may change both arrays. An image that failed once is not tried again.
         """
         return self.files.load(indices, size)
 
@@ -105,11 +105,11 @@ class DeviceData:
     classes: tuple[str, ...]
     train: Split
     test: Split
-    unreadable: tuple[tuple[Path, str], ...] = ()  # (image, reason) of what was left out
-    passed_over: tuple[Path, ...] = ()  # what lies in the folder and is no image of a class, or of no known format
+    unreadable: tuple[tuple[Path, str], ...] = ()  # (image, reason)
+    passed_over: tuple[Path, ...] = ()  # files that are not in a class folder, or have an unknown format
 
     def without_images(self) -> list[str]:
-        """Classes whose folders hold no image that can be read; they are classes of a run all the same."""
+        """Classes whose folders hold no readable image; they are classes of a run nevertheless."""
         held = set(np.union1d(self.train.labels, self.test.labels).tolist())
         return [name for label, name in enumerate(self.classes) if label not in held]
 
@@ -117,11 +117,10 @@ class DeviceData:
     def open(
         cls, folder: Path, *, test_share: float = 0.2, seed: int = 0, cache_bytes: int = IMAGE_CACHE_BYTES
     ) -> "DeviceData":
-        """Look through `folder`, without decoding any image.
+        """Index `folder`, without decoding any image.
 
-        Where no test folder sets images apart, `test_share` of each class becomes the test split, chosen
-        by `seed`: the same folder is always split the same way. Images without a header that pillow knows
-        are left out and listed in `unreadable`.
+        Without a test folder, `test_share` of each class becomes the test split, chosen by `seed`: the same folder is
+        always split in the same way. Images with an unknown header are skipped and listed in `unreadable`.
 
         Raises DataError when the folder does not exist, holds no class folders, or no readable image to
         train with.
@@ -154,8 +153,8 @@ class DeviceData:
     def relabelled(self, classes: Sequence[str]) -> "DeviceData":
         """The same images with labels that are indices into a run's `classes`.
 
-        Raises DataError when there are images of a class that the run does not know; an unknown class
-        folder without images does no harm.
+        Raises DataError when there are images of a class that the run does not know; an empty folder of an unknown
+        class is allowed.
         """
         position = {name: label for label, name in enumerate(classes)}
         held = np.union1d(self.train.labels, self.test.labels)
@@ -174,7 +173,7 @@ class DeviceData:
         )
 
     def forget(self) -> None:
-        """Give back the memory of decoded images, of all that share them by `relabelled`."""
+        """Free the memory of decoded images, also for copies made by `relabelled`."""
         for split in (self.train, self.test):
             split.files.forget()
 

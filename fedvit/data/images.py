@@ -1,6 +1,6 @@
-"""From image files to graph inputs: decode, augment, normalise, unfold, keep some patches.
+"""From image files to graph inputs: decode, augment, normalise, unfold, select patches.
 
-Everything here is numpy and pillow, because a device does it. Shape letters: B samples, S image side,
+This module uses numpy and pillow only, as it runs on devices. Shape letters: B samples, S image side,
 C = 3 colours, P patch side, N patches, K kept patches, V = 3 P P values of a patch.
 """
 
@@ -20,13 +20,13 @@ Indices = npt.NDArray[np.int64]
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".pgm", ".ppm"})
 
-# pillow knows more formats, some of which run other programs (EPS starts ghostscript); a file's suffix
-# does not bind pillow, so the list does
+# pillow supports more formats, some of which start other programs (EPS: ghostscript); as pillow ignores a file's
+# suffix, this list restricts it
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file of this name is meant as an image; hidden files are not.
+    """Whether a file name is that of an image; hidden files are not images.
 
     >>> [is_image_name(name) for name in ("a.JPG", "notes.txt", "._a.jpg")]
     [True, False, False]
@@ -37,7 +37,7 @@ def is_image_name(name: str) -> bool:
 def header_problem(path: Path, file: BinaryIO | None = None) -> str | None:
     """Why the image cannot be opened, or None; reads the header only.
 
-    `file` holds the bytes where `path` is but a name (a member of an archive).
+    `file` holds the bytes if `path` is only a name (a member of an archive).
     """
     try:
         with Image.open(file or path, formats=_FORMATS):
@@ -49,8 +49,8 @@ def header_problem(path: Path, file: BinaryIO | None = None) -> str | None:
 def read_image(path: Path, size: int, file: BinaryIO | None = None) -> Pixels:
     """Decode one image as the models see it: upright, RGB, (size, size, 3) uint8, resized bilinearly if needed.
 
-    The sides are scaled apart from each other: nothing is cut off, other shapes are squeezed into the
-    square. Of a moving picture the first frame is taken; transparency is dropped. `file` as in
+    Width and height are scaled independently: nothing is cut off, other shapes are distorted to a square.
+    Of an animation the first frame is used; transparency is dropped. `file` as in
     `header_problem`. Raises DataError that names `path` and the reason when it cannot be decoded.
     """
     try:
@@ -69,16 +69,16 @@ def read_image(path: Path, size: int, file: BinaryIO | None = None) -> Pixels:
 
 
 class Variation(NamedTuple):
-    """How each of B samples is varied; None: not in this way."""
+    """The augmentation of each of B samples; None: not augmented in this way."""
 
     top: Indices | None  # (B,) first row of the crop in the image with its reflected border
     left: Indices | None  # (B,) first column, likewise
-    flipped: npt.NDArray[np.bool_] | None  # (B,) left and right change places
+    flipped: npt.NDArray[np.bool_] | None  # (B,) mirrored horizontally
     factors: Floats | None  # (B,) of brightness
 
 
 def draw_variation(samples: int, batch: Batch, rng: np.random.Generator) -> Variation:
-    """What `batch` asks for, drawn for each sample by itself. What is off draws nothing from `rng`."""
+    """Draw the augmentation of `batch` for each sample. Disabled kinds draw nothing from `rng`."""
     starts = 2 * batch.crop_padding + 1
     top = rng.integers(starts, size=samples) if batch.crop_padding else None
     left = rng.integers(starts, size=samples) if batch.crop_padding else None
@@ -89,15 +89,14 @@ def draw_variation(samples: int, batch: Batch, rng: np.random.Generator) -> Vari
 
 
 def augment(images_BSSC: Pixels, batch: Batch, rng: np.random.Generator) -> Pixels:
-    """What `batch` asks for, drawn for each sample by itself: random crop, flip, brightness.
+    """Augment each sample as `batch` says: random crop, flip, brightness.
 
-    Takes and returns (B, S, S, 3); the input is never written to, and comes back as it is when nothing
-    is asked for.
+    Takes and returns (B, S, S, 3); the input is never changed, and returned itself without augmentation.
     """
     samples, side = images_BSSC.shape[:2]
     top, left, flipped, factors = draw_variation(samples, batch, rng)
     if batch.crop_padding or batch.flip:
-        # rows_BS[b, r] = which row of the original becomes row r; likewise columns, so that one gather does it all
+        # rows_BS[b, r] = which row of the original becomes row r; likewise columns, so that one indexing does it all
         rows_BS = np.broadcast_to(np.arange(side), (samples, side))
         cols_BS = rows_BS
         if top is not None and left is not None:
@@ -126,8 +125,8 @@ def unfold(images_BSSC: Floats, patch_size: int) -> Floats:
     """Cut images into patches, so that the patch embedding is a linear layer: (B, S, S, 3) -> (B, N, V).
 
     `patches @ conv.weight.flatten(1).T + conv.bias` equals `Conv2d(3, D, P, stride=P)` on the NCHW image
-    followed by `flatten(2).transpose(1, 2)`: patches go row by row, a patch's values by colour, row,
-    column. Like the convolution it leaves out the pixels at the right and bottom that fill no patch.
+    followed by `flatten(2).transpose(1, 2)`: patches are ordered by row, a patch's values by colour, row,
+    column. Like the convolution it ignores pixels at the right and bottom that fill no patch.
 
     >>> image = np.arange(4 * 4, dtype=np.float32).reshape(1, 4, 4, 1).repeat(3, axis=3)
     >>> unfold(image, 2)[0, 1]
@@ -141,9 +140,9 @@ def unfold(images_BSSC: Floats, patch_size: int) -> Floats:
 
 
 def draw_kept(rng: np.random.Generator, samples: int, patches: int, keep: int) -> Indices:
-    """Which patches survive masking: for each sample a uniformly random subset, (samples, keep), ascending.
+    """The patches that are kept in masking: for each sample a uniformly random subset, (samples, keep), ascending.
 
-    Fresh in every call (EFTViT masks anew in every forward pass). Draws nothing when all are kept.
+    New in every call (EFTViT draws a mask in every forward pass). Draws nothing if all are kept.
     """
     if keep == patches:
         return np.tile(np.arange(patches, dtype=np.int64), (samples, 1))
@@ -157,7 +156,7 @@ def select(patches_BNV: Floats, kept_BK: Indices) -> Floats:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Pillow's own conversion, but for deep gray, which it clips at 255 so that 16-bit images turn white."""
+    """Pillow's conversion to RGB, except for 16-bit gray, which pillow would clip at 255."""
     if image.mode == "I" or image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image).clip(0, 65535) // 256).astype(np.uint8))
     return image if image.mode == "RGB" else image.convert("RGB")

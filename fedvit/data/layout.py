@@ -1,7 +1,7 @@
 """Which files of a tree are images of which class, on disk or in an archive.
 
-Two layouts are known: `train/<class>/*` with `test/<class>/*`, and plain `<class>/*`. Hidden files and
-folders do not count.
+Two layouts are supported: `train/<class>/*` with `test/<class>/*`, and plain `<class>/*`. Hidden files and
+folders are ignored.
 """
 
 from collections.abc import Iterator
@@ -23,10 +23,10 @@ class Tree(Generic[File]):
 
     folders: dict[str, "Tree[File]"] = field(default_factory=dict)
     images: dict[str, File] = field(default_factory=dict)
-    others: list[File] = field(default_factory=list)  # of a folder: its other files, and folders that were not listed
+    others: list[File] = field(default_factory=list)  # per folder: its other files, and folders that were not listed
 
     def everything(self) -> Iterator[File]:
-        """All files that were found, whatever they are."""
+        """All files that were found, of any kind."""
         yield from self.images.values()
         yield from self.others
         for folder in self.folders.values():
@@ -39,16 +39,16 @@ class Layout(Generic[File]):
 
     classes: tuple[str, ...]
     train: list[tuple[File, int]]
-    test: list[tuple[File, int]] | None  # None: nobody set test images apart
+    test: list[tuple[File, int]] | None  # None: there is no test folder
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder is there for a program, not for people; __MACOSX is what macOS puts into archives."""
+    """Whether a file or folder is hidden; __MACOSX is added to archives by macOS."""
     return name.startswith(".") or name == "__MACOSX"
 
 
 def read_tree(folder: Path, depth: int) -> Tree[Path]:
-    """What lies in `folder`, `depth` levels of folders deep; the rest is never listed, however large.
+    """The content of `folder`, down to `depth` levels; deeper folders are never listed.
 
     Raises DataError, naming the folder, when one cannot be listed.
     """
@@ -69,7 +69,7 @@ def read_tree(folder: Path, depth: int) -> Tree[Path]:
 
 
 def find_layout(tree: Tree[File], where: str) -> Layout[File]:
-    """Classes are the names of class folders, also of empty ones, sorted; those of train and test together.
+    """Find the layout. Classes are the sorted names of class folders of train and test, also of empty ones.
 
     Raises DataError that begins with `where` when there is no class folder.
     """

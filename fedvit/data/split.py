@@ -9,7 +9,7 @@ from fedvit.errors import ConfigError
 def split_train_test(
     indices: Indices, labels: Indices, test_share: float, rng: np.random.Generator
 ) -> tuple[Indices, Indices]:
-    """Set a share of every class apart: (train, test), both ascending.
+    """Split every class into (train, test), both ascending.
 
     `indices` are those of one device, `labels` those of the whole data set. Of n samples of a class,
     n * test_share go to test, rounded, but at least one and never all; a class with a single sample is

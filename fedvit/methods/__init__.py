@@ -138,6 +138,6 @@ def build_model(
 ) -> PatchViT:
     """The model of that name with what the method adds to it. Raises ConfigError as `build_vit` does."""
     vit = build_vit(model, classes, seed=seed, options=options, pretrained=pretrained)
-    for surgery in method.surgery():
-        surgery.apply(vit, seed)
+    for model_patches in method.model_patches():
+        model_patches.apply(vit, seed)
     return vit

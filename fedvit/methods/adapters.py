@@ -9,7 +9,7 @@ from fedvit.methods.base import GroupRule
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.parts import HEAD, personal
 from fedvit.models.mlp_adapter import MlpAdapter
-from fedvit.models.surgery import Surgery
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.vit import PatchViT
 
 
@@ -29,7 +29,7 @@ class PersonalAdapters(FedAvg):
     bottleneck: Annotated[int, Meta(ge=1)] = 64  # the paper does not say
     shared_dead: bool = False
 
-    def surgery(self) -> tuple[Surgery, ...]:
+    def model_patches(self) -> tuple[ModelPatch, ...]:
         return (MlpAdapter(bottleneck=self.bottleneck, shared_dead=self.shared_dead),)
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:

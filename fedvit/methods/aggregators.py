@@ -1,7 +1,7 @@
 """How the deltas of a cohort become one: the mean, and rules that a malicious minority cannot move at will.
 
-Whatever is not the mean treats devices as equals: a weight by samples would be a claim that an attacker makes.
-A delta is loaded by a function. Where that gives a reader of a file (`TensorReader`), also of coded or shortened
+All rules but the mean weigh devices equally, as an attacker could claim any number of samples.
+A delta is loaded by a function. If that returns a reader of a file (`TensorReader`), also of coded or clipped
 updates, the memory does not grow with the cohort: beside the result it is one tensor of one device, or blocks of
 COHORT_VALUES numbers of all devices together. Rules by distances also hold n x n distances of n devices.
 """
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 BLOCK_VALUES = 1 << 18
 """Numbers of one device that are compared with the other devices' at a time, where the cohort is small."""
 COHORT_VALUES = 1 << 23
-"""Numbers of all devices together that are compared at a time: 64 MiB, and as much again for what sorts them."""
+"""Numbers of all devices together that are compared at a time: 64 MiB, and the same again for sorting."""
 
 
 class Delta(NamedTuple):
@@ -38,7 +38,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def combine(self, deltas: Sequence[Delta], names: Collection[str], scale: float = 1.0) -> dict[str, Floats]:
-        """The step times `scale`, for those `names` that the deltas hold. Raises EmptyCohort where they are too few."""
+        """The step times `scale`, for those `names` that the deltas hold. Raises EmptyCohort for too few deltas."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Coordinatewise(Aggregator):
 
     @abstractmethod
     def centre(self, values: Floats) -> Floats:
-        """(devices, numbers) -> (numbers,). What is given may be changed."""
+        """(devices, numbers) -> (numbers,). May change its input."""
 
     def combine(self, deltas: Sequence[Delta], names: Collection[str], scale: float = 1.0) -> dict[str, Floats]:
         loaded = _loaded(deltas)

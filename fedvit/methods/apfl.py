@@ -24,7 +24,7 @@ class APFL(FedAvg):
 
     Source: Deng et al., "Adaptive Personalized Federated Learning", arXiv:2003.13461, eq. 4 and algorithm 1:
     m = alpha v + (1 - alpha) w learns by v and by alpha, w learns by itself as in FedAvg, and m answers, made of the
-    newest w. Form `code` is what PFLlib and FedPerfix run: v learns by its own loss, becomes m when the round's
+    newest w. Form `code` is that of PFLlib and FedPerfix: v learns by its own loss, becomes m when the round's
     training ends, and answers alone. The round's loss is then that of the new v on one batch.
     Differs from the paper: weights of the mean as in FedAvg. v and alpha follow the chosen optimizer, too; so
     a weight decay pulls also at alpha.

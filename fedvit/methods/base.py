@@ -1,7 +1,7 @@
-"""What a federated method is: groups with roles, an objective, the device's phases, and the server's rule.
+"""The base of federated methods: groups with roles, an objective, the device's phases, and the server's rule.
 
 One file in this folder is one method, both halves in it; the table `METHODS` lists them. Hyperparameters
-are fields of a frozen dataclass. What a method keeps between rounds is in the `ServerState` that its rule
+are fields of a frozen dataclass. State between rounds is in the `ServerState` that its rule
 returns, never in the method.
 """
 
@@ -31,7 +31,7 @@ from fedvit.tensors import Array, Tensors
 PREDICT = "predict"
 """The graph that answers; every method has one."""
 UPDATE = "update"
-"""The graph of the optimizer, where a phase adds gradients up before it updates."""
+"""The graph of the optimizer, if a phase sums gradients before it updates."""
 
 
 class GroupRule(NamedTuple):
@@ -43,7 +43,7 @@ class GroupRule(NamedTuple):
 
 
 class Images(NamedTuple):
-    """A batch as a model sees it; `kept` None means all patches in order."""
+    """A batch as a model reads it; `kept` None means all patches in order."""
 
     patches: Tensor
     kept: Tensor | None
@@ -53,7 +53,7 @@ class Images(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What a training step reads beside the tensors. Letters: B samples of the batch, C classes."""
+    """The inputs of a training step beside the tensors. Letters: B samples of the batch, C classes."""
 
     images: Images
     labels: Tensor  # (B,) int64
@@ -86,23 +86,23 @@ class StepResult(NamedTuple):
     collected: dict[str, Tensor]
 
 
-class Economy(NamedTuple):
-    """Values of an option that make a device's work smaller, the nearest to what was asked for first."""
+class TradeOff(NamedTuple):
+    """Values of an option that reduce a device's work, the closest to the configured value first."""
 
     option: str
-    helps: frozenset[BudgetKind]  # where less is then needed
-    values: tuple[tuple[Any, float], ...]  # (value, share of what counts for accuracy that is kept, at most 1)
+    helps: frozenset[BudgetKind]  # the budgets that it relieves
+    values: tuple[tuple[Any, float], ...]  # (value, quality: estimated share of the accuracy, at most 1)
 
 
 class Gathered(NamedTuple):
-    """What an evaluation gathered from the device's training images. S is its capacity."""
+    """Features that an evaluation gathered from the device's training images. S is its capacity."""
 
     values: Named  # (S, ...)
     labels: Tensor  # (S,) int64
     weight: Tensor  # (S,) 0 where empty
 
 
-class Surgery(Protocol):
+class ModelPatch(Protocol):
     """Adds named tensors to a fresh model, whose own tensors keep their names and values."""
 
     def apply(self, vit: PatchViT, seed: int) -> None: ...
@@ -115,21 +115,21 @@ class Upload(NamedTuple):
     samples: int
     digest: str
     load: Callable[[], Mapping[str, Array]]
-    discount: float = 1.0  # of what was made from an older state; its device's share stays what it is
+    discount: float = 1.0  # factor for an update of an older state; the device's weight does not change
 
 
 @dataclass(frozen=True)
 class ServerState:
-    """All that a server keeps between rounds; the store saves it whole."""
+    """The state of a server between rounds; the store saves all of it."""
 
     tensors: Tensors  # the values of every group that is the same for all devices
-    memory: Mapping[str, Array] = field(default_factory=dict)  # what the rule remembers: optimizer state, generators
+    memory: Mapping[str, Array] = field(default_factory=dict)  # the rule's own state: optimizer, generators
     # device -> digest of an upload kept for later rounds; those of the oldest round come first
     uploads: dict[str, str] = field(default_factory=dict)
 
 
 class RoundContext(NamedTuple):
-    """What a server rule may need of its surroundings."""
+    """The inputs of a server rule beside state and uploads."""
 
     round: int
     seed: int
@@ -137,7 +137,7 @@ class RoundContext(NamedTuple):
     vit: PatchViT
     accelerator: str  # torch device: "cpu", "cuda", ...
     load: Callable[[str], Mapping[str, Array]]  # tensors of a kept upload by digest
-    progress: Callable[[str], None]  # one line for people, often
+    progress: Callable[[str], None]  # shows one line to the operator; called often
     aggregator: Aggregator = Mean()  # how shared tensors' deltas become one
     precision: ProductPrecision = "fp32"  # of products in training
     rank: int = 0  # of this process among those that close the round together, each with an accelerator of its own
@@ -149,25 +149,25 @@ class ServerRule(ABC):
 
     @property
     def why_never_late(self) -> str | None:
-        """Why an upload that was made from an older state cannot be used; None: it can."""
+        """Why an upload for an older state cannot be used; None if it can."""
         return "its server needs updates of its newest tensors"
 
     @property
     def discounts(self) -> bool:
-        """Whether an upload's `discount` is heeded."""
+        """Whether the rule uses an upload's `discount`."""
         return False
 
     @property
     def is_divided(self) -> bool:
-        """Whether processes share its work (`RoundContext.world_size`): each closes the round, to the same state."""
+        """Whether several processes share the work (`RoundContext.world_size`); each computes the same state."""
         return False
 
     def begin(self, seed: int) -> Tensors:
-        """What the rule remembers before the first round."""
+        """The rule's own state before the first round."""
         return {}
 
     def generate(self, state: ServerState, device: str, seed: int) -> Tensors:
-        """The values of the generated groups for one device: those of the next round, or of an evaluation."""
+        """The values of the generated groups for one device: for the next round, or an evaluation."""
         return {}
 
     def generate_for(
@@ -202,19 +202,21 @@ class Method(ABC):
     source: ClassVar[str]
     """The paper, and where the implementation differs from it."""
     one_gradient: ClassVar[bool] = True
-    """Whether a step is one gradient of the objective and one update: a batch can then be worked off in parts."""
+    """Whether a step is one gradient and one update: then a batch can be processed in parts."""
     loop_options: ClassVar[tuple[str, ...]] = ("epochs",)
-    """Economies' options that no graph depends on: with other values the same graphs serve."""
+    """Options of trade-offs that do not change the graphs."""
 
     epochs: Annotated[int, Meta(ge=1)] = 1  # passes over the device's images per round (papers: E)
     batch_size: Annotated[int, Meta(ge=1)] = 32
-    micro_batch: Annotated[int, Meta(ge=1)] | None = None  # images at a time on a device; None: what suits the model
+    micro_batch: Annotated[int, Meta(ge=1)] | None = None  # images at a time on a device; None: chosen for the model
     optimizer: Literal["sgd", "adamw"] = "sgd"
     lr: Annotated[float, Meta(gt=0)] = 0.01
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # sgd only
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     recompute: bool = False  # on devices: less memory, a third more FLOPs
-    frozen_precision: Precision = "fp32"  # of what a device does not train: a half or a quarter of its bytes there
+    frozen_precision: Precision = (
+        "fp32"  # of tensors that a device does not train: saves half or three quarters of their bytes
+    )
     clip_norm: Annotated[float, Meta(gt=0)] | None = None  # a step's gradient is scaled down to this norm
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
     warmup_rounds: Annotated[int, Meta(ge=0)] = 0
@@ -246,21 +248,21 @@ class Method(ABC):
         return 0.5 * (1 + math.cos(math.pi * done))
 
     def in_round(self, round_number: int, rounds: int) -> "Method":
-        """The method as it is in a round that counts from 1, for those whose roles change on the way.
+        """The method in a round, which counts from 1; for methods whose roles change during the run.
 
         Groups that come from the server hold the same tensors in every round.
         """
         return self
 
     def as_traced(self) -> "Method":
-        """The method with the usual values of `loop_options`: those for which it is the same have the same graphs."""
+        """The method with default values of `loop_options`: methods for which this is equal have the same graphs."""
         usual = type(self)()
         return replace(self, **{option: getattr(usual, option) for option in self.loop_options})
 
     # --- tensors --------------------------------------------------------------------------------------
 
-    def surgery(self) -> tuple[Surgery, ...]:
-        """What is added to the model, in this order."""
+    def model_patches(self) -> tuple[ModelPatch, ...]:
+        """Additions to the model, in this order."""
         return ()
 
     def extra_tensors(self, vit: PatchViT) -> dict[str, Tensor]:
@@ -272,7 +274,7 @@ class Method(ABC):
         return {**vit.tensors(), **self.extra_tensors(vit)}
 
     def packed(self, vit: PatchViT, values: Tensors) -> Tensors:
-        """`values`, tensors of the Program, as they travel: what a device does not train in `frozen_precision`."""
+        """`values`, tensors of the Program, as they are sent: untrained ones in `frozen_precision`."""
         still = set(self.names_with(vit, *(role for role in Role if not role.trained_on_device)))
         travelling: Tensors = {}
         for name, value in values.items():  # in their order: devices of different roles may share graphs
@@ -286,7 +288,7 @@ class Method(ABC):
     # --- the device's half, traced into graphs: pure tensor arithmetic only -----------------------------
 
     def forward(self, vit: PatchViT, tensors: Named, images: Images) -> Forward:
-        """Logits, and what may be collected."""
+        """Logits, and values that may be collected."""
 
         def body(vit: PatchViT) -> Tensor:
             return vit.classify(vit.run_to_class(vit.embed(*images), 0))
@@ -310,7 +312,7 @@ class Method(ABC):
         return StepResult(loss, calculus.update(moved, grads), collected)
 
     def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
-        """(B, classes) logits, or anything whose largest value names the class."""
+        """(B, classes) logits, or other scores whose largest value names the class."""
         return self.forward(vit, tensors, images).logits
 
     # --- the device's work ------------------------------------------------------------------------------
@@ -330,24 +332,24 @@ class Method(ABC):
     def evaluate(self, vit: PatchViT) -> Evaluate:
         return Evaluate(graph=PREDICT)
 
-    def economies(self, vit: PatchViT) -> tuple[Economy, ...]:
-        """What may be given up where a device has not enough memory or time; images at a time are chosen anyway.
+    def trade_offs(self, vit: PatchViT) -> tuple[TradeOff, ...]:
+        """Options that may be reduced for a device with too little memory or time; `micro_batch` is chosen separately.
 
-        What costs no accuracy has share 1: blocks that are computed again. Those of frozen weights in fewer bits are
-        measured (docs/measurements.md); of fewer passes over the images, what is left of them.
+        Recomputed blocks cost no accuracy: their quality is 1. That of frozen weights in fewer bits is measured
+        (docs/measurements.md); that of fewer epochs is the remaining share of them.
         """
         memory: frozenset[BudgetKind] = frozenset({"memory"})
         work: frozenset[BudgetKind] = frozenset({"flops", "time"})
-        given = [Economy("recompute", memory, () if self.recompute else ((True, 1.0),))]
+        given = [TradeOff("recompute", memory, () if self.recompute else ((True, 1.0),))]
         if any(names for role, names in self.groups(vit).values() if not role.trained_on_device):
             fewer = {"fp32": (("fp16", 0.99), ("int8", 0.98)), "fp16": (("int8", 0.99),), "int8": ()}
-            given.append(Economy("frozen_precision", memory | {"time"}, fewer[self.frozen_precision]))
-        if not self.one_gradient:  # the whole batch is in memory at a time
-            given.append(Economy("batch_size", memory, _halves(self.batch_size, 0.95)))
+            given.append(TradeOff("frozen_precision", memory | {"time"}, fewer[self.frozen_precision]))
+        if not self.one_gradient:  # the whole batch is in memory at once
+            given.append(TradeOff("batch_size", memory, _halves(self.batch_size, 0.95)))
         passes = range(self.epochs - 1, 0, -1)
         share = tuple((epochs, epochs / self.epochs) for epochs in passes)
-        given.append(Economy("epochs", work, share))
-        return tuple(economy for economy in given if economy.values)
+        given.append(TradeOff("epochs", work, share))
+        return tuple(trade_off for trade_off in given if trade_off.values)
 
     # --- the server's half ----------------------------------------------------------------------------
 
@@ -357,7 +359,7 @@ class Method(ABC):
     # --- derived --------------------------------------------------------------------------------------
 
     def groups(self, vit: PatchViT) -> dict[str, tuple[Role, list[str]]]:
-        """Every tensor in exactly one group. Raises ConfigError for a name without a rule."""
+        """The groups: every tensor is in exactly one. Raises ConfigError for a name without a rule."""
         rules = self.rules(vit)
         members: dict[str, tuple[Role, list[str]]] = {rule.group: (rule.role, []) for rule in rules}
         for name in self.tensors(vit):

@@ -1,6 +1,6 @@
 """How a training step differentiates and updates.
 
-A method writes its step once, against `Calculus`. Traced into a graph it is `TracedCalculus`: functional
+A method implements its step once, with `Calculus`. Traced into a graph it is `TracedCalculus`: functional
 gradients and optimizers as arithmetic. Verification of the graph runs the same step with autograd and
 torch.optim instead.
 """
@@ -19,7 +19,7 @@ Named = Mapping[str, Tensor]
 
 
 class Objective(NamedTuple):
-    """What a step minimises, and what it may record per sample."""
+    """The value that a step minimises, and values that it may record per sample."""
 
     loss: Tensor  # ()
     collected: dict[str, Tensor]

@@ -9,7 +9,7 @@ from fedvit.methods.base import GroupRule
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.parts import on_frozen_backbone
 from fedvit.models.lora import Lora
-from fedvit.models.surgery import Surgery
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.vit import PatchViT
 
 
@@ -27,7 +27,7 @@ class FedLora(FedAvg):
     rank: Annotated[int, Meta(ge=1)] = 16
     alpha: float = 16.0  # the addition is multiplied by alpha / rank
 
-    def surgery(self) -> tuple[Surgery, ...]:
+    def model_patches(self) -> tuple[ModelPatch, ...]:
         return (Lora(rank=self.rank, alpha=self.alpha),)
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:

@@ -8,8 +8,8 @@ from msgspec import Meta
 from fedvit.methods.base import GroupRule
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.parts import on_frozen_backbone
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.prompts import Prompts
-from fedvit.models.surgery import Surgery
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
 
@@ -28,7 +28,7 @@ class FedPrompt(FedAvg):
     tokens: Annotated[int, Meta(ge=1)] = 10  # prompts (pFedPG: K)
     head: Literal["shared", "local"] = "shared"
 
-    def surgery(self) -> tuple[Surgery, ...]:
+    def model_patches(self) -> tuple[ModelPatch, ...]:
         return (Prompts(tokens=self.tokens, placement=self.placement),)
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:

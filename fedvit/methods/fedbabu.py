@@ -1,4 +1,4 @@
-"""FedBABU: the body is trained under a head that nobody moves, and each device tunes a copy before it is tested."""
+"""FedBABU: the body is trained with a fixed head, and each device tunes a copy before its test."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal

@@ -9,7 +9,7 @@ from fedvit.methods.base import GroupRule
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.parts import HEAD, personal
 from fedvit.models.kv_adapter import KVAdapter
-from fedvit.models.surgery import Surgery
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.vit import PatchViT
 
 
@@ -32,7 +32,7 @@ class FedPerfix(FedAvg):
     scale: float = 1.5  # of what the adapter gives (paper: s)
     with_last_block: bool = False
 
-    def surgery(self) -> tuple[Surgery, ...]:
+    def model_patches(self) -> tuple[ModelPatch, ...]:
         return (KVAdapter(bottleneck=self.bottleneck, scale=self.scale, mode=self.mode),)
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:

@@ -19,7 +19,7 @@ from fedvit.methods.base import (
 from fedvit.methods.calculus import Named, Objective
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models.extra_head import ExtraHead
-from fedvit.models.surgery import Surgery
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
 
@@ -41,7 +41,7 @@ class FedRoD(Method):
 
     source: ClassVar[str] = "Chen and Chao, arXiv:2107.00778"
 
-    def surgery(self) -> tuple[Surgery, ...]:
+    def model_patches(self) -> tuple[ModelPatch, ...]:
         return (ExtraHead(name=PERSONAL_HEAD),)
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:

@@ -26,7 +26,7 @@ from fedvit.methods.rules.generator_update import GeneratorUpdate
 from fedvit.methods.rules.together import Together
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models.extra_head import ExtraHead
-from fedvit.models.surgery import Surgery
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.vit import PatchViT
 from fedvit.program import Evaluate, Role, Train
 
@@ -67,7 +67,7 @@ class FedTP(Method):
     all_embeddings: bool = False
     novel: Literal["embedding", "hypernetwork"] | None = None  # what the server learns for devices that come later
 
-    def surgery(self) -> tuple[Surgery, ...]:
+    def model_patches(self) -> tuple[ModelPatch, ...]:
         return (ExtraHead(name=PERSONAL_HEAD),) if self.head == "rod" else ()
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:

@@ -16,7 +16,7 @@ from fedvit.program import Evaluate, Gather, Train
 FEATURES = "features"
 
 FAR = 1e30
-"""Squared distance of an empty place; no image is as far away."""
+"""Squared distance of an empty row; larger than that of any image."""
 
 
 @dataclass(frozen=True, kw_only=True)

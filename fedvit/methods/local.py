@@ -1,4 +1,4 @@
-"""Local: every device trains a model of its own, and nothing travels."""
+"""Local: every device trains a model of its own, and no tensors are sent."""
 
 from dataclasses import dataclass
 from typing import ClassVar

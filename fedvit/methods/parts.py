@@ -27,12 +27,12 @@ BIASES: Patterns = ("*.bias",)
 
 
 def personal(*patterns: str) -> tuple[GroupRule, ...]:
-    """What matches stays on the device, all the rest is averaged."""
+    """Matching tensors are local, all others are averaged."""
     return (GroupRule("personal", Role.LOCAL, patterns), GroupRule("shared", Role.SHARED, ("*",)))
 
 
 def on_frozen_backbone(*patterns: str, tuned: Role = Role.SHARED, head: Role = Role.SHARED) -> tuple[GroupRule, ...]:
-    """The head and what matches are trained; nobody moves the rest, which is sent once."""
+    """The head and matching tensors are trained; all others are frozen, and sent once."""
     return (
         GroupRule("head", head, HEAD),
         GroupRule("tuned", tuned, patterns),

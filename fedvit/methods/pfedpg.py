@@ -28,8 +28,8 @@ from fedvit.methods.optimizers import AdamW, Sgd
 from fedvit.methods.parts import HEAD
 from fedvit.methods.rules.generator_update import SHARED, GeneratorUpdate
 from fedvit.methods.rules.together import Together
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.prompts import Prompts
-from fedvit.models.surgery import Surgery
 from fedvit.models.vit import PatchViT
 from fedvit.program import Evaluate, Role, Train
 
@@ -68,7 +68,7 @@ class PFedPG(Method):
     # prompts in a test: as the device adapted them, fresh from the generator, or the base that all devices share
     evaluate_with: Literal["adapted", "fresh", "base"] = "adapted"
 
-    def surgery(self) -> tuple[Surgery, ...]:
+    def model_patches(self) -> tuple[ModelPatch, ...]:
         return (Prompts(tokens=self.tokens),)
 
     def extra_tensors(self, vit: PatchViT) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ from msgspec import Meta
 from fedvit.methods.base import GroupRule
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.parts import HEAD, personal
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.prefix import FreePrefix
-from fedvit.models.surgery import Surgery
 from fedvit.models.vit import PatchViT
 
 
@@ -31,7 +31,7 @@ class PersonalPrefix(FedAvg):
     tokens: Annotated[int, Meta(ge=1)] = 10  # prefixes of a block; "literal" only, the paper does not say how many
     scale: float = 1.5  # "linear" only
 
-    def surgery(self) -> tuple[Surgery, ...]:
+    def model_patches(self) -> tuple[ModelPatch, ...]:
         return (FreePrefix(form=self.form, init=self.init, tokens=self.tokens, scale=self.scale),)
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:

@@ -12,12 +12,12 @@ from fedvit.methods.aggregators import Aggregator, Delta, Floats, norm_of
 class PrivateMean(Aggregator):
     """The sum of the deltas, each at most `clip` long, plus noise of std `noise_multiplier * clip`, / `denominator`.
 
-    The denominator is fixed before anybody answers, and all devices weigh the same: neither may depend on the data.
+    The denominator is fixed before any device answers, and all devices weigh the same: neither may depend on the data.
     Adding or taking away one device moves the sum by at most `clip`, so that a round is one Gaussian mechanism.
     Devices clip, too, but a server that promises privacy does not trust them with it.
     Source: McMahan et al., "Learning Differentially Private Recurrent Language Models", arXiv:1710.06963, the
-    estimator with a fixed denominator. Noise is of floating-point numbers, which a determined reader of the lowest
-    bits can attack (Mironov 2012).
+    estimator with a fixed denominator. The noise consists of floating-point numbers,
+    whose lowest bits can be attacked (Mironov 2012).
     """
 
     clip: float

@@ -5,10 +5,10 @@ import torch
 from fedvit.roles import ProductPrecision
 
 
-def products_in(precision: ProductPrecision, place: torch.device) -> torch.autocast:
-    """Within, products on `place` are computed in a precision; their backward passes are so afterwards, too.
+def products_in(precision: ProductPrecision, device: torch.device) -> torch.autocast:
+    """Within the context, products on `device` are computed in `precision`; so are their later backward passes.
 
     torch keeps the choice between fp32 and tf32 for the whole process: it holds until the next call.
     """
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-    return torch.autocast(place.type, torch.bfloat16, enabled=precision == "bf16")
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")

@@ -1,4 +1,4 @@
-"""SingleSet-VPT: every device tunes prompts and a head of its own on a frozen backbone; nothing travels."""
+"""SingleSet-VPT: every device tunes prompts and a head of its own on a frozen backbone; no tensors are sent."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -8,8 +8,8 @@ from msgspec import Meta
 from fedvit.methods.base import GroupRule
 from fedvit.methods.local import Local
 from fedvit.methods.parts import on_frozen_backbone
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.prompts import Prompts
-from fedvit.models.surgery import Surgery
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
 
@@ -25,7 +25,7 @@ class SingleVpt(Local):
 
     tokens: Annotated[int, Meta(ge=1)] = 10
 
-    def surgery(self) -> tuple[Surgery, ...]:
+    def model_patches(self) -> tuple[ModelPatch, ...]:
         return (Prompts(tokens=self.tokens),)
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:

@@ -23,13 +23,13 @@ Calculi = Callable[[Optimizer, Named], Calculus]
 
 @dataclass(frozen=True)
 class Update:
-    """What a graph serves that applies gradients."""
+    """The purpose of a graph that applies gradients."""
 
     rule: Optimizer
 
 
 Serves = Train | Update | Gather | None
-"""What a graph is for; None is prediction."""
+"""The purpose of a graph; None is prediction."""
 
 PIECE = 4099
 """Elements of the example of an update. A prime, so that the graph's only length of this size is that of the piece."""
@@ -121,7 +121,7 @@ def predict_step(method: Method, vit: PatchViT) -> Step:
 
 
 def steps_of(method: Method, vit: PatchViT) -> dict[str, Serves]:
-    """Every graph of a method, and what it serves. Phases that name one graph share it."""
+    """Every graph of a method, and its purpose. Phases that name one graph share it."""
     evaluate = method.evaluate(vit)
     graphs: dict[str, Serves] = {}
     for phase in (*method.phases(vit), *evaluate.adapt):

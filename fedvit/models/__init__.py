@@ -1,6 +1,6 @@
 """Vision Transformers by name: every plain ViT of timm, and a small configurable one.
 
-Torch lives here; nothing that a device imports may import this room.
+This package needs torch: modules that a device imports must not import it.
 """
 
 import math
@@ -25,13 +25,13 @@ from fedvit.models.extra_head import ExtraHead
 from fedvit.models.kv_adapter import KVAdapter
 from fedvit.models.lora import Lora
 from fedvit.models.mlp_adapter import MlpAdapter
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.options import check_switch, check_whole
 from fedvit.models.prefix import FreePrefix
 from fedvit.models.prompts import Prompts
-from fedvit.models.surgery import Surgery
 from fedvit.models.vit import PatchViT
 
-SURGERIES: Mapping[str, type[Surgery]] = {
+MODEL_PATCHES: Mapping[str, type[ModelPatch]] = {
     "extra_head": ExtraHead,
     "kv_adapter": KVAdapter,
     "lora": Lora,
@@ -44,7 +44,7 @@ SURGERIES: Mapping[str, type[Surgery]] = {
 Options = dict[str, Any]
 
 HUB_S = 5.0
-"""Longest wait for the hub of weights to answer."""
+"""Longest wait for an answer of the hub of weights."""
 
 
 def build_vit(
@@ -138,9 +138,9 @@ def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> 
 
 @contextmanager
 def _quick_hub() -> Iterator[None]:
-    """Where the hub of weights cannot be reached, only what was downloaded before is used: without minutes of retries.
+    """If the hub of weights cannot be reached, use earlier downloads only, without minutes of retries.
 
-    Raises OSError, which says so, where that is not there.
+    Raises OSError, with the reason, if there is no earlier download.
     """
     try:
         huggingface_hub.get_session().head(constants.ENDPOINT, timeout=HUB_S)
@@ -162,7 +162,7 @@ def _quick_hub() -> Iterator[None]:
 
 
 def checkpoint_notes(vit: PatchViT, file: str) -> list[str]:
-    """What of a checkpoint a model did not take as it is: its head, and positions for pictures of another size."""
+    """The parts of a checkpoint that a model changes: its head, and positions for images of another size."""
     held = {name: tuple(value.shape) for name, value in load_state_dict(file).items()}
     own = {name: tuple(value.shape) for name, value in vit.vit.named_parameters()}
     resampled = [name for name, shape in own.items() if name in held and held[name] != shape and name != "head.weight"]
@@ -177,7 +177,7 @@ def checkpoint_notes(vit: PatchViT, file: str) -> list[str]:
 
 
 def _check_loaded(model: VisionTransformer, fresh: VisionTransformer, name: str, file: str) -> None:
-    """Refuse a checkpoint that left a random tensor as it was: timm passes over names that it does not find."""
+    """Refuse a checkpoint that leaves a tensor at its random value: timm ignores missing names."""
     for key, value in fresh.named_parameters():
         if key.startswith("head.") or bool((value == value.flatten()[0]).all()):
             continue

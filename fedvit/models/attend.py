@@ -1,6 +1,6 @@
-"""timm's attention written out, so that a block may ask for the class token's row alone.
+"""timm's attention written out, so that a block can compute the class token's row only.
 
-Letters in names: B batch, N tokens, Q tokens that ask, M keys, D width, I inner width of all heads, H heads, W width
+Letters in names: B batch, N tokens, Q query tokens, M keys, D width, I inner width of all heads, H heads, W width
 of one head.
 """
 
@@ -61,8 +61,8 @@ def attend(attention: AttentionParts, x_BND: Tensor, asking: int, more: MoreKeys
 def class_token(block: nn.Module, x_BND: Tensor) -> Tensor:
     """(B, 1, D) the first token of what leaves a block: the same numbers, without computing the other tokens'.
 
-    Every token is still a key and a value, but only one asks, and only one goes through the MLP: of the block's
-    products 10 / 12 are spared (of all FLOPs of a ViT-B some 7 %).
+    Every token is still a key and a value, but only one is a query, and only one goes through the MLP: of the
+    block's products 10 / 12 are saved (of all FLOPs of a ViT-B some 7 %).
     """
     first_B1D, _ = x_BND.split([1, x_BND.shape[1] - 1], dim=1)
     if not isinstance(block, Block) or not (asks := _asks(block.attn)):
@@ -73,7 +73,7 @@ def class_token(block: nn.Module, x_BND: Tensor) -> Tensor:
 
 
 def _asks(attention: nn.Module) -> Callable[[Tensor, int], Tensor] | None:
-    """How the attention is asked for the first tokens alone, where it can be."""
+    """The function that computes the first tokens only, if the attention has one."""
     if type(attention) is Attention and attention.gate is None:
         return lambda x_BND, asking: attend(attention, x_BND, asking)
     return getattr(attention, "of_first", None)

@@ -1,4 +1,4 @@
-"""timm's attention with a place for keys and values of other origin.
+"""timm's attention, extensible by additional keys and values.
 
 Tensors keep timm's names. Letters in names: B batch, N tokens, M keys, D width, I inner width of all heads,
 H heads, W width of one head.
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
 from fedvit.models.attend import attend
-from fedvit.models.surgery import plain_blocks
+from fedvit.models.model_patch import plain_blocks
 from fedvit.models.vit import PatchViT
 
 
@@ -31,7 +31,7 @@ class KeysValues(nn.Module):
 
 
 class OpenAttention(nn.Module):
-    """Takes over the parts of timm's attention, and asks its `KeysValues` children for more keys and values."""
+    """Has the parts of timm's attention, and adds the keys and values of its `KeysValues` children."""
 
     qkv: nn.Linear
     q_norm: nn.Module
@@ -78,7 +78,7 @@ def attentions(vit: PatchViT) -> list[Attention | OpenAttention]:
 
 
 def open_attentions(vit: PatchViT) -> list[OpenAttention]:
-    """The attention of every block, replaced by one that can be added to."""
+    """The attention of every block, replaced by an extensible one."""
     for block, attention in zip(plain_blocks(vit), attentions(vit), strict=True):
         if isinstance(attention, Attention):
             block.attn = OpenAttention(attention)

@@ -6,13 +6,13 @@ from typing import Literal
 from torch import nn
 
 from fedvit.errors import ConfigError
+from fedvit.models.model_patch import ModelPatch, seeded
 from fedvit.models.options import check_choice
-from fedvit.models.surgery import Surgery, seeded
 from fedvit.models.vit import PatchViT
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtraHead(Surgery):
+class ExtraHead(ModelPatch):
     """One more linear layer from the class token to the classes, as FedRoD's personal head; `PatchViT.head` runs it.
 
     Source: Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification",

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from fedvit.models.attention import KeysValues, open_attentions
+from fedvit.models.model_patch import ModelPatch, seeded
 from fedvit.models.options import check_choice, check_number, check_whole
-from fedvit.models.surgery import Surgery, seeded
 from fedvit.models.vit import PatchViT
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVAdapter(Surgery):
+class KVAdapter(ModelPatch):
     """In every block: [P_k, P_v] = up(tanh(down(x))) of the attention's input x; Q is untouched.
 
     Source: Sun et al., "FedPerfix: Towards Partial Model Personalization of Vision Transformers in Federated

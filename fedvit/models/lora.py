@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fedvit.models.attention import attentions
+from fedvit.models.model_patch import ModelPatch, seeded
 from fedvit.models.options import check_number, check_whole
-from fedvit.models.surgery import Surgery, seeded
 from fedvit.models.vit import PatchViT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora(Surgery):
+class Lora(ModelPatch):
     """In every block: W_q x becomes W_q x + (alpha / rank) B A x, likewise W_v; keys stay.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685. B (D, rank) begins at
@@ -53,7 +53,7 @@ class _LowRank(nn.Module):
 
 
 def _add(lora_q: nn.Module, lora_v: nn.Module, qkv: nn.Module, args: tuple[Tensor, ...], out_BNI: Tensor) -> Tensor:
-    """What a forward hook returns takes the place of the projection's output."""
+    """A forward hook: its result replaces the projection's output."""
     (x_BND,) = args
     q, k, v = out_BNI.chunk(3, dim=-1)
     return torch.cat([q + lora_q(x_BND), k, v + lora_v(x_BND)], dim=-1)

@@ -6,13 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fedvit.models.model_patch import ModelPatch, plain_blocks, seeded
 from fedvit.models.options import check_switch, check_whole
-from fedvit.models.surgery import Surgery, plain_blocks, seeded
 from fedvit.models.vit import PatchViT
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpAdapter(Surgery):
+class MlpAdapter(ModelPatch):
     """In every block: y = mlp(norm2(x)), x <- x + y + up(tanh(down(y))); `up` begins at zero, so the model as its base.
 
     Source: FedPerfix, arXiv:2308.09160, Table 6. Its released code has one adapter for all blocks and begins with
@@ -57,6 +57,6 @@ class _Adapter(nn.Module):
 
 
 def _add(adapter: nn.Module, mlp: nn.Module, args: tuple[Tensor, ...], y_BND: Tensor) -> Tensor:
-    """What a forward hook returns takes the place of the MLP's output."""
+    """A forward hook: its result replaces the MLP's output."""
     added: Tensor = y_BND + adapter(y_BND)
     return added

@@ -1,4 +1,4 @@
-"""Checks of a model's and a surgery's options; the message names the option and its value."""
+"""Checks of the options of models and model patches; the message names the option and its value."""
 
 import math
 from collections.abc import Sequence

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from fedvit.models.attention import KeysValues, open_attentions
+from fedvit.models.model_patch import ModelPatch, seeded
 from fedvit.models.options import check_choice, check_number, check_whole
-from fedvit.models.surgery import Surgery, seeded
 from fedvit.models.vit import PatchViT
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreePrefix(Surgery):
+class FreePrefix(ModelPatch):
     """The ablation Prefix-Z (`init` zero) and Prefix-R (random) of FedPerfix, arXiv:2308.09160, Table 6.
 
     "literal" is the paper's text: `tokens` free keys and values per block, before those of the tokens. Zeros still

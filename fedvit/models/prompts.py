@@ -7,13 +7,13 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from fedvit.models.model_patch import ModelPatch, seeded
 from fedvit.models.options import check_choice, check_whole
-from fedvit.models.surgery import Surgery, seeded
-from fedvit.models.vit import PatchViT, TokenSurgery
+from fedvit.models.vit import PatchViT, TokenHooks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts(Surgery):
+class Prompts(ModelPatch):
     """`tokens` prompts K of width D, without positions; the classifier reads the class token as before.
 
     Source: Jia et al., "Visual Prompt Tuning", arXiv:2203.12119 ("shallow" and "deep"); FedPerfix, arXiv:2308.09160,
@@ -40,7 +40,7 @@ class Prompts(Surgery):
         vit.add("prompts", _PLACES[self.placement](values, vit.prefix_tokens))
 
 
-class _Prompts(TokenSurgery):
+class _Prompts(TokenHooks):
     def __init__(self, values: Tensor, first: int) -> None:
         super().__init__()
         self.first = first  # tokens in front of the prompts

@@ -1,4 +1,4 @@
-"""A block that keeps only what enters it, and is computed again in the backward pass.
+"""A block that stores its input only, and is computed again in the backward pass.
 
 Memory instead of time: of a block's activations (16 units of tokens x width and more) one is kept, and its forward
 pass runs twice, a third more FLOPs. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost",
@@ -38,7 +38,7 @@ def recomputed(block: nn.Module, x_BND: Tensor) -> Tensor:
 
 
 class _Used(nn.Module):
-    """A block with all that it uses: gradients of what it holds not itself would be lost."""
+    """A block with all modules that it uses: gradients of modules outside of it would be lost."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

@@ -17,8 +17,8 @@ from fedvit.models.attend import class_token
 from fedvit.models.recompute import recomputed
 
 
-class TokenSurgery(nn.Module):
-    """A child of the timm model that adds or replaces tokens between stages; this one leaves them."""
+class TokenHooks(nn.Module):
+    """A child of the timm model that adds or replaces tokens between stages; the base class changes nothing."""
 
     def embedded(self, x_BND: Tensor) -> Tensor:
         """What `embed` returns."""
@@ -29,7 +29,7 @@ class TokenSurgery(nn.Module):
         return x_BND
 
     def after_block(self, block: int, x_BND: Tensor) -> Tensor:
-        """What leaves block `block`; not asked behind the last, of which only the class token is computed."""
+        """What leaves block `block`; not called after the last, of which only the class token is computed."""
         return x_BND
 
 
@@ -99,29 +99,29 @@ class PatchViT(nn.Module):
 
     @property
     def mean_std(self) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-        """Normalisation of the pictures that the weights expect; one half if the model does not say."""
+        """Normalisation of images that the weights expect; one half if the model does not define it."""
         config: dict[str, Any] = getattr(self.vit, "pretrained_cfg", None) or {}
         half = (0.5, 0.5, 0.5)
         mean, std = tuple(config.get("mean", half)), tuple(config.get("std", half))
         return cast(tuple[float, float, float], mean), cast(tuple[float, float, float], std)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every trainable tensor by timm's name, or by that of the surgery that added it; detached."""
+        """Every trainable tensor by timm's name, or by that of the model patch that added it; detached."""
         return {name: value.detach() for name, value in self.vit.named_parameters()}
 
     def add(self, path: str, module: nn.Module) -> None:
-        """Give the timm model a part of its own: `add("blocks.0.mlp.adapter", ...)`; its tensors are named after it.
+        """Add a module to the timm model: `add("blocks.0.mlp.adapter", ...)`; its tensors are named after it.
 
-        Raises ConfigError if there is something of this name.
+        Raises ConfigError if the name exists.
         """
         parent, _, name = path.rpartition(".")
         owner = self.vit.get_submodule(parent)
         if hasattr(owner, name):
-            raise ConfigError(f"model {self.name!r} cannot be given {path!r}: it has that already")
+            raise ConfigError(f"model {self.name!r} already has a module {path!r}")
         owner.add_module(name, module)
 
-    def _token_surgeries(self) -> list[TokenSurgery]:
-        return [child for child in self.vit.children() if isinstance(child, TokenSurgery)]
+    def _token_hooks(self) -> list[TokenHooks]:
+        return [child for child in self.vit.children() if isinstance(child, TokenHooks)]
 
     # --- stages ---------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class PatchViT(nn.Module):
 
     @contextmanager
     def recomputing(self, recompute: bool) -> Iterator[None]:
-        """Within, blocks do so or not."""
+        """Within the context, blocks are recomputed in the backward pass, or not."""
         before, self.recompute = self.recompute, recompute
         try:
             yield
@@ -160,13 +160,13 @@ class PatchViT(nn.Module):
         x_BND = x_BND + (pos_1ND if kept_BN is None else _TakeRows.apply(pos_1ND.squeeze(0), kept_BN))
         x_BND = torch.cat([prefix_1ND.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
         x_BND = vit.norm_pre(x_BND)
-        for surgery in self._token_surgeries():
+        for surgery in self._token_hooks():
             x_BND = surgery.embedded(x_BND)
         return x_BND
 
     def run_blocks(self, x_BND: Tensor, first: int, last: int) -> Tensor:
         """Blocks `first` to `last - 1`."""
-        surgeries = self._token_surgeries()
+        surgeries = self._token_hooks()
         for index, block in enumerate(self.vit.blocks[first:last], start=first):
             for surgery in surgeries:
                 x_BND = surgery.before_block(index, x_BND)
@@ -184,7 +184,7 @@ class PatchViT(nn.Module):
         if first == last:
             return self._class_token(x_BND)
         x_BND = self.run_blocks(x_BND, first, last - 1)
-        for surgery in self._token_surgeries():  # what they would do behind the block is to other tokens
+        for surgery in self._token_hooks():  # after the block they only change other tokens
             x_BND = surgery.before_block(last - 1, x_BND)
         return class_token(self.vit.blocks[last - 1], x_BND)
 
@@ -198,7 +198,7 @@ class PatchViT(nn.Module):
         return cast(Tensor, self.vit.fc_norm(self.vit.norm(cls_BD))) if normed else cls_BD
 
     def head(self, features_BD: Tensor, name: str = "head") -> Tensor:
-        """(B, classes) logits; `name` is timm's own head or one that a surgery added."""
+        """(B, classes) logits; `name` is timm's own head or one that a model patch added."""
         return cast(Tensor, self.vit.get_submodule(name)(features_BD))
 
     def classify(self, x_BND: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Ways for messages to travel: in memory and over MQTT, behind one small interface."""
+"""Transports of messages: in memory and over MQTT, with one small interface."""

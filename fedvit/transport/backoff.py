@@ -1,18 +1,17 @@
-"""When a lost connection is tried again: later with each failure, and never by a whole fleet at the same time."""
+"""Backoff of reconnections: waits grow with each failure, and have jitter so that a fleet does not return at once."""
 
 import random
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 10.0
 SETTLED_S = 10.0
-"""A link that was up for so long was a good one: the next attempts begin with the shortest wait again."""
+"""After a link that was up for this long, the waits start with the shortest one again."""
 
 
 class Backoff:
     """The waits of one connection. After the loss of a link that was up, up to `spread_s` seconds are added.
 
-    A broker that dies takes the links of a whole fleet with it at the same moment; the spread is the time over which
-    the fleet comes back.
+    When a broker ends, a whole fleet loses its links at once; the spread is the time over which the fleet reconnects.
     """
 
     def __init__(self, spread_s: float = 0.0) -> None:

@@ -1,7 +1,7 @@
-"""The transport: publish and subscribe, events into one inbox. Nothing is promised beyond "usually arrives".
+"""The transport: publish and subscribe, events into one inbox. Delivery is not guaranteed.
 
-Every program has one thread that reads the inbox; whatever arrives, from the network or from its own
-worker threads, becomes an event there. So no program state needs a lock.
+Every program has one thread that reads the inbox; everything from the network or from its own worker threads arrives
+there as an event. So no state of a program needs a lock.
 """
 
 from abc import ABC, abstractmethod
@@ -20,49 +20,49 @@ class Connected(NamedTuple):
 
 
 class Disconnected(NamedTuple):
-    """The link is down; the transport goes on trying by itself."""
+    """The link is down; the transport keeps trying to reconnect."""
 
     reason: str
 
 
-class Taken(NamedTuple):
-    """The broker acknowledged a message of QoS 1; `refusal` is why it did not take it, where it says so."""
+class Acknowledged(NamedTuple):
+    """The broker acknowledged a message of QoS 1; `refusal` is the reason if the broker refused it."""
 
     refusal: str | None
 
 
 class Wake(NamedTuple):
-    """Nothing arrived, but something can go on: the loop comes round to it."""
+    """Wakes the loop although no message arrived: some work can continue."""
 
 
 class Will(NamedTuple):
-    """What the broker publishes when this side vanishes without a farewell."""
+    """The last will: published by the broker when this side disappears without disconnecting."""
 
     topic: str
     payload: bytes
 
 
 WillMaker = Callable[[int], Will]
-"""Makes the will of one connection from the connection's number."""
+"""Makes the will of a connection from its number."""
 
 
 class BulkSink(Protocol):
-    """Who takes bulk messages. Both methods may be called from any thread."""
+    """A receiver of bulk messages. Both methods may be called from any thread."""
 
     def listening(self, topic: str) -> None:
-        """From now on messages on `topic` arrive. Said again when the link was lost: what was under way is gone."""
+        """The subscription of `topic` is confirmed. Called again after a lost link, which loses messages."""
 
     def heard(self, topic: str, message: bytes | memoryview) -> None:
-        """A message came; a memoryview is valid during the call only."""
+        """A message arrived; a memoryview is valid during the call only."""
 
 
 class Transport(ABC):
-    """One program's way to the broker: one link for control, and one for bulk that exists while bulk moves.
+    """One program's connection to the broker: a control link, and a bulk link that exists while blobs are transferred.
 
     All methods may be called from any thread and never block on the network. `sent_bytes` and
-    `received_bytes` count payloads since construction. `connection` is the number of the newest connection, or attempt
-    at one: 0 before the first, and one more with each. `shared_epoch` is that of several coordinators of one process
-    which share a link: a device joins all of them at once; 0: the coordinator has one of its own.
+    `received_bytes` count payloads since construction. `connection` is the number of the newest connection or attempt,
+    from 1; 0 before the first. `shared_epoch` is the epoch of several coordinators in one process which share a link: a
+    device joins all of them at once; 0: the coordinator has its own link.
     """
 
     def __init__(self, inbox: SimpleQueue[object]) -> None:
@@ -74,29 +74,29 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, will: Will | WillMaker | None = None) -> None:
-        """Begin to connect; Connected arrives in the inbox each time the link comes up."""
+        """Start to connect; Connected arrives in the inbox whenever the link comes up."""
 
     def _begin_connection(self, will: Will | WillMaker | None) -> Will | None:
-        """To be called before each attempt to connect: its will."""
+        """To be called before each attempt to connect; returns its will."""
         self.connection += 1
         return will(self.connection) if callable(will) else will
 
     @abstractmethod
     def subscribe(self, topic_filter: str, qos: int) -> None:
-        """Hear a topic filter from now on, also after reconnecting."""
+        """Subscribe to a topic filter, also after reconnecting."""
 
     @abstractmethod
     def unsubscribe(self, topic_filter: str) -> None: ...
 
     @abstractmethod
     def publish(self, topic: str, payload: bytes, *, qos: int = 1) -> bool:
-        """Hand a message over. False while the link is down: then nothing was queued."""
+        """Send a message. False while the link is down: the message is dropped."""
 
     @abstractmethod
     def listen(self, topic: str, sink: BulkSink) -> None:
-        """Hear the bulk messages on one topic, also after reconnecting.
+        """Receive the bulk messages of one topic, also after reconnecting.
 
-        They go to the sink, or into the inbox as Received, for the program to pass on.
+        They go to the sink, or into the inbox as Received, which the program passes on.
         """
 
     @abstractmethod
@@ -104,19 +104,19 @@ class Transport(ABC):
 
     @abstractmethod
     def bulk_up(self) -> bool:
-        """Whether bulk can be sent now; if not, the link for it is brought up, and Wake comes then."""
+        """Whether bulk can be sent now; if not, the bulk link is opened, and Wake arrives when it is up."""
 
     @abstractmethod
     def send_bulk(self, topic: str, messages: Sequence[tuple[bytes, memoryview]]) -> bool:
-        """Hand over messages of head and body, QoS 0; a body must not change before it has left.
+        """Send messages of head and body, QoS 0; a body must not change before it is sent.
 
-        False while the bulk link is down: then nothing was queued.
+        False while the bulk link is down: the messages are dropped.
         """
 
     @abstractmethod
     def pending_bytes(self) -> int:
-        """Bytes handed over that have not left this process yet; bulk senders wait while it is high."""
+        """Bytes in this process that are not sent yet; bulk senders wait while it is high."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave for good, without the last will."""
+        """Disconnect for good, without the last will."""

@@ -3,7 +3,7 @@
 paho copies each payload two to four times, which is most of what a chunk costs; here chunks go from a mapped
 file to the socket, and from one buffer into a file (docs/decisions/0013). With bulk on a connection of its own,
 control messages never wait behind it. It is opened when the first blob moves, and closed when none has moved
-for a while. Nothing is promised but order: what is lost is asked for again.
+for a while. Only order is guaranteed: lost chunks are requested again.
 """
 
 import collections
@@ -31,20 +31,20 @@ log = logging.getLogger(__name__)
 KEEPALIVE_S = 30
 CONNECT_S = 10.0
 IDLE_S = 30.0
-"""So long after the last chunk the connection is closed."""
+"""The connection is closed this time after the last chunk."""
 READ_BYTES = 256 * 1024
-"""Read at once: more falls out of a small processor's cache before it is written to the file."""
+"""Bytes of one read: more would leave a small processor's cache before they are written to the file."""
 PIECES = 32
 """Buffers in one call of sendmsg; a chunk is two."""
 READS_IN_TURN = 8
 
 
 class _Gone(Exception):
-    """The connection is over; why, in words."""
+    """The connection ended; the message is the reason."""
 
 
 class BulkLink:
-    """Publishes and hears chunks on a connection that comes and goes with them.
+    """Publishes and receives chunks on a connection that exists while chunks are transferred.
 
     `woken` is called, in the link's thread, when the connection is up; `received` with the size of what came.
     `backoff` says when a connection that was lost is tried again.
@@ -152,13 +152,13 @@ class BulkLink:
         waker = self._waker
         if waker is not None and (self._asleep or always):
             self._asleep = False
-            with contextlib.suppress(OSError):  # it is awake, or over
+            with contextlib.suppress(OSError):  # the thread is awake or has ended
                 waker.send(b"\0")
 
     # --- the link's thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        trouble: str | None = None  # what the log says already
+        trouble: str | None = None  # the reason that was logged last
         while not self._closing.is_set():
             self._up_at = None
             reason = self._connection()
@@ -171,8 +171,8 @@ class BulkLink:
                     self._thread = None
                     return
             if reason is None:
-                continue  # wanted again since
-            if self._up_at is not None or reason != trouble:  # once for an outage, however often it is tried again
+                continue  # needed again meanwhile
+            if self._up_at is not None or reason != trouble:  # logged once per outage
                 log.info("bulk connection lost; trying again", extra={"reason": f"{self._address}: {reason}"})
             trouble = reason
             up_s = None if self._up_at is None else time.monotonic() - self._up_at
@@ -182,7 +182,7 @@ class BulkLink:
         return not self._sinks and not self._out and time.monotonic() - self._used_at > IDLE_S
 
     def _connection(self) -> str | None:
-        """Serve one connection until it ends; the answer is why, None when it was not needed any more."""
+        """Serve one connection until it ends; returns the reason, None if it was not needed any more."""
         mine: socket.socket | None = None
         opened: socket.socket | None = None
         try:
@@ -213,7 +213,7 @@ class BulkLink:
         opened: socket.socket = socket.create_connection((address.host, address.port), CONNECT_S)
         try:
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if (tls := self._tls()) is not None:  # made anew: the certificate may have been renewed
+            if (tls := self._tls()) is not None:  # made again, as the certificate may have been renewed
                 opened = tls.wrap_socket(opened, server_hostname=address.host)
             opened.sendall(packets.connect(self._client_id, KEEPALIVE_S, address.user, address.password))
             answer = b""
@@ -233,7 +233,7 @@ class BulkLink:
             raise
 
     def _serve(self, opened: socket.socket, mine: socket.socket) -> None:
-        """Read, write, and keep the connection alive, until it is not needed any more. Raises when it is lost."""
+        """Read, write, and keep the connection alive, until it is not needed any more. Raises if it is lost."""
         reader = _Reader(opened, self._largest_packet, self._on_packet)
         poller = select.poll()
         poller.register(mine, select.POLLIN)
@@ -267,7 +267,7 @@ class BulkLink:
         opened.sendall(packets.DISCONNECT)
 
     def _write(self, opened: socket.socket) -> bool:
-        """Send what the socket takes; whether that was anything."""
+        """Write as much as the socket accepts; whether any byte was sent."""
         any_sent = False
         while self._out:
             pieces = list(itertools.islice(self._out, PIECES))
@@ -303,7 +303,7 @@ class BulkLink:
 
 
 class _Reader:
-    """Cuts what a socket brings into packets, in one buffer that never grows."""
+    """Splits the bytes of a socket into packets, in one buffer that never grows."""
 
     def __init__(
         self, opened: socket.socket, largest_packet: int, heard: Callable[[memoryview, packets.Packet], None]
@@ -315,11 +315,11 @@ class _Reader:
         self._filled = 0
 
     def read(self) -> None:
-        """Take what is there, up to some reads. Raises _Gone at its end, BadPayload when it is no MQTT."""
+        """Read available bytes, up to some reads. Raises _Gone at the end of the stream, BadPayload for no MQTT."""
         for _ in range(READS_IN_TURN):
-            room = self._buffer[self._filled : self._filled + READ_BYTES]
+            free = self._buffer[self._filled : self._filled + READ_BYTES]
             try:
-                count = self._opened.recv_into(room)
+                count = self._opened.recv_into(free)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return
             if not count:
@@ -339,7 +339,7 @@ class _Reader:
 
 
 def _guarded(act: Callable[..., None], *arguments: object) -> None:
-    """What a program does with a message must not end the link."""
+    """Call a handler; its error must not end the link."""
     try:
         act(*arguments)
     except Exception:

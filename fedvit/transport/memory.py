@@ -1,8 +1,8 @@
-"""A broker inside the process: rounds without a network, in tests and in rehearsals.
+"""A broker inside the process: rounds without a network, in tests and simulations.
 
-It keeps what the programs rely on from a real broker (order within a topic, last wills, take-over
-of a client id), and it can do on purpose what a network does by accident: stop, lose a client without a
-farewell, drop a share of the QoS 0 messages.
+It has the properties of a real broker that programs rely on (order within a topic, last wills, take-over
+of a client id), and it can simulate faults: stop, lose a client without a disconnect, drop a share of the
+QoS 0 messages.
 """
 
 import random
@@ -36,14 +36,14 @@ class MemoryBroker:
         self._running = True
 
     def stop(self) -> None:
-        """Die as by kill -9: every link is lost, no will is published."""
+        """Stop like a killed broker: every link is lost, no will is published."""
         with self._lock:
             self._running = False
             for client in self._clients.values():
                 client.link_changed(Disconnected("memory: the broker stopped"))
 
     def start(self) -> None:
-        """Come back; whoever has not closed its transport is connected again."""
+        """Start again; transports that are not closed are connected again."""
         with self._lock:
             self._running = True
             for client in self._clients.values():
@@ -73,7 +73,7 @@ class MemoryBroker:
                 self.route(client.will.topic, client.will.payload, qos=1)
 
     def route(self, topic: str, payload: bytes, *, qos: int) -> bool:
-        """Deliver to everybody who hears `topic`; False while the broker is stopped."""
+        """Deliver to all subscribers of `topic`; False while the broker is stopped."""
         with self._lock:
             if not self._running:
                 return False
@@ -136,7 +136,7 @@ class MemoryTransport(Transport):
         return True
 
     def listen(self, topic: str, sink: BulkSink) -> None:
-        """Chunks come into the inbox: to call the sink here would run one program's code in another's thread."""
+        """Chunks go into the inbox: calling the sink here would run one program's code in another's thread."""
         self.subscribe(topic, 0)
         sink.listening(topic)
 
@@ -157,7 +157,7 @@ class MemoryTransport(Transport):
         self._broker.detach(self, with_will=False)
 
     def vanish(self) -> None:
-        """Disappear as a device does whose power fails: the will is published. `open` brings it back."""
+        """Disappear like a device without power: the will is published. `open` connects again."""
         self._up = False
         self._broker.detach(self, with_will=True)
 

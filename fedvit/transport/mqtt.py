@@ -1,12 +1,12 @@
-"""MQTT through paho, so that every broker will do: version 5, and 3.1.1 where a broker does not know it.
+"""MQTT with paho, for any broker: version 5, or 3.1.1 if the broker does not support it.
 
-Nothing depends on version 5. It tells limits before they are broken, and why something was refused; ids,
-deadlines and acknowledgements are in our own messages. Chunks go through `bulk`.
+Nothing depends on version 5, which reports limits in advance and reasons of refusals; ids, deadlines and
+acknowledgements are in fedvit's own messages. Chunks go through `bulk`.
 
-What paho leaves to its user, and where it is done here:
+Problems of paho that are solved here:
 
 - A client that lost its link keeps QoS 1 messages and sends them after reconnecting, beyond any window.
-  So each connection gets a client of its own: what was handed over before a loss is gone with it.
+  So each connection has a client of its own: messages from before a loss are dropped with it.
 - An exception in a callback ends paho's thread while `is_connected()` stays true. The thread is ours, and
   callbacks only put events into the inbox.
 - Reconnecting has no jitter, a failed attempt no reason. The first is in `backoff`, the second in `_connection`.
@@ -43,7 +43,17 @@ from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.transport.backoff import Backoff
-from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Taken, Transport, Wake, Will, WillMaker
+from fedvit.transport.base import (
+    Acknowledged,
+    BulkSink,
+    Connected,
+    Disconnected,
+    Received,
+    Transport,
+    Wake,
+    Will,
+    WillMaker,
+)
 from fedvit.transport.bulk import BulkLink
 
 log = logging.getLogger(__name__)
@@ -52,19 +62,19 @@ KEEPALIVE_S = 30
 MAX_PACKET_BYTES = 1024 * 1024
 INFLIGHT_MESSAGES = 32
 FILTERS_PER_SUBSCRIBE = 8
-"""AWS IoT takes no more in one packet."""
+"""The limit of AWS IoT for one packet."""
 BOTH_VERSIONS = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
 VERSION_S = 5.0
-"""A broker that does not answer to version 5 for so long is asked in 3.1.1."""
+"""After this time without an answer to version 5, version 3.1.1 is tried."""
 FAREWELL_S = 2.0
 _HEADER_BYTES = 9  # at most: fixed header 5, length of the topic 2, packet id 2
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a broker is, and as whom to go there. `ca_file` replaces the system's certificates.
+    """The address of a broker, with credentials. `ca_file` replaces the system's certificates.
 
-    `cert_file` and `key_file` are this side's own certificate, for a broker that asks for one.
+    `cert_file` and `key_file` are this side's own certificate, for a broker that requires one.
     """
 
     host: str
@@ -90,7 +100,7 @@ class Address:
         except ValueError as error:  # also the UnicodeError of a name with an empty or overlong label
             raise _unusable(text, str(error)) from error
         if parts.scheme not in ("mqtt", "mqtts"):
-            raise _unusable(text, f"{parts.scheme}:// is not understood, only mqtt:// and mqtts://")
+            raise _unusable(text, f"{parts.scheme}:// is not supported, only mqtt:// and mqtts://")
         if not host or re.search(r"\s", host) or port == 0:
             raise _unusable(text, "no host" if not host else "host or port is not valid")
         if parts.path not in ("", "/") or parts.query or parts.fragment:
@@ -118,11 +128,11 @@ NO_CHECK_TIME = 0x200000
 
 
 def tls_context(address: Address) -> ssl.SSLContext:
-    """What an mqtts:// connection trusts and shows. Raises ConfigError when a file of `address` cannot be read.
+    """The TLS settings of an mqtts:// connection. Raises ConfigError when a file of `address` cannot be read.
 
-    A clock that says a time before the authority of `ca_file` existed is wrong, as on every board without a battery
-    until it has reached a time server. The times of certificates are not looked at then; the chain to the authority
-    and the broker's name are, as always.
+    A clock before the start of the authority in `ca_file` is wrong, as on every board without a battery until it has
+    reached a time server. The validity times of certificates are not checked then; the chain to the authority and the
+    broker's name always are.
     """
     ca_file, cert_file = address.ca_file, address.cert_file
     try:
@@ -130,19 +140,21 @@ def tls_context(address: Address) -> ssl.SSLContext:
         named = context.get_ca_certs() if ca_file is not None else []
         known = [ssl.cert_time_to_seconds(str(authority["notBefore"])) for authority in named]
     except (OSError, ValueError) as error:  # the latter for a date that is none
-        raise ConfigError(f"the certificates in {ca_file} cannot be used: {in_words(error)}") from error
+        raise ConfigError(f"the certificates in {ca_file} cannot be used: {describe_error(error)}") from error
     if time.time() < max(known, default=0.0):
         context.verify_flags |= NO_CHECK_TIME
     if cert_file is not None:
         try:
             context.load_cert_chain(cert_file, address.key_file)
         except OSError as error:
-            raise ConfigError(f"the certificate {cert_file} or its key cannot be used: {in_words(error)}") from error
+            raise ConfigError(
+                f"the certificate {cert_file} or its key cannot be used: {describe_error(error)}"
+            ) from error
     return context
 
 
-def in_words(error: Exception) -> str:
-    """An error of sockets or TLS, for people."""
+def describe_error(error: Exception) -> str:
+    """The message of an error of sockets or TLS."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate is not trusted: {error.verify_message}"
     words = str(getattr(error, "strerror", None) or error or type(error).__name__)
@@ -163,16 +175,16 @@ def _never_raises(callback: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Link:
-    """One connection: a client of paho's, and what was handed to it."""
+    """One connection: a client of paho, and its messages."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.unknown_version = False  # the broker does not speak the one that was tried
+        self.unknown_version = False  # the broker does not support the tried version
         self.refused = False  # for another reason
-        self.answered = False  # the broker said yes: subscriptions may be sent
+        self.answered = False  # the broker accepted the connection: subscriptions may be sent
         self.up = False  # and they are in place: messages may be sent
         self.awaited: set[int] = set()  # subscriptions that the broker has not confirmed
-        self.early: list[Received] = []  # brokers send what others retained before they confirm
+        self.early: list[Received] = []  # brokers send retained messages before they confirm
         self.ended: str | None = None
         self._lock = threading.Lock()
         # by QoS, as the broker acknowledges QoS 1 later than QoS 0 leaves this process
@@ -206,10 +218,10 @@ class _Link:
 
 
 class MqttTransport(Transport):
-    """A link to an MQTT broker that comes back by itself, for ever.
+    """A link to an MQTT broker that reconnects by itself, for ever.
 
-    With `tell_taken` each acknowledgement of the broker arrives in the inbox, as Taken. After the loss of a link the
-    first attempt to come back is made within `return_spread_s` seconds and some: one of many clients gives several.
+    With `report_acknowledged` each acknowledgement of the broker arrives in the inbox, as Acknowledged. After the loss
+    of a link the first attempt is made within about `return_spread_s` seconds, which spreads the load of a large fleet.
 
     Raises ConfigError when the address names certificates that cannot be read.
     """
@@ -222,11 +234,11 @@ class MqttTransport(Transport):
         *,
         max_packet_bytes: int = MAX_PACKET_BYTES,
         versions: Sequence[MQTTProtocolVersion] = BOTH_VERSIONS,
-        tell_taken: bool = False,
+        report_acknowledged: bool = False,
         return_spread_s: float = 0.0,
     ) -> None:
         super().__init__(inbox)
-        self._tell_taken = tell_taken
+        self._report_acknowledged = report_acknowledged
         self.address = address
         self._client_id = client_id
         self._most_packet_bytes = max_packet_bytes
@@ -348,7 +360,7 @@ class MqttTransport(Transport):
         return self._backoff.wait_s(None if up_at is None else time.monotonic() - up_at)
 
     def _connection(self) -> str | None:
-        """Connect and serve the link until it ends; the answer is why it did, None to try another version at once."""
+        """Connect and serve the link until it ends; returns the reason, None to try another version at once."""
         version = self._versions[0]
         v5 = version == MQTTProtocolVersion.MQTTv5 and len(self._versions) > 1
         try:
@@ -356,7 +368,7 @@ class MqttTransport(Transport):
         except ConfigError as error:
             return str(error)
         except OSError as error:  # paho opens a pair of sockets of its own
-            return f"{self.address}: {in_words(error)}"
+            return f"{self.address}: {describe_error(error)}"
         self._link = link
         connected = False
         try:
@@ -370,10 +382,10 @@ class MqttTransport(Transport):
                     # some brokers of 3.1.1 wait for the rest of a CONNECT that they misread
                     link.unknown_version |= v5 and not link.answered and time.monotonic() > patience
         except (OSError, ValueError) as error:
-            return f"{self.address}: {in_words(error)}"
+            return f"{self.address}: {describe_error(error)}"
         except Exception as error:
             log.exception("MQTT link failed", extra={"broker": str(self.address)})
-            return f"{self.address}: {in_words(error)}"
+            return f"{self.address}: {describe_error(error)}"
         finally:
             if connected and not link.answered and not link.refused:
                 self._versions.rotate()  # some brokers close without a word instead
@@ -453,8 +465,8 @@ class MqttTransport(Transport):
         refusal = reason.getName().lower() if reason.is_failure else None
         if refusal:
             log.warning("the broker refused a message", extra={"reason": refusal})
-        if self._tell_taken:
-            self.inbox.put(Taken(refusal))
+        if self._report_acknowledged:
+            self.inbox.put(Acknowledged(refusal))
 
     def _up_if_subscribed(self, link: _Link) -> None:
         if not link.up and not link.awaited and not self._closing.is_set():

@@ -1,4 +1,4 @@
-"""Many MQTT connections of one process on one thread: for those who stand in for many devices.
+"""Many MQTT connections of one process on one thread, for hosts of many virtual devices.
 
 `MqttTransport` has a thread of its own, which is right for a device; five hundred threads that wait are not. Here one
 thread waits for all sockets at once and drives paho's clients by its `loop_read`, `loop_write`, `loop_misc`.
@@ -26,15 +26,15 @@ from fedvit.transport.mqtt import (
     Address,
     MqttTransport,
     _Link,
-    in_words,
+    describe_error,
 )
 
 log = logging.getLogger(__name__)
 
 MISC_EVERY_S = 1.0
-"""How often keepalives are looked after; a select ends at least so often."""
+"""Interval between checks of keepalives; a select ends after this time at the latest."""
 READS_AT_ONCE = 16
-"""Messages that are taken from one connection before the others get their turn."""
+"""Messages that are read from one connection before the next connection is served."""
 
 
 class MqttLoop:
@@ -54,7 +54,7 @@ class MqttLoop:
         self._thread: threading.Thread | None = None
         self._over = False
         self.farewell_s = FAREWELL_S + 0.5
-        """Patience with the farewell of one link. A broker that keeps silent is waited for once, not once a link."""
+        """Longest wait for the disconnect of all links: a silent broker is waited for once, not per link."""
 
     def close(self) -> None:
         """End the thread; its transports should be closed before."""
@@ -80,7 +80,7 @@ class MqttLoop:
         return transport in self._members
 
     def look_after(self, transport: "SharedMqttTransport") -> None:
-        """Something is to be written, or the transport was opened or closed."""
+        """Serve a transport soon: it has data to write, or was opened or closed."""
         self._changed.append(transport)
         self.wake()
 
@@ -120,10 +120,10 @@ class MqttLoop:
         try:
             self._serve(transport, ready)
         except (OSError, ValueError) as error:
-            self._lost(transport, f"{transport.address}: {in_words(error)}")
+            self._lost(transport, f"{transport.address}: {describe_error(error)}")
         except Exception as error:
             log.exception("MQTT link failed", extra={"broker": str(transport.address)})
-            self._lost(transport, f"{transport.address}: {in_words(error)}")
+            self._lost(transport, f"{transport.address}: {describe_error(error)}")
 
     def _serve(self, transport: "SharedMqttTransport", ready: int) -> None:
         link = transport._link
@@ -163,7 +163,7 @@ class MqttLoop:
         return MQTT_ERR_SUCCESS
 
     def _connect(self, transport: "SharedMqttTransport") -> None:
-        """Begin a link; the broker's answer is waited for like any message."""
+        """Start a connection; the broker's answer arrives like any message."""
         transport.waits = False
         if transport.is_closing:
             self._forget(transport)
@@ -179,13 +179,13 @@ class MqttLoop:
             link.client.reconnect()
             self._watch(transport, link.client)
         except (OSError, ValueError) as error:
-            self._lost(transport, f"{transport.address}: {in_words(error)}")
+            self._lost(transport, f"{transport.address}: {describe_error(error)}")
         except Exception as error:
             log.exception("MQTT link failed", extra={"broker": str(transport.address)})
-            self._lost(transport, f"{transport.address}: {in_words(error)}")
+            self._lost(transport, f"{transport.address}: {describe_error(error)}")
 
     def _lost(self, transport: "SharedMqttTransport", reason: str) -> None:
-        """The link is over: say so, and come back after a while; as `MqttTransport` does."""
+        """Report a lost link, and reconnect after a while, as `MqttTransport` does."""
         link, transport._link = transport._link, None
         if link is not None:
             link.up = link.answered = False
@@ -204,7 +204,7 @@ class MqttLoop:
         transport.gone.set()
 
     def _watch(self, transport: "SharedMqttTransport", client: Client) -> None:
-        """Wait for what the client waits for: always to read, and to write where a send was cut short."""
+        """Register the client's socket: always for reading, and for writing after an incomplete send."""
         watched = client.socket()
         if watched is None:
             return
@@ -257,7 +257,7 @@ class SharedMqttTransport(MqttTransport):
                 self._loop.farewell_s = 0.0
 
     def farewell_is_over(self) -> bool:
-        """Whether the link can be cut: what was said last was acknowledged, or there was time enough."""
+        """Whether the link can be closed: its last message was acknowledged, or the time for that is over."""
         if self._closed_at is None:
             return False
         link = self._link
@@ -266,6 +266,6 @@ class SharedMqttTransport(MqttTransport):
 
 
 def _more_to_read(client: Client) -> bool:
-    """Whether TLS holds bytes already that no select would tell of."""
+    """Whether TLS holds decrypted bytes, which select does not report."""
     pending = getattr(client.socket(), "pending", None)
     return bool(pending and pending())

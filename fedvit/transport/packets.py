@@ -1,7 +1,6 @@
 """The part of MQTT 3.1.1 that bulk needs, as bytes: QoS 0 alone. Pure: no socket, no clock.
 
-Whatever a broker sends, reading it raises nothing but BadPayload, and asks for no more memory than one packet
-of the agreed size.
+For any input, reading raises only BadPayload, and needs no more memory than one packet of the agreed size.
 """
 
 import struct
@@ -25,7 +24,7 @@ FAILURE = 0x80
 
 
 class Packet(NamedTuple):
-    """Where a packet lies in what was read."""
+    """The position of a packet in the buffer."""
 
     kind: int  # the upper half of its first byte
     flags: int

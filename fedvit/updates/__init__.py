@@ -1,6 +1,6 @@
-"""What may be done to any update before it travels, so that it takes fewer bytes. numpy alone: devices do it, too.
+"""Codecs, which reduce the bytes of updates. They need numpy only, as devices use them.
 
-A codec codes named float32 tensors; coded tensors say themselves how to undo it, but for the shapes of sparse ones.
+A codec codes named float32 tensors; coded tensors describe their decoding, except for the shapes of sparse ones.
 Codecs are written as text, in configurations and in Programs: `int8`, `top_k:share=0.01`.
 """
 
@@ -26,7 +26,7 @@ CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Fp16, I
 
 
 def make_codec(text: str) -> Codec:
-    """The codec that a text names. Raises ConfigError that says which there are.
+    """The codec of a text. Raises ConfigError with the known ones.
 
     >>> make_codec("top_k:share=0.01")
     TopK(share=0.01)
@@ -39,16 +39,18 @@ def make_codec(text: str) -> Codec:
         key, equals, value = pair.partition("=")
         known = [field.name for field in fields(CODECS[name])]
         if not equals or key not in known:
-            raise ConfigError(f"codec {text!r}: {pair!r} is none of its options ({', '.join(known) or 'it has none'})")
+            raise ConfigError(
+                f"codec {text!r}: {pair!r} is not one of its options ({', '.join(known) or 'it has none'})"
+            )
         try:
             given[key] = float(value)
         except ValueError:
-            raise ConfigError(f"codec {text!r}: {key} = {value!r} is no number") from None
+            raise ConfigError(f"codec {text!r}: {key} = {value!r} is not a number") from None
     return CODECS[name](**given)
 
 
 def decode(coded: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-    """The float32 tensors of a coded form, and whatever else is there as it is.
+    """The float32 tensors of a coded form, and other tensors unchanged.
 
     `shapes` has those of all sparse tensors. Raises BadPayload where parts do not belong together.
     """
@@ -56,7 +58,7 @@ def decode(coded: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 class Decoded(TensorReader):
-    """As `decode`, but each tensor, or part of one, only when it is looked at.
+    """As `decode`, but each tensor, or part of one, is decoded at access.
 
     Of a part as little is read as its codec allows: of `none`, `fp16` and `int8` its own numbers (and scales), of
     `top_k` what was sent of the blocks of 65,536 entries that it lies in.

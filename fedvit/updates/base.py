@@ -1,4 +1,4 @@
-"""What a codec of updates is: named float32 tensors in fewer bytes, with a stated largest error."""
+"""The base of codecs: named float32 tensors in fewer bytes, with a known largest error."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ Form = dict[str, tuple[Shape, str]]
 """(shape, dtype) by name, as `check_tensors` wants it."""
 
 LEAST_VALUES = 256
-"""A tensor with fewer travels as it is: the names of its parts would take what its numbers save."""
+"""Smaller tensors are not coded: the names of the parts would take the saved bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Codec(ABC):
         coded: Tensors = {}
         for name, value in tensors.items():
             if value.dtype != np.float32:
-                raise BadPayload(f"{name!r} is {value.dtype}; a codec takes float32 alone")
+                raise BadPayload(f"{name!r} is {value.dtype}; codecs support float32 only")
             if not np.isfinite(value).all():
                 raise BadPayload(f"{name!r} holds NaN or infinite values, which {self.name} does not code")
             shape = (None, *value.shape[1:]) if samples else value.shape

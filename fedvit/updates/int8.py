@@ -20,7 +20,7 @@ _TINY = np.float32(1e-36)
 class Int8(Codec):
     """x = q s with s = max |x| / 127 over a row, which is an entry of the first axis: an output channel, a sample.
 
-    The error is at most s / 2 (1 + 1e-4), where s is the row's scale, and 1e-36. Vectors travel as they are.
+    The error is at most s / 2 (1 + 1e-4), where s is the row's scale, and 1e-36. Vectors are not coded.
     """
 
     name: ClassVar[str] = "int8"

@@ -1,4 +1,4 @@
-"""The largest entries alone: which they are, and their values as float16."""
+"""The largest entries only: their positions, and their values as float16."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class TopK(Codec):
     """Of each tensor the `share` of entries that are largest by absolute value; of equal ones the first.
 
     An entry that is sent has float16's error, one that is not its own size: at most the smallest that is sent.
-    What is left out is not lost where the sender keeps it for its next update (error feedback).
+    The rest is not lost if the sender adds it to its next update (error feedback).
     """
 
     name: ClassVar[str] = "top_k"
@@ -80,7 +80,7 @@ def _largest(sizes: Array, kept: int) -> Array:
 
 
 def places_of(name: str, coded: Tensors, count: int) -> Array:
-    """Flat places of what was sent. Raises BadPayload where they are not ascending places of the tensor."""
+    """Flat positions of the entries. Raises BadPayload if they are not ascending positions of the tensor."""
     index = coded[name + INDEX].astype(np.int64)
     if name + COUNT in coded:
         counts = coded[name + COUNT].astype(np.int64)
@@ -88,7 +88,7 @@ def places_of(name: str, coded: Tensors, count: int) -> Array:
             raise BadPayload(f"{name!r}: its blocks hold {counts.sum()} entries, {index.size} were sent")
         index = index + np.repeat(np.arange(counts.size) * BLOCK, counts)
     if index.size and (index[-1] >= count or (np.diff(index) <= 0).any()):
-        raise BadPayload(f"{name!r}: its places are not ascending, or beyond its {count} entries")
+        raise BadPayload(f"{name!r}: its positions are not ascending, or beyond its {count} entries")
     return index
 
 

@@ -1,1 +1,1 @@
-"""What travels between devices and coordinator, and how a blob is moved: pure, no input or output."""
+"""Messages between devices and coordinator, and the transfer of blobs: pure, no input or output."""

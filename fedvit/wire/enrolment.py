@@ -1,12 +1,12 @@
-"""How a device gets its certificate: the one-time token, and what is said with it. Pure, like all of the wire.
+"""How a device gets its certificate: the one-time token, and the messages of a join. Pure, like all of the wire.
 
-Whoever asks for a first certificate has none to show, and does not know yet that the broker is the right one. So every
-message of a join carries an HMAC-SHA256 under the token's secret, with a key of its own for each direction: a stranger
-can neither ask for a certificate nor give one. The secret itself is never sent. Renewals go over the connection that
-the present certificate made, on topics of that device alone, and need no more.
+A device that requests its first certificate cannot authenticate itself by TLS, and cannot verify the broker yet. So
+every message of a join has an HMAC-SHA256 with the token's secret, with a separate key for each direction: without the
+secret nobody can request a certificate or issue one. The secret itself is never sent. Renewals use the connection that
+the current certificate authenticates, on topics of that device only, and need no HMAC.
 
 Bytes of a message: a version byte, then msgpack of an array that begins with the tag; of a sealed one: a version byte,
-32 bytes of HMAC over everything else, and the same. What messages.py says of evolution holds here, too.
+32 bytes of HMAC over everything else, and the same. The rules of evolution of messages.py hold here, too.
 """
 
 import base64
@@ -34,14 +34,14 @@ _LOGIN = b"fedvit enrolment: login"
 
 
 class Token(Struct, frozen=True, array_like=True):
-    """What an operator hands to one device, once."""
+    """A one-time token for one device, created by the operator."""
 
     id: str
     secret: bytes
     device: str  # the name that the certificate will carry
     federation: str
     authority: bytes  # SHA-256 of the authority's certificate, DER
-    host: str  # where the broker is, unless the device is told otherwise
+    host: str  # of the broker, unless the device gets another one
     port: int  # for devices with a certificate
     enrolment_port: int  # for those without
 
@@ -52,7 +52,7 @@ class Token(Struct, frozen=True, array_like=True):
 
     @classmethod
     def parse(cls, text: str) -> "Token":
-        """Raises ConfigError when it is not whole."""
+        """Raises ConfigError when it is incomplete."""
         text = "".join(text.split())
         if not text.startswith(TOKEN_PREFIX):
             raise ConfigError(f"this is no join token: it must begin with {TOKEN_PREFIX!r}")
@@ -144,7 +144,7 @@ def decode_enrolment(raw: bytes) -> AnyEnrolment:
 
 
 def seal(message: AnyEnrolment, secret: bytes, direction: bytes) -> bytes:
-    """A message that only who knows the token's secret can have written; FROM_DEVICE or FROM_COORDINATOR."""
+    """Add an HMAC with the token's secret to a message; FROM_DEVICE or FROM_COORDINATOR."""
     body = _encoder.encode(message)
     return _checked(_VERSION + _mac(body, secret, direction) + body)
 

@@ -2,7 +2,7 @@
 
 Bytes = one version byte, then msgpack of an array that begins with the tag. Rules of evolution: new
 fields come last and have defaults; a field is never retyped, reordered or reused; a change that an old
-reader cannot bear raises WIRE_VERSION. The bytes of every message are kept as golden files in the tests.
+reader cannot handle raises WIRE_VERSION. The bytes of every message are kept as golden files in the tests.
 """
 
 from typing import Annotated, Literal
@@ -16,26 +16,26 @@ from fedvit.resources import BudgetKind, DeviceProfile, ResourceUse
 WIRE_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
 INLINE_BYTES = 48 * 1024
-"""So much of blobs may travel inside a message, all of them together."""
+"""Bytes of inline blobs in one message, all together."""
 _INLINE_HEADS_BYTES = 1024
-"""For the lengths of that many blobs."""
+"""For the lengths of these blobs."""
 
 TaskKind = Literal["train", "evaluate"]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-"""What is kept as it came: a number that does not fit into a database must not get that far."""
+"""Stored as received: numbers that do not fit into the database are refused here."""
 _LONGEST_NAME = 64
 Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
 ClassName = Annotated[str, Meta(max_length=255)]
 Reason = Annotated[str, Meta(max_length=1000)]
-"""Texts that a device sends are bounded one by one: an answer that quotes them must still be one message."""
+"""Texts of a device are limited one by one, so that an answer that quotes them fits into one message."""
 MAX_LABELS = 16
-"""Of one device."""
+"""Labels of one device."""
 MAX_CLASS_LIST_BYTES = 1 << 20
-"""Of the blob that names a device's classes where they do not fit into its hello."""
+"""Size of the blob with a device's classes, if they do not fit into its hello."""
 MAX_CHUNK_BYTES = 1 << 20
-"""No broker of ours lets through larger messages; and what is kept of a transfer counts with 32 bits."""
+"""Our brokers refuse larger messages, and transfers count bytes with 32 bits."""
 MAX_BLOB_CHUNKS = 1 << 20
-"""130 GB. A receiver keeps a byte for each chunk, so that a claim alone costs no more than 1 MB."""
+"""130 GB. A receiver keeps a byte for each chunk, so that a false claim costs 1 MB at most."""
 
 
 class Message(Struct, frozen=True, array_like=True, tag_field="type"):
@@ -43,14 +43,14 @@ class Message(Struct, frozen=True, array_like=True, tag_field="type"):
 
 
 class Manifest(Struct, frozen=True, array_like=True):
-    """What a receiver must know of a blob before the first byte arrives."""
+    """The description of a blob, which a receiver needs before the first byte."""
 
     digest: str
     size: Annotated[int, Meta(ge=1)]
     chunk: Annotated[int, Meta(ge=1024, le=MAX_CHUNK_BYTES)]  # payload bytes per chunk; the last chunk may be shorter
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a claim that nobody could keep."""
+        """Raises ValueError for an impossible size."""
         if self.chunks > MAX_BLOB_CHUNKS:
             raise ValueError(f"a blob of {self.size} bytes has {self.chunks} chunks, at most {MAX_BLOB_CHUNKS} may be")
 
@@ -59,15 +59,15 @@ class Manifest(Struct, frozen=True, array_like=True):
         return -(-self.size // self.chunk)
 
 
-class Recipe(Struct, frozen=True, array_like=True):
-    """How a receiver makes a blob of tensors without fetching it whole: target = base + patch, decoded.
+class DeltaStep(Struct, frozen=True, array_like=True):
+    """One step of a delta chain, with which a receiver rebuilds a blob of tensors: target = base + patch, decoded.
 
     Without a base the patch is the target, coded. With `whole`, the sum is coded and decoded by that codec. Numbers
-    are float32 and every step is rounded as IEEE 754 says, so that the target has its digest on any machine.
+    are float32 with IEEE 754 rounding, so that the target has the same digest on any machine.
     """
 
     target: str  # digest
-    base: str  # digest; empty: none is needed
+    base: str  # digest; empty: no base
     patch: Manifest
     whole: str = "none"
 
@@ -76,9 +76,9 @@ class Recipe(Struct, frozen=True, array_like=True):
 
 
 class CoordinatorState(Message, frozen=True, tag="coordinator"):
-    """Whether a coordinator is there. A new epoch makes every device say hello again.
+    """Whether a coordinator is online. After a new epoch every device sends its hello again.
 
-    The fields behind `alive` tell coordinators apart: two that serve one federation by mistake can name each other.
+    The fields after `alive` identify a coordinator: two that serve one federation by mistake can report each other.
     """
 
     epoch: int
@@ -93,11 +93,11 @@ class CoordinatorState(Message, frozen=True, tag="coordinator"):
 
 
 class DeviceState(Message, frozen=True, tag="device"):
-    """The device's last will, and its farewell. A will is about the connection that it names: one that arrives after
-    the hello of a newer connection says nothing any more."""
+    """The device's last will, and its farewell. A will belongs to the connection that it names: after the hello of
+    a newer connection it is ignored."""
 
     instance: Name
-    online: bool  # True: it only asks who is there, and is answered with a CoordinatorState
+    online: bool  # True: a question, which is answered with a CoordinatorState
     connection: Count = 0
 
 
@@ -107,16 +107,16 @@ class Hello(Message, frozen=True, tag="hello"):
     instance: Name
     software: Name
     profile: DeviceProfile
-    classes: tuple[ClassName, ...]  # class folders that it has, with or without images
+    classes: tuple[ClassName, ...]  # its class folders, with or without images
     train_samples: Count
     test_samples: Count
     labels: Annotated[dict[Name, Name], Meta(max_length=MAX_LABELS)] = {}  # given by the device's operator
-    connection: Count = 0  # rises with every connection of one process; the last will of the connection has it, too
-    class_list: Manifest | None = None  # where `classes` do not fit: they are empty, and fetched by the coordinator
+    connection: Count = 0  # counts the connections of one process; also in the last will of the connection
+    class_list: Manifest | None = None  # if `classes` do not fit: they are empty, and this blob is fetched instead
 
 
 class Progress(Message, frozen=True, tag="progress"):
-    """How far a task is: shown to people, and a sign of life."""
+    """The progress of a task: shown to the operator, and a sign of life."""
 
     run: Name
     round: Count
@@ -136,32 +136,34 @@ class Result(Message, frozen=True, tag="result"):
     samples: Count
     metrics: Annotated[dict[Name, float], Meta(max_length=64)]
     use: ResourceUse
-    upload: Manifest | None = None  # what the roles send back; fetched by the coordinator
-    inline: bytes = b""  # the upload itself, when it is small: then nothing is fetched
-    damaged: Annotated[tuple[Reason, ...], Meta(max_length=8)] = ()  # found on the device's disk since its last result
+    upload: Manifest | None = None  # the tensors that are sent back; fetched by the coordinator
+    inline: bytes = b""  # a small upload itself, which then is not fetched
+    damaged: Annotated[
+        tuple[Reason, ...], Meta(max_length=8)
+    ] = ()  # damaged files on the device's disk since its last result
     task: Name = ""  # the identity that the Task had
     program: Annotated[str, Meta(max_length=80)] = ""  # digest of the Program that was run
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """A device could not do its task; the round goes on without it."""
+    """A device could not do its task; the round continues without it."""
 
     run: Name
     round: Count
     kind: TaskKind
     reason: Reason
-    broke: BudgetKind | None = None  # the budget that the task would not keep
-    use: ResourceUse | None = None  # with `broke`: what was measured until the task was stopped
+    broke: BudgetKind | None = None  # the budget that the task exceeded
+    use: ResourceUse | None = None  # with `broke`: measured until the task was stopped
     task: Name = ""  # the identity that the Task had
 
 
 class Declined(Message, frozen=True, tag="declined"):
-    """A device does not begin a task now: no failure, it may be asked again after `again_s` seconds."""
+    """A device does not start a task now; no failure: it may be asked again after `again_s` seconds."""
 
     run: Name
     round: Count
     kind: TaskKind
-    reason: Reason  # "hot", "busy", "low battery", "quiet hours", with what was found
+    reason: Reason  # "hot", "busy", "low battery" or "quiet hours", with details
     again_s: Annotated[float, Meta(ge=0.0, le=1e9)]
     task: Name = ""  # the identity that the Task had
 
@@ -174,11 +176,11 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     instance: str
     epoch: int
-    waiting_for: str  # what happens next, for people
+    waiting_for: str  # the next event, as text
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The hello was not accepted. `final`: trying again does not help."""
+    """The hello was refused. `final`: retrying does not help."""
 
     instance: str
     reason: str
@@ -199,15 +201,15 @@ class Task(Message, frozen=True, tag="task"):
     blobs: tuple[Manifest, ...]  # of every digest that the task may need
     deadline_s: Annotated[float, Meta(ge=0.0, le=1e9)]
     lr_scale: Annotated[float, Meta(ge=0.0, le=1e38)] = 1.0  # the schedule's factor for this round
-    inline: tuple[bytes, ...] = ()  # small blobs of this round themselves: they need not be fetched
-    recipes: tuple[Recipe, ...] = ()  # cheaper ways to blobs among `groups`
-    task: Name = ""  # identity of what is asked: the same for each device of which the same is asked
-    attempt: Count = 1  # how often this device was given this task, this time included
+    inline: tuple[bytes, ...] = ()  # contents of small blobs of this round, which need not be fetched
+    recipes: tuple[DeltaStep, ...] = ()  # steps of delta chains to blobs among `groups`
+    task: Name = ""  # identity of the work: equal for devices with equal work
+    attempt: Count = 1  # how often this task was sent to this device, this time included
     progress_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 0.5  # least interval between Progress messages
 
 
 class Extended(Message, frozen=True, tag="extended"):
-    """The device's task may go on: it has `deadline_s` seconds from the receipt of this."""
+    """The task's new deadline, `deadline_s` seconds from the receipt of this message."""
 
     run: Name
     round: Count
@@ -216,7 +218,7 @@ class Extended(Message, frozen=True, tag="extended"):
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """The task's result is not wanted any more: the device drops it, and keeps nothing of it."""
+    """The task's result is not needed any more: the device discards the task."""
 
     run: Name
     round: Count
@@ -225,10 +227,10 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 class ResultAck(Message, frozen=True, tag="ack"):
-    """The coordinator has the result safely on disk (accepted) or will never want it (not accepted).
+    """The coordinator has stored the result (accepted), or refused it for good (not accepted).
 
-    With `keep` it is neither: this run is not known here now. The device keeps the result, and sends it again only
-    after the next Welcome of another epoch.
+    With `keep` neither: the run is not served here now. The device keeps the result, and sends it again after the next
+    Welcome of another epoch.
     """
 
     run: Name
@@ -249,31 +251,41 @@ class RunEnded(Message, frozen=True, tag="ended"):
 # --- blobs, both directions ---------------------------------------------------------------------------
 
 
-class Want(Message, frozen=True, tag="want"):
-    """A receiver's whole state of one blob: first request, acknowledgement and repair in one."""
+class BlobNack(Message, frozen=True, tag="want"):
+    """A receiver's state of one blob: first request, acknowledgement and repeat request in one."""
 
     digest: str
-    missing: tuple[tuple[int, int], ...]  # (first chunk, count), lowest first; may be cut, see transfer.py
+    missing: tuple[tuple[int, int], ...]  # (first chunk, count), ascending; may be truncated, see transfer.py
     last_seq: int = 0  # highest send number seen; chunks sent before it that are still missing were lost
-    stalled: bool = False  # nothing arrived for a while: what was under way is lost too
-    apart: bool = False  # the receiver left the others, as it was asked to, and hears a topic of its own
+    stalled: bool = False  # nothing arrived for a while: chunks in flight are lost, too
+    apart: bool = False  # the receiver has moved to its dedicated topic
 
 
-class Done(Message, frozen=True, tag="done"):
+class BlobAck(Message, frozen=True, tag="done"):
     """A receiver has the blob, verified and on disk."""
 
     digest: str
 
 
-class Apart(Message, frozen=True, tag="apart"):
-    """To a receiver that holds up the others: leave their topic; the rest comes on one of your own."""
+class UseDedicatedTopic(Message, frozen=True, tag="apart"):
+    """To a receiver that delays the others: the remaining chunks come on its dedicated topic."""
 
     digest: str
 
 
-FromDevice = Hello | Progress | Result | Failed | Declined | Want | Done | DeviceState
+FromDevice = Hello | Progress | Result | Failed | Declined | BlobNack | BlobAck | DeviceState
 FromCoordinator = (
-    Welcome | Refused | Task | Extended | Cancel | ResultAck | RunEnded | Want | Done | Apart | CoordinatorState
+    Welcome
+    | Refused
+    | Task
+    | Extended
+    | Cancel
+    | ResultAck
+    | RunEnded
+    | BlobNack
+    | BlobAck
+    | UseDedicatedTopic
+    | CoordinatorState
 )
 AnyMessage = FromDevice | FromCoordinator
 
@@ -309,7 +321,7 @@ def decode_class_list(raw: bytes) -> tuple[str, ...]:
 
 
 def unread_hello(raw: bytes) -> str | None:
-    """The instance that said a hello which `decode` cannot read, so that it can be told why; None for all else."""
+    """The instance of a hello that `decode` cannot read, so that the refusal can be sent; None for other messages."""
     if len(raw) > MAX_MESSAGE_BYTES:
         return None
     try:
@@ -322,7 +334,7 @@ def unread_hello(raw: bytes) -> str | None:
 
 
 def inline_room(message: AnyMessage) -> int:
-    """How many bytes of blobs may travel inside a message that holds none yet."""
+    """How many bytes of inline blobs fit into a message that has none yet."""
     return max(0, min(INLINE_BYTES, MAX_MESSAGE_BYTES - len(encode(message)) - _INLINE_HEADS_BYTES))
 
 

@@ -1,19 +1,19 @@
-"""What of one blob a sender sends next, to all its receivers together. Pure, as `fedvit.wire.transfer`."""
+"""The sender's bookkeeping of one blob, for all its receivers together. Pure, as `fedvit.wire.transfer`."""
 
 from statistics import median_low
 
 import numpy as np
 
 from fedvit.errors import BadPayload
-from fedvit.wire.messages import Manifest, Want
+from fedvit.wire.messages import BlobNack, Manifest
 from fedvit.wire.transfer import ACK_EVERY_CHUNKS, WINDOW_CHUNKS
 
 
 class Outgoing:
     """A sender's half: one blob, any number of receivers on one topic.
 
-    What it costs to hear a Want does not depend on the number of receivers, so that a fleet costs as much as its
-    devices one by one: what all of them together need is kept up to date and never added up anew.
+    The cost of a BlobNack does not depend on the number of receivers: the sums over all receivers are updated
+    incrementally.
     """
 
     def __init__(self, manifest: Manifest, window: int = WINDOW_CHUNKS) -> None:
@@ -46,10 +46,10 @@ class Outgoing:
         """Chunks ahead of the slowest receiver."""
         return self._most_under_way
 
-    def update(self, receiver: str, want: Want) -> None:
-        """A receiver's Want arrived. Raises BadPayload when it asks for chunks that do not exist."""
+    def update(self, receiver: str, nack: BlobNack) -> None:
+        """A receiver's BlobNack arrived. Raises BadPayload when it asks for chunks that do not exist."""
         missing, end = np.zeros(self.manifest.chunks, np.bool_), 0
-        for first, count in want.missing:
+        for first, count in nack.missing:
             if first < end or count < 1 or first + count > self.manifest.chunks:  # ascending: none is counted twice
                 raise BadPayload(
                     f"{receiver} wants chunks {first} to {first + count - 1} of a blob of {self.manifest.chunks} chunks"
@@ -58,13 +58,13 @@ class Outgoing:
             missing[first : first + count] = True
             end = first + count
         row = self._row(receiver)
-        heard_seq = self._seq if want.stalled else min(want.last_seq, self._seq)
+        heard_seq = self._seq if nack.stalled else min(nack.last_seq, self._seq)
         self._floor_seq[row] = floor_seq = max(int(self._floor_seq[row]), heard_seq)
         to_send = missing & (self._sent_seq <= floor_seq)
         self._set(row, to_send, int(np.count_nonzero(missing)) - int(np.count_nonzero(to_send)))
 
     def drop(self, receiver: str) -> None:
-        """The receiver has everything, or is gone."""
+        """The receiver has all chunks, or is gone."""
         row = self._rows.pop(receiver, None)
         if row is not None:
             self._set(row, np.zeros(self.manifest.chunks, np.bool_), 0)
@@ -74,9 +74,8 @@ class Outgoing:
     def held_up_by(self) -> list[str]:
         """Receivers that alone keep the window full.
 
-        All share one pace, so a slow one does not show by its rate but by its backlog: the time that a chunk
-        needs to be heard of. Four times that of the median is a quarter of its speed. What a receiver has and
-        did not acknowledge yet says nothing.
+        All receivers share one pace, so a slow one shows by its backlog and not by its rate. Four times the backlog of
+        the median is a quarter of its speed.
         """
         if len(self._rows) < 2:
             return []
@@ -86,7 +85,7 @@ class Outgoing:
         return [name for name, chunks in backlog.items() if chunks > limit]
 
     def next_chunk(self) -> tuple[int, int] | None:
-        """(index, send number) of the chunk to send now; None when the window is full or nobody misses one."""
+        """(index, send number) of the chunk to send now; None when the window is full or no receiver misses one."""
         if self._most_under_way >= self._window or not self.has_work:
             return None
         index = int((self._demand > 0).argmax())

@@ -1,16 +1,16 @@
-"""The topic tree: who says what where. At most 7 slashes; `fl1` is version 1 of the tree.
+"""The topic tree. At most 7 slashes; `fl1` is version 1 of the tree.
 
     fl1/F/srv/st           coordinator's state, and its last will
-    fl1/F/all/b/BLOB       chunks for everybody who subscribed
+    fl1/F/all/b/BLOB       chunks for all subscribers
     fl1/F/d/DEV/dn/ctl     control to one device
-    fl1/F/d/DEV/dn/b/BLOB  chunks for a device that could not keep up with the others
+    fl1/F/d/DEV/dn/b/BLOB  dedicated topic: chunks for a device that is slower than the others
     fl1/F/d/DEV/up/ctl     control from one device
     fl1/F/d/DEV/up/b/BLOB  chunks from one device
     fl1/F/d/DEV/st         the device's last will
-    fl1/F/d/DEV/up/probe   what nobody hears: a device measures the broker by its acknowledgements
+    fl1/F/d/DEV/up/probe   without subscribers: a device measures the broker by its acknowledgements
     fl1/F/d/DEV/up/cert    a device asks for its next certificate (fedvit.wire.enrolment)
     fl1/F/d/DEV/dn/cert    and gets it
-    fl1/F/enrol/TOKEN/up   who has no certificate yet asks for the first
+    fl1/F/enrol/TOKEN/up   a device asks for its first certificate
     fl1/F/enrol/TOKEN/dn   and gets it
 
 The device's name is read from the topic, never from a payload: the broker can guard topics.
@@ -62,7 +62,7 @@ class Topics(NamedTuple):
     def to_device(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/dn/ctl"
 
-    def lane(self, device: str, digest: str) -> str:
+    def dedicated(self, device: str, digest: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/dn/b/{blob_level(digest)}"
 
     def from_device(self, device: str) -> str:
@@ -91,7 +91,7 @@ class Topics(NamedTuple):
 
     @property
     def from_all_devices(self) -> tuple[str, str]:
-        """Filters with which the coordinator hears control and last wills of every device."""
+        """Filters for the coordinator: control messages and last wills of every device."""
         base = f"{ROOT}/{self.federation}/d/+"
         return f"{base}/up/ctl", f"{base}/st"
 

@@ -1,6 +1,6 @@
 """Bookkeeping of one blob on its way: which chunks go next, which are missing. Pure: no clock, no socket.
 
-The receiver rules. Its `Want` is the full picture: what is missing, and the highest send number it has
+The receiver controls the transfer. Its `BlobNack` is complete: what is missing, and the highest send number it has
 seen. Within one connection a broker delivers in order, so a missing chunk that was sent before a chunk
 that arrived is lost and sent again; one that was sent after it is still under way and counts against the
 window. So nothing is sent twice by a clock, and no broker ever holds more than the window.
@@ -10,17 +10,17 @@ import struct
 from dataclasses import dataclass
 
 from fedvit.errors import BadPayload
-from fedvit.wire.messages import Manifest, Want
+from fedvit.wire.messages import BlobNack, Manifest
 
 CHUNK_BYTES = 126_976
 """Payload of a chunk on every broker: one size fits AWS IoT's 128 kB with 4 kB spare."""
 WINDOW_CHUNKS = 64
 """At most this many chunks ahead of the slowest receiver: 8 MiB, far below any broker's queue limit."""
-LANE_CHUNKS = 16
-"""The same for a receiver that is served apart from the others: 2 MiB, as there may be many of them."""
+DEDICATED_WINDOW_CHUNKS = 16
+"""The same on a dedicated topic: 2 MiB, as there may be many of them."""
 ACK_EVERY_CHUNKS = 16
 MAX_RANGES = 128
-"""Ranges that one Want carries; what is missing beyond them is asked for in a later one."""
+"""Ranges that one BlobNack carries; what is missing beyond them is asked for in a later one."""
 
 _HEADER = struct.Struct(">4sBBHIIQ32sII")
 CHUNK_MESSAGE_BYTES = _HEADER.size + CHUNK_BYTES
@@ -31,7 +31,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One piece of a blob as it travels: 64 bytes of header, then the bytes."""
+    """One piece of a blob: 64 bytes of header, then the bytes."""
 
     digest: str
     index: int
@@ -41,7 +41,7 @@ class Chunk:
     payload: bytes | memoryview
 
     def head(self) -> bytes:
-        """The header alone, for whoever sends the bytes from where they lie."""
+        """The header alone, for senders that do not copy the payload."""
         return _HEADER.pack(
             _MAGIC, _VERSION, 0, 0, self.index, self.count, self.size,
             bytes.fromhex(self.digest.partition(":")[2]), len(self.payload), self.seq,
@@ -119,19 +119,19 @@ class Incoming:
         self._left -= 1
         return True
 
-    def want_is_due(self, *, idle: bool = False) -> bool:
-        """Whether enough came since the last Want to tell the sender; anything at all, when no more comes."""
+    def nack_is_due(self, *, idle: bool = False) -> bool:
+        """Whether enough came since the last BlobNack to tell the sender; anything at all, when no more comes."""
         return self._since_want >= (1 if idle else ACK_EVERY_CHUNKS)
 
-    def want(self, *, stalled: bool = False, apart: bool = False) -> Want:
+    def nack(self, *, stalled: bool = False, apart: bool = False) -> BlobNack:
         self._since_want = 0
-        return Want(self.manifest.digest, missing_ranges(self._have), self.last_seq, stalled, apart)
+        return BlobNack(self.manifest.digest, missing_ranges(self._have), self.last_seq, stalled, apart)
 
     def restart(self) -> None:
         """Forget everything: the whole did not have its digest."""
         self._have = bytearray(self.manifest.chunks)
         self._left = self.manifest.chunks
 
-    def moved(self) -> None:
-        """The rest comes from another count of the sender's."""
+    def switch_topic(self) -> None:
+        """The remaining chunks come on another topic, with another count of the sender."""
         self.last_seq = 0

@@ -1,4 +1,4 @@
-"""How full a device's battery is. No battery is None, never 0: most boards hang on a plug."""
+"""The charge of a device's battery. No battery is None, never 0, as most boards have a power supply."""
 
 from pathlib import Path
 

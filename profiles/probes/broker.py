@@ -1,4 +1,4 @@
-"""The way to the broker and back, over the connection settings that a device has anyway."""
+"""Measures the round trip to the broker, with the device's own connection settings."""
 
 import time
 from queue import Empty, SimpleQueue
@@ -6,7 +6,7 @@ from statistics import median
 from typing import Self
 
 from fedvit.errors import LinkDown
-from fedvit.transport.base import Connected, Disconnected, Taken
+from fedvit.transport.base import Acknowledged, Connected, Disconnected
 from fedvit.transport.mqtt import Address, MqttTransport
 
 CONNECT_S = 10.0
@@ -16,12 +16,12 @@ TRIES = 9
 
 
 class BrokerProbe:
-    """A connection that publishes to `topic`, which nobody hears, and waits for the broker's acknowledgements."""
+    """A connection that publishes to `topic`, which has no subscribers, and waits for the broker's acknowledgements."""
 
     def __init__(self, address: Address, client_id: str, topic: str) -> None:
         self._inbox: SimpleQueue[object] = SimpleQueue()
         self._topic = topic
-        self._transport = MqttTransport(self._inbox, address, client_id, tell_taken=True)
+        self._transport = MqttTransport(self._inbox, address, client_id, report_acknowledged=True)
 
     def __enter__(self) -> Self:
         """Connect. Raises LinkDown, with the broker's reason, when that fails or takes too long."""
@@ -48,7 +48,7 @@ class BrokerProbe:
         if not self._transport.publish(self._topic, bytes(size_bytes), qos=1):
             raise LinkDown(f"{self._transport.address}: the connection was lost")
         while (event := self._next(until)) is not None:
-            if isinstance(event, Taken):
+            if isinstance(event, Acknowledged):
                 if event.refusal:
                     raise LinkDown(f"{self._transport.address}: a message on {self._topic} is refused: {event.refusal}")
                 return time.monotonic() - began
@@ -67,7 +67,7 @@ class BrokerProbe:
 def measure_round_trip(address: Address, client_id: str, topic: str, tries: int = TRIES) -> float:
     """The median time of small messages to the broker, and of its acknowledgements back, in seconds; QoS 1.
 
-    Raises LinkDown, with the reason, when there is no broker or it does not take them.
+    Raises LinkDown, with the reason, without a broker or if it refuses them.
     """
     with BrokerProbe(address, client_id, topic) as probe:
         taken = []

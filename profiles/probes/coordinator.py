@@ -1,4 +1,4 @@
-"""Whether a coordinator serves the federation, asked over the connection settings that a device has anyway."""
+"""Checks whether a coordinator serves the federation, with the device's own connection settings."""
 
 import secrets
 import time
@@ -18,7 +18,7 @@ CONNECT_S = 10.0
 def find_coordinator(
     address: Address, topics: Topics, device: str, timeout_s: float = ANSWER_S
 ) -> CoordinatorState | None:
-    """What the federation's coordinator says of itself to a device that does not join; None: nobody answers in time.
+    """The state of the federation's coordinator, without joining; None without an answer in time.
 
     Raises LinkDown, with the reason, when the broker cannot be reached.
     """
@@ -40,7 +40,7 @@ def find_coordinator(
                     raise LinkDown(reason)
                 case Received(payload=payload) if (state := _state(payload)) is not None:
                     return state
-            if connected:  # again and again: its link to the broker may have gone for a moment
+            if connected:  # repeated, as its link to the broker may be interrupted
                 question = DeviceState(secrets.token_hex(8), online=True)
                 transport.publish(topics.device_state(device), encode(question), qos=1)
         return None

@@ -23,7 +23,7 @@ class DiskSpeed(Struct, frozen=True, kw_only=True):
 
 
 def measure_disk(folder: Path, size_bytes: int = SIZE_BYTES) -> DiskSpeed:
-    """Write, sync and read a file of random bytes in `folder`, which is made if need be; nothing of it stays.
+    """Write, sync and read a file of random bytes in `folder`, which is created if needed; the file is deleted.
 
     Raises StorageFailed, naming the reason.
     """

@@ -1,4 +1,4 @@
-"""What this process and machine can say of themselves, on any system. Absent is None, never 0."""
+"""Facts about this process and machine, on any system. Unknown is None, never 0."""
 
 import os
 import platform
@@ -57,9 +57,9 @@ def usable_cores() -> int:
 
 
 def fast_cores(folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Of the usable cores those that are about as fast as the fastest: a step waits for the slowest of its threads.
+    """The number of usable cores that are about as fast as the fastest: a step waits for its slowest thread.
 
-    Boards like the Rock 5 have cores of two kinds. Where the system says nothing of them, all count.
+    Boards like the Rock 5 have cores of two kinds. If the system has no data on them, all count.
     """
     if not hasattr(os, "sched_getaffinity"):
         return usable_cores()
@@ -89,7 +89,7 @@ def _relative_speed(core: Path) -> float | None:
 
 
 class Host(Struct, frozen=True, kw_only=True):
-    """A machine and the software on it. What it does not say is None."""
+    """A machine and its software. Unknown values are None."""
 
     name: str
     board: str | None  # as the device tree names it, else the maker's words of the firmware
@@ -108,7 +108,7 @@ class Host(Struct, frozen=True, kw_only=True):
 
 
 def host(root: Path = ROOT) -> Host:
-    """What is known without measuring anything; files are read below `root`."""
+    """Facts that need no measurement; files are read below `root`."""
     engine, engine_version = installed_engine()
     memory = _memory(root)
     libc = " ".join(platform.libc_ver()).strip()
@@ -144,7 +144,7 @@ def board(root: Path = ROOT) -> str | None:
 
 
 _FILLERS = {"to be filled by o.e.m.", "default string", "system manufacturer", "system product name", "none", "o.e.m."}
-"""What makers leave in the firmware when they say nothing."""
+"""Placeholders of makers in the firmware."""
 
 
 def _processor(root: Path) -> str | None:
@@ -195,14 +195,14 @@ def resident_bytes() -> int:
 
 @cache
 def _process(pid: int) -> psutil.Process:
-    """To make one reads more than to ask it; by its number, because a fork is another process."""
+    """Cached, as creating it is slow; by its pid, because a fork is another process."""
     return psutil.Process(pid)
 
 
 def forget_peak() -> bool:
-    """Let the high-water mark of this process begin anew at what is resident now; False where the system refuses.
+    """Reset the high-water mark of this process to its current resident memory; False if the system refuses.
 
-    Linux: 5 written to /proc/self/clear_refs. It is the whole process's mark: only who owns the process may do this.
+    Linux: 5 written to /proc/self/clear_refs. The mark belongs to the whole process: only its owner may reset it.
     """
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -223,7 +223,7 @@ def free_disk_bytes(folder: Path) -> int | None:
 def device_profile(
     threads: int, state: Path | None = None, *, speed: Speed | None = None, budget: Budget | None = None
 ) -> DeviceProfile:
-    """What this device says when it joins; to be asked when the process is ready, before any task."""
+    """The profile for the device's hello; to be called when the process is ready, before any task."""
     return DeviceProfile(
         host=platform.node(),
         machine=platform.machine(),

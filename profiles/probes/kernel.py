@@ -1,4 +1,4 @@
-"""What the system says in small files and by small commands, below a root that tests choose. Absent is None."""
+"""Reads small files and commands of the system, below a root that tests choose. Absent is None."""
 
 import subprocess
 from pathlib import Path
@@ -28,7 +28,7 @@ def read_int(path: Path) -> int | None:
 
 
 def run(root: Path, name: str, *arguments: str) -> str | None:
-    """What a command prints; None when it is not installed below `root`, fails or hangs."""
+    """The output of a command; None when it is not installed below `root`, fails or hangs."""
     for folder in ("usr/bin", "opt/vc/bin"):
         program = root / folder / name
         if program.is_file():

@@ -1,4 +1,4 @@
-"""What a task costs beside time and memory: energy, heat, and whether the processor was slowed down."""
+"""Measures a task beside time and memory: energy, temperature, and throttling."""
 
 import threading
 import time
@@ -41,7 +41,7 @@ class Meter:
     """Reads the sensors once a second between `__enter__` and `__exit__`.
 
     Power is integrated over the samples; of counters the differences are added up. `celsius` is the newest
-    temperature, for whoever guards it.
+    temperature.
     """
 
     def __init__(self, sensors: Sensors, every_s: float = SAMPLE_EVERY_S) -> None:

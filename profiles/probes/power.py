@@ -1,4 +1,4 @@
-"""What a device consumes, from whichever sensor it has. A way of measuring is a class here and a line in SENSORS.
+"""The power of a device, from the sensor that it has. A kind of sensor is a class here and a line in SENSORS.
 
 No sensor is None, never 0: a Raspberry Pi 4, 3 or Zero has none.
 """
@@ -11,11 +11,11 @@ from typing import Self
 from profiles.probes.kernel import ROOT, read_int, read_text, run
 
 Reading = tuple[float, ...]
-"""What a sensor says at one time; what the numbers are is the sensor's own affair."""
+"""A reading of a sensor; the meaning of the numbers depends on the sensor."""
 
 
 class PowerSensor(ABC):
-    """One way in which a board says what it consumes."""
+    """A kind of power sensor."""
 
     source: str  # the sensor and the rail, for people
 
@@ -154,7 +154,7 @@ SENSORS: tuple[type[PowerSensor], ...] = (JetsonRails, RaspberryPmic, Rapl)
 
 
 def find_power(root: Path = ROOT) -> tuple[PowerSensor | None, str | None]:
-    """The sensor of this device; where there is none, or it may not be read, why."""
+    """The sensor of this device, or the reason why there is none."""
     for kind in SENSORS:
         try:
             if sensor := kind.find(root):

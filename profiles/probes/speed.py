@@ -1,6 +1,6 @@
-"""How fast this device computes, measured in some seconds with the operators that training is made of.
+"""Measures the compute speed of this device in some seconds, with the operators of training.
 
-Run in a process of its own: what onnxruntime needed for it is given back, and an illegal instruction ends only that.
+Runs in a separate process, which releases onnxruntime's memory, and contains an illegal instruction.
 """
 
 import json
@@ -49,7 +49,7 @@ LEAST_RUNS, MOST_RUNS, ENOUGH_S = 4, 24, 0.12
 
 
 def measure_speed(threads: int) -> Speed:
-    """Measure with so many threads. Raises DeviceTrouble where the engine does not work here, with the remedy."""
+    """Measure with a number of threads. Raises DeviceTrouble, with a hint, if the engine does not work."""
     command = [sys.executable, "-m", "profiles.probes.speed", str(threads)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)

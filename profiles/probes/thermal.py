@@ -1,6 +1,6 @@
-"""How hot a device is, and whether its system slows the processor down. Absent is None, never 0.
+"""The temperature of a device, and whether its processor is throttled. Absent is None, never 0.
 
-A way of slowing down that can be seen is a class here and a line in BRAKES.
+A source of throttling information is a class here and a line in BRAKES.
 """
 
 import re
@@ -57,14 +57,14 @@ class Thermometer:
 
 
 class Slowing(NamedTuple):
-    """Why the processor is slowed down now, and marks of what happened since the device was started."""
+    """Why the processor is throttled now, and causes since the device was started."""
 
     now: frozenset[str]
     since_start: frozenset[str]
 
 
 class Brake(ABC):
-    """One way in which a system slows a processor down, and says so."""
+    """A source of throttling information."""
 
     @classmethod
     @abstractmethod

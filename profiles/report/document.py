@@ -1,6 +1,6 @@
-"""What a report says, as data: the one source of its tables, its page and its JSON.
+"""The data of a report, from which its tables, page and JSON are made.
 
-A field is never renamed or given another meaning; what is new has a default. `schema` counts the changes that an old
+A field is never renamed or given another meaning; new fields have defaults. `schema` counts the changes that an old
 reader would misunderstand. A missing measurement is None.
 """
 
@@ -18,7 +18,7 @@ SCHEMA = 1
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """One figure as it was predicted and as it was measured."""
+    """A predicted and a measured figure."""
 
     figure: str
     unit: str
@@ -60,7 +60,7 @@ class ProfiledVariant(Struct, frozen=True, kw_only=True):
 
 
 class ProfiledDevice(Struct, frozen=True, kw_only=True):
-    """What every variant would cost on one device."""
+    """The predicted cost of every variant on one device."""
 
     id: str
     name: str
@@ -109,7 +109,7 @@ class ProfileDocument(Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
 
 class DeviceRound(Struct, frozen=True, kw_only=True):
-    """One device in one round that it was asked in."""
+    """One device in one round of its cohort."""
 
     round: int
     status: Literal["accepted", "refused", "dropped out"]
@@ -138,7 +138,7 @@ class RunDevice(Struct, frozen=True, kw_only=True):
 
     @property
     def given(self) -> str:
-        """Options that the device got in its last round to fit its budget; "" where it got what was asked for."""
+        """Options that were changed in the last round for the device's budget; "" without changes."""
         newest = next((entry.expected for entry in reversed(self.rounds) if entry.expected), None)
         return ", ".join(f"{name} = {value}" for name, value in newest.changes.items()) if newest else ""
 
@@ -197,7 +197,7 @@ class RunRound(Struct, frozen=True, kw_only=True):
 
 
 class RunPrivacy(Struct, frozen=True, kw_only=True):
-    """What noise a run asked for, as its table [privacy] says; 0: none of that kind."""
+    """The noise of a run, as in its table [privacy]; 0: none of that kind."""
 
     delta: float = 1e-5
     noise_multiplier: float = 0.0
@@ -209,7 +209,7 @@ class RunPrivacy(Struct, frozen=True, kw_only=True):
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
-    """Something that was not accepted; equal ones are counted."""
+    """A refused message; equal ones are counted."""
 
     round: int | None
     device: str

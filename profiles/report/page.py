@@ -1,4 +1,4 @@
-"""What all pages share: their frame, bars made of boxes, and numbers for people.
+"""The common parts of pages: frame, bars, and formatted numbers.
 
 A page needs no other file and no script. Bars are boxes of a width in percent and not drawings, so that their texts
 have the page's size on a telephone, too.

@@ -1,4 +1,4 @@
-"""A page on what variants of a method will cost on devices."""
+"""The page on the predicted cost of a method's variants on devices."""
 
 from fedvit.resources import Budget, BudgetKind
 from profiles.prediction import MemoryPhase, Prediction, ProgramCost

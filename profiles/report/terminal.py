@@ -29,7 +29,7 @@ STYLES = {"good": "bold green", "mild": "bold yellow", "bad": "bold red"}
 
 
 def profile_report(document: ProfileDocument, width: int) -> Group:
-    """Who fits first; then what variants cost, and what they cost where."""
+    """The verdict, the cost of the variants, and their cost per device."""
     tone, sentence, lines = profile_verdict(document)
     parts: list[RenderableType] = [Text(document.title), Text(sentence, style=STYLES[tone])]
     parts += [Text(f"  {line}") for line in lines]
@@ -96,7 +96,7 @@ def _devices(document: ProfileDocument, width: int) -> Table:
 
 
 def run_report(document: RunDocument, width: int) -> Group:
-    """How it went; what was predicted beside what was measured."""
+    """The outcome of a run, with predicted beside measured figures."""
     tone, sentence, lines = run_verdict(document)
     parts: list[RenderableType] = [
         Text(f"run {document.run}: {document.method} on {document.model}, seed {document.seed}"),

@@ -1,4 +1,4 @@
-"""What a report says first: one sentence on how good the news are, and a line on everything that is not."""
+"""The verdict of a report: one sentence, and a line for each problem."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
 
 
 def profile_verdict(document: ProfileDocument) -> Verdict:
-    """Who fits its budget, and why others do not."""
+    """Which pairs of device and variant fit, and why others do not."""
     pairs = len(document.devices) * len(document.variants)
     lines = []
     for device in document.devices:
@@ -79,7 +79,7 @@ def _setting(value: Any) -> str:
 
 
 def privacy_words(document: RunDocument) -> list[str]:
-    """What the noise of a run promises so far, a line for each kind; none where it asked for no noise."""
+    """The privacy of a run so far, a line for each kind of noise."""
     asked = document.privacy
     if asked is None:
         return []
@@ -93,12 +93,12 @@ def privacy_words(document: RunDocument) -> list[str]:
             f"{asked.clip or 0:g}, {who})"
         )
     if asked.feature_noise:
-        told = next((entry for entry in reversed(document.rounds) if entry.device_epsilon is not None), None)
+        newest = next((entry for entry in reversed(document.rounds) if entry.device_epsilon is not None), None)
         spent = "no round is closed yet"
-        if told is not None:
+        if newest is not None:
             spent = (
-                f"epsilon {told.device_epsilon:.3g} over all rounds so far, {told.upload_epsilon or 0:.3g} in the "
-                f"last one, {told.row_epsilon or 0:.3g} of a single row"
+                f"epsilon {newest.device_epsilon:.3g} over all rounds so far, {newest.upload_epsilon or 0:.3g} in the "
+                f"last one, {newest.row_epsilon or 0:.3g} of a single row"
             )
         lines.append(
             f"privacy of one device's features: {spent} (delta {asked.delta:g}, noise {asked.feature_noise:g} x clip "

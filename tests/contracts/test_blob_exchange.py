@@ -23,7 +23,7 @@ from fedvit.transport import exchange, packets
 from fedvit.transport.base import Connected, Disconnected, Received, Transport
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
-from fedvit.wire.messages import Apart, Done, Manifest, Want, decode, encode
+from fedvit.wire.messages import BlobAck, BlobNack, Manifest, UseDedicatedTopic, decode, encode
 from fedvit.wire.topics import blob_level
 from fedvit.wire.transfer import CHUNK_BYTES, WINDOW_CHUNKS
 from tests.support.brokers import mosquitto
@@ -53,11 +53,11 @@ class Peer:
         self.exchange = BlobExchange(
             transport,
             self.blobs,
-            tell=self._tell,
+            send=self._send,
             topic_for=self.data_topic,
             may_read=lambda peer, digest: self.readable,
             receivers=lambda digest: self.receivers,
-            lane_for=self.lane,
+            dedicated_topic_for=self.dedicated_topic,
         )
         transport.subscribe(f"{prefix}ctl/{name}/+", 1)
         transport.open()
@@ -65,7 +65,7 @@ class Peer:
     def data_topic(self, digest: str) -> str:
         return f"{self._prefix}data/{self.name}/{blob_level(digest)}"
 
-    def lane(self, peer: str, digest: str) -> str:
+    def dedicated_topic(self, peer: str, digest: str) -> str:
         return f"{self._prefix}lane/{peer}/{blob_level(digest)}"
 
     def fetch(self, manifest: Manifest, sender: "Peer") -> None:
@@ -73,7 +73,9 @@ class Peer:
             self.finished.append(ended)
 
         digest = manifest.digest
-        self.exchange.fetch(manifest, sender.name, sender.data_topic(digest), finished, sender.lane(self.name, digest))
+        self.exchange.fetch(
+            manifest, sender.name, sender.data_topic(digest), finished, sender.dedicated_topic(self.name, digest)
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -116,16 +118,16 @@ class Peer:
         message = decode(payload)
         try:
             match message:
-                case Want():
-                    self.exchange.on_want(sender, message)
-                case Done():
-                    self.exchange.on_done(sender, message)
-                case Apart():
-                    self.exchange.on_apart(sender, message)
+                case BlobNack():
+                    self.exchange.on_nack(sender, message)
+                case BlobAck():
+                    self.exchange.on_ack(sender, message)
+                case UseDedicatedTopic():
+                    self.exchange.on_use_dedicated_topic(sender, message)
         except BadPayload as error:
             self.refused.append(str(error))
 
-    def _tell(self, peer: str, message: Want | Done | Apart) -> None:
+    def _send(self, peer: str, message: BlobNack | BlobAck | UseDedicatedTopic) -> None:
         self.transport.publish(f"{self._prefix}ctl/{peer}/{self.name}", encode(message))
 
     def chunks_here(self, manifest: Manifest) -> int:
@@ -204,7 +206,7 @@ def test_three_receivers_of_one_broadcast_cost_about_one_sending(peer: Peers) ->
 
 
 def test_receivers_that_were_expected_are_sent_a_small_blob_once(peer: Peers) -> None:
-    """The first Want must not start a broadcast that the second one then asks for again."""
+    """The first BlobNack must not start a broadcast that the second one then asks for again."""
     sender, *receivers = peers = [peer("sender"), peer("r1"), peer("r2"), peer("r3")]
     settle(peers)
     sender.receivers = 3
@@ -333,7 +335,7 @@ def test_a_blob_that_is_not_here_is_refused(peer: Peers, manifest: Manifest) -> 
     sender = peer("sender")
     settle([sender])
     with pytest.raises(BadPayload):
-        sender.exchange.on_want("receiver", Want(manifest.digest, ((0, 1),)))
+        sender.exchange.on_nack("receiver", BlobNack(manifest.digest, ((0, 1),)))
 
 
 def test_a_request_for_chunks_that_do_not_exist_leaves_nothing_behind(peer: Peers) -> None:
@@ -342,7 +344,7 @@ def test_a_request_for_chunks_that_do_not_exist_leaves_nothing_behind(peer: Peer
     content = blob(1000)
     manifest = sender.blobs.put(content)
     with pytest.raises(BadPayload, match="wants chunks 0 to 8 of a blob of 1 chunks"):
-        sender.exchange.on_want("stranger", Want(manifest.digest, ((0, 9),)))
+        sender.exchange.on_nack("stranger", BlobNack(manifest.digest, ((0, 9),)))
     receiver.fetch(manifest, sender)
     drive(peers, lambda: receiver.has_ended)
     assert receiver.got(content)
@@ -502,10 +504,10 @@ def test_small_blobs_are_not_held_open_while_they_are_sent(tmp_path: Path) -> No
     [sender] = memory_peers(MemoryBroker(), tmp_path, "sender")
     for number in range(100):
         manifest = sender.blobs.put(number.to_bytes() * 31_000)
-        sender.exchange.on_want(f"device-{number}", Want(manifest.digest, ((0, 1),)))
+        sender.exchange.on_nack(f"device-{number}", BlobNack(manifest.digest, ((0, 1),)))
     assert open_files(tmp_path) == []
     large = sender.blobs.put(b"x" * (CHUNK_BYTES + 1))
-    sender.exchange.on_want("device", Want(large.digest, ((0, 2),)))
+    sender.exchange.on_nack("device", BlobNack(large.digest, ((0, 2),)))
     assert open_files(tmp_path) == [str(sender.blobs.path(large.digest))]
 
 
@@ -553,7 +555,7 @@ def test_who_asks_and_falls_silent_does_not_use_up_what_others_may_have_under_wa
     settle([sender, alive])
     for seed in (1, 2):
         held = sender.blobs.put(blob(WINDOW_CHUNKS * CHUNK_BYTES, seed))
-        sender.exchange.on_want("mallory", Want(held.digest, ((0, held.chunks),)))
+        sender.exchange.on_nack("mallory", BlobNack(held.digest, ((0, held.chunks),)))
     drive([sender], lambda: sender.sent_chunks >= 2 * WINDOW_CHUNKS)
     content = blob(BIG)
     alive.fetch(sender.blobs.put(content), sender)

@@ -118,7 +118,7 @@ def test_out_is_what_is_written() -> None:
 def test_out_in_its_old_meaning_is_answered_with_runs(name: str) -> None:
     program, command = name.split()
     result = CliRunner().invoke(PROGRAMS[program], [command, "--out", "here"])
-    assert str(result.exception) == "--out is --runs now"
+    assert str(result.exception) == "--out was renamed to --runs"
     assert getattr(result.exception, "exit_code", None) == 2
 
 

@@ -37,12 +37,12 @@ from fedvit.wire.messages import (
     MAX_BLOB_CHUNKS,
     MAX_MESSAGE_BYTES,
     AnyMessage,
+    BlobNack,
     Hello,
     Manifest,
     Refused,
     Result,
     Task,
-    Want,
     decode,
     encode,
 )
@@ -97,7 +97,7 @@ def test_the_fuzzer_has_a_seed_of_every_message() -> None:
 
 
 def test_the_same_seed_gives_the_same_damage() -> None:
-    raw, other = encode(TASK), encode(Want(DIGEST, ((0, 1),)))
+    raw, other = encode(TASK), encode(BlobNack(DIGEST, ((0, 1),)))
     first, second = Mutator(3), Mutator(3)
     assert [first.message(raw, other) for _ in range(200)] == [second.message(raw, other) for _ in range(200)]
 
@@ -175,7 +175,7 @@ def test_chunks_are_asked_for_once() -> None:
     outgoing = Outgoing(Manifest(DIGEST, 10**9, 1024))
     everything = (0, outgoing.manifest.chunks)
     with pytest.raises(BadPayload, match="after those up to"):
-        outgoing.update("mallory", Want(DIGEST, (everything, everything)))
+        outgoing.update("mallory", BlobNack(DIGEST, (everything, everything)))
 
 
 def test_a_refusal_of_the_longest_names_is_still_one_message() -> None:
@@ -194,7 +194,7 @@ def test_chunks_of_nobody_are_dropped(tmp_path: Path) -> None:
     """Whatever comes on a chunk topic, nothing is written that was not asked for."""
     transport = MemoryTransport(SimpleQueue(), MemoryBroker(), "x")
     exchange = BlobExchange(
-        transport, BlobStore(tmp_path), tell=lambda *_: None, topic_for=str, may_read=lambda *_: False
+        transport, BlobStore(tmp_path), send=lambda *_: None, topic_for=str, may_read=lambda *_: False
     )
     mutator = Mutator(1)
     valid = Chunk(DIGEST, 0, 3, 300_000, 1, bytes(100)).encode()
@@ -207,7 +207,7 @@ def test_chunks_on_the_topic_of_another_device_are_dropped(tmp_path: Path) -> No
     """A broker guards topics, not what is said on them: chunks count for the one whose topic they come on."""
     transport = MemoryTransport(SimpleQueue(), MemoryBroker(), "x")
     exchange = BlobExchange(
-        transport, BlobStore(tmp_path), tell=lambda *_: None, topic_for=str, may_read=lambda *_: False
+        transport, BlobStore(tmp_path), send=lambda *_: None, topic_for=str, may_read=lambda *_: False
     )
     content = bytes(range(200))
     digest = digest_of(content)

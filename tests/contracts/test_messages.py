@@ -27,12 +27,13 @@ from fedvit.wire.messages import (
     MAX_MESSAGE_BYTES,
     WIRE_VERSION,
     AnyMessage,
-    Apart,
+    BlobAck,
+    BlobNack,
     Cancel,
     CoordinatorState,
     Declined,
+    DeltaStep,
     DeviceState,
-    Done,
     Extended,
     Failed,
     FromCoordinator,
@@ -41,13 +42,12 @@ from fedvit.wire.messages import (
     Manifest,
     Message,
     Progress,
-    Recipe,
     Refused,
     Result,
     ResultAck,
     RunEnded,
     Task,
-    Want,
+    UseDedicatedTopic,
     Welcome,
     decode,
     decode_class_list,
@@ -227,7 +227,7 @@ EXAMPLES: dict[str, AnyMessage] = {
         (MANIFEST,),
         600.0,
         1.0,
-        recipes=(Recipe(DIGEST, DIGEST, MANIFEST), Recipe(DIGEST, "", MANIFEST, "fp16")),
+        recipes=(DeltaStep(DIGEST, DIGEST, MANIFEST), DeltaStep(DIGEST, "", MANIFEST, "fp16")),
     ),
     "task-5": Task(
         "8f14e45fceea167a",
@@ -247,10 +247,10 @@ EXAMPLES: dict[str, AnyMessage] = {
     "ack": ResultAck("run-1", 7, "train", accepted=False, reason="late"),
     "ack-2": ResultAck("run-1", 7, "train", accepted=False, reason="run 'run-1' is not served here", keep=True),
     "ended": RunEnded("run-1", "finished"),
-    "want": Want(DIGEST, ((0, 3), (7, 1)), 12, True),
-    "want-2": Want(DIGEST, ((0, 3),), 0, False, True),
-    "apart": Apart(DIGEST),
-    "done": Done(DIGEST),
+    "want": BlobNack(DIGEST, ((0, 3), (7, 1)), 12, True),
+    "want-2": BlobNack(DIGEST, ((0, 3),), 0, False, True),
+    "apart": UseDedicatedTopic(DIGEST),
+    "done": BlobAck(DIGEST),
 }
 """File name -> message. A second example of one type is named after it: `task-2`."""
 
@@ -382,7 +382,7 @@ def test_decode_undoes_encode(message: AnyMessage) -> None:
     assert type(again) is type(message)
 
 
-def test_a_loss_that_is_no_number_can_be_told() -> None:
+def test_loss_that_is_nan_can_be_sent() -> None:
     decoded = decode(encode(Progress("r", 1, "train", 1, 1, float("nan"))))
     assert isinstance(decoded, Progress)
     assert decoded.loss != decoded.loss
@@ -467,7 +467,7 @@ def test_another_version_is_refused_by_name(version: int) -> None:
         written(["ended", "run", "x"]).replace(b"\xa1x", b"\xa1\xff"),  # text that is not UTF-8
         written(["ended", "run", "x"]).replace(b"\xa5ended", b"\xa5end\xff\xfe"),
         bytes([WIRE_VERSION]) + b"\x91" * 5000,  # lists in lists
-        bytes([WIRE_VERSION, 0x93]) + encode(Done(DIGEST))[2:] + b"\x91" * 60_000 + b"\0",  # in a field to pass over
+        bytes([WIRE_VERSION, 0x93]) + encode(BlobAck(DIGEST))[2:] + b"\x91" * 60_000 + b"\0",  # in a field to pass over
         bytes([WIRE_VERSION, 0xDD, 0xFF, 0xFF, 0xFF, 0xFF]),  # a list of 4 billion items
     ],
 )

@@ -443,7 +443,7 @@ def test_a_broker_that_takes_less_says_so_before_anything_is_sent(tmp_path: Path
         transport.close()
 
 
-def test_an_outage_of_bulk_is_not_told_again_with_every_try(
+def test_bulk_outage_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That the link was lost, and why it cannot be made anew."""

@@ -337,7 +337,7 @@ def test_processes_export_and_predict(trained: Callable[[str], Trained], tmp_pat
     again = say("coordinator.cli", *given)
     assert again.returncode == ConfigError.exit_code
     [line] = again.stderr.splitlines()
-    assert line.startswith(f"coordinator: {out} is there already")
+    assert line.startswith(f"coordinator: {out} exists already")
     image = next((run.data / "test").glob("*/*"))
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no picture")

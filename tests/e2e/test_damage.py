@@ -28,5 +28,5 @@ def test_damaged_blobs_are_fetched_again_and_results_are_the_same(stage: Stage, 
     told = [entry["reason"] for entry in shown["refusals"] if entry["kind"] == "damage"]
     assert told
     assert {entry["device"] for entry in shown["refusals"] if entry["kind"] == "damage"} == {"device-1"}
-    assert sum("CURRENT names no round that is here" in what for what in told) == 1
+    assert sum("CURRENT names no stored round" in what for what in told) == 1
     assert sum(any(file.name in what for file in blobs) for what in told) == len(told) - 1

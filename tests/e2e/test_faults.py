@@ -10,7 +10,7 @@ from fedvit.blobs import digest_of
 from fedvit.program import Program, decode_program
 from fedvit.resources import ResourceUse
 from fedvit.tensors import pack
-from fedvit.wire.messages import Failed, Hello, Manifest, Progress, Refused, Result, ResultAck, Task, Want, encode
+from fedvit.wire.messages import BlobNack, Failed, Hello, Manifest, Progress, Refused, Result, ResultAck, Task, encode
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_BYTES, Chunk
 from tests.support.messages import hello
@@ -101,7 +101,7 @@ class Impostor:
         assert result.upload is not None
         digest = result.upload.digest
         answer = self.observer.find(ResultAck, round=result.round, device=self.name)
-        asked = self.observer.find(Want, digest=digest, device=self.name)
+        asked = self.observer.find(BlobNack, digest=digest, device=self.name)
         self.say(result)
 
         def answered() -> ResultAck | None:

@@ -27,19 +27,19 @@ from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.updates import decode as decoded
 from fedvit.updates import make_codec
 from fedvit.wire.messages import (
+    BlobAck,
+    BlobNack,
     CoordinatorState,
-    Done,
+    DeltaStep,
     Failed,
     FromCoordinator,
     FromDevice,
     Hello,
     Manifest,
-    Recipe,
     Result,
     ResultAck,
     Task,
     TaskKind,
-    Want,
     Welcome,
     decode,
     encode,
@@ -149,7 +149,7 @@ class Server:
         self.exchange = BlobExchange(
             self.transport,
             self.blobs,
-            tell=lambda peer, message: self.tell(message),
+            send=lambda peer, message: self.tell(message),
             topic_for=self.topics.broadcast,
             may_read=lambda peer, digest: True,
         )
@@ -198,10 +198,10 @@ class Server:
             return
         self.heard.append(message)
         match message:
-            case Want():
-                self.exchange.on_want("pi", message)
-            case Done():
-                self.exchange.on_done("pi", message)
+            case BlobNack():
+                self.exchange.on_nack("pi", message)
+            case BlobAck():
+                self.exchange.on_ack("pi", message)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         wait_until(condition, lambda: f"it did not happen; heard {self.heard[-5:]}", pause_s=0.0, meanwhile=self._pump)
@@ -372,7 +372,7 @@ def with_kept(setting: Setting, *, of_this_round: bool = False) -> Program:
     return msgspec.structs.replace(setting.program, evaluate=evaluate)
 
 
-def with_a_patch(world: World, setting: Setting, *, honest: bool) -> tuple[Tensors, Tensors, Recipe]:
+def with_a_patch(world: World, setting: Setting, *, honest: bool) -> tuple[Tensors, Tensors, DeltaStep]:
     """What the device has, what it shall have, and how it may get there."""
     old = setting.start()
     draw = np.random.default_rng(0)
@@ -383,7 +383,7 @@ def with_a_patch(world: World, setting: Setting, *, honest: bool) -> tuple[Tenso
     if not honest:
         patch["head.bias"] = patch["head.bias"] + np.float32(1)
     keep = world.server.keep
-    return old, new, Recipe(keep(pack(new)).digest, keep(pack(old)).digest, keep(pack(patch)))
+    return old, new, DeltaStep(keep(pack(new)).digest, keep(pack(old)).digest, keep(pack(patch)))
 
 
 class Log(Watch):

@@ -36,14 +36,14 @@ from fedvit.transport.base import Connected, Received
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import (
+    BlobAck,
+    BlobNack,
     CoordinatorState,
-    Done,
     Failed,
     FromCoordinator,
     Result,
     ResultAck,
     Task,
-    Want,
     Welcome,
     decode,
 )
@@ -115,7 +115,7 @@ class Fake(SpeakingDevice):
         self.exchange = BlobExchange(
             self.transport,
             self.blobs,
-            tell=lambda peer, message: self.say(message),
+            send=lambda peer, message: self.say(message),
             topic_for=lambda digest: self.topics.upload(name, digest),
             may_read=lambda peer, digest: True,
         )
@@ -189,10 +189,10 @@ class Fake(SpeakingDevice):
                     self.on_task(self, message)
             case ResultAck():
                 self.pending.pop((message.run, message.round, message.kind), None)
-            case Want() if self.serves:
-                self.exchange.on_want("coordinator", message)
-            case Done():
-                self.exchange.on_done("coordinator", message)
+            case BlobNack() if self.serves:
+                self.exchange.on_nack("coordinator", message)
+            case BlobAck():
+                self.exchange.on_ack("coordinator", message)
 
     def got(self, kind: type[Kind]) -> list[Kind]:
         return [message for message in self.heard if isinstance(message, kind)]

@@ -25,7 +25,7 @@ _FEATURES = "features."
 
 
 def features_into(block: int) -> str:
-    """The name under which devices upload what enters a block."""
+    """The name of uploaded features that enter a block."""
     return f"{_FEATURES}{block}"
 
 
@@ -46,11 +46,11 @@ class FeatureTraining(ServerRule):
     optimizer: Optimizer
     lr: float
     keep: bool  # train on every device's newest upload, or on this round's alone
-    store_bytes: int | None = None  # of uploads that are kept; older rounds' make room. None: no limit
+    store_bytes: int | None = None  # limit of stored uploads; the oldest are dropped first. None: no limit
 
     @property
     def why_never_late(self) -> None:
-        """Features are examples, whenever they were made."""
+        """Features stay valid training examples in later rounds."""
         return None
 
     @property
@@ -118,7 +118,7 @@ class FeatureTraining(ServerRule):
         ), figures
 
     def _dropped(self, older: list[str], stored_bytes: dict[str, int]) -> set[str]:
-        """Devices whose uploads of earlier rounds must make room; `older` begins with the oldest round."""
+        """Devices whose uploads of earlier rounds are dropped; `older` begins with the oldest round."""
         dropped: set[str] = set()
         if self.store_bytes is not None:
             excess = sum(stored_bytes.values()) - self.store_bytes
@@ -148,7 +148,7 @@ class _Half(torch.nn.Module):
 
 
 class _Batch(NamedTuple):
-    """What one process works on of a batch. Letters: B items, N tokens, D width."""
+    """The part of a batch that one process computes. Letters: B items, N tokens, D width."""
 
     block: int  # that the features enter
     features_BND: np.ndarray

@@ -19,7 +19,7 @@ from fedvit.methods.rules.weighted_mean import cohort_weights
 from fedvit.tensors import Array, Tensors
 
 AT_ONCE_BYTES = 64 << 20
-"""Of generated tensors: those of many devices go through the generator together."""
+"""Size of generated tensors that are processed at a time, for several devices together."""
 SHARED, PERSONAL = "generator/", "device/"
 
 
@@ -76,7 +76,7 @@ class GeneratorUpdate(ServerRule):
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
-        """So many devices at a time as AT_ONCE_BYTES hold. Raises EmptyCohort when no upload holds a sample."""
+        """Devices are processed in groups of AT_ONCE_BYTES. Raises EmptyCohort when no upload holds a sample."""
         uploads = [upload for upload in uploads if upload.samples > 0]
         if not uploads:
             raise EmptyCohort(f"round {context.round}: no accepted result holds a training image")
@@ -178,5 +178,5 @@ class GeneratorUpdate(ServerRule):
 
 
 def _under(memory: Mapping[str, Array], prefix: str) -> dict[str, Tensor]:
-    """In the order of names: a file gives them in another each time, which sums over all of them would follow."""
+    """Sorted by name, as the order in a file varies and would change sums."""
     return {name.removeprefix(prefix): tensor_of(memory, name) for name in sorted(memory) if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""What a server rule remembers between rounds: arrays, or tensors that stay on an accelerator until they are read."""
+"""The state of a server rule between rounds: arrays, or tensors that stay on an accelerator until they are read."""
 
 from collections.abc import Iterator, Mapping
 

@@ -12,7 +12,7 @@ PREFIX = "optimizer/"
 
 
 def saved(optimizer: torch.optim.Optimizer, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the optimizer remembers of each value: `optimizer/SLOT/NAME`."""
+    """The optimizer's state for each value: `optimizer/SLOT/NAME`."""
     return {
         f"{PREFIX}{slot}/{name}": content.detach()
         for name, value in values.items()
@@ -22,7 +22,7 @@ def saved(optimizer: torch.optim.Optimizer, values: Mapping[str, Tensor]) -> dic
 
 
 def restore(optimizer: torch.optim.Optimizer, values: Mapping[str, Tensor], memory: Mapping[str, Array]) -> None:
-    """Undo `saved`; what belongs to values that are not here is passed over."""
+    """Undo `saved`; the state of unknown values is ignored."""
     for key in memory:
         slot, _, name = key.removeprefix(PREFIX).partition("/")
         if not key.startswith(PREFIX) or name not in values:

@@ -12,7 +12,7 @@ from fedvit.tensors import Tensors
 
 @dataclass(frozen=True)
 class Together(ServerRule):
-    """The rules one after another; what they remember has different names."""
+    """Applies the rules one after another; their states have different names."""
 
     rules: tuple[ServerRule, ...]
 
@@ -48,6 +48,6 @@ class Together(ServerRule):
         for rule in self.rules:
             if context.rank and not rule.is_divided:
                 continue
-            state, told = rule.close(state, uploads, context)
-            figures |= told
+            state, own_figures = rule.close(state, uploads, context)
+            figures |= own_figures
         return state, figures

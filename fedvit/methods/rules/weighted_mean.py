@@ -16,7 +16,7 @@ class WeightedMean(ServerRule):
 
     That is the run's aggregator "mean"; any other (`RoundContext.aggregator`) treats devices as equals.
 
-    What an upload holds beside the server's own tensors is passed over: it is another rule's.
+    Tensors of an upload that the server does not hold are ignored: they belong to another rule.
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
     arXiv:1602.05629, algorithm 1; weights over the sampled devices, not over all.
     """
@@ -25,7 +25,7 @@ class WeightedMean(ServerRule):
 
     @property
     def why_never_late(self) -> None:
-        """A delta is a step: it can be taken from where the server is now (Nguyen et al., arXiv:2106.06639)."""
+        """A delta is a step, which can be applied to a newer state (Nguyen et al., arXiv:2106.06639)."""
         return None
 
     @property
@@ -35,7 +35,7 @@ class WeightedMean(ServerRule):
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
-        """Sums are float64. A discount is not made up for by the others: a late cohort moves the server less.
+        """Sums are float64. Discounts are not normalised: a late cohort changes the server less.
 
         Raises EmptyCohort when no upload holds a sample, or too few came for the aggregator."""
         weights = cohort_weights(uploads, context.round)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edge_client import agent as agent_module
-from edge_client import workbench as workbench_module
+from edge_client import task_executor as task_executor_module
 from edge_client.guard import Guard
 from edge_client.readiness import Readiness
 from edge_client.runtime import Seeds
@@ -24,10 +24,11 @@ from fedvit.resources import Budget, ResourceUse
 from fedvit.tensors import Tensors, delta, pack
 from fedvit.wire import messages
 from fedvit.wire.messages import (
+    BlobAck,
+    BlobNack,
     Cancel,
     Declined,
     DeviceState,
-    Done,
     Extended,
     Failed,
     FromCoordinator,
@@ -38,7 +39,6 @@ from fedvit.wire.messages import (
     Result,
     ResultAck,
     RunEnded,
-    Want,
     Welcome,
     decode_class_list,
     encode,
@@ -224,7 +224,7 @@ def test_a_stray_message_of_another_wire_version_ends_nobody(world: World, monke
     monkeypatch.setattr(agent_module, "OTHER_VERSION_PATIENCE_S", 1.0)
     device, server = world.device(), world.server
     before = server.count(Hello)
-    server.transport.publish(server.topics.to_device("pi"), bytes([9]) + encode(Done(FAR_OFF))[1:])
+    server.transport.publish(server.topics.to_device("pi"), bytes([9]) + encode(BlobAck(FAR_OFF))[1:])
     server.wait(lambda: server.count(Hello) > before)
     server.welcome()
     server.roll_call()
@@ -236,7 +236,7 @@ def test_a_stray_message_of_another_wire_version_ends_nobody(world: World, monke
 def test_another_wire_version_is_named_with_both_versions(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "OTHER_VERSION_PATIENCE_S", 0.2)
     device = world.device()
-    world.server.transport.publish(world.server.topics.to_device("pi"), bytes([9]) + encode(Done(FAR_OFF))[1:])
+    world.server.transport.publish(world.server.topics.to_device("pi"), bytes([9]) + encode(BlobAck(FAR_OFF))[1:])
     ended = device.ended()
     assert isinstance(ended, PeerRefused)
     assert "wire version 9" in str(ended)
@@ -368,8 +368,8 @@ STILL = 1e-30
 
 def correct(world: World, setting: Setting, program: Program, answer: int, round: int) -> float:
     """Right answers in an evaluation to which the server brings a model that always gives this one."""
-    brought = {"model": always(setting, answer)}
-    result = world.result(setting, program=program, kind="evaluate", round=round, group_values=brought)
+    outputs = {"model": always(setting, answer)}
+    result = world.result(setting, program=program, kind="evaluate", round=round, group_values=outputs)
     world.server.acknowledge(result)
     return result.metrics["correct"]
 
@@ -456,7 +456,7 @@ def test_generated_groups_come_from_the_task_each_round(world: World, fedavg: Se
         assert device.vault.local("run") == {}
         world.server.acknowledge(result)
     assert world.failure(fedavg, program=program, round=3, groups={}) == (
-        "group 'model' of round 3: the task does not bring it"
+        "group 'model' of round 3: the task does not name it"
     )
 
 
@@ -489,7 +489,7 @@ def test_what_is_here_already_is_not_fetched_again(world: World, fedavg: Setting
     world.server.acknowledge(world.result(fedavg))
     before = len(world.server.heard)
     world.result(fedavg, round=2)
-    assert "Want" not in world.server.since(before)
+    assert "BlobNack" not in world.server.since(before)
 
 
 def test_small_blobs_come_and_go_inside_messages(
@@ -506,7 +506,7 @@ def test_small_blobs_come_and_go_inside_messages(
     inline = tuple(world.server.blobs.get(digest) for digest in task.groups.values())
     world.server.tell(msgspec.structs.replace(task, inline=inline))
     result = world.server.expect(Result)
-    wanted = {message.digest for message in world.server.heard if isinstance(message, Want)}
+    wanted = {message.digest for message in world.server.heard if isinstance(message, BlobNack)}
     assert wanted.isdisjoint(task.groups.values())
     assert task.program in wanted
     assert result.upload is not None
@@ -515,7 +515,7 @@ def test_small_blobs_come_and_go_inside_messages(
 
 def test_what_a_task_brings_must_be_what_it_describes(world: World, fedavg: Setting) -> None:
     world.device()
-    assert "the task brings 8 bytes that it does not describe" in world.failure(fedavg, inline=(b"stranger",))
+    assert "the task contains 8 bytes that it does not describe" in world.failure(fedavg, inline=(b"stranger",))
 
 
 # --- which tasks are taken ----------------------------------------------------------------------------
@@ -640,9 +640,9 @@ def test_failure_that_was_lost_with_the_link_is_said_after_the_next_welcome(worl
     world.give(fedavg, program=with_epochs(fedavg.program, 500_000), deadline_s=600.0)
     server.expect(Progress)
     world.broker.stop()
-    assert device.agent._job is not None
-    device.agent._job.expires_at = 0.0  # the deadline passes while nobody can be told
-    server.wait(lambda: device.agent._job is None)
+    assert device.agent._execution is not None
+    device.agent._execution.expires_at = 0.0  # the deadline passes while nobody can be told
+    server.wait(lambda: device.agent._execution is None)
     world.broker.start()
     server.is_here(server.epoch + 1)
     server.welcome()
@@ -657,7 +657,7 @@ def test_task_that_was_given_again_is_left_when_its_failure_is_acknowledged(worl
     world.give(fedavg, program=with_epochs(fedavg.program, 500_000))
     server.expect(Progress)
     server.tell(ResultAck(failed.run, failed.round, failed.kind, accepted=False))
-    server.wait(lambda: device.agent._job is None)
+    server.wait(lambda: device.agent._execution is None)
 
 
 def test_a_result_is_sent_until_it_is_acknowledged(
@@ -709,11 +709,11 @@ def test_progress_is_said_as_often_as_the_task_asks(world: World, fedavg: Settin
 def test_progress_is_in_the_log_of_the_device(
     world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workbench_module, "LOG_EVERY_S", 0.0)
+    monkeypatch.setattr(task_executor_module, "LOG_EVERY_S", 0.0)
     caplog.set_level("INFO")
     world.device()
     result = world.result(fedavg, program=with_epochs(fedavg.program, 3))
-    said = [record.__dict__["steps"] for record in caplog.records if record.getMessage() == "task goes on"]
+    said = [record.__dict__["steps"] for record in caplog.records if record.getMessage() == "task in progress"]
     assert said == [f"{step}/{result.use.steps}" for step in range(1, int(result.use.steps) + 1)]
 
 
@@ -838,13 +838,13 @@ def test_only_uploads_are_served(world: World, fedavg: Setting) -> None:
     task = world.task(fedavg, program=with_local_head(fedavg))
     assert result.upload is not None
     for digest in (task.program, task.groups["model"], FAR_OFF, "nonsense"):
-        world.server.tell(Want(digest, ((0, 1),)))
+        world.server.tell(BlobNack(digest, ((0, 1),)))
     world.server.fetch(result.upload)
     assert set(world.server.chunks) == {world.server.topics.upload("pi", result.upload.digest)}
     world.server.acknowledge(result)
     world.server.roll_call()
     world.server.chunks.clear()
-    world.server.tell(Want(result.upload.digest, ((0, 1),)))
+    world.server.tell(BlobNack(result.upload.digest, ((0, 1),)))
     world.server.roll_call()
     assert world.server.chunks == []
 
@@ -913,7 +913,7 @@ def test_a_group_that_is_no_tensors_at_all_is_named(world: World, fedavg: Settin
 
 def test_a_group_that_is_not_brought_is_named(world: World, fedavg: Setting) -> None:
     world.device()
-    assert world.failure(fedavg, groups={}) == "group 'model' of round 1: the task does not bring it"
+    assert world.failure(fedavg, groups={}) == "group 'model' of round 1: the task does not name it"
 
 
 @pytest.mark.parametrize("digest", [FAR_OFF, "nonsense", "blake3:../../../etc/passwd"])
@@ -987,7 +987,7 @@ def test_a_vault_whose_round_is_gone_is_named_and_the_run_begins_anew(world: Wor
     world.server.acknowledge(result)
     [told] = world.result(fedavg, round=2).damaged
     assert str(folder.parent) in told
-    assert "personal tensors of run 'run' are lost, and begin anew" in told
+    assert "personal tensors of run 'run' are lost, and start from" in told
     assert world.result(fedavg, round=3, run="other").damaged == ()
 
 
@@ -1122,7 +1122,7 @@ def test_a_device_that_is_not_ready_declines_and_works_when_it_is(
     world.give(fedavg)
     declined = world.server.expect(Declined)
     assert (declined.run, declined.round, declined.kind) == ("run", 1, "train")
-    assert declined.reason == f"busy: {busy} is there"
+    assert declined.reason == f"busy: {busy} exists"
     assert declined.again_s == 60.0
     assert world.server.count(Failed) == 0
     assert device.vault.local("run") is None

@@ -264,7 +264,7 @@ def test_label_that_cannot_be_used_is_named(run: Run, digits: Path, label: str) 
 
 def test_labels_that_contradict_each_other_or_are_too_many_are_refused(run: Run, digits: Path) -> None:
     twice = run("--data", digits, "--label", "site=berlin", "--label", "site=rome")
-    assert_refused(twice, ConfigError.exit_code, "'site=rome'", "site is 'berlin' already")
+    assert_refused(twice, ConfigError.exit_code, "'site=rome'", "site has the value 'berlin' already")
     many = [word for number in range(17) for word in ("--label", f"l{number}=x")]
     assert_refused(run("--data", digits, *many), ConfigError.exit_code, "17 labels", "16")
 
@@ -325,7 +325,7 @@ def test_a_speed_that_is_not_known_is_measured_where_it_is_wanted(
     serve: Callable[..., Serving], digits: Path, tmp_path: Path, asked: tuple[str, ...]
 ) -> None:
     started = serve("--data", digits, "--state", tmp_path / "new", "--threads", 1, *asked)
-    assert "compute speed is being measured" in started.said
+    assert "measuring the compute speed" in started.said
 
 
 def test_a_memory_budget_below_the_program_itself_is_said_at_the_start(
@@ -341,9 +341,9 @@ def test_the_profile(run: Run, broker: Broker, digits: Path, state: Path) -> Non
     given = ("--state", state, "--broker", NOBODY, "profile", "--broker", broker.address, "--threads", 1)
     shown = run(*given)
     assert shown.returncode == 0, shown.stderr
-    assert "kept in" in shown.stdout
-    assert "there and back" in shown.stdout
-    assert shown.stderr.splitlines()[0] == "measuring: heat, clocks and power at rest"
+    assert "stored in" in shown.stdout
+    assert "round trip" in shown.stdout
+    assert shown.stderr.splitlines()[0] == "measuring: temperature, clocks and idle power"
     report = json.loads(run(*given, "--json", "--memory-budget", "1GB").stdout)
     assert report["threads"] == 1
     assert report["speed"]["threads"] == 1

@@ -37,17 +37,17 @@ def test_what_coding_left_out_comes_with_the_next_result(world: World, fedavg: S
     owed, coded; every round begins with the same values."""
     world.device()
     program, start, codec = coded(fedavg, up), fedavg.start(), make_codec(up)
-    owed: Tensors = {}
+    residual: Tensors = {}
     for number, accepted in ((1, True), (2, False), (3, None), (4, True), (5, True)):
         trained = trained_here(fedavg, program, start, digits, round=number)
         total = delta({name: trained.get(name, value) for name, value in start.items()}, start)
-        total = {name: value + owed.get(name, np.float32(0)) for name, value in total.items()}
+        total = {name: value + residual.get(name, np.float32(0)) for name, value in total.items()}
         upload = round_of(world, fedavg, program, number, accepted=accepted)
         expected = codec.encode(total)
         assert pack(upload) == pack(expected), f"round {number}"
         if accepted:
             got = decode(expected, program.shapes())
-            owed = {name: value - got[name] for name, value in total.items()}
+            residual = {name: value - got[name] for name, value in total.items()}
         if number == 1:
             world.devices[-1].stop()
             world.device()
@@ -77,7 +77,7 @@ def test_a_device_without_the_base_fetches_the_whole(world: World, fedavg: Setti
     assert result.use.fetched_bytes > len(pack(new))
 
 
-def test_a_recipe_that_gives_something_else_is_told_and_not_followed_again(world: World, fedavg: Setting) -> None:
+def test_delta_chain_with_another_result_is_reported_and_not_used_again(world: World, fedavg: Setting) -> None:
     device = world.device()
     old, new, recipe = with_a_patch(world, fedavg, honest=False)
     world.server.acknowledge(world.result(fedavg, kind="evaluate", group_values={"model": old}))

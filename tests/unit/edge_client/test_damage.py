@@ -13,7 +13,7 @@ from edge_client import agent as agent_module
 from edge_client import integrity as integrity_module
 from fedvit.program import Program
 from fedvit.tensors import pack
-from fedvit.wire.messages import Failed, Result, Want
+from fedvit.wire.messages import BlobNack, Failed, Result
 from tests.support.agents import Device, Setting, World, with_a_patch, with_local_head
 from tests.support.damage import flip
 
@@ -151,7 +151,7 @@ def test_a_damaged_base_is_not_patched(worlds: Callable[[], World], fedavg: Sett
     assert len(result.damaged) == 1
     assert recipe.base.removeprefix("blake3:") in result.damaged[0]
     assert again.blobs.verify(recipe.target)
-    assert again.agent._bench.takes_recipes
+    assert again.agent._executor.accepts_delta_chains
 
 
 def test_a_base_that_is_damaged_after_it_was_read_is_found_by_what_comes_out(
@@ -165,7 +165,7 @@ def test_a_base_that_is_damaged_after_it_was_read_is_found_by_what_comes_out(
     result = world.result(fedavg, round=2, kind="evaluate", group_values={"model": new}, recipes=(recipe,))
     assert [recipe.base.removeprefix("blake3:") in what for what in result.damaged] == [True]
     assert device.blobs.verify(recipe.target)
-    assert device.agent._bench.takes_recipes
+    assert device.agent._executor.accepts_delta_chains
 
 
 def test_a_disk_that_keeps_nothing_is_named_and_the_task_ends(
@@ -180,7 +180,7 @@ def test_a_disk_that_keeps_nothing_is_named_and_the_task_ends(
     reason = world.failure(fedavg)
     assert graph in reason
     assert "replace the disk" in reason
-    wants = [message for message in world.server.heard if isinstance(message, Want) and message.digest == graph]
+    wants = [message for message in world.server.heard if isinstance(message, BlobNack) and message.digest == graph]
     assert len(wants) >= 3
     monkeypatch.setattr(integrity_module, "is_whole", real)
     assert len(world.result(fedavg, round=2).damaged) == 3
@@ -272,7 +272,7 @@ def test_damaged_personal_tensors_are_those_of_the_round_before_and_the_run_says
     damaged = run(worlds(), fedavg, program, spoil)
     assert damaged.uploads[:2] == calm.uploads[:2]
     [told] = damaged.told
-    assert "local.safetensors damaged: run 'run' goes back to what round 1 left" in told
+    assert "local.safetensors damaged: run 'run' returns to the tensors of round 1" in told
     assert damaged.local != calm.local, "else this test tests nothing"
 
 
@@ -286,7 +286,7 @@ def test_personal_tensors_that_are_lost_begin_anew_and_the_run_says_so(
             flip(folder / "local.safetensors", 0.99)
 
     [told] = run(worlds(), fedavg, program, spoil).told
-    assert "personal tensors of run 'run' are lost, and begin anew with the server's first values" in told
+    assert "personal tensors of run 'run' are lost, and start from the server's initial values" in told
     assert told.count("local.safetensors") == 2
 
 

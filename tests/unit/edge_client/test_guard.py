@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_client.guard import LEAST_STEPS, Guard, Guarded, Tally, memory_words
+from edge_client.guard import LEAST_STEPS, Guard, Guarded, Tally, memory_message
 from fedvit.resources import Budget, BudgetKind
 from fedvit.wire.messages import TaskKind
 from profiles.probes.host import resident_bytes
@@ -187,4 +187,4 @@ def test_the_peak_is_that_of_the_task(process: str) -> None:
 
 
 def test_words_of_memory() -> None:
-    assert memory_words(10, 40_000_000, 52_400_000).startswith("the program and its engine alone take 52.4 MB")
+    assert memory_message(10, 40_000_000, 52_400_000).startswith("the program and its engine alone take 52.4 MB")

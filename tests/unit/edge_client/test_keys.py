@@ -11,9 +11,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from bench.pentest.parties import make_request
 from coordinator.deployment.authority import Authority
+from edge_client.doctor_context import DAY_S, DoctorContext, Finding
 from edge_client.identity import Identity, Membership
 from edge_client.keys import SOON_DAYS, check_identity, check_vault_key
-from edge_client.patient import DAY_S, Finding, Patient
 from edge_client.vault import Vault
 from edge_client.vault_key import VaultKey
 from fedvit.errors import ConfigError
@@ -25,8 +25,8 @@ NOW_S = time.time()
 
 
 @pytest.fixture
-def patient(tmp_path: Path) -> Patient:
-    return Patient(
+def context(tmp_path: Path) -> DoctorContext:
+    return DoctorContext(
         address=Address.parse("127.0.0.1:1"),
         topics=Topics("home"),
         device="pi",
@@ -48,73 +48,73 @@ def sealed(tmp_path: Path) -> Path:
     return key.file
 
 
-def vault_key(patient: Patient, file: Path | None) -> Finding:
-    [found] = check_vault_key(replace(patient, vault_key=file))
-    assert (found.remedy is None) == (found.level == "ok")
+def vault_key(context: DoctorContext, file: Path | None) -> Finding:
+    [found] = check_vault_key(replace(context, vault_key=file))
+    assert (found.hint is None) == (found.level == "ok")
     return found
 
 
-def test_no_key_and_nothing_encrypted(patient: Patient) -> None:
-    found = vault_key(patient, None)
+def test_no_key_and_nothing_encrypted(context: DoctorContext) -> None:
+    found = vault_key(context, None)
     assert (found.level, found.what) == ("ok", "none: personal tensors are not encrypted")
-    [unknown] = check_vault_key(replace(patient, state=None))
+    [unknown] = check_vault_key(replace(context, state=None))
     assert (unknown.level, unknown.what) == ("ok", "not checked: neither --data nor --state is given")
 
 
-def test_the_right_key(patient: Patient, tmp_path: Path) -> None:
+def test_the_right_key(context: DoctorContext, tmp_path: Path) -> None:
     file = sealed(tmp_path)
-    found = vault_key(patient, file)
-    assert (found.level, found.what) == ("ok", f"{file} can be used, and opens what is encrypted here")
+    found = vault_key(context, file)
+    assert (found.level, found.what) == ("ok", f"{file} is valid, and decrypts the tensors in the vault")
 
 
-def test_a_key_that_the_first_start_makes(patient: Patient, tmp_path: Path) -> None:
-    found = vault_key(patient, tmp_path / "key")
-    assert (found.level, found.what) == ("ok", f"{tmp_path / 'key'} is not there yet: the first start makes it")
+def test_a_key_that_the_first_start_makes(context: DoctorContext, tmp_path: Path) -> None:
+    found = vault_key(context, tmp_path / "key")
+    assert (found.level, found.what) == ("ok", f"{tmp_path / 'key'} does not exist yet: the first start creates it")
     assert not (tmp_path / "key").exists(), "who looks makes none"
 
 
-def test_what_is_encrypted_wants_its_key(patient: Patient, tmp_path: Path) -> None:
+def test_encrypted_vault_needs_its_key(context: DoctorContext, tmp_path: Path) -> None:
     file = sealed(tmp_path)
-    found = vault_key(patient, None)
-    assert (found.level, found.remedy) == ("error", "edge-client --vault-key FILE, with the key of this device")
+    found = vault_key(context, None)
+    assert (found.level, found.hint) == ("error", "edge-client --vault-key FILE, with the key of this device")
     assert "local.sealed is encrypted; name the device's key with --vault-key" in found.what
     file.unlink()
-    found = vault_key(patient, file)
+    found = vault_key(context, file)
     assert found.level == "error"
-    assert found.what.startswith(f"{file} is not there, but ")
-    found = vault_key(patient, VaultKey.load(tmp_path / "other", make=True).file)
+    assert found.what.startswith(f"{file} does not exist, but ")
+    found = vault_key(context, VaultKey.load(tmp_path / "other", make=True).file)
     assert found.level == "error"
-    assert "do not open with key" in found.what
+    assert "cannot be decrypted with key" in found.what
 
 
-def test_a_key_that_others_can_read(patient: Patient, tmp_path: Path) -> None:
+def test_a_key_that_others_can_read(context: DoctorContext, tmp_path: Path) -> None:
     file = sealed(tmp_path)
     file.chmod(0o644)
-    found = vault_key(patient, file)
+    found = vault_key(context, file)
     assert found.level == "error"
     assert f"{file} can be read by others (mode 644)" in found.what
 
 
-def test_a_key_of_a_wrong_length(patient: Patient, tmp_path: Path) -> None:
+def test_a_key_of_a_wrong_length(context: DoctorContext, tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(bytes(5))
     (tmp_path / "key").chmod(0o600)
-    found = vault_key(patient, tmp_path / "key")
+    found = vault_key(context, tmp_path / "key")
     assert (found.level, "holds 5 bytes, expected 32" in found.what) == ("error", True)
 
 
-def test_a_key_beside_what_it_locks(patient: Patient, tmp_path: Path) -> None:
+def test_vault_key_inside_of_the_state(context: DoctorContext, tmp_path: Path) -> None:
     VaultKey.load(tmp_path / "state" / "key", make=True)
-    found = vault_key(patient, tmp_path / "state" / "key")
+    found = vault_key(context, tmp_path / "state" / "key")
     assert found.level == "warning"
-    assert "lies beside what it encrypts" in found.what
+    assert "lies in the folder that it encrypts" in found.what
 
 
 # --- of the deployment --------------------------------------------------------------------------------
 
 
-def joined(patient: Patient, *, issued_s: float = NOW_S, name: str = "pi") -> Patient:
+def joined(context: DoctorContext, *, issued_s: float = NOW_S, name: str = "pi") -> DoctorContext:
     """As `join` leaves it, of an authority that was made in time."""
-    folder = patient.identity_folder
+    folder = context.identity_folder
     assert folder is not None
     authority = Authority.create("test", issued_s)
     key, request = make_request()
@@ -131,26 +131,26 @@ def joined(patient: Patient, *, issued_s: float = NOW_S, name: str = "pi") -> Pa
     for file, content in files.items():
         (folder / file).write_bytes(content)
         (folder / file).chmod(0o600)
-    return replace(patient, identity=Identity(folder))
+    return replace(context, identity=Identity(folder))
 
 
-def identity(patient: Patient) -> Finding:
-    [found] = check_identity(patient)
-    assert (found.remedy is None) == (found.level == "ok")
+def identity(context: DoctorContext) -> Finding:
+    [found] = check_identity(context)
+    assert (found.hint is None) == (found.level == "ok")
     return found
 
 
-def test_who_has_not_joined(patient: Patient, tmp_path: Path) -> None:
-    assert identity(patient).level == "ok"
+def test_identity_of_a_device_that_has_not_joined(context: DoctorContext, tmp_path: Path) -> None:
+    assert identity(context).level == "ok"
     (tmp_path / "identity").mkdir()
     (tmp_path / "identity" / "joining-ab12.key").write_text("")
-    found = identity(patient)
+    found = identity(context)
     assert found.level == "warning"
-    assert "a join was begun and not finished" in found.what
+    assert "a join was started and not finished" in found.what
 
 
-def test_who_has_joined(patient: Patient) -> None:
-    found = identity(joined(patient))
+def test_identity_of_a_device_that_has_joined(context: DoctorContext) -> None:
+    found = identity(joined(context))
     until = time.strftime("%Y-%m-%d", time.gmtime(NOW_S + 90 * DAY_S))
     assert (found.level, found.what) == ("ok", f"the certificate of 'pi' is valid until {until}")
 
@@ -160,54 +160,54 @@ def test_who_has_joined(patient: Patient) -> None:
     [
         (90 - SOON_DAYS - 1, "ok", "is valid until"),
         (90 - SOON_DAYS + 1, "warning", "is valid until"),
-        (91, "error", "has expired on"),
+        (91, "error", "expired on"),
         (-3, "warning", "but not before"),  # made two days back: a clock that is behind, or a server's that is ahead
     ],
 )
-def test_how_long_a_certificate_holds(patient: Patient, age_days: float, level: str, words: str) -> None:
-    found = identity(joined(patient, issued_s=NOW_S - age_days * DAY_S))
+def test_how_long_a_certificate_holds(context: DoctorContext, age_days: float, level: str, words: str) -> None:
+    found = identity(joined(context, issued_s=NOW_S - age_days * DAY_S))
     assert (found.level, words in found.what) == (level, True)
 
 
 @pytest.mark.parametrize("file", ["key.pem", "certificate.pem", "authority.pem", "request.der"])
-def test_what_is_missing_is_named(patient: Patient, tmp_path: Path, file: str) -> None:
-    here = joined(patient)
+def test_identity_names_missing_files(context: DoctorContext, tmp_path: Path, file: str) -> None:
+    here = joined(context)
     (tmp_path / "identity" / file).unlink()
     found = identity(here)
     assert (found.level, found.what) == ("error", f"{file} missing in {tmp_path / 'identity'}")
-    assert "coordinator enroll pi --replace" in str(found.remedy)
+    assert "coordinator enroll pi --replace" in str(found.hint)
 
 
-def test_a_key_that_everybody_can_read_is_told_beside_the_rest(patient: Patient, tmp_path: Path) -> None:
-    here = joined(patient)
+def test_identity_key_that_others_can_read_is_reported(context: DoctorContext, tmp_path: Path) -> None:
+    here = joined(context)
     (tmp_path / "identity" / "key.pem").chmod(0o640)
     key, certificate = check_identity(here)
     assert (key.level, certificate.level) == ("warning", "ok")
     assert "can be read by others (mode 640)" in key.what
 
 
-def test_a_certificate_of_somebody_else(patient: Patient, tmp_path: Path) -> None:
-    found = identity(joined(patient, name="mallory"))
+def test_identity_certificate_of_another_device(context: DoctorContext, tmp_path: Path) -> None:
+    found = identity(joined(context, name="mallory"))
     assert (found.level, "is for mallory, this device is 'pi'" in found.what) == ("error", True)
-    other = joined(replace(patient, identity_folder=tmp_path / "other"))
+    other = joined(replace(context, identity_folder=tmp_path / "other"))
     assert other.identity is not None
     (tmp_path / "identity" / "certificate.pem").write_bytes(other.identity.certificate.read_bytes())
     (tmp_path / "identity" / "membership.json").write_bytes((tmp_path / "other" / "membership.json").read_bytes())
-    found = identity(replace(patient, identity=Identity(tmp_path / "identity")))
+    found = identity(replace(context, identity=Identity(tmp_path / "identity")))
     assert "is for another key" in found.what
 
 
-def test_a_damaged_key(patient: Patient, tmp_path: Path) -> None:
-    here = joined(patient)
+def test_a_damaged_key(context: DoctorContext, tmp_path: Path) -> None:
+    here = joined(context)
     (tmp_path / "identity" / "key.pem").write_text("nonsense")
     found = identity(here)
     assert (found.level, "cannot be read" in found.what) == ("error", True)
 
 
 @pytest.mark.parametrize("name", ["key.pem", "certificate.pem", "authority.pem", "membership.json"])
-def test_a_bit_of_the_identity_is_a_word_to_the_operator_and_no_crash(patient: Patient, name: str) -> None:
+def test_identity_with_a_flipped_bit_is_reported_without_a_crash(context: DoctorContext, name: str) -> None:
     """It connects, or it is refused with the file or the folder that is to blame."""
-    here = joined(patient).identity
+    here = joined(context).identity
     assert here is not None
     file = here.folder / name
     raw = file.read_bytes()

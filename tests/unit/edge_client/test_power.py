@@ -74,14 +74,14 @@ def test_a_power_cut_at_any_moment_of_a_commit(
         if seen == new:
             assert BlobStore(folder / "blobs").get(digest_of(UPLOAD)) == UPLOAD
         if seen[0]:
-            assert Vault(folder / "vault").mend(RUN) == [], "what a cut leaves is not taken for damage"
+            assert Vault(folder / "vault").repair(RUN) == [], "what a cut leaves is not taken for damage"
         keep(folder, 7)  # and it goes on from there
         assert content(folder) == (7, 7.0, [7])
     assert found == {str(old), str(new)}
 
 
 @pytest.mark.parametrize("damaged", ["local.safetensors", "result.msgpack", "SUMS", "CURRENT", "both"])
-def test_a_power_cut_while_damage_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str) -> None:
+def test_power_cut_during_a_repair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str) -> None:
     """Mended again, it is what it would have become without the cut; what is damaged is never read."""
     state = tmp_path.resolve() / "state"
     state.mkdir()
@@ -100,14 +100,14 @@ def test_a_power_cut_while_damage_is_mended(tmp_path: Path, monkeypatch: pytest.
         flip(second / damaged, 0.99)
     before = tree(state)
     with recorded(state) as ops:
-        Vault(state / "vault").mend(RUN)
+        Vault(state / "vault").repair(RUN)
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     for number, (_, left) in enumerate(after_power_cut(before, ops)):
         folder = tmp_path / f"cut-{number}"
         write_tree(left, folder)
-        Vault(folder / "vault").mend(RUN)
+        Vault(folder / "vault").repair(RUN)
         assert content(folder) == after.get(damaged, (1, 1.0, []))
-        assert Vault(folder / "vault").mend(RUN) == []
+        assert Vault(folder / "vault").repair(RUN) == []
         keep(folder, 7)
         assert content(folder) == (7, 7.0, [7])
 

@@ -49,7 +49,7 @@ def test_a_folder_stands_for_the_images_in_it(bundle: Path, digits: Path, tmp_pa
         str(image) for image in sorted((digits / "test").rglob("*.png"))
     ]
     (tmp_path / "empty").mkdir()
-    assert "there is no image in this folder" in str(predict(tmp_path / "empty", "--bundle", bundle).exception)
+    assert "this folder holds no image" in str(predict(tmp_path / "empty", "--bundle", bundle).exception)
 
 
 def test_all_classes_as_json(bundle: Path, digits: Path) -> None:

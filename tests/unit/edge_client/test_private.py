@@ -43,7 +43,7 @@ def test_noise_is_that_of_the_promise() -> None:
 
 
 @pytest.mark.parametrize("rehearsal", [True, False])
-def test_only_a_rehearsal_can_be_repeated(rehearsal: bool) -> None:
+def test_only_deterministic_noise_can_be_repeated(rehearsal: bool) -> None:
     collect = Collect("features", (3,), clip=1.0, noise=1.0, rehearsal=rehearsal)
     first, again = (noisy_rows(np.zeros((2, 3), np.float32), collect, SEEDS) for _ in range(2))
     assert np.array_equal(first, again) == rehearsal

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.broker import Broker, start_broker
-from edge_client.profile import Place, SelfReport, measure_self, table
+from edge_client.profile import Installation, SelfReport, measure_self, table
 from fedvit.errors import OverBudget
 from fedvit.resources import Budget, Speed
 from fedvit.transport.mqtt import Address
@@ -33,8 +33,8 @@ def dead(threads: int) -> Speed:
     raise OverBudget("the process was ended by SIGILL")
 
 
-def place(address: Address, state: Path | None) -> Place:
-    return Place(state=state, address=address, client_id="pi-1", probe_topic="fl1/home/d/pi/up/probe")
+def place(address: Address, state: Path | None) -> Installation:
+    return Installation(state=state, address=address, client_id="pi-1", probe_topic="fl1/home/d/pi/up/probe")
 
 
 def rows(report: SelfReport) -> dict[str, str]:
@@ -61,16 +61,16 @@ def test_a_board_with_all_its_sensors(tmp_path: Path, broker: Broker) -> None:
     assert (report.power_source, report.busy_power_w) == ("ina3221 VDD_IN", None), "computing took no time"
     assert (report.temperature_c, report.slowed_now, report.slowed_since_start) == (52.5, (), ())
     assert report.not_measured == {}
-    assert [what.split()[0] for what in said] == ["heat,", "compute", "disk", "way"]
+    assert [what.split()[0] for what in said] == ["temperature,", "compute", "disk", "connection"]
 
     shown = rows(report)
     assert shown["processor"].endswith("4 threads for training")
     assert shown["clock"] == "6 cores at 1.11 GHz, 1.19 GHz allowed of 1.51 GHz, governor schedutil"
-    assert shown["compute speed"].startswith("up to 25 GFLOP/s in matrix products, measured now, kept in ")
+    assert shown["compute speed"].startswith("up to 25 GFLOP/s in matrix products, measured now, stored in ")
     assert shown["temperature"] == "52.5 C (cpu-thermal 51.1, gpu-thermal 52.5, tj-thermal 52.5)"
-    assert shown["slowed down"] == "no"
-    assert shown["power at rest"] == "5.02 W (ina3221 VDD_IN)"
-    assert shown["broker"].endswith("there and back")
+    assert shown["throttled"] == "no"
+    assert shown["idle power"] == "5.02 W (ina3221 VDD_IN)"
+    assert shown["broker"].endswith("round trip")
     assert shown["budgets"] == "memory 512 MB, time of a round 10 min, temperature 85 C"
     assert "not measured" not in shown["disk"] + shown["free disk"]
 
@@ -84,18 +84,18 @@ def test_a_board_without_sensors_engine_and_broker(tmp_path: Path) -> None:
     assert report.not_measured.keys() == {"power", "compute speed", "disk", "broker"}
     shown = rows(report)
     assert shown["compute speed"] == "not measured: the process was ended by SIGILL"
-    assert shown["disk"] == "not measured: --data or --state does not say where the state is"
+    assert shown["disk"] == "not measured: neither --data nor --state is given"
     assert shown["broker"] == "127.0.0.1:1, not measured: 127.0.0.1:1: connection refused"
-    assert shown["temperature"] == shown["slowed down"] == "not measured"
+    assert shown["temperature"] == shown["throttled"] == "not measured"
     assert shown["memory"] == "not measured, not measured available, swap not measured"
-    assert shown["power at rest"] == "not measured: no sensor of a kind that is known here"
+    assert shown["idle power"] == "not measured: no sensor of a kind that is known here"
     assert shown["budgets"] == "none"
 
 
 def test_what_happened_since_the_start_is_shown(tmp_path: Path) -> None:
     root = pi_4(tmp_path, throttled="0x50000")
     shown = rows(measure_self(place(NOBODY, None), 1, dead, lambda _: None, budget=Budget(), root=root))
-    assert (shown["slowed down"], shown["since start"]) == ("no", "throttled, under-voltage")
+    assert (shown["throttled"], shown["since start"]) == ("no", "throttled, under-voltage")
 
 
 def test_machines_read_the_same(tmp_path: Path) -> None:

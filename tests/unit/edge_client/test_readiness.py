@@ -24,7 +24,7 @@ def test_heat(celsius: float | None, ready: bool) -> None:
     not_now = Readiness(most_celsius=65.0, celsius=lambda: celsius).not_now()
     assert (not_now is None) == ready
     if not_now:
-        assert not_now == NotNow("hot: 66 C, it begins below 65 C", HOT_AGAIN_S)
+        assert not_now == NotNow("hot: 66 C, tasks start at or below 65 C", HOT_AGAIN_S)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_battery(state: Battery | None, ready: bool) -> None:
     not_now = Readiness(least_battery=30, battery=lambda: state).not_now()
     assert (not_now is None) == ready
     if not_now:
-        assert not_now == NotNow("low battery: 29 %, it begins at 30 %", BATTERY_AGAIN_S)
+        assert not_now == NotNow("low battery: 29 %, tasks start at 30 %", BATTERY_AGAIN_S)
 
 
 def test_a_busy_file(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_busy_file(tmp_path: Path) -> None:
     readiness = Readiness(busy_file=file)
     assert readiness.not_now() is None
     file.touch()
-    assert readiness.not_now() == NotNow(f"busy: {file} is there", BUSY_AGAIN_S)
+    assert readiness.not_now() == NotNow(f"busy: {file} exists", BUSY_AGAIN_S)
 
 
 @pytest.mark.parametrize(

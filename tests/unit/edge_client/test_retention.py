@@ -132,7 +132,7 @@ def test_a_result_that_is_done_just_when_its_run_ends_does_not_wait(
 
     monkeypatch.setattr(device.vault, "commit", late)
     world.give(fedavg)
-    world.server.wait(lambda: device.vault.round_of("run") == 1 and not device.vault.waits("run"))
+    world.server.wait(lambda: device.vault.round_of("run") == 1 and not device.vault.has_pending("run"))
     world.server.mark()
     assert world.server.count(Result) == 0
 
@@ -162,7 +162,7 @@ def test_a_device_keeps_the_newest_vaults_that_it_should(world: World, fedavg: S
     assert [result.run for result in vault.pending()] == ["waiting"]
 
 
-def test_a_device_keeps_all_vaults_unless_told_otherwise(world: World, fedavg: Setting) -> None:
+def test_device_keeps_all_vaults_by_default(world: World, fedavg: Setting) -> None:
     over(Vault(world.state / "vault"), "older")
     device = world.device(once=True)
     world.server.acknowledge(world.result(fedavg))
@@ -263,8 +263,8 @@ def test_gc_removes_what_it_said_it_would(state: Path) -> None:
     assert [entry["run"] for entry in planned["removed"] if entry["what"] == "run"] == ["older", "oldest"]
     assert {entry["run"]: entry["why"] for entry in planned["kept"]} == {
         "newest": "among the newest 1",
-        "unheard": "this device did not hear that it is over",
-        "waiting": "a result waits to be acknowledged",
+        "unheard": "this device was not informed that the run is over",
+        "waiting": "a result is not acknowledged yet",
     }
     takes = folder_bytes(state)
     done = report("gc", "--state", state)
@@ -298,7 +298,7 @@ def test_gc_prints_a_table(state: Path) -> None:
     assert [line.split()[:4] for line in lines[:2]] == [["would", "remove", "run", run] for run in ("older", "oldest")]
     assert lines[-1].startswith("would remove ")
     assert lines[-1].endswith(f"in {state}")
-    assert any(line.startswith("stays") and "waits to be acknowledged" in line for line in lines)
+    assert any(line.startswith("kept") and "is not acknowledged yet" in line for line in lines)
     call("gc", "--state", state)
     assert call("gc", "--state", state).output.splitlines()[-1] == f"nothing to remove in {state}"
 

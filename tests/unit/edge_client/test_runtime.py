@@ -648,7 +648,7 @@ def test_a_short_phase_after_a_long_one(device: DeviceData, make_toy: Callable[.
     assert log.steps[-1][:2] == (4, 4)
 
 
-def test_each_batch_is_repeated_and_the_last_time_is_told(
+def test_each_batch_is_repeated_and_the_last_repeat_is_marked(
     device: DeviceData, make_toy: Callable[..., Toy], log: Log
 ) -> None:
     """Three batches, each three times: the same images, steps go on counting, last is 1 in every third only, and w
@@ -900,14 +900,14 @@ def test_an_input_that_the_program_does_not_provide_is_named(fedavg: Setting, da
 
 def test_a_masked_graph_is_not_fed_whole_images(eftvit: Setting, data: DeviceData) -> None:
     batch = msgspec.structs.replace(eftvit.program.batch, mask_ratio=0.0)
-    with pytest.raises(BadPayload, match=r"wants 'batch/patches' as .* of shape \[8, 8, 192\], it is .*\[8, 16, 192\]"):
+    with pytest.raises(BadPayload, match=r"expects 'batch/patches' as .* of shape \[8, 8, 192\], got .*\[8, 16, 192\]"):
         train(eftvit, data.train, msgspec.structs.replace(eftvit.program, batch=batch))
 
 
 def test_a_graph_that_does_not_fit_the_batch_is_refused(fedavg: Setting, data: DeviceData) -> None:
     batch = msgspec.structs.replace(fedavg.program.batch, batch_size=4, micro_batch=4)
     with pytest.raises(
-        BadPayload, match=r"wants 'batch/patches' as .* of shape \[8, 16, 192\], it is .*\[4, 16, 192\]"
+        BadPayload, match=r"expects 'batch/patches' as .* of shape \[8, 16, 192\], got .*\[4, 16, 192\]"
     ):
         train(fedavg, data.train, msgspec.structs.replace(fedavg.program, batch=batch))
 

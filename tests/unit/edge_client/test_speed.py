@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edge_client.speed import FILE, Circumstances, find_speed, kept_speed
+from edge_client.speed import FILE, Conditions, find_speed, kept_speed
 from fedvit.errors import LinkDown
 from fedvit.resources import Speed
 from tests.support.speeds import some_speed
@@ -33,10 +33,10 @@ def failing(threads: int) -> Speed:
 def test_it_is_measured_once_and_found_again(tmp_path: Path) -> None:
     measured, origin = find_speed(tmp_path, 2, Measure())
     assert measured == some_speed(2, 1e9)
-    assert origin == f"measured now, kept in {tmp_path / FILE}"
+    assert origin == f"measured now, stored in {tmp_path / FILE}"
     again, origin = find_speed(tmp_path, 2, never)
     assert again == measured
-    assert origin == f"kept in {tmp_path / FILE}"
+    assert origin == f"stored in {tmp_path / FILE}"
     assert kept_speed(tmp_path, 2) == measured
 
 
@@ -62,11 +62,11 @@ def test_without_a_state_nothing_is_kept() -> None:
         ("board", "Raspberry Pi 5 Model B Rev 1.0"),
     ],
 )
-def test_other_circumstances_are_another_speed(tmp_path: Path, name: str, value: object) -> None:
+def test_speed_is_measured_again_under_other_conditions(tmp_path: Path, name: str, value: object) -> None:
     """The file is as another software, engine, number of threads or board left it."""
     find_speed(tmp_path, 2, Measure())
     kept = msgspec.json.decode((tmp_path / FILE).read_bytes())
-    assert name in Circumstances.__struct_fields__
+    assert name in Conditions.__struct_fields__
     kept["circumstances"][name] = value
     (tmp_path / FILE).write_bytes(msgspec.json.encode(kept))
     assert kept_speed(tmp_path, 2) is None

@@ -449,16 +449,16 @@ def test_another_shape_or_dtype_is_refused(gradient: Graph, array: Array, is_: s
     """Before onnxruntime would read beyond its end; both sides are named."""
     with pytest.raises(BadPayload) as refused:
         Bound(gradient).read("batch/patches", array)
-    wanted = "the graph wants 'batch/patches' as tensor(float) of shape [3, 2, 4]"
-    assert str(refused.value) == f"{wanted}, it is {is_}"
+    wanted = "the graph expects 'batch/patches' as tensor(float) of shape [3, 2, 4]"
+    assert str(refused.value) == f"{wanted}, got {is_}"
 
 
 def test_an_output_is_not_written_beyond_its_end(gradient: Graph) -> None:
     with pytest.raises(
-        BadPayload, match=r"wants 'new/grad/a' as .* of shape \[4, 3\], it is float32 of shape \[3, 4\]"
+        BadPayload, match=r"expects 'new/grad/a' as .* of shape \[4, 3\], got float32 of shape \[3, 4\]"
     ):
         Bound(gradient).write("new/grad/a", np.zeros((3, 4), np.float32))
-    with pytest.raises(BadPayload, match=r"wants 'metric/loss' as .* of shape \[\], it is float64 of shape \[\]"):
+    with pytest.raises(BadPayload, match=r"expects 'metric/loss' as .* of shape \[\], got float64 of shape \[\]"):
         Bound(gradient).write("metric/loss", np.zeros(()))
 
 
@@ -491,7 +491,7 @@ def test_a_batch_of_another_size_is_refused(gradient: Graph, update_of: UpdateOf
     """8 rows are two runs of 3 and a rest."""
     steps = summed(gradient, update_of(Sgd()), Sgd())
     with pytest.raises(
-        BadPayload, match=r"wants 'batch/patches' as .* \[3, 2, 4\], it is float32 of shape \[2, 2, 4\]"
+        BadPayload, match=r"expects 'batch/patches' as .* \[3, 2, 4\], got float32 of shape \[2, 2, 4\]"
     ):
         steps.step(batch(length=ROWS), last=True)
 
@@ -501,10 +501,10 @@ def test_only_float32_is_trained(gradient: Graph, update_of: UpdateOf, dtype: An
     values = start_values() | {"b": np.zeros(3, dtype)}
     with pytest.raises(BadPayload) as refused:
         SummedSteps(gradient, program(), phase_of(Sgd()), values, values, {}, 1.0, update=update_of(Sgd()))
-    assert str(refused.value) == f"tensor 'b' is to be trained, but is {np.dtype(dtype)} and not float32"
+    assert str(refused.value) == f"tensor 'b' is {np.dtype(dtype)}; training supports float32 only"
 
 
-def test_what_onnxruntime_refuses_is_told(update_of: UpdateOf) -> None:
+def test_error_of_onnxruntime_is_reported(update_of: UpdateOf) -> None:
     """An input that nobody bound."""
     bound = Bound(update_of(Sgd()))
     bound.read("value", np.zeros(3, np.float32))

@@ -62,7 +62,7 @@ for number in range(200):
         passed = arm(number)
         try:
             vault, new = Vault(folder), {"w": np.full(4, 2, np.float32)}
-            vault.commit(Result("run", 2, "train", 5, {"loss": 0.5}, ResourceUse()), new, new, vault.owed("run"))
+            vault.commit(Result("run", 2, "train", 5, {"loss": 0.5}, ResourceUse()), new, new, vault.residual("run"))
         except StorageFailed as error:
             report = str(error)
         except BaseException as error:
@@ -190,7 +190,7 @@ def test_an_accident_at_any_point_leaves_the_old_state_or_the_new(tmp_path: Path
     base = Vault(tmp_path / "base")
     base.commit(result(1), personal(1), personal(5))
     base.settle(RUN, 1)
-    base.commit(result(1), personal(1), personal(1), base.owed(RUN))
+    base.commit(result(1), personal(1), personal(1), base.residual(RUN))
     before, after = (1, 1, [(RUN, 1)]), (2, 2, [(RUN, 2)])
     (tmp_path / "out").mkdir()
     done = subprocess.run(
@@ -215,14 +215,14 @@ def test_an_accident_at_any_point_leaves_the_old_state_or_the_new(tmp_path: Path
             assert report == "committed" or report.startswith("cannot write "), line
         if report == "committed":
             assert found == after, line
-        assert owed(vault) == {"w": 5}, "nothing was accepted since"
+        assert residual(vault) == {"w": 5}, "nothing was accepted since"
         vault.settle(RUN, found[0])
-        assert owed(vault) == {"w": found[0]}
+        assert residual(vault) == {"w": found[0]}
         # and the vault goes on from there, without anything left over
         vault.commit(result(3), personal(3))
         assert content(vault) == (3, 3, [(RUN, 3)])
         assert sorted(folder.name[:8] for folder in folders(vault)) == [f"round-{found[0]}-", "round-3-"]
-        assert vault.mend(RUN) == []
+        assert vault.repair(RUN) == []
     if accident == "kill":
         assert seen == sorted(seen), "once the new state is there, it stays"
     assert seen.count(before) >= 12, "four files, each of them opened, synced and renamed"
@@ -316,26 +316,26 @@ def test_a_damaged_note_is_named(vault: Vault) -> None:
 # --- what coding left out -----------------------------------------------------------------------------
 
 
-def owed(vault: Vault) -> dict[str, float]:
-    return {name: float(value[0]) for name, value in vault.owed(RUN).tensors.items()}
+def residual(vault: Vault) -> dict[str, float]:
+    return {name: float(value[0]) for name, value in vault.residual(RUN).tensors.items()}
 
 
 def work(vault: Vault, number: int, left: float) -> None:
     """A round's result, coded with what was owed before."""
     coded = {"w": np.full(3, left, np.float32)}
-    vault.commit(result(number), personal(number), coded, vault.owed(RUN))
+    vault.commit(result(number), personal(number), coded, vault.residual(RUN))
 
 
-def test_what_coding_left_out_is_owed_once_the_result_was_accepted(vault: Vault) -> None:
-    assert owed(vault) == {}
+def test_residual_counts_once_the_result_is_accepted(vault: Vault) -> None:
+    assert residual(vault) == {}
     work(vault, 1, 0.5)
-    assert owed(vault) == {}, "nobody knows yet whether anything of it was taken"
+    assert residual(vault) == {}, "nobody knows yet whether anything of it was taken"
     vault.settle(RUN, 1, accepted=True)
-    assert owed(vault) == {"w": 0.5}
+    assert residual(vault) == {"w": 0.5}
 
 
 @pytest.mark.parametrize("refused", [True, False])
-def test_of_a_result_that_was_not_taken_everything_before_is_still_owed(vault: Vault, refused: bool) -> None:
+def test_residual_is_unchanged_after_a_refused_result(vault: Vault, refused: bool) -> None:
     """Late twice, then accepted: what was owed before is carried over, undiminished; also by another process."""
     work(vault, 1, 0.5)
     vault.settle(RUN, 1, accepted=True)
@@ -343,18 +343,18 @@ def test_of_a_result_that_was_not_taken_everything_before_is_still_owed(vault: V
         work(vault, number, 0.25)
         if refused:
             vault.settle(RUN, number, accepted=False)
-        assert owed(vault) == owed(Vault(vault.folder)) == {"w": 0.5}
+        assert residual(vault) == residual(Vault(vault.folder)) == {"w": 0.5}
     work(vault, 4, 0.125)
     vault.settle(RUN, 4, accepted=True)
-    assert owed(vault) == {"w": 0.125}
+    assert residual(vault) == {"w": 0.125}
 
 
 def test_a_result_may_leave_nothing(vault: Vault) -> None:
     work(vault, 1, 0.5)
     vault.settle(RUN, 1, accepted=True)
-    vault.commit(result(2), personal(2), {}, vault.owed(RUN))
+    vault.commit(result(2), personal(2), {}, vault.residual(RUN))
     vault.settle(RUN, 2, accepted=True)
-    assert owed(vault) == {}
+    assert residual(vault) == {}
 
 
 def test_a_power_cut_while_a_refusal_is_noted_takes_nothing(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +370,7 @@ def test_a_power_cut_while_a_refusal_is_noted_takes_nothing(vault: Vault, monkey
         patch.setattr("pathlib.Path.unlink", cut)
         with pytest.raises(StorageFailed):
             vault.settle(RUN, 2, accepted=False)
-    assert owed(Vault(vault.folder)) == {"w": 0.5}
+    assert residual(Vault(vault.folder)) == {"w": 0.5}
     assert [pending.round for pending in vault.pending()] == [2], "it is sent again, and refused again"
 
 
@@ -383,7 +383,7 @@ def test_where_files_cannot_be_linked_they_are_copied(vault: Vault, monkeypatch:
     vault.settle(RUN, 1, accepted=True)
     work(vault, 2, 0.25)
     vault.settle(RUN, 2, accepted=False)
-    assert owed(vault) == {"w": 0.5}
+    assert residual(vault) == {"w": 0.5}
 
 
 # --- damage -------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def copies(vault: Vault, file: Path) -> Iterator[tuple[Vault, int]]:
 def test_what_is_whole_needs_no_mending(two_rounds: Vault) -> None:
     before = sorted(two_rounds.folder.rglob("*"))
     for vault in (two_rounds, Vault(two_rounds.folder)):
-        assert vault.mend(RUN) == vault.mend_all() == vault.mend("unknown") == []
+        assert vault.repair(RUN) == vault.repair_all() == vault.repair("unknown") == []
     assert sorted(two_rounds.folder.rglob("*")) == before
     assert dict(two_rounds.files()).keys() == {
         file for file in two_rounds.folder.rglob("*") if file.suffix in (".safetensors", ".msgpack")
@@ -432,19 +432,19 @@ def test_damaged_personal_tensors_are_those_of_the_round_before(two_rounds: Vaul
     vault = Vault(two_rounds.folder)
     with pytest.raises(StorageFailed, match=r"local\.safetensors is damaged"):
         vault.local(RUN)
-    [mended] = vault.mend(RUN)
-    assert str(file) in mended.what
-    assert "goes back to what round 1 left" in mended.what
-    assert mended.lost == (RUN, 2)
+    [repair] = vault.repair(RUN)
+    assert str(file) in repair.message
+    assert "returns to the tensors of round 1" in repair.message
+    assert repair.lost == (RUN, 2)
     assert content(vault) == content(Vault(vault.folder)) == (1, 1, [])
-    assert owed(vault) == {"w": 0.5}
-    assert vault.mend(RUN) == []
+    assert residual(vault) == {"w": 0.5}
+    assert vault.repair(RUN) == []
     [aside] = (vault.folder / RUN).glob("damaged-*")
     assert (aside / "local.safetensors").is_file(), "personal tensors are not thrown away"
     work(vault, 3, 0.125)
     assert content(Vault(vault.folder)) == (3, 3, [(RUN, 3)])
     flip(newest(vault, 3) / "local.safetensors", 0.99)
-    Vault(vault.folder).mend(RUN)
+    Vault(vault.folder).repair(RUN)
     assert [path.name[:15] for path in (vault.folder / RUN).glob("damaged-*")] == ["damaged-round-3"]
 
 
@@ -454,12 +454,12 @@ def test_personal_tensors_that_are_damaged_twice_begin_anew_and_are_kept_aside(t
     for file in files:
         flip(file, 0.99) if damage == "flip" else file.unlink()
     vault = Vault(two_rounds.folder)
-    [mended] = vault.mend(RUN)
-    assert all(str(file) in mended.what for file in files)
-    assert "are lost, and begin anew" in mended.what
-    assert "from a backup" in mended.what
+    [repair] = vault.repair(RUN)
+    assert all(str(file) in repair.message for file in files)
+    assert "are lost, and start from" in repair.message
+    assert "from a backup" in repair.message
     assert content(vault) == content(Vault(vault.folder)) == (0, None, [])
-    assert vault.mend(RUN) == []
+    assert vault.repair(RUN) == []
     assert len([*(vault.folder / RUN).glob("damaged-*")]) == 2
     work(vault, 3, 0.125)
     assert content(Vault(vault.folder)) == (3, 3, [(RUN, 3)])
@@ -467,24 +467,24 @@ def test_personal_tensors_that_are_damaged_twice_begin_anew_and_are_kept_aside(t
 
 def test_a_bit_of_the_sums_leads_back_to_the_round_before(two_rounds: Vault) -> None:
     for vault, place in copies(two_rounds, newest(two_rounds, 2) / "SUMS"):
-        [mended] = vault.mend(RUN)
-        assert "SUMS damaged" in mended.what, place
+        [repair] = vault.repair(RUN)
+        assert "SUMS damaged" in repair.message, place
         assert content(vault) == (1, 1, []), place
 
 
 def test_a_bit_of_the_name_of_the_newest_round_changes_nothing(two_rounds: Vault) -> None:
     for vault, place in copies(two_rounds, two_rounds.folder / RUN / "CURRENT"):
-        [mended] = vault.mend_all()
-        assert "CURRENT names no round that is here" in mended.what, place
+        [repair] = vault.repair_all()
+        assert "CURRENT names no stored round" in repair.message, place
         assert content(vault) == (2, 2, [(RUN, 2)]), place
-        assert vault.mend(RUN) == []
+        assert vault.repair(RUN) == []
 
 
 def test_the_name_of_the_newest_round_may_be_gone(two_rounds: Vault) -> None:
     (two_rounds.folder / RUN / "CURRENT").unlink()
     assert content(two_rounds) == (0, None, [])
-    [mended] = two_rounds.mend(RUN)
-    assert "CURRENT" in mended.what
+    [repair] = two_rounds.repair(RUN)
+    assert "CURRENT" in repair.message
     assert content(two_rounds) == (2, 2, [(RUN, 2)])
 
 
@@ -493,18 +493,18 @@ def test_a_bit_of_a_result_loses_it_and_nothing_else(two_rounds: Vault) -> None:
     for vault, place in copies(two_rounds, file):
         with pytest.raises(StorageFailed, match=r"result\.msgpack is damaged"):
             vault.pending()
-        [mended] = vault.mend_all()
-        assert mended.lost == (RUN, 2), place
-        assert "result of round 2" in mended.what
+        [repair] = vault.repair_all()
+        assert repair.lost == (RUN, 2), place
+        assert "result of round 2" in repair.message
         assert content(vault) == (2, 2, []), place
-        assert owed(vault) == {"w": 0.5}, "as if it had been refused"
-        assert vault.mend(RUN) == []
+        assert residual(vault) == {"w": 0.5}, "as if it had been refused"
+        assert vault.repair(RUN) == []
 
 
 def test_a_result_that_was_acknowledged_may_be_damaged(two_rounds: Vault) -> None:
     two_rounds.settle(RUN, 2)
     flip(newest(two_rounds, 2) / "result.msgpack")
-    assert Vault(two_rounds.folder).mend(RUN) == []
+    assert Vault(two_rounds.folder).repair(RUN) == []
 
 
 @pytest.mark.parametrize("name", ["left", "owed"])
@@ -513,12 +513,12 @@ def test_damaged_feedback_is_not_sent_and_nothing_else_is_lost(two_rounds: Vault
     file = newest(two_rounds, 2) / f"{name}.safetensors"
     flip(file, 0.99) if damage == "flip" else file.unlink()
     vault = Vault(two_rounds.folder)
-    [mended] = vault.mend(RUN)
-    assert str(file) in mended.what
+    [repair] = vault.repair(RUN)
+    assert str(file) in repair.message
     assert content(vault) == (2, 2, [(RUN, 2)])
     vault.settle(RUN, 2, accepted=name == "left")
-    assert owed(vault) == {}
-    assert Vault(vault.folder).mend(RUN) == []
+    assert residual(vault) == {}
+    assert Vault(vault.folder).repair(RUN) == []
 
 
 def test_a_bit_of_a_note_is_found(two_rounds: Vault) -> None:
@@ -526,7 +526,7 @@ def test_a_bit_of_a_note_is_found(two_rounds: Vault) -> None:
     for vault, place in copies(two_rounds, two_rounds.folder / RUN / "TASK"):
         with pytest.raises(StorageFailed, match="TASK is damaged"):
             vault.noted(RUN)
-        assert vault.mend(RUN) == [], place
+        assert vault.repair(RUN) == [], place
         vault.note(task(3))
         assert vault.noted(RUN) is not None
 
@@ -538,9 +538,9 @@ def test_what_is_settled_late_is_settled_in_the_round_before_too(vault: Vault) -
     vault.settle(RUN, 1, accepted=True)
     flip(newest(vault, 2) / "local.safetensors", 0.99)
     again = Vault(vault.folder)
-    again.mend(RUN)
+    again.repair(RUN)
     assert content(again) == (1, 1, [])
-    assert owed(again) == {"w": 0.5}
+    assert residual(again) == {"w": 0.5}
 
 
 def test_want_of_something_else_is_no_damage(two_rounds: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,7 +555,7 @@ def test_want_of_something_else_is_no_damage(two_rounds: Vault, monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.setattr(where, too_many)
             with pytest.raises(StorageFailed, match="too many"):
-                Vault(two_rounds.folder).mend(RUN)
+                Vault(two_rounds.folder).repair(RUN)
     assert sorted(two_rounds.folder.rglob("*")) == before
 
 
@@ -570,7 +570,7 @@ def test_a_medium_that_fails_is_damage(two_rounds: Vault, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(blobs_module, "digest_of_file", failing)
     vault = Vault(two_rounds.folder)
-    assert "goes back to what round 1 left" in vault.mend(RUN)[0].what
+    assert "returns to the tensors of round 1" in vault.repair(RUN)[0].message
     assert content(vault) == (1, 1, [])
 
 
@@ -605,29 +605,29 @@ def old(vault: Vault) -> Vault:
 
 
 def test_an_old_vault_is_read_and_gone_on_from(old: Vault) -> None:
-    assert old.mend(RUN) == old.mend_all() == []
+    assert old.repair(RUN) == old.repair_all() == []
     assert content(old) == (7, 7, [(RUN, 7)])
-    assert owed(old) == {"w": 0.25}
+    assert residual(old) == {"w": 0.25}
     noted = old.noted(RUN)
     assert noted is not None
     assert noted.round == 8
     work(old, 8, 0.125)
     assert content(old) == (8, 8, [(RUN, 8)])
-    assert owed(old) == {"w": 0.25}
+    assert residual(old) == {"w": 0.25}
     flip(newest(old, 8) / "local.safetensors", 0.99)
     again = Vault(old.folder)
-    assert "goes back to what round 7 left" in again.mend(RUN)[0].what
+    assert "returns to the tensors of round 7" in again.repair(RUN)[0].message
     assert content(again) == (7, 7, [(RUN, 7)])
 
 
 @pytest.mark.parametrize("file", ["local.safetensors", "result.msgpack", "left.safetensors", "owed.safetensors"])
-def test_what_can_be_told_of_an_old_file_is(old: Vault, file: str) -> None:
+def test_damage_of_files_without_checksums_is_found(old: Vault, file: str) -> None:
     """That it was cut, or that its head is none; a flipped number shows only where there are sums."""
     path = newest(old, 7) / file
     path.write_bytes(path.read_bytes()[:-1])
-    [mended] = old.mend(RUN)
-    assert str(path) in mended.what
+    [repair] = old.repair(RUN)
+    assert str(path) in repair.message
     assert content(old) == (
         (0, None, []) if file.startswith("local") else (7, 7, [(RUN, 7)][file == "result.msgpack" :])
     )
-    old.owed(RUN)
+    old.residual(RUN)

@@ -62,7 +62,7 @@ def test_another_key_changes_nothing(tmp_path: Path) -> None:
     before = files(tmp_path / "vault")
     wrong = Vault(tmp_path / "vault", key(tmp_path, "other"))
     for attempt in (wrong.check_key, lambda: wrong.local("run")):
-        with pytest.raises(ConfigError, match=r"do not open with key .*other"):
+        with pytest.raises(ConfigError, match=r"cannot be decrypted with key .*other"):
             attempt()
     with pytest.raises(ConfigError, match="name the device's key with --vault-key"):
         Vault(tmp_path / "vault").local("run")
@@ -93,7 +93,7 @@ def test_an_older_round_cannot_be_put_in_place_of_a_newer(tmp_path: Path) -> Non
     sums = read_sums(file.parent)
     assert sums is not None
     write_sums(file.parent, Sums(2, {**sums.files, file.name: digest_of_file(file)}))  # who knows how it is kept
-    with pytest.raises(ConfigError, match="do not open"):
+    with pytest.raises(ConfigError, match="cannot be decrypted"):
         vault.local("run")
 
 
@@ -121,7 +121,7 @@ def test_a_key_that_is_not_there_is_only_made_where_it_may_be(tmp_path: Path) ->
         VaultKey.load(tmp_path / "none", make=False)
 
 
-def test_what_is_damaged_is_told_from_a_wrong_key(tmp_path: Path) -> None:
+def test_damage_is_distinguished_from_a_wrong_key(tmp_path: Path) -> None:
     """A start looks at what is whole, with any CURRENT; damage leads back to the round before, a wrong key changes
     nothing."""
     vault = Vault(tmp_path / "vault", key(tmp_path))
@@ -131,14 +131,14 @@ def test_what_is_damaged_is_told_from_a_wrong_key(tmp_path: Path) -> None:
     flip(file, 0.9)
     flip(tmp_path / "vault" / "run" / "CURRENT")
     before = files(tmp_path / "vault")
-    with pytest.raises(ConfigError, match="do not open with key"):
+    with pytest.raises(ConfigError, match="cannot be decrypted with key"):
         Vault(tmp_path / "vault", key(tmp_path, "other")).check_key()
     with pytest.raises(ConfigError, match="name the device's key"):
         Vault(tmp_path / "vault").check_key()
     again = Vault(tmp_path / "vault", key(tmp_path))
     again.check_key()
     assert files(tmp_path / "vault") == before
-    [mended] = again.mend("run")
-    assert str(file) in mended.what
+    [repair] = again.repair("run")
+    assert str(file) in repair.message
     assert again.round_of("run") == 1
     assert again.local("run") is not None

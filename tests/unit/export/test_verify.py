@@ -70,7 +70,7 @@ def test_a_right_graph_passes() -> None:
     assert verify(step_graph(LOSS, NEW_W), reference, INPUTS, "graph 'x'") == 0.0
 
 
-def test_the_difference_is_told() -> None:
+def test_verify_returns_the_difference() -> None:
     """The change of w is 1 (not w's size of 4): an error of 8e-7 in it is 8e-7, but for the two last digits of 2.4e-7
     each that a new value near 3 may lack. A loss of 7 that is 5e-6 off is 7e-7 off."""
     graph = step_graph(LOSS, NEW_W)

@@ -35,11 +35,11 @@ def chunk(content: bytes, index: int) -> bytes:
 
 def test_blobs_that_are_gathered_are_here_together(store: BlobStore) -> None:
     old = store.put(b"old").digest
-    with store.gathering() as gathering:
-        made = [gathering.put(bytes([number]), b"end") for number in range(40)]
-        assert gathering.put(b"\0end") == made[0] == gathering.manifest(made[0].digest)
-        assert gathering.has(made[0].digest)
-        assert gathering.get(old) == b"old"
+    with store.batched_commit() as batched_commit:
+        made = [batched_commit.put(bytes([number]), b"end") for number in range(40)]
+        assert batched_commit.put(b"\0end") == made[0] == batched_commit.manifest(made[0].digest)
+        assert batched_commit.has(made[0].digest)
+        assert batched_commit.get(old) == b"old"
         assert not any(store.has(manifest.digest) for manifest in made)
     assert [store.get(manifest.digest) for manifest in made] == [bytes([number]) + b"end" for number in range(40)]
     assert [store.manifest(manifest.digest) for manifest in made] == made
@@ -48,8 +48,8 @@ def test_blobs_that_are_gathered_are_here_together(store: BlobStore) -> None:
 
 def test_blobs_of_a_gathering_that_failed_are_not_kept(store: BlobStore) -> None:
     def half_done() -> None:
-        with store.gathering() as gathering:
-            gathering.put(b"content")
+        with store.batched_commit() as batched_commit:
+            batched_commit.put(b"content")
             raise StorageFailed("no more")
 
     with pytest.raises(StorageFailed, match="no more"):
@@ -143,7 +143,7 @@ def test_malformed_digests_reach_no_file(store: BlobStore, tmp_path: Path, diges
     for call in calls:
         with pytest.raises(BadPayload) as refused:
             call()
-        assert str(refused.value) == f"{digest!r} is no blake3 digest"
+        assert str(refused.value) == f"{digest!r} is not a blake3 digest"
     assert files_in(tmp_path) == []
 
 

@@ -63,7 +63,7 @@ transport.close()
 """
 
 
-def test_used_up_descriptors_are_told_from_a_file_that_is_missing_or_damaged(tmp_path: Path) -> None:
+def test_used_up_descriptors_are_distinguished_from_missing_or_damaged_files(tmp_path: Path) -> None:
     *said, mapped, again = in_child(USED_UP, tmp_path).splitlines()
     assert len(said) == 3
     for line in said:

@@ -16,22 +16,22 @@ MIB = 2**20
 CHILD = """
 import gc, pathlib, sys
 import numpy as np
-from fedvit.engine import give_back, load_engine, open_session
+from fedvit.engine import trim_memory, load_engine, open_session
 from profiles.probes.host import resident_bytes
 
 load_engine()
-give_back()  # what the first session of a process takes for good is here before
+trim_memory()  # what the first session of a process takes for good is here before
 before = resident_bytes()
 session = open_session(pathlib.Path(sys.argv[1]), 1)
 outputs = session.run(None, {"x": np.ones((4096, 1024), np.float32)})
 del session, outputs
 gc.collect()
 closed = resident_bytes()
-give_back()
+trim_memory()
 again = open_session(pathlib.Path(sys.argv[1]), 1)
 [sum_] = again.run(None, {"x": np.ones((4096, 1024), np.float32)})
 del again
-give_back()
+trim_memory()
 print(before, closed, resident_bytes(), float(sum_))
 """
 
@@ -62,7 +62,7 @@ def test_the_arenas_memory_is_given_back(tmp_path: Path) -> None:
     assert after < before + 30 * MIB
 
 
-@pytest.mark.parametrize("loads", ["fedvit.engine as e; e.load_engine(); e.give_back()", "export.bundle.read"])
+@pytest.mark.parametrize("loads", ["fedvit.engine as e; e.load_engine(); e.trim_memory()", "export.bundle.read"])
 def test_the_engine_does_not_number_the_machine_nor_report_to_its_maker(tmp_path: Path, loads: str) -> None:
     """Left to itself the official build keeps a number of the machine, and what it will report, in the user's cache."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "ORT_"))}

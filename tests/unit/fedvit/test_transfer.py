@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedvit.errors import BadPayload
-from fedvit.wire.messages import Manifest, Want
+from fedvit.wire.messages import BlobNack, Manifest
 from fedvit.wire.outgoing import Outgoing
 from fedvit.wire.transfer import (
     ACK_EVERY_CHUNKS,
@@ -40,7 +40,7 @@ class Receiver:
     def __init__(self, manifest: Manifest) -> None:
         self.incoming = Incoming(manifest)
         self.chunks: deque[tuple[int, int]] = deque()
-        self.wants: deque[Want | None] = deque()  # None: done
+        self.wants: deque[BlobNack | None] = deque()  # None: done
 
     def deliver(self, manifest: Manifest) -> bool:
         """One chunk arrives."""
@@ -52,8 +52,8 @@ class Receiver:
         if self.incoming.complete:
             if not was_complete:
                 self.wants.append(None)
-        elif self.incoming.want_is_due():
-            self.wants.append(self.incoming.want())
+        elif self.incoming.nack_is_due():
+            self.wants.append(self.incoming.nack())
         return True
 
 
@@ -69,7 +69,7 @@ class Simulation:
 
     def start(self, name: str) -> None:
         receiver = self.receivers[name]
-        receiver.wants.append(receiver.incoming.want())
+        receiver.wants.append(receiver.incoming.nack())
 
     def acts(self, name: str, lost: Iterator[bool]) -> list[Callable[[], bool]]:
         return [
@@ -106,7 +106,7 @@ class Simulation:
         receiver = self.receivers[name]
         if receiver.incoming.complete or receiver.chunks or receiver.wants:
             return False
-        receiver.wants.append(receiver.incoming.want(stalled=True))
+        receiver.wants.append(receiver.incoming.nack(stalled=True))
         return True
 
     def run(self, choices: Iterator[int], lost: Iterator[bool], *, max_steps: int) -> None:
@@ -214,16 +214,16 @@ def test_a_late_joiner_is_sent_the_beginning_and_shares_the_rest(chunks: int, be
 
 
 def test_a_loss_is_repaired_as_soon_as_later_chunks_show_it() -> None:
-    """Of chunks 0 to 16 the first is lost: the sixteenth that arrives makes a Want, and 0 goes before 17."""
+    """Of chunks 0 to 16 the first is lost: the sixteenth that arrives makes a BlobNack, and 0 goes before 17."""
     manifest = manifest_of(100)
     outgoing, incoming = Outgoing(manifest), Incoming(manifest)
-    outgoing.update("r", incoming.want())
+    outgoing.update("r", incoming.nack())
     for _ in range(ACK_EVERY_CHUNKS + 1):
         index, seq = outgoing.next_chunk() or (0, 0)
         if index != 0:
             incoming.accept(chunk(manifest, index, seq))
-    assert incoming.want_is_due()
-    outgoing.update("r", incoming.want())
+    assert incoming.nack_is_due()
+    outgoing.update("r", incoming.nack())
     assert [outgoing.next_chunk(), outgoing.next_chunk()] == [(0, 18), (17, 19)]
 
 
@@ -244,14 +244,14 @@ def calls_of(act: Callable[[], object]) -> int:
 
 
 def calls_with(receivers: int) -> list[int]:
-    """What one Want, the looks at what can be sent, one chunk and one farewell cost, beside so many receivers."""
+    """What one BlobNack, the looks at what can be sent, one chunk and one farewell cost, beside so many receivers."""
     manifest = manifest_of(100)
     outgoing, names = Outgoing(manifest), [f"r{number}" for number in range(receivers)]
     for name in names:
-        outgoing.update(name, Want(DIGEST, ((0, 100),)))
+        outgoing.update(name, BlobNack(DIGEST, ((0, 100),)))
     for _ in range(ACK_EVERY_CHUNKS):
         outgoing.next_chunk()
-    wanted = Want(DIGEST, ((10, 90),), 10)
+    wanted = BlobNack(DIGEST, ((10, 90),), 10)
     return [
         calls_of(lambda: outgoing.update(names[0], wanted)),
         calls_of(lambda: (outgoing.has_work, outgoing.under_way, outgoing.receiver_count)),
@@ -268,12 +268,12 @@ def test_a_want_costs_the_same_however_many_other_receivers_there_are() -> None:
 def test_an_idle_receiver_reports_less_than_a_full_batch_once() -> None:
     manifest = manifest_of(100)
     incoming = Incoming(manifest)
-    assert not incoming.want_is_due(idle=True)
+    assert not incoming.nack_is_due(idle=True)
     incoming.accept(chunk(manifest, 0, 1))
-    assert not incoming.want_is_due()
-    assert incoming.want_is_due(idle=True)
-    incoming.want()
-    assert not incoming.want_is_due(idle=True)
+    assert not incoming.nack_is_due()
+    assert incoming.nack_is_due(idle=True)
+    incoming.nack()
+    assert not incoming.nack_is_due(idle=True)
 
 
 def test_a_duplicate_is_known() -> None:
@@ -303,7 +303,7 @@ def test_a_chunk_that_does_not_fit_changes_nothing(wrong: Chunk) -> None:
 def test_a_want_for_chunks_that_do_not_exist_is_refused(missing: tuple[int, int]) -> None:
     outgoing = Outgoing(manifest_of(2))
     with pytest.raises(BadPayload, match="of a blob of 2 chunks"):
-        outgoing.update("r", Want(DIGEST, (missing,)))
+        outgoing.update("r", BlobNack(DIGEST, (missing,)))
     assert outgoing.receiver_count == 0
 
 

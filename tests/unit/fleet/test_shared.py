@@ -10,7 +10,7 @@ from fedvit.blobs import BlobStore
 from fedvit.transport.base import Received
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
-from fedvit.wire.messages import Done, Manifest, Want
+from fedvit.wire.messages import BlobAck, BlobNack, Manifest
 from fedvit.wire.transfer import CHUNK_BYTES
 from fleet.shared import Fetches, SharedBlobs, SharingExchange
 
@@ -71,7 +71,7 @@ class Stage:
 
     def __init__(self, folder: Path) -> None:
         self.broker = MemoryBroker()
-        self.messages: list[tuple[str, Want | Done]] = []
+        self.messages: list[tuple[str, BlobNack | BlobAck]] = []
         self.finished: list[tuple[str, Exception | None]] = []
         self.server_blobs = BlobStore(folder / "server")
         self.inboxes: dict[str, SimpleQueue[object]] = {}
@@ -80,20 +80,24 @@ class Stage:
         self.shared, fetches = SharedBlobs(folder / "host"), Fetches()
         for name in ("a", "b"):
 
-            def tell(peer: str, message: Want | Done, name: str = name) -> None:
+            def tell(peer: str, message: BlobNack | BlobAck, name: str = name) -> None:
                 self.messages.append((name, message))
 
             self.connect(name, fetches.exchange, self.shared.view(), tell)
 
     def connect(
-        self, name: str, make: Callable[..., BlobExchange], blobs: BlobStore, tell: Callable[[str, Want | Done], None]
+        self,
+        name: str,
+        make: Callable[..., BlobExchange],
+        blobs: BlobStore,
+        tell: Callable[[str, BlobNack | BlobAck], None],
     ) -> None:
         inbox: SimpleQueue[object] = SimpleQueue()
         transport = MemoryTransport(inbox, self.broker, name)
         transport.open()
         self.inboxes[name] = inbox
         self.exchanges[name] = make(
-            transport, blobs, tell=tell, topic_for=lambda digest: "chunks", may_read=lambda peer, digest: True
+            transport, blobs, send=tell, topic_for=lambda digest: "chunks", may_read=lambda peer, digest: True
         )
 
     def fetch(self, name: str, manifest: Manifest) -> None:
@@ -104,8 +108,8 @@ class Stage:
     def serve(self) -> None:
         """Deliver the devices' messages to the server, and its chunks to them."""
         for name, message in self.messages:
-            if isinstance(message, Want):
-                self.exchanges["server"].on_want(name, message)
+            if isinstance(message, BlobNack):
+                self.exchanges["server"].on_nack(name, message)
             else:
                 self.exchanges["server"].on_done(name, message)
         self.messages.clear()
@@ -116,7 +120,7 @@ class Stage:
             self.exchanges[name].tick()
 
     def asked(self) -> list[str]:
-        return [name for name, message in self.messages if isinstance(message, Want)]
+        return [name for name, message in self.messages if isinstance(message, BlobNack)]
 
 
 class TestFetches:

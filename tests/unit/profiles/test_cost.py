@@ -259,7 +259,7 @@ def test_two_of_the_axes_are_no_flag_of_a_plain_product() -> None:
     assert graph_cost(graph).nodes[0].moved_bytes == 2 * 4 * 16
 
 
-def test_the_size_of_the_file_is_told(tiny: Any) -> None:
+def test_cost_has_the_size_of_the_file(tiny: Any) -> None:
     content = tiny("fedavg").graphs["predict"].content
     assert graph_cost(content).graph_bytes == len(content)
 

@@ -110,7 +110,7 @@ def packed(*shapes: tuple[int, ...]) -> int:
 # --- steps and FLOPs ----------------------------------------------------------------------------------
 
 
-def test_what_is_told_of_the_program() -> None:
+def test_cost_describes_the_program() -> None:
     cost = cost_of()
     assert (cost.method, cost.model, cost.options) == ("by hand", "small", {"mask": 0.75})
     assert (cost.batch_size, cost.run_size, cost.answer_size, cost.kept_patches) == (8, 4, 4, 4)

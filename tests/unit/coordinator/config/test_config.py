@@ -28,7 +28,7 @@ from coordinator.config import (
 from coordinator.planning.checks import checked_config
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS
-from fedvit.methods.base import Surgery
+from fedvit.methods.base import ModelPatch
 from fedvit.methods.fedavg import FedAvg
 from fedvit.models.prompts import Prompts
 from fedvit.resources import Budget
@@ -129,7 +129,7 @@ class Prompted(FedAvg):
 
     tokens: int = 3
 
-    def surgery(self) -> tuple[Surgery, ...]:
+    def model_patches(self) -> tuple[ModelPatch, ...]:
         return (Prompts(tokens=self.tokens),)
 
 
@@ -632,7 +632,7 @@ def test_budgets_have_units(given: dict[str, Any], budget: Budget) -> None:
     ("key", "value", "expected"),
     [
         ("memory_budget", "512 pages", "a number of bytes"),
-        ("memory_budget", "0", "more than nothing"),
+        ("memory_budget", "0", "must be finite and > 0"),
         ("memory_budget", -5.0, "a number of bytes"),
         ("flops_budget", "fast", "a number of FLOPs"),
         ("round_deadline", "soon", "a number of seconds"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from coordinator.planning import planner
+from coordinator.planning.planned_device import PlannedDevice
 from coordinator.planning.planner import (
     PROTOCOLS,
     Plan,
@@ -17,7 +18,6 @@ from coordinator.planning.planner import (
     make_plan,
     suitable_run_size,
 )
-from coordinator.planning.target import Target
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods import METHODS
@@ -319,14 +319,14 @@ def test_programs_are_made_when_a_round_needs_them(staged: Any) -> None:
 # --- devices with budgets -----------------------------------------------------------------------------
 
 
-def target_of(device: str, **budget: Any) -> Target:
+def target_of(device: str, **budget: Any) -> PlannedDevice:
     speed = Speed(
         threads=1,
         products=(ProductRate("weights", 1, 200, 768, 768, 1e9),),
         bytes_per_s={"Add": 1e9},
         node_s=1e-5,
     )
-    return Target(
+    return PlannedDevice(
         device=device,
         speed=speed,
         source="measured",
@@ -338,7 +338,7 @@ def target_of(device: str, **budget: Any) -> Target:
     )
 
 
-def check_expected(made: Plan, variant: Variant, expected: Expected | None, target: Target) -> Expected:
+def check_expected(made: Plan, variant: Variant, expected: Expected | None, target: PlannedDevice) -> Expected:
     """What is expected is the cost of the very Program and graphs that are shipped."""
     assert expected is not None
     assert decode_program(made.blobs.get(variant.digest)) == variant.program
@@ -378,7 +378,7 @@ def test_a_device_without_a_budget_gets_what_was_asked_for(staged: Any) -> None:
     variant, expected = made.given("a", 1, target)
     assert variant is made.first
     told = check_expected(made, variant, expected, target)
-    assert (told.changes, told.kept, told.prediction.over) == ({}, 1.0, ())
+    assert (told.changes, told.quality, told.prediction.over) == ({}, 1.0, ())
     assert made.given("a", 1, target)[1] == expected
     assert len(made.choices) == 1, "it is worked out once"
 
@@ -391,7 +391,7 @@ def test_a_device_gets_what_fits_its_budget(staged: Any) -> None:
     target = target_of("a", flops_per_round=asked.flops // 2)
     variant, expected = made.given("a", 1, target)
     told = check_expected(made, variant, expected, target)
-    assert (told.changes, told.kept, told.flops) == ({"epochs": 1}, 0.5, asked.flops // 2)
+    assert (told.changes, told.quality, told.flops) == ({"epochs": 1}, 0.5, asked.flops // 2)
     assert [phase.epochs for phase in variant.program.train] == [1]
     assert variant.digest != made.first.digest
     assert [phase.epochs for phase in made.given("b", 1, target_of("b"))[0].program.train] == [2]

@@ -9,11 +9,11 @@ import pytest
 from coordinator.config import UpdatesConfig
 from coordinator.record.references import MAX_LINKS, references, snapshot
 from coordinator.record.tables import Reference
-from edge_client.downlink import make_blob, routes
+from edge_client.delta_chains import delta_chains, make_blob
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
 from fedvit.tensors import Tensors, pack, unpack
-from fedvit.wire.messages import Manifest, Recipe, Task, encode
+from fedvit.wire.messages import DeltaStep, Manifest, Task, encode
 
 WAYS = [
     UpdatesConfig(down="int8"),
@@ -49,16 +49,16 @@ def run(updates: UpdatesConfig, blobs: BlobStore, count: int) -> list[Reference]
 def hand_over(reference: Reference, server: BlobStore, device: BlobStore) -> int:
     """What a device fetches to have the reference; it is then in its store."""
     recipes, target = reference.delta_chain(server), server.manifest(reference.digest)
-    found = routes([target.digest], recipes, {target.digest: target}, device.has)
+    found = delta_chains([target.digest], recipes, {target.digest: target}, device.has)
     fetched = 0
     if not found and not device.has(target.digest):
         device.put(server.get(target.digest))
         return target.size
-    for route in found:
-        for recipe in route.recipes:
+    for chain in found:
+        for recipe in chain.steps:
             device.put(server.get(recipe.patch.digest))
             fetched += recipe.patch.size
-        make_blob(route, device)
+        make_blob(chain, device)
     return fetched
 
 
@@ -155,7 +155,7 @@ def test_uncoded_groups_have_no_reference(tmp_path: Path) -> None:
     assert not snapshot(state, UpdatesConfig(), BlobStore(tmp_path)).links
 
 
-def test_a_recipe_that_gives_something_else_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_delta_chain_with_another_result_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:
     server, device = BlobStore(tmp_path / "server"), BlobStore(tmp_path / "device")
     first, second = run(UpdatesConfig(down="int8"), server, 2)
     device.put(server.get(first.digest))
@@ -163,11 +163,11 @@ def test_a_recipe_that_gives_something_else_is_refused_and_nothing_is_kept(tmp_p
     wrong["w"] = wrong["w"] + np.int8(1)
     patch = device.put(pack(wrong))
     target = server.manifest(second.digest)
-    [route] = routes(
-        [target.digest], (Recipe(target.digest, first.digest, patch),), {target.digest: target}, device.has
+    [chain] = delta_chains(
+        [target.digest], (DeltaStep(target.digest, first.digest, patch),), {target.digest: target}, device.has
     )
     with pytest.raises(BadPayload, match="expected blake3:"):
-        make_blob(route, device)
+        make_blob(chain, device)
     assert sorted(file for file in device.folder.glob("*/*")) == sorted(map(device.path, (first.digest, patch.digest)))
 
 
@@ -177,15 +177,15 @@ def test_cheapest_delta_chain_is_used_and_circles_are_not_followed() -> None:
 
     whole = {"c": patch("c", 100)}
     recipes = (
-        Recipe("c", "b", patch("bc", 30)),
-        Recipe("b", "a", patch("ab", 30)),
-        Recipe("b", "c", patch("cb", 1)),
-        Recipe("c", "", patch("snapshot", 50)),
+        DeltaStep("c", "b", patch("bc", 30)),
+        DeltaStep("b", "a", patch("ab", 30)),
+        DeltaStep("b", "c", patch("cb", 1)),
+        DeltaStep("c", "", patch("snapshot", 50)),
     )
 
     def base_and_patches(*here: str) -> list[tuple[str, list[str]]]:
-        found = routes(["c"], recipes, whole, lambda digest: digest in here)
-        return [(route.base, [recipe.patch.digest for recipe in route.recipes]) for route in found]
+        found = delta_chains(["c"], recipes, whole, lambda digest: digest in here)
+        return [(chain.base, [recipe.patch.digest for recipe in chain.steps]) for chain in found]
 
     assert base_and_patches("c") == []
     assert base_and_patches("b", "a") == [("b", ["bc"])]
@@ -194,5 +194,5 @@ def test_cheapest_delta_chain_is_used_and_circles_are_not_followed() -> None:
     recipes = recipes[:3]
     assert base_and_patches("a") == [("a", ["ab", "bc"])]
     assert base_and_patches() == []
-    recipes = (Recipe("c", "b", patch("bc", 100)),)
+    recipes = (DeltaStep("c", "b", patch("bc", 100)),)
     assert base_and_patches("b") == [], "no cheaper than the whole"

@@ -33,6 +33,7 @@ from fedvit.transport.base import Received
 from fedvit.transport.memory import MemoryTransport
 from fedvit.wire.messages import (
     INLINE_BYTES,
+    BlobNack,
     CoordinatorState,
     DeviceState,
     Failed,
@@ -42,7 +43,6 @@ from fedvit.wire.messages import (
     ResultAck,
     RunEnded,
     Task,
-    Want,
     Welcome,
     encode,
     encode_class_list,
@@ -102,7 +102,7 @@ def test_small_blobs_come_and_go_inside_messages(stage: Stage, first: Tensors) -
     [task, *_] = device.got(Task)
     small = {digest for digest in task.groups.values() if stage_manifest(task, digest).size <= INLINE_BYTES}
     assert {digest_of(content) for content in task.inline} == small
-    assert not device.got(Want)
+    assert not device.got(BlobNack)
 
 
 def stage_manifest(task: Task, digest: str) -> Manifest:
@@ -161,7 +161,7 @@ def test_an_upload_for_which_there_is_no_room_is_refused(stage: Stage, monkeypat
     assert stage.finish() == "finished"
     assert "an upload of 20000 bytes (20 kB), the coordinator has 10 kB free" in stage.refusals("a")[0]
     assert any("the coordinator has" in reason for reason in large.reasons())
-    assert not large.got(Want)
+    assert not large.got(BlobNack)
     assert stage.accepted(1) == ["b"]
 
 
@@ -536,8 +536,14 @@ MISBEHAVIOUR: dict[str, tuple[Answer, str]] = {
     "noise": (raw(b"", b"\x01", b"\x01\xff\xff", b"\x01" + b"\x91" * 5000), "cannot be read"),
     "wordy": (raw(b"\x01" + bytes(70_000)), "exceeds the limit of 65536 bytes"),
     "backwards": (then_give_up(other_direction), "a Task is not for the coordinator"),
-    "curious": (then_give_up(lambda device, task: device.say(Want(digest_of(b"?"), ((0, 1),)))), "it was not offered"),
-    "greedy": (then_give_up(lambda device, task: device.say(Want(task.program, ((5, 10**9),)))), "wants chunks 5 to"),
+    "curious": (
+        then_give_up(lambda device, task: device.say(BlobNack(digest_of(b"?"), ((0, 1),)))),
+        "it was not offered",
+    ),
+    "greedy": (
+        then_give_up(lambda device, task: device.say(BlobNack(task.program, ((5, 10**9),)))),
+        "wants chunks 5 to",
+    ),
     "newer": (then_give_up(lambda device, task: device.say_raw(b"\x09" + bytes(10))), "wire version 9"),
 }
 """By name of the device: what it does when it is asked to train, and what the record says of it."""
@@ -712,15 +718,15 @@ def test_uploads_that_wait_for_their_turn_when_the_round_closes_are_late(
     for device in fakes:
         device.serves = False
     stage.start(devices=7, rounds=2, quorum=0.1, evaluate_every=9)
-    stage.drive(lambda: sum(bool(device.got(Want)) for device in fakes) == 4)
-    served = next(device for device in fakes if device.got(Want))
+    stage.drive(lambda: sum(bool(device.got(BlobNack)) for device in fakes) == 4)
+    served = next(device for device in fakes if device.got(BlobNack))
     served.serves = True
-    served.exchange.on_want("coordinator", served.got(Want)[-1])
+    served.exchange.on_nack("coordinator", served.got(BlobNack)[-1])
     stage.drive(lambda: all(device.tasks() == [1, 2] for device in fakes))
     for device in fakes:
         device.serves = True
-        if device is not served and device.got(Want):
-            device.exchange.on_want("coordinator", device.got(Want)[-1])
+        if device is not served and device.got(BlobNack):
+            device.exchange.on_nack("coordinator", device.got(BlobNack)[-1])
     assert stage.finish() == "finished"
     assert stage.accepted(1) == [served.name]
     second = [device.value for device in fakes if device.name in stage.accepted(2)]
@@ -775,7 +781,7 @@ def test_device_that_leaves_during_its_upload_sends_it_again(stage: Stage, first
     gone = stage.fake("b")
     gone.serves = False
     stage.start()
-    stage.drive(lambda: bool(gone.got(Want)))
+    stage.drive(lambda: bool(gone.got(BlobNack)))
     stage.fakes.remove(gone)
     gone.transport.vanish()
     back = stage.fake("b")
@@ -848,8 +854,8 @@ def test_a_device_cannot_have_what_another_uploaded(stage: Stage) -> None:
     listener = MemoryTransport(heard, stage.broker, "listener")
     listener.subscribe("fl1/home/all/b/+", 0)
     listener.open()
-    b.say(Want(upload, ((0, 1),)))
-    b.say(Want(task.program, ((0, 1),)))
+    b.say(BlobNack(upload, ((0, 1),)))
+    b.say(BlobNack(task.program, ((0, 1),)))
     stage.drive(lambda: listener.received_bytes > 0)
     stage.drive(lambda: bool(stage.refusals("b")))
     assert stage.refusals("b") == [f"blob: b asks for blob {upload}, which it was not offered"]
@@ -917,8 +923,8 @@ def test_a_device_cannot_have_what_was_made_for_another(stage: Stage) -> None:
     stage.start(method="generated", devices=2, rounds=2, evaluate_every=2)
     stage.drive(lambda: (1, True) in a.answers() and b.tasks() == [1])
     mine, others = b.got(Task)[0].groups["bias"], a.got(Task)[0].groups["bias"]
-    b.say(Want(mine, ((0, 1),)))
-    b.say(Want(others, ((0, 1),)))
+    b.say(BlobNack(mine, ((0, 1),)))
+    b.say(BlobNack(others, ((0, 1),)))
     stage.drive(lambda: bool(stage.refusals("b")))
     assert stage.refusals("b") == [f"blob: b asks for blob {others}, which it was not offered"]
     assert stage.coordinator is not None

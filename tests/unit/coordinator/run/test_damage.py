@@ -306,8 +306,8 @@ def test_sound_blobs_give_no_damaged_one(tmp_path: Path) -> None:
     blobs.put(content)
     assert blobs.get(digest) == content
     flip(blobs.path(digest), keep_date=False)
-    with blobs.gathering() as gathering:
-        gathering.put(content)
+    with blobs.batched_commit() as batched_commit:
+        batched_commit.put(content)
     assert blobs.manifest(digest).size == 200
     blobs.path(digest).unlink()
     with pytest.raises(DamagedBlob):

@@ -14,7 +14,18 @@ from fedvit.blobs import digest_of
 from fedvit.errors import EmptyCohort
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
-from fedvit.wire.messages import Cancel, Declined, Done, Extended, Manifest, Progress, Result, ResultAck, Task, Want
+from fedvit.wire.messages import (
+    BlobAck,
+    BlobNack,
+    Cancel,
+    Declined,
+    Extended,
+    Manifest,
+    Progress,
+    Result,
+    ResultAck,
+    Task,
+)
 from fedvit.wire.transfer import Chunk
 from tests.support.runs import Answer, Configure, Fake, Stage, assert_moved_by, honest, silent
 
@@ -176,12 +187,12 @@ def test_upload_that_never_comes_does_not_block_others(
     a, mute = stage.fake("a", silent), stage.fake("mute", lambda device, task: device.say(announced(device, task)))
     mute.serves = False
     stage.start(devices=2, evaluate_every=9, late=late, deadline_s=3600.0, max_staleness=0)
-    stage.drive(lambda: bool(mute.got(Want)) and bool(a.tasks()))
+    stage.drive(lambda: bool(mute.got(BlobNack)) and bool(a.tasks()))
     answers(a)
     deadline = deadline_of(stage, mute)
     stage.drive(lambda: deadline.upload_until < math.inf)
     assert deadline.upload_until <= time.monotonic() + deadlines.UPLOAD_S
-    assert a.got(Want) == [], "it is not its turn"
+    assert a.got(BlobNack) == [], "it is not its turn"
     deadline.upload_until = time.monotonic()
     stage.drive(lambda: a.answers() == [(1, True)])
     assert stage.finish() == "finished"
@@ -196,7 +207,7 @@ def test_an_upload_that_trickles_is_given_up(
 ) -> None:
     """Chunks keep coming, but more slowly than over the slowest link: none buys as much time as it takes."""
     holder, deadline = hold(stage, lambda device, task: device.say(announced(device, task)))
-    stage.drive(lambda: deadline.upload_until < math.inf and bool(holder.got(Want)))
+    stage.drive(lambda: deadline.upload_until < math.inf and bool(holder.got(BlobNack)))
     if fresh:
         monkeypatch.setattr(deadlines, "SLOWEST_LINK_BYTES_PER_S", 1e9)
     deadline.upload_until = time.monotonic() + 1.0
@@ -216,7 +227,7 @@ def test_an_upload_that_trickles_is_given_up(
 def test_an_upload_over_a_slow_link_is_waited_for(stage: Stage) -> None:
     """Each chunk buys what the slowest link needs for it, and there is no limit to them but the upload's size."""
     holder, deadline = hold(stage, lambda device, task: device.say(announced(device, task)))
-    stage.drive(lambda: deadline.upload_until < math.inf and bool(holder.got(Want)))
+    stage.drive(lambda: deadline.upload_until < math.inf and bool(holder.got(BlobNack)))
     before = deadline.upload_until
     for index in range(CHUNKS - 1):
         send_chunk(holder, index, index + 1)
@@ -257,10 +268,10 @@ def test_asking_for_the_same_bytes_again_holds_no_round(
 
     def asks() -> bool:
         for manifest in offered:
-            holder.say(Want(manifest.digest, ((0, manifest.chunks),)))
-            holder.say(Want(manifest.digest, ((1, manifest.chunks),)))  # beyond its end
-            holder.say(Done(manifest.digest))
-        holder.say(Want(digest_of(b"of another device"), ((0, 1),)))
+            holder.say(BlobNack(manifest.digest, ((0, manifest.chunks),)))
+            holder.say(BlobNack(manifest.digest, ((1, manifest.chunks),)))  # beyond its end
+            holder.say(BlobAck(manifest.digest))
+        holder.say(BlobNack(digest_of(b"of another device"), ((0, 1),)))
         return bool(holder.got(Cancel))
 
     with monkeypatch.context() as patched:

@@ -19,15 +19,15 @@ from fedvit.errors import BadPayload
 from fedvit.tensors import Tensors
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
+    BlobAck,
+    BlobNack,
     Cancel,
     Declined,
     DeviceState,
-    Done,
     FromCoordinator,
     Progress,
     ResultAck,
     Task,
-    Want,
     Welcome,
     encode,
 )
@@ -170,8 +170,8 @@ def fail(device: Fake, task: Task) -> None:
 
 def fetch(device: Fake, task: Task) -> None:
     wanted = task.blobs[0].digest
-    device.say(Want(wanted, ((0, 1),)))
-    device.say(Done(wanted))
+    device.say(BlobNack(wanted, ((0, 1),)))
+    device.say(BlobAck(wanted))
     honest(device, task)
 
 
@@ -189,8 +189,8 @@ HANDLERS: dict[str, tuple[type, str, Answer]] = {
     "Failed": (ResultCollector, "on_failed", fail),
     "Declined": (ResultCollector, "on_declined", decline),
     "Progress": (TaskScheduler, "on_progress", say_progress),
-    "Want": (Recovery, "can_serve", fetch),
-    "Done": (BlobExchange, "on_done", fetch),
+    "BlobNack": (Recovery, "can_serve", fetch),
+    "BlobAck": (BlobExchange, "on_ack", fetch),
     "chunk": (BlobExchange, "heard", honest),
 }
 

@@ -375,7 +375,7 @@ def test_coded_uploads_are_taken_and_their_size_is_limited_as_coded(codec: str) 
         ("int8", "a#scale", np.nan, "'a#scale' holds 1 values that are NaN or infinite"),
         ("int8", "a#scale", 3e38, "'a' holds"),  # finite itself, but not what it stands for
         ("top_k:share=0.1", "a", np.inf, "'a' holds 1 values that are NaN or infinite"),
-        ("top_k:share=0.1", "a#index", 60_000, "'a': its places are not ascending, or beyond its 1280 entries"),
+        ("top_k:share=0.1", "a#index", 60_000, "'a': its positions are not ascending, or beyond its 1280 entries"),
     ],
 )
 def test_what_cannot_be_decoded_to_numbers_is_refused(codec: str, part: str, value: float, reason: str) -> None:

@@ -152,7 +152,7 @@ def test_images_from_two_places_are_refused() -> None:
     square = make("ReduceSum", ["x", "middle"], "a", keepdims=0)
     cut = helper.make_node("Split", ["a"], ["b", "c"], axis=1, num_outputs=2)
     turned = make("Transpose", ["b"], "d", perm=[1, 0])
-    with pytest.raises(BadPayload, match="2 places"):
+    with pytest.raises(BadPayload, match="2 axes"):
         open_batch(graph([square, cut, turned, make("Add", ["b", "d"], "y")], (2, 2)), "x", BATCH, "count")
 
 

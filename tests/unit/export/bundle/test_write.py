@@ -80,7 +80,7 @@ def test_the_other_files_can_still_be_had(trained: Trained, tmp_path: Path) -> N
 
 def test_a_folder_that_is_there_is_left_alone(trained: Trained, bundle: Path) -> None:
     before = {path.name: path.read_bytes() for path in bundle.iterdir()}
-    with pytest.raises(ConfigError, match=f"{bundle} is there already"):
+    with pytest.raises(ConfigError, match=f"{bundle} exists already"):
         write_bundle(bundle, trained, BENCH)
     assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
 
@@ -175,6 +175,6 @@ def test_damaged_files_are_named(bundle: Path) -> None:
 def test_a_precision_that_is_not_there(bundle: Path) -> None:
     files = json.loads((bundle / "card.json").read_text())["files"]
     changed(bundle, "card.json", files={"int8": files["int8"]})
-    with pytest.raises(ConfigError, match="fp16; there is: int8"):
+    with pytest.raises(ConfigError, match="fp16; available: int8"):
         Bundle.open(bundle, Precision.FP16, 1)
     Bundle.open(bundle, None, 1)

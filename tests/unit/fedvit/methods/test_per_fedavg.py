@@ -99,7 +99,7 @@ def test_hessian_free_on_a_parabola(vit: PatchViT) -> None:
     assert factor(method, vit, training(method, vit), **FULL) == pytest.approx(expected, rel=1e-7)
 
 
-def test_the_adaptation_has_the_methods_rate_unless_told(vit: PatchViT) -> None:
+def test_adaptation_has_the_methods_rate_by_default(vit: PatchViT) -> None:
     """The schedule lowers the step's rate, which the graph is given, and not the adaptation's, which devices are
     tested with."""
     method = Parabola(lr=0.5)

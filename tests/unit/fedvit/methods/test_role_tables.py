@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from fedvit.methods import make_method
-from fedvit.methods.base import Method, Surgery
+from fedvit.methods.base import Method, ModelPatch
 from fedvit.methods.local import Local
 from fedvit.methods.rules.nothing import Nothing
 from fedvit.methods.rules.weighted_mean import WeightedMean
@@ -56,17 +56,17 @@ ON_A_FROZEN_BACKBONE: list[tuple[str, dict[str, Any]]] = [
 
 
 @cache
-def model_on_meta(model: str, classes: int, surgery: tuple[Surgery, ...]) -> PatchViT:
+def model_on_meta(model: str, classes: int, model_patches: tuple[ModelPatch, ...]) -> PatchViT:
     with torch.device("meta"):
         vit = build_vit(model, classes, seed=0)
-        for change in surgery:
+        for change in model_patches:
             change.apply(vit, seed=0)
     return vit
 
 
 def on_meta(name: str, options: dict[str, Any], model: str = SMALL_VIT, classes: int = 100) -> tuple[Method, PatchViT]:
     method = make_method(name, options)
-    return method, model_on_meta(model, classes, method.surgery())
+    return method, model_on_meta(model, classes, method.model_patches())
 
 
 def held(name: str, model: str, *roles: Role, classes: int = 100, **options: Any) -> dict[str, int]:

@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from fedvit.models import SMALL, build_vit
-from fedvit.models.surgery import Surgery
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.vit import PatchViT
 
 TINY = {"image_size": 16, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
@@ -24,13 +24,13 @@ def _noise(values: Iterable[Tensor], seed: int) -> None:
 
 @pytest.fixture
 def make() -> Callable[..., PatchViT]:
-    """`make(surgery, ...)`: 4 patches, 3 blocks of width 32, 5 classes, with these surgeries as they begin.
+    """`make(model patch, ...)`: 4 patches, 3 blocks of width 32, 5 classes, with these model patches as they begin.
 
-    `base` are timm's own options instead; `stir` moves the surgeries' values, many of which begin at zero.
+    `base` are timm's own options instead; `stir` moves the model patches' values, many of which begin at zero.
     """
 
     def make_it(
-        *surgeries: Surgery, base: dict[str, Any] | None = None, stir: bool = False, depth: int = 3
+        *patches: ModelPatch, base: dict[str, Any] | None = None, stir: bool = False, depth: int = 3
     ) -> PatchViT:
         if base is None:
             vit = build_vit(SMALL, 5, seed=1, options=TINY | {"depth": depth})
@@ -41,8 +41,8 @@ def make() -> Callable[..., PatchViT]:
                 vit = PatchViT("made here", VisionTransformer(**(sizes | base)))
         base_values = dict(vit.vit.named_parameters())
         _noise(base_values.values(), 7)
-        for surgery in surgeries:
-            surgery.apply(vit, seed=2)
+        for patch in patches:
+            patch.apply(vit, seed=2)
         if stir:
             _noise((value for name, value in vit.vit.named_parameters() if name not in base_values), 8)
         return vit.double()

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from fedvit.models import SMALL, FreePrefix, KVAdapter, Lora, Prompts, build_vit
-from fedvit.models.surgery import Surgery
+from fedvit.models.model_patch import ModelPatch
 
 TINY, SMALL_224, BASE = (f"vit_{size}_patch16_224" for size in ("tiny", "small", "base"))
 MEBI = 2**20
 
 
 @cache
-def sizes(name: str, classes: int = 1000, *surgeries: Surgery) -> dict[str, int]:
+def sizes(name: str, classes: int = 1000, *patches: ModelPatch) -> dict[str, int]:
     with torch.device("meta"):
         vit = build_vit(name, classes, seed=0)
-        for surgery in surgeries:
-            surgery.apply(vit, 0)
+        for patch in patches:
+            patch.apply(vit, 0)
     return {tensor: value.numel() for tensor, value in vit.tensors().items()}
 
 
@@ -49,8 +49,8 @@ def test_vit(name: str, block: int, attention: int, mlp: int, norms: int, body: 
     assert count(have, "*") == whole
 
 
-def added(name: str, surgery: Surgery) -> int:
-    return count(sizes(name, 1000, surgery), "*") - count(sizes(name), "*")
+def added(name: str, patch: ModelPatch) -> int:
+    return count(sizes(name, 1000, patch), "*") - count(sizes(name), "*")
 
 
 def test_fedperfix() -> None:

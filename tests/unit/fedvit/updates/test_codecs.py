@@ -105,7 +105,7 @@ def test_int8_holds_the_largest_floats() -> None:
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(BadPayload, match="'w' is int64; a codec takes float32 alone"):
+    with pytest.raises(BadPayload, match="'w' is int64; codecs support float32 only"):
         Fp16().encode({"w": np.arange(3)})
 
 
@@ -187,9 +187,9 @@ def test_a_codec_is_written_as_text(codec: Codec) -> None:
     ("text", "message"),
     [
         ("int4", "unknown codec 'int4'; known are none, fp16, int8, top_k"),
-        ("int8:share=0.5", "codec 'int8:share=0.5': 'share=0.5' is none of its options (it has none)"),
-        ("top_k:k=5", "codec 'top_k:k=5': 'k=5' is none of its options (share)"),
-        ("top_k:share=much", "codec 'top_k:share=much': share = 'much' is no number"),
+        ("int8:share=0.5", "codec 'int8:share=0.5': 'share=0.5' is not one of its options (it has none)"),
+        ("top_k:k=5", "codec 'top_k:k=5': 'k=5' is not one of its options (share)"),
+        ("top_k:share=much", "codec 'top_k:share=much': share = 'much' is not a number"),
         ("top_k:share=0.6", "top_k: share = 0.6 must be above 0 and at most 0.5"),
     ],
 )

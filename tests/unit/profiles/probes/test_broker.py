@@ -43,7 +43,7 @@ def test_what_is_refused_is_named(broker: Broker) -> None:
         measure_round_trip(broker.address, "pi-1", "fl1/home/d/pi/up/probe")
 
 
-def test_nobody_listens() -> None:
+def test_broker_that_does_not_listen() -> None:
     with pytest.raises(LinkDown, match=r"^127\.0\.0\.1:1: connection refused$"):
         measure_round_trip(Address.parse("127.0.0.1:1"), "pi-1", "t")
 

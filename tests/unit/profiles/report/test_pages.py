@@ -71,7 +71,7 @@ class TestProfile:
         assert "memory budget, 430 MB" in memory
         assert "memory budget, 137 GB" not in memory
 
-    def test_doubts_and_models_are_told(self) -> None:
+    def test_page_shows_doubts_and_models(self) -> None:
         assert "Energy is modelled: training time x power under load." in PROFILE
         assert "thor-t5000: not verified:" in PROFILE
 
@@ -165,7 +165,7 @@ class TestChart:
 
 
 class TestPrivacy:
-    def test_what_was_spent_is_told_drawn_and_listed(self) -> None:
+    def test_page_shows_spent_privacy(self) -> None:
         """Round 2 had no upload: of features nothing is known of it, and the last round counts."""
         page = run_page(private_document())
         section = page[page.index("<h2>Privacy</h2>") : page.index("<h2>Devices</h2>")]

@@ -58,7 +58,7 @@ def test_names_in_brackets_are_no_markup() -> None:
     assert drawn(run_report(document, 120), 120)[-1] == "note: [red]hot[/red]"
 
 
-def test_what_was_spent_of_privacy_is_told() -> None:
+def test_report_shows_spent_privacy() -> None:
     lines = " ".join(drawn(run_report(private_document(), 80), 80))
     assert "privacy of devices' updates: epsilon 4 over all rounds so far" in lines
     assert "privacy of one device's features: epsilon 75 over all rounds so far" in lines

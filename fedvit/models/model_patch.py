@@ -1,8 +1,8 @@
-"""What a surgery is: an addition to a Vision Transformer that brings tensors of its own.
+"""Model patches: additions to a Vision Transformer that have tensors of their own.
 
-One file in this folder is one surgery; the table `SURGERIES` lists them. A surgery adds named tensors and
-leaves the names and values of all others, so that weights of timm still load and every method's groups
-still match. Surgeries combine in any order.
+One file in this folder is one model patch; the table `MODEL_PATCHES` lists them. A patch adds named tensors and
+keeps the names and values of all others, so that weights of timm still load and every method's groups
+still match. Patches combine in any order.
 """
 
 import hashlib
@@ -18,20 +18,20 @@ from fedvit.errors import ConfigError
 from fedvit.models.vit import PatchViT
 
 
-class Surgery(ABC):
-    """A frozen dataclass of options that knows how to change a model."""
+class ModelPatch(ABC):
+    """A frozen dataclass of options that can change a model."""
 
     @abstractmethod
     def apply(self, vit: PatchViT, seed: int) -> None:
         """Change a freshly built model in place; new random values follow from `seed` alone.
 
-        Raises ConfigError for a model that has no place for it, or has it already; the model computes as before then.
+        Raises ConfigError for an unsuitable model, or one that has this patch already; the model is unchanged then.
         """
 
 
 @contextmanager
 def seeded(seed: int, what: str) -> Iterator[None]:
-    """Random numbers that follow from `seed` and `what`: unlike those of the model and of other surgeries."""
+    """Random numbers that follow from `seed` and `what`: independent of those of the model and of other patches."""
     digest = hashlib.blake2b(f"{what}/{seed}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest, "big"))

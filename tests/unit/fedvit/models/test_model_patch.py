@@ -16,8 +16,8 @@ from torch.func import grad_and_value
 from export.trace import to_onnx, trace
 from fedvit.errors import ConfigError
 from fedvit.models import (
+    MODEL_PATCHES,
     SMALL,
-    SURGERIES,
     ExtraHead,
     FreePrefix,
     KVAdapter,
@@ -26,10 +26,10 @@ from fedvit.models import (
     Prompts,
     build_vit,
 )
-from fedvit.models.surgery import Surgery, seeded
+from fedvit.models.model_patch import ModelPatch, seeded
 from fedvit.models.vit import PatchViT
 
-ALL: dict[str, Surgery] = {
+ALL: dict[str, ModelPatch] = {
     "extra head": ExtraHead(),
     "adapter, add": KVAdapter(bottleneck=8),
     "adapter, concat": KVAdapter(bottleneck=8, mode="concat"),
@@ -57,17 +57,17 @@ Make = Callable[..., PatchViT]
 Logits = Callable[..., Tensor]
 
 
-def test_the_table_knows_every_surgery() -> None:
-    assert {type(surgery) for surgery in ALL.values()} == set(SURGERIES.values()) == set(Surgery.__subclasses__())
-    for name, surgery in SURGERIES.items():
-        assert surgery.__module__ == f"fedvit.models.{name}"
+def test_table_lists_every_model_patch() -> None:
+    assert {type(patch) for patch in ALL.values()} == set(MODEL_PATCHES.values()) == set(ModelPatch.__subclasses__())
+    for name, patch in MODEL_PATCHES.items():
+        assert patch.__module__ == f"fedvit.models.{name}"
 
 
 # --- names and values ---------------------------------------------------------------------------------
 
 
 @EVERYWHERE
-def test_a_surgery_only_adds(make: Make, name: str) -> None:
+def test_model_patch_only_adds_tensors(make: Make, name: str) -> None:
     """Names, order, values: what was there is as it was."""
     before = make().tensors()
     after = make(ALL[name]).tensors()
@@ -103,7 +103,7 @@ def test_nobody_elses_random_numbers_are_touched(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_surgeries_draw_different_numbers() -> None:
+def test_model_patches_draw_different_numbers() -> None:
     """Of one seed: else the first tensor of an adapter would repeat numbers of the model's patch embedding."""
     with seeded(1, "one"):
         one = torch.rand(4)
@@ -213,13 +213,13 @@ def test_kept_patches_may_come_in_any_order(make: Make, logits: Logits, patches:
     ],
 )
 @pytest.mark.parametrize(
-    "surgery",
+    "patch",
     [KVAdapter(bottleneck=8, scale=0), FreePrefix(form="linear", init="zero"), Lora(rank=4), MlpAdapter(bottleneck=8)],
 )
 def test_every_part_of_timms_attention_still_works(
-    make: Make, logits: Logits, patches: Tensor, base: dict[str, Any], surgery: Surgery
+    make: Make, logits: Logits, patches: Tensor, base: dict[str, Any], patch: ModelPatch
 ) -> None:
-    operated = logits(make(surgery, base=base), patches)
+    operated = logits(make(patch, base=base), patches)
     torch.testing.assert_close(operated, logits(make(base=base), patches), rtol=0, atol=1e-12)
 
 
@@ -253,7 +253,7 @@ def test_no_tensor_is_dead(make: Make, patches: Tensor, name: str) -> None:
 @pytest.mark.parametrize(
     "first", [KVAdapter(bottleneck=8), FreePrefix(tokens=3), Lora(rank=4)], ids=lambda s: type(s).__name__
 )
-def test_the_order_of_surgeries_does_not_matter(make: Make, logits: Logits, patches: Tensor, first: Surgery) -> None:
+def test_order_of_model_patches_does_not_matter(make: Make, logits: Logits, patches: Tensor, first: ModelPatch) -> None:
     """Keys that are added need one per token, keys that are joined come with their own."""
     second = FreePrefix(tokens=3) if isinstance(first, KVAdapter) else KVAdapter(bottleneck=8)
     one, other = make(first, second), make(second, first)
@@ -300,15 +300,15 @@ def test_a_step_traces_into_operators_that_export(make: Make, name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "surgeries",
+    "patches",
     [
         [KVAdapter(bottleneck=8, mode="concat"), Lora(rank=4), Prompts(tokens=2), ExtraHead()],
         [KVAdapter(bottleneck=8), FreePrefix(tokens=2), Prompts(tokens=2, placement="appended"), MlpAdapter()],
     ],
     ids=["concatenated", "added"],
 )
-def test_an_exported_step_computes_what_torch_does(make: Make, surgeries: list[Surgery]) -> None:
-    vit = make(*surgeries, stir=True, depth=1).float()
+def test_an_exported_step_computes_what_torch_does(make: Make, patches: list[ModelPatch]) -> None:
+    vit = make(*patches, stir=True, depth=1).float()
     inputs = step_inputs(vit)
     content = to_onnx(trace(step(vit), inputs))
     used = collections.Counter(node.op_type for node in onnx.load_from_string(content).graph.node)
@@ -324,10 +324,10 @@ def test_an_exported_step_computes_what_torch_does(make: Make, surgeries: list[S
 
 
 @EVERYWHERE
-def test_a_surgery_is_done_once(make: Make, logits: Logits, patches: Tensor, name: str) -> None:
+def test_model_patch_is_applied_once(make: Make, logits: Logits, patches: Tensor, name: str) -> None:
     vit = make(ALL[name], stir=True)
     before = logits(vit, patches)
-    with pytest.raises(ConfigError, match=r"model 'vit_small_images' cannot be given '[\w.]+': it has that already"):
+    with pytest.raises(ConfigError, match=r"model 'vit_small_images' already has a module '[\w.]+'"):
         ALL[name].apply(vit, 3)
     assert torch.equal(logits(vit, patches), before)
 
@@ -341,25 +341,25 @@ def test_a_model_can_be_planned_without_memory(name: str) -> None:
     assert all(value.is_meta for value in vit.tensors().values())
 
 
-@pytest.mark.parametrize("surgery", [KVAdapter(), FreePrefix(), Lora(), MlpAdapter()], ids=lambda s: type(s).__name__)
-def test_blocks_that_are_not_plain(surgery: Surgery) -> None:
+@pytest.mark.parametrize("patch", [KVAdapter(), FreePrefix(), Lora(), MlpAdapter()], ids=lambda s: type(s).__name__)
+def test_blocks_that_are_not_plain(patch: ModelPatch) -> None:
     with torch.device("meta"):
         vit = build_vit("vit_small_patch16_18x2_224", 5, seed=1)
         with pytest.raises(ConfigError, match=r"'vit_small_patch16_18x2_224' cannot be changed: its blocks are Parall"):
-            surgery.apply(vit, 3)
+            patch.apply(vit, 3)
 
 
-@pytest.mark.parametrize("surgery", [KVAdapter(), FreePrefix(), Lora()], ids=lambda s: type(s).__name__)
-def test_attention_that_is_not_plain(make: Make, surgery: Surgery) -> None:
+@pytest.mark.parametrize("patch", [KVAdapter(), FreePrefix(), Lora()], ids=lambda s: type(s).__name__)
+def test_attention_that_is_not_plain(make: Make, patch: ModelPatch) -> None:
     with pytest.raises(ConfigError, match=r"model 'made here' cannot be changed: its attention is DiffAttention"):
-        make(surgery, base={"attn_layer": "diff"})
+        make(patch, base={"attn_layer": "diff"})
 
 
 # --- options ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("surgery", "options", "complaint"),
+    ("patch", "options", "complaint"),
     [
         (KVAdapter, {"bottleneck": 0}, "KVAdapter option bottleneck = 0 must be a whole number of at least 1"),
         (KVAdapter, {"bottleneck": 8.0}, r"KVAdapter option bottleneck = 8\.0 must be a whole number"),
@@ -381,9 +381,9 @@ def test_attention_that_is_not_plain(make: Make, surgery: Surgery) -> None:
         (ExtraHead, {"init": "copy"}, r"ExtraHead option init = 'copy' must be one of \['torch', 'zero', 'head'\]"),
     ],
 )
-def test_bad_options(surgery: type[Surgery], options: dict[str, Any], complaint: str) -> None:
+def test_bad_options(patch: type[ModelPatch], options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        surgery(**options)
+        patch(**options)
 
 
 @EVERYWHERE

@@ -1,12 +1,12 @@
-"""A device as planning sees it."""
+"""The device profile that planning uses."""
 
 from typing import Literal, NamedTuple
 
 from fedvit.resources import Budget, BudgetKind, Speed
 
 
-class Target(NamedTuple):
-    """A device to plan for."""
+class PlannedDevice(NamedTuple):
+    """The profile of a device to plan for: connected, or a board of the catalogue."""
 
     device: str
     speed: Speed | None  # None: no time is predicted
@@ -18,4 +18,4 @@ class Target(NamedTuple):
     base_rss_bytes: int | None = None
     power_w: tuple[float, float] | None = None
     corrections: tuple[tuple[BudgetKind, float], ...] = ()  # factors by which predictions were too low before
-    budget_is_own: bool = True  # the device knows the memory budget, and keeps its decoded images small for it
+    budget_is_own: bool = True  # the device knows the memory budget, and limits its cache of decoded images

@@ -1,4 +1,4 @@
-"""Where a device does a task once its blobs are here: what goes into the step, the step, and what comes of it."""
+"""Runs a task once its blobs are here: its inputs, its training or evaluation, and its result."""
 
 import logging
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from edge_client.downlink import Route, make_blob
+from edge_client.delta_chains import DeltaChain, make_blob
 from edge_client.guard import Exceeded, Guard, Guarded
 from edge_client.integrity import Integrity
 from edge_client.private import clipped, noisy_rows
@@ -19,7 +19,7 @@ from edge_client.uplink import coded_upload
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
-from fedvit.engine import give_back, load_engine
+from fedvit.engine import load_engine, trim_memory
 from fedvit.errors import BadPayload
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
@@ -29,11 +29,11 @@ from fedvit.wire.messages import Cancel, Extended, Manifest, Progress, Result, R
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 60.0
-"""Between lines of the log on how far a task is."""
+"""Interval between log lines about the progress of a task."""
 
 
 @dataclass
-class Job:
+class TaskExecution:
     """A task on this device: first its blobs are fetched, then it runs."""
 
     task: Task
@@ -41,7 +41,7 @@ class Job:
     given_s: float  # from the receipt of the task
     stop: threading.Event = field(default_factory=threading.Event)
     missing: set[str] = field(default_factory=set)
-    routes: list[Route] = field(default_factory=list)  # to blobs that are made here
+    delta_chains: list[DeltaChain] = field(default_factory=list)  # for blobs that this device rebuilds
     fetched_bytes: int = 0
     fetched_anew: Counter[str] = field(default_factory=Counter)  # blobs that were damaged here -> how often
     working: bool = False
@@ -50,14 +50,14 @@ class Job:
     def key(self) -> tuple[str, int, str]:
         return self.task.run, self.task.round, self.task.kind
 
-    def is_meant(self, message: Extended | Cancel | ResultAck) -> bool:
+    def matches(self, message: Extended | Cancel | ResultAck) -> bool:
         return self.key == (message.run, message.round, message.kind)
 
 
-class Workbench:
-    """One device's. `do` belongs into a thread of its own, and does one job at a time.
+class TaskExecutor:
+    """Runs the tasks of one device, one at a time. `run` is called in a thread of its own.
 
-    `traffic()` gives the bytes that the device received and sent so far, `tell` passes on how far a job is.
+    `traffic()` gives the bytes that the device received and sent so far, `report` publishes the progress of a task.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Workbench:
         runtime: Runtime,
         guard: Guard,
         traffic: Callable[[], tuple[int, int]],
-        tell: Callable[[Progress], None],
+        report: Callable[[Progress], None],
     ) -> None:
-        self.takes_recipes = True  # until one gave another blob than it says
+        self.accepts_delta_chains = True  # until a rebuilt blob had another digest than promised
         self._device = device
         self._data = data
         self._vault = vault
@@ -82,38 +82,37 @@ class Workbench:
         self._runtime = runtime
         self._guard = guard
         self._traffic = traffic
-        self._tell = tell
-        self._told_bytes = (0, 0)  # received, sent: already in some result
+        self._report = report
+        self._reported_bytes = (0, 0)  # (received, sent) that results have reported already
         self._by_classes: dict[tuple[str, ...], DeviceData] = {}
 
-    def do(self, job: Job, program: Program) -> Result:
-        """All that takes time.
+    def run(self, execution: TaskExecution, program: Program) -> Result:
+        """Do the work of a task, and return its result.
 
-        Raises Exceeded when a budget would not be kept, Stopped when the job was stopped, Damaged when blobs were, and
-        must be fetched anew.
+        Raises Exceeded for a budget, Stopped for a stopped task, Damaged for blobs that must be fetched again.
         """
-        self._check(job, program)
+        self._check(execution, program)
         load_engine()
-        with self._guard.watching(job.task.kind) as guarded:
+        with self._guard.watching(execution.task.kind) as guarded:
             try:
-                result = self._done(job, program, guarded)
+                result = self._run_task(execution, program, guarded)
                 if self._guard.owns_process:
-                    # a device that waits holds little, and the next task finds no holes between pieces of this one's
-                    give_back()
+                    # an idle device holds little memory, and the next task starts with an unfragmented heap
+                    trim_memory()
                 return result
             except Stopped:
-                if job.stop.is_set() or not guarded.broke:
+                if execution.stop.is_set() or not guarded.broke:
                     raise
-            # here, because an exception on its way would hold what the task held
-            broke, reason, use = guarded.broke[-1], guarded.reason(), self._use(job, guarded)
+            # outside of the handler: the exception would keep the task's memory alive
+            broke, reason, use = guarded.broke[-1], guarded.reason(), self._use(execution, guarded)
         if "memory" in use.broke:
             self._runtime.release()
             self._data.forget()
         raise Exceeded(reason, broke, use)
 
-    def _done(self, job: Job, program: Program, guarded: Guarded) -> Result:
-        task = job.task
-        self._make_blobs(job)
+    def _run_task(self, execution: TaskExecution, program: Program, guarded: Guarded) -> Result:
+        task = execution.task
+        self._make_blobs(execution)
         self._vault.note(task)
         data = self._labelled(program.classes)
         self._runtime.keep_only({graph.digest for graph in program.graphs.values()})
@@ -121,11 +120,11 @@ class Workbench:
             digest = program.graphs[name].digest
             self._runtime.open(digest, self._blobs.path(digest))
         values = self._values(task, program)
-        watch = Watch(self._progress(job), lambda: job.stop.is_set() or guarded.over(), guarded.tally)
+        watch = Watch(self._progress(execution), lambda: execution.stop.is_set() or guarded.over(), guarded.tally)
         seeds = Seeds(task.seed, task.round, self._device)
         if task.kind == "evaluate":
             evaluated = self._runtime.evaluate(program, values, data, seeds, watch)
-            use = self._use(job, guarded, evaluated.flops)
+            use = self._use(execution, guarded, evaluated.flops)
             correct = float(evaluated.correct)
             return self._result(task, evaluated.samples, {"correct": correct}, use)
         trained = self._runtime.train(program, values, data.train, seeds, task.lr_scale, watch)
@@ -135,18 +134,18 @@ class Workbench:
             for group in dict.fromkeys([*program.with_role(Role.LOCAL), *program.evaluate.kept])
             for name in program.names(group)
         }
-        owed = self._vault.owed(task.run)
-        deltas, collected = self.brought(program, values, trained, seeds)
-        upload, left = coded_upload(program, deltas, collected, owed.tensors)
+        residual = self._vault.residual(task.run)
+        deltas, collected = self.outputs(program, values, trained, seeds)
+        upload, new_residual = coded_upload(program, deltas, collected, residual.tensors)
         manifest = self._blobs.put(*packed_pieces(upload)) if upload else None
         if manifest:
-            self._integrity.check([manifest.digest])  # here, and not in the loop that sends it
+            self._integrity.check([manifest.digest])  # checked here, not in the event loop that sends it
         guarded.upload_bytes = manifest.size if manifest else 0
-        use = self._use(job, guarded)
+        use = self._use(execution, guarded)
         result = self._result(task, trained.samples, {"loss": trained.loss}, use, manifest)
-        if job.stop.is_set() or "upload" in use.broke:  # what must not be sent is not kept either
+        if execution.stop.is_set() or "upload" in use.broke:  # a result that must not be sent is not stored either
             raise Stopped("the task was stopped")
-        self._vault.commit(result, kept, left, owed)
+        self._vault.commit(result, kept, new_residual, residual)
         return result
 
     def _result(
@@ -164,51 +163,53 @@ class Workbench:
             program=task.program,
         )
 
-    def _check(self, job: Job, program: Program) -> None:
-        """What the task reads is as it was written: blobs by their digests, the vault by its sums. No part of the work
-        that is measured, as fetching is none."""
-        for mended in self._vault.mend(job.task.run):
-            self._integrity.report(mended.what)
-        making = [route for route in job.routes if not self._blobs.has(route.target.digest)]
+    def _check(self, execution: TaskExecution, program: Program) -> None:
+        """Verify blobs by their digests and the vault by its checksums. Like fetching, this is no part of the measured
+        work."""
+        for repair in self._vault.repair(execution.task.run):
+            self._integrity.report(repair.message)
+        making = [chain for chain in execution.delta_chains if not self._blobs.has(chain.target.digest)]
         initial = [group.initial for group in program.groups.values() if group.initial]
         graphs = [graph.digest for graph in program.graphs.values()]
-        self._integrity.check([*graphs, *job.task.groups.values(), *initial, *_needed(making)])
+        self._integrity.check([*graphs, *execution.task.groups.values(), *initial, *_needed(making)])
 
-    def _make_blobs(self, job: Job) -> None:
-        """What was not fetched whole. Raises BadPayload when a recipe does not give what it says."""
+    def _make_blobs(self, execution: TaskExecution) -> None:
+        """Rebuild blobs that were not fetched whole. Raises BadPayload when a result has another digest."""
         try:
-            for route in job.routes:
-                if not self._blobs.has(route.target.digest):
-                    make_blob(route, self._blobs)
+            for chain in execution.delta_chains:
+                if not self._blobs.has(chain.target.digest):
+                    make_blob(chain, self._blobs)
         except BadPayload:
-            self._integrity.check(_needed(job.routes), afresh=True)  # it may have become damaged since it was read
-            self.takes_recipes = False  # from now on everything is fetched whole
+            self._integrity.check(
+                _needed(execution.delta_chains), afresh=True
+            )  # a source may be damaged since it was verified
+            self.accepts_delta_chains = False  # from now on everything is fetched whole
             raise
 
-    def brought(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> tuple[Tensors, Tensors]:
-        """What the result is made of: deltas of the groups that are sent back, and what was collected."""
+    def outputs(self, program: Program, values: Tensors, trained: Trained, seeds: Seeds) -> tuple[Tensors, Tensors]:
+        """The contents of the result: deltas of the groups that are sent back, and collected values."""
         back = {
             name: values[name]
             for group in program.with_role(*(role for role in Role if role.sent_back))
             for name in program.names(group)
         }
-        moved = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
+        deltas = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
         if program.clip_delta is not None:
-            moved = clipped(moved, program.clip_delta)
+            deltas = clipped(deltas, program.clip_delta)
         collected = dict(trained.collected)
         for phase in program.train:
             if phase.collect:
                 collected[phase.collect.output] = noisy_rows(collected[phase.collect.output], phase.collect, seeds)
-        return moved, collected
+        return deltas, collected
 
     def _labelled(self, classes: tuple[str, ...]) -> DeviceData:
-        """The images under the run's class list; kept, because decoded images are cached inside."""
+        """The images with labels of the run's class list; kept, because they hold the cache of decoded images."""
         if classes not in self._by_classes:
             self._by_classes = {classes: self._data.relabelled(classes)}
         return self._by_classes[classes]
 
     def _values(self, task: Task, program: Program) -> Tensors:
-        """Every tensor at the start of the round, checked against the Program."""
+        """Every tensor at the start of the round, verified against the Program."""
         values: Tensors = {}
         stored = self._vault.local(task.run)
         kept = program.evaluate.kept if task.kind == "evaluate" else ()
@@ -218,11 +219,11 @@ class Workbench:
             what = f"group {group!r} of round {task.round}"
             mine = stored if stored and (spec.role is Role.LOCAL or group in kept) else {}
             tensors = {name: mine[name] for name in program.names(group) if name in mine}
-            if not tensors:  # also when the group was not this device's own in the rounds before
+            if not tensors:  # also if the group was not local in earlier rounds
                 digest = task.groups.get(group) if spec.role.from_server_each_round else spec.initial
                 if digest is None:
                     source = (
-                        "the task does not bring it" if spec.role.from_server_each_round else "it has no initial value"
+                        "the task does not name it" if spec.role.from_server_each_round else "it has no initial value"
                     )
                     raise BadPayload(f"{what}: {source}")
                 tensors = mapped(self._blobs.path(digest))
@@ -230,39 +231,38 @@ class Workbench:
             values |= tensors
         return values
 
-    def _progress(self, job: Job) -> Callable[[int, int, float | None], None]:
-        """Tells how far the job is: at its first and last step, and else not sooner than the task says after the
-        message before."""
+    def _progress(self, execution: TaskExecution) -> Callable[[int, int, float | None], None]:
+        """A function that reports progress: at the first and last step, and in between at the interval of the task."""
         last, logged = -math.inf, time.monotonic()
 
         def step(done: int, total: int, loss: float | None) -> None:
             nonlocal last, logged
             now = time.monotonic()
-            task = job.task
+            task = execution.task
             if now - logged >= LOG_EVERY_S:
                 logged = now
-                said = {} if loss is None else {"loss": f"{loss:.3f}"}
-                log.info("task goes on", extra={"round": task.round, "steps": f"{done}/{total}", **said})
+                fields = {} if loss is None else {"loss": f"{loss:.3f}"}
+                log.info("task in progress", extra={"round": task.round, "steps": f"{done}/{total}", **fields})
             if now - last >= task.progress_s or done == total:
                 last = now
-                self._tell(Progress(task.run, task.round, task.kind, done, total, loss, task.task))
+                self._report(Progress(task.run, task.round, task.kind, done, total, loss, task.task))
 
         return step
 
-    def _use(self, job: Job, guarded: Guarded, flops: int | None = None) -> ResourceUse:
-        told = self._told_bytes
-        self._told_bytes = self._traffic()
-        received_bytes, sent_bytes = self._told_bytes[0] - told[0], self._told_bytes[1] - told[1]
+    def _use(self, execution: TaskExecution, guarded: Guarded, flops: int | None = None) -> ResourceUse:
+        before = self._reported_bytes
+        self._reported_bytes = self._traffic()
+        received_bytes, sent_bytes = self._reported_bytes[0] - before[0], self._reported_bytes[1] - before[1]
         return msgspec.structs.replace(
             guarded.use(flops),
             received_bytes=received_bytes,
             sent_bytes=sent_bytes,
-            fetched_bytes=job.fetched_bytes,
+            fetched_bytes=execution.fetched_bytes,
             upload_bytes=guarded.upload_bytes,
         )
 
 
-def _needed(routes: list[Route]) -> list[str]:
-    """Blobs from which others are made."""
-    bases = [route.base for route in routes if route.base]
-    return bases + [recipe.patch.digest for route in routes for recipe in route.recipes]
+def _needed(delta_chains: list[DeltaChain]) -> list[str]:
+    """Digests of the blobs that delta chains read."""
+    bases = [chain.base for chain in delta_chains if chain.base]
+    return bases + [step.patch.digest for chain in delta_chains for step in chain.steps]

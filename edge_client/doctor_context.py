@@ -1,4 +1,4 @@
-"""Whom `edge-client doctor` looks at, and what it says of it."""
+"""The input of the checks of `edge-client doctor`, and their findings."""
 
 import sys
 import time
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from edge_client.identity import Identity
@@ -18,21 +19,21 @@ DAY_S = 86400.0
 
 Level = Literal["ok", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "error")
-"""In this order they are the program's exit codes: 0, 1, 2."""
+"""The index of a level is the exit code of the program."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """What a check found, and what whoever runs the device can do about it."""
+    """The outcome of a check, with a hint for the device's operator."""
 
     check: str
     level: Level
     what: str
-    remedy: str | None = None
+    hint: str | None = msgspec.field(default=None, name="remedy")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patient:
-    """A device as it would be started."""
+class DoctorContext:
+    """The device that is checked, with the options that it would be started with."""
 
     address: Address
     topics: Topics
@@ -45,9 +46,9 @@ class Patient:
     most_celsius: float | None = None  # tasks are declined above it
     least_battery: int | None = None  # percent; tasks are declined below it
     vault_key: Path | None = None
-    identity: Identity | None = None  # None: it goes to a broker without having joined
+    identity: Identity | None = None  # None: the device has not joined a deployment
     identity_folder: Path | None = None
     root: Path = ROOT
     interpreter: str = sys.executable
     now_s: float = field(default_factory=time.time)
-    software_s: float = field(default_factory=lambda: Path(__file__).stat().st_mtime)  # when this was installed
+    software_s: float = field(default_factory=lambda: Path(__file__).stat().st_mtime)  # time of installation

@@ -265,7 +265,7 @@ EXPECTED = Expected(
     bytes_up=4,
     budget=Budget(memory_bytes=10**9, round_deadline_s=0.5),
     changes={"micro_batch": 4, "frozen_precision": "int8", "recompute": True, "threshold": 0.5},
-    kept=0.49,
+    quality=0.49,
 )
 
 
@@ -275,7 +275,7 @@ def task(number: int, device: str, expected: Expected | None) -> TaskRecord:
 
 def test_what_was_expected_of_devices_comes_back(store: Store, tmp_path: Path) -> None:
     """By round and device; equal expectations are kept once."""
-    bare = msgspec.structs.replace(EXPECTED, budget=Budget(), changes={}, kept=1.0)
+    bare = msgspec.structs.replace(EXPECTED, budget=Budget(), changes={}, quality=1.0)
     store.add_tasks("r", [task(1, "a", EXPECTED), task(1, "b", bare)])
     store.add_tasks("r", [task(2, "a", EXPECTED), task(2, "b", None)])
     assert reopened(store, tmp_path).expected("r") == {(1, "a"): EXPECTED, (1, "b"): bare, (2, "a"): EXPECTED}

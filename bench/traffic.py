@@ -85,10 +85,10 @@ def _down(case: Case, plan: Plan, home: Path, progress: Callable[[str], None]) -
 def _fetched(saved: SavedState, group: str, blobs: BlobStore, had: set[str]) -> int:
     """Bytes that a device fetches of a group whose newest values it does not have."""
     target = blobs.manifest(saved.sent(group))
-    recipes = saved.references[group].delta_chain(blobs) if group in saved.references else ()
-    for recipe in recipes:
-        if not recipe.base or recipe.base in had:
-            return min(recipe.patch.size, target.size)
+    steps = saved.references[group].delta_chain(blobs) if group in saved.references else ()
+    for step in steps:
+        if not step.base or step.base in had:
+            return min(step.patch.size, target.size)
     return 0 if target.digest in had else target.size
 
 

@@ -117,8 +117,8 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
             break
         near = _near(inputs, rounding, seed)
         for name, value in run(near).items():
-            moved = (value - _start(name, near)) - (results[name] - _start(name, inputs))
-            spreads[name] = np.maximum(spreads[name], _largest(moved, digits[name]))  # NaN stays
+            updated = (value - _start(name, near)) - (results[name] - _start(name, inputs))
+            spreads[name] = np.maximum(spreads[name], _largest(updated, digits[name]))  # NaN stays
     worst = max(errors, key=used)
     if used(worst) > 1:
         raise ExportMismatch(
@@ -164,12 +164,13 @@ def _near(inputs: Mapping[str, Tensor], rounding: float, seed: int) -> dict[str,
     """Every float32 of a tensor a rounding larger or smaller; whole numbers, which are counts and marks, stay."""
     draw = torch.Generator().manual_seed(seed)
 
-    def moved(value: Tensor) -> Tensor:
+    def perturbed(value: Tensor) -> Tensor:
         signs = 2 * torch.randint(0, 2, value.shape, generator=draw) - 1
         return torch.where(value == value.round(), value, value * (1 + rounding * signs))
 
     return {
-        name: moved(value) if value.dtype is torch.float32 and value.dim() else value for name, value in inputs.items()
+        name: perturbed(value) if value.dtype is torch.float32 and value.dim() else value
+        for name, value in inputs.items()
     }
 
 
@@ -183,8 +184,8 @@ def _last_digits(want: Any, start: Any) -> Any:
     return np.spacing(np.maximum(np.abs(want), np.abs(start)).astype(np.float32)) if np.ndim(start) else 0.0
 
 
-def _largest(apart: Any, but: Any) -> float:
-    return float(np.maximum(np.abs(apart) - but, 0).max(initial=0))
+def _largest(difference: Any, but: Any) -> float:
+    return float(np.maximum(np.abs(difference) - but, 0).max(initial=0))
 
 
 def _kind(name: str) -> str:

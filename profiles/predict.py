@@ -89,7 +89,7 @@ def seconds(work: Work, speed: Speed) -> dict[Bound, float]:
     plain = speed.bytes_per_s["Add"]
     return {
         "products": sum(product.count * rates.seconds(product) for product in work.products),
-        "memory": sum(moved / _rate(speed, op, plain) for op, moved in work.moved_bytes.items()),
+        "memory": sum(updated / _rate(speed, op, plain) for op, updated in work.moved_bytes.items()),
         "overhead": work.nodes * speed.node_s,
     }
 

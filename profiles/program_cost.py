@@ -129,11 +129,11 @@ def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -
             numbers = _moved_bytes(program, phase) // 4
             updating = graphs[phase.update].nodes
             pieces = -(-numbers // PIECE_ELEMENTS)
-            moved = work.moved_bytes | {
+            updated = work.moved_bytes | {
                 "Add": work.moved_bytes.get("Add", 0.0) + 12 * numbers * len(updating) * count / total
             }
             work = Work(
-                products=work.products, moved_bytes=moved, nodes=work.nodes + pieces * len(updating) * count / total
+                products=work.products, moved_bytes=updated, nodes=work.nodes + pieces * len(updating) * count / total
             )
     return work
 
@@ -191,11 +191,11 @@ def _sent_down(program: Program, group: str, *, whole: bool = False) -> int:
     """Bytes of a group for a device with the value of the round before, or without one."""
     coding = program.groups[group]
     shapes = {name: program.tensors[name].shape for name in program.names(group)}
-    ways = [_packed(program, [group])] if coding.whole == NONE else []
-    ways += [packed_size(coded_form(make_codec(coding.whole), shapes))] if coding.whole != NONE else []
+    sizes = [_packed(program, [group])] if coding.whole == NONE else []
+    sizes += [packed_size(coded_form(make_codec(coding.whole), shapes))] if coding.whole != NONE else []
     if coding.down != NONE and not whole:
-        ways.append(packed_size(coded_form(make_codec(coding.down), shapes)))
-    return min(ways)
+        sizes.append(packed_size(coded_form(make_codec(coding.down), shapes)))
+    return min(sizes)
 
 
 def _collected(collect: Collect, images: int) -> int:
@@ -224,7 +224,7 @@ def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) ->
     batch = program.batch
     trained = _held(program, lambda role: role.trained_on_device)
     weights = _size_bytes(_held(program, lambda role: not role.trained_on_device))
-    moved = max((_moved_bytes(program, phase) for phase in program.train), default=0)
+    updated = max((_moved_bytes(program, phase) for phase in program.train), default=0)
     copies = max((_copies(phase) for phase in program.train), default=0)
     activations = int(ARENA_SLACK * max(graphs[phase.graph].activation_bytes for phase in program.train))
     answers = int(ARENA_SLACK * graphs[program.evaluate.graph].activation_bytes)
@@ -242,7 +242,7 @@ def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) ->
             parts={
                 "graphs": _loaded(graphs[name] for name in program.graphs_for("train")),
                 "weights": weights,
-                "trained": copies * moved,
+                "trained": copies * updated,
                 "activations": activations,
                 "images": batches,
                 "features": 0,
@@ -253,7 +253,7 @@ def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) ->
             parts={
                 "graphs": _loaded(graphs[name] for name in program.graphs_for("train")),
                 "weights": mapped if sent else weights,
-                "trained": moved + sent,
+                "trained": updated + sent,
                 "activations": activations,  # an arena does not shrink
                 "images": 0,
                 "features": 0,

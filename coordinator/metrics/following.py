@@ -89,14 +89,14 @@ class Follower:
             self._thread.join(0.1)
         if self._thread.is_alive():
             self._abandoned = True
-            self._say_missing()
+            self._log_missing()
 
     def _follow(self) -> None:
         pause_s = LOOK_EVERY_S
         while not self._over.wait(pause_s):
             pause_s = LOOK_EVERY_S if self._catch_up() else RETRY_S
         if not self._catch_up(last=True) and not self._abandoned:
-            self._say_missing()
+            self._log_missing()
 
     def _catch_up(self, *, last: bool = False) -> bool:
         """Write all new rounds; returns whether that worked."""
@@ -133,7 +133,7 @@ class Follower:
                 "The run continues; missing metrics are written once that works"
             )
 
-    def _say_missing(self) -> None:
+    def _log_missing(self) -> None:
         self._operator_log(
             f"the last metrics are not written to {self._writer.where}; to write them later: "
             f"coordinator metrics {self._run}"

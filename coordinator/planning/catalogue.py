@@ -160,16 +160,16 @@ def _entry(name: str, method: Method, vit: PatchViT) -> MethodEntry:
 
 
 def _on_device(roles: dict[str, Role]) -> str:
-    said = ((text, [group for group in roles if roles[group] is role]) for role, text in _ON_DEVICE.items())
-    return "; ".join(text.format(listed(groups)) for text, groups in said if groups)
+    parts = ((text, [group for group in roles if roles[group] is role]) for role, text in _ON_DEVICE.items())
+    return "; ".join(text.format(listed(groups)) for text, groups in parts if groups)
 
 
 def _travels(roles: dict[str, Role], collected: list[str]) -> str:
     down = [group for group, role in roles.items() if role.from_server_each_round]
     up = [group for group, role in roles.items() if role.sent_back]
     sent = ([f"changes of {listed(up)}"] if up else []) + [f"{output} of chosen images" for output in collected]
-    said = ([f"down: {listed(down)}"] if down else []) + ([f"up: {' and '.join(sent)}"] if sent else [])
-    return "; ".join(said) or "nothing"
+    parts = ([f"down: {listed(down)}"] if down else []) + ([f"up: {' and '.join(sent)}"] if sent else [])
+    return "; ".join(parts) or "nothing"
 
 
 def listed(groups: Sequence[str]) -> str:

@@ -202,11 +202,11 @@ def _row(precision: str, entry: FileCard) -> str:
     accuracy = "not measured"
     if entry.accuracy:
         accuracy = f"{entry.accuracy.share:.3f} ({entry.accuracy.correct} of {entry.accuracy.images})"
-    equal, apart = "", ""
+    equal, difference = "", ""
     if entry.agreement:
         equal = f"{entry.agreement.equal_answers:.3f} of {entry.agreement.images}"
-        apart = f"{entry.agreement.largest_logit_difference:.2g}"
-    cells = (precision, entry.file, entry.size_bytes, accuracy, equal, apart, f"{entry.latency.median_s:.4f}")
+        difference = f"{entry.agreement.largest_logit_difference:.2g}"
+    cells = (precision, entry.file, entry.size_bytes, accuracy, equal, difference, f"{entry.latency.median_s:.4f}")
     return f"| {' | '.join(map(str, cells))} |"
 
 

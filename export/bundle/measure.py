@@ -129,11 +129,11 @@ def check_parity(
     got = run(session, images)[output]
     [alone] = run(session, images[:1])[output]
     scale = max(float(np.abs(want).max()), LEAST_SCALE)
-    apart_B = np.abs(got - want).max(axis=1)
-    apart_B[0] = np.maximum(apart_B[0], np.abs(alone - want[0]).max())
+    difference_B = np.abs(got - want).max(axis=1)
+    difference_B[0] = np.maximum(difference_B[0], np.abs(alone - want[0]).max())
     left_out = len(images) // TIES if voted else 0
-    apart = float(np.sort(apart_B)[-1 - left_out]) if np.isfinite(apart_B).all() else np.nan
-    parity = Parity(apart / scale, tolerances[precision], len(images))
+    difference = float(np.sort(difference_B)[-1 - left_out]) if np.isfinite(difference_B).all() else np.nan
+    parity = Parity(difference / scale, tolerances[precision], len(images))
     if not parity.difference <= parity.tolerance:  # also catches NaN
         raise ExportMismatch(
             f"the {precision} file differs from the run's predict graph by {parity.difference:.1e} of its largest "
@@ -165,8 +165,8 @@ class Answers(NamedTuple):
 
     def agreement(self, other: "Answers") -> Agreement:
         equal = self.logits.argmax(axis=1) == other.logits.argmax(axis=1)
-        apart = np.abs(self.logits - other.logits).max()
-        return Agreement(float(equal.mean()), float(apart), len(equal))
+        difference = np.abs(self.logits - other.logits).max()
+        return Agreement(float(equal.mean()), float(difference), len(equal))
 
 
 def answer(session: onnxruntime.InferenceSession, pictures: Iterator[Pictures]) -> Answers:

@@ -60,9 +60,9 @@ class APFL(FedAvg):
     # --- the device's half ----------------------------------------------------------------------------
 
     def local_step(
-        self, calculus: Calculus, vit: PatchViT, phase: Train, moved: Named, fixed: Named, inputs: StepInputs
+        self, calculus: Calculus, vit: PatchViT, phase: Train, updated: Named, fixed: Named, inputs: StepInputs
     ) -> StepResult:
-        tensors = {**fixed, **moved}
+        tensors = {**fixed, **updated}
         if phase.graph == MIX:
             mixed = self._mixed(tensors)
             loss, collected = self.objective(vit, phase, mixed, inputs)

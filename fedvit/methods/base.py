@@ -82,7 +82,7 @@ class StepResult(NamedTuple):
     """What one step on a device gives; the optimizer's state is the calculus's."""
 
     loss: Tensor
-    moved: dict[str, Tensor]  # new value of every tensor that the phase moves
+    updated: dict[str, Tensor]  # new value of every tensor that the phase moves
     collected: dict[str, Tensor]
 
 
@@ -301,15 +301,15 @@ class Method(ABC):
         return Objective(inputs.mean(cross_entropy(logits, inputs.labels)), collected)
 
     def local_step(
-        self, calculus: Calculus, vit: PatchViT, phase: Train, moved: Named, fixed: Named, inputs: StepInputs
+        self, calculus: Calculus, vit: PatchViT, phase: Train, updated: Named, fixed: Named, inputs: StepInputs
     ) -> StepResult:
         """One step of a phase, which moves the tensors `moved`: by default one gradient and one update."""
         grads, (loss, collected) = calculus.gradients(
-            lambda at: self.objective(vit, phase, {**fixed, **at}, inputs), moved
+            lambda at: self.objective(vit, phase, {**fixed, **at}, inputs), updated
         )
         if self.clip_norm is not None:
             grads = clipped(grads, self.clip_norm)
-        return StepResult(loss, calculus.update(moved, grads), collected)
+        return StepResult(loss, calculus.update(updated, grads), collected)
 
     def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
         """(B, classes) logits, or other scores whose largest value names the class."""

@@ -54,14 +54,14 @@ class TracedCalculus(Calculus):
         return grads, Objective(value, collected)
 
     def update(self, values: Named, grads: Named) -> dict[str, Tensor]:
-        moved = {}
+        updated = {}
         for name, value in values.items():
             slots = {slot: self.inputs[f"slot/{slot}/{name}"] for slot in self.optimizer.slots}
-            moved[name], slots = self.optimizer.update(
+            updated[name], slots = self.optimizer.update(
                 value, grads[name], slots, self.inputs["hyper/lr"], self.inputs["hyper/step"]
             )
             self.slots |= {f"{slot}/{name}": kept for slot, kept in slots.items()}
-        return moved
+        return updated
 
 
 class TorchCalculus(Calculus):

@@ -85,8 +85,8 @@ class AdamW(Optimizer):
         correction = torch.sqrt(1 - self.beta2**exact)
         scale = (lr * correction / (1 - self.beta1**exact)).to(value.dtype)
         correction = correction.to(value.dtype)
-        moved = value * (1 - lr * self.weight_decay) - scale * mean / (torch.sqrt(square) + self.eps * correction)
-        return moved, {"exp_avg": mean, "exp_avg_sq": square}
+        updated = value * (1 - lr * self.weight_decay) - scale * mean / (torch.sqrt(square) + self.eps * correction)
+        return updated, {"exp_avg": mean, "exp_avg_sq": square}
 
     def in_torch(self, values: list[Tensor], lr: float) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)

@@ -47,7 +47,7 @@ class PerFedAvg(FedAvg):
     # --- the device's half ----------------------------------------------------------------------------
 
     def local_step(
-        self, calculus: Calculus, vit: PatchViT, phase: Train, moved: Named, fixed: Named, inputs: StepInputs
+        self, calculus: Calculus, vit: PatchViT, phase: Train, updated: Named, fixed: Named, inputs: StepInputs
     ) -> StepResult:
         def gradients(rows: StepInputs, at: Named) -> tuple[dict[str, Tensor], Objective]:
             return calculus.gradients(lambda at: self.objective(vit, phase, {**fixed, **at}, rows), at)
@@ -56,21 +56,21 @@ class PerFedAvg(FedAvg):
         half = inputs.labels.shape[0] // 2
         first, second = inputs.rows(slice(half)), inputs.rows(slice(half, None))
         if phase.graph == ADAPT:
-            grads, (loss, collected) = gradients(first, moved)
-            return StepResult(loss, _moved(moved, grads, -inputs.lr), collected)
-        inner, before = gradients(first, moved)
-        grads, after = gradients(second, _moved(moved, inner, -self.adaptation_lr))
+            grads, (loss, collected) = gradients(first, updated)
+            return StepResult(loss, _updated(updated, grads, -inputs.lr), collected)
+        inner, before = gradients(first, updated)
+        grads, after = gradients(second, _updated(updated, inner, -self.adaptation_lr))
         if self.order == "hessian_free":
-            ahead, _ = gradients(first, _moved(moved, grads, self.difference))
-            behind, _ = gradients(first, _moved(moved, grads, -self.difference))
+            ahead, _ = gradients(first, _updated(updated, grads, self.difference))
+            behind, _ = gradients(first, _updated(updated, grads, -self.difference))
             bend = {name: (ahead[name] - behind[name]) / (2 * self.difference) for name in grads}
-            grads = _moved(grads, bend, -self.adaptation_lr)
+            grads = _updated(grads, bend, -self.adaptation_lr)
         if self.clip_norm is not None:
             grads = clipped(grads, self.clip_norm)
-        new = calculus.update(moved, grads)
+        new = calculus.update(updated, grads)
         # momentum and weight decay would move it also without an image
         learns = second.weight.sum() > 0
-        new = {name: torch.where(learns, new[name], value) for name, value in moved.items()}
+        new = {name: torch.where(learns, new[name], value) for name, value in updated.items()}
         calculus.slots = {
             key: torch.where(learns, kept, calculus.inputs[f"slot/{key}"]) for key, kept in calculus.slots.items()
         }
@@ -82,5 +82,5 @@ class PerFedAvg(FedAvg):
         return Evaluate(graph=PREDICT, adapt=(step,))
 
 
-def _moved(values: Named, by: Named, scale: Tensor | float) -> dict[str, Tensor]:
+def _updated(values: Named, by: Named, scale: Tensor | float) -> dict[str, Tensor]:
     return {name: value + scale * by[name] for name, value in values.items()}

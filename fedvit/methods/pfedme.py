@@ -55,11 +55,11 @@ class PFedMe(FedAvg):
     # --- the device's half ----------------------------------------------------------------------------
 
     def local_step(
-        self, calculus: Calculus, vit: PatchViT, phase: Train, moved: Named, fixed: Named, inputs: StepInputs
+        self, calculus: Calculus, vit: PatchViT, phase: Train, updated: Named, fixed: Named, inputs: StepInputs
     ) -> StepResult:
         assert inputs.lr is not None
-        theta = _untwinned(moved)
-        shared = {name: moved[name] for name in theta}
+        theta = _untwinned(updated)
+        shared = {name: updated[name] for name in theta}
         if self.start == "shared":
             begins = calculus.inputs["hyper/step"] == 1
             theta = {name: torch.where(begins, shared[name], value) for name, value in theta.items()}

@@ -47,13 +47,13 @@ def whole_step(method: Method, vit: PatchViT, phase: Train, calculus: Calculi = 
 
     def step(inputs: Named) -> dict[str, Tensor]:
         used, fixed = calculus(rule, inputs), _tensors(inputs)
-        moved = {name: fixed.pop(name) for name in names}
+        updated = {name: fixed.pop(name) for name in names}
         with vit.recomputing(method.recompute):
-            result = method.local_step(used, vit, phase, moved, fixed, _step_inputs(inputs))
+            result = method.local_step(used, vit, phase, updated, fixed, _step_inputs(inputs))
         outputs = {"metric/loss": result.loss}
         outputs |= {f"collect/{name}": value for name, value in result.collected.items()}
         for name in names:
-            outputs[f"new/tensor/{name}"] = result.moved[name]
+            outputs[f"new/tensor/{name}"] = result.updated[name]
             outputs |= {f"new/slot/{slot}/{name}": used.slots[f"{slot}/{name}"] for slot in phase.slots}
         return outputs
 
@@ -70,7 +70,7 @@ def _gradient_step(method: Method, vit: PatchViT, phase: Train, calculus: Calcul
 
     def step(inputs: Named) -> dict[str, Tensor]:
         used, fixed = calculus(method.optimizer_rule(), inputs), _tensors(inputs)
-        moved = {name: fixed.pop(name) for name in names}
+        updated = {name: fixed.pop(name) for name in names}
         given = _step_inputs(inputs)
 
         def objective(at: Named) -> Objective:
@@ -78,7 +78,7 @@ def _gradient_step(method: Method, vit: PatchViT, phase: Train, calculus: Calcul
             return Objective(value.loss * inputs["batch/share"], value.collected)
 
         with vit.recomputing(method.recompute):
-            grads, (loss, collected) = used.gradients(objective, moved)
+            grads, (loss, collected) = used.gradients(objective, updated)
         outputs = {"metric/loss": loss}
         outputs |= {f"collect/{name}": value for name, value in collected.items()}
         return outputs | {f"new/grad/{name}": inputs[f"grad/{name}"] + grads[name] for name in names}
@@ -92,8 +92,11 @@ def update_step(rule: Optimizer, calculus: Calculi = TracedCalculus) -> Step:
     def step(inputs: Named) -> dict[str, Tensor]:
         # as if there were one tensor, called "value"
         used = calculus(rule, {f"{name}/value" if name.startswith("slot/") else name: v for name, v in inputs.items()})
-        moved = used.update({"value": inputs["value"]}, {"value": inputs["grad"]})
-        return {"new/value": moved["value"], **{f"new/slot/{slot}": used.slots[f"{slot}/value"] for slot in rule.slots}}
+        updated = used.update({"value": inputs["value"]}, {"value": inputs["grad"]})
+        return {
+            "new/value": updated["value"],
+            **{f"new/slot/{slot}": used.slots[f"{slot}/value"] for slot in rule.slots},
+        }
 
     return step
 

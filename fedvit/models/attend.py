@@ -30,17 +30,17 @@ class AttentionParts(Protocol):
     proj_drop: nn.Dropout
 
 
-def attend(attention: AttentionParts, x_BND: Tensor, asking: int, more: MoreKeys | None = None) -> Tensor:
+def attend(attention: AttentionParts, x_BND: Tensor, queries: int, more: MoreKeys | None = None) -> Tensor:
     """(B, Q, D) the attention's output for the first `asking` tokens; all tokens are keys and values."""
     heads, qkv = attention.num_heads, attention.qkv
-    if asking == x_BND.shape[1] or qkv._forward_hooks:  # a hook (LoRA) belongs to the layer as a whole
+    if queries == x_BND.shape[1] or qkv._forward_hooks:  # a hook (LoRA) belongs to the layer as a whole
         q_BNI, k_BMI, v_BMI = qkv(x_BND).chunk(3, dim=-1)
-        q_BQI = q_BNI if asking == x_BND.shape[1] else q_BNI.split([asking, x_BND.shape[1] - asking], dim=1)[0]
+        q_BQI = q_BNI if queries == x_BND.shape[1] else q_BNI.split([queries, x_BND.shape[1] - queries], dim=1)[0]
     else:
         inner = qkv.weight.shape[0] // 3
         weights = qkv.weight.split([inner, 2 * inner])
         biases = (None, None) if qkv.bias is None else qkv.bias.split([inner, 2 * inner])
-        first_BQD, _ = x_BND.split([asking, x_BND.shape[1] - asking], dim=1)
+        first_BQD, _ = x_BND.split([queries, x_BND.shape[1] - queries], dim=1)
         # in one piece, so that the product adds the bias itself
         q_BQI = functional.linear(first_BQD.contiguous(), weights[0], biases[0])
         k_BMI, v_BMI = functional.linear(x_BND, weights[1], biases[1]).chunk(2, dim=-1)
@@ -75,5 +75,5 @@ def class_token(block: nn.Module, x_BND: Tensor) -> Tensor:
 def _asks(attention: nn.Module) -> Callable[[Tensor, int], Tensor] | None:
     """The function that computes the first tokens only, if the attention has one."""
     if type(attention) is Attention and attention.gate is None:
-        return lambda x_BND, asking: attend(attention, x_BND, asking)
+        return lambda x_BND, queries: attend(attention, x_BND, queries)
     return getattr(attention, "of_first", None)

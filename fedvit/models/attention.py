@@ -53,9 +53,9 @@ class OpenAttention(nn.Module):
         """timm's blocks pass a mask, which plain ViTs never have."""
         return self.of_first(x_BND, x_BND.shape[1])
 
-    def of_first(self, x_BND: Tensor, asking: int) -> Tensor:
+    def of_first(self, x_BND: Tensor, queries: int) -> Tensor:
         """(B, asking, D) the output for the first tokens alone."""
-        return attend(self, x_BND, asking, self._more)
+        return attend(self, x_BND, queries, self._more)
 
     def _more(self, x_BND: Tensor, k_BMI: Tensor, v_BMI: Tensor) -> tuple[Tensor, Tensor]:
         children = [child for child in self.children() if isinstance(child, KeysValues)]

@@ -160,19 +160,19 @@ class PatchViT(nn.Module):
         x_BND = x_BND + (pos_1ND if kept_BN is None else _TakeRows.apply(pos_1ND.squeeze(0), kept_BN))
         x_BND = torch.cat([prefix_1ND.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
         x_BND = vit.norm_pre(x_BND)
-        for surgery in self._token_hooks():
-            x_BND = surgery.embedded(x_BND)
+        for hooks in self._token_hooks():
+            x_BND = hooks.embedded(x_BND)
         return x_BND
 
     def run_blocks(self, x_BND: Tensor, first: int, last: int) -> Tensor:
         """Blocks `first` to `last - 1`."""
-        surgeries = self._token_hooks()
+        token_hooks = self._token_hooks()
         for index, block in enumerate(self.vit.blocks[first:last], start=first):
-            for surgery in surgeries:
-                x_BND = surgery.before_block(index, x_BND)
+            for hooks in token_hooks:
+                x_BND = hooks.before_block(index, x_BND)
             x_BND = recomputed(block, x_BND) if self.recompute else block(x_BND)
-            for surgery in reversed(surgeries):
-                x_BND = surgery.after_block(index, x_BND)
+            for hooks in reversed(token_hooks):
+                x_BND = hooks.after_block(index, x_BND)
         return x_BND
 
     def run_to_class(self, x_BND: Tensor, first: int, last: int | None = None) -> Tensor:
@@ -184,8 +184,8 @@ class PatchViT(nn.Module):
         if first == last:
             return self._class_token(x_BND)
         x_BND = self.run_blocks(x_BND, first, last - 1)
-        for surgery in self._token_hooks():  # after the block they only change other tokens
-            x_BND = surgery.before_block(last - 1, x_BND)
+        for hooks in self._token_hooks():  # after the block they only change other tokens
+            x_BND = hooks.before_block(last - 1, x_BND)
         return class_token(self.vit.blocks[last - 1], x_BND)
 
     def _class_token(self, x_BND: Tensor) -> Tensor:

@@ -437,8 +437,8 @@ class MqttTransport(Transport):
             words = "not authorised" if reason.getName() == "Not authorized" else reason.getName().lower()
             link.ended = f"broker refused: {words}"
             return
-        said = getattr(properties, "MaximumPacketSize", self._most_packet_bytes)
-        self._max_packet_bytes = min(said, self._most_packet_bytes)
+        limit = getattr(properties, "MaximumPacketSize", self._most_packet_bytes)
+        self._max_packet_bytes = min(limit, self._most_packet_bytes)
         with self._lock:
             link.answered = True
             filters = [(topic_filter, SubscribeOptions(qos)) for topic_filter, qos in self._filters.items()]

@@ -261,8 +261,8 @@ class SharedMqttTransport(MqttTransport):
         if self._closed_at is None:
             return False
         link = self._link
-        said = link is None or not link.up or not link.unacknowledged()
-        return said or time.monotonic() - self._closed_at > FAREWELL_S
+        acknowledged = link is None or not link.up or not link.unacknowledged()
+        return acknowledged or time.monotonic() - self._closed_at > FAREWELL_S
 
 
 def _more_to_read(client: Client) -> bool:

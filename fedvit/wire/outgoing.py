@@ -95,10 +95,10 @@ class Outgoing:
         sent_to = self._to_send[:, index]
         before = self._under_way[sent_to]
         self._under_way[sent_to] += 1
-        moved = np.bincount(before)
-        self._with_under_way[: len(moved)] -= moved
-        self._with_under_way[1 : len(moved) + 1] += moved
-        self._most_under_way = max(self._most_under_way, len(moved))
+        updated = np.bincount(before)
+        self._with_under_way[: len(updated)] -= updated
+        self._with_under_way[1 : len(updated) + 1] += updated
+        self._most_under_way = max(self._most_under_way, len(updated))
         sent_to[:] = False
         self._demand[index] = 0
         return index, self._seq

@@ -137,9 +137,9 @@ def board(root: Path = ROOT) -> str | None:
             return model
     folder = root / "sys/class/dmi/id"
     for names in (("sys_vendor", "product_name"), ("board_vendor", "board_name")):
-        said = [text for name in names if (text := read_text(folder / name)) and text.lower() not in _FILLERS]
-        if len(said) == len(names):
-            return " ".join(said)
+        texts = [text for name in names if (text := read_text(folder / name)) and text.lower() not in _FILLERS]
+        if len(texts) == len(names):
+            return " ".join(texts)
     return None
 
 

@@ -104,9 +104,9 @@ class RaspberryPmic(_Watts):
         return sensor if sensor.read() else None
 
     def read(self) -> Reading | None:
-        said = run(self._root, "vcgencmd", "pmic_read_adc") or ""
+        reading = run(self._root, "vcgencmd", "pmic_read_adc") or ""
         rails: dict[str, dict[str, float]] = {}
-        for rail, kind, value in re.findall(r"(\S+)_([AV])\s+(?:current|volt)\(\d+\)=([\d.]+)[AV]", said):
+        for rail, kind, value in re.findall(r"(\S+)_([AV])\s+(?:current|volt)\(\d+\)=([\d.]+)[AV]", reading):
             rails.setdefault(rail, {})[kind] = float(value)
         watts = [found["A"] * found["V"] for found in rails.values() if len(found) == 2]
         return (sum(watts) * self.SCALE + self.OFFSET_W,) if watts else None

@@ -56,8 +56,8 @@ def measure_speed(threads: int) -> Speed:
     except subprocess.TimeoutExpired:
         raise DeviceTrouble(f"the speed probe was not done within {PATIENCE_S:.0f} s") from None
     if ended.returncode != 0:
-        said = ended.stderr.strip().splitlines()
-        why = f"signal {-ended.returncode}" if ended.returncode < 0 else said[-1] if said else "it said nothing"
+        lines = ended.stderr.strip().splitlines()
+        why = f"signal {-ended.returncode}" if ended.returncode < 0 else lines[-1] if lines else "no output"
         raise DeviceTrouble(f"the speed probe failed: {why}; `edge-client doctor` looks for the cause")
     return msgspec.json.decode(ended.stdout, type=Speed)
 

@@ -69,8 +69,8 @@ def settings_words(settings: Mapping[str, Any]) -> str:
     >>> settings_words({"devices": 4, "images.flip": True}), settings_words({})
     ('settings: devices = 4, images.flip = true', 'settings: all at their defaults')
     """
-    said = ", ".join(f"{name} = {_setting(value)}" for name, value in settings.items())
-    return f"settings: {said or 'all at their defaults'}"
+    listed = ", ".join(f"{name} = {_setting(value)}" for name, value in settings.items())
+    return f"settings: {listed or 'all at their defaults'}"
 
 
 def _setting(value: Any) -> str:

@@ -117,7 +117,7 @@ def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
 
 
 def test_a_password_does_not_replace_a_certificate(stage: Stage) -> None:
-    """Whoever has a certificate stays who it says, whatever user it names."""
+    """The certificate says which device it is, whatever user a client names."""
     with (
         Client(stage.deployment.address, "coordinator", ["fl1/home/#"]) as coordinator,
         Client(replace(stage.pi_2, user=COORDINATOR, password="x"), "liar", ["#"]) as liar,

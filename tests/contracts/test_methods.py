@@ -1,4 +1,4 @@
-"""What every federated method must keep, whoever adds it: the table `METHODS` is walked, and the options below that
+"""What every federated method must keep: the table `METHODS` is walked, and the options below that
 change what is computed or what travels."""
 
 import json
@@ -171,8 +171,8 @@ def test_phases_move_what_the_device_trains(case: Case) -> None:
         method = case.method()
         vit = build_model(method, SMALL, 5, seed=0, options=MODEL)
         groups = method.groups(vit)
-        moved = {group for phase in method.phases(vit) for group in phase.groups}
-    assert moved == {group for group, (role, names) in groups.items() if role.trained_on_device and names}
+        updated = {group for phase in method.phases(vit) for group in phase.groups}
+    assert updated == {group for group, (role, names) in groups.items() if role.trained_on_device and names}
 
 
 # --- the graphs ---------------------------------------------------------------------------------------
@@ -279,9 +279,9 @@ def test_padding_is_as_if_it_were_not_there(case: Case, tiny: Any) -> None:
         want = reference(made, phase)(alone)
         got = step_of(made, phase)(inputs)
         assert_agree(got["metric/loss"], want["metric/loss"], None, "metric/loss")
-        for moved in trained_names(method, vit, phase):
-            key = f"new/tensor/{moved}"
-            assert_agree(got[key], want[key], inputs[f"tensor/{moved}"], key)
+        for updated in trained_names(method, vit, phase):
+            key = f"new/tensor/{updated}"
+            assert_agree(got[key], want[key], inputs[f"tensor/{updated}"], key)
 
 
 class Trained(NamedTuple):
@@ -343,8 +343,8 @@ def train(
     facts = {"fact/class_counts": torch.full((10,), 4.0)}
     losses: list[float] = []
     for number, phase in enumerate(phases):
-        step, moved = step_for(phase), trained_names(method, vit, phase)
-        state = {f"slot/{slot}/{name}": torch.zeros_like(tensors[name]) for slot in phase.slots for name in moved}
+        step, updated = step_for(phase), trained_names(method, vit, phase)
+        state = {f"slot/{slot}/{name}": torch.zeros_like(tensors[name]) for slot in phase.slots for name in updated}
         draws = {f"draw/{draw.name}": torch.arange(draw.low, draw.low + draw.count) for draw in phase.draws}
         for count, feed in enumerate(feeds[number :: len(phases)]):
             for repeat in range(phase.repeats):
@@ -353,7 +353,7 @@ def train(
                 hyper = {"hyper/lr": torch.tensor(rate), "hyper/step": torch.tensor(float(done)), "hyper/last": last}
                 fed = {f"tensor/{name}": value for name, value in tensors.items()}
                 outputs = step({**anchors, **facts, **draws, **fed, **state, **feed, **hyper})
-                tensors |= {name: outputs[f"new/tensor/{name}"].detach() for name in moved}
+                tensors |= {name: outputs[f"new/tensor/{name}"].detach() for name in updated}
                 state = {key: outputs[f"new/{key}"].detach() for key in state}
             losses.append(float(outputs["metric/loss"]))
     return Trained(tensors, losses)

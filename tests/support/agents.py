@@ -376,8 +376,8 @@ def with_a_patch(world: World, setting: Setting, *, honest: bool) -> tuple[Tenso
     """What the device has, what it shall have, and how it may get there."""
     old = setting.start()
     draw = np.random.default_rng(0)
-    moved = {name: value + draw.normal(0, 0.01, value.shape).astype(np.float32) for name, value in old.items()}
-    patch = make_codec("int8").encode(delta(moved, old))
+    updated = {name: value + draw.normal(0, 0.01, value.shape).astype(np.float32) for name, value in old.items()}
+    patch = make_codec("int8").encode(delta(updated, old))
     got = decoded(patch, {})
     new = {name: value + got[name] for name, value in old.items()}
     if not honest:

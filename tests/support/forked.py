@@ -129,14 +129,14 @@ class ForkedRank:
     """A process of the server's training: what `coordinator.compute.ranks.spawn` gives, and has torch at once."""
 
     def __init__(self) -> None:
-        (requests, asking), (hearing, replies) = FORKS.Pipe(duplex=False), FORKS.Pipe(duplex=False)
+        (requests, request), (hearing, replies) = FORKS.Pipe(duplex=False), FORKS.Pipe(duplex=False)
         self._process = FORKS.Process(target=_become_rank, args=(requests, replies), daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self.stdin: IO[bytes] | None = os.fdopen(os.dup(asking.fileno()), "wb")
+        self.stdin: IO[bytes] | None = os.fdopen(os.dup(request.fileno()), "wb")
         self.stdout: IO[bytes] | None = os.fdopen(os.dup(hearing.fileno()), "rb")
-        for end in (requests, asking, hearing, replies):
+        for end in (requests, request, hearing, replies):
             end.close()
 
     def poll(self) -> int | None:

@@ -64,13 +64,13 @@ def assert_names_of_the_contract(
         assert inputs == {"value", "grad", "hyper/lr", "hyper/step"} | slots
         assert outputs == {"new/value"} | {f"new/{slot}" for slot in slots}
         return
-    moved = trained_names(method, vit, serves)
+    updated = trained_names(method, vit, serves)
     if serves.update:
-        expected = {"metric/loss"} | {f"new/grad/{name}" for name in moved}
+        expected = {"metric/loss"} | {f"new/grad/{name}" for name in updated}
         assert not [name for name in inputs if name.startswith(("slot/", "hyper/lr", "hyper/step"))]
     else:
-        expected = {"metric/loss"} | {f"new/tensor/{name}" for name in moved}
-        expected |= {f"new/slot/{slot}/{name}" for slot in serves.slots for name in moved}
+        expected = {"metric/loss"} | {f"new/tensor/{name}" for name in updated}
+        expected |= {f"new/slot/{slot}/{name}" for slot in serves.slots for name in updated}
     assert expected <= outputs
     assert all(name.startswith("collect/") for name in outputs - expected)
     assert (serves.collect is None) or f"collect/{serves.collect.output}" in outputs

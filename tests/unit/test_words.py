@@ -58,8 +58,6 @@ VERBS = {
     "tell": "send, log",
     "tells": "sends, logs",
     "told": "reported",
-    "way": "endpoint, transport, direction",
-    "ways": "endpoints, transports, directions",
 }
 """Words that no identifier of the packages has as a part; tests may use them in names of what they check."""
 
@@ -91,6 +89,12 @@ PHRASES = {
 """Text in code, comments, docs and tests, in any case -> what to write."""
 
 ALLOWED = {
+    ("*", "moved_bytes"): "bytes that a graph reads and writes, a key of what `profile --json` prints",
+    ("*", "_moved_bytes"): "the same",
+    ("tests/unit/fleet/datasets/test_cifar.py", "dispatch"): "a name of pickle",
+    ("*", "recipes"): "a field of the message Task, which older devices read",
+    ("*", "apart"): "a field of the message BlobNack, likewise",
+    ("*", "rehearsal"): "a field of a Program, whose digest covers its name",
     ("*", "__torch_dispatch__"): "a name of torch",
     ("*", "torch_dispatch"): "a name of torch",
     ("coordinator/config/renamed.py", "protection"): "the old key of a configuration, which must be recognised",

@@ -43,11 +43,11 @@ class WeightedMean(ServerRule):
             Delta(weights[upload.device] * upload.discount, upload.load) for upload in uploads if weights[upload.device]
         ]
         mean = context.aggregator.combine(deltas, state.tensors.keys(), self.mixing)
-        moved = {
+        updated = {
             name: np.add(state.tensors[name], step).astype(state.tensors[name].dtype) for name, step in mean.items()
         }
         norm = float(np.sqrt(sum(float(np.square(step).sum()) for step in mean.values())))
-        return replace(state, tensors={**state.tensors, **moved}), {"update_norm": norm}
+        return replace(state, tensors={**state.tensors, **updated}), {"update_norm": norm}
 
 
 def cohort_weights(uploads: Sequence[Upload], round_number: int) -> dict[str, float]:

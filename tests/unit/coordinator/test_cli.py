@@ -243,7 +243,7 @@ def test_start_resume_or_new_has_nothing_to_do_for_a_finished_run(out: Path) -> 
     assert "run done is finished: there is nothing to do" in done.stderr
 
 
-def test_run_recorded_with_table_protection_is_resumed_and_shown(out: Path) -> None:
+def test_run_recorded_with_the_old_name_of_a_table_is_resumed_and_shown(out: Path) -> None:
     """That was the name of the table [robust] in an earlier version. A file has to have the new one."""
     store = Store.in_folder(out)
     old = {**store.run("half").config, "protection": {"strikes": 7}}

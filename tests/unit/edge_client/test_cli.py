@@ -167,7 +167,7 @@ def test_a_state_folder_that_is_a_file(run: Run, digits: Path, tmp_path: Path) -
 def test_a_state_folder_in_use_names_who_uses_it(
     run: Run, serve: Callable[..., Serving], digits: Path, tmp_path: Path
 ) -> None:
-    """And it is free again when that process is gone, even by kill -9. Whoever uses it closes it to others."""
+    """And it is free again when that process is gone, even by kill -9. The process that uses it closes it to others."""
     arguments = ("--data", digits, "--state", tmp_path / "device")
     for kept in ("blobs", "vault"):
         (tmp_path / "device" / kept).mkdir(parents=True)

@@ -56,22 +56,22 @@ def test_what_coding_left_out_comes_with_the_next_result(world: World, fedavg: S
 def test_a_device_makes_a_blob_from_what_it_has(world: World, fedavg: Setting) -> None:
     """It fetches the patch alone, and trains from the very target."""
     device = world.device()
-    old, new, recipe = with_a_patch(world, fedavg, honest=True)
+    old, new, delta_step = with_a_patch(world, fedavg, honest=True)
     first = world.result(fedavg, kind="evaluate", group_values={"model": old})
     world.server.acknowledge(first)
-    second = world.result(fedavg, round=2, kind="evaluate", group_values={"model": new}, recipes=(recipe,))
-    assert second.use.fetched_bytes == recipe.patch.size
-    assert device.blobs.get(recipe.target) == pack(new)
+    second = world.result(fedavg, round=2, kind="evaluate", group_values={"model": new}, recipes=(delta_step,))
+    assert second.use.fetched_bytes == delta_step.patch.size
+    assert device.blobs.get(delta_step.target) == pack(new)
     world.server.acknowledge(second)
-    third = world.result(fedavg, round=3, kind="evaluate", group_values={"model": new}, recipes=(recipe,))
+    third = world.result(fedavg, round=3, kind="evaluate", group_values={"model": new}, recipes=(delta_step,))
     assert third.use.fetched_bytes == 0
-    assert not device.blobs.has(recipe.base), "what it began with is not kept for longer than needed"
+    assert not device.blobs.has(delta_step.base), "what it began with is not kept for longer than needed"
 
 
 def test_a_device_without_the_base_fetches_the_whole(world: World, fedavg: Setting) -> None:
     world.device()
-    _, new, recipe = with_a_patch(world, fedavg, honest=True)
-    result = world.result(fedavg, kind="evaluate", group_values={"model": new}, recipes=(recipe,))
+    _, new, delta_step = with_a_patch(world, fedavg, honest=True)
+    result = world.result(fedavg, kind="evaluate", group_values={"model": new}, recipes=(delta_step,))
     assert isinstance(result, Result)
     assert result.use.fetched_bytes is not None
     assert result.use.fetched_bytes > len(pack(new))
@@ -79,11 +79,11 @@ def test_a_device_without_the_base_fetches_the_whole(world: World, fedavg: Setti
 
 def test_delta_chain_with_another_result_is_reported_and_not_used_again(world: World, fedavg: Setting) -> None:
     device = world.device()
-    old, new, recipe = with_a_patch(world, fedavg, honest=False)
+    old, new, delta_step = with_a_patch(world, fedavg, honest=False)
     world.server.acknowledge(world.result(fedavg, kind="evaluate", group_values={"model": old}))
-    task = {"kind": "evaluate", "group_values": {"model": new}, "recipes": (recipe,)}
+    task = {"kind": "evaluate", "group_values": {"model": new}, "recipes": (delta_step,)}
     reason = world.failure(fedavg, round=2, **task)
-    assert recipe.target in reason
-    assert not device.blobs.has(recipe.target)
+    assert delta_step.target in reason
+    assert not device.blobs.has(delta_step.target)
     result = world.result(fedavg, round=3, **task)
     assert result.use.fetched_bytes == len(pack(new))

@@ -142,15 +142,15 @@ def test_a_damaged_base_is_not_patched(worlds: Callable[[], World], fedavg: Sett
     """The target is fetched whole instead, within the same task; recipes are followed again afterwards."""
     world = worlds()
     device = world.device()
-    old, new, recipe = with_a_patch(world, fedavg, honest=True)
+    old, new, delta_step = with_a_patch(world, fedavg, honest=True)
     world.server.acknowledge(world.result(fedavg, kind="evaluate", group_values={"model": old}))
     device.stop()
-    flip(device.blobs.path(recipe.base), 0.9)
+    flip(device.blobs.path(delta_step.base), 0.9)
     again = started_again(world)
-    result = world.result(fedavg, round=2, kind="evaluate", group_values={"model": new}, recipes=(recipe,))
+    result = world.result(fedavg, round=2, kind="evaluate", group_values={"model": new}, recipes=(delta_step,))
     assert len(result.damaged) == 1
-    assert recipe.base.removeprefix("blake3:") in result.damaged[0]
-    assert again.blobs.verify(recipe.target)
+    assert delta_step.base.removeprefix("blake3:") in result.damaged[0]
+    assert again.blobs.verify(delta_step.target)
     assert again.agent._executor.accepts_delta_chains
 
 
@@ -159,12 +159,12 @@ def test_a_base_that_is_damaged_after_it_was_read_is_found_by_what_comes_out(
 ) -> None:
     world = worlds()
     device = world.device()
-    old, new, recipe = with_a_patch(world, fedavg, honest=True)
+    old, new, delta_step = with_a_patch(world, fedavg, honest=True)
     world.server.acknowledge(world.result(fedavg, kind="evaluate", group_values={"model": old}))
-    flip(device.blobs.path(recipe.base), 0.9)
-    result = world.result(fedavg, round=2, kind="evaluate", group_values={"model": new}, recipes=(recipe,))
-    assert [recipe.base.removeprefix("blake3:") in what for what in result.damaged] == [True]
-    assert device.blobs.verify(recipe.target)
+    flip(device.blobs.path(delta_step.base), 0.9)
+    result = world.result(fedavg, round=2, kind="evaluate", group_values={"model": new}, recipes=(delta_step,))
+    assert [delta_step.base.removeprefix("blake3:") in what for what in result.damaged] == [True]
+    assert device.blobs.verify(delta_step.target)
     assert device.agent._executor.accepts_delta_chains
 
 

@@ -854,7 +854,7 @@ def test_an_unreadable_image_is_gathered_with_no_weight(
     assert weight in ([1, 0, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0])
 
 
-def test_gathering_can_be_stopped(device: DeviceData, make_toy: Callable[..., Toy]) -> None:
+def test_collection_of_images_can_be_stopped(device: DeviceData, make_toy: Callable[..., Toy]) -> None:
     toy = make_toy()
     with pytest.raises(Stopped):
         toy.evaluate(device, LOOK, watch=Watch(lambda *step: None, lambda: len(toy.fed) == 1))

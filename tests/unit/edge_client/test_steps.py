@@ -62,18 +62,18 @@ def loss_of(tensors: Inputs, inputs: Inputs) -> Tensor:
 
 
 def gradient_step(inputs: Inputs) -> dict[str, Tensor]:
-    moved = {name: inputs[f"tensor/{name}"] for name in SHAPES}
-    grads, loss = grad_and_value(lambda at: loss_of(at, inputs) * inputs["batch/share"])(moved)
+    updated = {name: inputs[f"tensor/{name}"] for name in SHAPES}
+    grads, loss = grad_and_value(lambda at: loss_of(at, inputs) * inputs["batch/share"])(updated)
     outputs = {f"new/grad/{name}": inputs[f"grad/{name}"] + grads[name] for name in SHAPES}
     return {"metric/loss": loss, "collect/first": inputs["batch/patches"][:, 0, :2] * 1, **outputs}
 
 
 def whole_step(rule: Optimizer) -> Step:
     def step(inputs: Inputs) -> dict[str, Tensor]:
-        moved = {name: inputs[f"tensor/{name}"] for name in SHAPES}
-        grads, loss = grad_and_value(lambda at: loss_of(at, inputs))(moved)
+        updated = {name: inputs[f"tensor/{name}"] for name in SHAPES}
+        grads, loss = grad_and_value(lambda at: loss_of(at, inputs))(updated)
         outputs = {"metric/loss": loss, "collect/first": inputs["batch/patches"][:, 0, :2] * 1}
-        for name, value in moved.items():
+        for name, value in updated.items():
             slots = {slot: inputs[f"slot/{slot}/{name}"] for slot in rule.slots}
             value, slots = rule.update(value, grads[name], slots, inputs["hyper/lr"], inputs["hyper/step"])
             outputs |= {f"new/tensor/{name}": value, **{f"new/slot/{s}/{name}": kept for s, kept in slots.items()}}

@@ -642,7 +642,7 @@ MOVES: st.SearchStrategy[Move] = st.one_of(
 )
 
 
-def moved(values: list[Tensor], kind: str, choice: int) -> Tensor | None:
+def updated(values: list[Tensor], kind: str, choice: int) -> Tensor | None:
     """The newest value after a move, which may take an older one in; None where there is no such move."""
     x, old = values[-1], values[choice % len(values)]
     draw = np.random.default_rng(choice)
@@ -692,7 +692,7 @@ def test_any_program_of_views_and_arithmetic(moves: list[Move], also: int) -> No
     def program(inputs: Mapping[str, Tensor]) -> list[Tensor]:
         values = [inputs["x"], inputs["y"]]
         for kind, choice in moves:
-            made = moved(values, kind, choice)
+            made = updated(values, kind, choice)
             if made is not None and 0 < made.numel() < 1000:
                 values.append(made)
         return [values[-1], values[also % len(values)]]

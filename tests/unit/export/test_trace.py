@@ -47,7 +47,7 @@ def same_in_other_words(inputs: Any) -> dict[str, Tensor]:
 
 
 def test_equal_functions_have_equal_keys() -> None:
-    """Whoever wrote them, and whatever the values of the inputs."""
+    """Independent of their author and of the values of the inputs."""
     key = trace(plain, INPUTS).key
     assert trace(plain, INPUTS).key == key
     assert trace(same_in_other_words, INPUTS).key == key

@@ -46,7 +46,7 @@ def test_blobs_that_are_gathered_are_here_together(store: BlobStore) -> None:
     assert len(files_in(store.folder)) == 41
 
 
-def test_blobs_of_a_gathering_that_failed_are_not_kept(store: BlobStore) -> None:
+def test_blobs_of_a_failed_batch_are_not_kept(store: BlobStore) -> None:
     def half_done() -> None:
         with store.batched_commit() as batched_commit:
             batched_commit.put(b"content")
@@ -241,7 +241,7 @@ def test_prune_of_an_empty_store(store: BlobStore) -> None:
 
 
 def test_two_may_prune_at_once(store: BlobStore) -> None:
-    """Every byte is counted by one of them, whoever is faster: 300 blobs of 4 bytes are 1200 bytes."""
+    """Every byte is counted by one of them, whichever is faster: 300 blobs of 4 bytes are 1200 bytes."""
     for number in range(300):
         path = store.path(digest_of(number.to_bytes(4, "big")))
         path.parent.mkdir(parents=True, exist_ok=True)

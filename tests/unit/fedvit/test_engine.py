@@ -72,7 +72,7 @@ def test_the_engine_does_not_number_the_machine_nor_report_to_its_maker(tmp_path
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_whoever_loads_the_engine_has_silenced_it_before() -> None:
+def test_engine_is_silenced_before_it_is_loaded() -> None:
     """What stands in a package's `__init__` comes before all of its modules."""
     root = Path(__file__).parents[3]
     for package in ("export", "profiles", "edge_client", "coordinator", "fleet", "bench"):

@@ -101,7 +101,7 @@ def test_nothing_stays_of_a_group_that_is_abandoned(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["in-the-way"]
 
 
-def test_whoever_is_killed_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+def test_killed_writer_leaves_the_old_or_the_new_file(tmp_path: Path) -> None:
     """A child writes 200 kB of one letter, then of the next, until it is killed; a reader never sees two letters,
     and not a byte too few."""
     path = tmp_path / "file"
@@ -148,7 +148,7 @@ def modes(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.usefixtures("usual_umask")
-def test_private_files_are_the_owners_alone_whoever_makes_them(tmp_path: Path) -> None:
+def test_private_files_are_the_owners_alone_by_every_way_to_make_them(tmp_path: Path) -> None:
     """Ours, a library's, and those of a process that was started; afterwards files are as usual again."""
     with private_files():
         atomic_write(tmp_path / "blobs" / "one", b"features")

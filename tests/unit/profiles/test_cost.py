@@ -172,7 +172,7 @@ def by_hand(nodes: Sequence[onnx.NodeProto], inputs: Values, outputs: Values, be
     return content
 
 
-def moved(cost: GraphCost) -> list[int]:
+def updated(cost: GraphCost) -> list[int]:
     return [each.moved_bytes for each in cost.nodes]
 
 
@@ -216,7 +216,7 @@ def test_bytes_are_those_read_and_written() -> None:
             {"y": (2, 3), "z": (4,), "w": (4,)},
         )
     )
-    assert moved(cost) == [4 * (6 + 3 + 6), 4 * 2 + 4 * 4, 4 + 4 + 4 * 4]
+    assert updated(cost) == [4 * (6 + 3 + 6), 4 * 2 + 4 * 4, 4 + 4 + 4 * 4]
     assert cost.flops == 0
 
 
@@ -224,7 +224,7 @@ def test_views_move_nothing() -> None:
     names = ["Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten"]
     nodes = [node(op, "x", f"y{number}") for number, op in enumerate(names)]
     outputs: Values = {f"y{number}": (6,) for number in range(len(names))}
-    assert moved(graph_cost(by_hand(nodes, {"x": (2, 3)}, outputs))) == [0] * len(names)
+    assert updated(graph_cost(by_hand(nodes, {"x": (2, 3)}, outputs))) == [0] * len(names)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def planned(
     return make_plan(configure("eftvit"), ("0", "1", "2"), blobs, cache=graph_cache), blobs
 
 
-def moved(plan: Plan) -> ServerState:
+def updated(plan: Plan) -> ServerState:
     """A state after some round: other tensors, an optimizer's memory with a scalar in it, two devices' uploads."""
     tensors = {name: value + np.float32(0.1) for name, value in plan.state.tensors.items()}
     memory = {"exp_avg/norm.weight": np.arange(32, dtype=np.float32), "step/norm.weight": np.float32(7)}
@@ -31,7 +31,7 @@ def moved(plan: Plan) -> ServerState:
 def test_a_state_comes_back_bit_for_bit(planned: tuple[Plan, BlobStore]) -> None:
     """Also shapes without a dimension; tensors are in the model's order, however the state had them."""
     plan, blobs = planned
-    program, state = plan.first.program, moved(plan)
+    program, state = plan.first.program, updated(plan)
     again = load_state(save_state(state, plan.groups, blobs), blobs, plan.values)
     assert list(again.tensors) == [name for name in program.tensors if name in state.tensors]
     assert again.tensors.keys() == state.tensors.keys()
@@ -54,7 +54,7 @@ def test_a_state_without_memory(planned: tuple[Plan, BlobStore]) -> None:
 def test_the_saved_groups_are_what_devices_fetch(planned: tuple[Plan, BlobStore]) -> None:
     """One blob a group that comes from the server; local tensors are in none."""
     plan, blobs = planned
-    state = moved(plan)
+    state = updated(plan)
     saved = save_state(state, plan.groups, blobs)
     assert set(saved.groups) == {"head", "norm", "block.1", "block.2"}
     for group, digest in saved.groups.items():
@@ -67,7 +67,7 @@ def test_what_must_not_be_deleted(planned: tuple[Plan, BlobStore]) -> None:
     """The program, its 3 graphs, the local group's first value, 4 groups, the memory, 2 uploads: 12 blobs."""
     plan, blobs = planned
     program = plan.first.program
-    saved = save_state(moved(plan), plan.groups, blobs)
+    saved = save_state(updated(plan), plan.groups, blobs)
     needed = needed_blobs(plan, saved)
     assert len(needed) == 12
     assert {plan.first.digest, saved.memory, *saved.groups.values(), *saved.uploads.values()} <= needed
@@ -78,7 +78,7 @@ def test_what_must_not_be_deleted(planned: tuple[Plan, BlobStore]) -> None:
 def test_a_state_comes_back_without_a_plan(planned: tuple[Plan, BlobStore]) -> None:
     """So a run reads what an earlier one ended with."""
     plan, blobs = planned
-    state = moved(plan)
+    state = updated(plan)
     again = load_state(save_state(state, plan.groups, blobs), blobs)
     assert again.tensors.keys() == state.tensors.keys()
     assert all(value.tobytes() == state.tensors[name].tobytes() for name, value in again.tensors.items())

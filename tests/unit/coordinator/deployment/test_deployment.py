@@ -359,7 +359,7 @@ def test_a_token_that_was_copied_wrongly(stage: Stage, change: Callable[[str], s
         Token.parse(change(text))
 
 
-def test_strangers_at_the_desk(stage: Stage) -> None:
+def test_strangers_ask_to_be_enrolled(stage: Stage) -> None:
     """Junk, requests under another secret, replies instead of requests: no answer, no certificate, and it goes on."""
     token = make_token(stage.deployment, "pi-stranger", 60.0)
     _, request = make_request()
@@ -488,10 +488,10 @@ def test_a_certificate_is_not_renewed_earlier(stage: Stage, tmp_path: Path) -> N
     young = identity_of(stage.deployment, tmp_path / "young", "pi-young", age_days=59.0)
     old = identity_of(stage.deployment, tmp_path / "old", "pi-older", age_days=80.0)
     before, old_before = young.certificate.read_bytes(), old.certificate.read_bytes()
-    with Client(young.address(), "asking", [HOME.renewed("pi-young")]) as asking:
-        asking.publish(HOME.renewal("pi-young"), encode_enrolment(RenewRequest(young.request)))
+    with Client(young.address(), "asking", [HOME.renewed("pi-young")]) as request:
+        request.publish(HOME.renewal("pi-young"), encode_enrolment(RenewRequest(young.request)))
         ask(old, until=lambda: old.certificate.read_bytes() != old_before)
-    assert not asking.seen
+    assert not request.seen
     assert young.certificate.read_bytes() == before
 
 
@@ -642,28 +642,28 @@ def test_external_mosquitto_is_used(tmp_path: Path) -> None:
 def test_the_doctor_of_a_device_that_has_joined(stage: Stage, tmp_path: Path) -> None:
     """All is well, and then it is revoked: the doctor says what is the matter, and what to do."""
     identity = join(make_token(stage.deployment, "pi-ill", 60.0), tmp_path / "identity").identity
-    patient = DoctorContext(
+    context = DoctorContext(
         address=identity.address(), topics=HOME, device="pi-ill", state=None, data=None, test_share=0.2
     )
-    found = [*check_broker(patient)]
+    found = [*check_broker(context)]
     assert [(finding.check, finding.level) for finding in found] == [
         ("broker", "ok"), ("tls", "ok"), ("login", "ok"), ("messages", "ok"),
     ]  # fmt: skip
     assert found[1].what.startswith("TLSv1.3")
-    [certificate] = check_identity(replace(patient, identity=identity))
+    [certificate] = check_identity(replace(context, identity=identity))
     assert (certificate.level, certificate.what[:31]) == ("ok", "the certificate of 'pi-ill' is ")
     assert run("revoke", "pi-ill", "--deployment", str(stage.deployment.folder)).exit_code == 0
     wait_for(stage.broker.alive, "the broker")
-    *_, last = check_broker(patient)
+    *_, last = check_broker(context)
     assert (last.check, last.level) == ("login", "error")
     assert "revoked" in str(last.hint)
-    *_, elsewhere = check_broker(replace(patient, address=identity.address("127.0.0.2")))
+    *_, elsewhere = check_broker(replace(context, address=identity.address("127.0.0.2")))
     assert elsewhere.level == "error"
     foreign = make_deployment(tmp_path / "foreign")
     with running(foreign):
-        *_, moved = check_broker(replace(patient, address=identity.address(f"127.0.0.1:{foreign.settings.port}")))
-    assert (moved.check, moved.level) == ("tls", "error")
-    assert "join again with a token of the current deployment" in str(moved.hint)
+        *_, updated = check_broker(replace(context, address=identity.address(f"127.0.0.1:{foreign.settings.port}")))
+    assert (updated.check, updated.level) == ("tls", "error")
+    assert "join again with a token of the current deployment" in str(updated.hint)
 
 
 def way(**given: object) -> Endpoint:

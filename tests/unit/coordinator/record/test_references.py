@@ -31,11 +31,11 @@ def states(count: int) -> list[Tensors]:
     """A model that moves a little in every round."""
     rng = np.random.default_rng(0)
     model = {"w": rng.normal(size=(64, 64)).astype(np.float32), "b": rng.normal(size=64).astype(np.float32)}
-    moved = []
+    updated = []
     for _ in range(count):
-        moved.append(model)
+        updated.append(model)
         model = {name: value + rng.normal(0, 1e-3, value.shape).astype(np.float32) for name, value in model.items()}
-    return moved
+    return updated
 
 
 def run(updates: UpdatesConfig, blobs: BlobStore, count: int) -> list[Reference]:
@@ -55,9 +55,9 @@ def hand_over(reference: Reference, server: BlobStore, device: BlobStore) -> int
         device.put(server.get(target.digest))
         return target.size
     for chain in found:
-        for recipe in chain.steps:
-            device.put(server.get(recipe.patch.digest))
-            fetched += recipe.patch.size
+        for delta_step in chain.steps:
+            device.put(server.get(delta_step.patch.digest))
+            fetched += delta_step.patch.size
         make_blob(chain, device)
     return fetched
 
@@ -185,7 +185,7 @@ def test_cheapest_delta_chain_is_used_and_circles_are_not_followed() -> None:
 
     def base_and_patches(*here: str) -> list[tuple[str, list[str]]]:
         found = delta_chains(["c"], recipes, whole, lambda digest: digest in here)
-        return [(chain.base, [recipe.patch.digest for recipe in chain.steps]) for chain in found]
+        return [(chain.base, [delta_step.patch.digest for delta_step in chain.steps]) for chain in found]
 
     assert base_and_patches("c") == []
     assert base_and_patches("b", "a") == [("b", ["bc"])]

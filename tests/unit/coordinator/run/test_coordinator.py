@@ -338,7 +338,7 @@ def test_classes_of_all_devices_together_are_bounded(stage: Stage) -> None:
     assert stage.store.run("r").classes == CLASSES
 
 
-def test_the_operators_classes_are_the_runs_whoever_comes_first(stage: Stage, first: Tensors) -> None:
+def test_classes_of_the_operator_are_the_runs_whichever_device_comes_first(stage: Stage, first: Tensors) -> None:
     """A first device with others is refused, and the bound on what devices bring does not hold for the list."""
     odd = stage.fake("odd", classes=("x", "y"))
     stage.start(classes=CLASSES, max_classes=2)
@@ -610,7 +610,7 @@ def test_device_that_cannot_take_part_is_refused(stage: Stage, announced: dict[s
 
 
 def test_a_device_of_another_version_is_answered_in_the_version_byte(stage: Stage) -> None:
-    """It cannot read more; the answer's first byte is our version, and the text is for whoever can read it."""
+    """It cannot read more; the answer's first byte is our version, and the text is for a person."""
     device = stage.fake("a")
     device.hello = msgspec.structs.replace(device.hello, train_samples=0)  # stays out of the run
     stage.start()
@@ -1110,7 +1110,7 @@ def test_round_without_results_is_repeated_and_then_the_run_fails(stage: Stage) 
 
 
 def test_a_record_that_cannot_be_written_ends_the_run(stage: Stage) -> None:
-    """Not before: whoever was told that a result is safe must be able to rely on it."""
+    """Not before: a device that was told that its result is safe must be able to rely on it."""
     device = stage.fake("a", silent)
     stage.start()
     stage.drive(lambda: device.tasks() == [1])
@@ -1326,7 +1326,7 @@ def test_a_private_mean(stage: Stage, first: Tensors) -> None:
         stage.fake(name, value=100.0)
     stage.start(devices=2, rounds=2, privacy={"noise_multiplier": 1e-3, "clip": 1.0})
     assert stage.finish() == "finished"
-    moved = np.sqrt(sum(float(np.square(stage.model()[name] - value).sum()) for name, value in first.items()))
-    assert moved == pytest.approx(2.0, rel=0.05)
+    updated = np.sqrt(sum(float(np.square(stage.model()[name] - value).sum()) for name, value in first.items()))
+    assert updated == pytest.approx(2.0, rel=0.05)
     told = [entry.figures["dp_epsilon"] for entry in stage.store.rounds("r")]
     assert told[1] > told[0] > 0

@@ -178,7 +178,7 @@ def test_without_a_damaged_patch_devices_get_the_whole_value(stage: Stage, calm:
     scene.resume()
     stage.drive(lambda: scene.b.tasks() == [1, 2, 2])
     told = [task for task in scene.b.got(Task) if task.kind == "train"]
-    before, after = ({recipe.patch.digest for recipe in task.recipes} for task in told[1:])
+    before, after = ({delta_step.patch.digest for delta_step in task.recipes} for task in told[1:])
     assert before - after == {link.patch}
     assert_equal(scene.end(), calm("eftvit"))
     assert stage.refusals("a") == stage.refusals("b") == []

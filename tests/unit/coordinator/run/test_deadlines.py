@@ -52,12 +52,12 @@ def test_only_new_steps_are_a_sign_of_life() -> None:
     """A device that says the same again and again, or nonsense, does not move."""
     deadline = Deadline.expected(0.0, LIMIT_S, 20.0)
     deadline.progressed(50.0, 3, 10)
-    moved = deadline.at
+    updated = deadline.at
     for now, done, total in ((70.0, 3, 10), (75.0, 2, 10), (78.0, 2**31 - 1, 10), (79.0, -1, 10), (79.5, 0, 0)):
         deadline.progressed(now, done, total)
-    assert deadline.at == moved == 50.0 + FLOOR_S
+    assert deadline.at == updated == 50.0 + FLOOR_S
     deadline.progressed(79.9, 4, 10)
-    assert deadline.at > moved
+    assert deadline.at > updated
 
 
 def test_without_a_prediction_the_first_steps_are_one() -> None:

@@ -259,7 +259,7 @@ def test_steps_that_a_device_cannot_have_hold_no_round(
     is_given_up(stage, holder, first)
 
 
-def test_asking_for_the_same_bytes_again_holds_no_round(
+def test_request_for_the_same_bytes_again_holds_no_round(
     stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that fetches what it was offered, and what it was not, for ever."""

@@ -184,10 +184,10 @@ def test_router_reassigns_device_whose_labels_changed(hall: Hall) -> None:
     device.say(device.hello)
     messages(berlin)
     device.transport.vanish()
-    moved = Device(hall, "pi-1", instance="i2", site="munich")
-    moved.say(moved.hello)
+    updated = Device(hall, "pi-1", instance="i2", site="munich")
+    updated.say(updated.hello)
     assert messages(berlin)[-1][1].online is False
-    assert messages(munich) == [("pi-1", moved.hello)]
+    assert messages(munich) == [("pi-1", updated.hello)]
 
 
 def test_router_refuses_a_second_device_of_the_same_name(hall: Hall) -> None:

@@ -96,10 +96,10 @@ def test_the_papers_step_on_a_parabola(vit: PatchViT) -> None:
     assert_close(own(end), {name: (1 - RATE) * value for name, value in w.items()})
     assert_close(own(end, TWIN), {name: v[name] - RATE * alpha * m[name] for name in v})
     slope = sum(((v[name] - w[name]) * m[name]).sum() for name in v)
-    moved = alpha - RATE * slope
-    assert 0 < float(moved) < 1
-    assert float(moved) != float(alpha)
-    torch.testing.assert_close(end[f"tensor/{ALPHA}"], moved, rtol=1e-10, atol=0)
+    updated = alpha - RATE * slope
+    assert 0 < float(updated) < 1
+    assert float(updated) != float(alpha)
+    torch.testing.assert_close(end[f"tensor/{ALPHA}"], updated, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize(("far", "bound"), [(50.0, 0.0), (-0.5, 1.0)])

@@ -85,7 +85,7 @@ def run(method: Method, vit: PatchViT, phase: Train, inputs: Named, steps: int =
     return dict(inputs)
 
 
-def moved(before: Named, now: Named) -> set[str]:
+def updated(before: Named, now: Named) -> set[str]:
     return {
         name.removeprefix("tensor/")
         for name, value in before.items()
@@ -214,7 +214,7 @@ def test_no_trained_tensor_is_dead(name: str, options: dict[str, Any]) -> None:
     first = run(method, vit, phase, inputs)
     second = run(method, vit, phase, first)
     trained = method.names_with(vit, *(role for role in Role if role.trained_on_device))
-    assert moved(first, second) == set(trained)
+    assert updated(first, second) == set(trained)
     assert trained_names(method, vit, phase) == trained
 
 
@@ -324,14 +324,14 @@ def test_the_released_adapter_is_dead_and_ours_is_not() -> None:
     phase = only_phase(theirs, vit)
     start = inputs_of(theirs, vit, phase)
     end = run(theirs, vit, phase, start, steps=10)
-    assert {name for name in moved(start, end) if "adapter" in name} == {"mlp_adapter.up.bias"}
+    assert {name for name in updated(start, end) if "adapter" in name} == {"mlp_adapter.up.bias"}
     ours, vit = made("adapters", bottleneck=4)
     phase = only_phase(ours, vit)
     start = inputs_of(ours, vit, phase)
     first = run(ours, vit, phase, start)
-    assert not [name for name in moved(start, first) if "adapter.down" in name]
+    assert not [name for name in updated(start, first) if "adapter.down" in name]
     second = run(ours, vit, phase, first)
-    assert len([name for name in moved(first, second) if "adapter.down" in name]) == 4
+    assert len([name for name in updated(first, second) if "adapter.down" in name]) == 4
 
 
 # --- FedRep -------------------------------------------------------------------------------------------
@@ -344,10 +344,10 @@ def test_fedreps_phases_move_one_part_each(optimizer: str) -> None:
     head, body = method.phases(vit)
     inputs = inputs_of(method, vit, head)
     first = run(method, vit, head, inputs)
-    assert moved(inputs, first) == {"head.weight", "head.bias"}
+    assert updated(inputs, first) == {"head.weight", "head.bias"}
     second_start = {**inputs_of(method, vit, body), **{k: v for k, v in first.items() if k.startswith("tensor/")}}
     second = run(method, vit, body, second_start)
-    assert moved(second_start, second) == set(vit.tensors()) - {"head.weight", "head.bias"}
+    assert updated(second_start, second) == set(vit.tensors()) - {"head.weight", "head.bias"}
 
 
 def test_fedreps_phases_in_order() -> None:
@@ -368,7 +368,7 @@ def test_fedbabus_head_stands_still() -> None:
     phase = only_phase(method, vit)
     inputs = inputs_of(method, vit, phase)
     end = run(method, vit, phase, inputs, steps=2)
-    assert moved(inputs, end) == set(vit.tensors()) - {"head.weight", "head.bias"}
+    assert updated(inputs, end) == set(vit.tensors()) - {"head.weight", "head.bias"}
     assert method.names_with(vit, Role.FROZEN) == ["head.weight", "head.bias"]
 
 
@@ -402,7 +402,7 @@ def test_fedbabus_tuning_moves_a_copy(tune: str) -> None:
     inputs = inputs_of(method, vit, phase)
     before = {name: value.clone() for name, value in inputs.items()}
     end = run(method, vit, phase, inputs, steps=2)
-    assert moved(inputs, end) == ({"head.weight", "head.bias"} if tune == "head" else set(vit.tensors()))
+    assert updated(inputs, end) == ({"head.weight", "head.bias"} if tune == "head" else set(vit.tensors()))
     assert all(torch.equal(inputs[name], value) for name, value in before.items())
     assert method.tensors(vit).keys() == {name.removeprefix("tensor/") for name in before if name.startswith("tensor/")}
     assert all(torch.equal(before[f"tensor/{name}"], value) for name, value in method.tensors(vit).items())

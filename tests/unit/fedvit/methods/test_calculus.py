@@ -54,12 +54,12 @@ def one_step(
     grads, (loss, collected) = calculus.gradients(objective(inputs), values)
     if clip is not None:
         grads = clipped(grads, clip)
-    moved = calculus.update(values, grads)
+    updated = calculus.update(values, grads)
     return {
         "loss": loss.detach(),
         **{f"collected/{name}": value.detach() for name, value in collected.items()},
         **{f"grad/{name}": value.detach() for name, value in grads.items()},
-        **{f"moved/{name}": value.detach() for name, value in moved.items()},
+        **{f"moved/{name}": value.detach() for name, value in updated.items()},
         **{f"slot/{name}": value.detach() for name, value in calculus.slots.items()},
     }
 
@@ -119,10 +119,10 @@ def test_a_part_of_the_tensors_can_be_updated(kind: type[Calculus], rule: Optimi
     calculus = kind(rule, inputs)
     grads, _ = calculus.gradients(objective(inputs), values)
     for number, names in enumerate((("b",), ("w", "s")), start=1):
-        moved = calculus.update({name: values[name] for name in names}, grads)
-        assert set(moved) == set(names)
+        updated = calculus.update({name: values[name] for name in names}, grads)
+        assert set(updated) == set(names)
         for name in names:
-            torch.testing.assert_close(moved[name], together[f"moved/{name}"], rtol=0, atol=0)
+            torch.testing.assert_close(updated[name], together[f"moved/{name}"], rtol=0, atol=0)
         assert len(calculus.slots) == len(rule.slots) * (1 if number == 1 else 3)
     for name, slot in calculus.slots.items():
         torch.testing.assert_close(slot, together[f"slot/{name}"], rtol=0, atol=0)
@@ -137,8 +137,8 @@ def test_a_gradient_can_be_taken_elsewhere_than_where_one_stands(kind: type[Calc
     here, _ = calculus.gradients(objective(inputs), values)
     there = {name: value - 0.1 * here[name] for name, value in values.items()}
     grads, _ = calculus.gradients(objective(inputs), there)
-    moved = calculus.update(values, grads)
-    for name, value in moved.items():
+    updated = calculus.update(values, grads)
+    for name, value in updated.items():
         buffer = 0.9 * inputs[f"slot/momentum_buffer/{name}"] + grads[name]
         torch.testing.assert_close(value, values[name] - 0.05 * buffer, rtol=1e-11, atol=1e-13)
     assert (grads["w"] - here["w"]).abs().max() > 1e-3

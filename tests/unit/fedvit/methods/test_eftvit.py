@@ -66,7 +66,7 @@ def run_step(vit: PatchViT, method: EFTViT, inputs: Named) -> dict[str, Tensor]:
     return whole_step(method, vit, phase)(inputs)
 
 
-def moved(outputs: Named, inputs: Named) -> dict[str, Tensor]:
+def updated(outputs: Named, inputs: Named) -> dict[str, Tensor]:
     """after - start of every tensor that the step gives back."""
     return {
         name.removeprefix("new/tensor/"): value - inputs[name.removeprefix("new/")]
@@ -171,7 +171,7 @@ def test_the_gradient_reaches_the_device_through_the_frozen_blocks(vit: PatchViT
     was. With `no_grad` around the frozen blocks only the head would move."""
     inputs = step_inputs(vit, method)
     before = {name: value.clone() for name, value in inputs.items()}
-    steps = moved(run_step(vit, method, inputs), inputs)
+    steps = updated(run_step(vit, method, inputs), inputs)
     groups = method.groups(vit)
     assert set(steps) == {*groups["local"][1], *groups["head"][1]}
     for name, step in steps.items():
@@ -188,7 +188,7 @@ def test_the_step_is_minus_lr_times_timms_gradient(vit: PatchViT) -> None:
     loss.backward()
     gradients = dict(stock.named_parameters())
     torch.testing.assert_close(outputs["metric/loss"], loss.detach(), rtol=0, atol=1e-12)
-    for name, step in moved(outputs, inputs).items():
+    for name, step in updated(outputs, inputs).items():
         gradient = gradients[name].grad
         assert gradient is not None
         torch.testing.assert_close(step, -0.5 * gradient, rtol=1e-9, atol=1e-13, msg=name)
@@ -198,7 +198,7 @@ def test_positions_that_nobody_kept_do_not_move(vit: PatchViT) -> None:
     """All samples keep patches 3, 7, 8 and 12: of the 17 positions, the class token's and those four move."""
     inputs = step_inputs(vit, MASKED)
     inputs["batch/kept"] = torch.tensor([3, 7, 8, 12]).expand(SAMPLES, -1)
-    step = moved(run_step(vit, MASKED, inputs), inputs)["pos_embed"][0]
+    step = updated(run_step(vit, MASKED, inputs), inputs)["pos_embed"][0]
     assert torch.nonzero(step.abs().sum(dim=1)).flatten().tolist() == [0, 1 + 3, 1 + 7, 1 + 8, 1 + 12]
 
 

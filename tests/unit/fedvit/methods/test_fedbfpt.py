@@ -177,8 +177,8 @@ def test_a_step_equals_timms_blocks_in_that_order(
     torch.testing.assert_close(outputs["metric/loss"], loss, rtol=1e-12, atol=1e-12)
     assert {name for name in outputs if name.startswith("new/")} == {f"new/tensor/{name}" for name in trained}
     for name in trained:
-        moved = inputs[f"tensor/{name}"] - inputs["hyper/lr"] * grads[name]
-        torch.testing.assert_close(outputs[f"new/tensor/{name}"], moved, rtol=1e-12, atol=1e-12)
+        updated = inputs[f"tensor/{name}"] - inputs["hyper/lr"] * grads[name]
+        torch.testing.assert_close(outputs[f"new/tensor/{name}"], updated, rtol=1e-12, atol=1e-12)
         assert not torch.equal(outputs[f"new/tensor/{name}"], inputs[f"tensor/{name}"])
 
 

@@ -355,8 +355,8 @@ def test_the_gradient_of_a_cohort_is_the_sum_of_its_devices(name: str) -> None:
 
 @each_setting
 def test_a_device_does_not_move_the_embedding_of_another(name: str) -> None:
-    moved = gradient(fleet(name), "a")
-    for key, value in moved.items():
+    updated = gradient(fleet(name), "a")
+    for key, value in updated.items():
         assert value.any() == (not key.startswith("device/b/")), key
 
 
@@ -367,12 +367,12 @@ def test_the_server_makes_the_cohorts_loss_smaller(name: str) -> None:
     rule = replace(of.rule, lr=1e-3)
     before = {name: torch.from_numpy(value) for name, value in of.state.memory.items()}
     after = rule.close(of.state, list(of.uploads.values()), context(of.vit))[0].memory
-    moved = {name: torch.from_numpy(value) for name, value in after.items()}
+    updated = {name: torch.from_numpy(value) for name, value in after.items()}
 
     def cohort(memory: Mapping[str, Tensor]) -> float:
         return float(of.loss(memory, "a") * 3 / 8 + of.loss(memory, "b") * 5 / 8)
 
-    assert cohort(moved) < cohort(before) - 1e-9
+    assert cohort(updated) < cohort(before) - 1e-9
 
 
 @each_setting

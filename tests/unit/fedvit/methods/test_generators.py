@@ -146,13 +146,13 @@ def test_attention_by_the_book() -> None:
 def test_one_descriptor_token_moves_all_prompts_alike() -> None:
     """P - P_base has equal rows; with a token for each prompt it has not."""
 
-    def moved(tokens: int) -> Tensor:
+    def updated(tokens: int) -> Tensor:
         of = attention(tokens)
         return made_by(of, double(of.shared(drawing(0)))) - FIRST
 
-    torch.testing.assert_close(moved(1), moved(1)[:1].expand(K, -1), rtol=0, atol=1e-15)
-    assert float(moved(1).abs().max()) > 1e-3
-    assert float((moved(K)[0] - moved(K)[1]).abs().max()) > 1e-6
+    torch.testing.assert_close(updated(1), updated(1)[:1].expand(K, -1), rtol=0, atol=1e-15)
+    assert float(updated(1).abs().max()) > 1e-3
+    assert float((updated(K)[0] - updated(K)[1]).abs().max()) > 1e-6
 
 
 def test_one_descriptor_token_does_not_see_the_order_of_prompts() -> None:

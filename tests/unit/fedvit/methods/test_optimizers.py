@@ -114,6 +114,6 @@ def test_what_has_no_gradient_does_not_move(rule: Optimizer) -> None:
     value = torch.tensor([1.0, -2.0])
     slots = {slot: torch.zeros(2) for slot in rule.slots}
     for step in range(1, 4):
-        moved, slots = rule.update(value, torch.zeros(2), slots, torch.tensor(0.1), torch.tensor(float(step)))
-        assert torch.equal(moved, value)
+        updated, slots = rule.update(value, torch.zeros(2), slots, torch.tensor(0.1), torch.tensor(float(step)))
+        assert torch.equal(updated, value)
         assert all(not slot.any() for slot in slots.values())

@@ -79,9 +79,9 @@ def test_a_step_moves_prompts_and_head_and_nothing_else() -> None:
     inputs |= {"batch/patches": torch.randn(5, 4, 192, generator=draw), "batch/labels": torch.arange(5) % 4}
     inputs |= {"batch/weight": torch.ones(5), "hyper/lr": torch.tensor(0.25), "hyper/step": torch.tensor(1.0)}
     outputs = whole_step(method, vit, phase)(inputs)
-    moved = {name.removeprefix("new/tensor/"): value for name, value in outputs.items() if name.startswith("new/")}
-    assert moved.keys() == {PROMPTS, "head.weight", "head.bias"}
-    for name, value in moved.items():
+    updated = {name.removeprefix("new/tensor/"): value for name, value in outputs.items() if name.startswith("new/")}
+    assert updated.keys() == {PROMPTS, "head.weight", "head.bias"}
+    for name, value in updated.items():
         assert not torch.equal(value, vit.tensors()[name])
 
 

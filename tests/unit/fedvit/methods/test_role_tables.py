@@ -188,14 +188,14 @@ def test_a_local_part_and_the_rest_averaged(name: str, options: dict[str, Any]) 
 
 @pytest.mark.parametrize(("name", "options"), ON_A_FROZEN_BACKBONE)
 def test_a_frozen_backbone(name: str, options: dict[str, Any]) -> None:
-    """Of timm's own tensors only the head moves, or biases; what surgery added is averaged."""
+    """Of timm's own tensors only the head moves, or biases; what a model patch added is averaged."""
     method, vit = on_meta(name, options)
     own = {tensor for tensor, _ in on_meta("fedavg", {})[1].vit.named_parameters()}
     frozen = set(method.names_with(vit, Role.FROZEN))
-    moved = {
+    updated = {
         tensor for tensor in own if tensor.startswith("head.") or (name == "fed_bias" and tensor.endswith(".bias"))
     }
-    assert frozen == own - moved
+    assert frozen == own - updated
     head = Role(options.get("head", "local" if name == "fedvpt_d" else "shared"))
     assert {role for role, names in method.groups(vit).values() if "head.weight" in names} == {head}
     assert set(vit.tensors()) - own <= set(method.names_with(vit, Role.SHARED))

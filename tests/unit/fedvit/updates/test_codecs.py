@@ -204,16 +204,16 @@ def test_with_error_feedback_the_sum_of_what_arrives_is_the_sum_of_what_was_mean
     """After any number of rounds what is still owed is all that is missing; and it does not grow."""
     rng = np.random.default_rng(0)
     meant, arrived = np.zeros((40, 40)), np.zeros((40, 40))
-    owed, largest = np.zeros((40, 40), np.float32), []
+    residual, largest = np.zeros((40, 40), np.float32), []
     for _ in range(60):
         delta = rng.normal(0.1, 1.0, (40, 40)).astype(np.float32)
-        total = delta + owed
+        total = delta + residual
         got = decode_one("w", codec.encode({"w": total}), total.shape)
-        owed = total - got
+        residual = total - got
         meant += delta
         arrived += got
-        largest.append(float(np.abs(owed).max()))
-    np.testing.assert_allclose(arrived + owed, meant, atol=1e-3)
+        largest.append(float(np.abs(residual).max()))
+    np.testing.assert_allclose(arrived + residual, meant, atol=1e-3)
     assert max(largest[40:]) <= 2.5 * max(largest[20:40]) + 1e-6
     if codec.name != "top_k":
         np.testing.assert_allclose(arrived, meant, atol=0.05)

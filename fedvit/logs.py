@@ -22,7 +22,12 @@ class KeyValueFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname).1s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # the line without the traceback that may follow
-        fields = [f"{name}={_short(value)}" for name, value in vars(record).items() if name not in _STANDARD]
+        fields = [
+            f"{name}={_short(value)}"
+            for name, value in vars(record).items()
+            if name not in _STANDARD
+            and not name.startswith("_")  # libraries (Ray) add some of their own to all records
+        ]
         text = super().formatMessage(record)
         return f"{text}  {' '.join(fields)}" if fields else text
 

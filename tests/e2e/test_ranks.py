@@ -46,7 +46,8 @@ def test_processes_of_the_servers_training_may_be_killed_and_the_numbers_stay_th
     begun = training(run)
     os.kill(begun[1], signal.SIGKILL)  # as it trains, or before it does
     wait_for(lambda: training(run) != begun, "other processes to train")
-    assert "rank 1 of 2 of the server's training (cpu, process" in stage.log("coordinator")
+    named = "rank 1 of 2 of the server's training (cpu, process"
+    wait_for(lambda: named in stage.log("coordinator"), "the log to name the process")
     wait_for_results(stage, 2, 1)
     second = training(run)
     worker = worker_of(run)

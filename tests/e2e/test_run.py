@@ -218,6 +218,6 @@ def test_fleet_run_ends_a_device_that_was_not_connected_at_the_end(
         "late": [sys.executable, "-c", "import time; time.sleep(600)"],
     }
     config = checked_config(values, "run")
-    outcome = fleet_run._conduct(config, commands, out=stage.out, run="run", quiet=True, comes_back=False)
+    outcome = fleet_run._run_processes(config, commands, out=stage.out, run="run", quiet=True, restarts=False)
     assert outcome.summary.status == "finished"
     assert "run ended" in (stage.out / "run" / "devices" / "device-0.log").read_text()

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+from typing import Any
 
 from fedvit.wire.messages import Hello, Task
 from tests.support.event_files import steps
@@ -44,8 +45,11 @@ def check_that_nobody_left(stage: Stage, devices: "dict[str, subprocess.Popen[by
 
 def members(stage: Stage) -> dict[str, str]:
     """Which run each device of the service works for, as `status` has it."""
-    shown = stage.command("status", "--runs", str(stage.out))["service"]
-    return {member["device"]: member["run"] for member in shown["members"]}
+    return {member["device"]: member["run"] for member in service_status(stage)["members"]}
+
+
+def service_status(stage: Stage) -> dict[str, Any]:
+    return dict(stage.command("status", "--runs", str(stage.out))["service"])
 
 
 def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) -> None:
@@ -60,8 +64,8 @@ def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) 
     wait_for(lambda: is_at_work(stage, "berlin") and is_at_work(stage, "munich"), "both runs to be at work")
     # what `status` reads is written about once a second
     wait_for(lambda: members(stage) == {"device-0": "berlin", "device-1": "munich"}, "the status to show who is where")
-    shown = stage.command("status", "--runs", str(stage.out))["service"]
-    assert (shown["begun"], shown["queued"]) == (["berlin", "munich"], ["all"])
+    begun = {"begun": ["berlin", "munich"], "queued": ["all"]}
+    wait_for(lambda: begun.items() <= service_status(stage).items(), "the status to name both runs")
     warned = stage.submit("nowhere", devices_where="site=paris")
     assert "existing labels: site=berlin (1 device), site=munich (1 device)" in warned["warning"]
     wait_for(lambda: statuses(stage)["all"] == "finished", "the last run")

@@ -37,7 +37,7 @@ def test_other_transports_send_the_same_bytes(bench: _Bench, way: str) -> None:
 def test_run_without_grpc_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grpc", None)  # as if it were not installed
     lines: list[str] = []
-    with pytest.raises(ConfigError, match=r"grpcio is not installed: pip install 'grpcio>=1\.60'"):
+    with pytest.raises(ConfigError, match=r"grpcio, which is not installed: pip install 'grpcio>=1\.60'"):
         run_wire_bench(["mosquitto"], progress=lines.append)
     assert lines == []
 

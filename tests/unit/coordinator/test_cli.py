@@ -299,7 +299,7 @@ def test_file_with_old_name_is_refused_with_new_name(tmp_path: Path, content: st
 def test_a_flag_of_an_earlier_version_is_answered_with_the_new_one(
     command: tuple[str, ...], old: str, new: str
 ) -> None:
-    assert refused(*command, f"{old}=x") == f"{old} is {new} now"
+    assert refused(*command, f"{old}=x") == f"{old} was renamed to {new}"
 
 
 @pytest.mark.parametrize("how", [("--resume",), ("--resume", "half")])

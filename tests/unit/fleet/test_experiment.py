@@ -281,7 +281,7 @@ class TestRun:
         assert [entry.method for entry in outcome.comparisons] == ["fedavg"]
         failure = outcome.cells[1].failure
         assert failure is not None
-        assert failure.startswith("ConfigError: no device would take what follows from the method's options: ")
+        assert failure.startswith("ConfigError: devices would refuse the Program of the method's options: ")
         assert any(line.startswith("wild/skewed/seed-0: failed: ConfigError") for line in lines)
         assert run_here(file, tmp_path)[1] == ["wild/skewed/seed-0"]
 

@@ -232,7 +232,7 @@ def test_a_process_that_is_killed_between_rounds_is_replaced(eftvit: Server, tea
 def test_processes_that_die_each_time_fail_the_round(eftvit: Server, team_of: Callable[[Server], Team]) -> None:
     team = team_of(eftvit)
     team.at = lambda text: os.kill(team.ranks.pids[0], signal.SIGKILL)
-    with pytest.raises(DeviceTrouble, match=r"3 times a process .* rank 0 of 2 .* signal 9 \(SIGKILL\)"):
+    with pytest.raises(DeviceTrouble, match=r"a process .* 3 times, .* rank 0 of 2 .* signal 9 \(SIGKILL\)"):
         team.close(eftvit)
     assert len(team.warned) == 2
     assert team.ranks.pids == []

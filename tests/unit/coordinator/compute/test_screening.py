@@ -46,7 +46,7 @@ def test_what_is_too_long_is_left_out() -> None:
     assert [upload.device for upload in screened.uploads] == ["a", "b", "c"]
     [outlier] = screened.outliers
     assert outlier.device == "d"
-    assert outlier.reason == ("its update has norm 60, 24 times the cohort's median; at most 5 times is taken")
+    assert outlier.reason == ("its update has norm 60, 24 times the cohort's median; at most 5 times is accepted")
     assert screened.figures == {"median_norm": pytest.approx(2.5), "left_out": 1.0}
 
 

@@ -116,11 +116,11 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str | None], str]] = {
     "first values": (
         "eftvit",
         lambda scene: scene.stage.program(scene.a.got(Task)[0]).groups["local"].initial,
-        "first values of tensors that devices keep",
+        "initial values of tensors that devices keep",
     ),
     "state": ("fedavg", lambda scene: saved(scene).groups["model"], "group 'model' of the state after round 1"),
-    "memory": ("eftvit", lambda scene: saved(scene).memory, "what the server's rule remembers after round 1"),
-    "generator": ("generated", lambda scene: saved(scene).memory, "what the server's rule remembers after round 1"),
+    "memory": ("eftvit", lambda scene: saved(scene).memory, "the memory of the server's rule after round 1"),
+    "generator": ("generated", lambda scene: saved(scene).memory, "the memory of the server's rule after round 1"),
     "made for one device": (
         "generated",
         lambda scene: [task for task in scene.b.got(Task) if task.kind == "train"][-1].groups["bias"],
@@ -439,7 +439,7 @@ def test_a_record_that_lost_a_round_is_not_gone_on_with(stage: Stage) -> None:
     scene.resume()
     ended = stage.finish()
     assert isinstance(ended, Damaged)
-    assert "of run r it has 1 closed rounds" in str(ended)
+    assert "it has 1 closed rounds" in str(ended)
     assert f"cp {backups / 'round-2.db'}" in str(ended)
 
 

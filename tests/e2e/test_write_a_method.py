@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "write-a-method.md"
 PACKAGES = ("fedvit", "export", "profiles", "edge_client", "coordinator", "fleet")
 PORT = "1884"
 """As the page has it; another program may have it here."""
-SIDE_BY_SIDE = "each in a terminal of its own"
+SIDE_BY_SIDE = "each in its own terminal"
 
 
 class Block(NamedTuple):

@@ -295,7 +295,7 @@ class TestRefused:
         with socket.socket() as probe:
             probe.bind((HEAD, 0))
             address = f"{HEAD}:{probe.getsockname()[1]}"
-            with pytest.raises(LinkDown, match=f"--ray {address}: nobody answers at {address}"), connected(address):
+            with pytest.raises(LinkDown, match=f"--ray {address}: no answer from {address}"), connected(address):
                 pass
 
     @pytest.mark.usefixtures("nodes")

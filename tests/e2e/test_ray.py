@@ -172,7 +172,8 @@ def test_a_cell_resumes_when_its_node_is_gone_and_another_is_killed(
     wait_for(lambda: running.poll() is not None or closed_rounds(place), "closed rounds of FedAvg to come back")
     before = closed_rounds(place)
     nodes.end_second()
-    wait_for(lambda: running.poll() is not None or "restarting on another node" in stage.log("fleet"), "the loss to be seen")
+    lost = "restarting on another node"
+    wait_for(lambda: running.poll() is not None or lost in stage.log("fleet"), "the loss to be seen")
     assert running.poll() is None, stage.log("fleet")
     assert f"{SECOND} is lost; restarting on another node" in stage.log("fleet")
     nodes.with_second()

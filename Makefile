@@ -6,7 +6,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test test-ray lint check wheel mosquitto chromium constraints clean
+.PHONY: install demo test lint check wheel mosquitto chromium constraints clean
 
 install: $(VENV)/.installed
 
@@ -23,10 +23,6 @@ demo: install
 
 test: install mosquitto chromium
 	@$(BIN)/python -m pytest -q -n $(WORKERS)
-
-# apart from the others: a cluster of two nodes
-test-ray: install
-	@$(BIN)/python -m pytest -q -o addopts=--import-mode=importlib tests/e2e/test_ray.py
 
 lint: install
 	@$(BIN)/ruff check .

@@ -49,6 +49,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 TESTS = Path(__file__).parent
 LONGEST = (
+    "e2e/test_ray.py",
     "e2e/test_ranks.py",
     "e2e/test_chaos.py",
     "e2e/test_faults.py",

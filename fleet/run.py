@@ -2,10 +2,11 @@
 
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
@@ -49,9 +50,14 @@ class FleetOutcome(msgspec.Struct, frozen=True):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port for a server that is started soon.
+
+    It is below those that systems give to outgoing connections, so that none of these has it by then.
+    """
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            return int(probe.getsockname()[1])
 
 
 def _answers(host: str, port: int) -> bool:

@@ -61,11 +61,22 @@ def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) 
     service = serve(stage, "--side-by-side", "2")
     devices = {name: device(stage, name) for name in SITES}
     observer = stage.observer()
-    wait_for(lambda: is_at_work(stage, "berlin") and is_at_work(stage, "munich"), "both runs to be at work")
+    # on a fast machine one run might be over before the other begins: its device stands still meanwhile
+    runs = {"berlin": devices["device-0"], "munich": devices["device-1"]}
+
+    def is_held(run: str) -> bool:
+        if is_at_work(stage, run):
+            runs[run].send_signal(signal.SIGSTOP)
+            return True
+        return False
+
+    wait_for(lambda: {run for run in runs if is_held(run)} == set(runs), "both runs to be at work")
     # what `status` reads is written about once a second
     wait_for(lambda: members(stage) == {"device-0": "berlin", "device-1": "munich"}, "the status to show who is where")
     begun = {"begun": ["berlin", "munich"], "queued": ["all"]}
     wait_for(lambda: begun.items() <= service_status(stage).items(), "the status to name both runs")
+    for process in runs.values():
+        process.send_signal(signal.SIGCONT)
     warned = stage.submit("nowhere", devices_where="site=paris")
     assert "existing labels: site=berlin (1 device), site=munich (1 device)" in warned["warning"]
     wait_for(lambda: statuses(stage)["all"] == "finished", "the last run")

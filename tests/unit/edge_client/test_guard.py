@@ -61,11 +61,14 @@ def test_without_budgets_nothing_is_exceeded() -> None:
 
 
 def test_memory_that_a_step_takes_is_seen_while_it_runs() -> None:
-    """100 MiB are filled and freed by another thread than the guard's, without anybody asking meanwhile."""
+    """Filled and freed by another thread than the guard's, without anybody asking meanwhile.
+
+    A busy system may take memory of this process meanwhile: what is filled is much more than what is asserted.
+    """
     limit = resident_bytes() + 50 * MIB
     with watching(memory_bytes=limit) as guarded:
         assert not guarded.over()
-        filled = np.ones(100 * MIB, np.uint8)
+        filled = np.ones(300 * MIB, np.uint8)
         wait_until(lambda: guarded.broke == ("memory",))
         del filled
     use = guarded.use()

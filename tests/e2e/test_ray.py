@@ -197,9 +197,10 @@ def test_a_cell_resumes_when_its_node_is_gone_and_another_is_killed(
     assert found is not None
     assert found.accuracy_by_device == expected.accuracy_by_device
     assert list(map(learned, found.rounds)) == list(map(learned, expected.rounds))
-    # a result counts what was sent since the last one: the loss of a node shows in that round's and the next one's
+    # a result counts what was sent since the last one: the loss of a node shows in that round's and the next one's;
+    # elsewhere only messages of progress differ
     pairs = enumerate(zip(found.rounds, expected.rounds, strict=True))
-    other_bytes = [at for at, (one, calm) in pairs if one.bytes_up != pytest.approx(calm.bytes_up, rel=0.1)]
+    other_bytes = [at for at, (one, calm) in pairs if one.bytes_up != pytest.approx(calm.bytes_up, abs=3000)]
     assert not other_bytes or other_bytes[-1] <= other_bytes[0] + 1, other_bytes
     model = "runs/run/model.safetensors"
     assert (place.folder / model).read_bytes() == (calm.folder / model).read_bytes()

@@ -12,6 +12,7 @@
     +-- StorageFailed    the machine's owner: a disk is full or not writable
     |   +-- NoRoom       the same, but the call will succeed when resources are free again
     |   |   +-- DiskFull            on the disk
+    |   |   +-- DatabaseGone        the database's server does not answer
     |   |   +-- TooManyOpenFiles    among the files that a process, or the system, may have open
     |   +-- Damaged      a file is damaged
     +-- DeviceTrouble    the machine's owner: hardware or engine are defective
@@ -91,6 +92,10 @@ class DiskFull(NoRoom):
 
 class TooManyOpenFiles(NoRoom):
     """The process, or the whole system, has reached its limit of open files and connections."""
+
+
+class DatabaseGone(NoRoom):
+    """The server of the record's database does not answer, or refuses connections."""
 
 
 class Damaged(StorageFailed):

@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from tests.support.postgresql import Postgresql
     from tests.support.tiny import Tiny
 
 pytest.register_assert_rewrite("tests.support")  # before any of it is imported
@@ -108,6 +109,15 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of this session, the same in whatever process a test runs; see `tests.support.once`."""
     folder = tmp_path_factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> "Iterator[Postgresql]":
+    from tests.support.postgresql import Postgresql
+
+    server = Postgresql()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,15 @@ runs_flag = click.option(
     "--runs", "folder", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of all runs."
 )
 """The folder of runs, for every command that reads or makes some."""
+record_flag = click.option(
+    "--record",
+    "url",
+    metavar="URL",
+    envvar="FEDVIT_RECORD",
+    default=None,
+    help="PostgreSQL database for the record of these runs: postgresql://USER:PASSWORD@HOST:PORT/DATABASE; or set "
+    "FEDVIT_RECORD. Needed once: its address is kept in the folder. By default SQLite in the folder.",
+)
 deployment_flag = click.option(
     "--deployment",
     "folder",
@@ -46,13 +55,22 @@ def literal(text: str) -> Any:
         return text
 
 
+def has_record(folder: Path) -> bool:
+    """Whether a folder of runs has a record: SQLite's database, or the address of another one."""
+    return any((folder / name).is_file() for name in ("fedvit.db", "record.url"))
+
+
 def existing_store(folder: Path, *, writes: bool = False) -> "Store":
     """Open the record of all runs in a folder, without verifying the whole database.
 
     Reading needs no write permission. Raises ConfigError if there is no record.
     """
+    if not has_record(folder):
+        raise ConfigError(
+            f"no runs in {folder.resolve()}: there is neither fedvit.db nor record.url; use --runs for another folder"
+        )
     from coordinator.record.store import Store  # imports SQLAlchemy, for which errors in flags need not wait
 
-    if not (folder / "fedvit.db").is_file():
-        raise ConfigError(f"no runs in {folder.resolve()}: there is no fedvit.db; use --runs for another folder")
-    return Store.in_folder(folder, check=False) if writes or os.access(folder, os.W_OK) else Store.copy_of(folder)
+    if writes or os.access(folder, os.W_OK) or not (folder / "fedvit.db").is_file():
+        return Store.in_folder(folder, check=False)
+    return Store.copy_of(folder)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from coordinator.commands.config_flags import merge_flags, service_flags
-from coordinator.commands.flags import runs_flag
+from coordinator.commands.flags import record_flag, runs_flag
 from coordinator.commands.start import opened_store
 from coordinator.config import RunConfig, make_service_config, read_toml
 from fedvit.command_line import Command
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 @click.command(cls=Command, examples=["coordinator serve --broker.deployment deployment --side-by-side 2"])
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags override it.")
 @runs_flag
+@record_flag
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @service_flags
 @private_files()
-def serve(file: Path | None, folder: Path, quiet: bool, **flags: Any) -> None:
+def serve(file: Path | None, folder: Path, url: str | None, quiet: bool, **flags: Any) -> None:
     """Keep a broker and its devices connected, and serve submitted runs until stopped."""
     from coordinator.record.retention import lock_service
     from coordinator.run.display import Display, LineDisplay
@@ -39,6 +40,10 @@ def serve(file: Path | None, folder: Path, quiet: bool, **flags: Any) -> None:
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
     config, broker = make_service_config(federation_of(values), where)
+    if url is not None:
+        from coordinator.record.store import use_database
+
+        use_database(folder, url)
     with ExitStack() as stack:
         store = opened_store(folder, stack)
         stack.callback(os.close, lock_service(folder))

@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from coordinator.commands.config_flags import config_flags, merge_flags
-from coordinator.commands.flags import runs_flag
+from coordinator.commands.flags import has_record, record_flag, runs_flag
 from coordinator.config import (
     RunConfig,
     StartConfig,
@@ -51,6 +51,7 @@ if typing.TYPE_CHECKING:
 )
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags override it.")
 @runs_flag
+@record_flag
 @click.option(
     "--resume",
     is_flag=False,
@@ -80,6 +81,7 @@ if typing.TYPE_CHECKING:
 def start(
     file: Path | None,
     folder: Path,
+    url: str | None,
     resume: str | None,
     name: str | None,
     resume_or_new: bool,
@@ -99,9 +101,12 @@ def start(
     given = make_config(values, where)  # reports errors before anything is opened
     check_names(given.run, where)
     with ExitStack() as stack:
+        if url is not None and not only_check:
+            stack.callback(_remove_unused, folder)
+            _use_database(folder, url)
         if resume is None:
             run = check_name(name or usual_name(given.run), "--run")
-        store = opened_store(folder, stack) if (folder / "fedvit.db").exists() else None
+        store = opened_store(folder, stack) if has_record(folder) else None
         record = _to_resume(store, resume, name if resume_or_new else None) if store or resume else None
         display = choose_display(quiet)
         if record is None:
@@ -215,6 +220,20 @@ def opened_store(folder: Path, stack: ExitStack) -> "Store":
     stack.callback(store.close)
     make_private([*folder.glob("fedvit.db*"), *(folder / record.id for record in store.runs())])
     return store
+
+
+def _use_database(folder: Path, url: str) -> None:
+    from coordinator.record.store import use_database  # imports SQLAlchemy, for which a usual run need not wait
+
+    use_database(folder, url)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a folder that holds nothing but the address of its record: its first run was refused."""
+    from coordinator.record.store import ADDRESS_FILE
+
+    if folder.is_dir() and [path.name for path in folder.iterdir()] == [ADDRESS_FILE]:
+        shutil.rmtree(folder)
 
 
 def _remove(folder: Path, run: str) -> None:

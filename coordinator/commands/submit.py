@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from coordinator.commands.config_flags import merge_flags, run_flags
-from coordinator.commands.flags import runs_flag
+from coordinator.commands.flags import has_record, runs_flag
 from coordinator.commands.start import check_metrics, check_new, check_start_from, opened_store, usual_name
 from coordinator.config import RunConfig, check_names, make_config, read_toml, why_not_asked
 from fedvit.command_line import Command, json_flag
@@ -43,7 +43,7 @@ def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **f
     check_metrics(config, where)
     run = check_name(name or usual_name(config), "--run")
     with ExitStack() as stack:
-        known = opened_store(folder, stack) if (folder / "fedvit.db").exists() else None
+        known = opened_store(folder, stack) if has_record(folder) else None
         check_new(known, run)
         now = _checkable_now(config, known)
         warning = _warning(config, folder)

@@ -67,13 +67,14 @@ _DECODER: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
 
 
 class Backups:
-    """The backups of one run. With `every` = 0 nothing is kept."""
+    """The backups of one run. With `every` = 0, or with a database that is no file, nothing is kept."""
 
     def __init__(self, store: Store, run: str, folder: Path, every: int) -> None:
         self._store = store
         self._run = run
         self._folder = folder / COPIES
-        self._every = every
+        self._every = every if store.is_file else 0
+        self._repairs = every > 0
         self._file: Path | None = None  # the current file of notes; None until the first note
 
     # --- copies ---------------------------------------------------------------------------------------
@@ -99,8 +100,7 @@ class Backups:
             unfinished.unlink(missing_ok=True)
         temporary = self._folder / f"{WRITING}{secrets.token_hex(8)}"
         try:
-            if not self._store.back_up(temporary):
-                return
+            self._store.back_up(temporary)
             sync_file(temporary)
             os.replace(temporary, self.file(number))
             sync_folder(self._folder)
@@ -124,7 +124,7 @@ class Backups:
     def since(self, number: int) -> int:
         """The oldest round whose state and uploads must be kept when round `number` has closed: a damaged state is
         recomputed from the previous one. The notes have the older ones."""
-        return number - 1 if self._every else number
+        return number - 1 if self._repairs else number
 
     def check_record(self) -> None:
         """Raises Damaged if the record lacks a round that a copy has: SQLite cannot detect lost transactions."""

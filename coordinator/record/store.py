@@ -1,12 +1,11 @@
 """The record: runs, rounds and results in SQL, written before anything that depends on them is sent.
 
-SQLite by default (write-ahead log, synced at commit); any SQLAlchemy URL works. Tensors are blobs; the record holds
-their digests. The time of a round's queries depends on the number of its devices and not on that of earlier rounds:
-totals of rounds and devices are computed when a round is closed and evaluated.
+SQLite by default (write-ahead log, synced at commit), or PostgreSQL, whose address then stands in a file of the folder
+of runs. Tensors are blobs; the record holds their digests. The time of a round's queries depends on the number of its
+devices and not on that of earlier rounds: totals of rounds and devices are computed when a round is closed and
+evaluated.
 """
 
-import json
-import math
 import shutil
 import sqlite3
 import threading
@@ -27,8 +26,10 @@ from sqlalchemy import (
     ColumnElement,
     Select,
     Table,
+    Text,
     and_,
     bindparam,
+    cast,
     create_engine,
     delete,
     event,
@@ -36,10 +37,11 @@ from sqlalchemy import (
     inspect,
     select,
     text,
+    type_coerce,
     update,
 )
-from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.engine import URL, Connection, Engine, make_url
+from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
 from coordinator.record import totals
 from coordinator.record.tables import (
@@ -68,18 +70,26 @@ from coordinator.record.tables import (
     SavedState,
     StrikeRecord,
     TaskRecord,
+    from_json,
+    to_json,
 )
 from fedvit.blobs import digest_of
 from fedvit.choices import did_you_mean
 from fedvit.descriptors import are_used_up, how_many
-from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
-from fedvit.files import storage_failed
+from fedvit.errors import ConfigError, Damaged, DatabaseGone, DiskFull, StorageFailed, TooManyOpenFiles
+from fedvit.files import atomic_write, storage_failed
 from fedvit.resources import BudgetKind
 from fedvit.wire.messages import Result, TaskKind
 from profiles.prediction import Expected
 
 COPIES = "backups"
 """In a run's folder: copies of the database."""
+
+DATABASE_FILE, ADDRESS_FILE = "fedvit.db", "record.url"
+"""In the folder of all runs: the database of SQLite, or the address of another one."""
+
+_POSTGRESQL = {"connect_timeout": 10, "keepalives_idle": 5, "keepalives_interval": 5, "tcp_user_timeout": 15_000}
+"""Of a connection: within about 20 s it is noticed that the server is gone. The last is in milliseconds."""
 
 _R = TypeVar("_R", bound=Struct)
 
@@ -103,13 +113,64 @@ _FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_IOERR_CORRUPTFS")
 """Prefixes of SQLite's error names for a damaged file."""
 
+_FULL_POSTGRESQL = "53100"
+
+_MIGRATING = 7_329_118_101
+"""Key of the lock of PostgreSQL that a process holds while it makes or migrates tables."""
+
 _FOREIGN = ("Could not decode to UTF-8", "no such table", "no such column")
 """Prefixes of SQLite's messages that also mean a damaged file."""
 
 
+def use_database(folder: Path, url: str) -> None:
+    """Keep the record of a folder of runs in a PostgreSQL database, whose address is written into the folder.
+
+    Raises ConfigError if the folder's record is elsewhere already, or if the address is none of PostgreSQL;
+    StorageFailed if the database does not answer.
+    """
+    address = _postgresql(url, "--record")
+    shown = address.render_as_string()
+    if (folder / DATABASE_FILE).exists():
+        raise ConfigError(
+            f"--record {shown}: {folder} has its record in {DATABASE_FILE}; use another folder with --runs, or leave "
+            "out --record"
+        )
+    file = folder / ADDRESS_FILE
+    if file.exists():
+        known = _postgresql(_address_in(file), str(file))
+        if known.set(password=None) != address.set(password=None):
+            raise ConfigError(
+                f"--record {shown}: the record of {folder} is in {known.render_as_string()}; use another folder with "
+                "--runs"
+            )
+    Store(url, check=False).close()
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write(file, f"{url}\n".encode(), private=True)
+
+
+def _address_in(file: Path) -> str:
+    """Raises StorageFailed if the file cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError as error:
+        raise storage_failed(f"cannot read {file}", error) from error
+
+
+def _postgresql(text: str, where: str) -> URL:
+    """The address of a PostgreSQL database. Raises ConfigError for another text."""
+    try:
+        address = make_url(text)
+    except (ArgumentError, ValueError):  # the latter for a port that is no number
+        address = None
+    if address is None or address.get_backend_name() != "postgresql" or not address.database:
+        raise ConfigError(f"{where}: expected postgresql://USER:PASSWORD@HOST:PORT/DATABASE")
+    return address.set(drivername="postgresql+psycopg")
+
+
 class Store:
     """Raises StorageFailed if the database cannot be read or written, NoRoom if disk space or descriptors are used up,
-    Damaged, with what to do, if its content is damaged, ConfigError if a newer version of this software wrote it.
+    or the database's server does not answer, Damaged, with what to do, if its content is damaged, ConfigError if a
+    newer version of this software wrote it.
 
     A database of an older version is migrated. With `check` false the whole database is not verified first: for
     commands that only show it, and for those that call `check` themselves.
@@ -117,8 +178,11 @@ class Store:
 
     def __init__(self, url: str, *, check: bool = True) -> None:
         self._copied: TemporaryDirectory[str] | None = None
-        self._engine: Engine = create_engine(url, json_serializer=_to_json, json_deserializer=_from_json)
-        self._file = Path(self._engine.url.database or "") if self._engine.dialect.name == "sqlite" else None
+        if url.startswith("sqlite:"):
+            self._engine: Engine = create_engine(url, json_serializer=to_json, json_deserializer=from_json)
+            self._file: Path | None = Path(self._engine.url.database or "")
+        else:
+            self._engine, self._file = _postgresql_engine(_postgresql(url, "record")), None
         self._joined = threading.local()
         if self._file:
             event.listen(self._engine, "connect", _prepare_sqlite)
@@ -134,6 +198,8 @@ class Store:
         """Create the tables, or migrate those of an older version, in one transaction."""
         if self._file:
             connection.exec_driver_sql("BEGIN IMMEDIATE")  # otherwise SQLite would commit each change of a table
+        else:
+            connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
         schema = _version(connection)
         if schema is None and not inspect(connection).has_table(RUNS.name):
             TABLES.create_all(connection)
@@ -182,11 +248,14 @@ class Store:
 
     @classmethod
     def in_folder(cls, folder: Path, *, check: bool = True) -> "Store":
+        """The record of a folder of runs; made if there is none."""
+        if (file := folder / ADDRESS_FILE).exists():
+            return cls(_address_in(file), check=check)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run folder {folder} cannot be made: {error.strerror}") from error
-        return cls(f"sqlite:///{folder / 'fedvit.db'}", check=check)
+        return cls(f"sqlite:///{folder / DATABASE_FILE}", check=check)
 
     @classmethod
     def copy_of(cls, folder: Path) -> "Store":
@@ -196,11 +265,11 @@ class Store:
         """
         copied = TemporaryDirectory(prefix="fedvit-")
         try:
-            for file in (folder / "fedvit.db", folder / "fedvit.db-wal"):
+            for file in (folder / DATABASE_FILE, folder / f"{DATABASE_FILE}-wal"):
                 if file.exists():
                     shutil.copyfile(file, Path(copied.name) / file.name)
         except OSError as error:
-            raise storage_failed(f"cannot read {folder / 'fedvit.db'}", error) from error
+            raise storage_failed(f"cannot read {folder / DATABASE_FILE}", error) from error
         store = cls.in_folder(Path(copied.name), check=False)
         store._copied = copied
         return store
@@ -230,6 +299,10 @@ class Store:
                 yield connection
         except (SQLAlchemyError, sqlite3.Error) as error:
             cause = getattr(error, "orig", None) or error
+            if not self._file and isinstance(error, OperationalError):
+                state = getattr(cause, "sqlstate", None)
+                gone = DiskFull if state == _FULL_POSTGRESQL else DatabaseGone
+                raise gone(f"database {self._engine.url}: {' '.join(str(cause).split())}") from error
             name = getattr(cause, "sqlite_errorname", None) or ""
             if self._file and (name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN)):
                 raise self.damaged(str(cause)) from error
@@ -255,20 +328,24 @@ class Store:
                 raise self.damaged(f"the seal of a row of table {table.name!r} is broken")
             yield _record(kind, row)
 
-    def back_up(self, file: Path) -> bool:
-        """Write a verified copy of the database to `file`, which must not exist; False if the database is not a file.
+    def check_reachable(self) -> None:
+        """Raises DatabaseGone if the database's server does not answer."""
+        with self._transaction() as connection:
+            connection.execute(select(1))
 
-        The copy is not synced.
-        """
-        if self._file is None:
-            return False
+    @property
+    def is_file(self) -> bool:
+        """Whether the database is a file, of which there are copies in the folders of runs."""
+        return self._file is not None
+
+    def back_up(self, file: Path) -> None:
+        """Write a verified copy of the database, which is a file, to `file`, which must not exist. It is not synced."""
         with self._transaction() as connection:
             raw: Any = connection.connection.driver_connection
             with closing(sqlite3.connect(file)) as copy:
                 raw.backup(copy)
         if not is_whole(file):
             raise self.damaged("a copy of it is not intact")
-        return True
 
     # --- runs -----------------------------------------------------------------------------------------
 
@@ -487,7 +564,9 @@ class Store:
 
     def figure_counts(self, run: str, names: Sequence[str]) -> dict[tuple[float | None, ...], int]:
         """Number of closed rounds by the values of these figures; None: the round lacks the figure."""
-        values = [ROUNDS.c.figures[name].as_float().label(name) for name in names]
+        finite = _without_infinite(ROUNDS.c.figures)
+        figures: ColumnElement[Any] = type_coerce(finite, JSON) if self._file else cast(finite, JSON)
+        values = [figures[name].as_float().label(name) for name in names]
         query = select(*values, func.count()).where(ROUNDS.c.run == run, ROUNDS.c.closed_at.is_not(None))
         with self._transaction() as connection:
             return {tuple(row[:-1]): row[-1] for row in connection.execute(query.group_by(*values))}
@@ -805,31 +884,6 @@ def remedy(database: Path, why: str, of_run: str = "*") -> str:
     )
 
 
-def _to_json(value: Any) -> str:
-    """JSON that `json.loads` can read, in a fraction of the time of `json.dumps`."""
-    held = msgspec.json.encode(value)
-    if b"null" in held and not _is_finite(value):
-        return json.dumps(value)
-    return held.decode()
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether all numbers in a value are finite."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    return all(map(_is_finite, value)) if isinstance(value, list | tuple) else True
-
-
-def _from_json(held: str) -> Any:
-    """The same as `json.loads`, in a fraction of the time."""
-    try:
-        return msgspec.json.decode(held)
-    except msgspec.DecodeError:  # numbers that are not finite
-        return json.loads(held)
-
-
 # --- rows -----------------------------------------------------------------------------------------------
 
 
@@ -871,16 +925,16 @@ def _replace(connection: Connection, table: Table, rows: list[dict[str, Any]]) -
 
 def _write(connection: Connection, table: Table, rows: list[dict[str, Any]], on_conflict: str = "ABORT") -> None:
     """Insert sealed rows; `on_conflict` says what SQLite does with an existing row."""
-    rows = _sealed(table, rows)
     if connection.dialect.name != "sqlite":
-        connection.execute(table.insert(), rows)
+        connection.execute(table.insert(), _sealed(table, [_without_zero_bytes(row) for row in rows]))
         return
+    rows = _sealed(table, rows)
     # the same statement as SQLAlchemy's, without its processing of each value
     names = list(rows[0])
     held = [isinstance(table.c[name].type, JSON) for name in names]
     values = [
         tuple(
-            _to_json(value) if as_json and value is not None else value
+            to_json(value) if as_json and value is not None else value
             for as_json, value in zip(held, row.values(), strict=True)
         )
         for row in rows
@@ -889,6 +943,19 @@ def _write(connection: Connection, table: Table, rows: list[dict[str, Any]], on_
     connection.exec_driver_sql(
         f"INSERT OR {on_conflict} INTO {table.name} ({', '.join(names)}) VALUES ({marks})", values
     )
+
+
+def _without_zero_bytes(row: dict[str, Any]) -> dict[str, Any]:
+    """PostgreSQL refuses texts with a byte of 0, which a device's message may have."""
+    return {name: value.replace("\0", "\ufffd") if isinstance(value, str) else value for name, value in row.items()}
+
+
+def _without_infinite(figures: ColumnElement[Any]) -> ColumnElement[Any]:
+    """JSON as text with null in place of numbers that are not finite, which databases refuse in JSON."""
+    held: ColumnElement[Any] = cast(figures, Text)
+    for number in ("NaN", "-Infinity", "Infinity"):
+        held = func.replace(held, number, "null")
+    return held
 
 
 def _sealed(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -980,6 +1047,16 @@ def _existing(connection: Connection, results: Sequence[Result], devices: Sequen
         RESULTS.c.device.in_(devices),
     )
     return {tuple(row) for row in connection.execute(query)}
+
+
+def _postgresql_engine(address: URL) -> Engine:
+    """Raises ConfigError if the driver is not installed."""
+    try:
+        return create_engine(address, connect_args=_POSTGRESQL, pool_pre_ping=True)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"a record in PostgreSQL needs the package {error.name}: pip install 'fedvit[postgresql]'"
+        ) from error
 
 
 def _version(connection: Connection) -> str | None:

@@ -4,13 +4,17 @@ A field's type decides its column: text, whole numbers and truth values are stor
 column may be empty where the field may be None, and where it is JSON with a default.
 """
 
+import json
+import math
 import typing
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import force_setattr
-from sqlalchemy import JSON, Boolean, Column, ForeignKeyConstraint, Index, Integer, MetaData, String, Table
+from sqlalchemy import JSON, Boolean, Column, ForeignKeyConstraint, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeDecorator
 
 from coordinator.config import with_new_names
 from fedvit.blobs import BlobStore
@@ -26,6 +30,47 @@ SEAL = "seal"
 """Column of every table that tensors depend on: a digest of the row's other columns, since SQLite has no checksums."""
 
 TABLES = MetaData()
+
+
+def to_json(value: Any) -> str:
+    """JSON that `json.loads` can read, in a fraction of the time of `json.dumps`."""
+    held = msgspec.json.encode(value)
+    if b"null" in held and not _is_finite(value):
+        return json.dumps(value)
+    return held.decode()
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether all numbers in a value are finite."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    return all(map(_is_finite, value)) if isinstance(value, list | tuple) else True
+
+
+def from_json(held: str) -> Any:
+    """The same as `json.loads`, in a fraction of the time."""
+    try:
+        return msgspec.json.decode(held)
+    except msgspec.DecodeError:  # numbers that are not finite
+        return json.loads(held)
+
+
+class _JsonText(TypeDecorator[Any]):
+    """JSON as text: PostgreSQL's own type refuses numbers that are not finite."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        return None if value is None else to_json(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
+        return None if value is None else from_json(value)
+
+
+_JSON = JSON(none_as_null=True).with_variant(_JsonText(), "postgresql")
 
 
 class Link(Struct, frozen=True):
@@ -224,9 +269,7 @@ def _columns(kind: type[Struct], *key: str, without: tuple[str, ...] = ()) -> li
         plain = held[0] if may_be_none else field.type
         column = String if typing.get_origin(plain) is typing.Literal else _TYPES.get(plain)
         empty = may_be_none or (column is None and not field.required)
-        made.append(
-            Column(field.name, column or JSON(none_as_null=True), primary_key=field.name in key, nullable=empty)
-        )
+        made.append(Column(field.name, column or _JSON, primary_key=field.name in key, nullable=empty))
     return made
 
 
@@ -270,14 +313,15 @@ TASKS = Table(
     Column("outcome", String),  # an end of `TaskState`; NULL: under way
     Column("expected", String),  # id of a row of `expectations`
 )
-Index("tasks_at_work", TASKS.c.run, TASKS.c.round, sqlite_where=TASKS.c.outcome.is_(None))
+_AT_WORK = TASKS.c.outcome.is_(None)
+Index("tasks_at_work", TASKS.c.run, TASKS.c.round, sqlite_where=_AT_WORK, postgresql_where=_AT_WORK)
 
 EXPECTATIONS = Table(
     "expectations",
     TABLES,
     Column("run", String, primary_key=True),
     Column("id", String, primary_key=True),  # digest of the content
-    Column("content", JSON, nullable=False),
+    Column("content", _JSON, nullable=False),
 )
 """Predicted costs of tasks, stored once, since most of a device's rounds are alike."""
 

@@ -233,8 +233,8 @@ class Coordinator:
         """Pause the run. Nothing is lost: devices keep their results, and hellos are answered meanwhile."""
         self.collector.pause()
         self.recovery.restoring = True  # all blobs are verified again before the run continues
-        self.state.doing = f"paused, waiting for disk space or open files: {error}"
-        self._operator_log(f"paused: {error}; it resumes automatically when disk space and open files are available")
+        self.state.doing = f"paused: {error}"
+        self._operator_log(f"paused: {error}; it resumes automatically when that is over")
         log.error("paused", extra={"reason": str(error)})
         probe = self._folder / "room"
         while True:
@@ -242,13 +242,14 @@ class Coordinator:
                 self.inbox.pump(lambda: False, deadline=time.monotonic() + FREE_SPACE_CHECK_S)
                 atomic_write(probe, bytes(MIN_FREE_BYTES))
                 probe.unlink()
+                self.state.store.check_reachable()
                 break
             except NoRoom:  # in writing the probe, or while handling a device's message
                 continue
             except OSError as again:
                 if again.errno not in USED_UP:
                     raise
-        self._operator_log("disk space and open files are available again: run resumed")
+        self._operator_log("disk, open files and record are available again: run resumed")
         log.info("run resumed")
 
     def _wait_for_devices(self, checked: Future[None]) -> None:

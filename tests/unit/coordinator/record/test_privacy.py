@@ -122,12 +122,12 @@ def test_the_denominator_is_of_the_configuration(share: float | int, expected: i
     assert expected_cohort(checked_config({"method": "fedavg", "devices": 4, "cohort": share}, "test").run) == expected
 
 
-def test_a_restart_forgets_nothing(tmp_path: Path) -> None:
+def test_a_restart_forgets_nothing(runs: Path) -> None:
     """Three rounds, each by a new process, and a run that starts from them: four rounds of noise 2 are one of 1."""
     private = config(noise_multiplier=2.0, clip=1.0)
     told: list[float] = []
     for number in (1, 2, 3):
-        store = Store.in_folder(tmp_path)
+        store = Store.in_folder(runs)
         if number == 1:
             store.create_run("r", {})
         store.open_round("r", number, ["a"])
@@ -136,17 +136,17 @@ def test_a_restart_forgets_nothing(tmp_path: Path) -> None:
         told.append(figures["dp_epsilon"])
         store.close()
     assert told == sorted(told)
-    store = Store.in_folder(tmp_path)
+    store = Store.in_folder(runs)
     store.create_run("later", {"start_from": "r"})
     last = round_figures(store, "later", private, population=4, cohort=2, feature_rows=[])
     store.close()
     assert last["dp_epsilon"] == pytest.approx(spent([Step(1.0, 4, 4)], private.privacy))
 
 
-def test_features_add_up_over_rounds(tmp_path: Path) -> None:
+def test_features_add_up_over_rounds(runs: Path) -> None:
     """Uploads of at most 6 and 3 rows: 9 rows of one device."""
     private = config("eftvit", feature_noise=20.0, feature_clip=1.0)
-    store = Store.in_folder(tmp_path)
+    store = Store.in_folder(runs)
     store.create_run("r", {})
     store.open_round("r", 1, ["a"])
     first = round_figures(store, "r", private, population=1, cohort=1, feature_rows=[2, 6])

@@ -22,9 +22,9 @@ RUN = "20261122-eftvit"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(runs: Path) -> Iterator[Store]:
     """Two closed rounds and an open one. In round 1 c came too late; in round 2 b's result was refused."""
-    made = Store.in_folder(tmp_path)
+    made = Store.in_folder(runs)
     made.create_run(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 3, "rounds": 5})
     made.update_run(RUN, status="running", classes=["ant", "bee"], protocol="p")
 

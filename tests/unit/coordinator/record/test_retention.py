@@ -122,9 +122,9 @@ def test_run_that_keeps_few_rounds_continues_after_a_restart(stage: Stage, first
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Iterator[Path]:
+def out(runs: Path) -> Iterator[Path]:
     """Finished runs `first`, `second` (which started from first) and `third`, and `open`, which is not finished."""
-    folder = tmp_path / "runs"
+    folder = runs
     store = Store.in_folder(folder)
     for name, start in (("first", None), ("second", "first"), ("third", None), ("open", None)):
         played(store, name, 4, {(number, "a"): 0 for number in range(1, 6)}, start_from=start)

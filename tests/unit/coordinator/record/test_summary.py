@@ -18,8 +18,8 @@ from tests.support.records import PROTOCOL, RUN, begun_run, evaluated, line, tra
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = begun_run(tmp_path)
+def store(runs: Path) -> Iterator[Store]:
+    made = begun_run(runs)
     yield made
     made.close()
 

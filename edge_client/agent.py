@@ -18,11 +18,12 @@ from typing import ClassVar, NamedTuple, Protocol
 import msgspec
 
 from edge_client.delta_chains import delta_chains
+from edge_client.evaluation import blobs_of_model
 from edge_client.guard import Exceeded, Guard
 from edge_client.identity import Renewal
 from edge_client.integrity import Damaged, Integrity
 from edge_client.readiness import Readiness
-from edge_client.retention import blobs_of_model, retired
+from edge_client.retention import retired
 from edge_client.runtime import Runtime, Stopped
 from edge_client.task_executor import TaskExecution, TaskExecutor
 from edge_client.vault import Vault

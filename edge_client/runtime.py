@@ -183,18 +183,9 @@ class Runtime:
 
         Raises Stopped, BadPayload, DataError.
         """
-        *training, choice_rng = seeds.generators(6)
-        evaluate, images, batch = program.evaluate, data.test, program.batch
-        graph, flops = self._graph(program, evaluate.graph), 0
-        if evaluate.adapt:
-            quiet = Watch(lambda *_: None, watch.stopped)
-            adapted = self._run_phases(program, evaluate.adapt, values, data.train, training, 1.0, quiet)
-            values, flops = {**values, **adapted.tensors}, adapted.flops
-        feeds = {f"tensor/{name}": value for name, value in values.items()}
-        if evaluate.gather:
-            rows = chosen_rows(len(data.train), evaluate.gather.capacity, choice_rng)
-            feeds |= self._gather(program, evaluate.gather, feeds, data.train, rows, watch)
-            flops += program.graphs[evaluate.gather.graph].flops * -(-len(rows) // batch.answer_size)
+        images, batch = data.test, program.batch
+        graph = self._graph(program, program.evaluate.graph)
+        feeds, flops = self.prepare(program, values, data.train, seeds, watch)
         graph.require(feeds.keys() | {"batch/patches"})
         correct, seen = 0, 0
         total = -(-len(images) // batch.answer_size)
@@ -206,7 +197,28 @@ class Runtime:
             correct += int(((answers == images.labels[rows]) & readable).sum())
             seen += int(readable.sum())
             watch.step(number + 1, total, None)
-        return Evaluated(correct, seen, flops + program.graphs[evaluate.graph].flops * total)
+        return Evaluated(correct, seen, flops + program.graphs[program.evaluate.graph].flops * total)
+
+    def prepare(
+        self, program: Program, values: Mapping[str, Array], images: Split, seeds: Seeds, watch: Watch
+    ) -> tuple[Tensors, int]:
+        """The predict graph's inputs but the images, and the FLOPs that they cost.
+
+        They are the tensors, tuned on the device's training images if the method tunes, and the features of these
+        images if the method gathers them. Raises Stopped, BadPayload, DataError.
+        """
+        *training, choice_rng = seeds.generators(6)
+        evaluate, flops = program.evaluate, 0
+        if evaluate.adapt:
+            quiet = Watch(lambda *_: None, watch.stopped)
+            adapted = self._run_phases(program, evaluate.adapt, values, images, training, 1.0, quiet)
+            values, flops = {**values, **adapted.tensors}, adapted.flops
+        feeds = {f"tensor/{name}": value for name, value in values.items()}
+        if gather := evaluate.gather:
+            rows = chosen_rows(len(images), gather.capacity, choice_rng)
+            feeds |= self._gather(program, gather, feeds, images, rows, watch)
+            flops += program.graphs[gather.graph].flops * -(-len(rows) // program.batch.answer_size)
+        return feeds, flops
 
     def _gather(
         self,

@@ -90,7 +90,7 @@ class TaskExecutor:
     def run(self, execution: TaskExecution, program: Program) -> Result:
         """Do the work of a task, and return its result.
 
-        Raises Exceeded for a budget, Stopped for a stopped task, Damaged for blobs that must be fetched again.
+        Raises Exceeded for a budget, Stopped for a stopped task, DamagedBlobs for those that must be fetched again.
         """
         self._check(execution, program)
         load_engine()

@@ -16,7 +16,7 @@ import numpy as np
 
 from edge_client.batches import ahead, chosen_rows, facts_of, full_images, training_batches
 from edge_client.guard import Tally
-from edge_client.sampler import MedianSampler
+from edge_client.sampler import make_sampler
 from edge_client.steps import Graph, Steps, SummedSteps, WholeSteps
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import Indices
@@ -137,11 +137,8 @@ class Runtime:
             for counts in (tally, watch.tally):
                 counts.phases.append(times)
             loop = self._steps(program, phase, values, start, facts_of(program, phase, images, number_rng), lr_scale)
-            sampler = (
-                MedianSampler(images.labels, phase.epochs, phase.collect.threshold, sample_rng)
-                if phase.collect
-                else None
-            )
+            collect = phase.collect
+            sampler = make_sampler(collect, images.labels, phase.epochs, sample_rng) if collect else None
             losses: dict[int, list[tuple[float, int]]] = {}
             batches_of = training_batches(images, program.batch, phase, order_rng, picture_rng, mask_rng)
             for fed in ahead(batches_of):
@@ -157,8 +154,8 @@ class Runtime:
                     for counts in (tally, watch.tally):
                         counts.flops += stepped.runs * program.graphs[phase.graph].flops
                 losses.setdefault(fed.epoch, []).append((stepped.loss, int(fed.readable.sum())))
-                if sampler and phase.collect:
-                    values_of_rows = stepped.collected[f"collect/{phase.collect.output}"]
+                if sampler and collect:
+                    values_of_rows = stepped.collected[f"collect/{collect.output}"]
                     sampler.record(fed.epoch, fed.rows, fed.readable, values_of_rows)
                 watch.step(tally.steps, total, stepped.loss)
             if not loop.count:
@@ -167,9 +164,9 @@ class Runtime:
             result.loss = sum(loss * count for loss, count in last_epoch) / sum(count for _, count in last_epoch)
             values.update(loop.trained)
             result.tensors.update(loop.trained)
-            if sampler and phase.collect:
-                features, labels = sampler.collected(phase.collect.shape)
-                result.collected |= {phase.collect.output: features, LABELS: labels}
+            if sampler and collect:
+                features, labels = sampler.collected(collect.shape)
+                result.collected |= {collect.output: features, LABELS: labels}
         result.samples = len(images) - len(lost)
         result.steps, result.step_s, result.flops = tally.steps, tally.step_s, tally.flops
         return result

@@ -28,7 +28,7 @@ class TradeOff(NamedTuple):
 class Rule(NamedTuple):
     """How an option can be reduced, of one kind of method and those derived from it."""
 
-    of: type[Method]
+    of: type[Any]  # Method, or one derived from it
     option: str
     helps: frozenset[BudgetKind]
     values: Callable[[Any, PatchViT], Values]  # for a method of that kind; none where nothing can be reduced

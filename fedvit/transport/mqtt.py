@@ -50,7 +50,7 @@ from fedvit.transport.base import (
     WillMaker,
 )
 from fedvit.transport.bulk import BulkLink
-from fedvit.transport.mqtt_loop import FAREWELL_S, Looped, MqttLoop
+from fedvit.transport.mqtt_loop import FAREWELL_S, LoopMember, MqttLoop
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Link:
                 self._pending_bytes -= waiting.popleft()[1]
 
 
-class MqttTransport(Transport, Looped):
+class MqttTransport(Transport, LoopMember):
     """A link to an MQTT broker that reconnects by itself, for ever.
 
     With `report_acknowledged` each acknowledgement of the broker arrives in the inbox, as Acknowledged. After the loss
@@ -147,7 +147,7 @@ class MqttTransport(Transport, Looped):
         loop: MqttLoop | None = None,
     ) -> None:
         Transport.__init__(self, inbox)
-        Looped.__init__(self)
+        LoopMember.__init__(self)
         self._report_acknowledged = report_acknowledged
         self.address = address
         self._client_id = client_id

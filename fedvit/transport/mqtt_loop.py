@@ -30,7 +30,7 @@ READS_AT_ONCE = 16
 """Messages that are read from one connection before the next connection is served."""
 
 
-class Looped(ABC):
+class LoopMember(ABC):
     """A connection as its loop sees it. All methods are called in the loop's thread."""
 
     address: Address
@@ -64,10 +64,10 @@ class MqttLoop:
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._lock = threading.Lock()
-        self._changed: deque[Looped] = deque()  # something is to be done for them now
-        self._due: list[tuple[float, int, Looped]] = []  # heap: when to connect
+        self._changed: deque[LoopMember] = deque()  # something is to be done for them now
+        self._due: list[tuple[float, int, LoopMember]] = []  # heap: when to connect
         self._number = itertools.count()
-        self._members: set[Looped] = set()
+        self._members: set[LoopMember] = set()
         self._thread: threading.Thread | None = None
         self._over = False
         self._farewell_s = FAREWELL_S + 0.5  # for all links: a silent broker is waited for once, not per link
@@ -87,7 +87,7 @@ class MqttLoop:
 
     # --- from any thread --------------------------------------------------------------------------------
 
-    def add(self, member: Looped) -> None:
+    def add(self, member: LoopMember) -> None:
         with self._lock:
             self._members.add(member)
             if self._thread is None:
@@ -95,13 +95,13 @@ class MqttLoop:
                 self._thread.start()
         self.look_after(member)
 
-    def remove(self, member: Looped) -> None:
+    def remove(self, member: LoopMember) -> None:
         """Disconnect a member whose `closed_at` is set, after its last messages were acknowledged."""
         self.look_after(member)
         if member in self._members and not member.gone.wait(self._farewell_s):
             self._farewell_s = 0.0
 
-    def look_after(self, member: Looped) -> None:
+    def look_after(self, member: LoopMember) -> None:
         """Serve a member soon: it has data to write, or was opened or closed."""
         self._changed.append(member)
         self.wake()
@@ -138,19 +138,19 @@ class MqttLoop:
         until = self._due[0][0] if self._due else float("inf")
         return max(0.0, min(MISC_EVERY_S, until - time.monotonic()))
 
-    def _guarded(self, member: Looped, ready: int) -> None:
+    def _guarded(self, member: LoopMember, ready: int) -> None:
         """An error on one connection ends that connection, never the thread."""
         try:
             self._serve(member, ready)
         except Exception as error:  # noqa: BLE001 - logged where it is unexpected
             self._failed(member, error)
 
-    def _failed(self, member: Looped, error: Exception) -> None:
+    def _failed(self, member: LoopMember, error: Exception) -> None:
         if not isinstance(error, OSError | ValueError):
             log.error("MQTT link failed", extra={"broker": str(member.address)}, exc_info=error)
         self._lost(member, f"{member.address}: {describe_error(error)}")
 
-    def _serve(self, member: Looped, ready: int) -> None:
+    def _serve(self, member: LoopMember, ready: int) -> None:
         client = member.client
         if client is None:
             if member not in self._members:
@@ -176,7 +176,7 @@ class MqttLoop:
         else:
             self._watch(member, client)
 
-    def _read(self, member: Looped, client: Client) -> MQTTErrorCode:
+    def _read(self, member: LoopMember, client: Client) -> MQTTErrorCode:
         for _ in range(READS_AT_ONCE):
             ended = client.loop_read()
             if ended or client.socket() is None or not _more_to_read(client):
@@ -184,7 +184,7 @@ class MqttLoop:
         self.look_after(member)
         return MQTT_ERR_SUCCESS
 
-    def _connect(self, member: Looped) -> None:
+    def _connect(self, member: LoopMember) -> None:
         """Start a connection; the broker's answer arrives like any message."""
         member.waits = False
         if member.closed_at is not None:
@@ -201,7 +201,7 @@ class MqttLoop:
         except Exception as error:  # noqa: BLE001 - logged where it is unexpected
             self._failed(member, error)
 
-    def _lost(self, member: Looped, reason: str) -> None:
+    def _lost(self, member: LoopMember, reason: str) -> None:
         """Close a link, and try again after a while."""
         client = member.client
         wait_s = member.end(reason)
@@ -214,11 +214,11 @@ class MqttLoop:
         member.waits = True
         heapq.heappush(self._due, (time.monotonic() + wait_s, next(self._number), member))
 
-    def _forget(self, member: Looped) -> None:
+    def _forget(self, member: LoopMember) -> None:
         self._members.discard(member)
         member.gone.set()
 
-    def _watch(self, member: Looped, client: Client) -> None:
+    def _watch(self, member: LoopMember, client: Client) -> None:
         """Register the client's socket: always for reading, and for writing after an incomplete send."""
         watched = client.socket()
         if watched is None:

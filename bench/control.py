@@ -25,8 +25,9 @@ from coordinator.record.store import Store
 from coordinator.run.status import read_status
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.resources import DeviceProfile
+from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Received
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import Hello, Welcome, decode, encode
 from fedvit.wire.topics import Topics
 from fleet.processes import Fleet, last_line, log_text, program

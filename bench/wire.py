@@ -31,7 +31,7 @@ from coordinator.broker.mosquitto import configuration, find_mosquitto
 from coordinator.broker.process import Broker, claim_port
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, FedvitError
-from fedvit.transport.mqtt import Address
+from fedvit.transport.address import Address
 from fedvit.wire.messages import Manifest
 from fleet.processes import last_line_of, program
 

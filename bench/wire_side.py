@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from fedvit.blobs import BlobStore
+from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Received
 from fedvit.transport.exchange import BlobExchange
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import BlobAck, BlobNack, Manifest, UseDedicatedTopic, decode, encode
 from fleet.datasets.pickles import unpickled
 

@@ -18,11 +18,12 @@ from typing import ClassVar, NamedTuple, Protocol
 import msgspec
 
 from edge_client.delta_chains import delta_chains
+from edge_client.evaluation import blobs_of_model
 from edge_client.guard import Exceeded, Guard
 from edge_client.identity import Renewal
-from edge_client.integrity import Damaged, Integrity
+from edge_client.integrity import DamagedBlobs, Integrity
 from edge_client.readiness import Readiness
-from edge_client.retention import blobs_of_model, retired
+from edge_client.retention import retired
 from edge_client.runtime import Runtime, Stopped
 from edge_client.task_executor import TaskExecution, TaskExecutor
 from edge_client.vault import Vault
@@ -484,9 +485,7 @@ class Agent:
                 "result refused", extra={"run": ack.run, "round": ack.round, "kind": ack.kind, "reason": ack.reason}
             )
             if pending.answer.upload:
-                with contextlib.suppress(
-                    Damaged, StorageFailed
-                ):  # damage may be the reason; the next result reports it
+                with contextlib.suppress(StorageFailed):  # damage may be the reason; the next result reports it
                     self._integrity.check([pending.answer.upload.digest], afresh=True)
 
     def _settle(self, run: str, number: int, *, accepted: bool) -> None:
@@ -574,7 +573,7 @@ class Agent:
         except (FedvitError, OSError) as error:
             self._fail(execution, error)
 
-    def _fetch_again(self, execution: TaskExecution, damaged: Damaged) -> None:
+    def _fetch_again(self, execution: TaskExecution, damaged: DamagedBlobs) -> None:
         """Fetch damaged blobs again, unless this disk damages them each time."""
         execution.working = False
         execution.fetched_anew.update(damaged.digests)
@@ -638,7 +637,7 @@ class Agent:
             wanted = [graph.digest for graph in program.graphs.values()]
             wanted += [group.initial for group in program.groups.values() if group.initial]
             missing = [digest for digest in wanted if not self.blobs.has(digest)]
-        except Damaged as error:
+        except DamagedBlobs as error:
             self._fetch_again(execution, error)
             return
         except FedvitError as error:
@@ -681,7 +680,7 @@ class Agent:
             )
             if execution is self._execution:
                 self._execution = None
-        elif isinstance(worked.error, Damaged):
+        elif isinstance(worked.error, DamagedBlobs):
             if execution is self._execution:
                 self._fetch_again(execution, worked.error)
         elif worked.error and not isinstance(worked.error, Stopped):
@@ -739,7 +738,7 @@ class Agent:
                 return
             if upload and upload.size <= inline_room(result):
                 result = msgspec.structs.replace(result, inline=self._integrity.read(upload.digest))
-        except Damaged:
+        except DamagedBlobs:
             assert upload is not None  # the only blob that was checked
             self._forget(result, f"its upload {upload.digest} was damaged in {self.blobs.folder}")
             return

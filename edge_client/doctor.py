@@ -20,7 +20,7 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown, StorageFailed
 from fedvit.files import folder_bytes
 from fedvit.quantities import counted, format_bytes
-from fedvit.transport.mqtt import Address, describe_error, tls_context
+from fedvit.transport.address import Address, describe_error, tls_context
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
 from profiles.probes.battery import battery
 from profiles.probes.broker import PROBE_BYTES, BrokerProbe

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from edge_client.identity import Identity
 from fedvit.resources import Budget
-from fedvit.transport.mqtt import Address
+from fedvit.transport.address import Address
 from fedvit.wire.topics import Topics
 from profiles.probes.kernel import ROOT
 

@@ -11,7 +11,7 @@ from fedvit.wire.topics import check_name
 
 if TYPE_CHECKING:
     from edge_client.identity import Identity
-    from fedvit.transport.mqtt import Address
+    from fedvit.transport.address import Address
 
 
 class Endpoint(NamedTuple):
@@ -31,7 +31,7 @@ def find_endpoint(
     Raises ConfigError when name or federation are not those of its certificate.
     """
     from edge_client.identity import Identity
-    from fedvit.transport.mqtt import Address
+    from fedvit.transport.address import Address
 
     elsewhere = ca_file is not None or (broker is not None and (broker.startswith("mqtt://") or "@" in broker))
     identity = None if elsewhere else Identity.find(identity_folder(state))

@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from fedvit.errors import BadPayload, ConfigError, FedvitError
 from fedvit.files import atomic_write
+from fedvit.transport.address import Address, tls_context
 from fedvit.transport.base import Transport
-from fedvit.transport.mqtt import Address, tls_context
 from fedvit.wire.enrolment import Renewed, RenewRequest, decode_enrolment, encode_enrolment
 from fedvit.wire.topics import Topics, check_name
 

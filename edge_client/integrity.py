@@ -12,12 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import blake3
 
-from fedvit.blobs import ALGORITHM, BlobStore, digest_of, is_whole, medium_failed
-from fedvit.errors import BadPayload, FedvitError
+from fedvit.blobs import ALGORITHM, BlobStore, Verified, digest_of, medium_failed
+from fedvit.errors import BadPayload, Damaged
 
 log = logging.getLogger(__name__)
 
@@ -30,53 +29,12 @@ KEPT_REPORTS = 8
 """Findings that are stored for the next result at most; the log has all of them."""
 
 
-class Damaged(FedvitError):
+class DamagedBlobs(Damaged):
     """Blobs did not have their digests; they are deleted, and can be fetched again."""
 
     def __init__(self, digests: list[str]) -> None:
         super().__init__(f"{len(digests)} damaged blobs on this device's disk, the first is {digests[0]}")
         self.digests = digests
-
-
-class _Stamp(NamedTuple):
-    digest: str
-    size: int
-    mtime_ns: int
-    inode: int
-
-
-class Verified:
-    """Which files this process found whole."""
-
-    def __init__(self) -> None:
-        self._stamps: dict[Path, _Stamp] = {}
-
-    def is_whole(self, path: Path, digest: str) -> bool:
-        """As `fedvit.blobs.is_whole`; the file is not read again if it was found whole and looks the same."""
-        stamp = _stamp(path, digest)
-        if stamp is not None and self._stamps.get(path) == stamp:
-            return True
-        self.forget(path)
-        whole = is_whole(path, digest)
-        if whole and stamp is not None:
-            self._stamps[path] = stamp
-        return whole
-
-    def forget(self, path: Path) -> None:
-        """It is read again before it counts as whole."""
-        self._stamps.pop(path, None)
-
-    def keep_only(self, paths: Iterable[Path]) -> None:
-        for path in self._stamps.keys() - set(paths):
-            self.forget(path)
-
-
-def _stamp(path: Path, digest: str) -> _Stamp | None:
-    try:
-        state = path.stat()
-    except OSError:
-        return None
-    return _Stamp(digest, state.st_size, state.st_mtime_ns, state.st_ino)
 
 
 class Integrity:
@@ -97,7 +55,7 @@ class Integrity:
     def check(self, digests: Iterable[str], *, afresh: bool = False) -> None:
         """Verify those of some blobs that are here; `afresh`: also if they were verified before.
 
-        Raises Damaged for damaged ones, which are deleted.
+        Raises DamagedBlobs for damaged ones, which are deleted.
         """
         damaged = []
         for digest in dict.fromkeys(digests):
@@ -108,10 +66,10 @@ class Integrity:
                 self._discard(digest)
                 damaged.append(digest)
         if damaged:
-            raise Damaged(damaged)
+            raise DamagedBlobs(damaged)
 
     def read(self, digest: str) -> bytes:
-        """The verified bytes of a small blob. Raises Damaged, and BadPayload when it is not here."""
+        """The verified bytes of a small blob. Raises DamagedBlobs, and BadPayload when it is not here."""
         with contextlib.suppress(OSError):
             content = self._blobs.get(digest)
             if digest_of(content) == digest:

@@ -25,8 +25,9 @@ from paho.mqtt.enums import CallbackAPIVersion
 from edge_client.identity import Identity, Membership
 from fedvit.errors import BadPayload, ConfigError, LinkDown, PeerRefused, StorageFailed
 from fedvit.files import atomic_write
+from fedvit.transport.address import Address, describe_error
 from fedvit.transport.base import Connected, Disconnected
-from fedvit.transport.mqtt import Address, MqttTransport, describe_error
+from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.enrolment import (
     FROM_COORDINATOR,
     FROM_DEVICE,

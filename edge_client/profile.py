@@ -13,7 +13,7 @@ from edge_client.speed import Measure, find_speed
 from fedvit.errors import FedvitError
 from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget, Speed
-from fedvit.transport.mqtt import Address
+from fedvit.transport.address import Address
 from profiles.probes.broker import measure_round_trip
 from profiles.probes.disk import DiskSpeed, measure_disk
 from profiles.probes.host import Host, free_disk_bytes, host, resident_bytes

@@ -11,39 +11,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from edge_client.vault import TaskNote, Vault
+from edge_client.evaluation import blobs_of_model
+from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.files import WRITING, folder_bytes, storage_failed
-from fedvit.program import Program, Role, decode_program
+from fedvit.program import decode_program
 from fedvit.quantities import format_bytes
 
 VAULT, BLOBS, LOCK = "vault", "blobs", "lock"
-
-
-# --- the parts of a model --------------------------------------------------------------------------
-
-
-def own_groups(program: Program, note: TaskNote, vault: Vault) -> set[str]:
-    """The groups of which the vault holds the device's own tensors, as used by its next evaluation."""
-    newest = vault.round_of(note.run)
-    if not newest:
-        return set()
-    of_this_round = newest == note.round or not program.evaluate.kept_of_this_round
-    return {*program.with_role(Role.LOCAL), *(program.evaluate.kept if of_this_round else ())}
-
-
-def given_blob(program: Program, note: TaskNote, group: str) -> str | None:
-    """The blob with the values of a group from the server; None if the server sent none."""
-    spec = program.groups[group]
-    return note.groups.get(group) if spec.role.from_server_each_round else spec.initial
-
-
-def blobs_of_model(program: Program, note: TaskNote, vault: Vault) -> set[str]:
-    """The blobs of the device's own model of a run (edge_client.trained), beside the tensors in the vault."""
-    given = {given_blob(program, note, group) for group in program.groups.keys() - own_groups(program, note, vault)}
-    graphs = {program.graphs[name].digest for name in program.graphs_for("evaluate")}
-    return {note.program, *graphs, *(digest for digest in given if digest)}
 
 
 # --- which runs are removed ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy as np
 
 from edge_client.batches import ahead, chosen_rows, facts_of, full_images, training_batches
 from edge_client.guard import Tally
-from edge_client.sampler import MedianSampler
+from edge_client.sampler import make_sampler
 from edge_client.steps import Graph, Steps, SummedSteps, WholeSteps
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import Indices
@@ -137,11 +137,8 @@ class Runtime:
             for counts in (tally, watch.tally):
                 counts.phases.append(times)
             loop = self._steps(program, phase, values, start, facts_of(program, phase, images, number_rng), lr_scale)
-            sampler = (
-                MedianSampler(images.labels, phase.epochs, phase.collect.threshold, sample_rng)
-                if phase.collect
-                else None
-            )
+            collect = phase.collect
+            sampler = make_sampler(collect, images.labels, phase.epochs, sample_rng) if collect else None
             losses: dict[int, list[tuple[float, int]]] = {}
             batches_of = training_batches(images, program.batch, phase, order_rng, picture_rng, mask_rng)
             for fed in ahead(batches_of):
@@ -157,8 +154,8 @@ class Runtime:
                     for counts in (tally, watch.tally):
                         counts.flops += stepped.runs * program.graphs[phase.graph].flops
                 losses.setdefault(fed.epoch, []).append((stepped.loss, int(fed.readable.sum())))
-                if sampler and phase.collect:
-                    values_of_rows = stepped.collected[f"collect/{phase.collect.output}"]
+                if sampler and collect:
+                    values_of_rows = stepped.collected[f"collect/{collect.output}"]
                     sampler.record(fed.epoch, fed.rows, fed.readable, values_of_rows)
                 watch.step(tally.steps, total, stepped.loss)
             if not loop.count:
@@ -167,9 +164,9 @@ class Runtime:
             result.loss = sum(loss * count for loss, count in last_epoch) / sum(count for _, count in last_epoch)
             values.update(loop.trained)
             result.tensors.update(loop.trained)
-            if sampler and phase.collect:
-                features, labels = sampler.collected(phase.collect.shape)
-                result.collected |= {phase.collect.output: features, LABELS: labels}
+            if sampler and collect:
+                features, labels = sampler.collected(collect.shape)
+                result.collected |= {collect.output: features, LABELS: labels}
         result.samples = len(images) - len(lost)
         result.steps, result.step_s, result.flops = tally.steps, tally.step_s, tally.flops
         return result
@@ -183,18 +180,9 @@ class Runtime:
 
         Raises Stopped, BadPayload, DataError.
         """
-        *training, choice_rng = seeds.generators(6)
-        evaluate, images, batch = program.evaluate, data.test, program.batch
-        graph, flops = self._graph(program, evaluate.graph), 0
-        if evaluate.adapt:
-            quiet = Watch(lambda *_: None, watch.stopped)
-            adapted = self._run_phases(program, evaluate.adapt, values, data.train, training, 1.0, quiet)
-            values, flops = {**values, **adapted.tensors}, adapted.flops
-        feeds = {f"tensor/{name}": value for name, value in values.items()}
-        if evaluate.gather:
-            rows = chosen_rows(len(data.train), evaluate.gather.capacity, choice_rng)
-            feeds |= self._gather(program, evaluate.gather, feeds, data.train, rows, watch)
-            flops += program.graphs[evaluate.gather.graph].flops * -(-len(rows) // batch.answer_size)
+        images, batch = data.test, program.batch
+        graph = self._graph(program, program.evaluate.graph)
+        feeds, flops = self.prepare(program, values, data.train, seeds, watch)
         graph.require(feeds.keys() | {"batch/patches"})
         correct, seen = 0, 0
         total = -(-len(images) // batch.answer_size)
@@ -206,7 +194,28 @@ class Runtime:
             correct += int(((answers == images.labels[rows]) & readable).sum())
             seen += int(readable.sum())
             watch.step(number + 1, total, None)
-        return Evaluated(correct, seen, flops + program.graphs[evaluate.graph].flops * total)
+        return Evaluated(correct, seen, flops + program.graphs[program.evaluate.graph].flops * total)
+
+    def prepare(
+        self, program: Program, values: Mapping[str, Array], images: Split, seeds: Seeds, watch: Watch
+    ) -> tuple[Tensors, int]:
+        """The predict graph's inputs but the images, and the FLOPs that they cost.
+
+        They are the tensors, tuned on the device's training images if the method tunes, and the features of these
+        images if the method gathers them. Raises Stopped, BadPayload, DataError.
+        """
+        *training, choice_rng = seeds.generators(6)
+        evaluate, flops = program.evaluate, 0
+        if evaluate.adapt:
+            quiet = Watch(lambda *_: None, watch.stopped)
+            adapted = self._run_phases(program, evaluate.adapt, values, images, training, 1.0, quiet)
+            values, flops = {**values, **adapted.tensors}, adapted.flops
+        feeds = {f"tensor/{name}": value for name, value in values.items()}
+        if gather := evaluate.gather:
+            rows = chosen_rows(len(images), gather.capacity, choice_rng)
+            feeds |= self._gather(program, gather, feeds, images, rows, watch)
+            flops += program.graphs[gather.graph].flops * -(-len(rows) // program.batch.answer_size)
+        return feeds, flops
 
     def _gather(
         self,

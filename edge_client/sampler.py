@@ -1,14 +1,30 @@
-"""Chooses the features that a device uploads: about the same number per class, so that counts reveal little."""
+"""Choose the values that a device uploads. A Program names its sampler (`fedvit.program.Collect`)."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from fedvit.program import Collect
 from fedvit.tensors import Array
+
+
+class Sampler(Protocol):
+    """The choice among the images of one phase."""
+
+    def positions(self, epoch: int, rows: Array, readable: Array) -> list[int]:
+        """The positions of the chosen images in a batch of the images `rows`."""
+
+    def record(self, epoch: int, rows: Array, readable: Array, values: Array) -> None:
+        """Store the values of the chosen images of a batch; `rows` are indices of the device's images."""
+
+    def collected(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """(values (n, *shape) float32, labels (n,) int64)."""
 
 
 class MedianSampler:
     """EFTViT's median-balanced choice, drawn before training, so that only uploaded features are stored.
+
+    It takes about the same number per class, so that counts reveal little.
 
     With n_c images of class c and med their median over the classes that are present: a class with fewer
     than med gives features of all epochs, any other those of the last epoch; of more than med candidates,
@@ -31,15 +47,20 @@ class MedianSampler:
         self._kept: list[tuple[Any, int]] = []
 
     def positions(self, epoch: int, rows: Array, readable: Array) -> list[int]:
-        """The positions of the chosen images in a batch of the images `rows`."""
         return [position for position, row in enumerate(rows) if int(row) in self._picks[epoch] and readable[position]]
 
     def record(self, epoch: int, rows: Array, readable: Array, values: Array) -> None:
-        """Store the values of the chosen images of a batch; `rows` are indices of the device's images."""
         for position in self.positions(epoch, rows, readable):
             self._kept.append((np.array(values[position]), int(self._labels[rows[position]])))
 
     def collected(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
-        """(values (n, *shape) float32, labels (n,) int64)."""
         values = np.stack([value for value, _ in self._kept]) if self._kept else np.zeros((0, *shape), np.float32)
         return values, np.array([label for _, label in self._kept], np.int64)
+
+
+SAMPLERS = {"median": MedianSampler}
+
+
+def make_sampler(collect: Collect, labels: Array, epochs: int, rng: np.random.Generator) -> Sampler:
+    """The sampler that a phase names, for images with these labels."""
+    return SAMPLERS[collect.sampler](labels, epochs, collect.threshold, rng)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from edge_client.delta_chains import DeltaChain, make_blob
+from edge_client.evaluation import own_groups, start_values
 from edge_client.guard import Exceeded, Guard, Guarded
 from edge_client.integrity import Integrity
 from edge_client.private import clipped, noisy_rows
@@ -23,7 +24,7 @@ from fedvit.engine import load_engine, trim_memory
 from fedvit.errors import BadPayload
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
-from fedvit.tensors import Tensors, check_finite, check_tensors, delta, mapped, packed_pieces
+from fedvit.tensors import Tensors, check_finite, delta, packed_pieces
 from fedvit.wire.messages import Cancel, Extended, Manifest, Progress, Result, ResultAck, Task
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class TaskExecutor:
     def run(self, execution: TaskExecution, program: Program) -> Result:
         """Do the work of a task, and return its result.
 
-        Raises Exceeded for a budget, Stopped for a stopped task, Damaged for blobs that must be fetched again.
+        Raises Exceeded for a budget, Stopped for a stopped task, DamagedBlobs for those that must be fetched again.
         """
         self._check(execution, program)
         load_engine()
@@ -119,10 +120,12 @@ class TaskExecutor:
         for name in program.graphs_for(task.kind):
             digest = program.graphs[name].digest
             self._runtime.open(digest, self._blobs.path(digest))
-        values = self._values(task, program)
+        evaluates = task.kind == "evaluate"
+        own = own_groups(program, task, self._vault) if evaluates else program.with_role(Role.LOCAL)
+        values, _ = start_values(program, task, own, self._vault, self._blobs)
         watch = Watch(self._progress(execution), lambda: execution.stop.is_set() or guarded.over(), guarded.tally)
         seeds = Seeds(task.seed, task.round, self._device)
-        if task.kind == "evaluate":
+        if evaluates:
             evaluated = self._runtime.evaluate(program, values, data, seeds, watch)
             use = self._use(execution, guarded, evaluated.flops)
             correct = float(evaluated.correct)
@@ -207,29 +210,6 @@ class TaskExecutor:
         if classes not in self._by_classes:
             self._by_classes = {classes: self._data.relabelled(classes)}
         return self._by_classes[classes]
-
-    def _values(self, task: Task, program: Program) -> Tensors:
-        """Every tensor at the start of the round, verified against the Program."""
-        values: Tensors = {}
-        stored = self._vault.local(task.run)
-        kept = program.evaluate.kept if task.kind == "evaluate" else ()
-        if program.evaluate.kept_of_this_round and self._vault.round_of(task.run) != task.round:
-            kept = ()
-        for group, spec in program.groups.items():
-            what = f"group {group!r} of round {task.round}"
-            mine = stored if stored and (spec.role is Role.LOCAL or group in kept) else {}
-            tensors = {name: mine[name] for name in program.names(group) if name in mine}
-            if not tensors:  # also if the group was not local in earlier rounds
-                digest = task.groups.get(group) if spec.role.from_server_each_round else spec.initial
-                if digest is None:
-                    source = (
-                        "the task does not name it" if spec.role.from_server_each_round else "it has no initial value"
-                    )
-                    raise BadPayload(f"{what}: {source}")
-                tensors = mapped(self._blobs.path(digest))
-            check_tensors(tensors, program.expected([group]), what)
-            values |= tensors
-        return values
 
     def _progress(self, execution: TaskExecution) -> Callable[[int, int, float | None], None]:
         """A function that reports progress: at the first and last step, and in between at the interval of the task."""

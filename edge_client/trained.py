@@ -5,24 +5,19 @@ tensors from the vault, tuned on the device's images if the method tunes, with t
 method stores them.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-import numpy as np
-
-from edge_client.retention import given_blob, own_groups
+from edge_client.evaluation import own_groups, start_values
 from edge_client.runtime import Runtime, Seeds, Watch
 from edge_client.vault import TaskNote, Vault
 from edge_client.vault_key import VaultKey
 from export.bundle.card import Origin
-from export.bundle.measure import RunGraph, pictures_of
 from export.bundle.write import Trained
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.program import Gather, Program, decode_program
-from fedvit.tensors import Array, Tensors, check_tensors, mapped
+from fedvit.program import decode_program
+from fedvit.tensors import Tensors
 
 
 def trained_here(
@@ -45,8 +40,12 @@ def trained_here(
     note = _note(vault, run)
     try:
         program = decode_program(blobs.get(note.program))
-        values, personal = _values(note, program, vault, blobs)
-        graphs = {name: blobs.get(program.graphs[name].digest) for name in program.graphs_for("evaluate")}
+        evaluate = program.evaluate
+        values, personal = start_values(program, note, own_groups(program, note, vault), vault, blobs)
+        graph = blobs.get(program.graphs[evaluate.graph].digest)
+        runtime = Runtime(threads)
+        for name in program.graphs_for("evaluate") if evaluate.adapt or evaluate.gather else ():
+            runtime.open(program.graphs[name].digest, blobs.path(program.graphs[name].digest))
     except BadPayload as error:
         newest = vault.runs()[0]
         if newest != run:
@@ -55,20 +54,14 @@ def trained_here(
         raise ConfigError(f"run {run!r} cannot be exported now (is its next task arriving?): {error}") from error
     if vault.noted(run) != note:
         raise ConfigError(f"the device started another task of run {run!r} while its tensors were read; try again")
-    evaluate = program.evaluate
     needs = "tunes the model on" if evaluate.adapt else "compares pictures with" if evaluate.gather else None
     if needs and data is None:
         raise ConfigError(f"method {program.method!r} {needs} the device's images: name their folder with --data")
     images = data.relabelled(program.classes) if data else None
-    seeds = Seeds(note.seed, note.round, device)
-    if evaluate.adapt and images:
-        values |= _adapted(program, values, images, seeds, blobs, threads)
-    inputs: dict[str, Array] = {f"tensor/{name}": value for name, value in values.items()}
-    remembered = 0
-    if evaluate.gather and images:
-        gathered = _gathered(evaluate.gather, graphs[evaluate.gather.graph], inputs, program, images, seeds, threads)
-        inputs |= gathered
-        remembered = int(gathered["gathered/weight"].sum())
+    inputs: Tensors = {f"tensor/{name}": value for name, value in values.items()}
+    if needs and images:
+        seeds, silent = Seeds(note.seed, note.round, device), Watch(lambda *_: None, lambda: False)
+        inputs, _ = runtime.prepare(program, values, images.train, seeds, silent)
     origin = Origin(
         run=run,
         method=program.method,
@@ -78,9 +71,8 @@ def trained_here(
         made_by=made_by,
         personal_tensors=personal,
         adapted=bool(evaluate.adapt),
-        remembered=remembered,
+        remembered=int(inputs["gathered/weight"].sum()) if evaluate.gather else 0,
     )
-    graph = graphs[evaluate.graph]
     return Trained(graph=graph, values=inputs, batch=program.batch, classes=program.classes, origin=origin), images
 
 
@@ -93,62 +85,3 @@ def _note(vault: Vault, run: str) -> TaskNote:
         known = ", ".join(vault.runs()[:5]) or "none yet"
         raise ConfigError(f"no run {run!r} in {vault.folder}; this device has worked for: {known}")
     return note
-
-
-def _values(note: TaskNote, program: Program, vault: Vault, blobs: BlobStore) -> tuple[Tensors, int]:
-    """Every tensor as in the device's next evaluation, and how many of them are personal."""
-    values: Tensors = {}
-    stored = vault.local(note.run) or {}
-    own = own_groups(program, note, vault)
-    personal = 0
-    for group in program.groups:
-        tensors = {name: stored[name] for name in program.names(group) if group in own and name in stored}
-        personal += len(tensors)
-        if not tensors:  # not trained here yet
-            digest = given_blob(program, note, group)
-            if digest is None:
-                raise BadPayload(f"group {group!r} has no value")
-            tensors = mapped(blobs.path(digest))
-        check_tensors(tensors, program.expected([group]), f"group {group!r} of run {note.run!r}")
-        values |= tensors
-    return values, personal
-
-
-def _adapted(
-    program: Program, values: Mapping[str, Array], images: DeviceData, seeds: Seeds, blobs: BlobStore, threads: int
-) -> Tensors:
-    """The tensors after tuning as for an evaluation, with the same random draws."""
-    runtime = Runtime(threads)
-    tuning = msgspec.structs.replace(program, train=program.evaluate.adapt)
-    for name in tuning.graphs_for("train"):
-        digest = program.graphs[name].digest
-        runtime.open(digest, blobs.path(digest))
-    watch = Watch(lambda *_: None, lambda: False)
-    return runtime.train(tuning, values, images.train, seeds, 1.0, watch).tensors
-
-
-def _gathered(
-    gather: Gather,
-    graph: bytes,
-    inputs: Mapping[str, Array],
-    program: Program,
-    images: DeviceData,
-    seeds: Seeds,
-    threads: int,
-) -> Tensors:
-    """The features of training images as gathered by an evaluation, with the same draws; empty rows have weight 0."""
-    *_, choice_rng = seeds.generators(6)
-    rows = np.arange(len(images.train))
-    if len(rows) > gather.capacity:
-        rows = np.sort(choice_rng.choice(len(rows), gather.capacity, replace=False))
-    run = RunGraph(graph, inputs, program.batch, threads)
-    values = np.zeros((gather.capacity, *gather.shape), np.float32)
-    labels, weight = np.zeros(gather.capacity, np.int64), np.zeros(gather.capacity, np.float32)
-    filled = 0
-    for pictures in pictures_of(images.train, program.batch, rows):
-        assert pictures.labels is not None  # a device knows its own
-        target = slice(filled, filled + len(pictures.images))
-        values[target] = run(pictures.images, f"collect/{gather.output}")
-        labels[target], weight[target] = pictures.labels, 1.0
-        filled += len(pictures.images)
-    return {f"gathered/{gather.output}": values, "gathered/labels": labels, "gathered/weight": weight}

@@ -24,11 +24,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from edge_client.integrity import Verified
 from edge_client.sums import SUMS, Sums, closed, opened, read_file, read_sums, write_sums
 from edge_client.vault_key import VaultKey
-from fedvit.blobs import digest_of, digest_of_file, medium_failed
-from fedvit.errors import BadPayload, ConfigError, StorageFailed
+from fedvit.blobs import Verified, digest_of, digest_of_file, medium_failed
+from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
 from fedvit.files import WRITING, atomic_write, make_folder, storage_failed, sync_folder
 from fedvit.tensors import Tensors, mapped, pack, packed_pieces, unpack
 from fedvit.wire.messages import Result, Task, TaskKind
@@ -64,10 +63,6 @@ class Residual(NamedTuple):
 
 
 NO_RESIDUAL = Residual(None, {})
-
-
-class _DamagedFile(StorageFailed):
-    """A file of the vault is damaged."""
 
 
 class Repair(NamedTuple):
@@ -131,7 +126,7 @@ class Vault:
         if file.suffix == _SEALED and self._key is None:
             raise ConfigError(f"{file} is encrypted; name the device's key with --vault-key")
         if not self._is_whole(file):
-            raise StorageFailed(f"{file} is damaged")
+            raise Damaged(f"{file} is damaged")
         try:
             if file.suffix == _SEALED and self._key:
                 return unpack(self._key.open(read_file(file), _path_in_vault(file)))
@@ -139,7 +134,7 @@ class Vault:
         except OSError as error:
             raise storage_failed(f"cannot read {file}", error) from error
         except BadPayload as error:
-            raise StorageFailed(f"{file} is damaged: {error}") from error
+            raise Damaged(f"{file} is damaged: {error}") from error
 
     def _is_whole(self, file: Path) -> bool:
         """Whether a file of a round is undamaged; True if it has no checksum (of an earlier version)."""
@@ -294,7 +289,7 @@ class Vault:
         file, number = current / _RESULT, _round(current)
         if not (current / _PENDING).exists():
             return []
-        with contextlib.suppress(_DamagedFile):
+        with contextlib.suppress(Damaged):
             self._result(file)
             return []
         self.settle(run, number, accepted=False)
@@ -325,11 +320,11 @@ class Vault:
 
     def _result(self, file: Path) -> Result:
         if not self._is_whole(file):
-            raise _DamagedFile(f"{file} is damaged")
+            raise Damaged(f"{file} is damaged")
         try:
             return msgspec.msgpack.decode(read_file(file), type=Result)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise _DamagedFile(f"{file} is damaged: {error}") from error
+            raise Damaged(f"{file} is damaged: {error}") from error
 
     def settle(self, run: str, round_number: int, *, accepted: bool = True) -> None:
         """Mark the result as acknowledged, or as refused for good; the personal tensors are kept."""
@@ -358,7 +353,7 @@ class Vault:
         try:
             return msgspec.msgpack.decode(opened(read_file(file)), type=TaskNote)
         except (BadPayload, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise StorageFailed(f"{file} is damaged: {error}") from error
+            raise Damaged(f"{file} is damaged: {error}") from error
 
     def runs(self) -> list[str]:
         """Runs that this device has worked for, the newest first."""

@@ -9,6 +9,7 @@ import errno
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import blake3
 
@@ -61,6 +62,52 @@ def is_whole(path: Path, digest: str) -> bool:
         raise storage_failed(f"cannot read {path}", error) from error
 
 
+class _Stamp(NamedTuple):
+    digest: str
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+class Verified:
+    """Which files this process found whole. Safe from any thread.
+
+    A file counts as whole while its size, modification time and inode are those at which it was read.
+    """
+
+    def __init__(self) -> None:
+        self._stamps: dict[Path, _Stamp] = {}
+
+    def is_whole(self, path: Path, digest: str) -> bool:
+        """As the function `is_whole`; the file is not read again if it was found whole and looks the same."""
+        stamp = _stamp(path, digest)
+        if stamp is not None and self._stamps.get(path) == stamp:
+            return True
+        self.forget(path)
+        whole = is_whole(path, digest)
+        if whole and stamp is not None:
+            self._stamps[path] = stamp
+        return whole
+
+    def forget(self, path: Path) -> None:
+        """It is read again before it counts as whole."""
+        self._stamps.pop(path, None)
+
+    def keep_only(self, paths: Iterable[Path]) -> None:
+        kept = set(paths)
+        for path in list(self._stamps):
+            if path not in kept:
+                self.forget(path)
+
+
+def _stamp(path: Path, digest: str) -> _Stamp | None:
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return _Stamp(digest, state.st_size, state.st_mtime_ns, state.st_ino)
+
+
 class BlobStore:
     """A folder of blobs. Any number of processes may share it: writes are atomic and equal."""
 
@@ -101,13 +148,6 @@ class BlobStore:
             return self.path(digest).read_bytes()
         except FileNotFoundError:
             raise BadPayload(f"blob {digest} is not in {self.folder}") from None
-
-    def verify(self, digest: str) -> bool:
-        """Whether the blob is here and undamaged. Reads the whole blob and changes nothing.
-
-        Raises BadPayload for an invalid digest, StorageFailed as `is_whole`.
-        """
-        return is_whole(self.path(digest), digest)
 
     def small(self, digests: Iterable[str], limit_bytes: int) -> tuple[bytes, ...]:
         """The smallest of some blobs, with at most `limit_bytes` together; at most 100 of them."""

@@ -129,15 +129,16 @@ class Batch(Struct, frozen=True, kw_only=True):
 
 
 class Collect(Struct, frozen=True):
-    """Record one of the graph's `collect/` outputs for upload, chosen by the median-balanced sampler."""
+    """Record one of the graph's `collect/` outputs for upload, of samples that a sampler chooses."""
 
     output: str
     shape: Shape  # of one sample's value, float32
-    threshold: Rate = 1.0  # multiplies the median; > 0
+    threshold: Rate = 1.0  # of the sampler: multiplies the median; > 0
     codec: str = NONE  # of the values, as they are uploaded
     clip: Norm | None = None  # each sample's value is scaled down to this norm before it is sent
     noise: Rate = 0.0  # with `clip`: std of the Gaussian noise that is added then, times `clip`
     rehearsal: bool = False  # deterministic noise from the run's seed: for experiments, without privacy
+    sampler: Literal["median"] = "median"  # of edge_client.sampler
 
 
 class Draw(Struct, frozen=True, kw_only=True):

@@ -76,8 +76,11 @@ def host_command(
     quiet: bool,
 ) -> None:
     """Host virtual devices in this process, each with its own name, vault and connection."""
-    from fedvit.transport.mqtt import Address
-    from fedvit.transport.mqtt_shared import MqttLoop, SharedMqttTransport
+    from paho.mqtt.enums import MQTTProtocolVersion
+
+    from fedvit.transport.address import Address
+    from fedvit.transport.mqtt import MqttTransport
+    from fedvit.transport.mqtt_loop import MqttLoop
     from fleet.virtual import Host, share
 
     configure_logging(level=logging.WARNING if quiet else logging.INFO)
@@ -92,8 +95,13 @@ def host_command(
     host = Host(
         mine,
         federation=check_name(federation, "federation"),
-        transport=lambda name, inbox: SharedMqttTransport(
-            inbox, address, f"{name}-{secrets.token_hex(4)}", loop, return_spread_s=RETURN_SPREAD_S
+        transport=lambda name, inbox: MqttTransport(
+            inbox,
+            address,
+            f"{name}-{secrets.token_hex(4)}",
+            versions=(MQTTProtocolVersion.MQTTv311,),
+            return_spread_s=RETURN_SPREAD_S,
+            loop=loop,
         ),
         state=state,
         blobs=state / f"host-{number}" / "blobs",

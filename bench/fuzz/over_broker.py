@@ -23,8 +23,9 @@ from bench.fuzz.seeds import RUN, SETTINGS, from_coordinator, from_device, hello
 from coordinator.broker import start_broker
 from coordinator.record.store import Store
 from fedvit.errors import BadPayload, FedvitError
+from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Received
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import DeviceState, Hello, Manifest, Refused, Task, Welcome, decode, encode
 from fedvit.wire.topics import Topics
 from fleet.processes import Fleet, last_line, program

@@ -8,7 +8,7 @@ from pathlib import Path
 from coordinator.broker.mosquitto import find_mosquitto, start_mosquitto
 from coordinator.broker.process import FLEET_USER, Broker, claim_port
 from fedvit.errors import ConfigError, StorageFailed
-from fedvit.transport.mqtt import Address
+from fedvit.transport.address import Address
 
 __all__ = ["FLEET_USER", "Broker", "start_broker"]
 

@@ -15,7 +15,8 @@ import psutil
 
 from coordinator.broker.process import FLEET_USER, START_S, Broker
 from fedvit.files import atomic_write
-from fedvit.transport.mqtt import MAX_PACKET_BYTES, Address
+from fedvit.transport.address import Address
+from fedvit.transport.mqtt import MAX_PACKET_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ import psutil
 
 from fedvit.errors import ConfigError
 from fedvit.quantities import format_bytes, format_seconds
-from fedvit.transport.mqtt import Address
+from fedvit.transport.address import Address
 
 FLEET_USER = "fedvit"
 """The one user name of a fleet; its secret is the password that the operator chose."""

@@ -1,12 +1,12 @@
 """`coordinator export`: writes the model of a run as a bundle."""
 
-import platform
 from importlib.metadata import version
 from pathlib import Path
 
 import click
 
 from coordinator.commands.flags import existing_store, runs_flag
+from export.bundle.command import out_flag, precisions_flag, write
 from fedvit.command_line import Command, json_flag
 
 
@@ -16,7 +16,7 @@ from fedvit.command_line import Command, json_flag
 )
 @click.argument("run")
 @click.option("--device", metavar="ID", help="The model that was generated for this device (FedTP, pFedHN, ...).")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("bundle"), help="New folder for the bundle.")
+@out_flag
 @runs_flag
 @click.option(
     "--data",
@@ -24,13 +24,7 @@ from fedvit.command_line import Command, json_flag
     help="Images to measure with: those in test/CLASS, or a fifth of those in CLASS.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to measure with; by default all cores.")
-@click.option(
-    "--precision",
-    "precisions",
-    type=click.Choice(("fp32", "fp16", "int8")),
-    multiple=True,
-    help="Only these files. Repeatable.",
-)
+@precisions_flag
 @json_flag
 def export(
     run: str,
@@ -44,9 +38,7 @@ def export(
 ) -> None:
     """Write the newest model of RUN as ONNX files that work without this software."""
     from coordinator.record.trained import trained_by
-    from export.bundle.assemble import Precision
-    from export.bundle.card import summary
-    from export.bundle.write import Bench, check_new, write_bundle
+    from export.bundle.write import check_new
     from fedvit.data.folder import DeviceData
     from profiles.probes.host import usable_cores
 
@@ -56,16 +48,13 @@ def export(
         trained = trained_by(store, folder, run, device, f"coordinator {version('fedvit')}")
     finally:
         store.close()
-    bench = Bench(
+    write(
+        out,
+        trained,
         images=DeviceData.open(data).relabelled(trained.classes).test if data else None,
         described=f"test images of {data.name}" if data else "",
         threads=threads or usable_cores(),
-        machine=platform.machine(),
         cores=usable_cores(),
+        precisions=precisions,
+        as_json=as_json,
     )
-    chosen = tuple(map(Precision, precisions)) or tuple(Precision)
-    card = write_bundle(out, trained, bench, precisions=chosen, progress=lambda line: click.echo(line, err=True))
-    if as_json:
-        click.echo((out / "card.json").read_text(), nl=False)
-        return
-    click.echo("\n".join([f"bundle: {out}", *summary(card)]))

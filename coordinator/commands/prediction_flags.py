@@ -1,18 +1,22 @@
 """The flags of commands that predict costs: a method on a model, boards, and budgets."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from coordinator.commands.flags import key_value
 from fedvit.command_line import amount
 from fedvit.known_names import check_names
 from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
 from fedvit.resources import Budget
 
+if TYPE_CHECKING:
+    from coordinator.planning.profiling import Request
+
 
 def _budget_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Budgets with units, as for devices and runs; `budget_of` reads them."""
+    """Budgets with units, as for devices and runs."""
     for flag, parse, text in (
         (
             "--memory-budget",
@@ -25,15 +29,6 @@ def _budget_flags(command: Callable[..., None]) -> Callable[..., None]:
     ):
         command = click.option(flag, callback=amount(parse), metavar="AMOUNT", help=text)(command)
     return command
-
-
-def budget_of(flags: dict[str, Any]) -> Budget:
-    return Budget(
-        memory_bytes=flags["memory_budget"],
-        flops_per_round=flags["flops_budget"],
-        round_deadline_s=flags["round_deadline"],
-        upload_bytes=flags["upload_budget"],
-    )
 
 
 def request_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -65,12 +60,31 @@ def request_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def check_request(
-    method: str, model: str, options: dict[str, Any], model_options: dict[str, Any], devices: tuple[str, ...]
-) -> None:
-    """Raises ConfigError for unknown names, before anything imports torch."""
+def request_of(given: dict[str, Any], *, masks: Sequence[float] = (), splits: Sequence[int] = ()) -> "Request":
+    """The request in the values of `request_flags`. Raises ConfigError for unknown names, before torch is imported."""
     from profiles.catalogue import in_mode
 
-    check_names(method, options, model, model_options)
-    for device in devices:
+    options, model_options = dict(map(key_value, given["pairs"])), dict(map(key_value, given["model_pairs"]))
+    check_names(given["method"], options, given["model"], model_options)
+    for device in given["devices"]:
         in_mode(device)
+    from coordinator.planning.profiling import BoardMode, Request
+
+    return Request(
+        method=given["method"],
+        options=options,
+        model=given["model"],
+        model_options=model_options,
+        classes=given["classes"],
+        targets=[BoardMode.parse(text) for text in given["devices"]],
+        masks=masks,
+        splits=splits,
+        images=given["images"],
+        test_images=given["test_images"],
+        budget=Budget(
+            memory_bytes=given["memory_budget"],
+            flops_per_round=given["flops_budget"],
+            round_deadline_s=given["round_deadline"],
+            upload_bytes=given["upload_budget"],
+        ),
+    )

@@ -5,8 +5,7 @@ from typing import Any
 
 import click
 
-from coordinator.commands.flags import key_value
-from coordinator.commands.prediction_flags import budget_of, check_request, request_flags
+from coordinator.commands.prediction_flags import request_flags, request_of
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import OverBudget
 from fedvit.files import atomic_write
@@ -21,48 +20,20 @@ from fedvit.files import atomic_write
 @click.option("--split", "splits", multiple=True, type=int, help="Blocks that a device trains. Repeatable.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write a page: FILE.html.")
 @json_flag
-def profile(
-    method: str,
-    model: str,
-    pairs: tuple[str, ...],
-    model_pairs: tuple[str, ...],
-    devices: tuple[str, ...],
-    masks: tuple[float, ...],
-    splits: tuple[int, ...],
-    classes: int,
-    images: int,
-    test_images: int,
-    out: Path | None,
-    as_json: bool,
-    **budgets: Any,
-) -> None:
+def profile(masks: tuple[float, ...], splits: tuple[int, ...], out: Path | None, as_json: bool, **request: Any) -> None:
     """Predict what a method costs on boards: FLOPs, bytes, time, memory, energy; and which budgets are kept.
 
     Every --mask is combined with every --split. Ends with exit code 8 if no variant fits the budget of a device.
     """
-    options, model_options = dict(map(key_value, pairs)), dict(map(key_value, model_pairs))
-    check_request(method, model, options, model_options, devices)
+    wanted = request_of(request, masks=masks, splits=splits)
     from rich.console import Console
 
-    from coordinator.planning.profiling import BoardMode, Request, make_document
+    from coordinator.planning.profiling import make_document
     from profiles.report.document import encode
     from profiles.report.profile_page import profile_page
     from profiles.report.terminal import profile_report
 
-    request = Request(
-        method=method,
-        options=options,
-        model=model,
-        model_options=model_options,
-        classes=classes,
-        targets=[BoardMode.parse(text) for text in devices],
-        masks=masks,
-        splits=splits,
-        images=images,
-        test_images=test_images,
-        budget=budget_of(budgets),
-    )
-    document = make_document(request, progress=lambda line: click.echo(line, err=True))
+    document = make_document(wanted, progress=lambda line: click.echo(line, err=True))
     console = Console()
     if as_json:
         click.echo(encode(document), nl=False)

@@ -16,8 +16,9 @@ from coordinator.deployment.authority import DEVICE_DAYS
 from coordinator.deployment.folder import Deployment
 from coordinator.deployment.registry import Certificate, Device, OpenToken, Rows, now
 from fedvit.errors import BadPayload, FedvitError, PeerRefused
+from fedvit.transport.address import Address
 from fedvit.transport.base import Received
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.enrolment import (
     FROM_COORDINATOR,
     FROM_DEVICE,

@@ -35,7 +35,7 @@ from coordinator.deployment.authority import Authority
 from coordinator.deployment.registry import OpenToken, Registry, Rows, now
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write, storage_failed
-from fedvit.transport.mqtt import Address
+from fedvit.transport.address import Address
 from fedvit.wire.enrolment import SECRET_BYTES, Token, login_of
 from fedvit.wire.topics import check_name
 

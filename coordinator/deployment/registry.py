@@ -137,10 +137,6 @@ class OpenToken(Struct, frozen=True):
     def secret_bytes(self) -> bytes:
         return base64.b64decode(self.secret)
 
-    def is_open(self, now_s: float) -> bool:
-        """Whether a device can still join with it."""
-        return self.request is None and not self.withdrawn and self.expires_at > now_s
-
 
 class Rows:
     """The registry within one transaction. Methods that change something may only be called within `Registry.change`.

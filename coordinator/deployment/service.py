@@ -25,8 +25,9 @@ from coordinator.deployment.enrolment import EnrolmentService
 from coordinator.deployment.folder import COORDINATOR, Deployment, exclusively_served
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
+from fedvit.transport.address import Address
 from fedvit.transport.base import Connected
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.mqtt import MqttTransport
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Configuration search: the candidate of the highest quality that fits a device's budget.
 
-The trade-offs of a method (`Method.trade_offs`) span a grid. Its points are priced on their own graphs, in the order
+The trade-offs of a method (`trade_offs`) span a grid. Its points are priced on their own graphs, in the order
 of their quality, until one fits. The number of images at a time is chosen for each of them, as it changes memory and
 time only.
 """
@@ -16,8 +16,9 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.planning.planned_device import PlannedDevice
+from coordinator.planning.trade_offs import TradeOff, trade_offs
 from fedvit.errors import OverBudget
-from fedvit.methods.base import Method, TradeOff
+from fedvit.methods.base import Method
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch
 from fedvit.quantities import format_bytes, format_flops, format_seconds
@@ -80,12 +81,12 @@ class ConfigurationSearch:
 
         Raises OverBudget, with the smallest sufficient budget, if there is none.
         """
-        trade_offs = self._possible(method)
+        possible = self._possible(method)
         asked = self._candidate(method, {}, 1.0, planned)
         looked_at = [asked]
         if asked.over:
-            looked_at += self._smallest(method, trade_offs, asked, planned)
-            looked_at += self._search(method, trade_offs, asked, planned)
+            looked_at += self._smallest(method, possible, asked, planned)
+            looked_at += self._search(method, possible, asked, planned)
         within_budget = [priced for priced in looked_at if not priced.over]
         if not within_budget:
             raise OverBudget(_too_small(planned, looked_at))
@@ -108,7 +109,7 @@ class ConfigurationSearch:
     def _possible(self, method: Method) -> list[TradeOff]:
         """The method's trade-offs, without values that need tensors which the server does not hold."""
         possible = []
-        for trade_off in method.trade_offs(self.vit):
+        for trade_off in trade_offs(method, self.vit):
             values = tuple(
                 (value, share)
                 for value, share in trade_off.values

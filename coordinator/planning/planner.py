@@ -13,13 +13,16 @@ import numpy as np
 import torch
 
 from coordinator.config import PrivacyConfig, RunConfig
+from coordinator.planning.batch import chosen_batch
 from coordinator.planning.configuration_search import ConfigurationSearch, cost_on
 from coordinator.planning.planned_device import PlannedDevice
+from coordinator.planning.trade_offs import trade_offs
 from export.graphs import export_graphs, unverified_graphs
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Method, ServerRule, ServerState
+from fedvit.methods.packed import as_sent
 from fedvit.models.vit import PatchViT
 from fedvit.program import (
     PRIVATE_VERSION,
@@ -198,21 +201,7 @@ class Plan:
 
     def batch_of(self, method: Method) -> Batch:
         """How a device turns images into a method's inputs."""
-        vit, images = self.vit, self.config.images
-        mean, std = vit.mean_std
-        batch = Batch(
-            image_size=vit.image_size,
-            patch_size=vit.patch_size,
-            batch_size=method.samples_per_step,
-            mean=mean,
-            std=std,
-            mask_ratio=method.mask_ratio,
-            crop_padding=images.crop_padding,
-            flip=images.flip,
-            brightness=images.brightness,
-        )
-        run_size = method.micro_batch or suitable_run_size(vit, batch)
-        return msgspec.structs.replace(batch, micro_batch=min(run_size, batch.batch_size))
+        return chosen_batch(method, self.vit, self.config.images)
 
     def _program(
         self, method: Method, batch: Batch, graphs: dict[str, GraphSpec], keep: Callable[[Tensors], str]
@@ -223,7 +212,7 @@ class Plan:
         for group, (role, names) in method.groups(self.vit).items():
             if not names:
                 continue
-            members = method.packed(self.vit, {name: self.values[name] for name in names})
+            members = as_sent(method, self.vit, {name: self.values[name] for name in names})
             groups[group] = self._coded_group(group, role, members, keep)
             tensors |= {name: TensorSpec(value.shape, str(value.dtype), group) for name, value in members.items()}
         privacy = self.config.privacy
@@ -234,7 +223,7 @@ class Plan:
             model=self.config.model,
             classes=self.classes,
             groups=groups,
-            tensors={name: tensors[name] for name in method.packed(self.vit, self.values) if name in tensors},
+            tensors={name: tensors[name] for name in as_sent(method, self.vit, self.values) if name in tensors},
             graphs=graphs,
             train=tuple(_private(self._with_codec(phase), privacy) for phase in method.phases(self.vit)),
             evaluate=self._evaluate(method),
@@ -272,7 +261,9 @@ class Plan:
             if key not in self.packed or not self.blobs.has(self.packed[key]):  # blobs that no round needed are pruned
                 for gone in [known for known, made in self.packed.items() if not self.blobs.has(made)]:
                     del self.packed[gone]
-                self.packed[key] = self.blobs.put(pack(method.packed(self.vit, unpack(self.blobs.get(digest))))).digest
+                self.packed[key] = self.blobs.put(
+                    pack(as_sent(method, self.vit, unpack(self.blobs.get(digest))))
+                ).digest
             return self.packed[key]
 
     def _evaluate(self, method: Method) -> Evaluate:
@@ -316,7 +307,7 @@ def make_plan(
         methods += [
             replace(method, **{trade_off.option: value})
             for method in list(methods)
-            for trade_off in method.trade_offs(vit)
+            for trade_off in trade_offs(method, vit)
             for value, _ in trade_off.values
         ]
     values: Tensors = {}
@@ -392,27 +383,3 @@ def _started(values: Tensors, start: ServerState) -> Tensors:
     """The values with those of an earlier run's end. Raises ConfigError where they do not fit."""
     check_start_fits({name: value.shape for name, value in values.items()}, start)
     return values | {name: value for name, value in start.tensors.items() if name in values}
-
-
-FULL_SPEED_ROWS = 192
-"""With this number of rows (samples x tokens) the products of a transformer reach nearly a processor's full speed."""
-ACTIVATION_BYTES = 320 << 20
-"""Memory for activations by default: more samples at a time are no faster."""
-
-
-def suitable_run_size(vit: PatchViT, batch: Batch) -> int:
-    """Samples that a device processes at a time: as fit into ACTIVATION_BYTES, but enough for full speed.
-
-    The batch is divided into equal runs if possible, as the padding of a last run is wasted work.
-    """
-    tokens = batch.kept_patches + vit.prefix_tokens
-    sample_bytes = activation_bytes(vit, tokens)
-    wanted = min(batch.batch_size, max(-(-FULL_SPEED_ROWS // tokens), ACTIVATION_BYTES // sample_bytes))
-    equal = max(size for size in range(1, wanted + 1) if batch.batch_size % size == 0)
-    return equal if 2 * equal > wanted else -(-batch.batch_size // -(-batch.batch_size // wanted))
-
-
-def activation_bytes(vit: PatchViT, tokens: int) -> int:
-    """Of one sample: what a pre-norm block keeps for its backward pass, 16 units of tokens x width and the attention
-    weights twice."""
-    return 4 * vit.depth * (16 * tokens * vit.width + 2 * vit.heads * tokens**2)

@@ -4,14 +4,13 @@ A damaged blob is recomputed if possible: writing it again replaces the damaged 
 """
 
 import logging
-import os
 from collections.abc import Collection
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
-from fedvit.blobs import BlobStore, digest_of
+from fedvit.blobs import BlobStore, Verified, digest_of
 from fedvit.errors import BadPayload, Damaged
 from fedvit.program import decode_program
 from fedvit.wire.messages import Manifest
@@ -41,9 +40,7 @@ class VerifiedBlobs(BlobStore):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._whole: dict[
-            str, tuple[int, int, int]
-        ] = {}  # digest -> size, time and inode of the file when it was verified
+        self._verified = Verified()
         self._found: SimpleQueue[str] = SimpleQueue()
 
     def has(self, digest: str) -> bool:
@@ -52,19 +49,14 @@ class VerifiedBlobs(BlobStore):
     def is_intact(self, digest: str, *, anew: bool = False) -> bool:
         """Whether the blob exists and is intact; `anew`: read it even if it was verified. Raises StorageFailed."""
         path = self.path(digest)
-        try:
-            state = os.stat(path)
-        except FileNotFoundError:
+        if anew:
+            self._verified.forget(path)
+        if not path.is_file():
             return False
-        file = (state.st_size, state.st_mtime_ns, state.st_ino)
-        if self._whole.get(digest) == file and not anew:
-            return True
-        if self.verify(digest):
-            self._whole[digest] = file
-            return True
-        self._whole.pop(digest, None)
-        self._found.put(digest)
-        return False
+        whole = self._verified.is_whole(path, digest)
+        if not whole:
+            self._found.put(digest)
+        return whole
 
     def check(self, digest: str, *, anew: bool = False) -> None:
         """Raises DamagedBlob."""
@@ -82,19 +74,18 @@ class VerifiedBlobs(BlobStore):
             self.check(digest, anew=True)  # raises DamagedBlob if the file is damaged
             raise
         if digest_of(content) != digest:
-            self._whole.pop(digest, None)
-            self._found.put(digest)
+            self.report(digest)
             raise DamagedBlob(digest, self.path(digest))
         return content
 
     def report(self, digest: str) -> None:
-        """Another process found the blob damaged: verify it again at its next use."""
-        self._whole.pop(digest, None)
+        """The blob was found damaged, here or by another process: verify it again at its next use."""
+        self._verified.forget(self.path(digest))
         self._found.put(digest)
 
     def forget_all_but(self, digests: Collection[str] = ()) -> None:
         """Verify all other blobs again at their next use."""
-        self._whole = {digest: file for digest, file in self._whole.items() if digest in digests}
+        self._verified.keep_only(map(self.path, digests))
 
     def prune(self, keep: set[str], partial_kept_s: float = 0.0) -> int:
         self.forget_all_but(keep)

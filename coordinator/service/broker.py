@@ -15,7 +15,7 @@ from coordinator.config import BrokerConfig
 from coordinator.deployment.folder import Deployment
 from coordinator.deployment.service import Service, served
 from fedvit.errors import ConfigError
-from fedvit.transport.mqtt import Address
+from fedvit.transport.address import Address
 
 OWN = ("auto", "mosquitto", "embedded")
 """Brokers that we start ourselves."""

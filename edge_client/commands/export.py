@@ -1,6 +1,5 @@
 """`edge-client export`: the device's own model as ONNX files."""
 
-import platform
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import click
 
 from edge_client.commands.options import given_to, of_program
 from edge_client.state import kept_device_id, state_folder
+from export.bundle.command import out_flag, precisions_flag, write
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from profiles.probes.host import fast_cores, usable_cores
@@ -21,14 +21,8 @@ from profiles.probes.host import fast_cores, usable_cores
     examples=["edge-client export RUN --data ~/images --out bundle"],
 )
 @click.argument("run")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("bundle"), help="New folder for the bundle.")
-@click.option(
-    "--precision",
-    "precisions",
-    type=click.Choice(("fp32", "fp16", "int8")),
-    multiple=True,
-    help="Only these files. Repeatable.",
-)
+@out_flag
+@precisions_flag
 @json_flag
 @click.pass_context
 def export(
@@ -39,9 +33,7 @@ def export(
     The model is the server's newest that this device received, with the device's personal tensors.
     """
     from edge_client.trained import trained_here
-    from export.bundle.assemble import Precision
-    from export.bundle.card import summary
-    from export.bundle.write import Bench, check_new, write_bundle
+    from export.bundle.write import check_new
     from fedvit.data.folder import DeviceData
 
     given = given_to(context, own)
@@ -60,16 +52,13 @@ def export(
         made_by=f"edge-client {version('fedvit')}",
         vault_key=given["vault_key"],
     )
-    bench = Bench(
+    write(
+        out,
+        trained,
         images=labelled.test if labelled else None,
         described="of the device's own test images",
         threads=threads,
-        machine=platform.machine(),
         cores=usable_cores(),
+        precisions=precisions,
+        as_json=as_json,
     )
-    chosen = tuple(map(Precision, precisions)) or tuple(Precision)
-    card = write_bundle(out, trained, bench, precisions=chosen, progress=lambda line: click.echo(line, err=True))
-    if as_json:
-        click.echo((out / "card.json").read_text(), nl=False)
-        return
-    click.echo("\n".join([f"bundle: {out}", *summary(card)]))

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,15 @@ def _labels(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> di
 
 
 _DECLINING = "When the device declines or stops a task"
+_PATH = click.Path(path_type=Path)
+
+
+def _amount(
+    flag: str, parse: Callable[[str], float], metavar: str, text: str, section: str = "Budgets"
+) -> SectionOption:
+    """An option with a unit."""
+    return SectionOption([flag], section=section, callback=amount(parse), metavar=metavar, help=text)
+
 
 OPTIONS = (
     SectionOption(
@@ -49,7 +58,7 @@ OPTIONS = (
     ),
     SectionOption(
         ["--data"],
-        type=click.Path(path_type=Path),
+        type=_PATH,
         help="Folder with train/CLASS/ and test/CLASS/ images, or CLASS/ alone.",
     ),
     SectionOption(
@@ -57,7 +66,7 @@ OPTIONS = (
     ),
     SectionOption(
         ["--state"],
-        type=click.Path(path_type=Path),
+        type=_PATH,
         help="Folder for personal tensors and unsent results; by default one per data folder.",
     ),
     SectionOption(
@@ -75,54 +84,40 @@ OPTIONS = (
         ["--federation"],
         help="Which federation at the broker to join. By default that of the joined deployment, else home.",
     ),
-    SectionOption(["--ca-file"], type=click.Path(path_type=Path), help="Certificate authority of an mqtts:// broker."),
+    SectionOption(["--ca-file"], type=_PATH, help="Certificate authority of an mqtts:// broker."),
     SectionOption(
         ["--test-share"],
         type=click.FloatRange(0, 0.9),
         default=0.2,
         help="Share of test images if the data folder has no train/ and test/.",
     ),
-    SectionOption(
-        ["--memory-budget"],
-        section="Budgets",
-        callback=amount(parse_bytes),
-        metavar="BYTES",
-        help="Resident memory of the whole process that a task may take, e.g. 512MB.",
+    _amount(
+        "--memory-budget",
+        parse_bytes,
+        "BYTES",
+        "Resident memory of the whole process that a task may take, e.g. 512MB.",
     ),
-    SectionOption(
-        ["--flops-budget"],
-        section="Budgets",
-        callback=amount(parse_flops),
-        metavar="FLOP",
-        help="Work that a round's training may take, e.g. 2TFLOP.",
+    _amount("--flops-budget", parse_flops, "FLOP", "Work that a round's training may take, e.g. 2TFLOP."),
+    _amount(
+        "--round-deadline",
+        parse_seconds,
+        "TIME",
+        "Time that a round's training may take on this device, without transfers, e.g. 10m.",
     ),
-    SectionOption(
-        ["--round-deadline"],
-        section="Budgets",
-        callback=amount(parse_seconds),
-        metavar="TIME",
-        help="Time that a round's training may take on this device, without transfers, e.g. 10m.",
-    ),
-    SectionOption(
-        ["--upload-budget"],
-        section="Budgets",
-        callback=amount(parse_bytes),
-        metavar="BYTES",
-        help="Size of a round's result, e.g. 5MB.",
-    ),
-    SectionOption(
-        ["--temperature-limit"],
+    _amount("--upload-budget", parse_bytes, "BYTES", "Size of a round's result, e.g. 5MB."),
+    _amount(
+        "--temperature-limit",
+        parse_celsius,
+        "CELSIUS",
+        "Stop a task when the processor is hotter than this, e.g. 80.",
         section=_DECLINING,
-        callback=amount(parse_celsius),
-        metavar="CELSIUS",
-        help="Stop a task when the processor is hotter than this, e.g. 80.",
     ),
-    SectionOption(
-        ["--max-temperature"],
+    _amount(
+        "--max-temperature",
+        parse_celsius,
+        "CELSIUS",
+        "Decline a task while the processor is hotter than this, e.g. 65; asked again later.",
         section=_DECLINING,
-        callback=amount(parse_celsius),
-        metavar="CELSIUS",
-        help="Decline a task while the processor is hotter than this, e.g. 65; asked again later.",
     ),
     SectionOption(
         ["--min-battery"],
@@ -134,7 +129,7 @@ OPTIONS = (
     SectionOption(
         ["--busy-file"],
         section=_DECLINING,
-        type=click.Path(path_type=Path),
+        type=_PATH,
         help="Decline a task while this file exists.",
     ),
     SectionOption(
@@ -154,7 +149,7 @@ OPTIONS = (
     ),
     SectionOption(
         ["--vault-key"],
-        type=click.Path(path_type=Path),
+        type=_PATH,
         help="Encrypt personal tensors with the key in this file, which is created if it is missing.",
     ),
     SectionOption(["--profile"], is_flag=True, help="Measure the compute speed at the start if it is not known yet."),

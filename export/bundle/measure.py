@@ -57,11 +57,10 @@ def random_pictures(batch: Batch, count: int = RANDOM_PICTURES) -> Iterator[Pict
         yield Pictures(as_input(pixels[first : first + TOGETHER], batch), None)
 
 
-def pictures_of(images: Split, batch: Batch, chosen: Indices | None = None) -> Iterator[Pictures]:
-    """A split's images as in a test, all or the chosen ones; unreadable images are skipped."""
-    every = np.arange(len(images)) if chosen is None else chosen
-    for first in range(0, len(every), TOGETHER):
-        rows = every[first : first + TOGETHER]
+def pictures_of(images: Split, batch: Batch) -> Iterator[Pictures]:
+    """A split's images as in a test; unreadable images are skipped."""
+    for first in range(0, len(images), TOGETHER):
+        rows = np.arange(first, min(first + TOGETHER, len(images)))
         pixels, readable = images.load(rows, batch.image_size)
         if readable.any():
             yield Pictures(as_input(pixels[readable], batch), images.labels[rows][readable])

@@ -22,9 +22,8 @@ from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.vit import PatchViT
-from fedvit.precision import Precision, packed
+from fedvit.precision import Precision
 from fedvit.program import Evaluate, Role, Train
-from fedvit.resources import BudgetKind
 from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, Tensors
 
@@ -84,14 +83,6 @@ class StepResult(NamedTuple):
     loss: Tensor
     updated: dict[str, Tensor]  # new value of every tensor that the phase moves
     collected: dict[str, Tensor]
-
-
-class TradeOff(NamedTuple):
-    """Values of an option that reduce a device's work, the closest to the configured value first."""
-
-    option: str
-    helps: frozenset[BudgetKind]  # the budgets that it relieves
-    values: tuple[tuple[Any, float], ...]  # (value, quality: estimated share of the accuracy, at most 1)
 
 
 class Gathered(NamedTuple):
@@ -204,7 +195,7 @@ class Method(ABC):
     one_gradient: ClassVar[bool] = True
     """Whether a step is one gradient and one update: then a batch can be processed in parts."""
     loop_options: ClassVar[tuple[str, ...]] = ("epochs",)
-    """Options of trade-offs that do not change the graphs."""
+    """Options on which no graph depends."""
 
     epochs: Annotated[int, Meta(ge=1)] = 1  # passes over the device's images per round (papers: E)
     batch_size: Annotated[int, Meta(ge=1)] = 32
@@ -273,14 +264,6 @@ class Method(ABC):
         """All tensors of the Program by name, with their first values."""
         return {**vit.tensors(), **self.extra_tensors(vit)}
 
-    def packed(self, vit: PatchViT, values: Tensors) -> Tensors:
-        """`values`, tensors of the Program, as they are sent: untrained ones in `frozen_precision`."""
-        still = set(self.names_with(vit, *(role for role in Role if not role.trained_on_device)))
-        travelling: Tensors = {}
-        for name, value in values.items():  # in their order: devices of different roles may share graphs
-            travelling |= packed({name: value}, self.frozen_precision if name in still else "fp32")
-        return travelling
-
     @abstractmethod
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         """Which group each tensor is in; the first rule that matches a name takes it."""
@@ -332,25 +315,6 @@ class Method(ABC):
     def evaluate(self, vit: PatchViT) -> Evaluate:
         return Evaluate(graph=PREDICT)
 
-    def trade_offs(self, vit: PatchViT) -> tuple[TradeOff, ...]:
-        """Options that may be reduced for a device with too little memory or time; `micro_batch` is chosen separately.
-
-        Recomputed blocks cost no accuracy: their quality is 1. That of frozen weights in fewer bits is measured
-        (docs/measurements.md); that of fewer epochs is the remaining share of them.
-        """
-        memory: frozenset[BudgetKind] = frozenset({"memory"})
-        work: frozenset[BudgetKind] = frozenset({"flops", "time"})
-        given = [TradeOff("recompute", memory, () if self.recompute else ((True, 1.0),))]
-        if any(names for role, names in self.groups(vit).values() if not role.trained_on_device):
-            fewer = {"fp32": (("fp16", 0.99), ("int8", 0.98)), "fp16": (("int8", 0.99),), "int8": ()}
-            given.append(TradeOff("frozen_precision", memory | {"time"}, fewer[self.frozen_precision]))
-        if not self.one_gradient:  # the whole batch is in memory at once
-            given.append(TradeOff("batch_size", memory, _halves(self.batch_size, 0.95)))
-        passes = range(self.epochs - 1, 0, -1)
-        share = tuple((epochs, epochs / self.epochs) for epochs in passes)
-        given.append(TradeOff("epochs", work, share))
-        return tuple(trade_off for trade_off in given if trade_off.values)
-
     # --- the server's half ----------------------------------------------------------------------------
 
     @abstractmethod
@@ -380,18 +344,6 @@ class Method(ABC):
     def names_with(self, vit: PatchViT, *roles: Role) -> list[str]:
         """The tensors of the groups that have one of `roles`, in the model's order."""
         return self.names_in(vit, *(group for group, (role, _) in self.groups(vit).items() if role in roles))
-
-
-def _halves(number: int, share: float) -> tuple[tuple[int, float], ...]:
-    """
-    >>> _halves(12, 0.5)
-    ((6, 0.5), (3, 0.25), (1, 0.125))
-    """
-    halves: list[tuple[int, float]] = []
-    while number > 1:
-        number //= 2
-        halves.append((number, share ** (len(halves) + 1)))
-    return tuple(halves)
 
 
 def run_model(vit: PatchViT, tensors: Named, body: Callable[[PatchViT], Any]) -> Any:

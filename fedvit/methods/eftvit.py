@@ -7,7 +7,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedvit.errors import ConfigError
-from fedvit.methods.base import Forward, GroupRule, Images, Method, ServerRule, TradeOff, run_model
+from fedvit.methods.base import Forward, GroupRule, Images, Method, ServerRule, run_model
 from fedvit.methods.calculus import Named
 from fedvit.methods.rules.feature_training import FeatureTraining, features_into
 from fedvit.models.vit import PatchViT
@@ -75,20 +75,8 @@ class EFTViT(Method):
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         tokens = vit.prefix_tokens + kept_patches(vit.patches, self.mask)
-        features = Collect(features_into(self.local_blocks), (tokens, vit.width), self.threshold)
+        features = Collect(features_into(self.local_blocks), (tokens, vit.width), self.threshold, sampler="median")
         return (self.phase(("local", "head"), collect=features),)
-
-    def trade_offs(self, vit: PatchViT) -> tuple[TradeOff, ...]:
-        """Additionally a higher mask ratio (Table 4: accuracy holds up to .75), fewer local blocks, fewer features."""
-        masks = tuple((mask, (1 - mask) / (1 - self.mask)) for mask in (0.5, 0.75, 0.85, 0.9, 0.95) if mask > self.mask)
-        blocks = tuple((count, count / self.local_blocks) for count in range(self.local_blocks - 1, 0, -1))
-        features = tuple((self.threshold * share, share) for share in (0.5, 0.25, 0.125))
-        more = (
-            TradeOff("mask", frozenset({"memory", "flops", "time", "upload"}), masks),
-            TradeOff("local_blocks", frozenset({"memory", "flops", "time"}), blocks),
-            TradeOff("threshold", frozenset({"memory", "upload"}), features),
-        )
-        return (*super().trade_offs(vit), *(trade_off for trade_off in more if trade_off.values))
 
     def server_rule(self, vit: PatchViT) -> ServerRule:
         return FeatureTraining(

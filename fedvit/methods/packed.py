@@ -1,10 +1,26 @@
-"""Packed weights in a traced step: unpacked by one operator, which a graph may join with the product that reads it."""
+"""Packed weights: as they are sent, and in a traced step.
+
+A step unpacks them by one operator, which a graph may join with the product that reads it.
+"""
 
 import torch
 from torch import Tensor
 
+from fedvit import precision
+from fedvit.methods.base import Method
 from fedvit.methods.calculus import Named
-from fedvit.precision import SCALE
+from fedvit.models.vit import PatchViT
+from fedvit.roles import Role
+from fedvit.tensors import Tensors
+
+
+def as_sent(method: Method, vit: PatchViT, values: Tensors) -> Tensors:
+    """`values`, tensors of the Program, as devices get them: untrained ones in `frozen_precision`."""
+    still = set(method.names_with(vit, *(role for role in Role if not role.trained_on_device)))
+    sent: Tensors = {}
+    for name, value in values.items():  # in their order: devices of different roles may share graphs
+        sent |= precision.packed({name: value}, method.frozen_precision if name in still else "fp32")
+    return sent
 
 
 @torch.library.custom_op("fedvit::unpack", mutates_args=())
@@ -22,9 +38,9 @@ def unpacked(tensors: Named) -> dict[str, Tensor]:
     """All tensors as float32 by their own names."""
     result = {}
     for name, value in tensors.items():
-        if name.endswith(SCALE):
+        if name.endswith(precision.SCALE):
             continue
-        if (scale := tensors.get(name + SCALE)) is not None:
+        if (scale := tensors.get(name + precision.SCALE)) is not None:
             value = unpack(value, scale)
         result[name] = value.float() if value.dtype is torch.float16 else value
     return result

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedvit.methods.base import PREDICT, Gathered, Images, Method, StepInputs, trained_names
 from fedvit.methods.calculus import Calculus, Named, Objective, TracedCalculus
 from fedvit.methods.optimizers import Optimizer
-from fedvit.methods.packed import unpacked
+from fedvit.methods.packed import as_sent, unpacked
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Gather, Train
 
@@ -189,7 +189,7 @@ def example_inputs(method: Method, vit: PatchViT, batch: Batch, of: Serves, *, s
             inputs[f"slot/{name}"] = slot(name, PIECE) * (sizes.square() if name.endswith("_sq") else sizes)
         return inputs | {"hyper/lr": torch.tensor(1e-2), "hyper/step": torch.tensor(3.0)}
     values = {name: value + 0.02 * normal(*value.shape) for name, value in method.tensors(vit).items()}
-    travelling = method.packed(vit, {name: value.numpy() for name, value in values.items()})
+    travelling = as_sent(method, vit, {name: value.numpy() for name, value in values.items()})
     inputs = {f"tensor/{name}": torch.from_numpy(value) for name, value in travelling.items()}
     size, classes = batch.run_size if isinstance(of, Train) else batch.answer_size, vit.vit.num_classes
     if not isinstance(of, Train):

@@ -16,15 +16,12 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.transport import packets
+from fedvit.transport.address import Address, describe_error
 from fedvit.transport.backoff import Backoff
 from fedvit.transport.base import BulkSink
-
-if TYPE_CHECKING:
-    from fedvit.transport.mqtt import Address
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +49,7 @@ class BulkLink:
 
     def __init__(
         self,
-        address: "Address",
+        address: Address,
         client_id: str,
         tls: Callable[[], ssl.SSLContext | None],
         *,
@@ -198,8 +195,7 @@ class BulkLink:
             self._woken()
             self._serve(opened, mine)
         except (_Gone, BadPayload, ConfigError, OSError, ValueError) as error:
-            words = str(getattr(error, "strerror", None) or error or type(error).__name__)
-            return words[:1].lower() + words[1:]
+            return describe_error(error)
         finally:
             waker, self._waker = self._waker, None
             for end in (opened, mine, waker):

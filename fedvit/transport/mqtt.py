@@ -7,28 +7,22 @@ Problems of paho that are solved here:
 
 - A client that lost its link keeps QoS 1 messages and sends them after reconnecting, beyond any window.
   So each connection has a client of its own: messages from before a loss are dropped with it.
-- An exception in a callback ends paho's thread while `is_connected()` stays true. The thread is ours, and
-  callbacks only put events into the inbox.
-- Reconnecting has no jitter, a failed attempt no reason. The first is in `backoff`, the second in `_connection`.
+- An exception in a callback ends paho's thread while `is_connected()` stays true. The thread is ours (`mqtt_loop`),
+  and callbacks only put events into the inbox.
+- Reconnecting has no jitter, a failed attempt no reason. The first is in `backoff`, the second in `mqtt_loop`.
 - A message over the broker's limit is sent again for ever. The size is checked before publishing.
 - TCP_NODELAY is never set; with the broker's delayed acknowledgement that costs 40 ms per message.
 """
 
-import contextlib
 import functools
 import logging
-import re
 import socket
-import ssl
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from paho.mqtt.client import (
     MQTT_ERR_SUCCESS,
@@ -41,7 +35,8 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
-from fedvit.errors import BadPayload, ConfigError
+from fedvit.errors import BadPayload
+from fedvit.transport.address import Address, tls_context
 from fedvit.transport.backoff import Backoff
 from fedvit.transport.base import (
     Acknowledged,
@@ -55,6 +50,7 @@ from fedvit.transport.base import (
     WillMaker,
 )
 from fedvit.transport.bulk import BulkLink
+from fedvit.transport.mqtt_loop import FAREWELL_S, LoopMember, MqttLoop
 
 log = logging.getLogger(__name__)
 
@@ -66,99 +62,7 @@ FILTERS_PER_SUBSCRIBE = 8
 BOTH_VERSIONS = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
 VERSION_S = 5.0
 """After this time without an answer to version 5, version 3.1.1 is tried."""
-FAREWELL_S = 2.0
 _HEADER_BYTES = 9  # at most: fixed header 5, length of the topic 2, packet id 2
-
-
-@dataclass(frozen=True)
-class Address:
-    """The address of a broker, with credentials. `ca_file` replaces the system's certificates.
-
-    `cert_file` and `key_file` are this side's own certificate, for a broker that requires one.
-    """
-
-    host: str
-    port: int
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    tls: bool = False
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
-
-    @classmethod
-    def parse(cls, text: str, ca_file: Path | None = None) -> "Address":
-        """Read HOST, HOST:PORT, mqtt://USER:PASSWORD@HOST:PORT or mqtts://... Raises ConfigError.
-
-        >>> str(Address.parse("pi.local")), str(Address.parse("mqtts://fleet:secret@example.org"))
-        ('pi.local:1883', 'example.org:8883')
-        """
-        try:
-            parts = urlsplit(text if "://" in text else f"mqtt://{text}")
-            port = parts.port
-            host = (parts.hostname or "").encode("idna").decode()
-        except ValueError as error:  # also the UnicodeError of a name with an empty or overlong label
-            raise _unusable(text, str(error)) from error
-        if parts.scheme not in ("mqtt", "mqtts"):
-            raise _unusable(text, f"{parts.scheme}:// is not supported, only mqtt:// and mqtts://")
-        if not host or re.search(r"\s", host) or port == 0:
-            raise _unusable(text, "no host" if not host else "host or port is not valid")
-        if parts.path not in ("", "/") or parts.query or parts.fragment:
-            raise _unusable(text, "nothing may follow the port")
-        if parts.password and not parts.username:
-            raise _unusable(text, "a password needs a user name")
-        tls = parts.scheme == "mqtts"
-        user, password = (unquote(part) if part else None for part in (parts.username, parts.password))
-        return cls(host, port or (8883 if tls else 1883), user, password, tls, ca_file)
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def _unusable(text: str, why: str) -> ConfigError:
-    shown = re.sub(r":[^:@/]*@", ":***@", text)
-    return ConfigError(
-        f"broker address {shown!r} cannot be used: {why}; "
-        "expected HOST, HOST:PORT, mqtt://USER:PASSWORD@HOST:PORT or mqtts://..."
-    )
-
-
-NO_CHECK_TIME = 0x200000
-"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, for which Python has no name."""
-
-
-def tls_context(address: Address) -> ssl.SSLContext:
-    """The TLS settings of an mqtts:// connection. Raises ConfigError when a file of `address` cannot be read.
-
-    A clock before the start of the authority in `ca_file` is wrong, as on every board without a battery until it has
-    reached a time server. The validity times of certificates are not checked then; the chain to the authority and the
-    broker's name always are.
-    """
-    ca_file, cert_file = address.ca_file, address.cert_file
-    try:
-        context = ssl.create_default_context(cafile=ca_file)
-        named = context.get_ca_certs() if ca_file is not None else []
-        known = [ssl.cert_time_to_seconds(str(authority["notBefore"])) for authority in named]
-    except (OSError, ValueError) as error:  # the latter for a date that is none
-        raise ConfigError(f"the certificates in {ca_file} cannot be used: {describe_error(error)}") from error
-    if time.time() < max(known, default=0.0):
-        context.verify_flags |= NO_CHECK_TIME
-    if cert_file is not None:
-        try:
-            context.load_cert_chain(cert_file, address.key_file)
-        except OSError as error:
-            raise ConfigError(
-                f"the certificate {cert_file} or its key cannot be used: {describe_error(error)}"
-            ) from error
-    return context
-
-
-def describe_error(error: Exception) -> str:
-    """The message of an error of sockets or TLS."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the certificate is not trusted: {error.verify_message}"
-    words = str(getattr(error, "strerror", None) or error or type(error).__name__)
-    return words[:1].lower() + words[1:]
 
 
 def _never_raises(callback: Callable[..., None]) -> Callable[..., None]:
@@ -174,11 +78,14 @@ def _never_raises(callback: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-class _Link:
+class Link:
     """One connection: a client of paho, and its messages."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, version: MQTTProtocolVersion) -> None:
         self.client = client
+        self.version = version
+        self.began_at = time.monotonic()
+        self.connected = False  # a socket to the broker is open
         self.unknown_version = False  # the broker does not support the tried version
         self.refused = False  # for another reason
         self.answered = False  # the broker accepted the connection: subscriptions may be sent
@@ -217,11 +124,12 @@ class _Link:
                 self._pending_bytes -= waiting.popleft()[1]
 
 
-class MqttTransport(Transport):
+class MqttTransport(Transport, LoopMember):
     """A link to an MQTT broker that reconnects by itself, for ever.
 
     With `report_acknowledged` each acknowledgement of the broker arrives in the inbox, as Acknowledged. After the loss
     of a link the first attempt is made within about `return_spread_s` seconds, which spreads the load of a large fleet.
+    Its thread is that of `loop`, which is closed after it, or its own.
 
     Raises ConfigError when the address names certificates that cannot be read.
     """
@@ -236,8 +144,10 @@ class MqttTransport(Transport):
         versions: Sequence[MQTTProtocolVersion] = BOTH_VERSIONS,
         report_acknowledged: bool = False,
         return_spread_s: float = 0.0,
+        loop: MqttLoop | None = None,
     ) -> None:
-        super().__init__(inbox)
+        Transport.__init__(self, inbox)
+        LoopMember.__init__(self)
         self._report_acknowledged = report_acknowledged
         self.address = address
         self._client_id = client_id
@@ -260,14 +170,13 @@ class MqttTransport(Transport):
         self._up_at: float | None = None
         self._lock = threading.Lock()
         self._filters: dict[str, int] = {}
-        self._link: _Link | None = None
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._link: Link | None = None
+        self._has_own_loop = loop is None
+        self._loop = loop or MqttLoop()
 
     def open(self, will: Will | WillMaker | None = None) -> None:
         self._will = will
-        self._thread = threading.Thread(target=self._run, name=f"mqtt-{self._client_id}", daemon=True)
-        self._thread.start()
+        self._loop.add(self)
 
     def subscribe(self, topic_filter: str, qos: int) -> None:
         with self._lock:
@@ -287,7 +196,7 @@ class MqttTransport(Transport):
     def publish(self, topic: str, payload: bytes, *, qos: int = 1) -> bool:
         self._check_size(topic, len(payload))
         link = self._link
-        if link is None or not link.up or self._closing.is_set() or not link.publish(topic, payload, qos):
+        if link is None or not link.up or self.closed_at is not None or not link.publish(topic, payload, qos):
             return False
         with self._lock:
             self.sent_bytes += len(payload)
@@ -326,74 +235,49 @@ class MqttTransport(Transport):
             self.received_bytes += size
 
     def close(self) -> None:
-        self._closing.set()
-        self._bulk.close()
-        if self._thread is None:
-            return
-        deadline = time.monotonic() + FAREWELL_S
-        link = self._link
-        if link is not None:
-            while link.up and link.unacknowledged() and time.monotonic() < deadline:
-                time.sleep(0.005)
-            link.client.disconnect()
-        self._thread.join(max(0.0, deadline - time.monotonic()) + 0.5)
-        if self._thread.is_alive() and link is not None and isinstance(stuck := link.client.socket(), socket.socket):
-            with contextlib.suppress(OSError):
-                stuck.shutdown(socket.SHUT_RDWR)
-            self._thread.join(0.5)
+        if self.closed_at is None:
+            self.closed_at = time.monotonic()
+            self._bulk.close()
+            self._loop.remove(self)
+            if self._has_own_loop:
+                self._loop.close()
 
     # --- the network thread ---------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            reason = self._connection()
-            if reason is None:
-                continue
-            if self._closing.is_set():
-                return
-            self.inbox.put(Disconnected(reason))
-            self._closing.wait(self._retry_s())
-
-    def _retry_s(self) -> float:
-        """Seconds until the next attempt, now that a link or an attempt has ended."""
-        up_at, self._up_at = self._up_at, None
-        return self._backoff.wait_s(None if up_at is None else time.monotonic() - up_at)
-
-    def _connection(self) -> str | None:
-        """Connect and serve the link until it ends; returns the reason, None to try another version at once."""
+    def begin(self) -> Client:
         version = self._versions[0]
-        v5 = version == MQTTProtocolVersion.MQTTv5 and len(self._versions) > 1
-        try:
-            link = _Link(self._new_client(version))
-        except ConfigError as error:
-            return str(error)
-        except OSError as error:  # paho opens a pair of sockets of its own
-            return f"{self.address}: {describe_error(error)}"
-        self._link = link
-        connected = False
-        try:
-            link.client.reconnect()
-            connected = True
-            ended = MQTT_ERR_SUCCESS
-            if not self._closing.is_set():
-                patience = time.monotonic() + VERSION_S
-                while ended == MQTT_ERR_SUCCESS and not link.unknown_version:
-                    ended = link.client.loop(1.0)
-                    # some brokers of 3.1.1 wait for the rest of a CONNECT that they misread
-                    link.unknown_version |= v5 and not link.answered and time.monotonic() > patience
-        except (OSError, ValueError) as error:
-            return f"{self.address}: {describe_error(error)}"
-        except Exception as error:
-            log.exception("MQTT link failed", extra={"broker": str(self.address)})
-            return f"{self.address}: {describe_error(error)}"
-        finally:
-            if connected and not link.answered and not link.refused:
+        self.client = self._new_client(version)
+        self._link = Link(self.client, version)
+        return self.client
+
+    def is_over(self) -> bool:
+        """Also when the last messages of a closed link are acknowledged, and when another version is tried."""
+        link = self._link
+        if link is None:
+            return False
+        now = time.monotonic()
+        if self.closed_at is not None:
+            waits = link.up and (link.unacknowledged() or link.client.want_write())
+            return not waits or now - self.closed_at > FAREWELL_S
+        may_be_other = link.version == MQTTProtocolVersion.MQTTv5 and len(self._versions) > 1
+        # some brokers of 3.1.1 wait for the rest of a CONNECT that they misread
+        link.unknown_version |= may_be_other and not link.answered and now - link.began_at > VERSION_S
+        return link.unknown_version
+
+    def end(self, reason: str) -> float | None:
+        link, self._link, self.client = self._link, None, None
+        if link is not None:
+            if link.connected and not link.answered and not link.refused:
                 self._versions.rotate()  # some brokers close without a word instead
+            reason = link.ended or reason
             link.up = link.answered = False
-            self._link = None
-        if link.unknown_version and self._versions[0] != version:
+        up_at, self._up_at = self._up_at, None
+        if self.closed_at is not None:
             return None
-        return link.ended or f"{self.address}: connection lost"
+        if link is not None and link.unknown_version and self._versions[0] != link.version:
+            return 0.0  # try another version at once
+        self.inbox.put(Disconnected(reason))
+        return self._backoff.wait_s(None if up_at is None else time.monotonic() - up_at)
 
     def _new_client(self, version: MQTTProtocolVersion) -> Client:
         client = Client(
@@ -417,13 +301,13 @@ class MqttTransport(Transport):
         client.on_subscribe = _never_raises(self._on_subscribe)
         client.on_publish = _never_raises(self._on_publish)
         client.on_message = _never_raises(self._on_message)
-        # without it publish() writes to the socket from the caller's thread, into this thread's half-sent packet
-        client.on_socket_register_write = lambda *_: None
         client.connect_async(self.address.host, self.address.port, KEEPALIVE_S)
         return client
 
     def _on_socket_open(self, client: Client, userdata: object, opened: socket.socket) -> None:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if (link := self._link) is not None:
+            link.connected = True
 
     def _on_connect(
         self, client: Client, userdata: object, flags: object, reason: ReasonCode, properties: Properties | None
@@ -468,8 +352,8 @@ class MqttTransport(Transport):
         if self._report_acknowledged:
             self.inbox.put(Acknowledged(refusal))
 
-    def _up_if_subscribed(self, link: _Link) -> None:
-        if not link.up and not link.awaited and not self._closing.is_set():
+    def _up_if_subscribed(self, link: Link) -> None:
+        if not link.up and not link.awaited and self.closed_at is None:
             link.up = True
             self._up_at = time.monotonic()
             self.inbox.put(Connected())
@@ -491,7 +375,7 @@ class MqttTransport(Transport):
 
     def _on_message(self, client: Client, userdata: object, message: MQTTMessage) -> None:
         link = self._link
-        if link is None or self._closing.is_set():
+        if link is None or self.closed_at is not None:
             return
         self._count_received(len(message.payload))
         received = Received(message.topic, bytes(message.payload))

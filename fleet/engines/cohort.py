@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from edge_client.batches import chosen_rows, facts_of
-from edge_client.sampler import MedianSampler
+from edge_client.sampler import Sampler, make_sampler
 from fedvit.data.folder import Flags
 from fedvit.data.images import Indices
 from fedvit.methods.base import Method
@@ -119,7 +119,7 @@ class Cohort:
                 facts_of(program, phase, one.split, drawing[4]) for one, drawing in zip(images, generators, strict=True)
             ]
             samplers = [
-                MedianSampler(one.labels, phase.epochs, phase.collect.threshold, drawing[3]) if phase.collect else None
+                make_sampler(phase.collect, one.labels, phase.epochs, drawing[3]) if phase.collect else None
                 for one, drawing in zip(images, generators, strict=True)
             ]
             drawn = [
@@ -181,7 +181,7 @@ class Cohort:
         phase: Train,
         work: Work,
         drawn: Sequence[Drawn],
-        samplers: Sequence[MedianSampler | None],
+        samplers: Sequence[Sampler | None],
         trained: Trained,
     ) -> tuple[Named, list[float]]:
         """The updated tensors (D, ...), and each device's loss. Devices without further batches leave the batch."""

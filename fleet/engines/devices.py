@@ -14,7 +14,8 @@ import psutil
 import torch
 
 from coordinator.config import RunConfig
-from coordinator.planning.planner import Plan, activation_bytes
+from coordinator.planning.batch import activation_bytes
+from coordinator.planning.planner import Plan
 from coordinator.record.references import snapshot
 from coordinator.record.tables import Reference
 from coordinator.run.display import Display
@@ -25,7 +26,7 @@ from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.methods.base import Method, ServerState
-from fedvit.methods.packed import unpacked
+from fedvit.methods.packed import as_sent, unpacked
 from fedvit.precision import SCALE
 from fedvit.program import Program, Role
 from fedvit.roles import ProductPrecision
@@ -326,8 +327,9 @@ class Devices:
                 tensors = unpack(self._blobs.get(self._sent[group].digest))
             else:
                 tensors = {name: self._state.tensors[name] for name in names}
-            packed = {name: torch.from_numpy(value) for name, value in method.packed(self._plan.vit, tensors).items()}
-            self._here[method, group] = self._to_accelerator(unpacked(packed))
+            sent = as_sent(method, self._plan.vit, tensors)
+            given = {name: torch.from_numpy(value) for name, value in sent.items()}
+            self._here[method, group] = self._to_accelerator(unpacked(given))
         return self._here[method, group]
 
     def _generated(self, devices: Sequence[str], names: list[str]) -> Named:

@@ -6,8 +6,9 @@ from statistics import median
 from typing import Self
 
 from fedvit.errors import LinkDown
+from fedvit.transport.address import Address
 from fedvit.transport.base import Acknowledged, Connected, Disconnected
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.mqtt import MqttTransport
 
 CONNECT_S = 10.0
 ANSWER_S = 5.0

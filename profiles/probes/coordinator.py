@@ -5,8 +5,9 @@ import time
 from queue import Empty, SimpleQueue
 
 from fedvit.errors import BadPayload, LinkDown, PeerRefused
+from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Disconnected, Received
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import CoordinatorState, DeviceState, decode, encode
 from fedvit.wire.topics import Topics
 

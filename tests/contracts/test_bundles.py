@@ -5,6 +5,7 @@ import onnx
 import pytest
 import torch
 
+from coordinator.planning.batch import method_batch
 from export.bundle.assemble import LOGITS, PROBABILITIES, Precision, assemble, open_predict_graph
 from export.bundle.measure import TOLERANCES, RunGraph, are_probabilities, open_session
 from export.bundle.model import read_model
@@ -12,7 +13,6 @@ from export.trace import to_onnx, trace
 from fedvit.methods import build_model
 from fedvit.methods.step import example_inputs, predict_step
 from fedvit.models import SMALL
-from fedvit.program import Batch
 from tests.contracts.test_methods import CASES, TINY_MODEL, Case
 
 SIDE = 35
@@ -30,8 +30,7 @@ def test_a_bundle_answers_what_the_graph_answers(case: Case, checked: set[str]) 
     """Tensors and gathered values as they are verified with; one image, some, and more than the graph is made for."""
     method = case.method()
     vit = build_model(method, SMALL, 10, seed=0, options=TINY_MODEL)
-    mean, std = vit.mean_std
-    batch = Batch(image_size=SIDE, patch_size=8, batch_size=method.samples_per_step, mean=mean, std=std)
+    batch = method_batch(method, vit)
     inputs = example_inputs(method, vit, batch, None)
     traced = trace(predict_step(method, vit), inputs)
     if traced.key in checked:

@@ -13,18 +13,12 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-import coordinator.cli
-import edge_client.cli
 import fleet.cli
 from coordinator.config import RunConfig
 from coordinator.record.store import Store
 from fedvit.command_line import Command
+from tests.support.command_lines import PROGRAMS, parse
 
-PROGRAMS: dict[str, click.Group] = {
-    "coordinator": coordinator.cli.cli,
-    "edge-client": edge_client.cli.cli,
-    "fleet": fleet.cli.cli,
-}
 WAIT_S = 120
 
 
@@ -145,19 +139,6 @@ def test_help_says_what_a_command_and_each_option_is_for(name: str) -> None:
             assert len(option.help or "") >= 5, option.opts
 
 
-def _parse(words: list[str]) -> None:
-    """As the program would, without running anything. Raises click's errors."""
-    command: click.Command = PROGRAMS[words[0]]
-    context, words = None, words[1:]
-    while True:
-        context = command.make_context(command.name, list(words), parent=context)
-        if not isinstance(command, click.Group) or not (rest := [*context._protected_args, *context.args]):
-            return
-        _, inner, words = command.resolve_command(context, rest)
-        assert inner is not None
-        command = inner
-
-
 @pytest.mark.parametrize("name", sorted([*COMMANDS, *PROGRAMS]))
 def test_help_ends_with_examples_that_the_program_understands(name: str) -> None:
     command = COMMANDS.get(name) or PROGRAMS[name]
@@ -167,7 +148,7 @@ def test_help_ends_with_examples_that_the_program_understands(name: str) -> None
     for example in command.examples:
         assert shown.splitlines()[-len(command.examples) :].count(f"  {example}") == 1
         assert example.startswith(name)
-        _parse(shlex.split(example))
+        parse(shlex.split(example))
 
 
 def test_fleet_says_of_its_commands_what_they_say_themselves() -> None:
@@ -208,7 +189,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     status = {"at": "2026-01-02T03:04:05+00:00", "doing": "x", "waiting_for": [], "resting": [], "online": 0}
     (folder / "runs" / "done" / "status.json").write_text(json.dumps(status))
     (folder / "state" / "vault").mkdir(parents=True)
-    made = CliRunner().invoke(coordinator.cli.cli, ["init", str(folder / "deployment"), "--port", "0"])
+    made = CliRunner().invoke(PROGRAMS["coordinator"], ["init", str(folder / "deployment"), "--port", "0"])
     assert made.exit_code == 0, made.output
     for label in ("ant", "bee"):
         for number in range(4):

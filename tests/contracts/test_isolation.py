@@ -34,7 +34,7 @@ from bench.pentest.report import Attempt
 from coordinator.broker.process import Broker
 from coordinator.deployment.authority import DAY_S, Authority
 from coordinator.deployment.folder import COORDINATOR, Deployment, make_token
-from fedvit.transport.mqtt import Address
+from fedvit.transport.address import Address
 from fedvit.wire import topics as topics_module
 from fedvit.wire.topics import Topics
 

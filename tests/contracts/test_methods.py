@@ -41,8 +41,9 @@ from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Gather, Program, Role, Train, decode_program
 from fedvit.tensors import Tensors, check_tensors, pack, unpack
+from fedvit.transport.address import Address
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import CoordinatorState, Hello, Result, Task, decode
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import decode_chunk

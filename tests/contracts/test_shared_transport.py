@@ -9,7 +9,8 @@ import pytest
 
 from coordinator.broker import Broker, start_broker
 from fedvit.transport.base import Connected, Disconnected, Transport
-from fedvit.transport.mqtt_shared import MqttLoop, SharedMqttTransport
+from fedvit.transport.mqtt import MqttTransport
+from fedvit.transport.mqtt_loop import MqttLoop
 from tests.contracts.test_transport import (  # noqa: F401 - the contract, held here once more
     test_a_client_id_that_comes_back_ends_its_old_link_first,
     test_closing_is_a_farewell_without_a_will,
@@ -28,7 +29,7 @@ class SharedWorld(MqttWorld):
         self.loop = MqttLoop()
 
     def transport(self, client_id: str) -> Transport:
-        return SharedMqttTransport(SimpleQueue(), self.broker.address, client_id, self.loop)
+        return MqttTransport(SimpleQueue(), self.broker.address, client_id, loop=self.loop)
 
     def stop(self) -> None:
         self.loop.close()
@@ -83,11 +84,11 @@ def test_what_was_said_last_is_heard(tmp_path: Path) -> None:
     broker = start_broker("mosquitto", tmp_path, port=0)
     loop, listening = MqttLoop(), MqttLoop()
     try:
-        witness = Client(SharedMqttTransport(SimpleQueue(), broker.address, "witness", listening))
+        witness = Client(MqttTransport(SimpleQueue(), broker.address, "witness", loop=listening))
         witness.transport.subscribe("bye/+", 1)
         witness.transport.open()
         witness.event(Connected)
-        leaving = [SharedMqttTransport(SimpleQueue(), broker.address, f"leaving-{n}", loop) for n in range(LINKS)]
+        leaving = [MqttTransport(SimpleQueue(), broker.address, f"leaving-{n}", loop=loop) for n in range(LINKS)]
         for transport in leaving:
             transport.open()
         for transport in leaving:

@@ -20,9 +20,10 @@ from coordinator.broker.mosquitto import configuration, find_mosquitto
 from coordinator.broker.process import Broker, claim_port
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.transport import bulk
+from fedvit.transport.address import Address
 from fedvit.transport.backoff import Backoff
 from fedvit.transport.base import Connected, Disconnected, Received, Will
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.mqtt import MqttTransport
 from tests.support.brokers import mosquitto
 from tests.support.waiting import wait_until
 from tests.support.worlds import MqttWorld, World, make_world
@@ -365,8 +366,8 @@ def test_small_messages_are_not_held_back(mqtt_world: MqttWorld) -> None:
     """Without TCP_NODELAY each message after an acknowledgement waits 40 ms; no event shows it."""
     transport = mqtt_world.client("client").transport
     assert isinstance(transport, MqttTransport)
-    assert transport._link is not None
-    opened = transport._link.client.socket()
+    assert transport.client is not None
+    opened = transport.client.socket()
     assert isinstance(opened, socket.socket)
     assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 

@@ -54,37 +54,34 @@ def cpufreq(cores: int, now_khz: int, allowed_khz: int, max_khz: int, governor: 
     return {f"{base}/cpu{core}/cpufreq/{name}": f"{text}\n" for core in range(cores) for name, text in files.items()}
 
 
-def pi_4(root: Path, *, throttled: str = "0x0") -> Path:
-    vcgencmd(root, throttled, None)
+def _pi(root: Path, model: str, temperature_mc: int, cooler: str, level: int, files: dict[str, str]) -> Path:
     return write_tree(
         root,
         {
-            "proc/device-tree/model": "Raspberry Pi 4 Model B Rev 1.4\0",
-            "etc/os-release": 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\nID=debian\n',
-            "proc/meminfo": "MemTotal:        3884396 kB\nMemAvailable:    3412200 kB\nSwapTotal:        102396 kB\n",
-            "proc/sys/kernel/osrelease": "6.6.31+rpt-rpi-v8\n",
+            "proc/device-tree/model": f"Raspberry Pi {model}\0",
             "sys/class/thermal/thermal_zone0/type": "cpu-thermal\n",
-            "sys/class/thermal/thermal_zone0/temp": "55017\n",
-            "sys/class/thermal/cooling_device0/type": "cpufreq-cpu0\n",
-            "sys/class/thermal/cooling_device0/cur_state": "0\n",
-            **cpufreq(4, 1_800_000, 1_800_000, 1_800_000),
+            "sys/class/thermal/thermal_zone0/temp": f"{temperature_mc}\n",
+            "sys/class/thermal/cooling_device0/type": f"{cooler}\n",
+            "sys/class/thermal/cooling_device0/cur_state": f"{level}\n",
+            **files,
         },
     )
+
+
+def pi_4(root: Path, *, throttled: str = "0x0") -> Path:
+    vcgencmd(root, throttled, None)
+    files = {
+        "etc/os-release": 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\nID=debian\n',
+        "proc/meminfo": "MemTotal:        3884396 kB\nMemAvailable:    3412200 kB\nSwapTotal:        102396 kB\n",
+        "proc/sys/kernel/osrelease": "6.6.31+rpt-rpi-v8\n",
+    }
+    speed = cpufreq(4, 1_800_000, 1_800_000, 1_800_000)
+    return _pi(root, "4 Model B Rev 1.4", 55_017, "cpufreq-cpu0", 0, {**files, **speed})
 
 
 def pi_5(root: Path, *, throttled: str = "0x0") -> Path:
     vcgencmd(root, throttled, PI_5_ADC)
-    return write_tree(
-        root,
-        {
-            "proc/device-tree/model": "Raspberry Pi 5 Model B Rev 1.0\0",
-            "sys/class/thermal/thermal_zone0/type": "cpu-thermal\n",
-            "sys/class/thermal/thermal_zone0/temp": "48850\n",
-            "sys/class/thermal/cooling_device0/type": "pwm-fan\n",
-            "sys/class/thermal/cooling_device0/cur_state": "2\n",
-            **cpufreq(4, 1_500_000, 2_400_000, 2_400_000),
-        },
-    )
+    return _pi(root, "5 Model B Rev 1.0", 48_850, "pwm-fan", 2, cpufreq(4, 1_500_000, 2_400_000, 2_400_000))
 
 
 def _zones(zones: dict[str, str]) -> dict[str, str]:

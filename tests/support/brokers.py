@@ -11,7 +11,8 @@ from queue import SimpleQueue
 from coordinator.broker.mosquitto import configuration, find_mosquitto, password_line
 from coordinator.broker.process import FLEET_USER, Broker, claim_port
 from coordinator.service.router import Router
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.address import Address
+from fedvit.transport.mqtt import MqttTransport
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import coordinator.cli
 import edge_client.cli
 import fleet.cli
 
-PROGRAMS: dict[str, click.Command] = {
+PROGRAMS: dict[str, click.Group] = {
     "coordinator": coordinator.cli.cli,
     "edge-client": edge_client.cli.cli,
     "fleet": fleet.cli.cli,
@@ -32,8 +32,8 @@ def shown_in(page: Path) -> list[list[str]]:
 
 def parse(words: list[str]) -> None:
     """As the program would, without running anything. Raises click's errors."""
-    command, words = PROGRAMS[Path(words[0]).name], words[1:]
-    context = None
+    command: click.Command = PROGRAMS[Path(words[0]).name]
+    context, words = None, words[1:]
     while True:
         context = command.make_context(command.name, list(words), parent=context)
         if not isinstance(command, click.Group) or not (rest := [*context._protected_args, *context.args]):

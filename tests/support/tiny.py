@@ -25,20 +25,11 @@ class Tiny(NamedTuple):
 
 def make_tiny(method: "Method", cache: Path, **model: int) -> Tiny:
     """A method on the tiny model: 16 patches and 3 blocks of width 32, unless `model` says otherwise."""
+    from coordinator.planning.batch import method_batch
     from export.graphs import export_graphs
     from fedvit.methods import build_model
     from fedvit.models import SMALL
-    from fedvit.program import Batch
 
     vit = build_model(method, SMALL, TINY_CLASSES, seed=0, options={**TINY_MODEL, **model})
-    mean, std = vit.mean_std
-    batch = Batch(
-        image_size=vit.image_size,
-        patch_size=vit.patch_size,
-        batch_size=method.samples_per_step,
-        mean=mean,
-        std=std,
-        mask_ratio=method.mask_ratio,
-        micro_batch=method.micro_batch,
-    )
+    batch = method_batch(method, vit)
     return Tiny(method, vit, batch, export_graphs(method, vit, batch, cache=cache))

@@ -25,7 +25,8 @@ OTHER_PROCESS = """
 import sys, time
 from queue import SimpleQueue
 from fedvit.transport.base import Will
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.address import Address
+from fedvit.transport.mqtt import MqttTransport
 address, client_id, topic, payload = sys.argv[1:]
 inbox = SimpleQueue()
 MqttTransport(inbox, Address.parse(address), client_id).open(Will(topic, payload.encode()))

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
+import fedvit.blobs
 from edge_client import agent as agent_module
 from edge_client import integrity as integrity_module
+from fedvit.blobs import is_whole
 from fedvit.program import Program
 from fedvit.tensors import pack
 from fedvit.wire.messages import BlobNack, Failed, Result
@@ -135,7 +137,7 @@ def test_what_is_damaged_while_the_device_runs_is_found_in_idle_time(
     world.server.wait(lambda: not graph.exists())
     told = world.result(fedavg, round=2)
     assert [str(graph) in what for what in told.damaged] == [True]
-    assert device.blobs.verify(f"blake3:{graph.name}")
+    assert is_whole(device.blobs.path(f"blake3:{graph.name}"), f"blake3:{graph.name}")
 
 
 def test_a_damaged_base_is_not_patched(worlds: Callable[[], World], fedavg: Setting) -> None:
@@ -150,7 +152,7 @@ def test_a_damaged_base_is_not_patched(worlds: Callable[[], World], fedavg: Sett
     result = world.result(fedavg, round=2, kind="evaluate", group_values={"model": new}, recipes=(delta_step,))
     assert len(result.damaged) == 1
     assert delta_step.base.removeprefix("blake3:") in result.damaged[0]
-    assert again.blobs.verify(delta_step.target)
+    assert is_whole(again.blobs.path(delta_step.target), delta_step.target)
     assert again.agent._executor.accepts_delta_chains
 
 
@@ -164,7 +166,7 @@ def test_a_base_that_is_damaged_after_it_was_read_is_found_by_what_comes_out(
     flip(device.blobs.path(delta_step.base), 0.9)
     result = world.result(fedavg, round=2, kind="evaluate", group_values={"model": new}, recipes=(delta_step,))
     assert [delta_step.base.removeprefix("blake3:") in what for what in result.damaged] == [True]
-    assert device.blobs.verify(delta_step.target)
+    assert is_whole(device.blobs.path(delta_step.target), delta_step.target)
     assert device.agent._executor.accepts_delta_chains
 
 
@@ -174,15 +176,15 @@ def test_a_disk_that_keeps_nothing_is_named_and_the_task_ends(
     """A blob that is damaged as often as it comes is not fetched for ever."""
     world = worlds()
     graph = fedavg.program.graphs["train"].digest
-    real = integrity_module.is_whole
-    monkeypatch.setattr(integrity_module, "is_whole", lambda path, digest: digest != graph and real(path, digest))
+    real = fedvit.blobs.is_whole
+    monkeypatch.setattr(fedvit.blobs, "is_whole", lambda path, digest: digest != graph and real(path, digest))
     world.device()
     reason = world.failure(fedavg)
     assert graph in reason
     assert "replace the disk" in reason
     wants = [message for message in world.server.heard if isinstance(message, BlobNack) and message.digest == graph]
     assert len(wants) >= 3
-    monkeypatch.setattr(integrity_module, "is_whole", real)
+    monkeypatch.setattr(fedvit.blobs, "is_whole", real)
     assert len(world.result(fedavg, round=2).damaged) == 3
 
 
@@ -206,7 +208,7 @@ def test_what_was_half_received_and_damaged_is_fetched_again_and_ends(
     again = started_again(world)
     world.server.tell(msgspec.structs.replace(task, instance=world.server.instance))
     world.server.expect(Result)
-    assert again.blobs.verify(manifest.digest)
+    assert is_whole(again.blobs.path(manifest.digest), manifest.digest)
 
 
 # --- results ------------------------------------------------------------------------------------------

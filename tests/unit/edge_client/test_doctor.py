@@ -30,7 +30,7 @@ from edge_client.doctor_context import DoctorContext, Finding
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.resources import Budget, ResourceUse
-from fedvit.transport.mqtt import Address
+from fedvit.transport.address import Address
 from fedvit.wire.messages import Result
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES

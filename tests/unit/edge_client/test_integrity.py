@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+import fedvit.blobs
 from edge_client import integrity as integrity_module
-from edge_client.integrity import KEPT_REPORTS, Damaged, Integrity, Verified
-from fedvit.blobs import BlobStore, digest_of
+from edge_client.integrity import KEPT_REPORTS, DamagedBlobs, Integrity
+from fedvit.blobs import BlobStore, Verified, digest_of
 from fedvit.errors import BadPayload, StorageFailed
 from tests.support.damage import flip
 
@@ -46,7 +47,7 @@ def test_a_damaged_blob_is_deleted_and_reported_once(blobs: BlobStore) -> None:
     whole, damaged = blobs.put(b"whole").digest, blobs.put(b"damaged").digest
     flip(blobs.path(damaged))
     integrity = Integrity(blobs)
-    with pytest.raises(Damaged) as raised:
+    with pytest.raises(DamagedBlobs) as raised:
         integrity.check([whole, damaged, digest_of(b"elsewhere"), damaged])
     assert raised.value.digests == [damaged]
     assert blobs.has(whole)
@@ -63,7 +64,7 @@ def test_a_blob_can_be_looked_at_afresh(blobs: BlobStore) -> None:
     integrity.check([digest])
     flip(blobs.path(digest))
     integrity.check([digest])
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedBlobs):
         integrity.check([digest], afresh=True)
 
 
@@ -73,7 +74,7 @@ def test_a_small_blob_is_read_as_its_digest_says_or_not_at_all(blobs: BlobStore)
     assert integrity.read(digest) == b"content"
     integrity.check([digest])
     flip(blobs.path(digest))
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedBlobs):
         integrity.read(digest)
     with pytest.raises(BadPayload):
         integrity.read(digest)
@@ -87,7 +88,7 @@ def test_what_cannot_be_read_for_want_of_something_else_is_not_deleted(
     def failing(path: Path, digest: str) -> bool:
         raise StorageFailed("too many open files")
 
-    monkeypatch.setattr(integrity_module, "is_whole", failing)
+    monkeypatch.setattr(fedvit.blobs, "is_whole", failing)
     with pytest.raises(StorageFailed, match="too many"):
         Integrity(blobs).check([digest])
     assert blobs.has(digest)

@@ -17,7 +17,7 @@ from edge_client.keys import SOON_DAYS, check_identity, check_vault_key
 from edge_client.vault import Vault
 from edge_client.vault_key import VaultKey
 from fedvit.errors import ConfigError
-from fedvit.transport.mqtt import Address, tls_context
+from fedvit.transport.address import Address, tls_context
 from fedvit.wire.topics import Topics
 from tests.support.messages import result
 

@@ -10,7 +10,7 @@ from coordinator.broker import Broker, start_broker
 from edge_client.profile import Installation, SelfReport, measure_self, table
 from fedvit.errors import OverBudget
 from fedvit.resources import Budget, Speed
-from fedvit.transport.mqtt import Address
+from fedvit.transport.address import Address
 from tests.support.boards import orin_nano, pi_4, write_tree
 from tests.support.speeds import some_speed
 

@@ -1,14 +1,15 @@
 """Which features leave a device: counts, epochs, and what never does."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_client.sampler import MedianSampler
+from edge_client.sampler import SAMPLERS, MedianSampler, make_sampler
+from fedvit.program import Collect
 
 
 def collect(
@@ -114,6 +115,15 @@ def test_values_are_copies() -> None:
     sampler.record(0, np.array([0, 1]), np.array([True, True]), output)
     output[:] = 7
     np.testing.assert_array_equal(sampler.collected((3,))[0], np.ones((2, 3)))
+
+
+def test_sampler_is_the_one_that_the_program_names() -> None:
+    """Every name that a Program may have is known here."""
+    collect = Collect("features", (3,), 0.5, sampler="median")
+    made = make_sampler(collect, np.array([0, 0, 0, 0]), 1, np.random.default_rng(0))
+    assert isinstance(made, MedianSampler)
+    assert made.limit == 2
+    assert set(SAMPLERS) == set(get_args(get_type_hints(Collect)["sampler"]))
 
 
 def test_without_images_nothing_is_collected() -> None:

@@ -12,7 +12,7 @@ from fedvit.transport import backoff
 from fedvit.transport.backoff import FIRST_RETRY_S, LAST_RETRY_S, SETTLED_S, Backoff
 from fedvit.transport.base import Connected, Disconnected
 from fedvit.transport.mqtt import MqttTransport
-from fedvit.transport.mqtt_shared import MqttLoop, SharedMqttTransport
+from fedvit.transport.mqtt_loop import MqttLoop
 
 Drawn = list[tuple[float, float]]
 
@@ -58,11 +58,7 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
 def test_transport_spreads_its_return_after_a_lost_link(broker: Broker, drawn: Drawn, shared: bool) -> None:
     inbox: SimpleQueue[object] = SimpleQueue()
     loop = MqttLoop()
-    transport = (
-        SharedMqttTransport(inbox, broker.address, "pi", loop, return_spread_s=60.0)
-        if shared
-        else MqttTransport(inbox, broker.address, "pi", return_spread_s=60.0)
-    )
+    transport = MqttTransport(inbox, broker.address, "pi", return_spread_s=60.0, loop=loop if shared else None)
     try:
         transport.open()
         assert isinstance(inbox.get(timeout=30), Connected)

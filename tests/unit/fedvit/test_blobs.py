@@ -10,7 +10,7 @@ import pytest
 
 from fedvit import blobs as blobs_module
 from fedvit import partials
-from fedvit.blobs import BlobStore, digest_of, digest_of_file
+from fedvit.blobs import BlobStore, digest_of, digest_of_file, is_whole
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.wire.messages import Manifest
 from fedvit.wire.transfer import CHUNK_BYTES
@@ -74,20 +74,20 @@ def test_a_file_has_the_digest_of_its_content(tmp_path: Path) -> None:
 def test_a_blob_can_be_verified(store: BlobStore, place: int) -> None:
     """One flipped bit anywhere is found, although size and modification time are those of before."""
     digest = store.put(CONTENT).digest
-    assert store.verify(digest)
+    assert is_whole(store.path(digest), digest)
     before = store.path(digest).stat()
     with open(store.path(digest), "r+b") as file:
         file.seek(place)
         file.write(bytes([CONTENT[place] ^ 0x10]))
     os.utime(store.path(digest), ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert not store.verify(digest)
+    assert not is_whole(store.path(digest), digest)
     assert store.has(digest), "who calls it decides what becomes of it"
 
 
 def test_a_blob_that_is_not_here_is_not_whole(store: BlobStore) -> None:
-    assert not store.verify(digest_of(b"elsewhere"))
+    assert not is_whole(store.path(digest_of(b"elsewhere")), digest_of(b"elsewhere"))
     with pytest.raises(BadPayload):
-        store.verify("nonsense")
+        is_whole(store.path("nonsense"), "nonsense")
 
 
 @pytest.mark.parametrize(("number", "damaged"), [(errno.EIO, True), (errno.EMFILE, False), (errno.EACCES, False)])
@@ -102,10 +102,10 @@ def test_only_a_medium_that_fails_is_damage(
 
     monkeypatch.setattr(blobs_module, "digest_of_file", failing)
     if damaged:
-        assert not store.verify(digest)
+        assert not is_whole(store.path(digest), digest)
     else:
         with pytest.raises(StorageFailed, match="cannot read"):
-            store.verify(digest)
+            is_whole(store.path(digest), digest)
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,14 @@ def test_expected_tensors_of_groups() -> None:
     assert PROGRAM.expected(["own", "head"]) == {"own.w": ((), "float32"), "head.w": ((3,), "float32")}
 
 
+def test_a_program_with_an_unknown_sampler_is_refused() -> None:
+    """Not collected by another one instead."""
+    raw = encode_program(PROGRAM)
+    assert b"median" in raw
+    with pytest.raises(BadPayload, match="not a program"):
+        decode_program(raw.replace(b"median", b"latest"))
+
+
 # --- patches ------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,9 @@ from coordinator.broker import FLEET_USER, Broker, process, start_broker
 from coordinator.broker.mosquitto import configuration, find_mosquitto, run_mosquitto
 from coordinator.broker.process import MOST_LOG_BYTES, claim_port
 from fedvit.errors import ConfigError, StorageFailed
+from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Disconnected
-from fedvit.transport.mqtt import Address, MqttTransport
+from fedvit.transport.mqtt import MqttTransport
 from tests.support.waiting import WAIT_S, wait_until
 
 BOTH = pytest.mark.parametrize("kind", ["mosquitto", "embedded"])

@@ -48,8 +48,9 @@ from edge_client.join import join
 from edge_client.keys import check_identity
 from fedvit.errors import BadPayload, ConfigError, LinkDown, PeerRefused
 from fedvit.files import atomic_write
+from fedvit.transport.address import Address, tls_context
 from fedvit.transport.base import Connected, Received
-from fedvit.transport.mqtt import Address, MqttTransport, tls_context
+from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.enrolment import FROM_DEVICE, JoinRequest, RenewRequest, Token, encode_enrolment, seal
 from fedvit.wire.topics import Topics
 

@@ -15,10 +15,11 @@ from coordinator.config import RunConfig
 from coordinator.planning.configuration_search import RUNNERS_UP, Choice, ConfigurationSearch, cost_on, grid
 from coordinator.planning.planned_device import PlannedDevice
 from coordinator.planning.planner import make_plan
+from coordinator.planning.trade_offs import TradeOff, trade_offs
 from fedvit.blobs import BlobStore
 from fedvit.errors import OverBudget
 from fedvit.methods import METHODS, make_method
-from fedvit.methods.base import Method, TradeOff
+from fedvit.methods.base import Method
 from fedvit.models import SMALL, build_vit
 from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
 from fedvit.resources import Budget, BudgetKind, ProductRate, Speed
@@ -41,13 +42,13 @@ def trade_offs_of(draw: st.DrawFn) -> list[TradeOff]:
 
 
 @given(trade_offs_of())
-def test_the_grid_has_every_combination_once_and_shares_fall(trade_offs: list[TradeOff]) -> None:
+def test_the_grid_has_every_combination_once_and_shares_fall(some: list[TradeOff]) -> None:
     """Each option as it is, or with one of its values; what is kept is the product of the shares."""
-    points = list(grid(trade_offs))
-    shares = {trade_off.option: dict(trade_off.values) for trade_off in trade_offs}
+    points = list(grid(some))
+    shares = {trade_off.option: dict(trade_off.values) for trade_off in some}
     expected = [
         dict(point)
-        for point in product(*([(), *((each.option, value) for value, _ in each.values)] for each in trade_offs))
+        for point in product(*([(), *((each.option, value) for value, _ in each.values)] for each in some))
         for point in [[item for item in point if item]]
     ]
     assert sorted(map(repr, (changes for changes, _ in points))) == sorted(map(repr, expected))
@@ -74,10 +75,10 @@ def test_what_a_method_may_give_up(name: str) -> None:
     vit = build_vit(SMALL, 3, seed=0, options={"image_size": 16, "patch_size": 8, "width": 8, "depth": 3, "heads": 1})
     for model_patches in method.model_patches():
         model_patches.apply(vit, 0)
-    trade_offs = method.trade_offs(vit)
-    assert {"recompute", "epochs"} <= {trade_off.option for trade_off in trade_offs}
-    assert len({trade_off.option for trade_off in trade_offs}) == len(trade_offs)
-    for trade_off in trade_offs:
+    possible = trade_offs(method, vit)
+    assert {"recompute", "epochs"} <= {trade_off.option for trade_off in possible}
+    assert len({trade_off.option for trade_off in possible}) == len(possible)
+    for trade_off in possible:
         assert trade_off.helps
         shares = [share for _, share in trade_off.values]
         assert all(0 < share <= 1 for share in shares)
@@ -87,7 +88,7 @@ def test_what_a_method_may_give_up(name: str) -> None:
             assert changed == replace(method, **{trade_off.option: value})
             assert changed != method
             changed.groups(vit)
-            left = {other.option: dict(other.values) for other in changed.trade_offs(vit)}
+            left = {other.option: dict(other.values) for other in trade_offs(changed, vit)}
             if trade_off.option not in ("threshold",):  # a share of what is left can always be given up
                 assert value not in left.get(trade_off.option, {})
 
@@ -154,7 +155,7 @@ class Bench:
 
     def every_candidate(self, target: PlannedDevice) -> Iterator[tuple[float, tuple[BudgetKind, ...]]]:
         """(share, what is exceeded) of every combination; where memory counts, with one image at a time, too."""
-        for changes, quality in grid(self.method.trade_offs(self.search.vit)):
+        for changes, quality in grid(trade_offs(self.method, self.search.vit)):
             changed = replace(self.method, **changes)
             few = changed.one_gradient and target.budget.memory_bytes is not None
             sizes = (changed.micro_batch, 1) if few else (changed.micro_batch,)
@@ -223,7 +224,7 @@ def check(made: Bench, target: PlannedDevice, method: Method, choice: Choice) ->
     assert (choice.device, choice.budget) == (target.device, target.budget)
     again = cost_on(target, made.search.program_of(method))
     assert choice.cost == again
-    shares = {trade_off.option: dict(trade_off.values) for trade_off in made.method.trade_offs(made.search.vit)}
+    shares = {trade_off.option: dict(trade_off.values) for trade_off in trade_offs(made.method, made.search.vit)}
     given_up = {option: value for option, value in chosen.changes.items() if option != "micro_batch"}
     assert chosen.quality == pytest.approx(prod(shares[option][value] for option, value in given_up.items()))
     for candidate in choice.runners_up:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from coordinator.planning import planner
+from coordinator.planning.batch import suitable_run_size
 from coordinator.planning.planned_device import PlannedDevice
 from coordinator.planning.planner import (
     PROTOCOLS,
     Plan,
     Variant,
     make_plan,
-    suitable_run_size,
 )
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import ConfigError, OverBudget

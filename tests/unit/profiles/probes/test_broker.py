@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.broker import Broker
 from fedvit.errors import LinkDown
-from fedvit.transport.mqtt import Address
+from fedvit.transport.address import Address
 from profiles.probes.broker import BrokerProbe, measure_round_trip
 from tests.support.brokers import mosquitto
 

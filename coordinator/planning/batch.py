@@ -1,0 +1,57 @@
+"""How a device turns its images into the inputs of a method, and how many of them it processes at a time."""
+
+import msgspec
+
+from coordinator.config import ImageConfig
+from fedvit.methods.base import Method
+from fedvit.models.vit import PatchViT
+from fedvit.program import Batch
+
+UNCHANGED = ImageConfig()
+"""Images without augmentation."""
+FULL_SPEED_ROWS = 192
+"""With this number of rows (samples x tokens) the products of a transformer reach nearly a processor's full speed."""
+ACTIVATION_BYTES = 320 << 20
+"""Memory for activations by default: more samples at a time are no faster."""
+
+
+def method_batch(method: Method, vit: PatchViT, images: ImageConfig = UNCHANGED) -> Batch:
+    """The batch of a method on a model; all of it at a time where the method does not set `micro_batch`."""
+    mean, std = vit.mean_std
+    return Batch(
+        image_size=vit.image_size,
+        patch_size=vit.patch_size,
+        batch_size=method.samples_per_step,
+        mean=mean,
+        std=std,
+        mask_ratio=method.mask_ratio,
+        crop_padding=images.crop_padding,
+        flip=images.flip,
+        brightness=images.brightness,
+        micro_batch=method.micro_batch,
+    )
+
+
+def chosen_batch(method: Method, vit: PatchViT, images: ImageConfig) -> Batch:
+    """The same with as many images at a time as suit the model, where the method does not set `micro_batch`."""
+    batch = method_batch(method, vit, images)
+    run_size = method.micro_batch or suitable_run_size(vit, batch)
+    return msgspec.structs.replace(batch, micro_batch=min(run_size, batch.batch_size))
+
+
+def suitable_run_size(vit: PatchViT, batch: Batch) -> int:
+    """Samples that a device processes at a time: as fit into ACTIVATION_BYTES, but enough for full speed.
+
+    The batch is divided into equal runs if possible, as the padding of a last run is wasted work.
+    """
+    tokens = batch.kept_patches + vit.prefix_tokens
+    sample_bytes = activation_bytes(vit, tokens)
+    wanted = min(batch.batch_size, max(-(-FULL_SPEED_ROWS // tokens), ACTIVATION_BYTES // sample_bytes))
+    equal = max(size for size in range(1, wanted + 1) if batch.batch_size % size == 0)
+    return equal if 2 * equal > wanted else -(-batch.batch_size // -(-batch.batch_size // wanted))
+
+
+def activation_bytes(vit: PatchViT, tokens: int) -> int:
+    """Of one sample: what a pre-norm block keeps for its backward pass, 16 units of tokens x width and the attention
+    weights twice."""
+    return 4 * vit.depth * (16 * tokens * vit.width + 2 * vit.heads * tokens**2)

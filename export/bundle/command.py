@@ -1,0 +1,51 @@
+"""What the `export` commands of the coordinator and of a device have in common: two flags, and the writing."""
+
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:  # imports the engine, for which errors in flags need not wait
+    from export.bundle.write import Trained
+    from fedvit.data.folder import Split
+
+out_flag = click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("bundle"), help="New folder for the bundle."
+)
+precisions_flag = click.option(
+    "--precision",
+    "precisions",
+    type=click.Choice(("fp32", "fp16", "int8")),
+    multiple=True,
+    help="Only these files. Repeatable.",
+)
+
+
+def write(
+    out: Path,
+    trained: "Trained",
+    *,
+    images: "Split | None",
+    described: str,
+    threads: int,
+    cores: int,
+    precisions: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Write the bundle `out` and print its summary, or its card as JSON.
+
+    `described` names the `images` with which it is measured; `cores` is how many this process may use. Raises as
+    `write_bundle` does.
+    """
+    from export.bundle.assemble import Precision
+    from export.bundle.card import summary
+    from export.bundle.write import CARD, Bench, write_bundle
+
+    bench = Bench(images=images, described=described, threads=threads, machine=platform.machine(), cores=cores)
+    chosen = tuple(map(Precision, precisions)) or tuple(Precision)
+    card = write_bundle(out, trained, bench, precisions=chosen, progress=lambda line: click.echo(line, err=True))
+    if as_json:
+        click.echo((out / CARD).read_text(), nl=False)
+    else:
+        click.echo("\n".join([f"bundle: {out}", *summary(card)]))

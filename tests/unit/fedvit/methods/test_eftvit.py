@@ -126,6 +126,25 @@ def test_the_server_must_have_something_to_train(vit: PatchViT, local_blocks: in
         EFTViT(local_blocks=local_blocks).groups(vit)
 
 
+def test_the_papers_warm_up_is_the_default() -> None:
+    """Section 4.2: 5 rounds; then the cosine."""
+    scales = [EFTViT().lr_scale(number, 200) for number in range(1, 8)]
+    assert scales[:5] == [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6]
+    assert scales[5] == 1.0
+    assert scales[6] < 1.0
+
+
+def test_less_work_that_the_paper_found_harmless_is_preferred() -> None:
+    """Accuracy holds up to a mask of .75, and with 2 local blocks it is that of 6: both come before fewer epochs."""
+    deep = build_vit(SMALL, 5, seed=0, options={"image_size": 8, "patch_size": 4, "width": 4, "depth": 8, "heads": 1})
+    method = EFTViT(mask=0.5, local_blocks=6, epochs=5)
+    quality = {trade_off.option: dict(trade_off.values) for trade_off in method.trade_offs(deep)}
+    assert quality["mask"][0.75] > quality["epochs"][4]
+    assert quality["local_blocks"][2] > quality["epochs"][4]
+    assert quality["mask"][0.85] < quality["epochs"][4]
+    assert quality["local_blocks"][1] < quality["epochs"][4]
+
+
 # --- forward ------------------------------------------------------------------------------------------
 
 

@@ -273,9 +273,15 @@ class Method(ABC):
         """All tensors of the Program by name, with their first values."""
         return {**vit.tensors(), **self.extra_tensors(vit)}
 
+    def never_moved(self, vit: PatchViT) -> list[str]:
+        """The tensors that a device moves neither in training nor when it tunes a copy before a test."""
+        tuned = {group for phase in self.evaluate(vit).adapt for group in phase.groups}
+        still = (group for group, (role, _) in self.groups(vit).items() if not role.trained_on_device)
+        return self.names_in(vit, *(group for group in still if group not in tuned))
+
     def packed(self, vit: PatchViT, values: Tensors) -> Tensors:
-        """`values`, tensors of the Program, as they are sent: untrained ones in `frozen_precision`."""
-        still = set(self.names_with(vit, *(role for role in Role if not role.trained_on_device)))
+        """`values`, tensors of the Program, as they are sent: those never moved in `frozen_precision`."""
+        still = set(self.never_moved(vit))
         travelling: Tensors = {}
         for name, value in values.items():  # in their order: devices of different roles may share graphs
             travelling |= packed({name: value}, self.frozen_precision if name in still else "fp32")
@@ -335,13 +341,14 @@ class Method(ABC):
     def trade_offs(self, vit: PatchViT) -> tuple[TradeOff, ...]:
         """Options that may be reduced for a device with too little memory or time; `micro_batch` is chosen separately.
 
-        Recomputed blocks cost no accuracy: their quality is 1. That of frozen weights in fewer bits is measured
-        (docs/measurements.md); that of fewer epochs is the remaining share of them.
+        Recomputed blocks cost no accuracy: their quality is 1. That of frozen weights in fewer bits is assumed to be
+        a little less: what was measured (docs/measurements.md) cannot be told from chance. That of fewer epochs is the
+        remaining share of them.
         """
         memory: frozenset[BudgetKind] = frozenset({"memory"})
         work: frozenset[BudgetKind] = frozenset({"flops", "time"})
         given = [TradeOff("recompute", memory, () if self.recompute else ((True, 1.0),))]
-        if any(names for role, names in self.groups(vit).values() if not role.trained_on_device):
+        if self.never_moved(vit):
             fewer = {"fp32": (("fp16", 0.99), ("int8", 0.98)), "fp16": (("int8", 0.99),), "int8": ()}
             given.append(TradeOff("frozen_precision", memory | {"time"}, fewer[self.frozen_precision]))
         if not self.one_gradient:  # the whole batch is in memory at once

@@ -20,6 +20,7 @@ SMALL = "vit_small_images"
 """The model that needs no timm name."""
 SMALL_OPTIONS = (
     "image_size", "patch_size", "width", "depth", "heads", "mlp_ratio", "head_width", "qkv_bias", "registers",
+    "position_std",
 )  # fmt: skip
 TIMM_OPTIONS = ("image_size", "patch_size")
 METHOD_GROUP = "fedvit.methods"

@@ -15,7 +15,7 @@ DEMO: dict[str, Any] = {
     "method": "eftvit",
     "rounds": 12,
     "seed": 0,
-    "options": {"epochs": 5, "lr": 1e-3, "mask": 0.25, "batch_size": 16, "server_epochs": 4},
+    "options": {"epochs": 5, "lr": 1e-3, "mask": 0.25, "batch_size": 16, "server_epochs": 4, "warmup_rounds": 0},
     "model_options": {"image_size": 32, "patch_size": 4, "width": 64, "depth": 6, "heads": 4},
     "images": {"crop_padding": 2},
     "broker": {"broker": "embedded", "port": 0},

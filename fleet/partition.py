@@ -32,6 +32,7 @@ from fleet.partitions import (
     make_partition,
     partition_options,
 )
+from fleet.partitions.dealing import refuse_empty
 from fleet.partitions.feature_noise import add_noise
 
 SUMMARY_FILE = "partition.json"
@@ -132,10 +133,12 @@ def write_device_folders(
     `options` are only written into the summary.
 
     `out` appears when it is complete; after a failure its earlier content is unchanged. Raises ConfigError when `out`
-    is a file or not empty, unless `overwrite` is set and `out` is an earlier partition, and when a device has too few
-    training images for a validation image; StorageFailed when the disk is full or not writable.
+    is a file or not empty, unless `overwrite` is set and `out` is an earlier partition, when a device has no image,
+    and when it has too few training images for a validation image; StorageFailed when the disk is full or not
+    writable.
     """
     _refuse_occupied(out, overwrite)
+    parts = refuse_empty(partition or "by hand", parts)
     out = out.resolve()  # behind a symlink, renaming works only beside the folder itself
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:

@@ -13,6 +13,7 @@ from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, Damaged
 from fedvit.files import atomic_write
 from fedvit.methods.base import ServerRule, ServerState
+from fedvit.methods.rules.generator_update import PERSONAL, SHARED
 from fedvit.tensors import Tensors, pack, unpack
 
 UNCODED = UpdatesConfig()
@@ -71,8 +72,14 @@ def needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
 
 
 def write_models(folder: Path, state: ServerState, rule: ServerRule, devices: Iterable[str], seed: int) -> None:
-    """Write the results of a finished run into its folder: the server's tensors, and those generated per device."""
+    """Write the results of a finished run into its folder.
+
+    The server's tensors; those generated per device; and the generator itself, with the embeddings of all devices that
+    trained.
+    """
     atomic_write(folder / "model.safetensors", pack(state.tensors))
+    if learnt := {name: value for name, value in state.memory.items() if name.startswith((SHARED, PERSONAL))}:
+        atomic_write(folder / "generator.safetensors", pack(learnt))
     for device in devices:
         if generated := rule.generate(state, device, seed):
             atomic_write(folder / "generated" / f"{device}.safetensors", pack(generated))

@@ -33,6 +33,7 @@ class EFTViT(Method):
     lr: Annotated[float, Meta(gt=0)] = 1e-4  # paper's value is unknown; 5e-5 suits pretrained weights
     weight_decay: Annotated[float, Meta(ge=0)] = 0.05
     schedule: Literal["constant", "cosine"] = "cosine"
+    warmup_rounds: Annotated[int, Meta(ge=0)] = 5
 
     local_blocks: Annotated[int, Meta(ge=1)] = 2  # blocks that the device trains (paper: M)
     mask: Annotated[float, Meta(ge=0, lt=1)] = 0.75  # share of patches dropped in training (paper: r)

@@ -1,7 +1,7 @@
 """FedRoD: a generic head that serves every class alike, and a personal one for what the device sees most."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,11 +35,16 @@ class FedRoD(Method):
 
     Source: Chen and Chao, arXiv:2107.00778, with a linear personal head. Both losses are minimised in one
     step, which is the same as two steps, since neither reaches the other's tensors. The personal head reads the
-    class token before the final norm, as in FedTP's code, where that norm belongs to the generic head. The
-    variant that makes the personal head from the class distribution is not here.
+    class token before the final norm, as in FedTP's code, where that norm belongs to the generic head; the paper's
+    heads read the same features: `personal_reads` "normed". The paper reports two accuracies, that of both heads
+    together on a device's own classes and that of the generic head: `evaluate_with` says which one is tested, and
+    does not change what is trained. The variant that makes the personal head from the class distribution is not here.
     """
 
     source: ClassVar[str] = "Chen and Chao, arXiv:2107.00778"
+
+    personal_reads: Literal["class_token", "normed"] = "class_token"  # before the final norm, or as the generic head
+    evaluate_with: Literal["both", "generic"] = "both"  # heads that answer in a test
 
     def model_patches(self) -> tuple[ModelPatch, ...]:
         return (ExtraHead(name=PERSONAL_HEAD),)
@@ -51,11 +56,12 @@ class FedRoD(Method):
         )
 
     def forward(self, vit: PatchViT, tensors: Named, images: Images) -> Forward:
-        heads = two_heads(vit, tensors, images)
-        return Forward(heads.generic + heads.personal, {})
+        heads = two_heads(vit, tensors, images, normed=self.personal_reads == "normed")
+        return Forward(heads.generic + heads.personal if self.evaluate_with == "both" else heads.generic, {})
 
     def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
-        return Objective(two_head_loss(two_heads(vit, tensors, inputs.images), inputs), {})
+        heads = two_heads(vit, tensors, inputs.images, normed=self.personal_reads == "normed")
+        return Objective(two_head_loss(heads, inputs), {})
 
     def server_rule(self, vit: PatchViT) -> ServerRule:
         return WeightedMean()
@@ -66,13 +72,15 @@ class TwoHeads(NamedTuple):
 
     generic: Tensor  # (B, C)
     personal: Tensor  # (B, C), from detached features
-    features: Tensor  # (B, D) class token before the final norm
+    features: Tensor  # (B, D) what the personal head reads
 
 
-def two_heads(vit: PatchViT, tensors: Named, images: Images) -> TwoHeads:
+def two_heads(vit: PatchViT, tensors: Named, images: Images, *, normed: bool = False) -> TwoHeads:
+    """The personal head reads the class token before the final norm, or `normed`, as the generic head does."""
+
     def body(vit: PatchViT) -> TwoHeads:
         x_BND = vit.run_to_class(vit.embed(*images), 0)
-        features = vit.features(x_BND, normed=False)
+        features = vit.features(x_BND, normed=normed)
         return TwoHeads(vit.classify(x_BND), vit.head(features.detach(), PERSONAL_HEAD), features)
 
     heads: TwoHeads = run_model(vit, tensors, body)

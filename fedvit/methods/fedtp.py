@@ -43,7 +43,10 @@ class FedTP(Method):
     descends (equations 7 to 10 read literally would ascend). Embeddings of devices that were not asked stay
     (`all_embeddings` moves them as the released code's dense table does). The paper's model has no bias of queries,
     keys and values and heads of width 64: model options `qkv_bias = false`, `head_width = 64`; a bias that the
-    model has is shared.
+    model has is shared. The paper's server descends with a rate of 0.01, which is the default; the released scripts
+    take 0.1 with momentum 0.9 and weight decay 1e-3. Differs from the released code: there is no dropout (0.1 there,
+    of embeddings and in MLPs), in training neither; positions and the class token begin as timm's do, near zero; there
+    they are standard normal: model option `position_std = 1`.
     `head` and `knn_weight` are the paper's extensions by FedPer, FedRoD and kNN, `parts` its Table V. `novel` is its
     study of devices that come later: the run's `start_from` brings the shared tensors, which stand still, and the
     hypernetwork; the server learns the new devices' embeddings alone, or the hypernetwork with them.
@@ -61,7 +64,7 @@ class FedTP(Method):
     capacity: Annotated[int, Meta(ge=1)] = 1000  # training images that a device remembers to vote
     embedding_dim: Annotated[int, Meta(ge=1)] = 32  # released code: 128
     hidden: Annotated[int, Meta(ge=1)] = 150
-    server_lr: Annotated[float, Meta(gt=0)] = 0.01  # (paper: beta)
+    server_lr: Annotated[float, Meta(gt=0)] = 0.01  # (paper: beta); released scripts: 0.1, with momentum
     server_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # released code: 0.9
     server_weight_decay: Annotated[float, Meta(ge=0)] = 0.0  # released code: 1e-3
     all_embeddings: bool = False

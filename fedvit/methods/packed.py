@@ -10,13 +10,12 @@ from fedvit import precision
 from fedvit.methods.base import Method
 from fedvit.methods.calculus import Named
 from fedvit.models.vit import PatchViT
-from fedvit.roles import Role
 from fedvit.tensors import Tensors
 
 
 def as_sent(method: Method, vit: PatchViT, values: Tensors) -> Tensors:
-    """`values`, tensors of the Program, as devices get them: untrained ones in `frozen_precision`."""
-    still = set(method.names_with(vit, *(role for role in Role if not role.trained_on_device)))
+    """`values`, tensors of the Program, as devices get them: those never moved in `frozen_precision`."""
+    still = set(method.never_moved(vit))
     sent: Tensors = {}
     for name, value in values.items():  # in their order: devices of different roles may share graphs
         sent |= precision.packed({name: value}, method.frozen_precision if name in still else "fp32")

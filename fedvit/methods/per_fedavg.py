@@ -20,9 +20,10 @@ ADAPT = "adapt"
 class PerFedAvg(FedAvg):
     """Meta-learning: theta' = theta - a grad f1(theta), then theta moves by the gradient of f2 at theta'.
 
-    f1 and f2 are the mean losses of the two halves of 2 `batch_size` images; a last batch that leaves nothing to
-    the second half is passed over. A device is tested after one such step of size a on `batch_size` of its own
-    training images, and gets its tensors back.
+    A step takes 2 `batch_size` images, or as many as are left: f1 and f2 are the mean losses of those in odd and in
+    even places, which are drawn at random. So a device learns from two images on; a last batch of a single image is
+    passed over. A device is tested after one step of size a on at most `batch_size` of its own training images, and
+    gets its tensors back.
     Source: Fallah et al., "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
     Meta-Learning Approach", NeurIPS 2020, arXiv:2002.07948, eq. 8 and algorithm 1, in the approximations of its
     section 5: first order, or Hessian-free by a difference of gradients.
@@ -53,11 +54,11 @@ class PerFedAvg(FedAvg):
             return calculus.gradients(lambda at: self.objective(vit, phase, {**fixed, **at}, rows), at)
 
         assert inputs.lr is not None
-        half = inputs.labels.shape[0] // 2
-        first, second = inputs.rows(slice(half)), inputs.rows(slice(half, None))
         if phase.graph == ADAPT:
-            grads, (loss, collected) = gradients(first, updated)
+            grads, (loss, collected) = gradients(inputs.rows(slice(inputs.labels.shape[0] // 2)), updated)
             return StepResult(loss, _updated(updated, grads, -inputs.lr), collected)
+        # padding is at the end: every other image divides a batch that is not full, too
+        first, second = inputs.rows(slice(0, None, 2)), inputs.rows(slice(1, None, 2))
         inner, before = gradients(first, updated)
         grads, after = gradients(second, _updated(updated, inner, -self.adaptation_lr))
         if self.order == "hessian_free":

@@ -44,9 +44,15 @@ class PFedPG(Method):
 
     Source: Yang et al., "Efficient Model Personalization in Federated Learning via Client-Specific Prompt
     Generation", arXiv:2308.15367. The server descends (equations 4 and 5 read literally would ascend). Chosen where
-    the paper is silent: one attention head of full width, one descriptor token, VPT's first values, plain SGD on the
-    server, the mean over devices (`server_weights` "sum" is the paper's, with a step that grows with the fleet), and
-    an evaluation with the prompts as the device adapted them. In the paper all devices take part in every round.
+    the paper is silent: one attention head of full width, one descriptor token, VPT's first values, the mean over
+    devices (`server_weights` "sum" is the paper's, with a step that grows with the fleet), and an evaluation with the
+    prompts as the device adapted them. In the paper all devices take part in every round.
+    Differs from the paper, whose equation 3 with small first values makes the same prompts for all devices:
+    descriptors and base prompts of a size of 0.06 have products near zero, the softmax is uniform, and plain SGD of a
+    rate of 0.001 does not move the descriptors. So queries and keys are made of layer-normalised rows, as in the
+    cross-attention of Transformers (`normalise`), and the server's optimizer is AdamW with a rate of 0.01, whose steps
+    do not depend on how small a gradient is; 0.001 is enough for the paper's 100 rounds. The paper's reading is
+    `normalise` false, `server_optimizer` "sgd", `server_lr` 0.001.
     """
 
     source: ClassVar[str] = "pFedPG, arXiv:2308.15367"
@@ -61,9 +67,10 @@ class PFedPG(Method):
     generator: Literal["attention", "mlp", "adain", "basis"] = "attention"  # basis: the same prompts for all devices
     descriptor_tokens: Annotated[int, Meta(ge=1)] = 1  # attention only: 1, or as many as `tokens`
     zero_output: bool = False  # attention only: devices begin with equal prompts
+    normalise: bool = True  # attention only: queries and keys are made of normalised descriptors and base prompts
     hidden: Annotated[int, Meta(ge=1)] = 100  # mlp only
-    server_optimizer: Literal["sgd", "adamw"] = "sgd"
-    server_lr: Annotated[float, Meta(gt=0)] = 0.001  # (paper: alpha)
+    server_optimizer: Literal["sgd", "adamw"] = "adamw"
+    server_lr: Annotated[float, Meta(gt=0)] = 0.01  # (paper: alpha, 0.001)
     server_weights: Literal["equal", "sum", "samples"] = "equal"
     # prompts in a test: as the device adapted them, fresh from the generator, or the base that all devices share
     evaluate_with: Literal["adapted", "fresh", "base"] = "adapted"
@@ -118,6 +125,7 @@ class PFedPG(Method):
                     bound=bound,
                     descriptor_tokens=self.descriptor_tokens,
                     zero_output=self.zero_output,
+                    normalise=self.normalise,
                 )
             case "mlp":  # one linear layer for all prompts is one for each, side by side
                 return Hypernetwork(targets={PROMPTS: tuple(first.shape)}, embedding_dim=vit.width, hidden=self.hidden)

@@ -17,6 +17,7 @@ from timm.layers.attention import Attention
 from timm.layers.config import set_fused_attn
 from timm.models import load_state_dict
 from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 from fedvit.errors import ConfigError
 from fedvit.known_names import SMALL as SMALL
@@ -26,7 +27,7 @@ from fedvit.models.kv_adapter import KVAdapter
 from fedvit.models.lora import Lora
 from fedvit.models.mlp_adapter import MlpAdapter
 from fedvit.models.model_patch import ModelPatch
-from fedvit.models.options import check_switch, check_whole
+from fedvit.models.options import check_number, check_switch, check_whole
 from fedvit.models.prefix import FreePrefix
 from fedvit.models.prompts import Prompts
 from fedvit.models.vit import PatchViT
@@ -85,6 +86,7 @@ def _small(
     head_width: int | None = None,  # None: width / heads
     qkv_bias: bool = True,
     registers: int = 0,
+    position_std: float | None = None,  # of positions and class token at first; None: as timm's begin, near zero
 ) -> VisionTransformer:
     whole = {"image_size": image_size, "patch_size": patch_size, "width": width, "depth": depth, "heads": heads}
     for option, value in whole.items():
@@ -100,6 +102,10 @@ def _small(
         raise ConfigError(f"model option image_size = {image_size} is not a multiple of patch_size = {patch_size}")
     if width % heads:
         raise ConfigError(f"model option width = {width} is not a multiple of heads = {heads}")
+    if position_std is not None:
+        check_number("model", "position_std", position_std)
+        if position_std < 0:
+            raise ConfigError(f"model option position_std = {position_std!r} must be >= 0")
     vit = VisionTransformer(
         img_size=image_size, patch_size=patch_size, embed_dim=width, depth=depth, num_heads=heads,
         mlp_ratio=mlp_ratio, num_classes=classes, qkv_bias=qkv_bias, reg_tokens=registers,
@@ -108,6 +114,10 @@ def _small(
         for block in vit.blocks:
             block.attn = Attention(width, heads, attn_head_dim=head_width, qkv_bias=qkv_bias)
         vit.init_weights(needs_reset=False)
+    if position_std is not None:
+        for value in (vit.pos_embed, vit.cls_token):
+            assert value is not None
+            nn.init.normal_(value, std=position_std)
     return vit
 
 

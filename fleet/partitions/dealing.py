@@ -40,8 +40,8 @@ def refuse_empty(name: str, parts: Sequence[Indices]) -> list[Indices]:
     for device, part in enumerate(parts):
         if not len(part):
             raise ConfigError(
-                f"partition {name}: device {device} of {len(parts)} would get no sample;"
-                " its classes have too few for so many devices"
+                f"partition {name}: device {device} of {len(parts)} would get no sample, and a device without one"
+                " cannot take part; use fewer devices, another seed, or min_samples = 1 where the partition has it"
             )
     return list(parts)
 

@@ -17,13 +17,15 @@ DRAWS = 1000
 class Dirichlet(Partition):
     """Each class is dealt out in shares p ~ Dir(alpha): small alpha gives a device few classes, large alpha all.
 
-    Plain variant (EFTViT, pFedPG): cap=False, min_samples=0. Capped variant (PFLlib, FedPerfix, FedTP):
-    cap=True, a device that has its fair number of samples gets nothing of the following classes.
+    Plain variant (EFTViT, pFedPG): cap=False, min_samples=0, one draw; folders are refused when it leaves a device
+    without samples. Any other minimum, the default among them, repeats the draw until it holds, so that very uneven
+    draws do not occur: 1 is nearest to the plain variant. Capped variant (PFLlib, FedPerfix, FedTP): cap=True, a
+    device that has its fair number of samples gets nothing of the following classes.
     """
 
     alpha: float = 0.3  # concentration, > 0
     cap: bool = False
-    min_samples: int = 10  # draw again until every device has as many; a device without samples is of no use
+    min_samples: int = 10  # draw again until every device has as many
 
     def __post_init__(self) -> None:
         refuse_concentration("alpha", self.alpha)

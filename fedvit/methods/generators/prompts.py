@@ -38,7 +38,8 @@ class PromptAttention(PromptBasis):
 
     P = P_base + softmax((d W_Q) (P_base W_K)^T / sqrt(D)) (P_base W_V) W_O, one head of full width. With one
     descriptor token the sum's second part is one row, added to every prompt; with K it is another for each.
-    W_* begin as Xavier does, uniform; descriptors uniform in +-`bound`.
+    W_* begin as Xavier does, uniform; descriptors uniform in +-`bound`. With `normalise` queries and keys are made of
+    layer-normalised d and P_base, without which weights are nearly equal while d and P_base are small.
     Source: Yang et al., "Efficient Model Personalization in Federated Learning via Client-Specific Prompt
     Generation", arXiv:2308.15367, equation 3.
     """
@@ -46,6 +47,7 @@ class PromptAttention(PromptBasis):
     bound: float
     descriptor_tokens: int = 1  # 1 or K
     zero_output: bool = False  # W_O begins at zero: every device gets the base at first
+    normalise: bool = True  # queries and keys are made of normalised rows
 
     def shared(self, draw: torch.Generator) -> dict[str, Tensor]:
         width = self.first.shape[1]
@@ -59,10 +61,14 @@ class PromptAttention(PromptBasis):
         return {DESCRIPTOR: _uniform((self.descriptor_tokens, self.first.shape[1]), self.bound, draw)}
 
     def generate(self, shared: Named, personal: Named) -> dict[str, Tensor]:
-        base_KD = shared[BASE]
-        query_TD, key_KD = personal[DESCRIPTOR] @ shared["query"], base_KD @ shared["key"]
+        base_KD, descriptor_TD = shared[BASE], personal[DESCRIPTOR]
+        query_TD, key_KD = self._seen(descriptor_TD) @ shared["query"], self._seen(base_KD) @ shared["key"]
         weights_TK = torch.softmax(query_TD @ key_KD.T / math.sqrt(key_KD.shape[1]), dim=1)
         return {self.target: base_KD + weights_TK @ (base_KD @ shared["value"]) @ shared["output"]}
+
+    def _seen(self, rows: Tensor) -> Tensor:
+        """Rows as queries and keys are made of them: normalised as by a layer norm without parameters."""
+        return torch.nn.functional.layer_norm(rows, rows.shape[-1:]) if self.normalise else rows
 
 
 @dataclass(frozen=True, kw_only=True)

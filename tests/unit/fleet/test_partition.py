@@ -119,6 +119,12 @@ class TestWriteDeviceFolders:
             )  # fmt: skip
         assert not (tmp_path / "parts").exists()
 
+    def test_a_plain_dirichlet_draw_that_leaves_a_device_empty_is_refused(self, tmp_path: Path) -> None:
+        """One class among 4 devices with alpha .001 goes to one of them; no folder is written."""
+        with pytest.raises(ConfigError, match=r"dirichlet: device \d of 4 would get no sample.* or min_samples = 1"):
+            deal(made([0] * 20), "dirichlet", 4, tmp_path / "parts", options={"alpha": 0.001, "min_samples": 0}, seed=0)
+        assert not (tmp_path / "parts").exists()
+
     def test_a_device_can_use_its_folder(self, tmp_path: Path) -> None:
         write_device_folders(self.SAMPLES, self.PARTS, tmp_path / "parts", test_share=0.2, seed=0)
         data = DeviceData.open(tmp_path / "parts/device-1")

@@ -4,11 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from coordinator.compute.checkpoint import load_state, needed_blobs, save_state
+from coordinator.compute.checkpoint import load_state, needed_blobs, save_state, write_models
 from coordinator.planning.planner import Plan, make_plan
 from fedvit.blobs import BlobStore, digest_of
-from fedvit.methods.base import ServerState
+from fedvit.methods import build_model, make_method
+from fedvit.methods.base import RoundContext, ServerState, Upload
+from fedvit.methods.rules.generator_update import GeneratorUpdate
+from fedvit.methods.rules.weighted_mean import WeightedMean
+from fedvit.models import SMALL
 from fedvit.tensors import pack, unpack
 from tests.support.runs import Configure
 
@@ -109,3 +114,29 @@ def test_programs_of_every_variant_must_not_be_deleted(configure: Configure, gra
     for program in (plan.first.program, other.program):
         assert {graph.digest for graph in program.graphs.values()} < needed
         assert program.groups["local"].initial in needed
+
+
+def test_generator_and_embeddings_are_written_at_the_end_of_a_run(tmp_path: Path) -> None:
+    """Without the optimizer's state; device `a` trained, `b` did not. They make what `a` was given again."""
+    method = make_method("pfedpg", {"tokens": 3, "server_optimizer": "adamw"})
+    vit = build_model(method, SMALL, 4, seed=0, options={"image_size": 16, "patch_size": 8, "width": 8, "heads": 2})
+    rule = method.server_rule(vit)
+    assert isinstance(rule, GeneratorUpdate)
+    context = RoundContext(1, 0, 1.0, vit, "cpu", lambda digest: {}, lambda line: None)
+    uploads = [Upload("a", 2, "", lambda: {"prompts.tokens": np.ones((3, 8), np.float32)})]
+    state, _ = rule.close(ServerState({}, rule.begin(0)), uploads, context)
+    write_models(tmp_path, state, rule, ["a", "b"], 0)
+    written = unpack((tmp_path / "generator.safetensors").read_bytes())
+    assert {name for name in written if name.startswith("device/")} == {"device/a/descriptor"}
+    assert {name.split("/")[0] for name in written} == {"device", "generator"}
+    shared, own = (
+        {name.removeprefix(prefix): torch.tensor(value) for name, value in written.items() if name.startswith(prefix)}
+        for prefix in ("generator/", "device/a/")
+    )
+    made = rule.generator.generate(shared, own)["prompts.tokens"].numpy()
+    np.testing.assert_array_equal(unpack((tmp_path / "generated/a.safetensors").read_bytes())["prompts.tokens"], made)
+
+
+def test_without_a_generator_none_is_written(tmp_path: Path) -> None:
+    write_models(tmp_path, ServerState({}, {"optimizer/momentum": np.ones(1)}), WeightedMean(), ["a"], 0)
+    assert not (tmp_path / "generator.safetensors").exists()

@@ -126,6 +126,14 @@ def test_the_server_must_have_something_to_train(vit: PatchViT, local_blocks: in
         EFTViT(local_blocks=local_blocks).groups(vit)
 
 
+def test_the_papers_warm_up_is_the_default() -> None:
+    """Section 4.2: 5 rounds; then the cosine."""
+    scales = [EFTViT().lr_scale(number, 200) for number in range(1, 8)]
+    assert scales[:5] == [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6]
+    assert scales[5] == 1.0
+    assert scales[6] < 1.0
+
+
 # --- forward ------------------------------------------------------------------------------------------
 
 

@@ -130,3 +130,29 @@ def test_the_personal_head_reads_what_the_last_norm_reads(pair: tuple[Method, Pa
     normed = torch.nn.functional.layer_norm(found.features, (8,), tensors["norm.weight"], tensors["norm.bias"], 1e-6)
     generic = normed @ tensors["head.weight"].T + tensors["head.bias"]
     torch.testing.assert_close(found.generic, generic, rtol=0, atol=1e-12)
+
+
+def test_both_heads_may_read_the_same_features(pair: tuple[Method, PatchViT]) -> None:
+    """`personal_reads` = "normed": then the features are those that the generic head reads."""
+    _, vit = pair
+    given, tensors = inputs([1] * CLASSES, [0, 1]), vit.tensors()
+    method = make_method("fedrod", {"personal_reads": "normed"})
+    found = two_heads(vit, tensors, given.images, normed=True)
+    generic = found.features @ tensors["head.weight"].T + tensors["head.bias"]
+    torch.testing.assert_close(found.generic, generic, rtol=0, atol=1e-12)
+    logits = method.predict(vit, tensors, given.images, None)
+    torch.testing.assert_close(logits, found.generic + found.personal, rtol=0, atol=1e-13)
+    loss = method.objective(vit, method.phases(vit)[0], tensors, given).loss
+    assert not torch.equal(loss, two_head_loss(two_heads(vit, tensors, given.images), given))
+
+
+def test_the_generic_head_is_tested_alone(pair: tuple[Method, PatchViT]) -> None:
+    """What is trained stays the same."""
+    both, vit = pair
+    alone = make_method("fedrod", {"evaluate_with": "generic"})
+    given = inputs([3, 1, 2, 5], [0, 1, 2, 3, 0])
+    found = two_heads(vit, vit.tensors(), given.images)
+    torch.testing.assert_close(alone.predict(vit, vit.tensors(), given.images, None), found.generic, rtol=0, atol=0)
+    expected = gradients(both, vit, given, which="whole")
+    for name, grad in gradients(alone, vit, given, which="whole").items():
+        assert torch.equal(grad, expected[name])

@@ -103,8 +103,8 @@ K, WIDTH = 4, 6
 FIRST = torch.randn(K, WIDTH, generator=drawing(0, "first"), dtype=torch.float64)
 
 
-def attention(tokens: int = 1, *, zero_output: bool = False) -> PromptAttention:
-    return PromptAttention(target="p", first=FIRST, bound=0.5, descriptor_tokens=tokens, zero_output=zero_output)
+def attention(tokens: int = 1, **options: bool) -> PromptAttention:
+    return PromptAttention(target="p", first=FIRST, bound=0.5, descriptor_tokens=tokens, **options)
 
 
 def double(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -129,14 +129,17 @@ def test_with_a_zero_output_matrix_all_devices_get_the_base(tokens: int) -> None
         assert torch.equal(made_by(of, shared, device), FIRST)
 
 
-def test_attention_by_the_book() -> None:
-    """The same by torch's own attention, a descriptor token at a time."""
-    of = attention(K)
+@pytest.mark.parametrize("normalise", [True, False])
+def test_attention_by_the_book(normalise: bool) -> None:
+    """The same by torch's own attention, a descriptor token at a time; queries and keys of layer-normalised rows, or as
+    the paper's equation has them."""
+    of = attention(K, normalise=normalise)
     shared, personal = double(of.shared(drawing(0))), double(of.personal(drawing(1)))
+    norm = torch.nn.LayerNorm(WIDTH, elementwise_affine=False) if normalise else torch.nn.Identity()
     for row in range(K):
         attended = torch.nn.functional.scaled_dot_product_attention(
-            (personal["descriptor"][row : row + 1] @ shared["query"])[None],
-            (FIRST @ shared["key"])[None],
+            (norm(personal["descriptor"])[row : row + 1] @ shared["query"])[None],
+            (norm(FIRST) @ shared["key"])[None],
             (FIRST @ shared["value"])[None],
         )[0]
         expected = FIRST[row] + (attended @ shared["output"])[0]

@@ -6,6 +6,7 @@ Sizes are those of timm's models, built without memory for the numbers.
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -14,11 +15,13 @@ from torch import nn
 from fedvit.methods import make_method
 from fedvit.methods.base import Method, ModelPatch
 from fedvit.methods.local import Local
+from fedvit.methods.packed import as_sent
 from fedvit.methods.rules.nothing import Nothing
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models import build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
+from tests.support.quadratic import small
 
 SMALL_VIT, BASE_VIT = "vit_small_patch16_224", "vit_base_patch16_224"
 IN_2_20 = 2**20
@@ -91,6 +94,7 @@ def sent_up(name: str, model: str, *, classes: int = 100, **options: Any) -> int
         ("fedrep", {}, 21_665_664),
         ("fedperfix", {}, 21_665_664),  # adapters stay, too
         ("prompts", {}, 21_665_664),
+        ("prompts", {"placement": "shallow"}, 21_665_664),
         ("adapters", {}, 21_665_664),
         ("prefix", {}, 21_665_664),
         ("prefix", {"form": "linear"}, 21_665_664),
@@ -133,6 +137,27 @@ def test_what_a_vit_small_sends(name: str, options: dict[str, Any], floats: int)
 )
 def test_what_a_vit_base_sends(name: str, options: dict[str, Any], floats: int) -> None:
     assert sent_up(name, BASE_VIT, **options) == floats
+
+
+@pytest.mark.parametrize(("placement", "numbers"), [("appended", 12 * 10 * 384), ("shallow", 10 * 384)])
+def test_fedperfix_prompts_are_in_each_block_or_behind_the_embedding(placement: str, numbers: int) -> None:
+    local = held("prompts", SMALL_VIT, Role.LOCAL, placement=placement)
+    assert local["prompts.tokens"] == numbers
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_frozen_precision_leaves_alone_what_a_test_tunes(precision: str) -> None:
+    """FedBABU's head is never trained, but a copy of it is tuned before a test, which takes float32. Fed-Head's
+    backbone is never moved."""
+    vit = small(3)
+    values = {name: value.numpy() for name, value in vit.tensors().items()}
+    babu = make_method("fedbabu", {"frozen_precision": precision})
+    assert {name: value.dtype for name, value in as_sent(babu, vit, values).items()} == dict.fromkeys(
+        values, np.float32
+    )
+    packed = as_sent(make_method("fed_head", {"frozen_precision": precision}), vit, values)
+    assert packed["blocks.0.mlp.fc1.weight"].dtype != np.float32
+    assert packed["head.weight"].dtype == np.float32
 
 
 def test_an_adapter_of_fedperfix() -> None:

@@ -480,6 +480,15 @@ def test_model_changes_that_the_stages_do_not_support(made: Callable[[], VisionT
         PatchViT("mine", made())
 
 
+def test_positions_of_a_stated_size() -> None:
+    """FedTP's released code begins with standard normal positions; all other tensors are as without the option."""
+    plain, wide = (build_vit(SMALL, 10, seed=1, options=TINY | more).tensors() for more in ({}, {"position_std": 1.0}))
+    changed = {name for name, value in plain.items() if not torch.equal(value, wide[name])}
+    assert changed == {"pos_embed", "cls_token"}
+    assert float(wide["pos_embed"].std()) == pytest.approx(1, rel=0.1)
+    assert float(wide["cls_token"].std()) == pytest.approx(1, rel=0.4)
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -503,6 +512,8 @@ def test_model_changes_that_the_stages_do_not_support(made: Callable[[], VisionT
         ({"mlp_ratio": -2.0}, "model option mlp_ratio = -2.0 must be a number"),
         ({"mlp_ratio": float("nan")}, "model option mlp_ratio = nan must be a number"),
         ({"mlp_ratio": float("inf")}, "model option mlp_ratio = inf must be a number"),
+        ({"position_std": "1"}, "model option position_std = '1' must be a finite number"),
+        ({"position_std": -1.0}, r"model option position_std = -1\.0 must be >= 0"),
     ],
 )
 def test_bad_options_of_the_small_model(options: dict[str, Any], complaint: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from edge_client.commands.options import given_to, of_program
-from edge_client.state import kept_device_id, state_folder
+from edge_client.state import kept_device_id, split_file, state_folder
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from profiles.probes.host import fast_cores, usable_cores
@@ -43,6 +43,7 @@ def export(
     from export.bundle.card import summary
     from export.bundle.write import Bench, check_new, write_bundle
     from fedvit.data.folder import DeviceData
+    from fedvit.data.split import KeptSplit
 
     given = given_to(context, own)
     data, threads = given["data"], given["threads"] or fast_cores()
@@ -50,7 +51,8 @@ def export(
     check_new(out)
     if not (folder / "device-id").is_file():
         raise ConfigError(f"no state of a device in {folder}; --state names another folder")
-    images = DeviceData.open(data, test_share=given["test_share"]) if data else None
+    split = KeptSplit.load(split_file(folder), given["test_share"])
+    images = DeviceData.open(data, test_share=given["test_share"], split=split) if data else None
     trained, labelled = trained_here(
         run,
         device=kept_device_id(folder / "device-id"),

@@ -57,12 +57,13 @@ def newest_guesser(
 
 
 def _guess(graph: RunGraph, batch: Batch, classes: Sequence[str], path: Path) -> Guess:
-    answers_BC = graph(as_input(read_image(path, batch.image_size)[None], batch)).astype(np.float64)
+    answers_BC = graph(as_input(read_image(path, batch.image_size)[None], batch))
+    [answers_C] = answers_BC
     if not are_probabilities(answers_BC):
-        answers_BC = np.exp(answers_BC - answers_BC.max())
-        answers_BC /= answers_BC.sum()
-    best = int(answers_BC[0].argmax())
-    return Guess(classes[best], float(answers_BC[0, best]))
+        answers_C = np.exp(answers_C - answers_C.max())
+        answers_C /= answers_C.sum()
+    best = int(answers_C.argmax())
+    return Guess(classes[best], float(answers_C[best]))
 
 
 class Labelling:
@@ -168,17 +169,16 @@ def run(labelling: Labelling, guesser: Guesser | None) -> None:
             for key in _typed():
                 if key == QUIT:
                     return
-                if not _act(labelling, key, keys, guess):
-                    continue
-                guess = None  # of the image before
-                if labelling.current is None:
-                    return
+                if _act(labelling, key, keys, guess):
+                    guess = None  # of the image before
 
 
 def _act(labelling: Labelling, key: str, keys: dict[str, str], guess: Guess | None) -> bool:
     """Do what a key stands for; False if it stands for nothing."""
     if key == UNDO:
         labelling.undo()
+    elif labelling.current is None:  # more keys were typed than there are images
+        return False
     elif key == SKIP:
         labelling.skip()
     elif key == ACCEPT and guess and guess.label in labelling.classes:

@@ -61,8 +61,10 @@ class GrowingFolder:
             before=before,
         )
         if self._split is None and not data.has_test_folder:
-            names = [[str(path.relative_to(self._folder)) for path in part.paths] for part in (data.train, data.test)]
-            self._split = KeptSplit.of(*names, self._test_share)
+            train, test = (
+                [str(path.relative_to(self._folder)) for path in part.paths] for part in (data.train, data.test)
+            )
+            self._split = KeptSplit.of(train, test, self._test_share)
             self._split.save(self._split_file)
         return data
 

@@ -80,7 +80,8 @@ def attention_pool(pool: AttentionPoolLatent, x_BND: Tensor) -> Tensor:
         return x_BNI.reshape(*x_BNI.shape[:2], pool.num_heads, -1).transpose(1, 2)
 
     k_BNI, v_BNI = pool.kv(x_BND).chunk(2, dim=-1)
-    q_BHQW = pool.q_norm(split(pool.q(pool.latent.expand(x_BND.shape[0], -1, -1)))) * pool.scale
+    q_1HQW = pool.q_norm(split(pool.q(pool.latent))) * pool.scale
+    q_BHQW = q_1HQW.expand(x_BND.shape[0], -1, -1, -1)
     weights_BHQN = (q_BHQW @ pool.k_norm(split(k_BNI)).transpose(-2, -1)).softmax(dim=-1)
     out_BQD = pool.proj_drop(pool.proj((weights_BHQN @ split(v_BNI)).transpose(1, 2).flatten(2)))
     if pool.mlp is not None:

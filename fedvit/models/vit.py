@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from timm.layers.attention_pool import AttentionPoolLatent
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -49,7 +50,7 @@ class PatchViT(nn.Module):
     def _check_plain(self) -> None:
         vit = self.vit
         embed = vit.patch_embed
-        pool = vit.attn_pool
+        pool: Any = vit.attn_pool
         reasons = {
             f"it pools its tokens by {vit.global_pool!r}, not by one of {', '.join(_POOLS)}": (
                 vit.global_pool not in _POOLS
@@ -164,7 +165,7 @@ class PatchViT(nn.Module):
         assert vit.pos_embed is not None  # refused on construction
         projection = vit.patch_embed.proj
         x_BND = nn.functional.linear(patches_BNP, projection.weight.flatten(1), projection.bias)
-        before = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
+        before: list[Tensor] = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
         prefix_1ND = torch.cat(before, dim=1) if len(before) > 1 else before[0] if before else None
         pos_1ND = vit.pos_embed
         if prefix_1ND is not None and not vit.no_embed_class:
@@ -218,8 +219,8 @@ class PatchViT(nn.Module):
             cls_BD = (x_BND if x_BND.shape[1] == 1 else self._class_token(x_BND)).squeeze(1)
             return cast(Tensor, vit.fc_norm(vit.norm(cls_BD))) if normed else cls_BD
         tokens_BND = self._pooled_tokens(x_BND)
-        if vit.attn_pool is not None:
-            pooled_BD = attention_pool(vit.attn_pool, vit.norm(tokens_BND))
+        if self.vit.global_pool == "map":
+            pooled_BD = attention_pool(cast(AttentionPoolLatent, vit.attn_pool), vit.norm(tokens_BND))
         else:
             pooled_BD = (vit.norm(tokens_BND) if normed else tokens_BND).mean(dim=1)
         return cast(Tensor, vit.fc_norm(pooled_BD)) if normed else pooled_BD

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers.config import set_fused_attn
 from timm.models.vision_transformer import VisionTransformer
 
 from export.graphs import export_graphs
@@ -24,6 +25,7 @@ BATCH = {"image_size": 16, "patch_size": 8, "batch_size": 4, "mean": (0.5,) * 3,
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("masked", [False, True], ids=["whole images", "masked images, split model"])
 def test_graphs_of_models_that_pool(name: str, masked: bool, graph_cache: Path) -> None:
+    set_fused_attn(False)  # as `build_vit` does
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         vit = PatchViT(

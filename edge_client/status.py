@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -100,7 +100,7 @@ class StatusFile:
         self._started_s = time.time()
         self._next = 0.0  # monotonic
         self._written: Doing | None = None
-        self._counted: tuple[DeviceData, dict[str, ClassCount]] | None = None
+        self._counted: _Counted | None = None
         self._failed = False  # the last write
 
     def tick(self, agent: "Agent") -> None:
@@ -140,6 +140,7 @@ class StatusFile:
 
     def _doing(self, agent: "Agent", state: str) -> Doing:
         task, progress = agent.task, agent.progress
+        images = self._count(agent.data)
         if (
             task is None
             or progress is None
@@ -154,16 +155,26 @@ class StatusFile:
             total_steps=progress.total_steps if progress else None,
             last=agent.last_task,
             last_error=agent.last_error,
-            classes=self._classes(agent.data),
-            unusable=unusable(agent.data),
+            classes=images.classes,
+            unusable=images.unusable,
         )
 
-    def _classes(self, data: DeviceData) -> dict[str, ClassCount]:
-        if self._counted is None or self._counted[0] is not data:
+    def _count(self, data: DeviceData) -> "_Counted":
+        """The images of the data, counted again when they have changed or another one could not be decoded."""
+        failed = len(data.train.failed) + len(data.test.failed)
+        if self._counted is None or self._counted.data is not data or self._counted.failed != failed:
             both = [np.bincount(part.labels, minlength=len(data.classes)).tolist() for part in (data.train, data.test)]
             counts = zip(data.classes, *both, strict=True)
-            self._counted = data, {name: ClassCount(train, test) for name, train, test in counts}
-        return self._counted[1]
+            classes = {name: ClassCount(train, test) for name, train, test in counts}
+            self._counted = _Counted(data, failed, classes, unusable(data))
+        return self._counted
+
+
+class _Counted(NamedTuple):
+    data: DeviceData
+    failed: int
+    classes: dict[str, ClassCount]
+    unusable: dict[str, Unusable]
 
 
 def unusable(data: DeviceData) -> dict[str, Unusable]:

@@ -258,8 +258,9 @@ class DeviceData:
 
     def problems(self) -> list[tuple[Path, str]]:
         """Every file that is not used, with the reason: also images that could not be decoded so far."""
-        passed_over = [(path, PASSED_OVER) for path in self.passed_over]
-        return [*self.unusable, *self.train.failed.items(), *self.test.failed.items(), *passed_over]
+        # copied in one step, since a task in another thread may add to it
+        failed = self.train.files.failed.copy() | self.test.files.failed.copy()
+        return [*self.unusable, *failed.items(), *((path, PASSED_OVER) for path in self.passed_over)]
 
 
 def _checked(paths: Sequence[Path], decoded_bytes: int, before: Mapping[Path, Checked]) -> dict[Path, Checked]:

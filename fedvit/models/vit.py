@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from timm.layers.attention_pool import AttentionPoolLatent
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -220,7 +219,7 @@ class PatchViT(nn.Module):
             return cast(Tensor, vit.fc_norm(vit.norm(cls_BD))) if normed else cls_BD
         tokens_BND = self._pooled_tokens(x_BND)
         if self.vit.global_pool == "map":
-            pooled_BD = attention_pool(cast(AttentionPoolLatent, vit.attn_pool), vit.norm(tokens_BND))
+            pooled_BD = attention_pool(vit.attn_pool, vit.norm(tokens_BND))
         else:
             pooled_BD = (vit.norm(tokens_BND) if normed else tokens_BND).mean(dim=1)
         return cast(Tensor, vit.fc_norm(pooled_BD)) if normed else pooled_BD

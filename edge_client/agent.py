@@ -11,7 +11,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -25,10 +25,12 @@ from edge_client.integrity import DamagedBlobs, Integrity
 from edge_client.readiness import Readiness
 from edge_client.retention import retired
 from edge_client.runtime import Runtime, Stopped
+from edge_client.status import LastError, LastTask, StatusFile
 from edge_client.task_executor import TaskExecution, TaskExecutor
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
+from fedvit.data.growing import GrowingFolder
 from fedvit.errors import BadPayload, DataError, FedvitError, OverBudget, PeerRefused, StorageFailed
 from fedvit.program import Program, decode_program
 from fedvit.resources import DeviceProfile
@@ -82,6 +84,9 @@ does not end it."""
 
 FETCHED_ANEW = 2
 """How often a task fetches a blob again after this device's disk damaged it."""
+
+IMAGES_AGAIN_S = 60.0
+"""A device without an image to train with declines, and is asked again after this time."""
 
 COORDINATOR = "coordinator"
 OVER = ("finished", "cancelled")
@@ -177,6 +182,8 @@ class Agent:
         integrity: Integrity | None = None,
         labels: dict[str, str] | None = None,
         keep_runs: int | None = None,
+        growing: GrowingFolder | None = None,
+        status: StatusFile | None = None,
     ) -> None:
         self.device = check_name(device, "device id")
         self.topics = Topics(check_name(federation, "federation"))
@@ -189,6 +196,14 @@ class Agent:
         self.software = software
         self.labels = labels or {}
         self.keep_runs = keep_runs  # vaults of older runs that are over are removed; None: all stay
+        self._growing = growing  # where `data` is from, looked through before each task; None: `data` never changes
+        self._status = status
+        self.progress: Progress | None = None  # the newest that was reported
+        self.peak_rss_bytes: int | None = None  # of the newest task
+        self.last_task: LastTask | None = None
+        self.last_error: LastError | None = None
+        self._run_classes: Collection[str] | None = None  # other images are not used; None: no run has a task here
+        self._task_run: str | None = None  # of the newest task
         self._integrity = integrity or Integrity(blobs, vault.files)
         self._executor = self.executor_class(
             device=self.device,
@@ -264,6 +279,24 @@ class Agent:
         """How the run ended; None while it goes on or after another one began."""
         return f"run {self._ended.run} {self._ended.status}" if self._ended and not self._execution else None
 
+    @property
+    def task(self) -> Task | None:
+        """The task that is being worked on."""
+        return self._execution.task if self._execution else None
+
+    @property
+    def doing(self) -> str:
+        """What the device does now, for people."""
+        if not self._connected:
+            return "no connection to the broker"
+        if self._epoch is None:
+            return "waiting for a coordinator"
+        if self._execution is None:
+            return "waiting for a task"
+        if not self._execution.working:
+            return "fetching"
+        return "training" if self._execution.task.kind == "train" else "testing"
+
     def halt(self) -> None:
         """Ask the running task to stop at its next step, without a report to the coordinator."""
         if self._execution:
@@ -279,6 +312,8 @@ class Agent:
         self.transport.close()
         if self._worker:
             self._worker.join(timeout=30)
+        if self._status:
+            self._status.close(self)
 
     def on_event(self, event: object) -> None:
         """Handle one event of the inbox. Raises PeerRefused when the coordinator refuses for good."""
@@ -294,6 +329,7 @@ class Agent:
                     self.renewal.connected(self.transport)
             case Disconnected(reason=reason):
                 if reason != self._link_trouble:
+                    self.last_error = LastError(what=f"no connection to the broker: {reason}", at_s=time.time())
                     log.warning("no connection to the broker; trying again", extra={"reason": reason})
                 self._link_trouble = reason
                 self._connected = False
@@ -311,6 +347,8 @@ class Agent:
             raise self._other_version[0]
         if self._execution is None:
             self._integrity.scrub()
+        if self._status:
+            self._status.tick(self)
         if not self._connected:
             return
         self.exchange.tick()
@@ -390,11 +428,36 @@ class Agent:
         if not state.alive:
             log.info("the coordinator left; waiting for it")
         elif state.epoch != self._epoch:
+            if self._task_run not in (None, state.run):  # the end of that run was not heard
+                self._run_classes = None
             # a hello on its way may be answered before the next one is due
             self._hello = self._hello or Resend()
             self._hello.hasten(HELLO_SPREAD_S)
 
+    def _look_at_images(self) -> bool:
+        """Take changes of the folder into account. True if the device has to announce itself again. Raises DataError
+        when there is no image to train with."""
+        if self._growing is None or (self._execution and self._execution.working):
+            return False
+        if any(pending.is_result and pending.not_known_in is None for pending in self._pending.values()):
+            return False  # the coordinator compares a result with the numbers that were announced before it
+        if not self._growing.look(self._run_classes):
+            return False
+        before, self.data = self.data, self._growing.data
+        self._executor.use(self.data)
+        self._class_list = self._class_list_blob()
+        log.info("images changed", extra={"train": len(self.data.train), "test": len(self.data.test)})
+        self._growing.log_problems()
+        return before.counts != self.data.counts
+
     def _send_hello(self, resend: Resend | None = None) -> None:
+        try:
+            self._look_at_images()
+        except FedvitError as error:  # the images that were announced before; a task would be declined
+            log.warning("images cannot be used", extra={"reason": str(error)})
+        self._announce(resend)
+
+    def _announce(self, resend: Resend | None = None) -> None:
         self._hello = resend or Resend()
         self._send(self._hello_message())
 
@@ -437,6 +500,7 @@ class Agent:
                 self._send_answer(pending.answer)
 
     def _on_refused(self, refused: Refused) -> None:
+        self.last_error = LastError(what=f"not accepted: {refused.reason}", at_s=time.time())
         if refused.final:
             raise PeerRefused(f"the coordinator refused device {self.device!r}: {refused.reason}")
         now = time.monotonic()
@@ -481,6 +545,9 @@ class Agent:
         if ack.kind == "train":
             self._settle(ack.run, ack.round, accepted=ack.accepted)
         if not ack.accepted:
+            self.last_error = LastError(
+                what=f"round {ack.round} of {ack.run}: the result was refused: {ack.reason}", at_s=time.time()
+            )
             log.warning(
                 "result refused", extra={"run": ack.run, "round": ack.round, "kind": ack.kind, "reason": ack.reason}
             )
@@ -503,6 +570,7 @@ class Agent:
         if self._execution and self._execution.task.run != ended.run:
             return  # an earlier run's end, late
         self._drop_execution()
+        self._run_classes = None
         self._ended = ended
         if over:
             self._free_disk_space(ended.run)
@@ -544,11 +612,30 @@ class Agent:
         self._drop_execution()
         if not_now := self.readiness.not_now():
             log.info("task declined", extra={"round": task.round, "kind": task.kind, "reason": not_now.reason})
+            self._note_end(task, f"declined ({not_now.reason})")
             self._answer(Declined(task.run, task.round, task.kind, not_now.reason, not_now.again_s, task.task))
+            return
+        try:
+            self._run_classes, self._task_run = self._classes_of(task), task.run
+            if self._look_at_images():
+                self._announce()  # before the result, with which the coordinator compares it
+        except FedvitError as error:
+            log.warning("task declined", extra={"round": task.round, "kind": task.kind, "reason": str(error)})
+            reason = f"images cannot be used: {error}"[:500]
+            self._note_end(task, f"declined ({reason})")
+            self._answer(Declined(task.run, task.round, task.kind, reason, IMAGES_AGAIN_S, task.task))
             return
         execution = self._execution = TaskExecution(task, time.monotonic() + task.deadline_s, task.deadline_s)
         log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
         self._fetch_missing(execution)
+
+    def _classes_of(self, task: Task) -> Collection[str]:
+        """Classes whose images can be used for the task: those of the run once its program is here, else those that
+        were announced, since the coordinator refuses a device with others."""
+        with contextlib.suppress(DamagedBlobs):
+            if self.blobs.has(task.program):
+                return self._program(task.program).classes
+        return self.data.classes
 
     def _fetch_missing(self, execution: TaskExecution) -> None:
         """Fetch the blobs that the task needs and this device does not have."""
@@ -668,6 +755,8 @@ class Agent:
 
     def _on_worked(self, worked: _Worked) -> None:
         execution = worked.execution
+        if self._growing:
+            self._growing.log_problems()  # images that could not be decoded
         if worked.result:
             if self.vault.is_over(worked.result.run):  # it was done just when the run ended
                 self._end(worked.result.run)
@@ -678,6 +767,7 @@ class Agent:
                 "task done",
                 extra={"round": result.round, "kind": result.kind, "samples": result.samples, **result.metrics},
             )
+            self._note_end(execution.task, "done", result)
             if execution is self._execution:
                 self._execution = None
         elif isinstance(worked.error, DamagedBlobs):
@@ -693,9 +783,24 @@ class Agent:
         log.error("task failed", extra={"reason": str(error)}, exc_info=not isinstance(error, FedvitError) and error)
         task = execution.task
         reason = str(error) if isinstance(error, FedvitError) else f"{type(error).__name__}: {error}"
+        self.last_error = LastError(what=f"round {task.round} of {task.run}: {reason}", at_s=time.time())
+        self._note_end(task, "failed")
         self._drop_execution()
         broke, use = (error.broke, error.use) if isinstance(error, Exceeded) else (None, None)
         self._answer(Failed(task.run, task.round, task.kind, reason[:500], broke, use, task.task))
+
+    def _note_end(self, task: Task, outcome: str, result: Result | None = None) -> None:
+        self.last_task = LastTask(
+            run=task.run,
+            round=task.round,
+            kind=task.kind,
+            outcome=outcome,
+            samples=result.samples if result else None,
+            metrics=result.metrics if result else {},
+            ended_s=time.time(),
+        )
+        if result:
+            self.peak_rss_bytes = result.use.peak_rss_bytes
 
     def _drop_execution(self) -> None:
         if self._execution:
@@ -711,6 +816,7 @@ class Agent:
 
     def _report_progress(self, progress: Progress) -> None:
         """Called in the worker thread."""
+        self.progress = progress
         self.transport.publish(self.topics.from_device(self.device), encode(progress), qos=0)
 
     def _keep(self, answer: Result | Failed | Declined) -> None:

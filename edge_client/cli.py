@@ -9,11 +9,13 @@ from edge_client.commands.doctor import doctor
 from edge_client.commands.export import export
 from edge_client.commands.gc import gc
 from edge_client.commands.join import join_command
+from edge_client.commands.label import label
 from edge_client.commands.options import OPTIONS
 from edge_client.commands.predict import predict
 from edge_client.commands.profile import profile_command
 from edge_client.commands.rm import rm
 from edge_client.commands.serve import serve
+from edge_client.commands.status import status
 from fedvit import command_line
 
 
@@ -36,7 +38,7 @@ def cli(context: click.Context, /, **options: Any) -> None:
         serve(**options)
 
 
-for command in (doctor, export, gc, join_command, predict, profile_command, rm):
+for command in (doctor, export, gc, join_command, label, predict, profile_command, rm, status):
     cli.add_command(command)
 
 

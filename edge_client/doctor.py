@@ -14,9 +14,13 @@ from collections.abc import Callable, Iterator
 
 from edge_client.doctor_context import DAY_S, LEVELS, DoctorContext, Finding, Level
 from edge_client.keys import check_identity, check_vault_key
+from edge_client.state import split_file, status_file
+from edge_client.status import Unusable, read_status
 from edge_client.vault import Vault
 from fedvit.blobs import ALGORITHM, is_whole
 from fedvit.data.folder import DeviceData
+from fedvit.data.images import DAMAGED
+from fedvit.data.split import KeptSplit
 from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown, StorageFailed
 from fedvit.files import folder_bytes
 from fedvit.quantities import counted, format_bytes
@@ -253,18 +257,22 @@ def check_data(context: DoctorContext) -> Iterator[Finding]:
         return
     layout = "images belong in FOLDER/CLASS/, or FOLDER/train/CLASS/ and FOLDER/test/CLASS/ (docs/data.md)"
     try:
-        images = DeviceData.open(context.data, test_share=context.test_share)
-    except DataError as error:
+        split = KeptSplit.load(split_file(context.state), context.test_share) if context.state else None
+        images = DeviceData.open(context.data, test_share=context.test_share, split=split)
+    except (DataError, StorageFailed) as error:
         yield Finding(check="data", level="error", what=str(error), hint=layout)
         return
     counts = f"{len(images.train)} training and {len(images.test)} test images"
     yield Finding(
         check="data", level="ok", what=f"{counts} of {counted(len(images.classes), 'class')}: {_few(images.classes)}"
     )
-    if images.unreadable:
-        listed = "; ".join(f"{path}: {reason}" for path, reason in images.unreadable[:MOST_NAMED])
-        more = f"; and {len(images.unreadable) - MOST_NAMED} more" if len(images.unreadable) > MOST_NAMED else ""
-        what = f"images that cannot be read and are skipped: {len(images.unreadable)}; {listed}{more}"
+    if images.unusable:
+        listed = "; ".join(f"{path}: {reason}" for path, reason in images.unusable[:MOST_NAMED])
+        more = f"; and {len(images.unusable) - MOST_NAMED} more" if len(images.unusable) > MOST_NAMED else ""
+        what = f"images that cannot be read and are skipped: {len(images.unusable)}; {listed}{more}"
+        yield Finding(check="data", level="warning", what=what, hint="save them again as PNG or JPEG, or delete them")
+    for reason, files in undecoded(context).items():
+        what = f"images that could not be decoded in the last run: {files.count}, {reason}: {_few(files.examples)}"
         yield Finding(check="data", level="warning", what=what, hint="save them again as PNG or JPEG, or delete them")
     if images.passed_over:
         what = f"not used: {len(images.passed_over)}; {_few(tuple(map(str, images.passed_over)))}"
@@ -276,6 +284,17 @@ def check_data(context: DoctorContext) -> Iterator[Finding]:
     if not len(images.test):
         what = "there is no test image: the model cannot be evaluated on this device"
         yield Finding(check="data", level="warning", what=what, hint="give --test-share, or a folder test/CLASS/")
+
+
+def undecoded(context: DoctorContext) -> dict[str, Unusable]:
+    """Images with a good header that the running device could not decode, by reason, as its status file has them."""
+    if context.state is None or context.data is None:
+        return {}
+    try:
+        found = read_status(status_file(context.state)).doing.unusable
+    except ConfigError:  # it has not run yet
+        return {}
+    return {reason: files for reason, files in found.items() if reason == DAMAGED}
 
 
 def check_broker(context: DoctorContext) -> Iterator[Finding]:

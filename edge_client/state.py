@@ -37,6 +37,15 @@ def state_folder(data: Path | None, state: Path | None) -> Path:
     raise ConfigError("--data or --state is missing: the folder of this device's images, or of its state")
 
 
+def split_file(state: Path) -> Path:
+    """Where it is kept which images of the device test."""
+    return state / "split.json"
+
+
+def status_file(state: Path) -> Path:
+    return state / "status.json"
+
+
 def existing_state(given: Mapping[str, Any]) -> Path:
     """The state folder of a device that has taken part in a run."""
     folder = state_folder(given["data"], given["state"])
@@ -62,6 +71,21 @@ def lock_state(folder: Path) -> int:
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process has locked this state."""
+    try:
+        handle = os.open(folder / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 def device_id(folder: Path, wanted: str | None, data: Path) -> str:

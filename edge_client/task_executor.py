@@ -87,6 +87,11 @@ class TaskExecutor:
         self._reported_bytes = (0, 0)  # (received, sent) that results have reported already
         self._by_classes: dict[tuple[str, ...], DeviceData] = {}
 
+    def use(self, data: DeviceData) -> None:
+        """Work with these images from the next task on."""
+        self._data = data
+        self._by_classes.clear()
+
     def run(self, execution: TaskExecution, program: Program) -> Result:
         """Do the work of a task, and return its result.
 

@@ -52,10 +52,11 @@ def make_private(paths: Iterable[Path]) -> None:
             log.warning("others can read this folder or file, and its owner is another user", extra={"path": str(path)})
 
 
-def atomic_write(path: Path, *pieces: bytes | memoryview, private: bool = False) -> None:
+def atomic_write(path: Path, *pieces: bytes | memoryview, private: bool = False, durable: bool = True) -> None:
     """Replace `path` by the concatenated pieces: written to another name, synced, then renamed over the old file.
 
-    A `private` file can be read by its owner only.
+    A `private` file can be read by its owner only. A file that is not `durable` is not synced: readers see the old
+    content or the new, and after a power cut it may be empty or damaged.
 
     Raises StorageFailed, naming the file and the reason, when the disk is not writable, and DiskFull when it
     is full; the old content of `path` is unchanged then.
@@ -63,9 +64,11 @@ def atomic_write(path: Path, *pieces: bytes | memoryview, private: bool = False)
     partial = path.parent / f"{WRITING}{secrets.token_hex(8)}"
     try:
         _write(partial, *pieces, private=private)
-        sync_file(partial)
+        if durable:
+            sync_file(partial)
         os.replace(partial, path)
-        sync_folder(path.parent)
+        if durable:
+            sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)

@@ -23,6 +23,8 @@ SMALL_OPTIONS = (
     "position_std",
 )  # fmt: skip
 TIMM_OPTIONS = ("image_size", "patch_size")
+HUB, LOCAL = "hf-hub:", "local-dir:"
+"""How timm names models outside of its own list: on the hub of weights, and in a folder with their `config.json`."""
 METHOD_GROUP = "fedvit.methods"
 """Group of the entry points with which an installed package declares its methods."""
 
@@ -136,8 +138,20 @@ def _classes() -> dict[str, ast.ClassDef]:
 
 
 def check_model(name: str) -> None:
-    """Raises ConfigError when there is no model of that name; timm's tags, as in `name.augreg_in21k`, are not read."""
+    """Raises ConfigError when there is no model of that name; timm's tags, as in `name.augreg_in21k`, are not read.
+
+    Whether the hub of weights has a model is not asked here.
+    """
     if name == SMALL:
+        return
+    if name.startswith(LOCAL):
+        file = Path(name.removeprefix(LOCAL)) / "config.json"
+        if not file.is_file():
+            raise ConfigError(f"model {name!r}: there is no file {file}, in which timm describes a model")
+        return
+    if name.startswith(HUB):
+        if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name.removeprefix(HUB)) is None:
+            raise ConfigError(f"model {name!r}: expected {HUB}OWNER/NAME or {HUB}OWNER/NAME@REVISION")
         return
     plain = name.partition(".")[0].removeprefix("timm/")
     text = _timm_sources()

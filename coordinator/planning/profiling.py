@@ -134,7 +134,10 @@ def _marked(share: FlopShare, program: Program) -> FlopShare:
     return msgspec.structs.replace(share, trained=trained)
 
 
-_BLOCK_TENSORS = {"embedding": r"(patch_embed|pos_embed|cls_token|reg_token)", "head": r"(head|norm|fc_norm)\b"}
+_BLOCK_TENSORS = {
+    "embedding": r"(patch_embed|pos_embed|cls_token|reg_token)",
+    "head": r"(head|norm|attn_pool|fc_norm)\b",
+}
 """Tensors outside of blocks, by the prefix of their names."""
 
 

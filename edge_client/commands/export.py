@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from edge_client.commands.options import given_to, of_program
-from edge_client.state import kept_device_id, state_folder
+from edge_client.state import kept_device_id, split_file, state_folder
 from export.bundle.command import out_flag, precisions_flag, write
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
@@ -35,6 +35,7 @@ def export(
     from edge_client.trained import trained_here
     from export.bundle.write import check_new
     from fedvit.data.folder import DeviceData
+    from fedvit.data.split import KeptSplit
 
     given = given_to(context, own)
     data, threads = given["data"], given["threads"] or fast_cores()
@@ -42,7 +43,8 @@ def export(
     check_new(out)
     if not (folder / "device-id").is_file():
         raise ConfigError(f"no state of a device in {folder}; --state names another folder")
-    images = DeviceData.open(data, test_share=given["test_share"]) if data else None
+    split = KeptSplit.load(split_file(folder), given["test_share"])
+    images = DeviceData.open(data, test_share=given["test_share"], split=split) if data else None
     trained, labelled = trained_here(
         run,
         device=kept_device_id(folder / "device-id"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from edge_client.endpoint import find_endpoint
-from edge_client.state import default_state, device_id, lock_state
+from edge_client.state import default_state, device_id, lock_state, split_file, status_file
 from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
 from fedvit.logs import configure_logging
@@ -57,10 +57,12 @@ def serve(
     from edge_client.identity import Renewal
     from edge_client.readiness import Hours, Readiness
     from edge_client.runtime import Runtime
+    from edge_client.status import StatusFile
     from edge_client.vault import Vault
     from edge_client.vault_key import VaultKey
     from fedvit.blobs import BlobStore
-    from fedvit.data.folder import DeviceData
+    from fedvit.data.growing import GrowingFolder
+    from fedvit.data.images import decoded_bytes_within
     from fedvit.transport.mqtt import MqttTransport
 
     configure_logging(level=logging.WARNING if quiet else logging.INFO)
@@ -73,9 +75,16 @@ def serve(
         quiet_hours=Hours.parse(quiet_hours) if quiet_hours else None,
     )
     endpoint = find_endpoint(broker, ca_file=ca_file, federation=federation, device=device, state=state)
-    images = DeviceData.open(data, test_share=test_share, cache_bytes=image_cache_bytes(memory_budget))
     folder = state or default_state(data)
     lock = lock_state(folder)
+    growing = GrowingFolder(
+        data,
+        split_file=split_file(folder),
+        test_share=test_share,
+        cache_bytes=image_cache_bytes(memory_budget),
+        decoded_bytes=decoded_bytes_within(memory_budget),
+    )
+    images = growing.data
     make_private(folder / kept for kept in ("blobs", "vault"))
     name = device_id(folder, endpoint.device, data)
     vault = Vault(folder / "vault", VaultKey.load(vault_key, make=True) if vault_key else None)
@@ -110,6 +119,8 @@ def serve(
         renewal=Renewal(endpoint.identity, Topics(endpoint.federation)) if endpoint.identity else None,
         labels=labels,
         keep_runs=keep_runs,
+        growing=growing,
+        status=StatusFile(status_file(folder), broker=str(endpoint.address)),
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -118,13 +129,7 @@ def serve(
         "device ready",
         extra={"device": name, "train": len(images.train), "test": len(images.test), "classes": len(images.classes)},
     )
-    for path, reason in images.unreadable[:5]:
-        log.warning("image skipped", extra={"file": str(path), "reason": reason})
-    if len(images.unreadable) > 5:
-        log.warning("more images skipped", extra={"count": len(images.unreadable) - 5})
-    if images.passed_over:
-        count, first = len(images.passed_over), str(images.passed_over[0])
-        log.warning("files not used", extra={"count": count, "first": first})
+    growing.log_problems()
     if empty := images.without_images():
         log.warning("class folders without images", extra={"count": len(empty), "first": empty[0]})
     reason = agent.serve(stop, once=once)

@@ -1,16 +1,19 @@
 """A device's own images: a folder with one folder per class."""
 
 import math
-from collections.abc import Sequence
+import os
+import stat
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fedvit.data.images import Indices, Pixels, header_problem, read_image
-from fedvit.data.layout import find_layout, read_tree
-from fedvit.data.split import split_train_test
+from fedvit.data.images import DECODED_BYTES, Indices, Pixels, header_problem, read_image
+from fedvit.data.layout import UNLABELLED, find_layout, read_tree
+from fedvit.data.split import KeptSplit, split_train_test
 from fedvit.errors import DataError
 from fedvit.resources import IMAGE_CACHE_BYTES
 
@@ -18,18 +21,38 @@ Flags = npt.NDArray[np.bool_]
 
 _CLASS_LEVELS = 2  # train/<class>/ below the folder
 
+NEW_CLASS = "of a class that the run does not have"
+PASSED_OVER = "not in a class folder, or of an unknown type"
+
+
+class Stamp(NamedTuple):
+    """By this a changed file is recognised without reading it."""
+
+    size_bytes: int
+    modified_ns: int
+
+
+class Checked(NamedTuple):
+    """An image file whose header was read."""
+
+    stamp: Stamp | None  # None: the file has no size
+    problem: str | None
+
 
 class Files:
     """Images in files, decoded when asked for.
 
     If all of them fit into `cache_bytes`, they are decoded once and kept in memory; else they are decoded each time.
-    Not thread-safe.
+    An image that takes more than `decoded_bytes` while it is decoded fails. Not thread-safe.
     """
 
-    def __init__(self, paths: Sequence[Path], cache_bytes: int = IMAGE_CACHE_BYTES) -> None:
+    def __init__(
+        self, paths: Sequence[Path], cache_bytes: int = IMAGE_CACHE_BYTES, decoded_bytes: int = DECODED_BYTES
+    ) -> None:
         self.paths = tuple(paths)
-        self.failed: set[Path] = set()
+        self.failed: dict[Path, str] = {}  # with the reason
         self._cache_bytes = cache_bytes
+        self._decoded_bytes = decoded_bytes
         self._size = 0
         self._cache: Pixels | None = None
         self._cached = np.zeros(len(self.paths), dtype=np.bool_)
@@ -53,6 +76,20 @@ class Files:
         self._size = 0
         self._cache = None
 
+    def take_over(self, before: "Files", same: Collection[Path]) -> None:
+        """Take what `before` knows of the files that are the `same` since: decoded images, and failures."""
+        self.failed = {path: reason for path, reason in before.failed.items() if path in same}
+        if before._cache is None:
+            return
+        self._start_cache(before._size)
+        if self._cache is None:
+            return
+        places = {path: row for row, path in enumerate(before.paths) if before._cached[row] and path in same}
+        for row, path in enumerate(self.paths):
+            if path in places:
+                self._cache[row] = before._cache[places[path]]
+                self._cached[row] = True
+
     def _start_cache(self, size: int) -> None:
         shape = (len(self.paths), size, size, 3)
         # zeros take no memory before they are written to
@@ -65,9 +102,9 @@ class Files:
         if path in self.failed:
             return
         try:
-            into[:] = read_image(path, self._size)
-        except DataError:
-            self.failed.add(path)
+            into[:] = read_image(path, self._size, decoded_bytes=self._decoded_bytes)
+        except DataError as error:
+            self.failed[path] = str(error).removeprefix(f"cannot read image {path}: ")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +122,8 @@ class Split:
         return self.files.paths
 
     @property
-    def failed(self) -> set[Path]:
-        """Images with a valid header that could not be decoded."""
+    def failed(self) -> Mapping[Path, str]:
+        """Images with a valid header that could not be decoded, with the reason."""
         return self.files.failed
 
     def load(self, indices: Indices, size: int) -> tuple[Pixels, Flags]:
@@ -105,8 +142,15 @@ class DeviceData:
     classes: tuple[str, ...]
     train: Split
     test: Split
-    unreadable: tuple[tuple[Path, str], ...] = ()  # (image, reason)
+    unusable: tuple[tuple[Path, str], ...] = ()  # (image, reason)
     passed_over: tuple[Path, ...] = ()  # files that are not in a class folder, or have an unknown format
+    has_test_folder: bool = False
+    checked: Mapping[Path, Checked]
+
+    @property
+    def counts(self) -> tuple[tuple[str, ...], int, int]:
+        """What a device announces: its classes, and the number of its training and test images."""
+        return self.classes, len(self.train), len(self.test)
 
     def without_images(self) -> list[str]:
         """Classes whose folders hold no readable image; they are classes of a run nevertheless."""
@@ -115,12 +159,25 @@ class DeviceData:
 
     @classmethod
     def open(
-        cls, folder: Path, *, test_share: float = 0.2, seed: int = 0, cache_bytes: int = IMAGE_CACHE_BYTES
+        cls,
+        folder: Path,
+        *,
+        test_share: float = 0.2,
+        seed: int = 0,
+        cache_bytes: int = IMAGE_CACHE_BYTES,
+        decoded_bytes: int = DECODED_BYTES,
+        split: KeptSplit | None = None,
+        classes: Collection[str] | None = None,
+        before: "DeviceData | None" = None,
     ) -> "DeviceData":
         """Index `folder`, without decoding any image.
 
-        Without a test folder, `test_share` of each class becomes the test split, chosen by `seed`: the same folder is
-        always split in the same way. Images with an unknown header are skipped and listed in `unreadable`.
+        Without a test folder the images are split by `split`; without that, `test_share` of each class becomes the
+        test split, chosen by `seed`: the same folder is always split in the same way. Images with an unknown header
+        and images of other than the given `classes` are skipped and listed in `unusable`.
+
+        `before` is an earlier index of the same folder: of files that are the same since, nothing is read again, and
+        `before` itself is returned if nothing has changed.
 
         Raises DataError when the folder does not exist, holds no class folders, or no readable image to
         train with.
@@ -128,26 +185,48 @@ class DeviceData:
         if not folder.is_dir():
             raise DataError(f"{folder}: {'is not a folder' if folder.exists() else 'there is no such folder'}")
         tree = read_tree(folder, _CLASS_LEVELS)
+        tree.folders.pop(UNLABELLED, None)
         layout = find_layout(tree, str(folder))
-        used = {path for path, _ in (*layout.train, *(layout.test or ()))}
-        unreadable: list[tuple[Path, str]] = []
-        train_paths, train_labels = _readable(layout.train, unreadable)
+        images = [*layout.train, *(layout.test or ())]
+        checked = _checked([path for path, _ in images], decoded_bytes, before.checked if before else {})
+        known = tuple(name for name in layout.classes if classes is None or name in classes)
+        used = {path for path, _ in images}
+        passed_over = tuple(sorted(path for path in tree.everything() if path not in used))
+        if before and (before.checked, before.classes, before.passed_over) == (checked, known, passed_over):
+            return before
+        unusable: list[tuple[Path, str]] = []
+        labels = {layout.classes.index(name): label for label, name in enumerate(known)}
+        train_paths, train_labels = _usable(layout.train, labels, checked, unusable)
         if not train_paths:
-            raise DataError(_nothing_to_train(folder, layout.classes, unreadable))
+            raise DataError(_nothing_to_train(folder, known, unusable))
         if layout.test is None:
             everything = np.arange(len(train_paths), dtype=np.int64)
-            rows, test_rows = split_train_test(everything, train_labels, test_share, np.random.default_rng(seed))
+            if split is None:
+                rows, test_rows = split_train_test(everything, train_labels, test_share, np.random.default_rng(seed))
+            else:
+                tests = np.array([split.is_test(str(path.relative_to(folder))) for path in train_paths], dtype=np.bool_)
+                rows, test_rows = everything[~tests], everything[tests]
+                if not len(rows):
+                    raise DataError(f"{folder}: all {len(test_rows)} images are for testing, none is for training")
             test_paths, test_labels = [train_paths[row] for row in test_rows], train_labels[test_rows]
             train_paths, train_labels = [train_paths[row] for row in rows], train_labels[rows]
         else:
-            test_paths, test_labels = _readable(layout.test, unreadable)
+            test_paths, test_labels = _usable(layout.test, labels, checked, unusable)
+        train = Files(train_paths, cache_bytes, decoded_bytes)
+        test = Files(test_paths, cache_bytes, decoded_bytes)
+        if before:
+            same = {path for path, now in checked.items() if before.checked.get(path) == now}
+            train.take_over(before.train.files, same)
+            test.take_over(before.test.files, same)
         return cls(
             folder=folder,
-            classes=layout.classes,
-            train=Split(train_labels, Files(train_paths, cache_bytes)),
-            test=Split(test_labels, Files(test_paths, cache_bytes)),
-            unreadable=tuple(unreadable),
-            passed_over=tuple(sorted(path for path in tree.everything() if path not in used)),
+            classes=known,
+            train=Split(train_labels, train),
+            test=Split(test_labels, test),
+            unusable=tuple(unusable),
+            passed_over=passed_over,
+            has_test_folder=layout.test is not None,
+            checked=checked,
         )
 
     def relabelled(self, classes: Sequence[str]) -> "DeviceData":
@@ -177,22 +256,55 @@ class DeviceData:
         for split in (self.train, self.test):
             split.files.forget()
 
+    def problems(self) -> list[tuple[Path, str]]:
+        """Every file that is not used, with the reason: also images that could not be decoded so far."""
+        # copied in one step, since a task in another thread may add to it
+        failed = self.train.files.failed.copy() | self.test.files.failed.copy()
+        return [*self.unusable, *failed.items(), *((path, PASSED_OVER) for path in self.passed_over)]
 
-def _readable(files: list[tuple[Path, int]], unreadable: list[tuple[Path, str]]) -> tuple[list[Path], Indices]:
-    """Paths and labels of the files with a good header; the others are added to `unreadable`."""
-    paths, labels = [], []
+
+def _checked(paths: Sequence[Path], decoded_bytes: int, before: Mapping[Path, Checked]) -> dict[Path, Checked]:
+    """The files with their stamps; headers are read of those only that have another stamp than `before`."""
+    checked = {}
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            checked[path] = Checked(None, error.strerror or str(error))
+            continue
+        stamp = Stamp(status.st_size, status.st_mtime_ns)
+        known = before.get(path)
+        if known and known.stamp == stamp:
+            checked[path] = known
+        elif not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+            checked[path] = Checked(stamp, "not a regular file")
+        elif not status.st_size:
+            checked[path] = Checked(stamp, "an empty file")
+        else:
+            checked[path] = Checked(stamp, header_problem(path, decoded_bytes=decoded_bytes))
+    return checked
+
+
+def _usable(
+    files: Sequence[tuple[Path, int]],
+    labels: Mapping[int, int],
+    checked: Mapping[Path, Checked],
+    unusable: list[tuple[Path, str]],
+) -> tuple[list[Path], Indices]:
+    """Paths and new labels of the files with a good header and a known label; the others are added to `unusable`."""
+    paths, kept = [], []
     for path, label in files:
-        if problem := header_problem(path):
-            unreadable.append((path, problem))
+        if reason := checked[path].problem or (None if label in labels else NEW_CLASS):
+            unusable.append((path, reason))
         else:
             paths.append(path)
-            labels.append(label)
-    return paths, np.array(labels, dtype=np.int64)
+            kept.append(labels[label])
+    return paths, np.array(kept, dtype=np.int64)
 
 
-def _nothing_to_train(folder: Path, classes: tuple[str, ...], unreadable: list[tuple[Path, str]]) -> str:
-    if unreadable:
-        path, reason = unreadable[0]
-        return f"{folder}: none of the {len(unreadable)} images for training can be read; {path}: {reason}"
+def _nothing_to_train(folder: Path, classes: tuple[str, ...], unusable: list[tuple[Path, str]]) -> str:
+    if unusable:
+        path, reason = unusable[0]
+        return f"{folder}: none of the {len(unusable)} images for training can be read; {path}: {reason}"
     more = ", ..." if len(classes) > 10 else ""
     return f"{folder}: no images for training in the {len(classes)} class folders ({', '.join(classes[:10])}{more})"

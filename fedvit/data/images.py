@@ -4,6 +4,8 @@ This module uses numpy and pillow only, as it runs on devices. Shape letters: B 
 C = 3 colours, P patch side, N patches, K kept patches, V = 3 P P values of a patch.
 """
 
+import contextlib
+import warnings
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -17,6 +19,17 @@ from fedvit.program import Batch
 Pixels = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
+
+DAMAGED = "damaged or cut off"
+"""A reason why an image is not used; a colon and details follow."""
+DECODED_BYTES = 256 << 20
+"""Most memory that one image may take while it is decoded: 64 megapixels, or a JPEG of a camera of any size."""
+_BYTES_PER_PIXEL = 4  # of pillow, also for three colours
+_LEAST_DECODED_BYTES = 16 << 20
+_DRAFT = 64  # a JPEG is decoded with down to this part of its pixels
+
+# larger ones are refused here by what they would take, with a reason of our own
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".pgm", ".ppm"})
 
@@ -34,35 +47,65 @@ def is_image_name(name: str) -> bool:
     return not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
 
 
-def header_problem(path: Path, file: BinaryIO | None = None) -> str | None:
+def decoded_bytes_within(memory_budget_bytes: int | None) -> int:
+    """Memory that one image may take while it is decoded on a device with this budget.
+
+    >>> decoded_bytes_within(None), decoded_bytes_within(400_000_000)
+    (268435456, 100000000)
+    """
+    if memory_budget_bytes is None:
+        return DECODED_BYTES
+    return min(DECODED_BYTES, max(memory_budget_bytes // 4, _LEAST_DECODED_BYTES))
+
+
+def header_problem(path: Path, file: BinaryIO | None = None, *, decoded_bytes: int = DECODED_BYTES) -> str | None:
     """Why the image cannot be opened, or None; reads the header only.
 
-    `file` holds the bytes if `path` is only a name (a member of an archive).
+    `file` holds the bytes if `path` is only a name (a member of an archive). An image that would take more than
+    `decoded_bytes` of memory is refused.
     """
     try:
-        with Image.open(file or path, formats=_FORMATS):
-            return None
+        with Image.open(file or path, formats=_FORMATS) as image:
+            return _too_large(image, decoded_bytes, drafted=False)
     except Exception as error:  # noqa: BLE001 - pillow raises nearly anything on damaged files
         return _reason(error)
 
 
-def read_image(path: Path, size: int, file: BinaryIO | None = None) -> Pixels:
+def read_image(path: Path, size: int, file: BinaryIO | None = None, *, decoded_bytes: int = DECODED_BYTES) -> Pixels:
     """Decode one image as the models see it: upright, RGB, (size, size, 3) uint8, resized bilinearly if needed.
 
     Width and height are scaled independently: nothing is cut off, other shapes are distorted to a square.
-    Of an animation the first frame is used; transparency is dropped. `file` as in
+    Of an animation the first frame is used; transparency is dropped. `file` and `decoded_bytes` as in
     `header_problem`. Raises DataError that names `path` and the reason when it cannot be decoded.
     """
+    square = _decoded(path, file, size, decoded_bytes)
+    if square.size != (size, size):
+        square = square.resize((size, size), Image.Resampling.BILINEAR)
+    return np.array(square, dtype=np.uint8)
+
+
+def read_thumbnail(path: Path, width: int, height: int) -> Pixels:
+    """Decode one image for people: upright, RGB, in its own proportions, as large as fits into `width` x `height`.
+
+    Raises DataError as `read_image`.
+    """
+    image = _decoded(path, None, max(width, height), DECODED_BYTES)
+    return np.array(ImageOps.contain(image, (width, height)), dtype=np.uint8)
+
+
+def _decoded(path: Path, file: BinaryIO | None, least: int, decoded_bytes: int) -> Image.Image:
+    """The image upright and in RGB, at least `least` pixels wide and high if it has so many."""
     try:
         with Image.open(file or path, formats=_FORMATS) as image:
-            # a JPEG far larger than needed is decoded at 1/2, 1/4 or 1/8 of its size, never below twice `size`:
+            # a JPEG far larger than needed is decoded at 1/2, 1/4 or 1/8 of its size, never below twice `least`:
             # a camera's 12 megapixels cost a Pi much time and memory otherwise
-            image.draft(None, (2 * size, 2 * size))
-            ImageOps.exif_transpose(image, in_place=True)
-            square = _rgb(image)
-            if square.size != (size, size):
-                square = square.resize((size, size), Image.Resampling.BILINEAR)
-            return np.array(square, dtype=np.uint8)
+            image.draft(None, (2 * least, 2 * least))
+            if problem := _too_large(image, decoded_bytes, drafted=True):
+                raise DataError(problem)
+            image.load()
+            with contextlib.suppress(Exception):  # a damaged EXIF block says nothing about the pixels
+                ImageOps.exif_transpose(image, in_place=True)
+            return _rgb(image)
     except Exception as error:
         # broad, because pillow's decoders raise nearly anything on damaged files (struct.error, SyntaxError, ...)
         raise DataError(f"cannot read image {path}: {_reason(error)}") from error
@@ -159,12 +202,28 @@ def _rgb(image: Image.Image) -> Image.Image:
     """Pillow's conversion to RGB, except for 16-bit gray, which pillow would clip at 255."""
     if image.mode == "I" or image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image).clip(0, 65535) // 256).astype(np.uint8))
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return image.copy() if image.mode == "RGB" else image.convert("RGB")
+
+
+def _too_large(image: Image.Image, decoded_bytes: int, *, drafted: bool) -> str | None:
+    """Why the image must not be decoded, or None."""
+    width, height = image.size
+    taken = width * height * _BYTES_PER_PIXEL
+    if image.format == "JPEG" and not drafted and "progressive" not in image.info:
+        taken //= _DRAFT  # a progressive one is kept whole by the decoder
+    if taken <= decoded_bytes:
+        return None
+    return f"too large: {width} x {height} pixels take {taken >> 20} MiB, at most {decoded_bytes >> 20} MiB may be"
 
 
 def _reason(error: Exception) -> str:
+    """The reason; what stands before a colon is the same for all files with this fault."""
+    if isinstance(error, DataError):
+        return str(error)
     if isinstance(error, UnidentifiedImageError):
         return "not a PNG, JPEG, BMP, WebP, GIF, TIFF, PGM or PPM image"
+    if isinstance(error, Image.DecompressionBombError):
+        return f"too large: {error}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return str(error) or type(error).__name__
+    return f"{DAMAGED}: {error or type(error).__name__}"

@@ -15,6 +15,8 @@ from fedvit.errors import DataError
 File = TypeVar("File")
 
 TRAIN, TEST = "train", "test"
+UNLABELLED = "unlabelled"
+"""In a device's folder: images that wait for a label. It is no class."""
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Layout(Generic[File]):
     classes: tuple[str, ...]
     train: list[tuple[File, int]]
     test: list[tuple[File, int]] | None  # None: there is no test folder
+    divided: bool  # class folders are in train/ and test/
 
 
 def is_hidden(name: str) -> bool:
@@ -84,7 +87,7 @@ def find_layout(tree: Tree[File], where: str) -> Layout[File]:
         raise DataError(
             f"{where}: no class folders{beside}; images belong in train/<class>/ and test/<class>/, or in <class>/"
         )
-    return Layout(classes, _labelled(train, classes), _labelled(test, classes) if test else None)
+    return Layout(classes, _labelled(train, classes), _labelled(test, classes) if test else None, divided)
 
 
 def _labelled(part: Tree[File], classes: tuple[str, ...]) -> list[tuple[File, int]]:

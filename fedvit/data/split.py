@@ -1,9 +1,20 @@
 """How the images of one device are split into those that train and those that test."""
 
+import hashlib
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+import msgspec
 import numpy as np
 
 from fedvit.data.images import Indices
 from fedvit.errors import ConfigError
+from fedvit.files import atomic_write, storage_failed
+
+log = logging.getLogger(__name__)
 
 
 def split_train_test(
@@ -29,3 +40,50 @@ def split_train_test(
             wanted = int(len(members) * test_share + 0.5)  # round() would take 2 of 2.5 and 4 of 3.5
             chosen[members[: min(max(wanted, 1), len(members) - 1)]] = True
     return np.sort(indices[~chosen]), np.sort(indices[chosen])
+
+
+class KeptSplit(msgspec.Struct, frozen=True):
+    """The split of a folder that grows: which image tests is decided once, by its name, and never changes.
+
+    The images of the first start are split class by class (`split_train_test`). Each later one tests if a hash of its
+    name is below `test_share`; the images of the first start for which that rule says otherwise are the `exceptions`.
+    """
+
+    test_share: float
+    exceptions: frozenset[str] = frozenset()  # digests of names, so that the file says nothing about the images
+
+    @classmethod
+    def load(cls, file: Path, test_share: float) -> Self | None:
+        """The split in a file; None if there is none, it was made for another share, or it is damaged."""
+        try:
+            kept = msgspec.json.decode(file.read_bytes(), type=cls)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise storage_failed(f"cannot read {file}", error) from error
+        except msgspec.MsgspecError as error:
+            log.warning(
+                "the kept split is damaged: images are split anew", extra={"file": str(file), "reason": str(error)}
+            )
+            return None
+        return kept if kept.test_share == test_share else None
+
+    @classmethod
+    def of(cls, train: Iterable[str], test: Iterable[str], test_share: float) -> Self:
+        """The split that leaves images with these names where they are."""
+        rule = cls(test_share)
+        exceptions = [name for name in train if rule.is_test(name)] + [name for name in test if not rule.is_test(name)]
+        return cls(test_share, frozenset(map(_digest, exceptions)))
+
+    def is_test(self, name: str) -> bool:
+        """Whether the image tests; `name` is its path within the folder."""
+        digest = _digest(name)
+        return (int(digest, 16) < self.test_share * 2**64) != (digest in self.exceptions)
+
+    def save(self, file: Path) -> None:
+        """Raises StorageFailed."""
+        atomic_write(file, msgspec.json.encode(self, order="deterministic"))
+
+
+def _digest(name: str) -> str:
+    return hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()

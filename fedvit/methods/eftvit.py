@@ -61,7 +61,7 @@ class EFTViT(Method):
         )
         return (
             GroupRule("head", Role.SEEDED, ("head.*",)),
-            GroupRule("norm", Role.GLOBAL, ("norm.*", "fc_norm.*")),
+            GroupRule("norm", Role.GLOBAL, ("norm.*", "attn_pool.*", "fc_norm.*")),
             *blocks,
             GroupRule("local", Role.LOCAL, ("*",)),
         )

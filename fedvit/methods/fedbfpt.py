@@ -53,7 +53,7 @@ class FedBFPT(FedAvg):
         block = self._block(vit)
         return (
             GroupRule("head", Role.SHARED, HEAD),
-            GroupRule("norm", role(self.with_norm), ("norm.*", "fc_norm.*")),
+            GroupRule("norm", role(self.with_norm), ("norm.*", "attn_pool.*", "fc_norm.*")),
             # a group a block: what did not move keeps its digest and is not sent again
             *(GroupRule(f"block.{index}", role(index == block), (f"blocks.{index}.*",)) for index in range(vit.depth)),
             GroupRule("embed", Role.GLOBAL, ("*",)),

@@ -1,4 +1,4 @@
-"""Vision Transformers by name: every plain ViT of timm, and a small configurable one.
+"""Vision Transformers by name: every plain ViT of timm, also from a folder or the hub, and a small configurable one.
 
 This package needs torch: modules that a device imports must not import it.
 """
@@ -20,8 +20,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from fedvit.errors import ConfigError
+from fedvit.known_names import HUB, LOCAL, check_model, check_model_options, unknown_model
 from fedvit.known_names import SMALL as SMALL
-from fedvit.known_names import check_model_options, unknown_model
 from fedvit.models.extra_head import ExtraHead
 from fedvit.models.kv_adapter import KVAdapter
 from fedvit.models.lora import Lora
@@ -122,7 +122,9 @@ def _small(
 
 
 def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> VisionTransformer:
-    if not timm.is_model(name):  # also true with a tag, as in vit_base_patch16_224.augreg_in21k
+    if name.startswith((HUB, LOCAL)):
+        check_model(name)
+    elif not timm.is_model(name):  # also true with a tag, as in vit_base_patch16_224.augreg_in21k
         raise unknown_model(name, [SMALL, *timm.list_models()])
     arguments: dict[str, Any] = {"num_classes": classes}
     if "image_size" in options:
@@ -134,13 +136,19 @@ def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> 
             raise ConfigError(f"pretrained weights of {name!r}: there is no file {pretrained!r}")
         arguments["pretrained_cfg_overlay"] = {"file": pretrained}
     try:
-        with _quick_hub() if pretrained is True else nullcontext():
+        # a model on the hub is described there, too
+        asks_hub = name.startswith(HUB) or (pretrained is True and not name.startswith(LOCAL))
+        with _quick_hub() if asks_hub else nullcontext():
             model = timm.create_model(name, pretrained=bool(pretrained), **arguments)
     except Exception as error:  # timm raises whatever hub, file system or torch raised
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         if pretrained:
-            reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
             raise ConfigError(f"pretrained weights of {name!r} ({pretrained!r}) cannot be loaded: {reason}") from error
-        raise ConfigError(f"model {name!r} cannot be built with {options}: {error}") from error
+        raise ConfigError(f"model {name!r} cannot be built with {options}: {reason}") from error
+    if getattr(model, "rope", None) is not None:
+        raise ConfigError(
+            f"model {name!r} is not supported: its positions are rotary, which every block needs for each of its tokens"
+        )
     if type(model) is not VisionTransformer:
         raise ConfigError(f"model {name!r} is a {type(model).__name__}, not a plain Vision Transformer")
     return model

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from timm.layers.attention import Attention
+from timm.layers.attention_pool import AttentionPoolLatent
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional
@@ -70,6 +71,22 @@ def class_token(block: nn.Module, x_BND: Tensor) -> Tensor:
         return cast(Tensor, out_B1D)
     first_B1D = first_B1D + block.drop_path1(block.ls1(asks(block.norm1(x_BND), 1)))
     return cast(Tensor, first_B1D + block.drop_path2(block.ls2(block.mlp(block.norm2(first_B1D)))))
+
+
+def attention_pool(pool: AttentionPoolLatent, x_BND: Tensor) -> Tensor:
+    """(B, D) what timm's attention with one learned query makes of the tokens."""
+
+    def split(x_BNI: Tensor) -> Tensor:
+        return x_BNI.reshape(*x_BNI.shape[:2], pool.num_heads, -1).transpose(1, 2)
+
+    k_BNI, v_BNI = pool.kv(x_BND).chunk(2, dim=-1)
+    q_1HQW = pool.q_norm(split(pool.q(pool.latent))) * pool.scale
+    q_BHQW = q_1HQW.expand(x_BND.shape[0], -1, -1, -1)
+    weights_BHQN = (q_BHQW @ pool.k_norm(split(k_BNI)).transpose(-2, -1)).softmax(dim=-1)
+    out_BQD = pool.proj_drop(pool.proj((weights_BHQN @ split(v_BNI)).transpose(1, 2).flatten(2)))
+    if pool.mlp is not None:
+        out_BQD = out_BQD + pool.mlp(pool.norm(out_BQD))
+    return cast(Tensor, out_BQD.squeeze(1))
 
 
 def _asks(attention: nn.Module) -> Callable[[Tensor, int], Tensor] | None:

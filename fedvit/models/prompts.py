@@ -7,6 +7,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from fedvit.errors import ConfigError
 from fedvit.models.model_patch import ModelPatch, seeded
 from fedvit.models.options import check_choice, check_whole
 from fedvit.models.vit import PatchViT, TokenHooks
@@ -33,6 +34,10 @@ class Prompts(ModelPatch):
         check_choice("Prompts", "placement", self.placement, tuple(_PLACES))
 
     def apply(self, vit: PatchViT, seed: int) -> None:
+        if not vit.pools_class_token:
+            raise ConfigError(
+                f"model {vit.name!r} cannot have prompts: its head reads no class token, but all tokens pooled"
+            )
         shape = (self.tokens, vit.width) if self.placement == "shallow" else (vit.depth, self.tokens, vit.width)
         bound = math.sqrt(6 / (3 * vit.patch_size**2 + vit.width))
         with seeded(seed, "prompts"):

@@ -13,8 +13,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
-from fedvit.models.attend import class_token
+from fedvit.models.attend import attention_pool, class_token
 from fedvit.models.recompute import recomputed
+
+_POOLS = ("token", "avg", "map")
+"""How a model makes one vector of its tokens: by the class token, their mean, or an attention with a learned query."""
 
 
 class TokenHooks(nn.Module):
@@ -46,8 +49,14 @@ class PatchViT(nn.Module):
     def _check_plain(self) -> None:
         vit = self.vit
         embed = vit.patch_embed
+        pool: Any = vit.attn_pool
         reasons = {
-            "it has no class token to pool": vit.global_pool != "token" or vit.cls_token is None,
+            f"it pools its tokens by {vit.global_pool!r}, not by one of {', '.join(_POOLS)}": (
+                vit.global_pool not in _POOLS
+            ),
+            "its pooling has positions or several queries": (
+                pool is not None and (pool.pos_embed is not None or pool.latent_len != 1)
+            ),
             f"its image of {embed.img_size[0]} pixels holds no patch of {embed.patch_size[0]}": embed.num_patches < 1,
             f"its image of {embed.img_size[0]} pixels is not a multiple of its patches of {embed.patch_size[0]}": (
                 embed.img_size[0] % embed.patch_size[0] != 0
@@ -91,6 +100,11 @@ class PatchViT(nn.Module):
     @property
     def classes(self) -> int:
         return int(self.vit.num_classes)
+
+    @property
+    def pools_class_token(self) -> bool:
+        """Whether the head reads the class token; else it reads what the other tokens are pooled to."""
+        return self.vit.global_pool == "token"
 
     @property
     def prefix_tokens(self) -> int:
@@ -147,18 +161,18 @@ class PatchViT(nn.Module):
         `kept_BN` says which patch of the image each row is; None means all, in order.
         """
         vit = self.vit
-        assert vit.cls_token is not None  # refused on construction
-        assert vit.pos_embed is not None
+        assert vit.pos_embed is not None  # refused on construction
         projection = vit.patch_embed.proj
         x_BND = nn.functional.linear(patches_BNP, projection.weight.flatten(1), projection.bias)
-        prefix_1ND = vit.cls_token if vit.reg_token is None else torch.cat([vit.cls_token, vit.reg_token], dim=1)
-        if vit.no_embed_class:
-            pos_1ND = vit.pos_embed
-        else:
+        before: list[Tensor] = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
+        prefix_1ND = torch.cat(before, dim=1) if len(before) > 1 else before[0] if before else None
+        pos_1ND = vit.pos_embed
+        if prefix_1ND is not None and not vit.no_embed_class:
             first_1ND, pos_1ND = vit.pos_embed.split([self.prefix_tokens, self.patches], dim=1)
             prefix_1ND = prefix_1ND + first_1ND
         x_BND = x_BND + (pos_1ND if kept_BN is None else _TakeRows.apply(pos_1ND.squeeze(0), kept_BN))
-        x_BND = torch.cat([prefix_1ND.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
+        if prefix_1ND is not None:
+            x_BND = torch.cat([prefix_1ND.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
         x_BND = vit.norm_pre(x_BND)
         for hooks in self._token_hooks():
             x_BND = hooks.embedded(x_BND)
@@ -178,9 +192,11 @@ class PatchViT(nn.Module):
     def run_to_class(self, x_BND: Tensor, first: int, last: int | None = None) -> Tensor:
         """(B, 1, D) the class token behind block `last - 1`, which computes nothing else.
 
-        By default that is the model's last block.
+        By default that is the model's last block. Of a model that pools other tokens, all tokens (B, N, D).
         """
         last = self.depth if last is None else last
+        if not self.pools_class_token:
+            return self.run_blocks(x_BND, first, last)
         if first == last:
             return self._class_token(x_BND)
         x_BND = self.run_blocks(x_BND, first, last - 1)
@@ -193,9 +209,28 @@ class PatchViT(nn.Module):
         return cast(Tensor, cls_B1D)
 
     def features(self, x_BND: Tensor, normed: bool = True) -> Tensor:
-        """(B, D) class token of a block's output, behind the final norm as a head reads it, or before it."""
-        cls_BD = (x_BND if x_BND.shape[1] == 1 else self._class_token(x_BND)).squeeze(1)
-        return cast(Tensor, self.vit.fc_norm(self.vit.norm(cls_BD))) if normed else cls_BD
+        """(B, D) what a block's output is pooled to, behind the final norms as a head reads it, or before them.
+
+        An attention that pools reads normed tokens in both cases.
+        """
+        vit = self.vit
+        if self.pools_class_token:
+            cls_BD = (x_BND if x_BND.shape[1] == 1 else self._class_token(x_BND)).squeeze(1)
+            return cast(Tensor, vit.fc_norm(vit.norm(cls_BD))) if normed else cls_BD
+        tokens_BND = self._pooled_tokens(x_BND)
+        if self.vit.global_pool == "map":
+            pooled_BD = attention_pool(vit.attn_pool, vit.norm(tokens_BND))
+        else:
+            pooled_BD = (vit.norm(tokens_BND) if normed else tokens_BND).mean(dim=1)
+        return cast(Tensor, vit.fc_norm(pooled_BD)) if normed else pooled_BD
+
+    def _pooled_tokens(self, x_BND: Tensor) -> Tensor:
+        """The tokens that are pooled: most models leave class token and registers out."""
+        prefix = self.prefix_tokens
+        if self.vit.pool_include_prefix or prefix == 0:
+            return x_BND
+        _, tokens_BND = x_BND.split([prefix, x_BND.shape[1] - prefix], dim=1)
+        return cast(Tensor, tokens_BND)
 
     def head(self, features_BD: Tensor, name: str = "head") -> Tensor:
         """(B, classes) logits; `name` is timm's own head or one that a model patch added."""

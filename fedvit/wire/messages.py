@@ -163,7 +163,7 @@ class Declined(Message, frozen=True, tag="declined"):
     run: Name
     round: Count
     kind: TaskKind
-    reason: Reason  # "hot", "busy", "low battery" or "quiet hours", with details
+    reason: Reason  # "hot", "busy", "low battery", "quiet hours" or "images cannot be used", with details
     again_s: Annotated[float, Meta(ge=0.0, le=1e9)]
     task: Name = ""  # the identity that the Task had
 

@@ -41,13 +41,14 @@ WITH_JSON = {
         "boards", "cancel", "devices", "export", "gc", "methods", "plan", "profile", "quarantine", "report", "rm",
         "runs", "show", "status", "submit",
     )),
-    *(f"edge-client {name}" for name in ("doctor", "export", "gc", "predict", "profile", "rm")),
+    *(f"edge-client {name}" for name in ("doctor", "export", "gc", "predict", "profile", "rm", "status")),
     *(f"fleet {name}" for name in ("demo", "experiment", "partition", "run")),
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
     *(f"coordinator {name}" for name in ("enroll", "init", "metrics", "revoke", "serve", "start")),
     "edge-client join",
+    "edge-client label",
     "fleet host",
 }
 """Commands that do something, and print what they do."""

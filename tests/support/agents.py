@@ -15,9 +15,11 @@ from edge_client.agent import Agent
 from edge_client.guard import Guard
 from edge_client.readiness import Readiness
 from edge_client.runtime import Runtime, Seeds, Watch
+from edge_client.status import StatusFile
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
+from fedvit.data.growing import GrowingFolder
 from fedvit.program import Group, Program, Role, encode_program
 from fedvit.resources import DeviceProfile
 from fedvit.tensors import Tensors, delta, pack, unpack
@@ -93,15 +95,17 @@ class Device:
         once: bool = False,
         guard: Guard | None = None,
         readiness: Readiness | None = None,
+        growing: bool = False,
     ) -> None:
         self.transport = MemoryTransport(SimpleQueue(), broker, "pi")
+        folder = GrowingFolder(digits, split_file=state / "split.json") if growing else None
         self.vault = Vault(state / "vault")
         self.blobs = BlobStore(state / "blobs")
         self.agent = Agent(
             device="pi",
             federation="home",
             transport=self.transport,
-            data=DeviceData.open(digits),
+            data=folder.data if folder else DeviceData.open(digits),
             vault=self.vault,
             blobs=self.blobs,
             runtime=Runtime(1),
@@ -109,6 +113,8 @@ class Device:
             software="9.9",
             guard=guard,
             readiness=readiness,
+            growing=folder,
+            status=StatusFile(state / "status.json", broker="memory"),
         )
         self.outcome: str | BaseException | None = None
         self._stop = threading.Event()
@@ -272,8 +278,17 @@ class World:
         digits: Path | None = None,
         guard: Guard | None = None,
         readiness: Readiness | None = None,
+        growing: bool = False,
     ) -> Device:
-        device = Device(self.broker, digits or self._digits, self.state, once=once, guard=guard, readiness=readiness)
+        device = Device(
+            self.broker,
+            digits or self._digits,
+            self.state,
+            once=once,
+            guard=guard,
+            readiness=readiness,
+            growing=growing,
+        )
         self.devices.append(device)
         if joined:
             self.server.is_here(self.server.epoch)

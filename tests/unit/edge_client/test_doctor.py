@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -27,6 +28,7 @@ from edge_client.doctor import (
     worst,
 )
 from edge_client.doctor_context import DoctorContext, Finding
+from edge_client.status import Doing, Status, Unusable
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.resources import Budget, ResourceUse
@@ -304,6 +306,24 @@ def test_images_all_that_is_left_out_is_named(context: DoctorContext, digits: Pa
     for stray in (strays[0], strays[1], strays[2].parent):
         assert str(stray) in stray_files.what
     assert empty.what == ("class folders without an image that can be read: cow; a run may count them as classes")
+
+
+def test_images_that_the_device_could_not_decode_are_named(
+    context: DoctorContext, digits: Path, tmp_path: Path
+) -> None:
+    """Their headers are good: only the running device has found out, and left it in its status."""
+    state = tmp_path / "state"
+    state.mkdir()
+    unusable = {"damaged or cut off": Unusable(2, ("0/a.png", "1/b.png")), "an empty file": Unusable(1, ("0/c.png",))}
+    status = Status(
+        device="pi", federation="home", broker="b", software="1", process=1, started_s=0.0, written_s=0.0,
+        doing=Doing(state="stopped", classes={}, unusable=unusable),
+        rss_bytes=1, peak_rss_bytes=None, memory_budget_bytes=None,
+    )  # fmt: skip
+    (state / "status.json").write_bytes(msgspec.json.encode(status))
+    _, found = check_data(replace(context, data=digits, state=state))
+    assert found.level == "warning"
+    assert found.what == ("images that could not be decoded in the last run: 2, damaged or cut off: 0/a.png, 1/b.png")
 
 
 def test_no_images(context: DoctorContext, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
 import io
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from fedvit.data.images import (
     is_image_name,
     normalise,
     read_image,
+    read_thumbnail,
     select,
     unfold,
 )
@@ -27,6 +30,17 @@ PLAIN = {"image_size": 4, "patch_size": 2, "batch_size": 2, "mean": (0.5, 0.5, 0
 def saved(path: Path, image: Image.Image, **options: object) -> Path:
     image.save(path, **options)
     return path
+
+
+def png(width: int, height: int, bits: int, rows: bytes) -> bytes:
+    """A PNG of three colours with this header and these rows, whether or not they fit."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, bits, 2, 0, 0, 0)
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 def gray(values: list[list[int]], mode: str = "L") -> Image.Image:
@@ -148,6 +162,72 @@ class TestReadImage:
         with pytest.raises(DataError, match=rf"a\.{suffix}: ."):
             read_image(path, 2)
 
+    @pytest.mark.parametrize("inside", ["PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF"])
+    def test_the_content_counts_and_not_the_name(self, tmp_path: Path, inside: str) -> None:
+        path = tmp_path / ("a.png" if inside == "JPEG" else "a.jpg")
+        Image.new("RGB", (16, 16), (255, 255, 255)).save(path, inside)
+        assert header_problem(path) is None
+        assert read_image(path, 16).min() >= 250
+
+    def test_deep_colours_are_scaled(self, tmp_path: Path) -> None:
+        """16 bits of each colour: 65535 -> 255, 32768 -> 128, 300 -> 1."""
+        rows = np.array([[[65535, 32768, 300]] * 2] * 2, dtype=">u2")
+        path = tmp_path / "a.png"
+        path.write_bytes(png(2, 2, 16, b"".join(b"\0" + row.tobytes() for row in rows)))
+        np.testing.assert_array_equal(read_image(path, 2)[0, 0], [255, 128, 1])
+
+    def test_cmyk_of_a_printer(self, tmp_path: Path) -> None:
+        """Photoshop stores such JPEGs inverted; no ink is white nevertheless."""
+        path = saved(tmp_path / "a.jpg", Image.new("CMYK", (16, 16), (0, 0, 0, 0)))
+        assert read_image(path, 16).min() >= 250
+
+    @pytest.mark.parametrize("suffix", ["png", "webp"])
+    def test_the_first_frame_of_an_animation(self, tmp_path: Path, suffix: str) -> None:
+        frames = [Image.new("RGB", (16, 16), (value,) * 3) for value in (255, 0)]
+        path = saved(tmp_path / f"a.{suffix}", frames[0], save_all=True, append_images=frames[1:])
+        assert read_image(path, 16).min() >= 250
+
+    def test_first_page_of_a_document(self, tmp_path: Path) -> None:
+        pages = [Image.new("RGB", (16, 16), (value,) * 3) for value in (255, 0)]
+        path = saved(tmp_path / "a.tif", pages[0], save_all=True, append_images=pages[1:])
+        assert read_image(path, 16).min() == 255
+
+    def test_damaged_exif_block_leaves_the_pixels(self, tmp_path: Path) -> None:
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        path = saved(tmp_path / "a.jpg", Image.new("RGB", (16, 16), (255, 255, 255)), exif=exif)
+        content = bytearray(path.read_bytes())
+        block = content.index(b"Exif\0\0") + 6
+        content[block : block + 8] = b"\xff" * 8
+        path.write_bytes(content)
+        assert read_image(path, 16).min() >= 250
+
+    def test_photo_of_any_size_can_be_read(self, tmp_path: Path) -> None:
+        """81 megapixels: a JPEG is decoded at an eighth of its width and height, the same pixels as PNG are refused."""
+        photo = Image.new("L", (9000, 9000), 200)
+        path = saved(tmp_path / "a.jpg", photo)
+        assert header_problem(path) is None
+        assert abs(int(read_image(path, 32).mean()) - 200) <= 1
+
+    @pytest.mark.parametrize(("side", "limit"), [(9_000, "take 308 MiB, at most 256 MiB"), (60_000, "bomb")])
+    def test_bomb_is_refused_by_its_header(self, tmp_path: Path, side: int, limit: str) -> None:
+        """A few hundred bytes that say that they are a huge image."""
+        path = tmp_path / "a.png"
+        path.write_bytes(png(side, side, 8, b"\0" * 1000))
+        problem = header_problem(path)
+        assert problem is not None
+        assert problem.startswith("too large: ")
+        assert limit in problem
+        with pytest.raises(DataError, match="too large: "):
+            read_image(path, 32)
+
+    def test_progressive_photo_is_kept_whole_by_its_decoder(self, tmp_path: Path) -> None:
+        """1 megapixel takes 4 MiB where it cannot be decoded smaller."""
+        photo = Image.new("RGB", (1024, 1024))
+        assert header_problem(saved(tmp_path / "a.jpg", photo), decoded_bytes=1 << 20) is None
+        problem = header_problem(saved(tmp_path / "b.jpg", photo, progressive=True), decoded_bytes=1 << 20)
+        assert problem == "too large: 1024 x 1024 pixels take 4 MiB, at most 1 MiB may be"
+
     def test_eps_under_another_name_is_refused(self, tmp_path: Path) -> None:
         """Pillow would start ghostscript to decode it."""
         path = tmp_path / "a.png"
@@ -171,6 +251,11 @@ class TestReadImage:
         except DataError:
             return
         assert image.shape == (8, 8, 3)
+
+
+def test_thumbnail_keeps_its_proportions(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.png", Image.new("RGB", (200, 100)))
+    assert read_thumbnail(path, 40, 40).shape == (20, 40, 3)
 
 
 class TestAugment:

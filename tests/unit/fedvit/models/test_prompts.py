@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedvit.errors import ConfigError
 from fedvit.models import SMALL, Prompts, build_vit
 from fedvit.models.vit import PatchViT
 
@@ -135,3 +136,9 @@ def test_more_prompts_than_patches() -> None:
     Prompts(tokens=50, placement="deep").apply(vit, 0)
     with torch.no_grad():
         assert vit.run_blocks(vit.embed(torch.zeros(1, 1, 48)), 0, 2).shape == (1, 52, 64)
+
+
+def test_model_that_pools_its_tokens_has_no_prompts(make: Make) -> None:
+    """They would be among what is pooled."""
+    with pytest.raises(ConfigError, match="cannot have prompts: its head reads no class token"):
+        make(Prompts(), base={"global_pool": "avg"})

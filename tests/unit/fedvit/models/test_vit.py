@@ -1,7 +1,9 @@
 """The model that is traced must be timm's model: compared in float64, where rounding leaves no room for doubt."""
 
+import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,25 @@ from fedvit.models.vit import PatchViT, _TakeRows
 
 TINY = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
 
+POOLED: dict[str, dict[str, Any]] = {
+    "mean of the patches": {"global_pool": "avg", "class_token": False},
+    "mean beside class token and registers": {"global_pool": "avg", "reg_tokens": 2},
+    "mean behind the norm": {"global_pool": "avg", "fc_norm": False},
+    "mean of all tokens": {"global_pool": "avg", "reg_tokens": 1, "pool_include_prefix": True},
+    "registers without positions": {
+        "global_pool": "avg", "class_token": False, "reg_tokens": 2, "no_embed_class": True,
+    },
+    # SigLIP
+    "attention": {"global_pool": "map", "class_token": False},
+    "attention beside registers": {"global_pool": "map", "class_token": False, "reg_tokens": 2},
+}  # fmt: skip
+"""Models whose head reads no class token."""
+
+
+def _pooled(options: dict[str, Any]) -> PatchViT:
+    return PatchViT("made here", timm_vit(**options))
+
+
 MODELS: dict[str, Callable[[], PatchViT]] = {
     "small images": lambda: build_vit(SMALL, 10, seed=1, options=TINY),
     "heads of their own width": lambda: build_vit(
@@ -34,6 +55,11 @@ MODELS: dict[str, Callable[[], PatchViT]] = {
     "registers": lambda: build_vit("vit_small_patch14_reg4_dinov2", 10, seed=1, options={"image_size": 56}),
     "registers with positions": lambda: PatchViT("made here", timm_vit(reg_tokens=2)),
     "norm before the blocks, no bias": lambda: PatchViT("made here", timm_vit(pre_norm=True)),
+    # DINOv2 without registers: its class token has a position
+    "class token and scaled branches": lambda: build_vit(
+        "vit_small_patch14_dinov2", 10, seed=1, options={"image_size": 28}
+    ),
+    **{name: partial(_pooled, options) for name, options in POOLED.items()},
 }
 
 
@@ -215,6 +241,31 @@ def test_a_norm_behind_the_pool() -> None:
         close(vit.vit.fc_norm(vit.features(x, normed=False)), vit.features(x))
 
 
+@pytest.mark.parametrize("name", POOLED)
+def test_features_of_models_without_a_class_token_to_read(name: str) -> None:
+    """All tokens reach the head, also through `run_to_class`; their head reads what timm's reads."""
+    vit = exact(MODELS[name]())
+    images, patches = pictures(vit)
+    with torch.no_grad():
+        x = vit.run_to_class(vit.embed(patches), 0)
+        assert x.shape == (3, vit.prefix_tokens + vit.patches, vit.width)
+        close(vit.features(x), vit.vit.forward_head(vit.vit.forward_features(images), pre_logits=True))
+        assert vit.features(x, normed=False).shape == (3, vit.width)
+
+
+@pytest.mark.parametrize("name", ["mean beside class token and registers", "attention"])
+def test_every_tensor_of_a_pooled_model_takes_part(name: str) -> None:
+    """The class token of the first is no part of the mean, and yet what the patches attend to."""
+    vit = exact(MODELS[name]())
+    _, patches = pictures(vit)
+    values = {name: value.clone().requires_grad_() for name, value in vit.tensors().items()}
+    out = vit.call(values, lambda vit: vit.classify(vit.run_to_class(vit.embed(patches), 0)))
+    out.square().sum().backward()
+    for key, value in values.items():
+        assert value.grad is not None, key
+        assert value.grad.abs().max() > 0, key
+
+
 def test_a_part_is_added_once() -> None:
     """Its tensors are named after it, behind those of the part that it was given to."""
     vit = MODELS["small images"]()
@@ -281,6 +332,9 @@ def test_wide_heads_begin_as_timms_layers() -> None:
         ("vit_base_patch14_dinov2", 1),
         ("vit_small_patch14_reg4_dinov2", 5),
         ("vit_base_patch14_reg4_dinov2", 5),
+        ("vit_base_patch16_siglip_224", 0),
+        ("vit_base_patch16_reg4_gap_256", 4),
+        ("beit3_base_patch16_224", 1),
     ],
 )
 def test_models_of_timm_by_name(name: str, prefix: int) -> None:
@@ -437,6 +491,65 @@ def test_pretrained_weights_without_a_network() -> None:
         build_vit("vit_tiny_patch16_224", 10, seed=0, pretrained=True)
 
 
+# --- models of a folder and of the hub ----------------------------------------------------------------
+
+
+def in_folder(folder: Path, vit: PatchViT, **config: Any) -> str:
+    """The name of a model in a folder as timm writes it: a description and safetensors."""
+    folder.mkdir()
+    size = [3, vit.image_size, vit.image_size]
+    described: dict[str, Any] = {"architecture": "vit_tiny_patch16_224", "num_classes": vit.classes}
+    described |= {"num_features": vit.width, "model_args": {"img_size": vit.image_size, "depth": vit.depth}}
+    weights = {"num_classes": vit.classes, "input_size": size, "first_conv": "patch_embed.proj", "classifier": "head"}
+    described |= {"pretrained_cfg": weights | {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}
+    (folder / "config.json").write_text(json.dumps(described | config))
+    save_file(vit.vit.state_dict(), folder / "model.safetensors")
+    return f"local-dir:{folder}"
+
+
+def test_a_model_of_a_folder(tmp_path: Path) -> None:
+    """Its shape, normalisation and weights come from there; the head is new for another number of classes."""
+    source = PatchViT("made here", VisionTransformer(img_size=32, embed_dim=192, depth=2, num_heads=3, num_classes=7))
+    name = in_folder(tmp_path / "model", source)
+    vit = build_vit(name, 5, seed=2, pretrained=True)
+    assert (vit.name, vit.image_size, vit.depth, vit.classes) == (name, 32, 2, 5)
+    assert vit.mean_std == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    tensors = vit.tensors()
+    for key, value in source.tensors().items():
+        if not key.startswith("head."):
+            assert torch.equal(tensors[key], value), key
+    untrained = build_vit(name, 5, seed=2).tensors()
+    assert torch.equal(untrained["head.weight"], tensors["head.weight"])
+    assert not torch.equal(untrained["blocks.0.attn.qkv.weight"], tensors["blocks.0.attn.qkv.weight"])
+
+
+def test_a_folder_of_another_model(tmp_path: Path) -> None:
+    source = PatchViT("made here", VisionTransformer(img_size=32, embed_dim=192, depth=2, num_heads=3, num_classes=7))
+    name = in_folder(tmp_path / "model", source, architecture="resnet18", model_args={})
+    with pytest.raises(ConfigError, match=f"model '{re.escape(name)}' is a ResNet, not a plain Vision Transformer"):
+        build_vit(name, 5, seed=0)
+    with pytest.raises(ConfigError, match=r"pretrained weights of 'local-dir:.*' \(True\) cannot be loaded: ."):
+        build_vit(name, 5, seed=0, pretrained=True)
+
+
+def test_a_folder_without_a_description(tmp_path: Path) -> None:
+    name = f"local-dir:{tmp_path}"
+    with pytest.raises(ConfigError, match=rf"model '{re.escape(name)}': there is no file .*config\.json"):
+        build_vit(name, 5, seed=0)
+
+
+def test_a_model_of_the_hub_without_a_network() -> None:
+    """Even its shape is described there."""
+    with pytest.raises(ConfigError, match=r"model 'hf-hub:owner/name' cannot be built with {}: .* cannot be reached"):
+        build_vit("hf-hub:owner/name", 5, seed=0)
+
+
+@pytest.mark.parametrize("name", ["hf-hub:", "hf-hub:name", "hf-hub:a/b/c", "hf-hub:../b c"])
+def test_what_is_no_name_on_the_hub(name: str) -> None:
+    with pytest.raises(ConfigError, match="expected hf-hub:OWNER/NAME"):
+        build_vit(name, 5, seed=0)
+
+
 # --- refusals -----------------------------------------------------------------------------------------
 
 
@@ -457,9 +570,9 @@ def test_a_name_like_no_other_gets_none() -> None:
     [
         ("resnet18", "is a ResNet, not a plain Vision Transformer"),
         ("deit_tiny_distilled_patch16_224", "is a VisionTransformerDistilled, not a plain"),
-        ("vit_base_patch16_siglip_224", "is not supported: it has no class token to pool"),
-        ("vit_base_patch16_reg4_gap_256", "is not supported: it has no class token to pool"),
-        ("beit3_base_patch16_224", "is not supported: it has no class token to pool"),
+        ("eva02_tiny_patch14_224", "is not supported: its positions are rotary"),
+        ("vit_small_patch16_dinov3", "is not supported: its positions are rotary"),
+        ("beit_base_patch16_224", "is a Beit, not a plain"),
     ],
 )
 def test_models_that_are_no_plain_vit(name: str, reason: str) -> None:
@@ -470,9 +583,8 @@ def test_models_that_are_no_plain_vit(name: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (lambda: timm_vit(global_pool="avg"), "it has no class token to pool"),
+        (lambda: timm_vit(global_pool="max"), "it pools its tokens by 'max', not by one of token, avg, map"),
         (lambda: timm_vit(pos_embed="none"), "it has no position embedding"),
-        (lambda: timm_vit(class_token=False, global_pool="avg"), "it has no class token to pool"),
     ],
 )
 def test_model_changes_that_the_stages_do_not_support(made: Callable[[], VisionTransformer], reason: str) -> None:

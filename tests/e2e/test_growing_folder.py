@@ -1,0 +1,70 @@
+"""A folder of images that changes while its device takes part in a run."""
+
+import os
+import shutil
+import signal
+
+from tests.support.forked import Forked
+from tests.support.programs import CONFIG, Stage, toml, wait_for
+
+RUN = {
+    "method": "fedavg",
+    "rounds": 1000,
+    "seed": 5,
+    "devices": 1,
+    "options": {"epochs": 1, "batch_size": 8, "lr": 0.01},
+    "model_options": CONFIG["model_options"],
+    "deadline_s": 120.0,
+}
+
+
+def test_picture_counts_from_the_next_round_on_and_a_removed_one_does_not(stage: Stage) -> None:
+    pictures = stage.folder / "parts" / "device-0"
+    shutil.copytree(stage.parts / "device-0", pictures)
+    stage.parts = pictures.parent
+    before = sorted((pictures / "train").glob("*/*.png"))
+    coordinator = endless(stage)
+    stage.device("device-0")
+    assert trained_on(stage, 1) == len(before)
+
+    for number in range(3):  # as a camera does it: under another name first
+        written = pictures / f".{number}.png"
+        shutil.copy(before[0], written)
+        os.rename(written, before[0].parent / f"new-{number}.png")
+    assert trained_on(stage, next_round(stage)) == len(before) + 3
+
+    for picture in before[-2:]:
+        picture.unlink()
+    assert trained_on(stage, next_round(stage)) == len(before) + 1
+
+    coordinator.send_signal(signal.SIGINT)
+    assert stage.finish(coordinator, "coordinator") == 130
+    assert stage.query("select count(*) from refusals") == [(0,)]
+    assert "Traceback" not in stage.log("device-0")
+
+
+def endless(stage: Stage) -> Forked:
+    """A coordinator whose run is not over before it is stopped."""
+    config = stage.folder / "run.toml"
+    config.write_text(toml(RUN))
+    given = ["start", "--runs", str(stage.out), "--config", str(config), "--run", "run"]
+    given += ["--broker", "mosquitto", "--broker.port", str(stage.port)]
+    return stage.keep(Forked("coordinator.cli", given, stage.log_path("coordinator"), stage.environment))
+
+
+def rounds(stage: Stage) -> dict[int, int]:
+    """Training images of every round that has a result."""
+    return dict(stage.query("select round, samples from results where kind = 'train'"))
+
+
+def next_round(stage: Stage) -> int:
+    """A round whose task is sent after this call: that of the one before may be on its way."""
+    return max(rounds(stage)) + 2
+
+
+def trained_on(stage: Stage, number: int) -> int:
+    """Training images of a round, which are also those of the round after it."""
+    wait_for(lambda: {number, number + 1} <= rounds(stage).keys(), f"round {number + 1}")
+    samples = rounds(stage)
+    assert samples[number] == samples[number + 1]
+    return samples[number]

@@ -218,7 +218,8 @@ def server_command(models: tuple[str, ...], accelerator: str, files_only: bool, 
 @json_flag
 @out_flag
 def wire_command(brokers: tuple[str, ...], rounds: int, as_json: bool, out: Path | None) -> None:
-    """Compare the transfer of blobs with plain TCP, gRPC, and one message per model over the same broker."""
+    """Compare the transfer of blobs with plain TCP, gRPC, and one message per model over the same broker; and through
+    an S3 server with a plain GET."""
     from bench.wire import run_wire_bench, wire_table
 
     measure(lambda log: run_wire_bench(brokers, rounds=rounds, progress=log), wire_table, as_json, out)

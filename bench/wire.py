@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import queue
 import secrets
 import signal
 import subprocess
@@ -25,10 +26,13 @@ from rich.text import Text
 from bench.bytecode import with_bytecode
 from bench.edge import MemoryWatch, read_memory
 from bench.machine import Machine, this_machine
+from bench.s3_server import KEYS, S3Server
 from bench.wire_side import WARM_BYTES
 from coordinator.broker import start_broker
 from coordinator.broker.mosquitto import configuration, find_mosquitto
 from coordinator.broker.process import Broker, claim_port
+from coordinator.config import BlobsConfig
+from coordinator.run.object_store import ObjectStore
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.transport.address import Address
@@ -92,12 +96,22 @@ class BrokerReport(Struct, frozen=True, kw_only=True):
     echo: Echo | None
 
 
+class StoreSpeeds(Struct, frozen=True, kw_only=True):
+    """MB/s of one receiver of a blob that is in an S3 server on this machine; medians."""
+
+    s3_mb_s: float  # ours, by a signed URL
+    get_mb_s: float  # a plain GET of such a URL, into memory
+    s3_over_get: float
+    runs: dict[str, tuple[float, ...]]
+
+
 class WireReport(Struct, frozen=True, kw_only=True):
     machine: Machine
     blob_bytes: int
     rounds: int
     stores_in: str  # where blobs are read from and written to
     brokers: dict[str, BrokerReport]  # mosquitto, embedded
+    store: StoreSpeeds
 
 
 class Side:
@@ -189,7 +203,7 @@ class _Bench:
     def rate(self, transport: str, receivers: int) -> tuple[float, dict[str, int]]:
         """MB/s of each receiver and, for "ours", memory and sent bytes."""
         if transport == "ours":
-            return self._ours(receivers)
+            return self._ours(receivers, {})
         content = self.contents.get(transport, self.contents[""])
         size = content.stat().st_size
         options = {
@@ -213,11 +227,33 @@ class _Bench:
             ended = max(side.answer()["at"] for side in sides[1:])
         return size / MEGA / (ended - began), {}
 
-    def _ours(self, receivers: int) -> tuple[float, dict[str, int]]:
-        with self._blobs("sender") as (folder, manifests, sender), _sides() as sides:
+    def store_rates(self, server: S3Server) -> dict[str, float]:
+        """MB/s of a plain GET, and of ours, of the same content; it is put into the store before."""
+        config = server.config()
+        store = {"store": msgspec.structs.asdict(config), "store_origin": config.origin}
+        s3, _ = self._ours(1, store)
+        found = ObjectStore(config, "bench", BlobStore(self.folder / "put"))
+        manifest = found.blobs.put(self.contents[""].read_bytes())
+        options = {"url": _put(found, manifest), "size": manifest.size}
+        with _sides() as sides:
+            sides.append(Side("get", "receiver", **options))
+            sides[0].await_ready()
+            began = time.monotonic()
+            sides[0].go()
+            ended = sides[0].answer()["at"]
+        return {"s3": s3, "get": manifest.size / MEGA / (ended - began)}
+
+    def _ours(self, receivers: int, more: dict[str, Any]) -> tuple[float, dict[str, int]]:
+        """With the options of a store in `more`, the blob comes from it."""
+        with self._blobs("sender", more=more) as (folder, manifests, sender), _sides() as sides:
+            if more:
+                store = ObjectStore(BlobsConfig(**more["store"]), "bench", BlobStore(folder / "sender"))
+                for manifest in manifests:
+                    _put(store, manifest)
             sides.append(sender(receivers))
             given = [msgspec.structs.asdict(manifest) for manifest in manifests]
             options = {"folder": str(folder), "broker": _url(self.broker), "receivers": receivers, "manifests": given}
+            options |= more
             names = [f"r{number}" for number in range(receivers)]
             sides[0].await_ready()
             sides += [Side("ours", "receiver", name=name, **options) for name in names]
@@ -243,7 +279,7 @@ class _Bench:
 
     @contextlib.contextmanager
     def _blobs(
-        self, name: str, size: int | None = None
+        self, name: str, size: int | None = None, more: dict[str, Any] | None = None
     ) -> Iterator[tuple[Path, list[Manifest], Callable[[int], Side]]]:
         """(folder of blob stores, manifests of a small first blob and of the blob, function that starts the sender)."""
         with tempfile.TemporaryDirectory(dir=self.folder) as made:
@@ -251,7 +287,7 @@ class _Bench:
             content = self.contents[""].read_bytes() if size is None else secrets.token_bytes(size)
             manifests = [store.put(secrets.token_bytes(WARM_BYTES)), store.put(content)]
             del content
-            options = {"folder": made, "broker": _url(self.broker)}
+            options = {"folder": made, "broker": _url(self.broker), **(more or {})}
             yield Path(made), manifests, lambda receivers: Side("ours", "sender", receivers=receivers, **options)
 
     def kill(self, size: int) -> Kill:
@@ -315,9 +351,42 @@ def run_wire_bench(
                 reports[kind] = BrokerReport(kind=bench.broker.kind, k1=k1, k4=k4, kill=kill, echo=echo)
             finally:
                 bench.stop()
+    with tempfile.TemporaryDirectory(prefix="fleet-bench-", dir=home) as made:
+        store = _store_speeds(Path(made), blob_bytes, rounds, progress)
     return WireReport(
-        machine=this_machine(), blob_bytes=blob_bytes, rounds=rounds, stores_in=str(home), brokers=reports
+        machine=this_machine(), blob_bytes=blob_bytes, rounds=rounds, stores_in=str(home), brokers=reports, store=store
     )
+
+
+def _store_speeds(folder: Path, blob_bytes: int, rounds: int, progress: Callable[[str], None]) -> StoreSpeeds:
+    """Blobs through an S3 server; control goes over mosquitto."""
+    os.environ.update(KEYS)
+    server, runs = S3Server(folder), {"s3": list[float](), "get": list[float]()}
+    bench = _Bench("mosquitto", folder, blob_bytes)
+    try:
+        server.start()
+        for number in range(rounds):
+            rates = bench.store_rates(server)
+            for name, rate in rates.items():
+                runs[name].append(rate)
+            figures = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items())
+            progress(f"object store, round {number + 1}/{rounds}: {figures} MB/s")
+    finally:
+        bench.stop()
+        server.kill()
+    s3, get = median(runs["s3"]), median(runs["get"])
+    single = {name: tuple(rates) for name, rates in runs.items()}
+    return StoreSpeeds(s3_mb_s=s3, get_mb_s=get, s3_over_get=s3 / get, runs=single)
+
+
+def _put(store: ObjectStore, manifest: Manifest) -> str:
+    """Put a blob into the store; returns a URL of it. Raises FedvitError if that takes long."""
+    located: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    store.locate("receiver", manifest, located.put, failed=False)
+    url = located.get(timeout=PATIENCE_S)
+    if url is None:
+        raise FedvitError(f"the S3 server takes no blob: {store.take_lines()}")
+    return url
 
 
 def _speeds(bench: _Bench, receivers: int, rounds: int, progress: Callable[[str], None]) -> Speeds:
@@ -410,4 +479,6 @@ def wire_table(report: WireReport) -> RenderableType:
             done = "completed" if kill.completed and kill.digest_right else "NOT completed"
             parts.append(Text(f"broker killed in {kill.size / MEGA:.0f} MB: {done}, sent {kill.sent_over_size:.3f} x"))
         parts.append(Text())
-    return Group(*parts)
+    store = report.store
+    rates_text = f"ours {store.s3_mb_s:.0f} MB/s, a plain GET {store.get_mb_s:.0f} MB/s, ratio {store.s3_over_get:.2f}"
+    return Group(*parts, Text("object store (S3)", style="bold"), Text(rates_text))

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,12 +22,23 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.config import BlobsConfig
+from coordinator.run.object_store import ObjectStore
 from fedvit.blobs import BlobStore
 from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Received
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.mqtt import MqttTransport
-from fedvit.wire.messages import BlobAck, BlobNack, Manifest, UseDedicatedTopic, decode, encode
+from fedvit.wire.messages import (
+    BlobAck,
+    BlobNack,
+    BlobUrl,
+    Manifest,
+    TransferMessage,
+    UseDedicatedTopic,
+    decode,
+    encode,
+)
 from fleet.datasets.pickles import unpickled
 
 PIECE_BYTES = 1_000_000
@@ -58,7 +70,7 @@ def report(**figures: Any) -> None:
 class Peer:
     """A client with fedvit's exchange of blobs: control on ctl/RECEIVER/SENDER, chunks on data/SENDER/BLOB."""
 
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, name: str, options: dict[str, Any], places: ObjectStore | None = None) -> None:
         self.name = name
         self.blobs = BlobStore(Path(options["folder"]) / name)
         self.transport = MqttTransport(SimpleQueue(), Address.parse(options["broker"]), name)
@@ -70,7 +82,9 @@ class Peer:
             may_read=lambda peer, digest: True,
             receivers=lambda digest: int(options["receivers"]),
             dedicated_topic_for=lambda peer, digest: f"lane/{peer}/{digest[-16:]}",
+            places=places,
         )
+        self.exchange.store_origin = options.get("store_origin", "")
         self.finished = 0
         self.connected = False
         self.transport.subscribe(f"ctl/{name}/+", 1)
@@ -105,6 +119,8 @@ class Peer:
                 match message:
                     case BlobNack():
                         self.exchange.on_nack(peer, message)
+                    case BlobUrl():
+                        self.exchange.on_url(peer, message)
                     case BlobAck():
                         self.exchange.on_ack(peer, message)
                     case UseDedicatedTopic():
@@ -112,12 +128,12 @@ class Peer:
             case Received(topic, payload):
                 self.exchange.heard(topic, payload)
 
-    def _send(self, peer: str, message: BlobNack | BlobAck | UseDedicatedTopic) -> None:
+    def _send(self, peer: str, message: TransferMessage) -> None:
         self.transport.publish(f"ctl/{peer}/{self.name}", encode(message))
 
 
 def ours_sender(options: dict[str, Any]) -> None:
-    peer = Peer("sender", options)
+    peer = Peer("sender", options, _object_store(options))
     stopped = threading.Event()
 
     def listen() -> None:
@@ -129,6 +145,12 @@ def ours_sender(options: dict[str, Any]) -> None:
     sys.stdout.flush()
     peer.run_until(stopped.is_set)
     report(sent_bytes=peer.transport.sent_bytes)
+
+
+def _object_store(options: dict[str, Any]) -> ObjectStore | None:
+    if "store" not in options:
+        return None
+    return ObjectStore(BlobsConfig(**options["store"]), "bench", BlobStore(Path(options["folder"]) / "sender"))
 
 
 def ours_receiver(options: dict[str, Any]) -> None:
@@ -172,6 +194,16 @@ def tcp_receiver(options: dict[str, Any]) -> None:
     view = memoryview(buffer)
     while view:
         view = view[opened.recv_into(view[:PIECE_BYTES]) :]
+    report(at=time.monotonic())
+
+
+def get_receiver(options: dict[str, Any]) -> None:
+    """A plain GET of a signed URL, into memory."""
+    buffer = memoryview(bytearray(options["size"]))
+    ready()
+    with urllib.request.urlopen(options["url"], timeout=PATIENCE_S) as answer:
+        while buffer:
+            buffer = buffer[answer.readinto(buffer[:PIECE_BYTES]) :]
     report(at=time.monotonic())
 
 
@@ -316,6 +348,7 @@ def _patiently(connect: Callable[[], socket.socket]) -> socket.socket:
 ENDS: dict[tuple[str, str], Callable[[dict[str, Any]], None]] = {
     ("ours", "sender"): ours_sender,
     ("ours", "receiver"): ours_receiver,
+    ("get", "receiver"): get_receiver,
     ("tcp", "sender"): tcp_sender,
     ("tcp", "receiver"): tcp_receiver,
     ("grpc", "sender"): grpc_sender,

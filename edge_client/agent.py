@@ -39,6 +39,7 @@ from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
     BlobAck,
     BlobNack,
+    BlobUrl,
     Cancel,
     CoordinatorState,
     Declined,
@@ -54,6 +55,7 @@ from fedvit.wire.messages import (
     ResultAck,
     RunEnded,
     Task,
+    TransferMessage,
     UseDedicatedTopic,
     Welcome,
     decode,
@@ -405,6 +407,8 @@ class Agent:
                 self._on_want(message)
             case BlobAck():
                 self.exchange.on_ack(COORDINATOR, message)
+            case BlobUrl():
+                self._on_url(message)
             case UseDedicatedTopic():
                 self.exchange.on_use_dedicated_topic(COORDINATOR, message)
             case _:
@@ -423,6 +427,12 @@ class Agent:
             self.exchange.on_nack(COORDINATOR, want)
         except (BadPayload, StorageFailed) as error:  # the coordinator asks again
             log.warning("the coordinator asks for a blob that is not here", extra={"reason": str(error)})
+
+    def _on_url(self, found: BlobUrl) -> None:
+        try:
+            self.exchange.on_url(COORDINATOR, found)
+        except BadPayload as error:  # the coordinator sends chunks instead
+            log.warning("URL refused", extra={"reason": str(error)})
 
     def _on_coordinator(self, state: CoordinatorState) -> None:
         if not state.alive:
@@ -490,6 +500,9 @@ class Agent:
     def _on_welcome(self, welcome: Welcome) -> None:
         if self._epoch != welcome.epoch:
             log.info("joined", extra={"device": self.device, "next": welcome.waiting_for})
+        if welcome.store not in ("", self.exchange.store_origin):
+            log.info("large blobs come from an object store", extra={"store": welcome.store})
+        self.exchange.store_origin = welcome.store
         self._epoch = welcome.epoch
         self._hello = None
         self._refused_since = None
@@ -860,8 +873,8 @@ class Agent:
             self._settle(result.run, result.round, accepted=False)
         self._answer(Failed(result.run, result.round, result.kind, reason[:500], task=result.task))
 
-    def _send_transfer_message(self, peer: str, message: BlobNack | BlobAck | UseDedicatedTopic) -> None:
-        assert not isinstance(message, UseDedicatedTopic)  # only the coordinator serves several at once
+    def _send_transfer_message(self, peer: str, message: TransferMessage) -> None:
+        assert not isinstance(message, UseDedicatedTopic | BlobUrl)  # only the coordinator sends them
         self._send(message)
 
     def _upload_topic(self, digest: str) -> str:

@@ -9,6 +9,8 @@ from fedvit.wire.messages import (
     AnyMessage,
     BlobAck,
     BlobNack,
+    BlobPut,
+    BlobUrl,
     Cancel,
     CoordinatorState,
     Declined,
@@ -24,6 +26,7 @@ from fedvit.wire.messages import (
     ResultAck,
     RunEnded,
     Task,
+    UrlPiece,
     UseDedicatedTopic,
     Welcome,
 )
@@ -87,6 +90,8 @@ def from_device(instance: str, classes: tuple[str, ...], task: Task, upload: Man
         BlobNack(task.program, ((0, 1),), 1),
         BlobNack(task.blobs[0].digest, ((0, 1),), 1, stalled=True),
         BlobNack(task.blobs[-1].digest, ((0, 1),), 1, apart=True),
+        BlobNack(task.blobs[-1].digest, ((0, 1),), 1, url="ask"),
+        BlobPut(upload.digest, 0, 1, stored=True),
         BlobAck(upload.digest),
         BlobAck(task.program),
     ]
@@ -107,6 +112,8 @@ def from_coordinator(instance: str, task: Task, kept: str) -> list[AnyMessage]:
         ResultAck(task.run, task.round, task.kind, accepted=False, reason="another run is served", keep=True),
         RunEnded(task.run, "finished"),
         BlobNack(kept, ((0, 1),), 1),
+        BlobNack(kept, ((0, 1),), 1, put=UrlPiece("http://127.0.0.1:9/b/1?X=1", 0, 1)),
+        BlobUrl(kept, "http://127.0.0.1:9/b/1?X=1"),
         BlobAck(kept),
         UseDedicatedTopic(task.blobs[0].digest),
     ]

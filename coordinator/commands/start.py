@@ -19,6 +19,7 @@ from coordinator.commands.flags import has_record, record_flag, runs_flag
 from coordinator.config import (
     RunConfig,
     StartConfig,
+    check_blobs,
     check_names,
     make_config,
     read_toml,
@@ -111,6 +112,7 @@ def start(
         display = choose_display(quiet)
         if record is None:
             check_metrics(given.run, where)
+            check_blobs(given.run.blobs, where)
             check_new(store, run)
             check_start_from(store, given.run)
             stack.enter_context(display)
@@ -305,8 +307,8 @@ def _config_of(record: "RunRecord") -> RunConfig:
 
 
 def _has_no_more_rounds(config: RunConfig, finished: "RunRecord") -> bool:
-    """Whether a finished run has the same configuration, apart from its metrics."""
-    return config == msgspec.structs.replace(_config_of(finished), metrics=config.metrics)
+    """Whether a finished run has the same configuration, apart from tables without influence on training."""
+    return config == msgspec.structs.replace(_config_of(finished), metrics=config.metrics, blobs=config.blobs)
 
 
 def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartConfig:
@@ -321,6 +323,7 @@ def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartCo
         broker.pop("password", None)
     broker |= with_listen_port(values.get("broker", {}), where)
     config = resumed_config(record.id, record.config, values, where)
+    check_blobs(config.blobs, where)
     return StartConfig(config, make_config({"broker": broker}, where).broker)
 
 

@@ -3,6 +3,7 @@
 Every table is a module here, and a row of `run.TABLES`.
 """
 
+from coordinator.config.blobs import BlobsConfig, check_blobs
 from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
@@ -20,6 +21,7 @@ from coordinator.config.updates import UpdatesConfig
 __all__ = [
     "SECTIONS",
     "TABLES",
+    "BlobsConfig",
     "BrokerConfig",
     "BudgetConfig",
     "ImageConfig",
@@ -30,6 +32,7 @@ __all__ = [
     "ServiceConfig",
     "StartConfig",
     "UpdatesConfig",
+    "check_blobs",
     "check_names",
     "check_new_names",
     "make_config",

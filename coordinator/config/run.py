@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from coordinator.config.blobs import BlobsConfig
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
 from coordinator.config.labels import parse_labels
@@ -181,6 +182,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     robust: RobustConfig = field(default_factory=RobustConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    blobs: BlobsConfig = field(default_factory=BlobsConfig)
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")
@@ -232,6 +234,7 @@ TABLES: dict[str, type[Struct]] = {
     "robust": RobustConfig,
     "privacy": PrivacyConfig,
     "metrics": MetricsConfig,
+    "blobs": BlobsConfig,
 }
 """Tables of a run's configuration, with keys of their own."""
 

@@ -204,8 +204,13 @@ class ResultCollector:
     # --- uploads ----------------------------------------------------------------------------------------
 
     def waiting(self) -> set[str]:
-        """Devices whose uploads are queued on this side."""
-        return set(self._waiting)
+        """Devices that this side keeps waiting with their uploads."""
+        for_store = {
+            device
+            for device, task in self._fetching.items()
+            if task.result and task.result.upload and self._exchange.is_awaited(task.result.upload.digest)
+        }
+        return for_store.union(self._waiting)
 
     def uploads(self) -> list[Task]:
         """Tasks whose uploads are being fetched or queued."""

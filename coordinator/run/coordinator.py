@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from coordinator.compute.messages import Compute, FindOutliers, Finish, Prepare, Request, Step, Stepped
 from coordinator.config import RunConfig
@@ -53,6 +53,7 @@ from fedvit.wire.messages import (
     AnyMessage,
     BlobAck,
     BlobNack,
+    BlobPut,
     CoordinatorState,
     Declined,
     DeviceState,
@@ -62,8 +63,12 @@ from fedvit.wire.messages import (
     Progress,
     Result,
     RunEnded,
+    TransferMessage,
 )
 from fedvit.wire.topics import Topics
+
+if TYPE_CHECKING:
+    from coordinator.run.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -112,15 +117,17 @@ class Coordinator:
             classes=config.classes,
         )
         compute.progress = state.set_doing
+        self.objects = _object_store(state)
         self.lease = Lease(transport, state.topics, run, self._operator_log)
         self.exchange = BlobExchange(
             transport,
             state.blobs,
-            send=self.inbox.send,
+            send=self._send_transfer_message,
             topic_for=state.topics.broadcast,
             may_read=state.tasks.may_read,
             receivers=state.expected_receivers,
             dedicated_topic_for=state.topics.dedicated,
+            places=self.objects,
         )
         self.quarantine = Quarantine(run, store, config.robust)
         self.profiles = DeviceProfiles(run, store, state.presence, config.budget.limits())
@@ -204,6 +211,8 @@ class Coordinator:
                 self.lease.end()
             self.transport.close()
             self.inbox.close()
+            if self.objects:
+                self.objects.close()
 
     def _all_rounds(self) -> None:
         """Do everything that the store lacks: a paused run continues in the same way as a restarted one."""
@@ -350,6 +359,8 @@ class Coordinator:
         self._ask(Finish(saved=self.state.newest()))
         self.state.store.update_run(run, status="finished")
         self._send_all(RunEnded(run, "finished"))
+        if self.objects:
+            self.objects.prune(set())
         log.info("run finished", extra={"run": run})
 
     # --- one round ------------------------------------------------------------------------------------
@@ -407,7 +418,10 @@ class Coordinator:
         if is_last:
             self.collector.dismiss(state.tasks, "the last round is closed")
             self._follow_up()
-        freed = state.blobs.prune(stepped.needed | self.recovery.still_needed(number), PARTIAL_KEPT_S)
+        needed = stepped.needed | self.recovery.still_needed(number)
+        freed = state.blobs.prune(needed, PARTIAL_KEPT_S)
+        if self.objects:
+            self.objects.prune(needed)
         log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
 
     def _step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
@@ -464,7 +478,7 @@ class Coordinator:
             self.state.presence.all_offline()
 
     def on_tick(self) -> None:
-        for line in self.compute.take_warnings():
+        for line in (*self.compute.take_warnings(), *(self.objects.take_lines() if self.objects else ())):
             self._operator_log(line)
         self.recovery.report_damage()
         self.exchange.tick()
@@ -504,6 +518,8 @@ class Coordinator:
             case BlobNack():
                 if self.recovery.can_serve(device, message.digest):
                     self.scheduler.on_nack(device, message)
+            case BlobPut():
+                self.exchange.on_put(device, message)
             case BlobAck():
                 self.exchange.on_ack(device, message)
             case _:
@@ -547,6 +563,10 @@ class Coordinator:
         if task := self.state.tasks.of(device):
             self.collector.fail(task, reason)
 
+    def _send_transfer_message(self, device: str, message: TransferMessage) -> None:
+        assert not isinstance(message, BlobPut)  # only devices send them
+        self.inbox.send(device, message)
+
     # --- output ---------------------------------------------------------------------------------------
 
     def _send_all(self, message: FromCoordinator) -> None:
@@ -556,6 +576,14 @@ class Coordinator:
     def _operator_log(self, text: str) -> None:
         # the text may quote a device, and must not control the terminal
         self.display.line("".join(character if character.isprintable() else "?" for character in text))
+
+
+def _object_store(state: RunState) -> "ObjectStore | None":
+    if state.config.blobs.url is None:
+        return None
+    from coordinator.run.object_store import ObjectStore  # needs obstore, which other runs do not
+
+    return ObjectStore(state.config.blobs, state.run, state.blobs)
 
 
 def _since(at: str) -> float:

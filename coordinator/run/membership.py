@@ -80,7 +80,7 @@ class Membership:
             log.info("device joined", extra={"device": device, **figures})
             state.operator_log(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
         following = self._quarantine.why_not(device, state.number) or state.doing
-        state.send(device, Welcome(hello.instance, state.epoch, following))
+        state.send(device, Welcome(hello.instance, state.epoch, following, state.config.blobs.origin))
         self._arrivals.append(Arrival(device, was_away))
 
     def _fetch_classes(self, device: str, hello: Hello, described: Manifest) -> None:

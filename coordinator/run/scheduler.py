@@ -153,6 +153,8 @@ class TaskScheduler:
             task.deadline.received(time.monotonic(), size)
             if task.state is TaskState.OFFERED:
                 task.to(TaskState.FETCHING)
+        if task and self._exchange.is_awaited(want.digest):
+            task.deadline.kept_waiting(time.monotonic())
 
     def on_progress(self, device: str, progress: Progress) -> None:
         """The device reports the progress of its task."""

@@ -177,6 +177,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     instance: str
     epoch: int
     waiting_for: str  # the next event, as text
+    store: Annotated[str, Meta(max_length=300)] = ""  # origin of the object store: the only host of URLs that follow
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -251,6 +252,20 @@ class RunEnded(Message, frozen=True, tag="ended"):
 # --- blobs, both directions ---------------------------------------------------------------------------
 
 
+UrlUse = Literal["", "ask", "used", "failed"]
+"""Whether a receiver fetches the blob by a URL: "" it cannot, "ask" it would, "used" it does now, "failed" URLs did not
+work for it."""
+Url = Annotated[str, Meta(max_length=4096)]
+
+
+class UrlPiece(Struct, frozen=True, array_like=True):
+    """Some chunks of a blob that its sender puts to a URL."""
+
+    url: Url
+    first: Count
+    count: Annotated[int, Meta(ge=1, le=MAX_BLOB_CHUNKS)]
+
+
 class BlobNack(Message, frozen=True, tag="want"):
     """A receiver's state of one blob: first request, acknowledgement and repeat request in one."""
 
@@ -259,6 +274,24 @@ class BlobNack(Message, frozen=True, tag="want"):
     last_seq: int = 0  # highest send number seen; chunks sent before it that are still missing were lost
     stalled: bool = False  # nothing arrived for a while: chunks in flight are lost, too
     apart: bool = False  # the receiver has moved to its dedicated topic
+    url: UrlUse = ""
+    put: UrlPiece | None = None  # to be put there instead of sending chunks, if the sender can
+
+
+class BlobUrl(Message, frozen=True, tag="url"):
+    """The answer to a BlobNack: the whole blob can be fetched there."""
+
+    digest: str
+    url: Url
+
+
+class BlobPut(Message, frozen=True, tag="put"):
+    """The answer to `BlobNack.put`: the chunks are there, or (`stored` is false) they could not be put there."""
+
+    digest: str
+    first: Count
+    count: Count
+    stored: bool
 
 
 class BlobAck(Message, frozen=True, tag="done"):
@@ -273,7 +306,8 @@ class UseDedicatedTopic(Message, frozen=True, tag="apart"):
     digest: str
 
 
-FromDevice = Hello | Progress | Result | Failed | Declined | BlobNack | BlobAck | DeviceState
+TransferMessage = BlobNack | BlobUrl | BlobPut | BlobAck | UseDedicatedTopic
+FromDevice = Hello | Progress | Result | Failed | Declined | BlobNack | BlobPut | BlobAck | DeviceState
 FromCoordinator = (
     Welcome
     | Refused
@@ -283,6 +317,7 @@ FromCoordinator = (
     | ResultAck
     | RunEnded
     | BlobNack
+    | BlobUrl
     | BlobAck
     | UseDedicatedTopic
     | CoordinatorState

@@ -1,15 +1,13 @@
 """Blobs arrive, once, whole and verified, over every transport and through every accident."""
 
 import contextlib
-import random
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any
+from queue import SimpleQueue
 
 import msgspec
 import pytest
@@ -20,145 +18,16 @@ from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.partials import PartialBlob
 from fedvit.transport import exchange, packets
-from fedvit.transport.base import Connected, Disconnected, Received, Transport
-from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
-from fedvit.wire.messages import BlobAck, BlobNack, Manifest, UseDedicatedTopic, decode, encode
-from fedvit.wire.topics import blob_level
+from fedvit.wire.messages import BlobNack, Manifest
 from fedvit.wire.transfer import CHUNK_BYTES, WINDOW_CHUNKS
 from tests.support.brokers import mosquitto
-from tests.support.waiting import WAIT_S, wait_until
+from tests.support.peers import Peer, blob, drive, settle
+from tests.support.waiting import WAIT_S
 from tests.support.worlds import MqttWorld, World
 
 BIG = 20_000_000
 """158 chunks: more than two windows."""
-
-
-class Peer:
-    """A program reduced to its exchange: control on ctl/RECEIVER/SENDER, chunks on data/SENDER/BLOB."""
-
-    def __init__(self, prefix: str, name: str, transport: Transport, folder: Path) -> None:
-        self.name = name
-        self.transport = transport
-        self.blobs = BlobStore(folder / name)
-        self.finished: list[tuple[Manifest, Exception | None]] = []
-        self.refused: list[str] = []
-        self.readable = True
-        self.receivers = 4  # more than there are: the wait for them ends by time
-        self.events_per_step = 1_000_000
-        self._prefix = prefix
-        self._connected = False
-        self.disconnections = 0
-        self._ticked_at = 0.0
-        self.exchange = BlobExchange(
-            transport,
-            self.blobs,
-            send=self._send,
-            topic_for=self.data_topic,
-            may_read=lambda peer, digest: self.readable,
-            receivers=lambda digest: self.receivers,
-            dedicated_topic_for=self.dedicated_topic,
-        )
-        transport.subscribe(f"{prefix}ctl/{name}/+", 1)
-        transport.open()
-
-    def data_topic(self, digest: str) -> str:
-        return f"{self._prefix}data/{self.name}/{blob_level(digest)}"
-
-    def dedicated_topic(self, peer: str, digest: str) -> str:
-        return f"{self._prefix}lane/{peer}/{blob_level(digest)}"
-
-    def fetch(self, manifest: Manifest, sender: "Peer") -> None:
-        def finished(*ended: Any) -> None:
-            self.finished.append(ended)
-
-        digest = manifest.digest
-        self.exchange.fetch(
-            manifest, sender.name, sender.data_topic(digest), finished, sender.dedicated_topic(self.name, digest)
-        )
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(self.finished)
-
-    def got(self, content: bytes) -> bool:
-        """Whether exactly this one blob came, whole and without an error."""
-        [(manifest, error)] = self.finished
-        return error is None and self.blobs.get(manifest.digest) == content
-
-    @property
-    def sent_chunks(self) -> float:
-        return self.transport.sent_bytes / CHUNK_BYTES
-
-    def step(self) -> bool:
-        """Handle what came and let time pass; False when nothing came."""
-        busy = False
-        for _ in range(self.events_per_step):
-            try:
-                event = self.transport.inbox.get_nowait()
-            except Empty:
-                break
-            busy = True
-            match event:
-                case Disconnected():
-                    self.disconnections += 1
-                case Connected():
-                    self._connected = True
-                    self.exchange.reconnected()
-                case Received(topic, payload) if topic.startswith(f"{self._prefix}ctl/"):
-                    self._on_control(topic.rsplit("/", 1)[1], payload)
-                case Received(topic, payload):
-                    self.exchange.heard(topic, payload)
-        if busy or time.monotonic() - self._ticked_at > 0.05:
-            self._ticked_at = time.monotonic()
-            self.exchange.tick()
-        return busy
-
-    def _on_control(self, sender: str, payload: bytes) -> None:
-        message = decode(payload)
-        try:
-            match message:
-                case BlobNack():
-                    self.exchange.on_nack(sender, message)
-                case BlobAck():
-                    self.exchange.on_ack(sender, message)
-                case UseDedicatedTopic():
-                    self.exchange.on_use_dedicated_topic(sender, message)
-        except BadPayload as error:
-            self.refused.append(str(error))
-
-    def _send(self, peer: str, message: BlobNack | BlobAck | UseDedicatedTopic) -> None:
-        self.transport.publish(f"{self._prefix}ctl/{peer}/{self.name}", encode(message))
-
-    def chunks_here(self, manifest: Manifest) -> int:
-        """Of a blob on its way; all, when it has come."""
-        if self.blobs.has(manifest.digest):
-            return manifest.chunks
-        [receiving] = [one for (digest, _), one in self.exchange._receiving.items() if digest == manifest.digest]
-        return sum(receiving.partial.have)
-
-    def partial_files(self) -> list[Path]:
-        return list(self.blobs.folder.rglob("*.part"))
-
-
-def drive(peers: list[Peer], until: Callable[[], bool]) -> None:
-    """Run all peers in this thread."""
-
-    def all_step() -> None:
-        busy = [peer.step() for peer in peers]
-        if not any(busy):
-            time.sleep(0.001)
-
-    wait_until(until, pause_s=0.0, meanwhile=all_step)
-
-
-def settle(peers: list[Peer]) -> None:
-    """Connect everybody."""
-    drive(peers, lambda: all(peer._connected for peer in peers))
-
-
-def blob(size: int, seed: int = 0) -> bytes:
-    return random.Random(seed).randbytes(size)
 
 
 Peers = Callable[[str], Peer]

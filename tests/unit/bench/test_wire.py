@@ -2,13 +2,15 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from bench.machine import this_machine
-from bench.wire import BrokerReport, Echo, Kill, Speeds, WireReport, _Bench, run_wire_bench, wire_table
+from bench.wire import BrokerReport, Echo, Kill, Speeds, StoreSpeeds, WireReport, _Bench, run_wire_bench, wire_table
 from fedvit.errors import ConfigError
+from tests.support.s3 import s3_server, set_keys
 
 BLOB_BYTES = 1_000_000
 
@@ -34,6 +36,17 @@ def test_other_transports_send_the_same_bytes(bench: _Bench, way: str) -> None:
     assert rate > 0
 
 
+def test_object_store_is_compared_with_a_plain_get(
+    bench: _Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_keys(monkeypatch)
+    with s3_server(tmp_path) as server:
+        rates = bench.store_rates(server)
+        assert rates["s3"] > 0
+        assert rates["get"] > 0
+        assert len(server.objects()) == 2, "of the same size, beside the first small one"
+
+
 def test_run_without_grpc_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grpc", None)  # as if it were not installed
     lines: list[str] = []
@@ -51,11 +64,17 @@ def test_the_table_shows_what_was_not_measured_as_nothing() -> None:
     kill = Kill(size=250_000_000, completed=True, digest_right=True, sent_over_size=1.03, took_s=2.0)
     broker = BrokerReport(kind="a broker", k1=speeds, k4=speeds, kill=kill, echo=Echo(bytes=2048, p50_ms=0.5, p99_ms=1))
     report = WireReport(
-        machine=this_machine(), blob_bytes=64, rounds=1, stores_in="/dev/shm", brokers={"mosquitto": broker}
+        machine=this_machine(),
+        blob_bytes=64,
+        rounds=1,
+        stores_in="/dev/shm",
+        brokers={"mosquitto": broker},
+        store=StoreSpeeds(s3_mb_s=450.0, get_mb_s=500.0, s3_over_get=0.9, runs={}),
     )
     console = Console(width=200, record=True)
     console.print(wire_table(report))
     text = console.export_text()
     assert "0.25" in text
+    assert "a plain GET 500 MB/s, ratio 0.90" in text
     assert "None" not in text
     assert "completed, sent 1.030 x" in text

@@ -10,7 +10,7 @@ from fedvit.blobs import BlobStore
 from fedvit.transport.base import Received
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
-from fedvit.wire.messages import BlobAck, BlobNack, Manifest
+from fedvit.wire.messages import BlobNack, Manifest, TransferMessage
 from fedvit.wire.transfer import CHUNK_BYTES
 from fleet.shared import Fetches, SharedBlobs, SharingExchange
 
@@ -71,7 +71,7 @@ class Stage:
 
     def __init__(self, folder: Path) -> None:
         self.broker = MemoryBroker()
-        self.messages: list[tuple[str, BlobNack | BlobAck]] = []
+        self.messages: list[tuple[str, TransferMessage]] = []
         self.finished: list[tuple[str, Exception | None]] = []
         self.server_blobs = BlobStore(folder / "server")
         self.inboxes: dict[str, SimpleQueue[object]] = {}
@@ -80,7 +80,7 @@ class Stage:
         self.shared, fetches = SharedBlobs(folder / "host"), Fetches()
         for name in ("a", "b"):
 
-            def tell(peer: str, message: BlobNack | BlobAck, name: str = name) -> None:
+            def tell(peer: str, message: TransferMessage, name: str = name) -> None:
                 self.messages.append((name, message))
 
             self.connect(name, fetches.exchange, self.shared.view(), tell)
@@ -90,7 +90,7 @@ class Stage:
         name: str,
         make: Callable[..., BlobExchange],
         blobs: BlobStore,
-        tell: Callable[[str, BlobNack | BlobAck], None],
+        tell: Callable[[str, TransferMessage], None],
     ) -> None:
         inbox: SimpleQueue[object] = SimpleQueue()
         transport = MemoryTransport(inbox, self.broker, name)

@@ -14,6 +14,7 @@ from coordinator.cli import cli
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.config import (
     TABLES,
+    BlobsConfig,
     BrokerConfig,
     BudgetConfig,
     ImageConfig,
@@ -113,6 +114,14 @@ writers = ["tensorboard", "mlflow"]
 mlflow_uri = "http://m:5000"
 mlflow_experiment = "ants"
 
+[blobs]
+url = "s3://models/fleet"
+endpoint = "http://nas:9000"
+region = "here"
+min_bytes = 1000
+fallback_bytes = 2000
+url_valid_s = 60
+
 [broker]
 broker = "mqtts://pi@h:8883"
 listen = "0.0.0.0"
@@ -164,6 +173,14 @@ ROBUST = RobustConfig(
     max_weight=2.5,
     strikes=1,
     quarantine_rounds=4,
+)
+BLOBS = BlobsConfig(
+    url="s3://models/fleet",
+    endpoint="http://nas:9000",
+    region="here",
+    min_bytes=1000,
+    fallback_bytes=2000,
+    url_valid_s=60,
 )
 PRIVACY = PrivacyConfig(clip=0.5, delta=1e-4, accounting="sampled", feature_clip=3.0, deterministic_noise=True)
 
@@ -217,6 +234,7 @@ def test_every_key_can_be_set_in_a_file(tmp_path: Path) -> None:
             metrics=MetricsConfig(
                 writers=("tensorboard", "mlflow"), mlflow_uri="http://m:5000", mlflow_experiment="ants"
             ),
+            blobs=BLOBS,
         ),
         BrokerConfig(
             broker="mqtts://pi@h:8883",
@@ -231,6 +249,7 @@ def test_every_key_can_be_set_in_a_file(tmp_path: Path) -> None:
     assert {*RunConfig.__struct_fields__, "broker"} == said.keys()
     assert set(ImageConfig.__struct_fields__) == said["images"].keys()
     assert set(MetricsConfig.__struct_fields__) == said["metrics"].keys()
+    assert set(BlobsConfig.__struct_fields__) == said["blobs"].keys()
     assert set(BrokerConfig.__struct_fields__) == said["broker"].keys()
     assert set(RobustConfig.__struct_fields__) == said["robust"].keys()
     assert set(PrivacyConfig.__struct_fields__) == said["privacy"].keys()

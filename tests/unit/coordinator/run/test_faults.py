@@ -21,6 +21,7 @@ from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
     BlobAck,
     BlobNack,
+    BlobPut,
     Cancel,
     Declined,
     DeviceState,
@@ -175,6 +176,11 @@ def fetch(device: Fake, task: Task) -> None:
     honest(device, task)
 
 
+def put(device: Fake, task: Task) -> None:
+    device.say(BlobPut(task.blobs[0].digest, 0, 1, stored=True))
+    honest(device, task)
+
+
 def leave(device: Fake, task: Task) -> None:
     device.say(DeviceState(device.instance, online=False))
     device.transport.publish(
@@ -190,6 +196,7 @@ HANDLERS: dict[str, tuple[type, str, Answer]] = {
     "Declined": (ResultCollector, "on_declined", decline),
     "Progress": (TaskScheduler, "on_progress", say_progress),
     "BlobNack": (Recovery, "can_serve", fetch),
+    "BlobPut": (BlobExchange, "on_put", put),
     "BlobAck": (BlobExchange, "on_ack", fetch),
     "chunk": (BlobExchange, "heard", honest),
 }

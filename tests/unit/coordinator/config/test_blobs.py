@@ -1,0 +1,49 @@
+"""The table [blobs]: where the object store is, without its keys."""
+
+import sys
+
+import pytest
+
+from coordinator.config import BlobsConfig, check_blobs, make_config, resumed_config
+from fedvit.errors import ConfigError
+
+
+def test_bucket_prefix_and_origin() -> None:
+    blobs = make_config({"blobs": {"url": "s3://models/fleet/berlin/", "region": "eu-central-1"}}, "file").run.blobs
+    assert (blobs.bucket, blobs.prefix) == ("models", "fleet/berlin")
+    assert blobs.origin == "https://s3.eu-central-1.amazonaws.com"
+    assert BlobsConfig(url="s3://models", endpoint="http://nas:9000/").origin == "http://nas:9000"
+    assert BlobsConfig().origin == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"url": "/srv/blobs"}, "url = '/srv/blobs' must be written s3://BUCKET/PREFIX"),
+        ({"url": "gs://bucket/x"}, "url = 'gs://bucket/x' must be written s3://BUCKET/PREFIX"),
+        ({"url": "s3://key:secret@bucket/x"}, "must be written s3://BUCKET/PREFIX, without keys"),
+        ({"url": "s3://bucket", "endpoint": "nas:9000"}, "endpoint = 'nas:9000' must be written http"),
+        ({"url": "s3://bucket", "endpoint": "http://nas:9000/bucket"}, "must be written http"),
+        ({"url": "s3://bucket", "endpoint": "http://nas:port"}, "endpoint = 'http://nas:port' is not a URL"),
+        ({"url": "s3://bucket", "url_valid_s": 0}, "url_valid_s"),
+    ],
+)
+def test_wrong_settings_are_refused(values: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_config({"blobs": values}, "file")
+    assert reason in str(error.value)
+
+
+def test_missing_library_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_blobs(BlobsConfig(url="s3://models"), "flags")
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "obstore", raising=False)
+    check_blobs(BlobsConfig(), "flags")
+    with pytest.raises(ConfigError, match=r"^flags: blobs: url = 's3://models' needs .* pip install 'fedvit\[s3\]'"):
+        check_blobs(BlobsConfig(url="s3://models"), "flags")
+
+
+def test_resumed_run_may_use_another_store() -> None:
+    began = {"method": "fedavg", "blobs": {"url": "s3://old/x", "min_bytes": 5000}}
+    config = resumed_config("r", began, {"blobs": {"url": "s3://new/x"}}, "flags")
+    assert config.blobs == BlobsConfig(url="s3://new/x", min_bytes=5000)

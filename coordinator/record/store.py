@@ -96,6 +96,9 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+_ENCODER = msgspec.json.Encoder()
+_SORTING_ENCODER = msgspec.json.Encoder(order="sorted")
+
 _FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
 """Errors of SQLite when a write finds no space; the second also for a limit on file sizes."""
 
@@ -372,22 +375,24 @@ class Store:
         figures: dict[str, float],
         asked: Sequence[str] | None = None,
         at: str | None = None,
+        results: Sequence[ResultRecord] | None = None,
     ) -> None:
         """Close the training of a round, now or `at` a time: store state and figures, and compute its totals.
 
-        `state`: None if it is lost; `asked`: devices with a task, by default those with tasks in the record."""
+        `state`: None if it is lost; `asked`: devices with a task, `results`: those that its server step used; by
+        default the tasks and results in the record."""
         with self._transaction() as connection:
             this = _this_round(run, number)
             values = {"closed_at": at or now(), "state": msgspec.to_builtins(state), "figures": figures}
             connection.execute(update(ROUNDS).where(this).values(**values))
-            self._sum_up_training(connection, run, number, asked)
+            self._sum_up_training(connection, run, number, asked, results)
 
-    def round_evaluated(self, run: str, number: int) -> None:
-        """Close the evaluation of a round."""
+    def round_evaluated(self, run: str, number: int, results: Sequence[ResultRecord] | None = None) -> None:
+        """Close the evaluation of a round, with these results; by default those in the record."""
         with self._transaction() as connection:
             this = _this_round(run, number)
             connection.execute(update(ROUNDS).where(this).values(evaluated=True))
-            self._sum_up_evaluation(connection, run, number)
+            self._sum_up_evaluation(connection, run, number, results)
 
     def asked_in(self, run: str, number: int) -> list[str]:
         """Devices with a training task in a round."""
@@ -395,12 +400,18 @@ class Store:
             return _asked_in(connection, run, number)
 
     def _sum_up_training(
-        self, connection: Connection, run: str, number: int, asked: Sequence[str] | None = None
+        self,
+        connection: Connection,
+        run: str,
+        number: int,
+        asked: Sequence[str] | None = None,
+        results: Sequence[ResultRecord] | None = None,
     ) -> None:
         """Compute the totals of a closed round, and update those of its devices."""
         this = _this_round(run, number)
         row = connection.execute(select(ROUNDS.c.cohort, ROUNDS.c.figures, ROUNDS.c.totals).where(this)).one()
-        results = self._used_in(connection, run, number, "train")
+        if results is None:
+            results = self._used_in(connection, run, number, "train")
         if row.totals is None:  # otherwise its devices were counted already
             asked = _asked_in(connection, run, number) if asked is None else asked
             _add_to_devices(connection, run, number, results, asked)
@@ -411,11 +422,14 @@ class Store:
         connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made)))
         _seal(connection, ROUNDS, this)
 
-    def _sum_up_evaluation(self, connection: Connection, run: str, number: int) -> None:
+    def _sum_up_evaluation(
+        self, connection: Connection, run: str, number: int, results: Sequence[ResultRecord] | None = None
+    ) -> None:
         this = _this_round(run, number)
         row = connection.execute(select(ROUNDS.c.totals, ROUNDS.c.accuracy).where(this)).one()
         if row.totals is not None and row.accuracy is None:  # otherwise it is open, or was summed up already
-            results = self._used_in(connection, run, number, "evaluate")
+            if results is None:
+                results = self._used_in(connection, run, number, "evaluate")
             _add_to_devices(connection, run, number, results, ())
             made, accuracy = totals.evaluated(msgspec.convert(row.totals, RoundTotals), results)
             connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made), accuracy=accuracy))
@@ -601,10 +615,11 @@ class Store:
         """Store an accepted result for the server step of its round or a later one; an existing one is not changed."""
         self.add_results([(device, result, used_in)])
 
-    def add_results(self, results: Sequence[tuple[str, Result, int | None]]) -> None:
-        """Store accepted results, as `add_result` does, and end their tasks, in one transaction."""
+    def add_results(self, results: Sequence[tuple[str, Result, int | None]]) -> list[ResultRecord]:
+        """Store accepted results, as `add_result` does, and end their tasks, in one transaction. Returns the results as
+        the record has them, unless it had one already."""
         if not results:
-            return
+            return []
         with self._transaction() as connection:
             trained = [(result.run, result.round, device) for device, result, _ in results if result.kind == "train"]
             _end_tasks(connection, trained, "accepted")
@@ -621,6 +636,7 @@ class Store:
                 rows = [row for row in rows if (row["run"], row["round"], row["kind"], row["device"]) not in there]
             if rows:
                 _write(connection, RESULTS, rows, "IGNORE")
+            return records
 
     def drop_result(self, run: str, number: int, kind: TaskKind, device: str) -> None:
         """Delete a result of an open round that cannot be used, so that its device can send another."""
@@ -807,7 +823,7 @@ def remedy(database: Path, why: str, of_run: str = "*") -> str:
 
 def _to_json(value: Any) -> str:
     """JSON that `json.loads` can read, in a fraction of the time of `json.dumps`."""
-    held = msgspec.json.encode(value)
+    held = _ENCODER.encode(value)
     if b"null" in held and not _is_finite(value):
         return json.dumps(value)
     return held.decode()
@@ -815,11 +831,13 @@ def _to_json(value: Any) -> str:
 
 def _is_finite(value: Any) -> bool:
     """Whether all numbers in a value are finite."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    return all(map(_is_finite, value)) if isinstance(value, list | tuple) else True
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, float):
+            if not math.isfinite(item):
+                return False
+        elif isinstance(item, dict | list | tuple) and not _is_finite(item):
+            return False
+    return True
 
 
 def _from_json(held: str) -> Any:
@@ -910,7 +928,7 @@ def _sealed_columns(table: Table) -> list[str]:
 def _seal_of(table: Table, row: Mapping[str, Any]) -> str:
     """The digest of a row's non-empty columns, so that a new column does not change existing seals."""
     held = {name: value for name in _sealed_columns(table) if (value := row.get(name)) is not None}
-    return digest_of(msgspec.json.encode(held, order="sorted"))
+    return digest_of(_SORTING_ENCODER.encode(held))
 
 
 def _this_round(run: str, number: int) -> ColumnElement[bool]:
@@ -949,7 +967,7 @@ def _asked_in(connection: Connection, run: str, number: int) -> list[str]:
 
 
 def _add_to_devices(
-    connection: Connection, run: str, number: int, results: list[ResultRecord], asked: Iterable[str]
+    connection: Connection, run: str, number: int, results: Sequence[ResultRecord], asked: Iterable[str]
 ) -> None:
     """Add a round's results and asked devices to the totals of its devices."""
     asked = set(asked)

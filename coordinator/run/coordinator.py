@@ -7,7 +7,7 @@ actions for the other parts are handled in `_follow_up`.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -110,6 +110,7 @@ class Coordinator:
             operator_log=self._operator_log,
             send=self.inbox.send,
             classes=config.classes,
+            unsent_bytes=transport.pending_bytes,
         )
         compute.progress = state.set_doing
         self.lease = Lease(transport, state.topics, run, self._operator_log)
@@ -119,7 +120,7 @@ class Coordinator:
             send=self.inbox.send,
             topic_for=state.topics.broadcast,
             may_read=state.tasks.may_read,
-            receivers=state.expected_receivers,
+            receivers=state.tasks.count_receivers,
             dedicated_topic_for=state.topics.dedicated,
         )
         self.quarantine = Quarantine(run, store, config.robust)
@@ -337,7 +338,7 @@ class Coordinator:
             due = number % state.config.evaluate_every == 0 or number == rounds
             if due and not (record and record.evaluated):
                 self.runner.evaluate(leave=self.mode.busy())
-                state.store.round_evaluated(state.run, number)
+                state.store.round_evaluated(state.run, number, state.results(number, "evaluate"))
             if record is None:
                 self._report(number)
 
@@ -362,8 +363,8 @@ class Coordinator:
             began = time.monotonic()
             opened = self.mode.train(record)
             record = None
-            results = state.store.used_in(run, number)
-            if missing := opened.accepted - {result.device for result in results}:
+            results = state.results(number, "train")
+            if missing := opened.accepted - state.store.counted(run, number):
                 raise state.store.damaged(f"the result of {min(missing)} for round {number} is missing from it")
             if lost := self.inbox.in_background(partial(self.recovery.damaged_of, results)):
                 damaged += 1
@@ -387,17 +388,17 @@ class Coordinator:
                 "server_s": before_s + time.monotonic() - began - trained_s, "declined": float(len(opened.declined())),
                 "late": float(sum(result.round < number for result in results)),
             }  # fmt: skip
-            self._close(number, stepped, figures)
+            self._close(number, stepped, figures, results)
             return
         raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `coordinator show {run}`")
 
-    def _close(self, number: int, stepped: Stepped, figures: dict[str, float]) -> None:
+    def _close(self, number: int, stepped: Stepped, figures: dict[str, float], results: Sequence[ResultRecord]) -> None:
         """Store the round's state as the run's newest; remove blobs that are no longer needed."""
         state = self.state
         state.saved = stepped.saved
         asked = state.store.asked_in(state.run, number)
         self.backups.note(Closed(number, asked, stepped.saved, figures))
-        state.store.close_round(state.run, number, stepped.saved, figures, asked)
+        state.store.close_round(state.run, number, stepped.saved, figures, asked, results=results)
         is_last = number == state.config.rounds
         self.inbox.in_background(partial(self.backups.after_round, number, last=is_last))
         oldest = oldest_kept(number, state.config.keep_rounds, self.backups.since(number))
@@ -457,7 +458,7 @@ class Coordinator:
         if trouble:
             self._operator_log(f"broker: {trouble}; trying again")
         if up:
-            self.state.epoch = self.lease.renew()
+            self.state.epoch = self.lease.renew(self.state.spread_s)
             self.exchange.reconnected()
         else:
             self.state.presence.all_offline()
@@ -468,6 +469,7 @@ class Coordinator:
         self.recovery.report_damage()
         self.exchange.tick()
         self.collector.commit()
+        self.scheduler.send_queued()
         for overdue in self.scheduler.overdue(self.collector.uploads(), self.collector.waiting()):
             self._give_up(overdue)
         self._follow_up()

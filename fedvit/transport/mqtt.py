@@ -269,6 +269,9 @@ class MqttTransport(Transport):
         self._thread = threading.Thread(target=self._run, name=f"mqtt-{self._client_id}", daemon=True)
         self._thread.start()
 
+    def spread_return(self, seconds: float) -> None:
+        self._backoff.spread_s = seconds
+
     def subscribe(self, topic_filter: str, qos: int) -> None:
         with self._lock:
             self._filters[topic_filter] = qos

@@ -64,6 +64,10 @@ TASK_ID = "0123456789abcdef" * 4
 
 EXAMPLES: dict[str, AnyMessage] = {
     "coordinator": CoordinatorState(281_474_976_710_656, alive=True),
+    "coordinator-3": CoordinatorState(
+        281_474_976_710_656, True, "c0ffee", "run-1", "server", 1_700_000_000.5, spread_s=20.0
+    ),
+    "welcome-2": Welcome("8f14e45fceea167a", 7, "3 of 10 devices are online", spread_s=20.0),
     "coordinator-2": CoordinatorState(281_474_976_710_656, True, "c0ffee", "run-1", "server", 1_700_000_000.5),
     "device": DeviceState("8f14e45fceea167a", online=False),
     "device-2": DeviceState("8f14e45fceea167a", online=False, connection=3),

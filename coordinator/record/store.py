@@ -547,9 +547,9 @@ class Store:
 
     def add_tasks(self, run: str, tasks: Iterable[TaskRecord]) -> None:
         """Store training tasks, new or repeated in the same round."""
-        rows, contents = [], dict[str, Any]()
+        rows, contents, at = [], dict[str, Any](), now()
         for task in tasks:
-            row = {**msgspec.structs.asdict(task), "run": run, "asked_at": now()}
+            row = {**msgspec.structs.asdict(task), "run": run, "asked_at": at}
             if task.expected:
                 row["expected"] = digest_of(content := msgspec.json.encode(task.expected))
                 contents[row["expected"]] = content
@@ -630,7 +630,11 @@ class Store:
                 )
                 for device, result, used_in in results
             ]  # fmt: skip
-            rows = [{**msgspec.to_builtins(record), "received_at": now()} for record in records]
+            at = now()
+            rows = [
+                {**msgspec.structs.asdict(record), "use": _measured(record.use), "received_at": at}
+                for record in records
+            ]
             if not self._file:
                 there = _existing(connection, [result for _, result, _ in results], [device for device, *_ in results])
                 rows = [row for row in rows if (row["run"], row["round"], row["kind"], row["device"]) not in there]
@@ -872,6 +876,11 @@ def _record(kind: type[_R], row: dict[str, Any]) -> _R:
     return msgspec.convert(values, kind)
 
 
+def _measured(values: Struct) -> dict[str, Any]:
+    """The fields that are not None, which is the default of all that may be."""
+    return {name: value for name, value in msgspec.structs.asdict(values).items() if value is not None}
+
+
 def _insert(connection: Connection, table: Table, records: Iterable[Struct], **more: Any) -> None:
     """Insert rows; `more` are further columns."""
     rows = [{**msgspec.to_builtins(record), **more} for record in records]
@@ -979,7 +988,8 @@ def _add_to_devices(
         before = known[result.device]
         known[result.device] = msgspec.structs.replace(before, totals=totals.with_result(before.totals, result))
     if known:
-        _replace(connection, DEVICES, [msgspec.to_builtins(record) for record in known.values()])
+        rows = [{**msgspec.structs.asdict(record), "totals": _measured(record.totals)} for record in known.values()]
+        _replace(connection, DEVICES, rows)
 
 
 def _spend_strikes(connection: Connection, run: str, device: str) -> int:

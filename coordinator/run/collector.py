@@ -488,6 +488,7 @@ class ResultCollector:
         """Update the tasks in memory; the record has been updated already."""
         for task in tasks:
             self._state.tasks.end(task, end)
+            task.content = None  # an ended task may stay in memory until its deadline
             self._freed.append(task.device)
 
 

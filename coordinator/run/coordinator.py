@@ -407,7 +407,10 @@ class Coordinator:
         if is_last:
             self.collector.dismiss(state.tasks, "the last round is closed")
             self._follow_up()
-        freed = state.blobs.prune(stepped.needed | self.recovery.still_needed(number), PARTIAL_KEPT_S)
+        needed = stepped.needed | self.recovery.still_needed(number)
+        state.blobs.forget_all_but(needed)
+        unneeded = list(state.blobs.prunable(needed, PARTIAL_KEPT_S))  # now, before devices send new ones
+        freed = self.inbox.in_background(partial(state.blobs.delete, unneeded))
         log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
 
     def _step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:

@@ -149,6 +149,15 @@ def test_hello_that_is_answered_is_not_said_again_for_the_new_epoch(
     assert server.count(Hello) == 1
 
 
+def test_welcome_sets_the_time_over_which_the_fleet_returns(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small fleet keeps the device's own time."""
+    device, spread = world.device(), list[float]()
+    monkeypatch.setattr(device.transport, "spread_return", spread.append)
+    for spread_s in (1.0, 20.0):
+        world.server.tell(Welcome(world.server.instance, world.server.epoch, "tests", spread_s))
+    world.server.wait(lambda: spread == [agent_module.RETURN_SPREAD_S, 20.0])
+
+
 def test_an_unanswered_hello_is_said_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
     world.device(joined=False)

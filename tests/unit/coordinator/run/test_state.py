@@ -4,17 +4,20 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
 from coordinator.config import make_config
 from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.store import Store
+from coordinator.run.lease import Lease
 from coordinator.run.open_round import OpenRound
 from coordinator.run.state import RunState
+from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import TaskKind
 from fedvit.wire.topics import Topics
-from tests.support.messages import result
+from tests.support.messages import hello, result
 
 
 @pytest.fixture
@@ -78,6 +81,19 @@ def test_results_of_a_closed_round_stay_until_the_next_one_has_closed(store: Sto
         assert [entry.round for entry in state.results(number, "train")] == rounds
         assert [entry.device for entry in state.results(number, "evaluate")] == ["a"]
     assert {number for number, _ in state._results} == {3, 4}
+
+
+def test_hellos_are_spread_by_the_size_of_the_fleet(store: Store, tmp_path: Path) -> None:
+    """As the run expects it, or as it has been seen."""
+    state = state_of(store, tmp_path)
+    assert state.spread_s == 1.0
+    for number in range(1000):
+        state.presence.arrived(f"d{number}", hello())
+    state.presence.all_offline()
+    assert state.spread_s == 2.0
+    lease = Lease(MemoryTransport(SimpleQueue(), MemoryBroker(), "c"), state.topics, "run", print)
+    lease.renew(state.spread_s)
+    assert lease.state().spread_s == 2.0
 
 
 def test_results_that_were_not_loaded_are_read_when_they_are_needed(store: Store, tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ MEMORY = Path("/dev/shm")
 NEEDED_BYTES = 4 << 30
 PATIENCE_S = 3600.0
 DEADLINE_S = 7 * 86400.0
+LEAVE_S = 30.0
+LEAVE_PER_S = 50.0
+"""Devices of a host leave one after the other."""
 
 PROMPTS: dict[str, Any] = {
     "method": "pfedpg",
@@ -65,16 +68,18 @@ class RoundsReport(Struct, frozen=True, kw_only=True):
     devices: int
     hosts: int
     rounds: int
-    join_s: float | None  # from the start of the hosts until every device has joined; None: not in the log
+    joined_s: float | None  # from the start of the hosts until every device has joined; None: not in the log
+    dropped_devices: int  # that left during the run, or without whose result a round closed
     first_round_s: float
     round_s: float  # median
     compute_s: float  # of a round: the time of all steps / devices that compute at the same time
     server_s: float  # of a round: the method's server step, which is part of the overhead
     overhead_ms_per_device: float  # (round_s - compute_s) per device
-    cpu_ms_per_device: dict[str, float]  # processor time of coordinator, hosts, broker, for a round and device
+    cpu_ms_per_device: dict[str, float]  # processor time of control, worker, hosts, broker, for a round and device
+    rss_bytes: int | None  # of the control process, at most
     bytes_up_per_device: int  # of a round, payloads
     bytes_down_per_device: int
-    rss_slope_bytes_per_round: float | None  # of the coordinator, least squares, later half
+    rss_slope_bytes_per_round: float | None  # of the control process, least squares, later half
     rss_start_bytes: int  # after the first round
     rss_end_bytes: int  # after the last
     host_rss_bytes: int  # of all hosts together, at the end
@@ -97,8 +102,8 @@ class Sample(Struct, frozen=True):
     """Memory and processor time at one moment of a run."""
 
     at: float  # time.time()
-    rss_bytes: int  # of the coordinator
-    cpu_s: dict[str, float]  # processor time so far: of the coordinator, of all hosts, of the broker
+    rss_bytes: int  # of the control process
+    cpu_s: dict[str, float]  # processor time so far: of the control process, its worker, all hosts, the broker
 
 
 class Watched(Struct):
@@ -110,6 +115,7 @@ class Watched(Struct):
     rounds: list[RoundRecord]
     results: list[ResultRecord]
     joined: list[float]  # time.time() of each device
+    left: set[str]  # devices that left before the run was finished
     peak_rss_bytes: int | None
     host_rss_bytes: int = 0
     host_threads: int = 0
@@ -168,17 +174,18 @@ def _watch(
             command = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(home / "runs")]
             coordinator = fleet.start("coordinator", [*command, "--run", RUN], log=home / "coordinator.out")
             _wait(lambda: "waiting for" in log_text(home / "coordinator.out"), coordinator, home)
-            seen = Watched(broker.kind, time.time(), [], [], [], [], None)
+            seen = Watched(broker.kind, time.time(), [], [], [], [], set(), None)
             pids = []
             for number in range(hosts):
                 host = [*program("fleet.host"), "--broker", address, "--parts", str(parts), "--devices", str(devices)]
                 host += ["--number", str(number), "--hosts", str(hosts), "--state", str(state), "--once"]
                 pids.append(fleet.start(f"host-{number}", host, log=home / f"host-{number}.log").pid)
-            reported = 0
+            reported, worker = 0, list[int]()
             while coordinator.poll() is None:
                 time.sleep(POLL_S)
                 if memory := read_memory(coordinator.pid):
-                    used = {"coordinator": [coordinator.pid], "hosts": pids, "broker": [broker.pid]}
+                    used = {"control": [coordinator.pid], "hosts": pids, "broker": [broker.pid]}
+                    used["worker"] = worker = worker or _children(coordinator.pid)
                     cpu_s = {name: sum(map(_cpu_s, those)) for name, those in used.items()}
                     seen.samples.append(Sample(time.time(), memory["VmRSS"], cpu_s))
                     seen.peak_rss_bytes = memory["VmHWM"]
@@ -193,8 +200,9 @@ def _watch(
             if coordinator.poll() != 0:
                 logs = [home / "coordinator.out", *(home / f"host-{number}.log" for number in range(hosts))]
                 raise FedvitError("the run failed: " + "; ".join(last_line(log) for log in logs))
-            fleet.wait([f"host-{number}" for number in range(hosts)], 30.0)
+            fleet.wait([f"host-{number}" for number in range(hosts)], LEAVE_S + devices / LEAVE_PER_S)
             seen.rounds, seen.results = store.rounds(RUN), store.results(RUN)
+            seen.left = _left(log_text(home / "coordinator.out"), values["rounds"])
             return seen
     finally:
         store.close()
@@ -205,6 +213,12 @@ def _note_joins(seen: Watched, output: Path, devices: int) -> None:
     if len(seen.joined) < devices:
         joined = log_text(output).count(" joined: ")
         seen.joined += [time.time()] * (joined - len(seen.joined))
+
+
+def _left(output: str, rounds: int) -> set[str]:
+    """Devices that left before the last round closed, by the coordinator's output."""
+    before = output.partition(f"round {rounds:>3}/{rounds}")[0]
+    return {line.removesuffix(" left") for line in before.splitlines() if line.endswith(" left")}
 
 
 def _wait(holds: Callable[[], bool], process: Any, home: Path) -> None:
@@ -251,13 +265,15 @@ def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]
         devices=devices,
         hosts=hosts,
         rounds=len(seen.rounds),
-        join_s=seen.joined[devices - 1] - seen.hosts_began if len(seen.joined) >= devices else None,
+        joined_s=seen.joined[devices - 1] - seen.hosts_began if len(seen.joined) >= devices else None,
+        dropped_devices=len(seen.left | _without_result(seen)),
         first_round_s=_seconds(seen.rounds[0]),
         round_s=round_s,
         compute_s=compute_s,
         server_s=float(np.median([entry.figures["server_s"] for entry in later])),
         overhead_ms_per_device=1000 * (round_s - compute_s) / devices,
         cpu_ms_per_device=cpu_ms,
+        rss_bytes=seen.peak_rss_bytes,
         bytes_up_per_device=sum(result.use.sent_bytes or 0 for result in mine) // max(1, len(mine)),
         bytes_down_per_device=sum(result.use.received_bytes or 0 for result in mine) // max(1, len(mine)),
         rss_slope_bytes_per_round=float(np.polyfit(range(len(half)), half, 1)[0]) if len(half) > 1 else None,
@@ -268,6 +284,12 @@ def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]
         host_threads=seen.host_threads,
         cohorts=cohorts,
     )
+
+
+def _without_result(seen: Watched) -> set[str]:
+    """Devices without whose result a round closed."""
+    answered = {(result.round, result.device) for result in seen.results if result.kind == "train"}
+    return {device for entry in seen.rounds for device in entry.cohort if (entry.round, device) not in answered}
 
 
 def _seconds(entry: RoundRecord) -> float:
@@ -289,6 +311,12 @@ def _cpu_s(pid: int) -> float:
     return 0.0
 
 
+def _children(pid: int) -> list[int]:
+    with suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children()]
+    return []
+
+
 def _threads(pid: int) -> int:
     with suppress(psutil.Error):
         return int(psutil.Process(pid).num_threads())
@@ -307,15 +335,17 @@ def rounds_table(report: RoundsReport) -> Group:
     """For a terminal."""
     table = Table("figure", "value", "goal", title=f"{report.devices} devices in {report.hosts} processes")
     rows: list[tuple[str, str, str]] = [
-        ("all joined", _shown(report.join_s, "{:.1f} s"), "10 s"),
+        ("all joined", _shown(report.joined_s, "{:.1f} s"), "60 s"),
+        ("devices dropped", str(report.dropped_devices), "0"),
         ("first round", f"{report.first_round_s:.1f} s", ""),
         ("a later round", f"{report.round_s:.2f} s", ""),
         ("  of it compute", f"{report.compute_s:.2f} s", ""),
         ("  of it server step", f"{report.server_s:.2f} s", ""),
-        ("overhead per device", f"{report.overhead_ms_per_device:.2f} ms", "10 ms"),
+        ("overhead per device", f"{report.overhead_ms_per_device:.2f} ms", "4 ms"),
         *((f"processor time per device: {name}", f"{ms:.2f} ms", "") for name, ms in report.cpu_ms_per_device.items()),
-        ("coordinator grows per round", _shown(report.rss_slope_bytes_per_round, "{:+.0f} bytes"), "0"),
-        ("coordinator, first / last round", f"{_mb(report.rss_start_bytes)} / {_mb(report.rss_end_bytes)}", ""),
+        ("control process, at most", _mb(report.rss_bytes), "400 MB"),
+        ("control process grows per round", _shown(report.rss_slope_bytes_per_round, "{:+.0f} bytes"), "0"),
+        ("control process, first / last round", f"{_mb(report.rss_start_bytes)} / {_mb(report.rss_end_bytes)}", ""),
         ("hosts per device", f"{report.host_bytes_per_device / 1e3:.0f} kB", ""),
         ("threads of all hosts", str(report.host_threads), ""),
     ]

@@ -20,7 +20,7 @@ from rich.table import Table
 from coordinator.config import RunConfig
 from coordinator.record.backups import NOTED_SHARE, Accepted, Backups, Closed, Note
 from coordinator.record.store import COPIES, Store
-from coordinator.record.tables import SavedState, TaskRecord
+from coordinator.record.tables import ResultRecord, SavedState, TaskRecord
 from coordinator.run.round_line import round_line
 from fedvit.errors import FedvitError
 from fedvit.resources import Budget, ResourceUse
@@ -118,7 +118,7 @@ def one_round(store: Store, number: int, names: list[str], batch: int = BATCH, b
     """All calls of a coordinator to the record in one round, in its order, and its notes; `batch` results are stored in
     one transaction."""
     note: Callable[[Note], object] = backups.note if backups else lambda note: None
-    store.counted(RUN, number)
+    store.used_in(RUN, number)  # none is there yet, except after a restart
     store.quarantines(RUN)
     store.open_round(RUN, number, names, len(names))
     groups = dict.fromkeys(("head", "model", "prefix"), f"blake3:{number:064x}")
@@ -127,29 +127,30 @@ def one_round(store: Store, number: int, names: list[str], batch: int = BATCH, b
     use = ResourceUse(train_s=12.5, step_s=0.25, steps=50, flops=10**12, peak_rss_bytes=2**28, received_bytes=10**6)
     manifest = Manifest(f"blake3:{number:064x}", 10**6, 2**16)
     for kind, metrics in (("train", {"loss": 1 / number}), ("evaluate", {"correct": 7.0, "loss": 0.5})):
-        upload = manifest if kind == "train" else None
+        upload, kept = manifest if kind == "train" else None, list[ResultRecord]()
         for first in range(0, len(names), batch):
             some = names[first : first + batch]
             results = [Result(RUN, number, kind, 10, metrics, use, upload) for _ in some]  # type: ignore[arg-type]
             accepted: list[tuple[str, Result, int | None]] = [
                 (name, result, number) for name, result in zip(some, results, strict=True)
             ]
-            note(Accepted(number, names if kind == "train" else None, len(names), accepted))
-            store.add_results(accepted)
+            note(Accepted(number, names if kind == "train" and not first else None, len(names), accepted))
+            kept += store.add_results(accepted)
         if kind == "train":
-            store.counted(RUN, number + 1)
-            store.used_in(RUN, number)
+            store.used_in(RUN, number + 1)
+            store.counted(RUN, number)
             store.add_refusal(RUN, number, names[0], "train", "no result: deadline")
             figures = {"cohort": float(len(names)), "accepted": float(len(names)), "devices_s": 1.5, "server_s": 0.5}
             saved = SavedState(groups, None, {})
             asked = store.asked_in(RUN, number)
             note(Closed(number, asked, saved, figures))
-            store.close_round(RUN, number, saved, figures, asked)
+            store.close_round(RUN, number, saved, figures, asked, results=kept)
             store.uploads_since(RUN, number)
             store.round(RUN, number)
             store.quarantines(RUN)
+            store.used_in(RUN, number, "evaluate")
             store.answered(RUN, number, "evaluate")
-    store.round_evaluated(RUN, number)
+    store.round_evaluated(RUN, number, kept)
     round_line(store, RUN, number, number)
 
 

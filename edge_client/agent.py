@@ -72,10 +72,9 @@ HELLO_AGAIN_S = 5.0
 """A hello, or the answer to a task, is sent again after about this time without an acknowledgement; the wait doubles,
 up to AGAIN_MAX_S."""
 AGAIN_MAX_S = 60.0
-HELLO_SPREAD_S = 1.0
-"""Connected devices send their hello to a new coordinator at random times within this interval."""
 RETURN_SPREAD_S = 4.0
-"""Devices that lost their broker reconnect at random times within this interval."""
+"""Devices that lost their broker reconnect at random times within this interval, or a longer one that the coordinator
+of a large fleet announces."""
 SAME_ID_PATIENCE_S = 75.0
 """How long a device waits for its own last will when the coordinator reports that its id is in use: a little more than
 1.5 keepalives."""
@@ -120,9 +119,9 @@ class _Worked(NamedTuple):
 class Resend:
     """When to send an unanswered message again: with jitter, after waits that double."""
 
-    def __init__(self) -> None:
+    def __init__(self, least_s: float = 0.0) -> None:
         self._began = time.monotonic()
-        self._wait_s = HELLO_AGAIN_S
+        self._wait_s = max(HELLO_AGAIN_S, least_s)
         self._due = self._began + self._wait_s
 
     def is_overdue(self) -> bool:
@@ -235,6 +234,7 @@ class Agent:
         self._begin = begin
         self._worker: Work | None = None
         self._pending: dict[tuple[str, int, str], _Pending] = {}  # by run, round and kind
+        self._least_resend_s = 0.0  # for answers to the current task
         self._class_list: Manifest | None = None
         self._ended: RunEnded | None = None
         self._programs: dict[str, Program] = {}
@@ -367,7 +367,7 @@ class Agent:
         if self._hello is None:
             for pending in list(self._pending.values()):
                 if pending.not_known_in is None and pending.resend.due():
-                    self._send_answer(pending.answer)
+                    self._send_answer(pending.answer, again=True)
 
     # --- messages -------------------------------------------------------------------------------------
 
@@ -442,7 +442,7 @@ class Agent:
                 self._run_classes = None
             # a hello on its way may be answered before the next one is due
             self._hello = self._hello or Resend()
-            self._hello.hasten(HELLO_SPREAD_S)
+            self._hello.hasten(state.spread_s)
 
     def _look_at_images(self) -> bool:
         """Take changes of the folder into account. True if the device has to announce itself again. Raises DataError
@@ -504,6 +504,7 @@ class Agent:
             log.info("large blobs come from an object store", extra={"store": welcome.store})
         self.exchange.store_origin = welcome.store
         self._epoch = welcome.epoch
+        self.transport.spread_return(max(RETURN_SPREAD_S, welcome.spread_s))
         self._hello = None
         self._refused_since = None
         self._other_version = None
@@ -615,6 +616,7 @@ class Agent:
     def _on_task(self, task: Task) -> None:
         key = (task.run, task.round, task.kind)
         self._ended = None
+        self._least_resend_s = task.progress_s  # a large cohort keeps the coordinator busy
         if self._execution and self._execution.key == key:  # sent again: the coordinator restarted, or the link was cut
             self._execution.expires_at = time.monotonic() + task.deadline_s
             return
@@ -834,20 +836,21 @@ class Agent:
 
     def _keep(self, answer: Result | Failed | Declined) -> None:
         """From now on the answer is sent again until it is acknowledged."""
-        self._pending[answer.run, answer.round, answer.kind] = _Pending(answer)
+        self._pending[answer.run, answer.round, answer.kind] = _Pending(answer, resend=Resend(self._least_resend_s))
 
     def _answer(self, answer: Result | Failed | Declined) -> None:
         self._keep(answer)
         self._send_answer(answer)
 
-    def _send_answer(self, answer: Result | Failed | Declined) -> None:
+    def _send_answer(self, answer: Result | Failed | Declined, *, again: bool = False) -> None:
         if isinstance(answer, Result):
-            self._send_result(answer)
+            self._send_result(answer, again=again)
         else:
             self._send(answer)
 
-    def _send_result(self, result: Result) -> None:
-        """Send a result, with its upload inline if that is small. A damaged upload is not sent."""
+    def _send_result(self, result: Result, *, again: bool = False) -> None:
+        """Send a result, with its upload inline if that is small, and the result is not only sent `again`: then the
+        coordinator has it, or fetches it. A damaged upload is not sent."""
         upload = result.upload
         try:
             if upload:
@@ -855,7 +858,7 @@ class Agent:
             if upload and not self.blobs.has(upload.digest):
                 self._forget(result, f"its upload {upload.digest} is not in {self.blobs.folder} any more")
                 return
-            if upload and upload.size <= inline_room(result):
+            if upload and not again and upload.size <= inline_room(result):
                 result = msgspec.structs.replace(result, inline=self._integrity.read(upload.digest))
         except DamagedBlobs:
             assert upload is not None  # the only blob that was checked

@@ -64,7 +64,8 @@ class Guard:
     """The budgets of one device. `watching` makes the monitor of one task.
 
     With `owns_process` the process's high-water mark may be reset, so that each task's own peak is measured; without,
-    the peak is the highest of several samples a second. Without `sensors` energy and temperature are not measured.
+    the peak is the highest of several samples a second, or without any limit of one in each step. Without `sensors`
+    energy and temperature are not measured.
     """
 
     def __init__(
@@ -80,6 +81,11 @@ class Guard:
         self.sensors = sensors
         self.owns_process = owns_process
         self.base_bytes: int | None = None  # of the process with its engine, before the first task
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether tasks are monitored while a step runs: the many devices of one process have no limits."""
+        return self.owns_process or self.budget != Budget() or self.temperature_limit_c is not None
 
     def watching(self, kind: TaskKind) -> "Guarded":
         """The monitor of a task that starts now; the engine should be loaded already."""
@@ -104,18 +110,20 @@ class Guarded:
         self._meter = Meter(guard.sensors) if guard.sensors else None
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True) if guard.is_needed else None
 
     def __enter__(self) -> Self:
         self._sample()
-        self._thread.start()
+        if self._thread:
+            self._thread.start()
         if self._meter:
             self._meter.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join()
+        if self._thread:
+            self._thread.join()
         if self._meter:
             self._meter.__exit__()
 

@@ -165,8 +165,13 @@ class BlobStore:
 
         Blobs that are being received, or were within the last `partial_kept_s` seconds, are kept.
         """
+        return self.delete(self.prunable(keep, partial_kept_s))
+
+    @staticmethod
+    def delete(files: Iterable[tuple[Path, int]]) -> int:
+        """Delete files, each given with its number of bytes; returns the number of freed bytes."""
         freed = 0
-        for file, size in self.prunable(keep, partial_kept_s):
+        for file, size in files:
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 file.unlink()
                 freed += size

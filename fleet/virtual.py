@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 HOST_CACHE_BYTES = 256 << 20
 """For the decoded images of all devices of a process."""
 
+AGENTS_PER_TICK = 100
+"""Agents whose timers run in each tick, beside those that transfer blobs."""
+LONGEST_TURN_TICKS = 20
+"""Ticks after which the timers of every agent have run: they are seconds long."""
 WRITING = 3
 """Threads beside those that compute, for devices that write their vaults: syncs of several are done together."""
 
@@ -74,6 +78,7 @@ class Host:
     ) -> None:
         self._inbox: SimpleQueue[tuple[str, object]] = SimpleQueue()
         self._work = WorkQueue(at_once + WRITING)
+        self._ticks = 0
         runtime, shared, fetches = SharedRuntime(threads, at_once), SharedBlobs(blobs), Fetches()
         vaults = {name: Vault(state / name / "vault") for name in devices}
         integrity = Integrity(BlobStore(blobs), lambda: chain.from_iterable(one.files() for one in vaults.values()))
@@ -109,13 +114,14 @@ class Host:
                 agent.open()
             due = 0.0
             while here and not stop.is_set():
-                self._handle(here, TICK_S)
-                if (now := time.monotonic()) < due:
-                    continue
-                due = now + TICK_S
-                for name, agent in list(here.items()):
-                    agent.on_time()
-                    if once and agent.over:
+                touched = self._handle(here, TICK_S)
+                if (now := time.monotonic()) >= due:
+                    due = now + TICK_S
+                    for name in (waiting := self._waiting(here)):
+                        here[name].on_time()
+                    touched |= waiting
+                for name in touched if once else ():
+                    if name in here and here[name].over:
                         here.pop(name).leave()
         finally:
             for agent in here.values():
@@ -124,17 +130,28 @@ class Host:
                 agent.leave()
             self._work.close()
 
-    def _handle(self, here: Mapping[str, Agent], timeout_s: float) -> None:
-        """Handle waiting events, at most for `timeout_s`, so that the agents' timers run."""
+    def _waiting(self, here: Mapping[str, Agent]) -> set[str]:
+        """The agents whose timers run in this tick: those that transfer blobs, and of the others each in its turn."""
+        self._ticks += 1
+        turns = min(LONGEST_TURN_TICKS, -(-len(here) // AGENTS_PER_TICK))
+        waiting = {name for name, agent in here.items() if agent.exchange.is_busy}
+        return waiting.union(list(here)[self._ticks % turns :: turns])
+
+    def _handle(self, here: Mapping[str, Agent], timeout_s: float) -> set[str]:
+        """Handle waiting events, at most for `timeout_s`, so that the agents' timers run. Returns the names of the
+        agents with events."""
+        touched = set[str]()
         until = time.monotonic() + timeout_s
         with contextlib.suppress(queue.Empty):
             name, event = self._inbox.get(timeout=timeout_s)
             while True:
                 if name in here:
                     here[name].on_event(event)
+                    touched.add(name)
                 if time.monotonic() >= until:
-                    return
+                    break
                 name, event = self._inbox.get_nowait()
+        return touched
 
 
 def _images(devices: Mapping[str, Path]) -> dict[str, DeviceData]:

@@ -40,7 +40,7 @@ class Accepted(Struct, frozen=True, tag=True):
     """Results that were accepted together, and the round that was open."""
 
     round: int
-    cohort: list[str] | None  # None: no round was open
+    cohort: list[str] | None  # None: no round was open, or an earlier note has it
     needed: int | None
     results: list[tuple[str, Result, int | None]]  # device, result, the round whose server step takes it
 

@@ -106,6 +106,8 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+_SORTING_ENCODER = msgspec.json.Encoder(order="sorted")
+
 _FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
 """Errors of SQLite when a write finds no space; the second also for a limit on file sizes."""
 
@@ -449,22 +451,24 @@ class Store:
         figures: dict[str, float],
         asked: Sequence[str] | None = None,
         at: str | None = None,
+        results: Sequence[ResultRecord] | None = None,
     ) -> None:
         """Close the training of a round, now or `at` a time: store state and figures, and compute its totals.
 
-        `state`: None if it is lost; `asked`: devices with a task, by default those with tasks in the record."""
+        `state`: None if it is lost; `asked`: devices with a task, `results`: those that its server step used; by
+        default the tasks and results in the record."""
         with self._transaction() as connection:
             this = _this_round(run, number)
             values = {"closed_at": at or now(), "state": msgspec.to_builtins(state), "figures": figures}
             connection.execute(update(ROUNDS).where(this).values(**values))
-            self._sum_up_training(connection, run, number, asked)
+            self._sum_up_training(connection, run, number, asked, results)
 
-    def round_evaluated(self, run: str, number: int) -> None:
-        """Close the evaluation of a round."""
+    def round_evaluated(self, run: str, number: int, results: Sequence[ResultRecord] | None = None) -> None:
+        """Close the evaluation of a round, with these results; by default those in the record."""
         with self._transaction() as connection:
             this = _this_round(run, number)
             connection.execute(update(ROUNDS).where(this).values(evaluated=True))
-            self._sum_up_evaluation(connection, run, number)
+            self._sum_up_evaluation(connection, run, number, results)
 
     def asked_in(self, run: str, number: int) -> list[str]:
         """Devices with a training task in a round."""
@@ -472,12 +476,18 @@ class Store:
             return _asked_in(connection, run, number)
 
     def _sum_up_training(
-        self, connection: Connection, run: str, number: int, asked: Sequence[str] | None = None
+        self,
+        connection: Connection,
+        run: str,
+        number: int,
+        asked: Sequence[str] | None = None,
+        results: Sequence[ResultRecord] | None = None,
     ) -> None:
         """Compute the totals of a closed round, and update those of its devices."""
         this = _this_round(run, number)
         row = connection.execute(select(ROUNDS.c.cohort, ROUNDS.c.figures, ROUNDS.c.totals).where(this)).one()
-        results = self._used_in(connection, run, number, "train")
+        if results is None:
+            results = self._used_in(connection, run, number, "train")
         if row.totals is None:  # otherwise its devices were counted already
             asked = _asked_in(connection, run, number) if asked is None else asked
             _add_to_devices(connection, run, number, results, asked)
@@ -488,11 +498,14 @@ class Store:
         connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made)))
         _seal(connection, ROUNDS, this)
 
-    def _sum_up_evaluation(self, connection: Connection, run: str, number: int) -> None:
+    def _sum_up_evaluation(
+        self, connection: Connection, run: str, number: int, results: Sequence[ResultRecord] | None = None
+    ) -> None:
         this = _this_round(run, number)
         row = connection.execute(select(ROUNDS.c.totals, ROUNDS.c.accuracy).where(this)).one()
         if row.totals is not None and row.accuracy is None:  # otherwise it is open, or was summed up already
-            results = self._used_in(connection, run, number, "evaluate")
+            if results is None:
+                results = self._used_in(connection, run, number, "evaluate")
             _add_to_devices(connection, run, number, results, ())
             made, accuracy = totals.evaluated(msgspec.convert(row.totals, RoundTotals), results)
             connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made), accuracy=accuracy))
@@ -612,9 +625,9 @@ class Store:
 
     def add_tasks(self, run: str, tasks: Iterable[TaskRecord]) -> None:
         """Store training tasks, new or repeated in the same round."""
-        rows, contents = [], dict[str, Any]()
+        rows, contents, at = [], dict[str, Any](), now()
         for task in tasks:
-            row = {**msgspec.structs.asdict(task), "run": run, "asked_at": now()}
+            row = {**msgspec.structs.asdict(task), "run": run, "asked_at": at}
             if task.expected:
                 row["expected"] = digest_of(content := msgspec.json.encode(task.expected))
                 contents[row["expected"]] = content
@@ -680,10 +693,11 @@ class Store:
         """Store an accepted result for the server step of its round or a later one; an existing one is not changed."""
         self.add_results([(device, result, used_in)])
 
-    def add_results(self, results: Sequence[tuple[str, Result, int | None]]) -> None:
-        """Store accepted results, as `add_result` does, and end their tasks, in one transaction."""
+    def add_results(self, results: Sequence[tuple[str, Result, int | None]]) -> list[ResultRecord]:
+        """Store accepted results, as `add_result` does, and end their tasks, in one transaction. Returns the results as
+        the record has them, unless it had one already."""
         if not results:
-            return
+            return []
         with self._transaction() as connection:
             trained = [(result.run, result.round, device) for device, result, _ in results if result.kind == "train"]
             _end_tasks(connection, trained, "accepted")
@@ -694,12 +708,17 @@ class Store:
                 )
                 for device, result, used_in in results
             ]  # fmt: skip
-            rows = [{**msgspec.to_builtins(record), "received_at": now()} for record in records]
+            at = now()
+            rows = [
+                {**msgspec.structs.asdict(record), "use": _measured(record.use), "received_at": at}
+                for record in records
+            ]
             if not self._file:
                 there = _existing(connection, [result for _, result, _ in results], [device for device, *_ in results])
                 rows = [row for row in rows if (row["run"], row["round"], row["kind"], row["device"]) not in there]
             if rows:
                 _write(connection, RESULTS, rows, "IGNORE")
+            return records
 
     def drop_result(self, run: str, number: int, kind: TaskKind, device: str) -> None:
         """Delete a result of an open round that cannot be used, so that its device can send another."""
@@ -908,6 +927,11 @@ def _record(kind: type[_R], row: dict[str, Any]) -> _R:
     return msgspec.convert(values, kind)
 
 
+def _measured(values: Struct) -> dict[str, Any]:
+    """The fields that are not None, which is the default of all that may be."""
+    return {name: value for name, value in msgspec.structs.asdict(values).items() if value is not None}
+
+
 def _insert(connection: Connection, table: Table, records: Iterable[Struct], **more: Any) -> None:
     """Insert rows; `more` are further columns."""
     rows = [{**msgspec.to_builtins(record), **more} for record in records]
@@ -977,7 +1001,7 @@ def _sealed_columns(table: Table) -> list[str]:
 def _seal_of(table: Table, row: Mapping[str, Any]) -> str:
     """The digest of a row's non-empty columns, so that a new column does not change existing seals."""
     held = {name: value for name in _sealed_columns(table) if (value := row.get(name)) is not None}
-    return digest_of(msgspec.json.encode(held, order="sorted"))
+    return digest_of(_SORTING_ENCODER.encode(held))
 
 
 def _this_round(run: str, number: int) -> ColumnElement[bool]:
@@ -1016,7 +1040,7 @@ def _asked_in(connection: Connection, run: str, number: int) -> list[str]:
 
 
 def _add_to_devices(
-    connection: Connection, run: str, number: int, results: list[ResultRecord], asked: Iterable[str]
+    connection: Connection, run: str, number: int, results: Sequence[ResultRecord], asked: Iterable[str]
 ) -> None:
     """Add a round's results and asked devices to the totals of its devices."""
     asked = set(asked)
@@ -1028,7 +1052,8 @@ def _add_to_devices(
         before = known[result.device]
         known[result.device] = msgspec.structs.replace(before, totals=totals.with_result(before.totals, result))
     if known:
-        _replace(connection, DEVICES, [msgspec.to_builtins(record) for record in known.values()])
+        rows = [{**msgspec.structs.asdict(record), "totals": _measured(record.totals)} for record in known.values()]
+        _replace(connection, DEVICES, rows)
 
 
 def _spend_strikes(connection: Connection, run: str, device: str) -> int:

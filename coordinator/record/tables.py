@@ -32,9 +32,12 @@ SEAL = "seal"
 TABLES = MetaData()
 
 
+_ENCODER = msgspec.json.Encoder()
+
+
 def to_json(value: Any) -> str:
     """JSON that `json.loads` can read, in a fraction of the time of `json.dumps`."""
-    held = msgspec.json.encode(value)
+    held = _ENCODER.encode(value)
     if b"null" in held and not _is_finite(value):
         return json.dumps(value)
     return held.decode()
@@ -42,11 +45,13 @@ def to_json(value: Any) -> str:
 
 def _is_finite(value: Any) -> bool:
     """Whether all numbers in a value are finite."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    return all(map(_is_finite, value)) if isinstance(value, list | tuple) else True
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, float):
+            if not math.isfinite(item):
+                return False
+        elif isinstance(item, dict | list | tuple) and not _is_finite(item):
+            return False
+    return True
 
 
 def from_json(held: str) -> Any:

@@ -1,6 +1,6 @@
 """Totals of rounds and devices, computed from results when a round is closed and evaluated, and kept for good."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ class Evaluation(NamedTuple):
     accuracy: dict[str, float]
 
 
-def trained(totals: RoundTotals, results: list[ResultRecord]) -> RoundTotals:
+def trained(totals: RoundTotals, results: Sequence[ResultRecord]) -> RoundTotals:
     """Totals with the training results of the round's server step."""
     losses = [result.metrics["loss"] for result in results if "loss" in result.metrics]
     return msgspec.structs.replace(
@@ -25,7 +25,7 @@ def trained(totals: RoundTotals, results: list[ResultRecord]) -> RoundTotals:
     )
 
 
-def evaluated(totals: RoundTotals, results: list[ResultRecord]) -> Evaluation:
+def evaluated(totals: RoundTotals, results: Sequence[ResultRecord]) -> Evaluation:
     """Totals with the results of the evaluation."""
     tested = [result for result in results if result.samples]
     accuracy = {result.device: result.metrics["correct"] / result.samples for result in tested}
@@ -44,7 +44,7 @@ def evaluated(totals: RoundTotals, results: list[ResultRecord]) -> Evaluation:
     return Evaluation(totals, accuracy)
 
 
-def _with_costs(totals: RoundTotals, results: list[ResultRecord]) -> RoundTotals:
+def _with_costs(totals: RoundTotals, results: Sequence[ResultRecord]) -> RoundTotals:
     return msgspec.structs.replace(
         totals,
         bytes_down=totals.bytes_down + sum(result.use.received_bytes or 0 for result in results),

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import msgspec
 from coordinator.record.backups import Accepted, Backups
 from coordinator.run.device_profiles import DeviceProfiles
 from coordinator.run.isolation import ends_run
-from coordinator.run.open_round import Missing
+from coordinator.run.open_round import Missing, OpenRound
 from coordinator.run.state import RunState
 from coordinator.run.tasks import Task, TaskState
 from coordinator.run.validation import check_free_space, check_labels, check_result, check_upload
@@ -65,6 +65,7 @@ class ResultCollector:
         self._fetching: dict[str, Task] = {}  # uploads that are being fetched or checked
         self._checked: dict[str, Task] = {}  # valid, not in the store yet
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="upload-check")
+        self._noted: tuple[OpenRound, int] | None = None  # the round of the newest note, and the size of its cohort
         self._commit_at = 0.0  # when checked results are stored at the latest
         self._freed: list[str] = []
         self._strikes: list[Strike] = []
@@ -203,8 +204,10 @@ class ResultCollector:
 
     # --- uploads ----------------------------------------------------------------------------------------
 
-    def waiting(self) -> set[str]:
+    def waiting(self) -> Collection[str]:
         """Devices that this side keeps waiting with their uploads."""
+        if not self._exchange.has_store:
+            return self._waiting.keys()
         for_store = {
             device
             for device, task in self._fetching.items()
@@ -212,9 +215,9 @@ class ResultCollector:
         }
         return for_store.union(self._waiting)
 
-    def uploads(self) -> list[Task]:
-        """Tasks whose uploads are being fetched or queued."""
-        return [*self._fetching.values(), *self._waiting.values()]
+    def uploads(self) -> Collection[Task]:
+        """Tasks whose uploads are being fetched, as a view."""
+        return self._fetching.values()
 
     def grant_uploads(self) -> None:
         """Start fetching queued uploads, as far as CHUNKS_AT_ONCE allows."""
@@ -227,6 +230,7 @@ class ResultCollector:
             if self._fetching and chunks > CHUNKS_AT_ONCE:
                 return
             self._fetching[device] = self._waiting.pop(device)
+            task.deadline.kept_waiting(time.monotonic())
             upload = task.result.upload
             topic = self._state.topics.upload(device, upload.digest)
             self._exchange.fetch(upload, device, topic, self._upload_finished(task, task.result))
@@ -347,10 +351,12 @@ class ResultCollector:
         number, cohort, needed = state.counts_in, None, None
         if state.opened:
             number = state.opened.number
-            if state.opened.kind == "train":
+            noted = state.opened, len(state.opened.cohort)
+            if state.opened.kind == "train" and self._noted != noted:  # once: it is as long as all results together
                 cohort, needed = sorted(state.opened.cohort), state.opened.needed
+                self._noted = noted
         self._backups.note(Accepted(number, cohort, needed, accepted))
-        state.store.add_results(accepted)
+        state.add_results(state.store.add_results(accepted))
 
     def _accept(self, task: Task) -> None:
         """Acknowledge a result that is in the store, and update the round."""
@@ -489,6 +495,7 @@ class ResultCollector:
         """Update the tasks in memory; the record has been updated already."""
         for task in tasks:
             self._state.tasks.end(task, end)
+            task.content = None  # an ended task may stay in memory until its deadline
             self._freed.append(task.device)
 
 

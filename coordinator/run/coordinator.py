@@ -7,7 +7,7 @@ actions for the other parts are handled in `_follow_up`.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -115,6 +115,7 @@ class Coordinator:
             operator_log=self._operator_log,
             send=self.inbox.send,
             classes=config.classes,
+            unsent_bytes=transport.pending_bytes,
         )
         compute.progress = state.set_doing
         self.objects = _object_store(state)
@@ -125,7 +126,7 @@ class Coordinator:
             send=self._send_transfer_message,
             topic_for=state.topics.broadcast,
             may_read=state.tasks.may_read,
-            receivers=state.expected_receivers,
+            receivers=state.tasks.count_receivers,
             dedicated_topic_for=state.topics.dedicated,
             places=self.objects,
         )
@@ -347,7 +348,7 @@ class Coordinator:
             due = number % state.config.evaluate_every == 0 or number == rounds
             if due and not (record and record.evaluated):
                 self.runner.evaluate(leave=self.mode.busy())
-                state.store.round_evaluated(state.run, number)
+                state.store.round_evaluated(state.run, number, state.results(number, "evaluate"))
             if record is None:
                 self._report(number)
 
@@ -374,8 +375,8 @@ class Coordinator:
             began = time.monotonic()
             opened = self.mode.train(record)
             record = None
-            results = state.store.used_in(run, number)
-            if missing := opened.accepted - {result.device for result in results}:
+            results = state.results(number, "train")
+            if missing := opened.accepted - state.store.counted(run, number):
                 raise state.store.damaged(f"the result of {min(missing)} for round {number} is missing from it")
             if lost := self.inbox.in_background(partial(self.recovery.damaged_of, results)):
                 damaged += 1
@@ -399,17 +400,17 @@ class Coordinator:
                 "server_s": before_s + time.monotonic() - began - trained_s, "declined": float(len(opened.declined())),
                 "late": float(sum(result.round < number for result in results)),
             }  # fmt: skip
-            self._close(number, stepped, figures)
+            self._close(number, stepped, figures, results)
             return
         raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `coordinator show {run}`")
 
-    def _close(self, number: int, stepped: Stepped, figures: dict[str, float]) -> None:
+    def _close(self, number: int, stepped: Stepped, figures: dict[str, float], results: Sequence[ResultRecord]) -> None:
         """Store the round's state as the run's newest; remove blobs that are no longer needed."""
         state = self.state
         state.saved = stepped.saved
         asked = state.store.asked_in(state.run, number)
         self.backups.note(Closed(number, asked, stepped.saved, figures))
-        state.store.close_round(state.run, number, stepped.saved, figures, asked)
+        state.store.close_round(state.run, number, stepped.saved, figures, asked, results=results)
         is_last = number == state.config.rounds
         self.inbox.in_background(partial(self.backups.after_round, number, last=is_last))
         oldest = oldest_kept(number, state.config.keep_rounds, self.backups.since(number))
@@ -419,9 +420,11 @@ class Coordinator:
             self.collector.dismiss(state.tasks, "the last round is closed")
             self._follow_up()
         needed = stepped.needed | self.recovery.still_needed(number)
-        freed = state.blobs.prune(needed, PARTIAL_KEPT_S)
+        state.blobs.forget_all_but(needed)
         if self.objects:
             self.objects.prune(needed)
+        unneeded = list(state.blobs.prunable(needed, PARTIAL_KEPT_S))  # now, before devices send new ones
+        freed = self.inbox.in_background(partial(state.blobs.delete, unneeded))
         log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
 
     def _step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
@@ -472,7 +475,7 @@ class Coordinator:
         if trouble:
             self._operator_log(f"broker: {trouble}; trying again")
         if up:
-            self.state.epoch = self.lease.renew()
+            self.state.epoch = self.lease.renew(self.state.spread_s)
             self.exchange.reconnected()
         else:
             self.state.presence.all_offline()
@@ -483,6 +486,7 @@ class Coordinator:
         self.recovery.report_damage()
         self.exchange.tick()
         self.collector.commit()
+        self.scheduler.send_queued()
         for overdue in self.scheduler.overdue(self.collector.uploads(), self.collector.waiting()):
             self._give_up(overdue)
         self._follow_up()

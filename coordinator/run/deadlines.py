@@ -73,7 +73,15 @@ class Deadline:
         """This side keeps the device waiting, which must not count against it."""
         self.interrupted()
         self.alive_until = max(self.alive_until, now + FIRST_S)
+        self._sign_at = None  # its silence until now was not its own
         self.sign(now)
+
+    def delayed(self, seconds: float) -> None:
+        """This side sent the task so much later than it was assigned."""
+        self.began += seconds
+        self.at += seconds
+        self.latest += seconds
+        self.alive_until += seconds
 
     def fetching(self, now: float) -> None:
         """The upload of the device begins now, over a working link."""

@@ -60,12 +60,10 @@ class Display:
 class LineDisplay(Display):
     """One line per event on standard error."""
 
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-
     def line(self, text: str) -> None:
         with contextlib.suppress(OSError):  # standard error may be a file on a full disk
-            self._console.print(text, markup=False)
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
 
 class LiveDisplay(Display):

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 
+from coordinator.run.presence import hello_spread_s
 from fedvit.errors import ConfigError
 from fedvit.quantities import format_seconds
 from fedvit.transport.base import Transport, Will
@@ -37,6 +38,7 @@ class Lease:
         self._operator_log = operator_log
         self._since = time.monotonic()
         self._epoch = 0
+        self._spread_s = hello_spread_s(0)
         self._warned: set[str] = set()  # owners that were reported to the operator
 
     @property
@@ -44,8 +46,11 @@ class Lease:
         """The last will: this process has ended."""
         return Will(self._topics.coordinator_state, encode(CoordinatorState(0, alive=False, owner=self.owner)))
 
-    def renew(self) -> int:
-        """The link is up: a new epoch makes every device send its hello, since last wills may have been missed."""
+    def renew(self, spread_s: float) -> int:
+        """The link is up: a new epoch makes every device send its hello, since last wills may have been missed.
+
+        The hellos are spread over `spread_s`."""
+        self._spread_s = spread_s
         self._epoch = self._transport.shared_epoch or secrets.randbits(48) + 1
         self._publish_state()
         return self._epoch
@@ -84,6 +89,7 @@ class Lease:
             run=self._run[:LONGEST_NAME],
             host=socket.gethostname()[:LONGEST_NAME],
             held_s=time.monotonic() - self._since,
+            spread_s=self._spread_s,
         )
 
     def _publish_state(self) -> None:

@@ -65,13 +65,14 @@ class Membership:
         try:
             check_hello(hello, state.classes)
             if not state.classes:
-                others = [state.presence[name].hello.classes for name in state.presence.online() if name != device]
-                check_new_classes(hello, {name for classes in others for name in classes}, state.config.max_classes)
+                check_new_classes(hello, state.presence.classes(), state.config.max_classes)
         except PeerRefused as error:
             self._refuse(device, hello, str(error), final=True)
             return
-        if banned := self._banned(device):
-            self._refuse(device, hello, banned, final=True)
+        quarantine = self._quarantine.record_of(device, state.number)
+        why_not = self._quarantine.reason(quarantine) if quarantine else None
+        if why_not and quarantine and quarantine.until_round is None:
+            self._refuse(device, hello, why_not, final=True)
             return
         was_away = not state.presence.is_online(device)
         state.presence.arrived(device, hello)
@@ -79,8 +80,8 @@ class Membership:
             figures = {"train": hello.train_samples, "host": hello.profile.host}
             log.info("device joined", extra={"device": device, **figures})
             state.operator_log(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
-        following = self._quarantine.why_not(device, state.number) or state.doing
-        state.send(device, Welcome(hello.instance, state.epoch, following, state.config.blobs.origin))
+        following = why_not or state.doing
+        state.send(device, Welcome(hello.instance, state.epoch, following, state.config.blobs.origin, state.spread_s))
         self._arrivals.append(Arrival(device, was_away))
 
     def _fetch_classes(self, device: str, hello: Hello, described: Manifest) -> None:
@@ -121,7 +122,7 @@ class Membership:
 
     def on_state(self, device: str, device_state: DeviceState) -> bool:
         """Handle a last will or a farewell; True if the device has left."""
-        if not self._state.presence.state_changed(device, device_state) or device_state.online:
+        if not self._state.presence.state_changed(device, device_state):
             return False
         log.info("device left", extra={"device": device})
         self._state.operator_log(f"{device} left")

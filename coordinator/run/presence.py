@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections import Counter
+from collections.abc import KeysView
 from dataclasses import dataclass
 
 from fedvit.wire.messages import DeviceState, Hello
@@ -13,6 +15,18 @@ CRASH_BACKOFF_S = 60.0
 LONGEST_CRASH_BACKOFF_S = 3600.0
 HELLO_REQUEST_INTERVAL_S = 5.0
 """Shortest interval between two requests for the hello of a device that is believed offline but sends messages."""
+HELLOS_PER_S = 500.0
+LEAST_SPREAD_S = 1.0
+LONGEST_SPREAD_S = 60.0
+
+
+def hello_spread_s(devices: int) -> float:
+    """The time over which a fleet of this size sends its hellos, or returns to its broker.
+
+    >>> hello_spread_s(10), hello_spread_s(10_000)
+    (1.0, 20.0)
+    """
+    return min(LONGEST_SPREAD_S, max(LEAST_SPREAD_S, devices / HELLOS_PER_S))
 
 
 @dataclass
@@ -21,7 +35,6 @@ class Device:
 
     name: str
     hello: Hello
-    online: bool = True
     left_at: float | None = None  # monotonic; None: it is online, or was sent away
     backoff_until: float = -math.inf  # monotonic; not asked before, because it declined or crashed
     backoff_reason: str = ""
@@ -37,6 +50,8 @@ class Presence:
 
     def __init__(self) -> None:
         self._devices: dict[str, Device] = {}
+        self._online: set[str] = set()
+        self._classes: Counter[str] = Counter()  # how many devices that are online have each class
 
     def __getitem__(self, name: str) -> Device:
         return self._devices[name]
@@ -49,10 +64,18 @@ class Presence:
         return set(self._devices)
 
     def online(self) -> list[str]:
-        return sorted(name for name, device in self._devices.items() if device.online)
+        return sorted(self._online)
+
+    def count(self) -> int:
+        """Number of devices that have sent a hello to this process."""
+        return len(self._devices)
 
     def count_online(self) -> int:
-        return sum(device.online for device in self._devices.values())
+        return len(self._online)
+
+    def classes(self) -> KeysView[str]:
+        """Classes of the devices that are online."""
+        return self._classes.keys()
 
     def available(self) -> list[str]:
         """Devices that can be asked: online, and not in a backoff."""
@@ -86,13 +109,17 @@ class Presence:
             self._devices[name].crashes = 0
 
     def is_online(self, name: str) -> bool:
-        return name in self._devices and self._devices[name].online
+        return name in self._online
 
     def should_request_hello(self, name: str) -> bool:
         """Whether to request the hello of a device that just sent a message: it counts as offline, and was not asked
         recently."""
         known = self._devices.get(name)
-        if known is None or known.online or time.monotonic() < known.hello_requested_at + HELLO_REQUEST_INTERVAL_S:
+        if (
+            known is None
+            or name in self._online
+            or time.monotonic() < known.hello_requested_at + HELLO_REQUEST_INTERVAL_S
+        ):
             return False
         known.hello_requested_at = time.monotonic()
         return True
@@ -105,11 +132,14 @@ class Presence:
     def rival(self, name: str, hello: Hello) -> Device | None:
         """The online device with the same name, if it is another process."""
         known = self._devices.get(name)
-        return known if known and known.online and known.hello.instance != hello.instance else None
+        return known if known and name in self._online and known.hello.instance != hello.instance else None
 
     def arrived(self, name: str, hello: Hello) -> None:
         known = self._devices.get(name)
+        self._leave(name)
         self._devices[name] = Device(name, hello)
+        self._online.add(name)
+        self._classes.update(hello.classes)
         if known and known.crashes:
             self._devices[name].crashes = known.crashes
             self._devices[name].backoff_until, self._devices[name].backoff_reason = (
@@ -124,21 +154,27 @@ class Presence:
         """Handle a last will or a farewell; False if it is from another process, or about an older connection than that
         of the last hello."""
         known = self._devices.get(name)
-        if known is None or known.hello.instance != state.instance or known.online == state.online:
+        if known is None or state.online or known.hello.instance != state.instance or name not in self._online:
             return False
         if state.connection < known.hello.connection:
             return False
-        known.online = state.online
-        known.left_at = None if state.online else time.monotonic()
+        self._leave(name)
+        known.left_at = time.monotonic()
         return True
 
     def dismiss(self, name: str) -> None:
         """The device was refused: it counts as offline until its next hello."""
-        self._devices[name].online = False
+        self._leave(name)
         self._devices[name].left_at = None
 
     def all_offline(self) -> None:
         """Our own link broke: every device counts as offline until its next hello."""
-        for device in self._devices.values():
-            if device.online:
-                device.online, device.left_at = False, time.monotonic()
+        for name in self._online:
+            self._devices[name].left_at = time.monotonic()
+        self._online.clear()
+        self._classes.clear()
+
+    def _leave(self, name: str) -> None:
+        if name in self._online:
+            self._online.remove(name)
+            self._classes -= Counter(self._devices[name].hello.classes)

@@ -47,9 +47,11 @@ class Quarantine:
     def why_not(self, device: str, round_number: int) -> str | None:
         """The reason, for its owner, why a device is not asked in a round; None if it may be asked."""
         record = self.record_of(device, round_number)
-        if record is None:
-            return None
-        release = f"; the operator ends it with: coordinator quarantine {self._run} --release {device}"
+        return None if record is None else self.reason(record)
+
+    def reason(self, record: QuarantineRecord) -> str:
+        """Why the device of a quarantine is not asked, for its owner."""
+        release = f"; the operator ends it with: coordinator quarantine {self._run} --release {record.device}"
         return f"quarantine {_how_long(record.until_round)}: {record.reason}{release}"
 
     def admitted(self, devices: Iterable[str], round_number: int) -> list[str]:

@@ -11,24 +11,26 @@ from coordinator.run.display import DeviceLine, View
 from coordinator.run.open_round import Missing, OpenRound
 from coordinator.run.presence import Presence
 from coordinator.run.state import RunState
-from coordinator.run.status import FILE, AtWork, BackingOff, Status
+from coordinator.run.status import FILE, STALE_S, AtWork, BackingOff, Status
 from coordinator.run.tasks import Task, TaskState
 
 EVERY_S = 1.0
+SHARE = 0.02
+"""Most of this process's time that writing may take: with thousands of devices the file is written more rarely."""
+SLOWEST_S = STALE_S / 2
 
 
 class Reporter:
-    """Writes the file about once a second."""
+    """Writes the file about once a second, or at most every SLOWEST_S."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
-        self._written_at = -EVERY_S
+        self._due = 0.0
 
     def tick(self, state: RunState) -> None:
         now = time.monotonic()
-        if now - self._written_at < EVERY_S:
+        if now < self._due:
             return
-        self._written_at = now
         clock = datetime.now(UTC)
 
         def iso(at: float) -> str:
@@ -61,6 +63,8 @@ class Reporter:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_bytes(msgspec.json.format(msgspec.json.encode(status)))
             fresh.replace(self._path)
+        done = time.monotonic()
+        self._due = done + min(SLOWEST_S, max(EVERY_S, (done - now) / SHARE))
 
 
 def _state_of(task: Task, presence: Presence) -> str:

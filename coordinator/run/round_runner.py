@@ -17,6 +17,7 @@ from coordinator.run.scheduler import TaskScheduler
 from coordinator.run.selector import CohortSelector
 from coordinator.run.state import RunState
 from coordinator.run.tasks import TaskState, Work
+from coordinator.run.validation import few
 from fedvit.wire.messages import TaskKind
 
 BACK_S = 5.0
@@ -133,7 +134,7 @@ class RoundRunner:
         """Close a round: no more results are awaited."""
         for why in (Missing.DEADLINE, Missing.OFFLINE, Missing.CRASHED):
             if missing := sorted(device for device, reason in opened.failed.items() if reason is why):
-                closed = f"{opened.kind} closed without {', '.join(missing)} ({why.value})"
+                closed = f"{opened.kind} closed without {', '.join(few(missing))} ({why.value})"
                 self.state.operator_log(f"round {opened.number}: {closed}")
         self._collector.close_round()
 

@@ -1,8 +1,12 @@
 """Assigns tasks to devices and watches their deadlines."""
 
+import heapq
+import itertools
 import logging
 import math
 import time
+from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +23,11 @@ from fedvit.wire.messages import BlobNack, Extended, Progress, TaskKind, inline_
 log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.1
+SPARE_CHECKS = 1000
+"""Checks of tasks that have ended, or are checked earlier, beyond which such checks are removed."""
+UNSENT_BYTES = 4 << 20
+"""While this process holds so many bytes for the broker, further tasks wait: those of a large cohort have hundreds of
+megabytes together."""
 ATTEMPTS = 3
 """Most attempts at the same task, if the device's process ends during it."""
 BACK_OFF_S = 2.0
@@ -45,6 +54,9 @@ class TaskScheduler:
         self._state = state
         self._exchange = exchange
         self._checked_at = -math.inf
+        self._checks: list[tuple[float, int, Task]] = []  # heap: when to check the deadlines of tasks
+        self._number = itertools.count()  # of checks: tasks have no order
+        self._queue: deque[Task] = deque()  # to be sent
         self._too_large: list[Overdue] = []
 
     # --- assigning --------------------------------------------------------------------------------------
@@ -102,15 +114,36 @@ class TaskScheduler:
         log.warning("task given again", extra={"device": task.device, "round": task.round, "attempt": task.attempt})
 
     def send_task(self, task: Task) -> None:
-        """Send a task to its device, if the device is online and no backoff holds."""
-        state, device = self._state, task.device
-        if not state.presence.is_online(device):
+        """Send a task to its device when it is its turn, if the device is online and no backoff holds."""
+        if not self._state.presence.is_online(task.device):
             return
         if time.monotonic() < task.offered_at:
             self.schedule_check(task)
             return
+        if task.queued_at is None:
+            task.queued_at = time.monotonic()
+            self._queue.append(task)
+        self.send_queued()
+
+    def send_queued(self) -> None:
+        """Send the tasks whose turn it is; to be called often."""
+        state = self._state
+        while self._queue and state.unsent_bytes() < UNSENT_BYTES:
+            task = self._queue.popleft()
+            queued_at, task.queued_at = task.queued_at, None
+            if task.state in (TaskState.UPLOADING, TaskState.CHECKED) or not state.tasks.is_current(task):
+                continue
+            if queued_at is not None and state.presence.is_online(task.device):  # otherwise after its hello
+                task.deadline.delayed(time.monotonic() - queued_at)
+                self._send(task)
+
+    def _send(self, task: Task) -> None:
+        state, device = self._state, task.device
+        hello = state.presence[device].hello
+        over = (hello.instance, hello.connection, state.epoch)
+        is_repeated, task.sent_over = task.sent_over == over, over
         state.tasks.offer(task)
-        task.instance = state.presence[device].hello.instance
+        task.instance = hello.instance
         work, deadline = task.work, task.deadline
         deadline.announced = deadline.latest if state.waits_for_late(task.kind) else deadline.at
         self.schedule_check(task)
@@ -133,10 +166,22 @@ class TaskScheduler:
             progress_s=min(LONGEST_PROGRESS_S, max(PROGRESS_S, asked / PROGRESS_PER_S)),
         )
         try:
-            inline = state.blobs.small(task.round_blobs(), inline_room(message))
-            state.send(device, msgspec.structs.replace(message, inline=inline))
+            state.send(device, self._completed(task, message, is_repeated=is_repeated))
         except BadPayload as error:  # the task does not fit into one message
             self._too_large.append(Overdue(task, Missing.FAILED, f"no result: its task cannot be sent: {error}"))
+
+    def _completed(self, task: Task, message: messages.Task, *, is_repeated: bool) -> messages.Task:
+        """The message with small blobs inside. If the delta chains do not fit into one message, the device fetches
+        whole values. A task that is only repeated has no blobs: the device has them, or fetches them. Raises
+        BadPayload."""
+        blobs = task.round_blobs()
+        try:
+            room = inline_room(message)
+        except BadPayload:
+            message = msgspec.structs.replace(message, recipes=())
+            blobs, room = list(message.groups.values()), inline_room(message)
+        inline = () if is_repeated else self._state.blobs.small(blobs, room)
+        return msgspec.structs.replace(message, inline=inline)
 
     # --- deadlines --------------------------------------------------------------------------------------
 
@@ -170,30 +215,51 @@ class TaskScheduler:
             task.deadline.progressed(time.monotonic(), progress.done_steps, total)
             self.schedule_check(task)  # the deadline may be earlier now
 
-    def overdue(self, uploads: list[Task], waiting: set[str]) -> list[Overdue]:
+    def overdue(self, uploads: Collection[Task], waiting: Collection[str]) -> list[Overdue]:
         """Tasks to give up; devices that make progress are sent their extended deadlines.
 
-        `uploads` are tasks whose uploads are fetched or queued; `waiting` are the devices whose uploads are queued.
+        `uploads` are tasks whose uploads are fetched; `waiting` are the devices whose uploads are queued.
         """
         now = time.monotonic()
         if now - self._checked_at < CHECK_INTERVAL_S:
             return []
         self._checked_at = now
         for task in uploads:
-            self._watch_upload(task, now, is_queued=task.device in waiting)
+            self._watch_upload(task, now)
         overdue, self._too_large = self._too_large, []
-        for task in self._state.tasks:
-            if task.check_at > now or task.state is TaskState.CHECKED:  # a checked result is about to be accepted
-                continue
-            task.check_at = math.inf
+        for task in self._due(now):
+            if task.device in waiting:
+                task.deadline.kept_waiting(now)
             if found := self._check_deadline(task, now):
                 overdue.append(found)
             else:
                 self.schedule_check(task)
         return overdue
 
+    def _due(self, now: float) -> list[Task]:
+        """Tasks whose deadlines are to be checked now; not those whose results are about to be accepted."""
+        if len(self._checks) > 2 * len(self._state.tasks) + SPARE_CHECKS:
+            self._checks = [check for check in self._checks if self._is_valid(check)]
+            heapq.heapify(self._checks)
+        due = []
+        while self._checks and self._checks[0][0] <= now:
+            check = heapq.heappop(self._checks)
+            if self._is_valid(check):
+                task = check[2]
+                task.check_at = math.inf
+                if task.state is not TaskState.CHECKED:
+                    due.append(task)
+        return due
+
+    def _is_valid(self, check: tuple[float, int, Task]) -> bool:
+        """Whether the task is still under way, and was not checked earlier."""
+        at, _, task = check
+        return at == task.check_at and self._state.tasks.is_current(task)
+
     def _check_deadline(self, task: Task, now: float) -> Overdue | None:
         state, deadline, device = self._state, task.deadline, task.device
+        if task.queued_at is not None:
+            return None
         if -math.inf < task.offered_at <= now:
             task.offered_at = -math.inf
             self.send_task(task)
@@ -221,14 +287,13 @@ class TaskScheduler:
             at = min(at, max(now, now + (deadline.announced - now) / 2))
         if task.offered_at > now:  # it is sent then
             at = min(at, task.offered_at)
-        task.check_at = min(task.check_at, max(at, now + CHECK_INTERVAL_S))
+        if (at := max(at, now + CHECK_INTERVAL_S)) < task.check_at:
+            task.check_at = at
+            heapq.heappush(self._checks, (at, next(self._number), task))
 
-    def _watch_upload(self, task: Task, now: float, *, is_queued: bool) -> None:
+    def _watch_upload(self, task: Task, now: float) -> None:
         """Received bytes of an upload extend the deadline; since it occupies an upload slot, they must keep coming."""
         deadline = task.deadline
-        if is_queued:
-            deadline.kept_waiting(now)
-            return
         if not self._state.presence.is_online(task.device):
             deadline.interrupted()
         elif deadline.upload_until == math.inf:

@@ -2,21 +2,21 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from coordinator.config import RunConfig
 from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.store import Store
-from coordinator.record.tables import SavedState
+from coordinator.record.tables import ResultRecord, SavedState
 from coordinator.run.deadlines import Links
 from coordinator.run.open_round import OpenRound
-from coordinator.run.presence import Presence
+from coordinator.run.presence import Presence, hello_spread_s
 from coordinator.run.tasks import Tasks
 from fedvit.errors import LinkDown
 from fedvit.program import Program, decode_program
 from fedvit.resources import BudgetKind
-from fedvit.wire.messages import FromCoordinator
+from fedvit.wire.messages import FromCoordinator, TaskKind
 from fedvit.wire.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ REFUSALS_KEPT = 2000
 class RunState:
     """`operator_log(line)` prints a line for the operator; `send(device, message)` publishes a message to a device.
 
-    `doing` is shown by `coordinator status`."""
+    `unsent_bytes()` is what this process has not handed to the broker yet; `doing` is shown by `coordinator status`."""
 
     run: str
     config: RunConfig
@@ -39,6 +39,7 @@ class RunState:
     operator_log: Callable[[str], None]
     send: Callable[[str, FromCoordinator], None]
     classes: tuple[str, ...]  # empty until the first devices have announced theirs
+    unsent_bytes: Callable[[], int] = field(default=lambda: 0)
     number: int = 1  # the current or last round
     doing: str = ""
     epoch: int = 0  # of the link to the broker
@@ -49,8 +50,15 @@ class RunState:
     opened: OpenRound | None = None  # None between rounds
     counts_in: int = 1  # the round whose server step uses the results that are accepted now
     counted: set[str] = field(default_factory=set)  # devices with a result for that round
+    # by the round that uses them and kind, then by round and device: so that they are read from the record once
+    _results: dict[tuple[int, TaskKind], dict[tuple[int, str], ResultRecord]] = field(default_factory=dict)
     _programs: dict[str, Program] = field(default_factory=dict)  # by digest
     _refused: Counter[str] = field(default_factory=Counter)  # by device
+
+    @property
+    def spread_s(self) -> float:
+        """The time over which this fleet sends its hellos."""
+        return hello_spread_s(max(self.config.devices, self.presence.count()))
 
     def newest(self) -> SavedState:
         if self.saved is None:
@@ -71,6 +79,8 @@ class RunState:
         self.opened = opened
         if opened.kind == "train":
             self.count_in(opened.number)
+        else:
+            self._load_results(opened.number, opened.kind)
         for device in self.store.answered(self.run, opened.number, opened.kind):
             if device in opened.cohort:
                 opened.accept(device)
@@ -78,15 +88,32 @@ class RunState:
     def count_in(self, number: int) -> None:
         """From now on training results count in the server step of this round."""
         self.counts_in = number
-        self.counted = self.store.counted(self.run, number)
+        self._results = {key: results for key, results in self._results.items() if key[0] >= number - 1}
+        self.counted = {device for _, device in self._load_results(number, "train")}
+
+    def results(self, number: int, kind: TaskKind) -> list[ResultRecord]:
+        """Accepted results that the server step, or the evaluation, of a round uses, by round and device.
+
+        Each is in the record. Those of earlier processes were read from it when the round was opened.
+        """
+        if (known := self._results.get((number, kind))) is None:
+            known = self._load_results(number, kind)
+        return [known[key] for key in sorted(known)]
+
+    def add_results(self, accepted: Iterable[ResultRecord]) -> None:
+        """Results were accepted, and are in the record."""
+        for result in accepted:
+            if (known := self._results.get((result.used_in, result.kind))) is not None:
+                known.setdefault((result.round, result.device), result)  # as in the record, the first one counts
+
+    def _load_results(self, number: int, kind: TaskKind) -> dict[tuple[int, str], ResultRecord]:
+        found = self.store.used_in(self.run, number, kind)
+        self._results[number, kind] = loaded = {(result.round, result.device): result for result in found}
+        return loaded
 
     def waits_for_late(self, kind: str) -> bool:
         """Whether a device continues its task after its round has closed."""
         return kind == "train" and self.config.mode == "rounds" and self.config.late != "refuse"
-
-    def expected_receivers(self, digest: str) -> int:
-        """Number of online devices at work on a task with this blob: those that will request it."""
-        return sum(map(self.presence.is_online, self.tasks.receivers(digest)))
 
     def refuse(
         self,

@@ -114,6 +114,8 @@ class Task:
     instance: str = ""  # the device's process to which it was sent last; empty: none yet
     offered_at: float = -math.inf  # monotonic; not sent before
     check_at: float = math.inf  # monotonic; next check of its deadline
+    queued_at: float | None = None  # monotonic; since then it waits to be sent
+    sent_over: tuple[str, int, int] | None = None  # process, connection and epoch in which it was sent last
     progress: Progress | None = None
     result: Result | None = None  # while it is uploaded and checked
     content: bytes | None = None  # an upload that came inside the message and is not stored yet
@@ -170,13 +172,16 @@ class Tasks:
     def __init__(self) -> None:
         self._by_device: dict[str, Task] = {}
         self._offered: dict[str, set[str]] = {}  # device -> digests of the task that was sent last
-        self._receivers: dict[str, set[str]] = {}  # digest -> devices
+        self._receivers: dict[str, set[str]] = {}  # digest -> devices at work
 
     def __iter__(self) -> Iterator[Task]:
         return iter(list(self._by_device.values()))
 
     def __contains__(self, device: str) -> bool:
         return device in self._by_device
+
+    def __len__(self) -> int:
+        return len(self._by_device)
 
     def add(self, task: Task) -> None:
         self._by_device[task.device] = task
@@ -197,15 +202,15 @@ class Tasks:
         task.to(state)
         if self.is_current(task):
             del self._by_device[task.device]
+            for digest in self._offered.get(task.device, ()):
+                self._forget_receiver(digest, task.device)
 
     def offer(self, task: Task) -> None:
         """A task is being sent: its device may request the blobs of this task, and no longer those of earlier ones."""
         offered, before = task.work.offered(), self._offered.get(task.device, set())
         for digest in before - offered:
-            self._receivers[digest].discard(task.device)
-            if not self._receivers[digest]:
-                del self._receivers[digest]
-        for digest in offered - before:
+            self._forget_receiver(digest, task.device)
+        for digest in offered:
             self._receivers.setdefault(digest, set()).add(task.device)
         self._offered[task.device] = offered
 
@@ -216,6 +221,12 @@ class Tasks:
         """Digests of the task that was sent last to the device."""
         return self._offered.get(device, set())
 
-    def receivers(self, digest: str) -> list[str]:
-        """Devices at work on a task with this blob."""
-        return [device for device in self._receivers.get(digest, ()) if device in self._by_device]
+    def count_receivers(self, digest: str) -> int:
+        """Number of devices at work on a task with this blob that was sent to them: those that may request it."""
+        return len(self._receivers.get(digest, ()))
+
+    def _forget_receiver(self, digest: str, device: str) -> None:
+        if (receivers := self._receivers.get(digest)) is not None:
+            receivers.discard(device)
+            if not receivers:
+                del self._receivers[digest]

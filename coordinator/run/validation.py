@@ -30,7 +30,7 @@ def check_hello(hello: Hello, classes: tuple[str, ...]) -> None:
     unknown = sorted(set(hello.classes) - set(classes))
     if classes and unknown:
         which = f"class folder {unknown[0]!r} is" if len(unknown) == 1 else f"class folders {listed(unknown)} are"
-        raise PeerRefused(f"its {which} not among this run's {len(classes)} classes: {', '.join(_few(classes))}")
+        raise PeerRefused(f"its {which} not among this run's {len(classes)} classes: {', '.join(few(classes))}")
 
 
 def check_class_list(hello: Hello, described: Manifest) -> None:
@@ -71,10 +71,11 @@ def same_but_for_case(classes: Sequence[str]) -> list[str]:
 
 def listed(names: Sequence[str]) -> str:
     """The first ten names, quoted."""
-    return ", ".join(_few([repr(name) for name in names[:10]] + list(names[10:])))
+    return ", ".join(few([repr(name) for name in names[:10]] + list(names[10:])))
 
 
-def _few(names: Sequence[str]) -> list[str]:
+def few(names: Sequence[str]) -> list[str]:
+    """The first ten names, and dots if there are more."""
     return [*names[:10], *(["..."] if len(names) > 10 else [])]
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from coordinator.config import why_not_asked
 from coordinator.run.lease import Lease
-from coordinator.run.presence import Presence
+from coordinator.run.presence import Presence, hello_spread_s
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Transport, Wake, Will, WillMaker
 from fedvit.wire.messages import (
@@ -225,7 +225,7 @@ class Router:
     def _on_connected(self) -> None:
         self.connected = True
         self._link_trouble = ""
-        self.epoch = self._lease.renew()
+        self.epoch = self._lease.renew(hello_spread_s(len(self._devices)))
         for transport in self._runs:
             self._connect(transport)
 

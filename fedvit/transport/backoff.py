@@ -15,7 +15,7 @@ class Backoff:
     """
 
     def __init__(self, spread_s: float = 0.0) -> None:
-        self._spread_s = spread_s
+        self.spread_s = spread_s
         self._failures = 0
 
     def wait_s(self, up_s: float | None) -> float:
@@ -24,5 +24,5 @@ class Backoff:
             self._failures = 0
         shortest_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._failures, 10))
         self._failures += 1
-        spread_s = 0.0 if up_s is None else random.uniform(0.0, self._spread_s)
+        spread_s = 0.0 if up_s is None else random.uniform(0.0, self.spread_s)
         return shortest_s * random.uniform(0.5, 1.5) + spread_s

@@ -117,6 +117,9 @@ class Transport(ABC):
     def pending_bytes(self) -> int:
         """Bytes in this process that are not sent yet; bulk senders wait while it is high."""
 
+    def spread_return(self, seconds: float) -> None:  # noqa: B027 - a transport without a network never reconnects
+        """After the loss of the link, reconnect at a random time within this interval."""
+
     @abstractmethod
     def close(self) -> None:
         """Disconnect for good, without the last will."""

@@ -16,6 +16,7 @@ import logging
 import mmap
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -54,6 +55,8 @@ GATHER_S = 0.2
 """Longest wait, before the first chunk, for the other receivers that are expected to ask for the same blob."""
 FRESH_S = 0.5
 """A chunk sent within this time counts as in flight, even if a receiver reports it as lost."""
+WATCH_S = 0.25
+"""Interval between looks at all receivers for silent ones and laggards."""
 SILENT_S = 2 * STALL_MAX_S
 """After this silence a receiver no longer delays the others; it may ask again."""
 LAGGARD_S = 5.0
@@ -159,6 +162,7 @@ class _Sending:
         self.starts_at = time.monotonic() + GATHER_S
         self.sent_at = -FRESH_S
         self.window = window
+        self.credited = 0  # chunks under way that count against the credit of all blobs together
         self.heard_at: dict[str, float] = {}  # receiver -> its last BlobNack
         self.lags_since: dict[str, float] = {}
 
@@ -227,6 +231,14 @@ class BlobExchange:
         self._receiving: dict[tuple[str, str], _Receiving] = {}
         self._ended: list[_Receiving] = []
         self._sending: dict[tuple[str, str], _Sending] = {}  # by (digest, receiver of the dedicated topic or "")
+        self._of_peer: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)  # keys of what each receiver gets
+        self._under_way = 0  # chunks of all blobs, except on dedicated topics
+        self._watched_at = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a transfer is under way, so that `tick` is needed."""
+        return bool(self._receiving or self._sending or self._ended)
 
     # --- receiving ------------------------------------------------------------------------------------
 
@@ -572,6 +584,11 @@ class BlobExchange:
         except FedvitError as error:  # the receiver asks again, and then the program's loop handles it
             log.warning("blob not sent", extra={"peer": peer, "reason": str(error)})
 
+    @property
+    def has_store(self) -> bool:
+        """Whether there is another place than this side's disk for blobs."""
+        return self._places is not None
+
     def is_awaited(self, digest: str) -> bool:
         """Whether peers wait for the store with this blob, on its way to them or from them."""
         if self._places is None:
@@ -617,10 +634,12 @@ class BlobExchange:
         with self._lock:
             if key not in self._sending:
                 self._sending[key] = self._new_sending(peer, nack.digest, dedicated=dedicated)
-            if dedicated and (group := self._sending.get((nack.digest, ""))):
-                group.drop(peer)
+            if dedicated:
+                self._drop(peer, (nack.digest, ""))
             sending = self._sending[key]
             sending.heard(peer, nack)
+            self._of_peer[peer].add(key)
+            self._count(sending)
             self._pump(sending)
 
     def _new_sending(self, peer: str, digest: str, *, dedicated: bool) -> _Sending:
@@ -645,14 +664,15 @@ class BlobExchange:
         with self._lock:
             self._putting.discard(ack.digest)
             for key in ((ack.digest, ""), (ack.digest, peer)):
-                if sending := self._sending.get(key):
-                    sending.drop(peer)
-                    self._forget_if_idle(key, sending)
+                self._drop(peer, key)
+                self._forget_if_idle(key)
 
     def stop_sending(self, digest: str) -> None:
         """Stop sending a blob whose file is replaced; receivers ask again, and get the new file."""
         with self._lock:
             for key in [key for key in self._sending if key[0] == digest]:
+                for peer in list(self._sending[key].heard_at):
+                    self._drop(peer, key)
                 del self._sending[key]
         if self._places:
             self._places.forget(digest)
@@ -660,14 +680,31 @@ class BlobExchange:
     def drop_peer(self, peer: str) -> None:
         """Forget a peer that is gone."""
         with self._lock:
-            for key, sending in list(self._sending.items()):
-                sending.drop(peer)
-                self._forget_if_idle(key, sending)
+            for key in list(self._of_peer.get(peer, ())):
+                self._drop(peer, key)
+                self._forget_if_idle(key)
             self.cancel(peer)
 
-    def _forget_if_idle(self, key: tuple[str, str], sending: _Sending) -> None:
-        if not sending.outgoing.receiver_count:
+    def _drop(self, peer: str, key: tuple[str, str]) -> None:
+        """Send nothing more of a blob to a receiver."""
+        if peer in self._of_peer:
+            self._of_peer[peer].discard(key)
+            if not self._of_peer[peer]:
+                del self._of_peer[peer]
+        if sending := self._sending.get(key):
+            sending.drop(peer)
+            self._count(sending)
+
+    def _forget_if_idle(self, key: tuple[str, str]) -> None:
+        sending = self._sending.get(key)
+        if sending and not sending.outgoing.receiver_count:
             del self._sending[key]  # the file stays mapped until the last chunk is sent
+
+    def _count(self, sending: _Sending) -> None:
+        """Update the sum of the chunks that are under way."""
+        if sending.window != DEDICATED_WINDOW_CHUNKS:
+            self._under_way += sending.outgoing.under_way - sending.credited
+            sending.credited = sending.outgoing.under_way
 
     def _pump(self, sending: _Sending) -> None:
         if time.monotonic() < sending.starts_at or not sending.outgoing.has_work or not self._transport.bulk_up():
@@ -680,6 +717,7 @@ class BlobExchange:
             head = Chunk(manifest.digest, index, manifest.chunks, manifest.size, seq, payload).head()
             messages.append((head, payload))
             room -= len(payload)
+        self._count(sending)
         # if the link goes down now, receivers ask again later
         if messages and self._transport.send_bulk(sending.topic, messages):
             sending.sent_at = time.monotonic()
@@ -688,12 +726,7 @@ class BlobExchange:
         """How many chunks of a blob may be in flight, given those of other blobs; dedicated topics do not count."""
         if sending.window == DEDICATED_WINDOW_CHUNKS:
             return DEDICATED_WINDOW_CHUNKS
-        others = (
-            other
-            for (_, dedicated_topic), other in self._sending.items()
-            if not dedicated_topic and other is not sending
-        )
-        return max(DEDICATED_WINDOW_CHUNKS, CREDIT_CHUNKS - sum(other.outgoing.under_way for other in others))
+        return max(DEDICATED_WINDOW_CHUNKS, CREDIT_CHUNKS - (self._under_way - sending.credited))
 
     # --- time -----------------------------------------------------------------------------------------
 
@@ -718,16 +751,21 @@ class BlobExchange:
         self._report_ended()
 
     def _serve(self, now: float) -> None:
+        if now - self._watched_at >= WATCH_S:
+            self._watched_at = now
+            self._watch_receivers(now)
+        for sending in list(self._sending.values()):
+            self._pump(sending)
+
+    def _watch_receivers(self, now: float) -> None:
         for key, sending in list(self._sending.items()):
-            for peer, heard_at in list(sending.heard_at.items()):
-                if now - heard_at > SILENT_S:
-                    sending.drop(peer)
+            for peer in [peer for peer, heard_at in sending.heard_at.items() if now - heard_at > SILENT_S]:
+                self._drop(peer, key)
             if self._dedicated_topic_for is not None:
                 for peer in sending.laggards(now):
                     log.info("slow receiver moved to a dedicated topic", extra={"peer": peer, "digest": key[0]})
                     self._send(peer, UseDedicatedTopic(key[0]))
-            self._pump(sending)
-            self._forget_if_idle(key, sending)
+            self._forget_if_idle(key)
 
     def reconnected(self) -> None:
         """The link came back: chunks in flight are lost."""

@@ -178,6 +178,9 @@ class MqttTransport(Transport, LoopMember):
         self._will = will
         self._loop.add(self)
 
+    def spread_return(self, seconds: float) -> None:
+        self._backoff.spread_s = seconds
+
     def subscribe(self, topic_filter: str, qos: int) -> None:
         with self._lock:
             self._filters[topic_filter] = qos

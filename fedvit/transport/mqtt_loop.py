@@ -64,6 +64,7 @@ class MqttLoop:
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._lock = threading.Lock()
+        self._is_woken = False  # it has been asked to look at `_changed`, and has not begun to
         self._changed: deque[LoopMember] = deque()  # something is to be done for them now
         self._due: list[tuple[float, int, LoopMember]] = []  # heap: when to connect
         self._number = itertools.count()
@@ -107,8 +108,10 @@ class MqttLoop:
         self.wake()
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it will wake anyway
-            self._waker.send(b"\0")
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(OSError):  # full: it will wake anyway
+                self._waker.send(b"\0")
 
     # --- the network thread -----------------------------------------------------------------------------
 
@@ -119,6 +122,7 @@ class MqttLoop:
                 if key.data is None:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(65536)
+                    self._is_woken = False  # before it looks
                 else:
                     self._guarded(key.data, ready)
             for _ in range(len(self._changed)):

@@ -87,6 +87,8 @@ class CoordinatorState(Message, frozen=True, tag="coordinator"):
     run: Name = ""
     host: Name = ""  # of the coordinator's machine
     held_s: Annotated[float, Meta(ge=0.0, le=1e12)] = 0.0  # for how long this process has served the federation
+    # connected devices send their hello at random times within this interval
+    spread_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 1.0
 
 
 # --- device to coordinator ----------------------------------------------------------------------------
@@ -178,6 +180,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     epoch: int
     waiting_for: str  # the next event, as text
     store: Annotated[str, Meta(max_length=300)] = ""  # origin of the object store: the only host of URLs that follow
+    # the device reconnects after the loss of its broker at a random time within this interval
+    spread_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 1.0
 
 
 class Refused(Message, frozen=True, tag="refused"):

@@ -30,6 +30,7 @@ class Outgoing:
         self._floor_seq = np.zeros(0, np.int64)  # chunks sent up to here either arrived or are lost
         # of all together:
         self._demand = np.zeros(manifest.chunks, np.int64)  # how many receivers each chunk is to be sent to
+        self._demanded = 0  # the sum of these numbers
         self._with_under_way = np.zeros(manifest.chunks + 1, np.int64)  # how many have so many chunks under way
         self._most_under_way = 0
 
@@ -39,7 +40,7 @@ class Outgoing:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._demand.any())
+        return self._demanded > 0
 
     @property
     def under_way(self) -> int:
@@ -100,6 +101,7 @@ class Outgoing:
         self._with_under_way[1 : len(updated) + 1] += updated
         self._most_under_way = max(self._most_under_way, len(updated))
         sent_to[:] = False
+        self._demanded -= int(self._demand[index])
         self._demand[index] = 0
         return index, self._seq
 
@@ -126,7 +128,9 @@ class Outgoing:
         """Note what a receiver needs, and what follows from that for all together."""
         changed = np.flatnonzero(self._to_send[row] != to_send)
         if len(changed):
-            self._demand[changed] += np.where(to_send[changed], 1, -1)
+            change = np.where(to_send[changed], 1, -1)
+            self._demand[changed] += change
+            self._demanded += int(change.sum())
             self._to_send[row] = to_send
         self._with_under_way[self._under_way[row]] -= 1
         self._with_under_way[under_way] += 1

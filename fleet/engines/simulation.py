@@ -266,11 +266,11 @@ class TorchSimulation:
                     flops=one.flops, upload_bytes=sent_bytes, sent_bytes=sent_bytes, received_bytes=one.received_bytes
                 )
                 results.append((one.device, self._result(number, "train", one.samples, {"loss": one.loss}, use), None))
-        store.add_results(results)
-        store.close_round(run, number, saved, figures, chosen, times[1])
+        accepted = store.add_results(results)
+        store.close_round(run, number, saved, figures, chosen, times[1], accepted)
         if evaluations is not None:
-            store.add_results([self._answers(number, one) for one in evaluations])
-            store.round_evaluated(run, number)
+            answers = store.add_results([self._answers(number, one) for one in evaluations])
+            store.round_evaluated(run, number, answers)
 
     def _answers(self, number: int, one: DeviceEvaluation) -> tuple[str, Result, None]:
         use, metrics = ResourceUse(flops=one.flops), {"correct": float(one.correct)}

@@ -67,6 +67,9 @@ TASK_ID = "0123456789abcdef" * 4
 
 EXAMPLES: dict[str, AnyMessage] = {
     "coordinator": CoordinatorState(281_474_976_710_656, alive=True),
+    "coordinator-3": CoordinatorState(
+        281_474_976_710_656, True, "c0ffee", "run-1", "server", 1_700_000_000.5, spread_s=20.0
+    ),
     "coordinator-2": CoordinatorState(281_474_976_710_656, True, "c0ffee", "run-1", "server", 1_700_000_000.5),
     "device": DeviceState("8f14e45fceea167a", online=False),
     "device-2": DeviceState("8f14e45fceea167a", online=False, connection=3),
@@ -191,6 +194,7 @@ EXAMPLES: dict[str, AnyMessage] = {
     "cancel": Cancel("run-1", 7, "train", "round 7 has the results that it needs"),
     "welcome": Welcome("8f14e45fceea167a", 281_474_976_710_656, "waiting for devices: 1 of 3 are here"),
     "welcome-2": Welcome("8f14e45fceea167a", 281_474_976_710_656, "the first round", "https://store:9000"),
+    "welcome-3": Welcome("8f14e45fceea167a", 7, "3 of 10 devices are online", spread_s=20.0),
     "refused": Refused("8f14e45fceea167a", "unknown class", final=True),
     "task": Task(
         "8f14e45fceea167a",

@@ -168,9 +168,9 @@ class Server:
     def tell(self, message: FromCoordinator) -> None:
         self.transport.publish(self.topics.to_device("pi"), encode(message))
 
-    def is_here(self, epoch: int, *, alive: bool = True) -> None:
+    def is_here(self, epoch: int, *, alive: bool = True, spread_s: float = 0.0) -> None:
         self.epoch = epoch
-        state = encode(CoordinatorState(epoch, alive))
+        state = encode(CoordinatorState(epoch, alive, spread_s=spread_s))
         self.transport.publish(self.topics.coordinator_state, state)
 
     def welcome(self) -> None:

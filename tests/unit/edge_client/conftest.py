@@ -95,7 +95,6 @@ def log() -> Log:
 @pytest.fixture
 def world(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 600.0)  # what is said again is said for another reason
-    monkeypatch.setattr(agent_module, "HELLO_SPREAD_S", 0.0)
     world = World(digits, tmp_path)
     yield world
     world.stop()

@@ -137,17 +137,25 @@ def test_every_epoch_of_the_coordinator_gets_one_hello(world: World) -> None:
 
 
 def test_hello_that_is_answered_is_not_said_again_for_the_new_epoch(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World,
 ) -> None:
     """The coordinator heard the hello of a new connection before its own words about its epoch got to the device."""
-    monkeypatch.setattr(agent_module, "HELLO_SPREAD_S", 600.0)
     world.device(joined=False)
     server = world.server
     server.instance = server.expect(Hello).instance
-    server.is_here(7)
+    server.is_here(7, spread_s=600.0)
     server.tell(Welcome(server.instance, 7, "tests"))
     server.mark()
     assert server.count(Hello) == 1
+
+
+def test_welcome_sets_the_time_over_which_the_fleet_returns(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small fleet keeps the device's own time."""
+    device, spread = world.device(), list[float]()
+    monkeypatch.setattr(device.transport, "spread_return", spread.append)
+    for spread_s in (1.0, 20.0):
+        world.server.tell(Welcome(world.server.instance, world.server.epoch, "tests", spread_s))
+    world.server.wait(lambda: spread == [agent_module.RETURN_SPREAD_S, 20.0])
 
 
 def test_an_unanswered_hello_is_said_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,6 +519,22 @@ def test_small_blobs_come_and_go_inside_messages(
     assert task.program in wanted
     assert result.upload is not None
     assert digest_of(result.inline) == result.upload.digest
+
+
+def test_upload_inside_a_message_is_not_repeated_with_it(
+    world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that is slow to answer has it, and one that has lost the message fetches it. A coordinator that
+    welcomes the device gets it again."""
+    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
+    for limit in ("MAX_MESSAGE_BYTES", "INLINE_BYTES"):
+        monkeypatch.setattr(messages, limit, 500_000)
+    world.device()
+    first = world.result(fedavg)
+    assert first.inline
+    assert world.server.expect(Result) == msgspec.structs.replace(first, inline=b"")
+    world.server.tell(Welcome(world.server.instance, world.server.epoch, "tests"))
+    world.server.wait(lambda: world.server.heard.count(first) == 2)
 
 
 def test_what_a_task_brings_must_be_what_it_describes(world: World, fedavg: Setting) -> None:

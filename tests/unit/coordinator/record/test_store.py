@@ -308,6 +308,27 @@ def test_a_late_result_counts_in_the_round_it_was_taken_for(store: Store, tmp_pa
     assert [entry.device for entry in again.used_in("r", 3, "evaluate")] == ["c"]
 
 
+def test_round_is_summed_up_from_results_in_memory_as_from_the_record(store: Store, tmp_path: Path) -> None:
+    """What `add_results` returns is what the record has, so that a round need not read it again."""
+    tested = {"kind": "evaluate", "samples": 5, "metrics": {"correct": 4.0}, "upload": None}
+    for number, given in ((1, True), (2, False)):
+        store.open_round("r", number, ["a", "b"])
+        store.add_tasks("r", [task(number, name, None) for name in ("a", "b")])
+        trained = store.add_results([("b", result(number), number), ("a", result(number, samples=7), number)])
+        assert sorted(trained, key=lambda entry: entry.device) == store.used_in("r", number)
+        store.close_round("r", number, SavedState({}, None, {}), {}, results=trained if given else None)
+        answers = store.add_results([("a", result(number, **tested), None)])
+        store.round_evaluated("r", number, answers if given else None)
+    again = reopened(store, tmp_path)
+    first, second = again.round("r", 1), again.round("r", 2)
+    assert first is not None
+    assert second is not None
+    assert (first.totals, first.accuracy) == (second.totals, second.accuracy)
+    assert first.totals is not None
+    assert (first.totals.accepted, first.totals.accuracy_mean) == (2, 0.8)
+    assert [entry.totals.results for entry in again.devices("r")] == [4, 2]
+
+
 def test_unanswered_tasks_come_back_and_an_outcome_stands(store: Store, tmp_path: Path) -> None:
     first, second = TaskRecord(1, "a", DIGEST, {"g": DIGEST}), TaskRecord(2, "b", DIGEST, {})
     store.add_tasks("r", [second, first, TaskRecord(1, "b", DIGEST, {})])

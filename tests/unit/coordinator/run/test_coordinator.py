@@ -892,7 +892,7 @@ def test_each_device_gets_what_was_made_for_it(stage: Stage) -> None:
     assert a.got(Task)[0].groups["model"] == b.got(Task)[0].groups["model"]
     assert a.got(Task)[0].groups["bias"] != b.got(Task)[0].groups["bias"]
     assert stage.coordinator is not None
-    asked = [stage.coordinator.state.expected_receivers(b.got(Task)[0].groups[group]) for group in ("model", "bias")]
+    asked = [stage.coordinator.state.tasks.count_receivers(b.got(Task)[0].groups[group]) for group in ("model", "bias")]
     assert asked == [2, 1], "nobody is waited for who will not ask for it"
     for device in (a, b):
         honest(device, device.got(Task)[0])

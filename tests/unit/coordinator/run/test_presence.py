@@ -27,6 +27,20 @@ def test_device_is_online_after_its_hello(presence: Presence) -> None:
         presence["c"]
 
 
+def test_classes_are_those_of_devices_that_are_online(presence: Presence) -> None:
+    """Known without a look at all devices for each hello."""
+    presence.arrived("c", hello("c1", classes=("bee", "cow")))
+    assert set(presence.classes()) == {"ant", "bee", "cow"}
+    presence.arrived("c", hello("c1", classes=("bee", "cow")))  # repeated
+    assert presence.count_online() == 3
+    assert presence.state_changed("c", DeviceState("c1", online=False))
+    assert not presence.state_changed("c", DeviceState("c1", online=False))
+    assert set(presence.classes()) == {"ant", "bee"}
+    presence.dismiss("a")
+    presence.all_offline()
+    assert (set(presence.classes()), presence.count_online(), presence.count()) == (set(), 0, 3)
+
+
 def test_will_or_farewell_makes_a_device_offline_until_its_hello(presence: Presence) -> None:
     assert presence.state_changed("a", DeviceState("a1", online=False))
     assert presence.online() == ["b"]

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,23 @@ def test_a_message_about_another_task_of_the_round_is_not_about_this_one() -> No
     assert not made.is_same(Progress("r", 1, "train", 1, 2, task="another"))
     for other in (Progress("s", 1, "train", 1, 2), Progress("r", 2, "train", 1, 2), Progress("r", 1, "evaluate", 1, 2)):
         assert not made.concerns(other)
+
+
+def test_receivers_of_a_blob_are_devices_at_work_on_a_task_that_was_sent() -> None:
+    """An ended task's blobs can still be requested, but nobody is waited for."""
+    program = SimpleNamespace(fetched_once=list)
+    tasks, made = Tasks(), [task("pi", program=program), task("nano", program=program)]
+    for one in made:
+        tasks.add(one)
+        tasks.offer(one)
+    assert tasks.count_receivers("blake3:g") == 2
+    tasks.end(made[0], TaskState.LATE)
+    assert tasks.count_receivers("blake3:g") == 1
+    assert tasks.may_read("pi", "blake3:g")
+    again = task("pi", program=program)
+    tasks.add(again)
+    tasks.offer(again)
+    assert tasks.count_receivers("blake3:g") == 2
 
 
 def test_ended_tasks_are_no_longer_under_way() -> None:

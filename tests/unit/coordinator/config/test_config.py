@@ -517,6 +517,8 @@ def test_every_flag_arrives() -> None:
         *("--privacy.accounting", "sampled", "--privacy.feature-noise", "0", "--privacy.feature-clip", "3.0"),
         *("--privacy.deterministic-noise", "--metrics.writer", "mlflow", "--metrics.writer", "tensorboard"),
         *("--metrics.mlflow-uri", "http://m", "--metrics.mlflow-experiment", "ants"),
+        *("--blobs.url", "s3://models", "--blobs.endpoint", "http://nas:9000", "--blobs.region", "here"),
+        *("--blobs.min-bytes", "1000", "--blobs.fallback-bytes", "2000", "--blobs.url-valid-s", "60"),
         *("--broker", "embedded", "--broker.listen", "::1", "--broker.port", "0", "--broker.password", "p"),
         *("--broker.ca-file", "ca.pem"),
     )
@@ -555,6 +557,7 @@ def test_every_flag_arrives() -> None:
             robust=ROBUST,
             privacy=PRIVACY,
             metrics=MetricsConfig(writers=("mlflow", "tensorboard"), mlflow_uri="http://m", mlflow_experiment="ants"),
+            blobs=msgspec.structs.replace(BLOBS, url="s3://models"),
         ),
         BrokerConfig(broker="embedded", listen="::1", port=0, password="p", ca_file="ca.pem"),
     )

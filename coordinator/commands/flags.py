@@ -53,6 +53,19 @@ def existing_store(folder: Path, *, writes: bool = False) -> "Store":
     """
     from coordinator.record.store import Store  # imports SQLAlchemy, for which errors in flags need not wait
 
+    _check_record(folder)
+    return Store.in_folder(folder, check=False) if writes or os.access(folder, os.W_OK) else Store.copy_of(folder)
+
+
+def watched_store(folder: Path) -> "Store":
+    """Open the record of all runs in a folder for a process that never writes it. Raises ConfigError if there is none,
+    or if another version of this software wrote it."""
+    from coordinator.record.store import Store
+
+    _check_record(folder)
+    return Store.to_read(folder)
+
+
+def _check_record(folder: Path) -> None:
     if not (folder / "fedvit.db").is_file():
         raise ConfigError(f"no runs in {folder.resolve()}: there is no fedvit.db; use --runs for another folder")
-    return Store.in_folder(folder, check=False) if writes or os.access(folder, os.W_OK) else Store.copy_of(folder)

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fedvit.wire.messages import DeviceState, Hello
@@ -37,6 +38,11 @@ class Presence:
 
     def __init__(self) -> None:
         self._devices: dict[str, Device] = {}
+        self.changes = 0
+        """Counts arrivals and departures."""
+
+    def __iter__(self) -> Iterator[Device]:
+        return iter(self._devices.values())
 
     def __getitem__(self, name: str) -> Device:
         return self._devices[name]
@@ -110,6 +116,7 @@ class Presence:
     def arrived(self, name: str, hello: Hello) -> None:
         known = self._devices.get(name)
         self._devices[name] = Device(name, hello)
+        self.changes += 1
         if known and known.crashes:
             self._devices[name].crashes = known.crashes
             self._devices[name].backoff_until, self._devices[name].backoff_reason = (
@@ -128,17 +135,20 @@ class Presence:
             return False
         if state.connection < known.hello.connection:
             return False
+        self.changes += 1
         known.online = state.online
         known.left_at = None if state.online else time.monotonic()
         return True
 
     def dismiss(self, name: str) -> None:
         """The device was refused: it counts as offline until its next hello."""
+        self.changes += 1
         self._devices[name].online = False
         self._devices[name].left_at = None
 
     def all_offline(self) -> None:
         """Our own link broke: every device counts as offline until its next hello."""
+        self.changes += 1
         for device in self._devices.values():
             if device.online:
                 device.online, device.left_at = False, time.monotonic()

@@ -77,19 +77,18 @@ async def show(site: Site, run: str, device: str, until: int | None) -> None:
             member = _member(read_members(site.folder / run), device)
             revoked = device in await asyncio.to_thread(site.revoked)
             head.show(run=run, device=device, seen=seen, member=member, revoked=revoked)
-            rounds = [entry for entry in reversed(seen.history) if entry.task.use is not None]
-            numbers = [float(entry.task.round) for entry in rounds]
-            uses = [entry.task.use for entry in rounds]
-            budgets = [entry.task.expected.budget.memory_bytes if entry.task.expected else None for entry in rounds]
-            lines = {"peak": [_scaled(use and use.peak_rss_bytes, 1e6) for use in uses]}
+            rounds = [(entry, entry.task.use) for entry in reversed(seen.history) if entry.task.use is not None]
+            numbers = [float(entry.task.round) for entry, _ in rounds]
+            budgets = [entry.task.expected.budget.memory_bytes if entry.task.expected else None for entry, _ in rounds]
+            lines = {"peak": [_scaled(use.peak_rss_bytes, 1e6) for _, use in rounds]}
             if any(budgets):
                 lines["budget"] = [_scaled(budget, 1e6) for budget in budgets]
             memory.show(charts.lines(numbers, lines, x_name="round", y_name="MB"))
-            steps = [_scaled(use and use.step_s, 1e-3) for use in uses]
+            steps = [_scaled(use.step_s, 1e-3) for _, use in rounds]
             step.show(charts.lines(numbers, {"step": steps}, x_name="round", y_name="ms"))
-            degrees = [use and use.temperature_c for use in uses]
+            degrees = [use.temperature_c for _, use in rounds]
             heat.show(charts.lines(numbers, {"temperature": degrees}, x_name="round", y_name="°C"))
-            known = [entry.accuracy for entry in rounds]
+            known = [entry.accuracy for entry, _ in rounds]
             accuracy.show(charts.lines(numbers, {"accuracy": known}, x_name="round", y_name="accuracy"))
             body.show(run=run, device=device, seen=seen)
 

@@ -103,11 +103,12 @@ async def show(site: Site, run: str) -> None:
             seen = await site.reader(view, run)
             summary, status = seen.summary, status_of(site, run)
             live = summary.status in ("running", "waiting")
+            awaited = status.waiting_for if status and live and not status.is_stale() else []
             head.show(
                 run=summary,
                 status=status if live else None,
-                states=Counter(task.state for task in status.waiting_for) if status and live else {},
-                awaited=status.waiting_for[:MOST_AWAITED] if status and live else [],
+                states=Counter(task.state for task in awaited),
+                awaited=awaited[:MOST_AWAITED],
                 energy_j=_sum(entry.energy_j for entry in summary.rounds),
             )
             rounds = summary.rounds

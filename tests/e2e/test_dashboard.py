@@ -227,7 +227,7 @@ LOOK = """(() => {
     const part = texts.currentNode.parentElement, style = getComputedStyle(part);
     if (!texts.currentNode.textContent.trim() || !part.checkVisibility({visibilityProperty: true})) continue;
     if (['SCRIPT', 'STYLE', 'TITLE'].includes(part.tagName) || !part.getBoundingClientRect().width) continue;
-    if (part.closest('[aria-hidden=true], .nicegui-error-popup')) continue;
+    if (part.closest('[aria-hidden=true], .nicegui-error-popup, #esm-fallback')) continue;
     const below = behind(part), [r, g, b, a] = rgba(part.closest('svg') ? style.fill : style.color);
     const ink = [r, g, b].map((c, i) => a * c + (1 - a) * below[i]);
     const [low, high] = [light(ink), light(below)].sort((x, y) => x - y);

@@ -39,6 +39,7 @@ class Tab:
         """What the browser wrote to its console as errors."""
         for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
+        self.send("Emulation.setScrollbarsHidden", hidden=True)  # as on a telephone; else they take of the width
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._ids)

@@ -165,7 +165,7 @@ async def show(site: Site, run: str | None) -> None:
         head = Part("fleet_head.html")
         search = ui.input("Filter all columns").props("outlined dense clearable").classes("search")
         shown: list[dict[str, Any]] = []
-        name: str = run or await site.reader(newest_run)
+        name = run if run is not None else await site.reader(newest_run)
 
         async def found() -> list[dict[str, Any]]:
             seen = await site.reader(view, name)

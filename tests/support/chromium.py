@@ -66,10 +66,10 @@ class Tab:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, expression: str) -> Any:
-        """The first true value of an expression; it may fail while a page is replaced by another."""
-        seen = f"(() => {{ try {{ return {expression} }} catch {{ return null }} }})()"
-        return wait_until(
+    def until(self, expression: str) -> None:
+        """Wait for an expression to be true; it may fail while a page is replaced by another."""
+        seen = f"(() => {{ try {{ return !!({expression}) }} catch {{ return false }} }})()"
+        wait_until(
             lambda: self.evaluate(seen),
             lambda: f"{expression} is not true of {self.evaluate('location.href + document.body.innerText')[:3000]}",
             pause_s=0.05,

@@ -4,6 +4,7 @@ import click
 
 from coordinator.commands.boards import boards
 from coordinator.commands.cancel import cancel
+from coordinator.commands.dashboard import dashboard
 from coordinator.commands.devices import devices
 from coordinator.commands.enroll import enroll
 from coordinator.commands.export import export
@@ -37,8 +38,8 @@ def cli() -> None:
 
 
 for command in (
-    boards, cancel, devices, enroll, export, gc, init, methods, metrics, plan, profile, quarantine, report, revoke, rm,
-    runs, serve, show, start, status, submit,
+    boards, cancel, dashboard, devices, enroll, export, gc, init, methods, metrics, plan, profile, quarantine, report,
+    revoke, rm, runs, serve, show, start, status, submit,
 ):  # fmt: skip
     cli.add_command(command)
 

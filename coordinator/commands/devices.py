@@ -70,7 +70,7 @@ def devices(folder: Path, runs: Path | None, run: str | None, as_json: bool) -> 
 def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) -> str:
     """Add strikes and quarantine of a run, by default the newest; returns its name. Raises ConfigError if none."""
     from coordinator.commands.flags import existing_store
-    from coordinator.commands.quarantine import standings
+    from coordinator.record.standings import standings
 
     store = existing_store(runs)
     try:

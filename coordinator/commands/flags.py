@@ -65,12 +65,25 @@ def existing_store(folder: Path, *, writes: bool = False) -> "Store":
 
     Reading needs no write permission. Raises ConfigError if there is no record.
     """
-    if not has_record(folder):
-        raise ConfigError(
-            f"no runs in {folder.resolve()}: there is neither fedvit.db nor record.url; use --runs for another folder"
-        )
+    _check_record(folder)
     from coordinator.record.store import Store  # imports SQLAlchemy, for which errors in flags need not wait
 
     if writes or os.access(folder, os.W_OK) or not (folder / "fedvit.db").is_file():
         return Store.in_folder(folder, check=False)
     return Store.copy_of(folder)
+
+
+def watched_store(folder: Path) -> "Store":
+    """Open the record of all runs in a folder for a process that never writes it. Raises ConfigError if there is none,
+    or if another version of this software wrote it."""
+    from coordinator.record.store import Store
+
+    _check_record(folder)
+    return Store.to_read(folder)
+
+
+def _check_record(folder: Path) -> None:
+    if not has_record(folder):
+        raise ConfigError(
+            f"no runs in {folder.resolve()}: there is neither fedvit.db nor record.url; use --runs for another folder"
+        )

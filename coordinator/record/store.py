@@ -29,6 +29,7 @@ from sqlalchemy import (
     Text,
     and_,
     bindparam,
+    case,
     cast,
     create_engine,
     delete,
@@ -78,7 +79,7 @@ from fedvit.choices import did_you_mean
 from fedvit.descriptors import are_used_up, how_many
 from fedvit.errors import ConfigError, Damaged, DatabaseGone, DiskFull, StorageFailed, TooManyOpenFiles
 from fedvit.files import atomic_write, storage_failed
-from fedvit.resources import BudgetKind
+from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.wire.messages import Result, TaskKind
 from profiles.prediction import Expected
 
@@ -100,6 +101,38 @@ class ClosedRound(NamedTuple):
     round: int
     totals: RoundTotals
     figures: dict[str, float]
+
+
+class StrikeCount(NamedTuple):
+    """The strikes of one device."""
+
+    ever: int
+    unspent: int  # since its last quarantine
+
+
+class RefusalCount(NamedTuple):
+    """Equal refusals."""
+
+    kind: str
+    reason: str
+    lost: bool  # nothing arrived
+    times: int
+    devices: int
+    newest: str  # ISO 8601, UTC
+
+
+class TaskHistory(NamedTuple):
+    """A training task and its end."""
+
+    round: int
+    device: str
+    asked_at: str  # ISO 8601, UTC; of the newest attempt
+    attempt: int
+    outcome: str | None  # an end of `TaskState`; None: under way
+    expected: Expected | None
+    received_at: str | None  # of its accepted result
+    used_in: int | None
+    use: ResourceUse | None
 
 
 def now() -> str:
@@ -175,10 +208,11 @@ class Store:
     newer version of this software wrote it.
 
     A database of an older version is migrated. With `check` false the whole database is not verified first: for
-    commands that only show it, and for those that call `check` themselves.
+    commands that only show it, and for those that call `check` themselves. With `reads_only` nothing is ever written:
+    a database of an older version raises ConfigError, too.
     """
 
-    def __init__(self, url: str, *, check: bool = True) -> None:
+    def __init__(self, url: str, *, check: bool = True, reads_only: bool = False) -> None:
         self._copied: TemporaryDirectory[str] | None = None
         if url.startswith("sqlite:"):
             self._engine: Engine = create_engine(url, json_serializer=to_json, json_deserializer=from_json)
@@ -187,10 +221,12 @@ class Store:
             self._engine, self._file = _postgresql_engine(_postgresql(url, "record")), None
         self._joined = threading.local()
         if self._file:
-            event.listen(self._engine, "connect", _prepare_sqlite)
+            event.listen(self._engine, "connect", _prepare_reading if reads_only else _prepare_sqlite)
             self._check_file(self._file, whole=check)
         with self._transaction() as connection:
-            if _version(connection) != SCHEMA:
+            if (schema := _version(connection)) != SCHEMA:
+                if reads_only:
+                    raise self._other_version(schema)
                 self._bring_up_to_date(connection)
         # SQLite does not notice a lost journal
         if self._file and not self.runs() and newest_copy(self._file):
@@ -209,10 +245,7 @@ class Store:
             connection.execute(VERSION.insert().values(version_num=SCHEMA))
             return
         if schema is not None and schema > SCHEMA:
-            raise ConfigError(
-                f"database {self._engine.url} was written by a newer version of this software: it has schema {schema}, "
-                f"and fedvit {version('fedvit')} knows those up to {SCHEMA}: update fedvit, or use another folder"
-            )
+            raise self._other_version(schema)
         if schema == SCHEMA:  # another process has migrated it
             return
         from coordinator.record.migrations import migrate  # imports Alembic, which is rarely needed
@@ -228,6 +261,19 @@ class Store:
         broke = select(REFUSALS.c.run, REFUSALS.c.device, REFUSALS.c.broke).where(REFUSALS.c.broke.is_not(None))
         for run, device, kind in connection.execute(broke).all():
             self._add_broken(connection, run, device, kind)
+
+    def _other_version(self, schema: str | None) -> ConfigError:
+        """The error of a database that another version of this software wrote."""
+        if schema is not None and schema > SCHEMA:
+            return ConfigError(
+                f"database {self._engine.url} was written by a newer version of this software: it has schema {schema}, "
+                f"and fedvit {version('fedvit')} knows those up to {SCHEMA}: update fedvit, or use another folder"
+            )
+        return ConfigError(
+            f"database {self._engine.url} was written by an older version of this software: it has schema "
+            f"{schema or 'of 0.1.0'}, and fedvit {version('fedvit')} reads {SCHEMA}: coordinator runs brings it up to "
+            "date, while no older coordinator uses it"
+        )
 
     def _check_file(self, file: Path, *, whole: bool) -> None:
         """Check the file before it is used; `whole`: read all of it."""
@@ -258,6 +304,13 @@ class Store:
         except OSError as error:
             raise ConfigError(f"run folder {folder} cannot be made: {error.strerror}") from error
         return cls(f"sqlite:///{folder / DATABASE_FILE}", check=check)
+
+    @classmethod
+    def to_read(cls, folder: Path) -> "Store":
+        """The existing record of a folder, for a process that never writes it."""
+        if (file := folder / ADDRESS_FILE).exists():
+            return cls(_address_in(file), check=False, reads_only=True)
+        return cls(f"sqlite:///{folder / DATABASE_FILE}", check=False, reads_only=True)
 
     @classmethod
     def copy_of(cls, folder: Path) -> "Store":
@@ -680,6 +733,34 @@ class Store:
             rows = connection.execute(query.join(EXPECTATIONS, there))
             return {(number, device): known[name] for number, device, name in rows}
 
+    def task_histories(self, run: str, rounds: Sequence[int], device: str | None = None) -> list[TaskHistory]:
+        """The training tasks of these rounds, of all devices or one, with their accepted results: by key, so that the
+        time does not depend on the run's other rounds."""
+        there = and_(EXPECTATIONS.c.run == TASKS.c.run, EXPECTATIONS.c.id == TASKS.c.expected)
+        answer = and_(
+            RESULTS.c.run == TASKS.c.run, RESULTS.c.round == TASKS.c.round, RESULTS.c.device == TASKS.c.device,
+            RESULTS.c.kind == "train",
+        )  # fmt: skip
+        query = select(
+            TASKS.c.round, TASKS.c.device, TASKS.c.asked_at, TASKS.c.attempt, TASKS.c.outcome,
+            EXPECTATIONS.c.content.label("expected"),
+            RESULTS.c.received_at, RESULTS.c.used_in, RESULTS.c.use,
+        ).outerjoin(EXPECTATIONS, there).outerjoin(RESULTS, answer)  # fmt: skip
+        query = query.where(TASKS.c.run == run, TASKS.c.round.in_(rounds))
+        if device is not None:
+            query = query.where(TASKS.c.device == device)
+        with self._transaction() as connection:
+            return [
+                TaskHistory(
+                    **row
+                    | {
+                        "expected": row["expected"] and msgspec.convert(row["expected"], Expected),
+                        "use": row["use"] and msgspec.convert(row["use"], ResourceUse),
+                    }
+                )
+                for row in _rows(connection, query.order_by(TASKS.c.round, TASKS.c.device))
+            ]
+
     def asked(self, run: str) -> dict[str, Asked]:
         """By device, how often and when it was asked to train, in closed rounds."""
         query = select(DEVICES.c.device, DEVICES.c.last_asked, DEVICES.c.times_asked)
@@ -731,6 +812,14 @@ class Store:
         with self._transaction() as connection:
             return connection.execute(query).first() is not None
 
+    def evaluations(self, run: str, rounds: Sequence[int], device: str) -> list[ResultRecord]:
+        """A device's evaluations of these rounds: by key, so that the time does not depend on the run's length."""
+        query = select(RESULTS).where(
+            RESULTS.c.run == run, RESULTS.c.round.in_(rounds), RESULTS.c.device == device, RESULTS.c.kind == "evaluate"
+        )
+        with self._transaction() as connection:
+            return list(self._records(connection, ResultRecord, RESULTS, query.order_by(RESULTS.c.round)))
+
     def results(self, run: str, round_number: int | None = None, kind: TaskKind | None = None) -> list[ResultRecord]:
         """Results sorted by round and device; for a whole run the cost grows with the run."""
         query = select(RESULTS).where(RESULTS.c.run == run)
@@ -776,6 +865,11 @@ class Store:
         with self._transaction() as connection:
             return set(connection.execute(query).scalars())
 
+    def device(self, run: str, device: str) -> DeviceRecord:
+        """Totals of one device from closed rounds; of an unknown device they are empty."""
+        with self._transaction() as connection:
+            return _devices(connection, run, [device])[device]
+
     def devices(self, run: str) -> list[DeviceRecord]:
         """Totals of all devices from closed rounds, by name."""
         query = select(DEVICES).where(DEVICES.c.run == run).order_by(DEVICES.c.device)
@@ -805,10 +899,28 @@ class Store:
         changed = msgspec.structs.replace(known, totals=totals.with_broken(known.totals, (kind,)))
         _replace(connection, DEVICES, [msgspec.to_builtins(changed)])
 
-    def refusals(self, run: str) -> list[RefusalRecord]:
+    def refusals(
+        self, run: str, newest: int | None = None, *, round_number: int | None = None, device: str | None = None
+    ) -> list[RefusalRecord]:
+        """All refusals, or those of a round or a device, in order; with `newest` at most so many, the newest."""
+        query = select(REFUSALS).where(REFUSALS.c.run == run)
+        if round_number is not None:
+            query = query.where(REFUSALS.c.round == round_number)
+        if device is not None:
+            query = query.where(REFUSALS.c.device == device)
         with self._transaction() as connection:
-            query = select(REFUSALS).where(REFUSALS.c.run == run).order_by(REFUSALS.c.id)
-            return list(self._records(connection, RefusalRecord, REFUSALS, query))
+            query = query.order_by(REFUSALS.c.id) if newest is None else query.order_by(REFUSALS.c.id.desc())
+            found = list(self._records(connection, RefusalRecord, REFUSALS, query.limit(newest)))
+            return found if newest is None else found[::-1]
+
+    def refusal_counts(self, run: str, most: int) -> list[RefusalCount]:
+        """Equal refusals, counted by the database: the most frequent first, at most `most` of them."""
+        alike = (REFUSALS.c.kind, REFUSALS.c.reason, REFUSALS.c.lost)
+        times = func.count().label("times")
+        query = select(*alike, times, func.count(REFUSALS.c.device.distinct()), func.max(REFUSALS.c.at))
+        query = query.where(REFUSALS.c.run == run).group_by(*alike).order_by(times.desc(), REFUSALS.c.reason)
+        with self._transaction() as connection:
+            return [RefusalCount(*row) for row in connection.execute(query.limit(most))]
 
     # --- strikes and quarantine ---------------------------------------------------------------------
 
@@ -825,6 +937,13 @@ class Store:
         with self._transaction() as connection:
             query = select(STRIKES).where(STRIKES.c.run == run).order_by(STRIKES.c.id)
             return list(self._records(connection, StrikeRecord, STRIKES, query))
+
+    def strike_counts(self, run: str) -> dict[str, StrikeCount]:
+        """By device, its strikes, counted by the database."""
+        unspent = func.sum(case((STRIKES.c.spent.is_(False), 1), else_=0))
+        query = select(STRIKES.c.device, func.count(), unspent).where(STRIKES.c.run == run).group_by(STRIKES.c.device)
+        with self._transaction() as connection:
+            return {device: StrikeCount(ever, unspent) for device, ever, unspent in connection.execute(query)}
 
     def add_quarantine(self, run: str, device: str, round_number: int, until_round: int | None, reason: str) -> None:
         """Store a quarantine; the device's strikes are counted from 0 again."""
@@ -1089,6 +1208,13 @@ def _version(connection: Connection) -> str | None:
     if not inspect(connection).has_table(VERSION.name):
         return None
     return connection.execute(select(VERSION.c.version_num)).scalar()
+
+
+def _prepare_reading(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA query_only=ON")
+    cursor.execute("PRAGMA busy_timeout=5000")
+    cursor.close()
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

@@ -6,7 +6,7 @@ way.
 
 import json
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,9 @@ class DeviceSummary(Struct, frozen=True, kw_only=True):
     budget_kept: int  # tasks that ended within the device's budgets
     budget_broken: int  # tasks that did not, whether the device stopped them or not
     broke: dict[BudgetKind, int]  # how often each budget was broken
+    energy_j: float | None = None  # sum over the rounds that measured it
+    temperature_c: float | None = None  # highest of its last training
+    throttled: bool | None = None  # in its last training
 
 
 class RunHead(Struct, frozen=True, kw_only=True):
@@ -103,11 +106,16 @@ class RunHead(Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]  # values that differ from the defaults; keys of tables as "privacy.clip"
 
 
-class RunLine(RunHead, frozen=True, kw_only=True):
-    """One run in the list of runs."""
+class RunProgress(RunHead, frozen=True, kw_only=True):
+    """How far a run is."""
 
     rounds: int
     mean_accuracy: float | None  # of its newest evaluation
+
+
+class RunLine(RunProgress, frozen=True, kw_only=True):
+    """One run in the list of runs."""
+
     bytes: int  # of its folder; the record is one file of all runs
 
 
@@ -129,9 +137,9 @@ class RunSummary(RunHead, frozen=True, kw_only=True):
     max_edge_rss_bytes: int | None
 
 
-def summarise(store: Store, run: str, accuracy_of: int | None = None) -> RunSummary:
-    """Summarise one run from its totals, with accuracies by device of the newest `accuracy_of` rounds (default: all).
-    Raises ConfigError if there is no such run."""
+def summarise(store: Store, run: str, accuracy_of: int | None = None, refusals_of: int | None = None) -> RunSummary:
+    """Summarise one run from its totals, with accuracies by device of the newest `accuracy_of` rounds (default: all),
+    and the newest `refusals_of` refusals (default: all). Raises ConfigError if there is no such run."""
     record = store.run(run)
     last = store.last_round(run)
     accuracy = store.accuracy(run, 0 if accuracy_of is None else last - accuracy_of + 1)
@@ -148,7 +156,7 @@ def summarise(store: Store, run: str, accuracy_of: int | None = None) -> RunSumm
     listed = [rounds[number] for number in sorted(rounds)]
     active = (name for name, totals in known.items() if totals.results or totals.budget_broken)
     devices = [_device(name, known[name]) for name in sorted(active, key=natural_order)]
-    strikes = Counter(entry.device for entry in store.strikes(run))
+    strikes = store.strike_counts(run)
     peaks = [device.peak_rss_bytes for device in devices if device.peak_rss_bytes is not None]
     return RunSummary(
         **_head(record),
@@ -156,8 +164,8 @@ def summarise(store: Store, run: str, accuracy_of: int | None = None) -> RunSumm
         classes=record.classes,
         rounds=listed,
         devices=devices,
-        refusals=store.refusals(run),
-        strikes={name: strikes[name] for name in sorted(strikes, key=natural_order)},
+        refusals=store.refusals(run, refusals_of),
+        strikes={name: strikes[name].ever for name in sorted(strikes, key=natural_order)},
         quarantined={record.device: record.reason for record in store.quarantines(run) if record.holds(last or 1)},
         epsilon=_newest(entry.epsilon for entry in reversed(listed)),
         feature_epsilon=_newest(entry.device_epsilon for entry in reversed(listed)),
@@ -171,12 +179,14 @@ def summarise(store: Store, run: str, accuracy_of: int | None = None) -> RunSumm
 def overview(store: Store, folder: Path) -> list[RunLine]:
     """All runs, newest first; `folder` is that of the runs."""
     return [
-        RunLine(
-            **_head(record),
-            rounds=store.last_round(record.id),
-            mean_accuracy=store.mean_accuracy(record.id),
-            bytes=folder_bytes(folder / record.id),
-        )
+        RunLine(**msgspec.structs.asdict(entry), bytes=folder_bytes(folder / entry.run)) for entry in progress(store)
+    ]
+
+
+def progress(store: Store) -> list[RunProgress]:
+    """How far all runs are, newest first."""
+    return [
+        RunProgress(**_head(record), rounds=store.last_round(record.id), mean_accuracy=store.mean_accuracy(record.id))
         for record in store.runs()
     ]
 
@@ -300,4 +310,7 @@ def _device(name: str, totals: DeviceTotals) -> DeviceSummary:
         budget_kept=totals.budget_kept,
         budget_broken=totals.budget_broken,
         broke=totals.broke,
+        energy_j=totals.energy_j,
+        temperature_c=totals.temperature_c,
+        throttled=totals.throttled,
     )

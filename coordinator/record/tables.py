@@ -128,6 +128,8 @@ class RoundTotals(Struct, frozen=True, kw_only=True):
     bytes_down: int = 0
     bytes_up: int = 0
     flops: int = 0
+    train_s: float | None = None  # of the device that trained longest; None: not measured
+    energy_j: float | None = None  # sum over the devices that measured it
 
 
 class Asked(NamedTuple):
@@ -155,6 +157,9 @@ class DeviceTotals(Struct, frozen=True, kw_only=True):
     budget_kept: int = 0  # tasks that ended within the device's budgets
     budget_broken: int = 0  # tasks that did not, whether the device stopped them or not
     broke: dict[BudgetKind, int] = {}  # how often each budget was broken
+    energy_j: float | None = None  # sum over the rounds that measured it
+    temperature_c: float | None = None  # highest of its last training
+    throttled: bool | None = None  # in its last training
 
 
 RunStatus = Literal["queued", "waiting", "running", "interrupted", "finished", "failed", "cancelled"]

@@ -21,7 +21,10 @@ def trained(totals: RoundTotals, results: Sequence[ResultRecord]) -> RoundTotals
     """Totals with the training results of the round's server step."""
     losses = [result.metrics["loss"] for result in results if "loss" in result.metrics]
     return msgspec.structs.replace(
-        _with_costs(totals, results), accepted=len(results), train_loss=fmean(losses) if losses else None
+        _with_costs(totals, results),
+        accepted=len(results),
+        train_loss=fmean(losses) if losses else None,
+        train_s=max((result.use.train_s for result in results if result.use.train_s is not None), default=None),
     )
 
 
@@ -45,8 +48,10 @@ def evaluated(totals: RoundTotals, results: Sequence[ResultRecord]) -> Evaluatio
 
 
 def _with_costs(totals: RoundTotals, results: Sequence[ResultRecord]) -> RoundTotals:
+    energies = [result.use.energy_j for result in results if result.use.energy_j is not None]
     return msgspec.structs.replace(
         totals,
+        energy_j=sum(energies, totals.energy_j or 0.0) if energies else totals.energy_j,
         bytes_down=totals.bytes_down + sum(result.use.received_bytes or 0 for result in results),
         bytes_up=totals.bytes_up + sum(result.use.sent_bytes or 0 for result in results),
         flops=totals.flops + sum(result.use.flops or 0 for result in results),
@@ -63,7 +68,10 @@ def with_result(totals: DeviceTotals, result: ResultRecord) -> DeviceTotals:
         "peak_rss_bytes": max(filter(None, (totals.peak_rss_bytes, use.peak_rss_bytes)), default=None),
         "budget_kept": totals.budget_kept + (not use.broke),
     }
+    if use.energy_j is not None:
+        changed["energy_j"] = (totals.energy_j or 0.0) + use.energy_j
     if training:
+        changed |= {"temperature_c": use.temperature_c, "throttled": use.throttled}
         changed |= {"rounds": totals.rounds + 1, "train_samples": max(totals.train_samples, result.samples)}
         if use.step_s is not None:
             changed |= {"step_s": totals.step_s + use.step_s, "step_rounds": totals.step_rounds + 1}

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import KeysView
+from collections.abc import Iterator, KeysView
 from dataclasses import dataclass
 
 from fedvit.wire.messages import DeviceState, Hello
@@ -52,6 +52,11 @@ class Presence:
         self._devices: dict[str, Device] = {}
         self._online: set[str] = set()
         self._classes: Counter[str] = Counter()  # how many devices that are online have each class
+        self.changes = 0
+        """Counts arrivals and departures."""
+
+    def __iter__(self) -> Iterator[Device]:
+        return iter(self._devices.values())
 
     def __getitem__(self, name: str) -> Device:
         return self._devices[name]
@@ -140,6 +145,7 @@ class Presence:
         self._devices[name] = Device(name, hello)
         self._online.add(name)
         self._classes.update(hello.classes)
+        self.changes += 1
         if known and known.crashes:
             self._devices[name].crashes = known.crashes
             self._devices[name].backoff_until, self._devices[name].backoff_reason = (
@@ -158,17 +164,20 @@ class Presence:
             return False
         if state.connection < known.hello.connection:
             return False
+        self.changes += 1
         self._leave(name)
         known.left_at = time.monotonic()
         return True
 
     def dismiss(self, name: str) -> None:
         """The device was refused: it counts as offline until its next hello."""
+        self.changes += 1
         self._leave(name)
         self._devices[name].left_at = None
 
     def all_offline(self) -> None:
         """Our own link broke: every device counts as offline until its next hello."""
+        self.changes += 1
         for name in self._online:
             self._devices[name].left_at = time.monotonic()
         self._online.clear()

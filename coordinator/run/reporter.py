@@ -1,7 +1,8 @@
-"""What a run is waiting for: written to a file for `coordinator status`, and shown on the console."""
+"""What a run is waiting for, and its devices: written to files for other programs, and shown on the console."""
 
 import contextlib
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import msgspec
 
 from coordinator.run.display import DeviceLine, View
 from coordinator.run.open_round import Missing, OpenRound
-from coordinator.run.presence import Presence
+from coordinator.run.presence import Device, Presence
 from coordinator.run.state import RunState
-from coordinator.run.status import FILE, STALE_S, AtWork, BackingOff, Status
+from coordinator.run.status import FILE, MEMBERS, STALE_S, AtWork, BackingOff, Member, Status, read_members
 from coordinator.run.tasks import Task, TaskState
 
 EVERY_S = 1.0
@@ -21,11 +22,17 @@ SLOWEST_S = STALE_S / 2
 
 
 class Reporter:
-    """Writes the file about once a second, or at most every SLOWEST_S."""
+    """Writes the status about once a second, or at most every SLOWEST_S, and the devices after arrivals and
+    departures."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
         self._due = 0.0
+        self._members_path = folder / MEMBERS
+        self._members = {  # of earlier processes; each announces itself to this one again
+            member.device: msgspec.structs.replace(member, online=False) for member in read_members(folder)
+        }
+        self._changes = 0  # of presence, that the file has
 
     def tick(self, state: RunState) -> None:
         now = time.monotonic()
@@ -57,14 +64,41 @@ class Reporter:
         ]
         online = presence.count_online()
         status = Status(at=iso(now), doing=state.doing, waiting_for=at_work, backing_off=backing_off, online=online)
-        # renamed, so that a reader sees the old or the new file; not synced, since it is not needed after a power cut
-        fresh = self._path.with_suffix(".new")
-        with contextlib.suppress(OSError):  # the run does not depend on this file
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_bytes(msgspec.json.format(msgspec.json.encode(status)))
-            fresh.replace(self._path)
+        _write(self._path, msgspec.json.format(msgspec.json.encode(status)))
+        if presence.changes != self._changes:
+            self._changes = presence.changes
+            self._members |= {
+                device.name: self._member(device, presence.is_online(device.name), iso) for device in presence
+            }
+            _write(self._members_path, msgspec.json.encode(list(self._members.values())))
         done = time.monotonic()
         self._due = done + min(SLOWEST_S, max(EVERY_S, (done - now) / SHARE))
+
+    def _member(self, device: Device, online: bool, iso: Callable[[float], str]) -> Member:
+        before, profile = self._members.get(device.name), device.hello.profile
+        seen = iso(time.monotonic() if device.left_at is None else device.left_at)
+        return Member(
+            device=device.name,
+            online=online,
+            seen=before.seen if before and before.online == online else seen,
+            board=profile.board,
+            host=profile.host,
+            machine=profile.machine,
+            cores=profile.cores,
+            ram_bytes=profile.ram_bytes,
+            memory_budget_bytes=profile.budget.memory_bytes,
+            software=device.hello.software,
+            labels=device.hello.labels,
+        )
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Renamed, so that a reader sees the old or the new file; not synced, since it is not needed after a power cut."""
+    fresh = file.with_suffix(".new")
+    with contextlib.suppress(OSError):  # the run does not depend on this file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_bytes(content)
+        fresh.replace(file)
 
 
 def _state_of(task: Task, presence: Presence) -> str:

@@ -1,4 +1,5 @@
-"""What a run is waiting for, since when and until when: a small file in the run's folder, for `coordinator status`.
+"""What a run is waiting for, since when and until when, and who takes part: two small files in the run's folder, for
+`coordinator status` and the dashboard.
 
 Times are by the coordinator's clock, for display only.
 """
@@ -13,6 +14,7 @@ from fedvit.errors import ConfigError
 from fedvit.wire.messages import TaskKind
 
 FILE = "status.json"
+MEMBERS = "members.json"
 STALE_S = 10.0
 """A running coordinator writes far more often."""
 
@@ -51,6 +53,30 @@ class Status(Struct, frozen=True, kw_only=True):
     def is_stale(self) -> bool:
         """Whether the run is no longer served, or its coordinator hangs."""
         return datetime.now(UTC) - datetime.fromisoformat(self.at) > timedelta(seconds=STALE_S)
+
+
+class Member(Struct, frozen=True, kw_only=True):
+    """A device that was admitted to the run, as its last hello described it."""
+
+    device: str
+    online: bool  # when the file was written, which happens at each arrival and departure
+    seen: str | None  # ISO 8601, UTC: when it arrived, or left; None: not known
+    board: str | None
+    host: str
+    machine: str
+    cores: int
+    ram_bytes: int | None
+    memory_budget_bytes: int | None  # its own
+    software: str
+    labels: dict[str, str]
+
+
+def read_members(folder: Path) -> list[Member]:
+    """The devices of a run; none if there is no readable file, on which nothing depends."""
+    try:
+        return msgspec.json.decode((folder / MEMBERS).read_bytes(), type=list[Member])
+    except (OSError, msgspec.MsgspecError):
+        return []
 
 
 def read_status(folder: Path) -> Status:

@@ -1,13 +1,19 @@
 """Records of runs made by hand."""
 
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from coordinator.record.store import Store
 from coordinator.record.summary import RunLine, RunSummary
-from coordinator.record.tables import SavedState
-from fedvit.resources import ResourceUse
+from coordinator.record.tables import SavedState, TaskRecord
+from coordinator.run.status import FILE, MEMBERS, AtWork, Member, Status, read_status
+from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Result
+from profiles.prediction import Expected, Prediction
 
 RUN = "20261121-034500-eftvit-ab12"
 PROTOCOL = "tested as the planner said"
@@ -51,3 +57,97 @@ def line(run: RunSummary) -> RunLine:
     """Of a summary, as the list of runs has it."""
     fields = {name: getattr(run, name) for name in RunLine.__struct_fields__ if name not in ("rounds", "bytes")}
     return RunLine(rounds=len(run.rounds), bytes=123_456_789, **fields)
+
+
+# --- a large fleet --------------------------------------------------------------------------------------
+
+FLEET_RUN = "20261121-060000-fedavg-cd34"
+MARKUP = "pi-0<img src=x onerror=document.title='broken'>"
+"""A name that no device can have over the wire, and that a page must show as text all the same."""
+
+
+def name_of(number: int) -> str:
+    return MARKUP if number == 0 else f"pi-{number}"
+
+
+def fleet_run(folder: Path, devices: int = 500, rounds: int = 3, refusals: int = 3000) -> Store:
+    """A run of many devices, by the calls of a coordinator: `rounds` are over, another is open; half of its devices
+    are at work, every tenth has left, two have strikes and one is in quarantine."""
+    made, names = Store.in_folder(folder), [name_of(number) for number in range(devices)]
+    made.create_run(FLEET_RUN, {"method": "fedavg", "model": "vit_tiny", "seed": 1, "rounds": rounds + 5, "lr": 0.5})
+    made.update_run(FLEET_RUN, status="running", classes=["ant", "bee"], protocol=PROTOCOL)
+    for number in range(1, rounds + 2):
+        made.open_round(FLEET_RUN, number, names)
+        made.add_tasks(FLEET_RUN, [TaskRecord(number, name, "blake3:program", {}, expected(name)) for name in names])
+        answering = names if number <= rounds else names[: devices // 2]
+        made.add_results([(name, _training(number, place), None) for place, name in enumerate(answering)])
+        if number <= rounds:
+            figures = {"devices_s": 20.0 + number, "server_s": 1.5}
+            made.close_round(FLEET_RUN, number, SavedState({}, None, {}), figures)
+            made.add_results([(name, _evaluation(number, place), None) for place, name in enumerate(names)])
+            made.round_evaluated(FLEET_RUN, number)
+    with made.together():
+        for number in range(refusals):
+            made.add_refusal(FLEET_RUN, 1 + number % rounds, names[number % 7], "train", "a number is not finite <b>")
+    for number in (1, 2):
+        made.add_strike(FLEET_RUN, number, names[2], "a number is not finite")
+    made.add_strike(FLEET_RUN, 1, names[3], "a number is not finite")
+    made.add_quarantine(FLEET_RUN, names[3], 1, None, "1 strike")
+    write_members(folder / FLEET_RUN, names)
+    write_status(folder / FLEET_RUN, names[devices // 2 :], rounds + 1)
+    return made
+
+
+def write_members(folder: Path, names: list[str]) -> None:
+    folder.mkdir(exist_ok=True)
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    members = [
+        Member(
+            device=name, online=place % 10 != 9, seen=at, board=("Raspberry Pi 5", "Raspberry Pi 4")[place % 2],
+            host=f"host-{place}", machine="aarch64", cores=4, ram_bytes=8 << 30, memory_budget_bytes=512_000_000,
+            software="fedvit 0.1.0", labels={"site": ("north", "south")[place % 2]},
+        )
+        for place, name in enumerate(names)
+    ]  # fmt: skip
+    (folder / MEMBERS).write_bytes(msgspec.json.encode(members))
+
+
+def write_status(folder: Path, waiting: Sequence[str] = (), number: int = 0) -> None:
+    """As of now; without devices the one that is there, as of now."""
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    awaited = [
+        AtWork(
+            device=name, round=number, kind="train", state="working", done_steps=3, total_steps=40, since=at, until=at
+        )
+        for name in waiting
+    ]
+    status = Status(at=at, doing=f"round {number}: train", waiting_for=awaited, backing_off=[], online=len(waiting))
+    if not waiting:
+        status = msgspec.structs.replace(read_status(folder), at=at)
+    fresh = folder / "status.new"
+    fresh.write_bytes(msgspec.json.encode(status))
+    fresh.replace(folder / FILE)
+
+
+def expected(device: str) -> Expected:
+    prediction = Prediction(
+        device=device, source="measured", mode=None, step_s=0.02, train_s=8.0, evaluate_s=1.0, bound="products",
+        memory=[], peak_rss_bytes=400_000_000, energy_j=None, power_w=None, over=(),
+    )  # fmt: skip
+    return Expected(
+        prediction=prediction, flops=10**9, bytes_down=10**6, bytes_up=10**5, budget=Budget(memory_bytes=512_000_000)
+    )
+
+
+def _training(number: int, place: int) -> Result:
+    use = ResourceUse(
+        train_s=0.001 * (1 + place % 9), step_s=0.01 + 0.0001 * place, steps=40, flops=10**9,
+        peak_rss_bytes=300_000_000 + 1000 * place, received_bytes=10**6, sent_bytes=10**5, upload_bytes=10**5,
+        energy_j=2.5, energy_source="ina219", temperature_c=40.0 + place % 45, throttled=place % 40 == 0,
+    )  # fmt: skip
+    return Result(FLEET_RUN, number, "train", 30, {"loss": 1.0 / number}, use)
+
+
+def _evaluation(number: int, place: int) -> Result:
+    right = {"correct": float(min(10, number + place % 7))}
+    return Result(FLEET_RUN, number, "evaluate", 10, right, ResourceUse())

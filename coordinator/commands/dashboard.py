@@ -1,0 +1,80 @@
+"""`coordinator dashboard`: shows runs and devices in a browser."""
+
+import os
+from pathlib import Path
+
+import click
+
+from coordinator.commands.flags import runs_flag, watched_store
+from fedvit.command_line import Command
+from fedvit.errors import ConfigError
+
+PORT = 8090
+PASSWORD = "FEDVIT_DASHBOARD_PASSWORD"
+SHORTEST = 8
+"""Characters of a password."""
+
+
+@click.command(
+    cls=Command, examples=["coordinator dashboard", "coordinator dashboard --runs /srv/fedvit/runs --port 8091"]
+)
+@runs_flag
+@click.option("--port", type=click.IntRange(0, 65535), default=PORT, help="Port of the pages; 0 takes a free one.")
+@click.option(
+    "--listen", default="127.0.0.1", help="Address of the pages; one that other machines reach needs a password."
+)
+@click.option(
+    "--password-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help=f"File with the password, which allows changes; or set {PASSWORD}.",
+)
+@click.option(
+    "--deployment",
+    type=click.Path(path_type=Path),
+    envvar="FEDVIT_DEPLOYMENT",
+    help="Folder that `coordinator init` made: revoked devices are marked; or set FEDVIT_DEPLOYMENT.",
+)
+def dashboard(folder: Path, port: int, listen: str, password_file: Path | None, deployment: Path | None) -> None:
+    """Show runs and devices in a browser, as they happen; a process of its own that only reads.
+
+    With a password operators can cancel runs, release devices from quarantine and revoke them.
+    """
+    try:
+        from coordinator.dashboard.access import is_loopback
+        from coordinator.dashboard.server import listen_on, serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the dashboard needs the package {error.name}: pip install 'fedvit[dashboard]'") from error
+    from coordinator.dashboard.frame import Site
+    from coordinator.dashboard.reader import Reader
+    from coordinator.deployment.folder import Deployment
+
+    password = _password(password_file)
+    if password is None and not is_loopback(listen):
+        raise ConfigError(
+            f"a dashboard on {listen} can be reached from other machines and needs a password; "
+            f"set {PASSWORD} or --password-file, or listen on 127.0.0.1"
+        )
+    store = watched_store(folder)
+    try:
+        devices = Deployment.open(deployment) if deployment else None
+        with listen_on(listen, port) as opened:
+            address = f"[{listen}]" if ":" in listen else listen
+            click.echo(f"dashboard: http://{address}:{opened.getsockname()[1]}/ (Ctrl-C ends it)")
+            site = Site(Reader(store, folder), folder, devices, acts=password is not None)
+            serve(site, opened, password)
+    finally:
+        store.close()
+
+
+def _password(file: Path | None) -> str | None:
+    """From the file, else from the environment; None if there is none. Raises ConfigError if it cannot be used."""
+    if file is None:
+        password, source = os.environ.get(PASSWORD), PASSWORD
+    else:
+        try:
+            password, source = file.read_text().strip(), str(file)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the dashboard's password cannot be read: {error}") from error
+    if password is not None and len(password) < SHORTEST:
+        raise ConfigError(f"the dashboard's password in {source} has fewer than {SHORTEST} characters")
+    return password

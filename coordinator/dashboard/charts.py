@@ -1,0 +1,109 @@
+"""The options of the charts, as ECharts takes them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MOST_POINTS = 400
+"""Points of one line: more are not seen, and take long to send."""
+
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800", "#8a8a8a")
+"""Those of the reports, which people who see no red or green can tell apart."""
+Values = Sequence[float | None]
+
+
+def thinned(count: int) -> list[int]:
+    """The places of at most MOST_POINTS of `count` points, with the first and the last.
+
+    >>> thinned(3), len(thinned(100_000)) <= MOST_POINTS, thinned(100_000)[-1]
+    ([0, 1, 2], True, 99999)
+    """
+    step = -(-count // (MOST_POINTS - 1)) or 1
+    places = list(range(0, count, step))
+    return places if not count or places[-1] == count - 1 else [*places, count - 1]
+
+
+def lines(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_name: str) -> dict[str, Any]:
+    """Lines over one scale."""
+    kept = thinned(len(x))
+    series = [
+        _line(name, [[x[place], values[place]] for place in kept], COLOURS[number % len(COLOURS)])
+        for number, (name, values) in enumerate(named.items())
+    ]
+    return _frame(x_name, y_name) | {"series": series, "legend": _legend(list(named))}
+
+
+def overlaid(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_name: str, y_name: str) -> dict[str, Any]:
+    """Lines that each have points of their own."""
+    series = [
+        _line(name, [list(points[place]) for place in thinned(len(points))], COLOURS[number % len(COLOURS)])
+        for number, (name, points) in enumerate(curves.items())
+    ]
+    return _frame(x_name, y_name) | {"series": series, "legend": _legend(list(curves))}
+
+
+def band(x: Sequence[float], mean: Values, low: Values, high: Values, *, x_name: str, y_name: str) -> dict[str, Any]:
+    """A line within the range from `low` to `high`, where both are known."""
+    kept = thinned(len(x))
+    floor = [[x[place], low[place]] for place in kept]
+    above = [[x[place], _difference(high[place], low[place])] for place in kept]
+    hidden = {"lineStyle": {"opacity": 0}, "symbol": "none", "stack": "range", "silent": True}
+    series = [
+        {"type": "line", "name": "lowest", "data": floor, **hidden},
+        {
+            "type": "line", "name": "range over devices", "data": above,
+            "areaStyle": {"color": COLOURS[0], "opacity": 0.25}, "itemStyle": {"color": COLOURS[4]}, **hidden,
+        },
+        _line("mean", [[x[place], mean[place]] for place in kept], COLOURS[0]),
+    ]  # fmt: skip
+    return _frame(x_name, y_name) | {"series": series, "legend": _legend(["mean", "range over devices"])}
+
+
+def stacked(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_name: str) -> dict[str, Any]:
+    """Bars that add up."""
+    kept = thinned(len(x))
+    series = [
+        {
+            "type": "bar", "stack": "all", "name": name, "itemStyle": {"color": COLOURS[number % len(COLOURS)]},
+            "data": [[x[place], values[place]] for place in kept],
+        }
+        for number, (name, values) in enumerate(named.items())
+    ]  # fmt: skip
+    return _frame(x_name, y_name) | {"series": series, "legend": _legend(list(named))}
+
+
+def histogram(values: Sequence[float], *, x_name: str, y_name: str) -> dict[str, Any]:
+    """How many values from 0 to 1 lie in each tenth."""
+    counts = [0] * 10
+    for value in values:
+        counts[min(9, int(10 * value))] += 1
+    made = _frame(x_name, y_name)
+    made["xAxis"] |= {"type": "category", "data": [f"{place / 10:.1f}" for place in range(10)]}
+    series = {"type": "bar", "name": y_name, "itemStyle": {"color": COLOURS[0]}, "data": counts, "barCategoryGap": "8%"}
+    return made | {"series": [series]}
+
+
+def _difference(high: float | None, low: float | None) -> float | None:
+    return None if high is None or low is None else high - low
+
+
+def _line(name: str, data: list[list[float | None]] | list[list[float]], colour: str) -> dict[str, Any]:
+    return {
+        "type": "line", "name": name, "data": data, "connectNulls": True, "symbolSize": 4,
+        "lineStyle": {"width": 2, "color": colour}, "itemStyle": {"color": colour},
+    }  # fmt: skip
+
+
+def _legend(names: list[str]) -> dict[str, Any]:
+    return {"data": names, "top": 0, "type": "scroll"}
+
+
+def _frame(x_name: str, y_name: str) -> dict[str, Any]:
+    grid_line = {"lineStyle": {"color": "rgba(128, 128, 128, 0.3)"}}
+    return {
+        "animation": False,
+        "grid": {"left": 12, "right": 20, "top": 40, "bottom": 28, "containLabel": True},
+        "tooltip": {"trigger": "axis", "renderMode": "richText"},
+        "xAxis": {"type": "value", "name": x_name, "nameLocation": "middle", "nameGap": 26, "min": "dataMin",
+                  "max": "dataMax", "minInterval": 1, "splitLine": {"show": False}},
+        "yAxis": {"type": "value", "name": y_name, "nameTextStyle": {"align": "left"}, "splitLine": grid_line},
+    }  # fmt: skip

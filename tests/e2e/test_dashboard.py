@@ -1,0 +1,443 @@
+"""The dashboard, as Chromium shows it, of a record that the store made: 500 devices, a round that is open."""
+
+import socket
+import sqlite3
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from coordinator.deployment.folder import Deployment, Settings
+from coordinator.deployment.registry import Certificate
+from coordinator.record.store import Store
+from fedvit.resources import ResourceUse
+from fedvit.wire.messages import Result
+from tests.support.chromium import Browser, Tab, browsing
+from tests.support.dashboards import COMMAND, environment, served
+from tests.support.records import FLEET_RUN, MARKUP, RUN, begun_run, fleet_run, write_status
+from tests.support.waiting import WAIT_S
+
+OLD_RECORD = Path(__file__).parents[1] / "unit" / "coordinator" / "record" / "record-0.1.0.sql"
+
+
+def folder_of(record: Store) -> Path:
+    assert record._file is not None
+    return record._file.parent
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """Of two runs; the status of the larger one stays fresh, as if a coordinator served it."""
+    folder = tmp_path_factory.mktemp("dashboard") / "runs"
+    begun_run(folder).close()
+    store, over = fleet_run(folder), threading.Event()
+
+    def serve() -> None:
+        while not over.wait(1.0):
+            write_status(folder / FLEET_RUN)
+
+    coordinator = threading.Thread(target=serve)
+    coordinator.start()
+    yield store
+    over.set()
+    coordinator.join()
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def address(record: Store) -> Iterator[str]:
+    with served(folder_of(record)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("chromium") / "profile") as browser:
+        yield browser
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Tab]:
+    with browser.tab() as tab:
+        yield tab
+        assert tab.complaints == []
+
+
+def test_runs_are_listed_with_their_progress(tab: Tab, address: str) -> None:
+    tab.go(address, "document.querySelectorAll('#runs tbody tr').length == 2")
+    rows = tab.rows("#runs")
+    assert [row[0] for row in rows] == [FLEET_RUN, RUN]
+    assert rows[0][1:5] == ["running", "fedavg", "vit_tiny", "4 of 8"]
+
+
+def test_run_shows_accuracy_with_spread_and_costs(tab: Tab, address: str) -> None:
+    tab.go(f"{address}/run?run={FLEET_RUN}", "document.querySelectorAll('.figure svg').length == 5")
+    tiles = tab.text("#tiles")
+    assert "4 of 8" in tiles
+    assert "500" in tiles
+    newest = tab.rows("#rounds")
+    assert [row[:2] for row in newest[:2]] == [["round 4", "250 of 500"], ["round 3", "500 of 500"]]
+    assert newest[1][3:6] == ["0.200", "0.300", "0.900"], "spread over devices"
+    assert newest[1][9:] == ["1.25 kJ", "23.0 s", "1.50 s"]
+    assert tab.rows("#refusals")[0][:4] == ["3000", "7", "train", "a number is not finite <b>"]
+    assert tab.rows("#plans")[0][:4] == ["as configured", "500", "512 MB", "400 MB"]
+
+
+def test_run_follows_the_record_without_reload(tab: Tab, address: str, record: Store) -> None:
+    tab.go(f"{address}/run?run={RUN}", "document.querySelector('#rounds')")
+    tab.evaluate("window.same = true")
+    assert tab.rows("#rounds")[0][:2] == ["round 2", "1 of 2"]
+    record.add_result("b", Result(RUN, 2, "train", 10, {"loss": 1.0}, ResourceUse(train_s=0.5)))
+    tab.until("document.querySelector('#rounds tbody tr').cells[1].innerText == '2 of 2'")
+    assert tab.evaluate("window.same") is True
+
+
+# --- the fleet ------------------------------------------------------------------------------------------
+
+ROWS = "[...document.querySelectorAll('.fleet .ag-center-cols-container .ag-row')]"
+NAMES = "[...document.querySelectorAll('.fleet .ag-pinned-left-cols-container .ag-row a')].map(a => a.textContent)"
+
+
+def test_fleet_has_every_device_and_shows_names_as_text(tab: Tab, address: str) -> None:
+    tab.go(f"{address}/fleet?run={FLEET_RUN}", f"{NAMES}.length > 5")
+    assert tab.evaluate("document.querySelector('.fleet [role=grid], .fleet [role=treegrid]').ariaRowCount") == "502"
+    assert tab.evaluate(NAMES)[0] == MARKUP
+    assert tab.evaluate("document.title") == "Fleet · fedvit"
+    assert "500 devices" in tab.text("#count")
+    assert "1 in quarantine" in tab.text("#count")
+    first = tab.evaluate(f"{ROWS}[0].innerText")
+    for shown in ("online", "Raspberry Pi 5", "site=north"):
+        assert shown in first
+
+
+def test_fleet_is_filtered_and_sorted_by_keyboard(tab: Tab, address: str) -> None:
+    tab.go(f"{address}/fleet?run={FLEET_RUN}", f"{NAMES}.length > 5")
+    tab.evaluate("document.querySelector('.search input').focus()")
+    tab.write("in quarantine")
+    tab.until(f"{NAMES}.join() == 'pi-3'")
+    tab.evaluate("document.querySelector('.search input').select()")
+    tab.write("pi-49")
+    tab.until(f"{NAMES}.length == 11")
+    tab.press("Tab")
+    for _ in range(4):  # a button that empties the filter may lie between
+        if tab.evaluate("document.activeElement.classList.contains('ag-header-cell')"):
+            break
+        tab.press("Tab")
+    assert tab.evaluate("document.activeElement.ariaSort") == "ascending"
+    assert tab.evaluate(NAMES)[0] == "pi-49"
+    tab.press("Enter")
+    tab.until(f"{NAMES}[0] == 'pi-499'")
+    assert tab.evaluate("document.activeElement.ariaSort") == "descending"
+
+
+def test_fleet_follows_the_record_without_reload(tab: Tab, address: str, record: Store) -> None:
+    tab.go(f"{address}/fleet?run={FLEET_RUN}", f"{NAMES}.length > 5")
+    tab.evaluate("document.querySelector('.search input').focus()")
+    tab.write("pi-2")
+    tab.until(f"{NAMES}[0] == 'pi-2'")
+    record.add_quarantine(FLEET_RUN, "pi-2", 4, None, "two strikes")
+    try:
+        tab.until(f"{ROWS}[0].innerText.includes('in quarantine')")
+    finally:
+        record.release(FLEET_RUN, "pi-2")
+
+
+def test_device_shows_its_history(tab: Tab, address: str) -> None:
+    tab.go(f"{address}/device?run={FLEET_RUN}&device=pi-3", "document.querySelectorAll('.figure svg').length == 4")
+    rows = tab.rows("#history")
+    assert [row[:2] for row in rows] == [[f"round {number}", "accepted"] for number in (4, 3, 2, 1)]
+    assert rows[1][4:] == ["4.00 ms", "10.3 ms", "300 MB", "512 MB", "43.0 °C", "no", "2.50 J", "100 kB", "0.600"]
+    assert "Raspberry Pi 4, 4 cores" in tab.text("#member")
+    assert "In quarantine" in tab.text()
+    assert "a number is not finite <b>" in tab.text("#refusals")
+
+
+def test_device_of_a_name_with_markup_has_its_page(tab: Tab, address: str) -> None:
+    tab.go(f"{address}/fleet?run={FLEET_RUN}", f"{NAMES}.length > 5")
+    tab.evaluate("document.querySelector('.fleet .ag-pinned-left-cols-container .ag-row[row-index=\"0\"] a').click()")
+    tab.until("document.querySelector('#history')")
+    assert tab.text("h1") == MARKUP
+    assert tab.evaluate("document.images.length") == 0
+
+
+# --- one round ------------------------------------------------------------------------------------------
+
+
+def test_round_shows_its_tasks_on_one_scale(tab: Tab, address: str) -> None:
+    tab.go(f"{address}/round?run={FLEET_RUN}&number=4", "document.querySelector('#timeline')")
+    rows = tab.rows("#timeline")
+    assert len(rows) == 500
+    assert [row[1] for row in rows].count("working") == 250, "those under way first"
+    assert rows[0][1] == "working"
+    assert rows[-1][1] == "accepted"
+    widths = tab.evaluate("[...document.querySelectorAll('.timeline i')].map(i => i.style.left + ' ' + i.style.width)")
+    assert all(width.count("%") == 2 for width in widths)
+
+
+def test_round_lists_what_was_refused_with_reasons(tab: Tab, address: str) -> None:
+    tab.go(f"{address}/round?run={FLEET_RUN}&number=1", "document.querySelector('#refusals')")
+    rows = tab.rows("#refusals")
+    assert len(rows) == 200, "the newest of a thousand"
+    assert rows[0][3] == "a number is not finite <b>"
+
+
+# --- runs side by side ----------------------------------------------------------------------------------
+
+
+def test_runs_are_compared(tab: Tab, address: str) -> None:
+    tab.go(f"{address}/compare")
+    tab.evaluate("document.querySelectorAll('input[type=checkbox]').forEach(box => box.click())")
+    tab.evaluate("document.querySelector('form button').click()")
+    tab.until("document.querySelectorAll('.figure svg').length == 4")
+    differing = {row[0]: row[1:] for row in tab.rows("#differing")}
+    assert differing["method"] == ["fedavg", "eftvit"]
+    assert differing["lr"] == ["0.5", "default"]
+    assert ["rounds", "4 of 8", "2 of 3"] in tab.rows("#compared")
+
+
+# --- every page, on every screen ------------------------------------------------------------------------
+
+LOOK = """(() => {
+  const paint = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const rgba = colour => {
+    paint.clearRect(0, 0, 1, 1);
+    paint.fillStyle = colour;
+    paint.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = paint.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const behind = part => {
+    const layers = [];
+    for (let one = part; one; one = one.parentElement) layers.push(rgba(getComputedStyle(one).backgroundColor));
+    return layers.reverse().reduce((below, [r, g, b, a]) => [r, g, b].map((c, i) => a * c + (1 - a) * below[i]),
+      [255, 255, 255]);
+  };
+  const light = ([r, g, b]) => [r, g, b].map(c => c / 255).map(
+    c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4).reduce(
+    (sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const faint = new Set(), texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const part = texts.currentNode.parentElement, style = getComputedStyle(part);
+    if (!texts.currentNode.textContent.trim() || !part.checkVisibility({visibilityProperty: true})) continue;
+    if (['SCRIPT', 'STYLE', 'TITLE'].includes(part.tagName) || !part.getBoundingClientRect().width) continue;
+    if (part.closest('[aria-hidden=true], .nicegui-error-popup, #esm-fallback')) continue;
+    const below = behind(part), [r, g, b, a] = rgba(part.closest('svg') ? style.fill : style.color);
+    const ink = [r, g, b].map((c, i) => a * c + (1 - a) * below[i]);
+    const [low, high] = [light(ink), light(below)].sort((x, y) => x - y);
+    const ratio = (high + 0.05) / (low + 0.05);
+    if (ratio < 4.5) faint.add(ratio.toFixed(2) + ' ' + part.outerHTML.slice(0, 100));
+  }
+  const width = document.documentElement.clientWidth;
+  const wide = [...document.querySelectorAll('main *, header *')].filter(
+    part => !part.closest('.wide, .fleet, svg, .skip')
+    && !part.parentElement.closest('.wide') && part.getBoundingClientRect().right > width + 1);
+  return {
+    faint: [...faint], wide: wide.map(part => part.outerHTML.slice(0, 120)),
+    scroll: document.documentElement.scrollWidth, width,
+    dark: light(rgba(getComputedStyle(document.body).backgroundColor)) < 0.5,
+    language: document.documentElement.lang,
+  };
+})()"""
+"""What does not fit, and texts that are too faint for WCAG AA."""
+
+NAMED_ROLES = {
+    "button",
+    "link",
+    "textbox",
+    "searchbox",
+    "checkbox",
+    "combobox",
+    "img",
+    "image",
+    "region",
+    "columnheader",
+}
+PAGES = {
+    "runs": ("/", "document.querySelector('#runs')"),
+    "run": (f"/run?run={FLEET_RUN}", "document.querySelectorAll('.figure svg').length == 5"),
+    "fleet": (f"/fleet?run={FLEET_RUN}", f"{NAMES}.length > 5"),
+    "device": (f"/device?run={FLEET_RUN}&device=pi-3", "document.querySelectorAll('.figure svg').length == 4"),
+    "round": (f"/round?run={FLEET_RUN}&number=3", "document.querySelector('#timeline')"),
+    "compare": (f"/compare?run={FLEET_RUN}&run={RUN}", "document.querySelectorAll('.figure svg').length == 4"),
+}
+WIDTHS = (1200, 768, 360)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_fits_every_screen_with_contrast_and_names(tab: Tab, address: str, page: str) -> None:
+    path, shown = PAGES[page]
+    tab.go(address + path, shown)
+    for width in WIDTHS:
+        for dark in (False, True):
+            tab.resize(width, dark=dark)
+            tab.until(f"document.documentElement.clientWidth == {width}")
+            tab.until(f"document.body.classList.contains('body--dark') == {str(dark).lower()}")
+            seen = tab.evaluate(LOOK)
+            where = f"{page} at {width}, {'dark' if dark else 'light'}"
+            assert seen["faint"] == [], where
+            assert seen["wide"] == [], where
+            assert seen["scroll"] <= width, where
+            assert seen["dark"] is dark, where
+            assert seen["language"] == "en-US"
+    names = tab.accessible()
+    assert [role for role, name in names if role in NAMED_ROLES and not name.strip()] == []
+    assert [role for role, _ in names].count("main") == 1
+
+
+def test_keyboard_reaches_the_content_and_the_links(tab: Tab, address: str) -> None:
+    tab.go(address, "document.querySelector('#runs')")
+    tab.press("Tab")
+    assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
+    tab.press("Enter")
+    tab.press("Tab")
+    tab.press("Tab")
+    assert tab.evaluate("document.activeElement.textContent") == FLEET_RUN
+    tab.press("Enter")
+    tab.until("document.querySelector('#tiles')")
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, *flags: str, password: str | None = None) -> str:
+    """What a dashboard says that does not start."""
+    done = subprocess.run(
+        [*COMMAND, "--runs", str(folder), *flags],
+        capture_output=True, text=True, timeout=WAIT_S, env=environment(password), check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_port_in_use_is_one_line(record: Store, address: str) -> None:
+    port = address.rpartition(":")[2]
+    assert f"port {port} on 127.0.0.1 is in use" in refused(folder_of(record), "--port", port)
+
+
+def test_record_of_an_older_version_is_one_line_and_stays_as_it_is(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "fedvit.db")) as database:
+        database.executescript(OLD_RECORD.read_text())
+    before = (tmp_path / "fedvit.db").read_bytes()
+    assert "was written by an older version of this software" in refused(tmp_path)
+    assert (tmp_path / "fedvit.db").read_bytes() == before
+
+
+def test_record_that_another_version_takes_over_is_said_in_the_page(tab: Tab, tmp_path: Path) -> None:
+    begun_run(tmp_path / "runs").close()
+    file = tmp_path / "runs" / "fedvit.db"
+    with served(file.parent) as address:
+        tab.go(address, "document.querySelector('#runs')")
+        with closing(sqlite3.connect(file)) as database, database:
+            database.execute("ALTER TABLE runs RENAME TO later")
+        tab.until("document.querySelector('[role=alert]')?.innerText.includes('no such table')")
+        with closing(sqlite3.connect(file)) as database, database:
+            database.execute("ALTER TABLE later RENAME TO runs")
+        tab.until("!document.querySelector('[role=alert]')")
+        assert RUN in tab.text("#runs")
+
+
+def test_page_of_an_unknown_run_says_so(tab: Tab, address: str) -> None:
+    tab.go(f"{address}/run?run=<b>x</b>", "document.querySelector('[role=alert]')")
+    assert "no run '<b>x</b>'" in tab.text("[role=alert]")
+
+
+def test_browser_that_leaves_in_the_middle_changes_nothing(browser: Browser, address: str) -> None:
+    """A request that is cut off, and a page that is closed while it is made; the next one is as always."""
+    port = int(address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as cut:
+        cut.sendall(f"GET /fleet?run={FLEET_RUN} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+    with browser.tab() as left:
+        left.send("Page.navigate", url=f"{address}/run?run={FLEET_RUN}")
+    with browser.tab() as tab:
+        tab.go(address, "document.querySelector('#runs')")
+
+
+def test_dashboard_beyond_this_machine_needs_a_password(record: Store, tmp_path: Path) -> None:
+    assert "needs a password" in refused(folder_of(record), "--listen", "0.0.0.0")
+    assert "fewer than 8 characters" in refused(folder_of(record), "--listen", "0.0.0.0", password="short")
+    secret = tmp_path / "password"
+    assert "cannot be read" in refused(folder_of(record), "--password-file", str(secret))
+
+
+def test_request_under_a_foreign_name_is_refused(address: str) -> None:
+    asked = urllib.request.Request(address, headers={"Host": "elsewhere.example"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(asked, timeout=WAIT_S)
+    asked = urllib.request.Request(address, headers={"Origin": "http://elsewhere.example"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(asked, timeout=WAIT_S)
+
+
+# --- with a password ------------------------------------------------------------------------------------
+
+PASSWORD = "a password of eight"
+
+
+def sign_in(tab: Tab, address: str, password: str) -> None:
+    tab.go(address, "document.querySelector('#password')")
+    tab.evaluate("document.querySelector('#password').focus()")
+    tab.write(password)
+    tab.press("Enter")
+
+
+def choose(tab: Tab, button: str) -> None:
+    """Press a button of the page, and answer its question with yes."""
+    found = "[...document.querySelectorAll('button')].find(one => one.innerText.toLowerCase() == '%s')"
+    tab.until(f"(({found % button.lower()}).click(), true)")
+    tab.until(f"(({found % 'yes'}).click(), true)")
+
+
+def test_operator_with_the_password_acts_as_by_the_commands(browser: Browser, tmp_path: Path) -> None:
+    """Cancel a run, release a device from quarantine, revoke another, each as its command does."""
+    store = begun_run(tmp_path / "runs")
+    store.add_strike(RUN, 1, "a", "a number is not finite")
+    store.add_quarantine(RUN, "a", 1, None, "1 strike")
+    deployment = Deployment.create(tmp_path / "deployment", Settings(
+        federation="f", listen="127.0.0.1", port=1, enrolment_port=2, hosts=("localhost",)))  # fmt: skip
+    with deployment.change() as rows:
+        rows.put_device("a", Certificate("1f", 0.0, 1e12), 0.0)
+    flags = ("--deployment", str(deployment.folder))
+    with served(tmp_path / "runs", *flags, password=PASSWORD) as address, browser.tab() as tab:
+        sign_in(tab, address, "another password")
+        tab.until("document.querySelector('[role=alert]').innerText == 'The password is wrong.'")
+        sign_in(tab, address, PASSWORD)
+        tab.until("document.querySelector('#runs')")
+        tab.go(f"{address}/device?run={RUN}&device=a", "document.querySelector('#tiles')")
+        choose(tab, "Release from quarantine")
+        tab.until("document.body.innerText.includes('a: released, its strikes are reset')")
+        assert store.quarantined(RUN, 2) == {}
+        choose(tab, "Revoke")
+        tab.until("document.body.innerText.includes('a is revoked')")
+        with deployment.registry.read() as rows:
+            assert rows.revoked_devices() == ["a"]
+        tab.go(f"{address}/run?run={RUN}", "document.querySelector('#tiles')")
+        choose(tab, "Cancel this run")
+        tab.until("document.querySelector('#tiles').innerText.startsWith('cancelled')")
+        assert store.run(RUN).status == "cancelled"
+        choose(tab, "Cancel this run")
+        tab.until("document.body.innerText.includes('is cancelled already')")
+    store.close()
+
+
+def test_nothing_is_shown_without_the_password(record: Store) -> None:
+    with served(folder_of(record), password=PASSWORD) as address:
+        with urllib.request.urlopen(f"{address}/fleet", timeout=WAIT_S) as answer:
+            text = answer.read().decode()
+        assert "Password of this dashboard" in text
+        assert "pi-1" not in text
+        with pytest.raises(InvalidStatus, match="403"):
+            connect(f"ws{address[4:]}/_nicegui_ws/socket.io/?EIO=4&transport=websocket").close()
+
+
+def test_dashboard_without_a_password_changes_nothing(tab: Tab, address: str) -> None:
+    tab.go(f"{address}/device?run={FLEET_RUN}&device=pi-3", "document.querySelector('#history')")
+    assert tab.evaluate("document.querySelectorAll('main button').length") == 0

@@ -6,7 +6,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test lint check wheel mosquitto chromium constraints clean
+.PHONY: install demo test lint check wheel mosquitto prometheus chromium constraints clean
 
 install: $(VENV)/.installed
 
@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	@$(BIN)/fleet demo
 
-test: install mosquitto chromium
+test: install mosquitto prometheus chromium
 	@$(BIN)/python -m pytest -q -n $(WORKERS)
 
 lint: install
@@ -51,6 +51,13 @@ mosquitto:
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "installing mosquitto"; apt-get update -qq && apt-get install -y -qq mosquitto openssl > /dev/null; \
 	  else echo "the tests need mosquitto: sudo apt-get install mosquitto (or brew install mosquitto)" >&2; exit 1; fi; }
+
+# a real prometheus scrapes them
+prometheus:
+	@command -v prometheus > /dev/null && command -v promtool > /dev/null || { \
+	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo "installing prometheus"; apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus > /dev/null; \
+	  else echo "the tests need prometheus: sudo apt-get install prometheus (or brew install prometheus)" >&2; exit 1; fi; }
 
 # and look at the reports in a browser
 chromium:

@@ -11,6 +11,7 @@ import random
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
@@ -51,6 +52,7 @@ from fedvit.wire.messages import (
     ResultAck,
     RunEnded,
     Task,
+    TaskKind,
     UseDedicatedTopic,
     Welcome,
     decode,
@@ -146,6 +148,16 @@ class _Pending:
         return isinstance(self.answer, Result)
 
 
+class AgentState(NamedTuple):
+    """What an agent does at a moment."""
+
+    connected: bool  # to the broker
+    joined: bool  # a coordinator has answered its hello
+    at_work: TaskKind | None
+    waiting: int  # answers to tasks that are not acknowledged yet
+    answers: dict[tuple[TaskKind, str], int]  # number of answers since the start, by kind of task and of message
+
+
 class Agent:
     """One device of a fleet. `serve` runs until `stop` is set, the run ends (`once`), or the coordinator refuses.
 
@@ -217,6 +229,7 @@ class Agent:
         self._begin = begin
         self._worker: Work | None = None
         self._pending: dict[tuple[str, int, str], _Pending] = {}  # by run, round and kind
+        self._answers: Counter[tuple[TaskKind, str]] = Counter()
         self._class_list: Manifest | None = None
         self._ended: RunEnded | None = None
         self._programs: dict[str, Program] = {}
@@ -224,14 +237,18 @@ class Agent:
 
     # --- the loop -------------------------------------------------------------------------------------
 
-    def serve(self, stop: threading.Event, *, once: bool = False) -> str:
-        """Take part until `stop` is set; returns why it ended. Raises PeerRefused when the refusal is final."""
+    def serve(self, stop: threading.Event, *, once: bool = False, on_turn: Callable[[], None] = lambda: None) -> str:
+        """Take part until `stop` is set; returns why it ended. Raises PeerRefused when the refusal is final.
+
+        `on_turn` is called about every TICK_S.
+        """
         self.open()
         try:
             while not stop.is_set():
                 with contextlib.suppress(queue.Empty):
                     self.on_event(self._inbox.get(timeout=TICK_S))
                 self.on_time()
+                on_turn()
                 if once and self.over:
                     return self.over
             return "stopped"
@@ -262,6 +279,12 @@ class Agent:
     def over(self) -> str | None:
         """How the run ended; None while it goes on or after another one began."""
         return f"run {self._ended.run} {self._ended.status}" if self._ended and not self._execution else None
+
+    def state(self) -> AgentState:
+        """May be called from any thread."""
+        execution, joined = self._execution, self._connected and self._epoch is not None and self._hello is None
+        at_work = execution.task.kind if execution else None
+        return AgentState(self._connected, joined, at_work, len(self._pending), dict(self._answers))
 
     def halt(self) -> None:
         """Ask the running task to stop at its next step, without a report to the coordinator."""
@@ -719,6 +742,7 @@ class Agent:
         self._pending[answer.run, answer.round, answer.kind] = _Pending(answer)
 
     def _answer(self, answer: Result | Failed | Declined) -> None:
+        self._answers[answer.kind, type(answer).__name__.lower()] += 1
         self._keep(answer)
         self._send_answer(answer)
 

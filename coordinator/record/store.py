@@ -10,6 +10,7 @@ import math
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -59,12 +60,14 @@ from coordinator.record.tables import (
     VERSION,
     Asked,
     DeviceRecord,
+    DeviceTotals,
     QuarantineRecord,
     RefusalRecord,
     ResultRecord,
     RoundRecord,
     RoundTotals,
     RunRecord,
+    RunStatus,
     SavedState,
     StrikeRecord,
     TaskRecord,
@@ -75,6 +78,7 @@ from fedvit.descriptors import are_used_up, how_many
 from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
 from fedvit.files import storage_failed
 from fedvit.resources import BudgetKind
+from fedvit.timings import Timings
 from fedvit.wire.messages import Result, TaskKind
 from profiles.prediction import Expected
 
@@ -120,6 +124,7 @@ class Store:
         self._engine: Engine = create_engine(url, json_serializer=_to_json, json_deserializer=_from_json)
         self._file = Path(self._engine.url.database or "") if self._engine.dialect.name == "sqlite" else None
         self._joined = threading.local()
+        self.commits = Timings()  # of transactions that wrote
         if self._file:
             event.listen(self._engine, "connect", _prepare_sqlite)
             self._check_file(self._file, whole=check)
@@ -228,6 +233,10 @@ class Store:
         try:
             with self._engine.begin() as connection:
                 yield connection
+                wrote = getattr(connection.connection.driver_connection, "in_transaction", True)
+                began = time.perf_counter()
+            if wrote:
+                self.commits.add(time.perf_counter() - began)
         except (SQLAlchemyError, sqlite3.Error) as error:
             cause = getattr(error, "orig", None) or error
             name = getattr(cause, "sqlite_errorname", None) or ""
@@ -325,6 +334,12 @@ class Store:
         with self._transaction() as connection:
             query = select(RUNS).order_by(RUNS.c.created_at.desc(), RUNS.c.id.desc())
             return list(self._records(connection, RunRecord, RUNS, query))
+
+    def count_runs(self) -> dict[RunStatus, int]:
+        """Number of runs by status."""
+        with self._transaction() as connection:
+            query = select(RUNS.c.status, func.count()).group_by(RUNS.c.status)
+            return {row[0]: row[1] for row in connection.execute(query)}
 
     def run(self, run: str) -> RunRecord:
         """Raises ConfigError if there is no such run, naming existing runs."""
@@ -484,6 +499,16 @@ class Store:
             newest = connection.execute(query.order_by(ROUNDS.c.round.desc())).scalars()
             means = (made["accuracy_mean"] for made in newest if made)
             return next((mean for mean in means if mean is not None), None)
+
+    def newest_totals(self, run: str, *, evaluated: bool = False) -> ClosedRound | None:
+        """Totals of the newest closed round, or of the newest evaluated one; None if there is none."""
+        query = select(ROUNDS.c.round, ROUNDS.c.totals, ROUNDS.c.figures)
+        query = query.where(ROUNDS.c.run == run, ROUNDS.c.totals.is_not(None))
+        if evaluated:
+            query = query.where(ROUNDS.c.accuracy.is_not(None))
+        with self._transaction() as connection:
+            row = connection.execute(query.order_by(ROUNDS.c.round.desc()).limit(1)).first()
+            return ClosedRound(row[0], msgspec.convert(row[1], RoundTotals), row[2] or {}) if row else None
 
     def figure_counts(self, run: str, names: Sequence[str]) -> dict[tuple[float | None, ...], int]:
         """Number of closed rounds by the values of these figures; None: the round lacks the figure."""
@@ -683,6 +708,12 @@ class Store:
         query = select(DEVICES).where(DEVICES.c.run == run).order_by(DEVICES.c.device)
         with self._transaction() as connection:
             return list(self._records(connection, DeviceRecord, DEVICES, query))
+
+    def device_totals(self, run: str) -> dict[str, DeviceTotals]:
+        """The totals of `devices` by name, without a check of their seals: for display."""
+        query = select(DEVICES.c.device, DEVICES.c.totals).where(DEVICES.c.run == run).order_by(DEVICES.c.device)
+        with self._transaction() as connection:
+            return {name: msgspec.convert(made or {}, DeviceTotals) for name, made in connection.execute(query)}
 
     def add_refusal(
         self,

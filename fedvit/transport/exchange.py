@@ -146,6 +146,10 @@ class BlobExchange:
         self._ended: list[_Receiving] = []
         self._sending: dict[tuple[str, str], _Sending] = {}  # by (digest, receiver of the dedicated topic or "")
 
+    def under_way(self) -> tuple[int, int]:
+        """Numbers of blobs that are being received and sent. May be called from any thread."""
+        return len(self._receiving), len(self._sending)
+
     # --- receiving ------------------------------------------------------------------------------------
 
     def fetch(self, manifest: Manifest, sender: str, topic: str, finished: Finished, dedicated_topic: str = "") -> None:

@@ -5,6 +5,9 @@ import socket
 import time
 from contextlib import suppress
 
+PATIENCE_S = 1.0
+"""Longest wait for a systemd that does not read."""
+
 
 class Notifier:
     """Sends to the socket that systemd names; without one nothing is sent. `alive` is to be called often."""
@@ -31,14 +34,14 @@ class Notifier:
         now = time.monotonic()
         if self._alive_every_s and now - self._alive_at >= self._alive_every_s:
             self._alive_at = now
-            self._send(b"WATCHDOG=1")
+            self._send(b"WATCHDOG=1", wait_s=0.0)  # the next one follows soon
 
     def stopping(self) -> None:
         self._send(b"STOPPING=1")
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, message: bytes, wait_s: float = PATIENCE_S) -> None:
         if not self._address:
             return
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
-            link.setblocking(False)  # the program does not wait for systemd
+            link.settimeout(wait_s)
             link.sendto(message, self._address)

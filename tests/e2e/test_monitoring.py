@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -61,16 +62,16 @@ class Systemd:
     def __init__(self, stage: Stage, name: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(stage.folder / f"{name}.socket"))
-        self._socket.setblocking(False)
         self.environment = {"NOTIFY_SOCKET": self._socket.getsockname(), "WATCHDOG_USEC": "300000"}
         self.received: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            self.received.append(self._socket.recv(1000).decode())
 
     def reported(self, message: str) -> bool:
-        while True:
-            try:
-                self.received.append(self._socket.recv(1000).decode())
-            except BlockingIOError:
-                return message in self.received
+        return message in self.received
 
 
 def page(port: int, name: str) -> str:
@@ -108,8 +109,8 @@ def test_prometheus_scrapes_a_run(stage: Stage) -> None:
     for name, device in devices.items():
         assert stage.finish(device, name) == 0, stage.log(name)
     assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
+    wait_for(lambda: all(found.reported("STOPPING=1") for found in systemd), "the programs to report their end")
     for found in systemd:
-        assert found.reported("STOPPING=1")
         assert found.received[0] == "READY=1"
     log = lines_of((stage.out / "run" / "coordinator.log").read_text())
     assert {line["run"] for line in log} == {"run"}

@@ -9,6 +9,7 @@ from coordinator.commands.enroll import enroll
 from coordinator.commands.export import export
 from coordinator.commands.gc import gc
 from coordinator.commands.init import init
+from coordinator.commands.logs import logs
 from coordinator.commands.methods import methods
 from coordinator.commands.metrics import metrics
 from coordinator.commands.plan import plan
@@ -37,8 +38,8 @@ def cli() -> None:
 
 
 for command in (
-    boards, cancel, devices, enroll, export, gc, init, methods, metrics, plan, profile, quarantine, report, revoke, rm,
-    runs, serve, show, start, status, submit,
+    boards, cancel, devices, enroll, export, gc, init, logs, methods, metrics, plan, profile, quarantine, report,
+    revoke, rm, runs, serve, show, start, status, submit,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -188,6 +188,7 @@ class Agent:
         integrity: Integrity | None = None,
         labels: dict[str, str] | None = None,
         keep_runs: int | None = None,
+        recent_log: Callable[[], str] = lambda: "",
     ) -> None:
         self.device = check_name(device, "device id")
         self.topics = Topics(check_name(federation, "federation"))
@@ -200,6 +201,7 @@ class Agent:
         self.software = software
         self.labels = labels or {}
         self.keep_runs = keep_runs  # vaults of older runs that are over are removed; None: all stay
+        self._recent_log = recent_log  # sent with the failure of a task
         self._integrity = integrity or Integrity(blobs, vault.files)
         self._executor = self.executor_class(
             device=self.device,
@@ -719,7 +721,8 @@ class Agent:
         reason = str(error) if isinstance(error, FedvitError) else f"{type(error).__name__}: {error}"
         self._drop_execution()
         broke, use = (error.broke, error.use) if isinstance(error, Exceeded) else (None, None)
-        self._answer(Failed(task.run, task.round, task.kind, reason[:500], broke, use, task.task))
+        lines = self._recent_log()
+        self._answer(Failed(task.run, task.round, task.kind, reason[:500], broke, use, task.task, lines))
 
     def _drop_execution(self) -> None:
         if self._execution:
@@ -777,7 +780,8 @@ class Agent:
         log.error("result lost", extra={"run": result.run, "round": result.round, "reason": reason})
         if result.kind == "train":
             self._settle(result.run, result.round, accepted=False)
-        self._answer(Failed(result.run, result.round, result.kind, reason[:500], task=result.task))
+        lines = self._recent_log()
+        self._answer(Failed(result.run, result.round, result.kind, reason[:500], task=result.task, log=lines))
 
     def _send_transfer_message(self, peer: str, message: BlobNack | BlobAck | UseDedicatedTopic) -> None:
         assert not isinstance(message, UseDedicatedTopic)  # only the coordinator serves several at once

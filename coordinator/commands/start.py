@@ -293,8 +293,8 @@ def _config_of(record: "RunRecord") -> RunConfig:
 
 
 def _has_no_more_rounds(config: RunConfig, finished: "RunRecord") -> bool:
-    """Whether a finished run has the same configuration, apart from its metrics."""
-    return config == msgspec.structs.replace(_config_of(finished), metrics=config.metrics)
+    """Whether a finished run has the same configuration, apart from its metrics and alerts."""
+    return config == msgspec.structs.replace(_config_of(finished), metrics=config.metrics, alerts=config.alerts)
 
 
 def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartConfig:

@@ -3,6 +3,7 @@
 Every table is a module here, and a row of `run.TABLES`.
 """
 
+from coordinator.config.alerts import AlertsConfig
 from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
@@ -16,10 +17,12 @@ from coordinator.config.robust import RobustConfig
 from coordinator.config.run import SECTIONS, TABLES, RunConfig
 from coordinator.config.service import ServiceConfig, make_service_config
 from coordinator.config.updates import UpdatesConfig
+from coordinator.config.versions import why_too_old
 
 __all__ = [
     "SECTIONS",
     "TABLES",
+    "AlertsConfig",
     "BrokerConfig",
     "BudgetConfig",
     "ImageConfig",
@@ -37,6 +40,7 @@ __all__ = [
     "read_toml",
     "resumed_config",
     "why_not_asked",
+    "why_too_old",
     "with_listen_port",
     "with_new_names",
 ]

@@ -1,4 +1,4 @@
-"""The configuration of a resumed run: the recorded one; more rounds, fewer devices and other metrics are allowed."""
+"""The configuration of a resumed run: as recorded, but for more rounds, fewer devices, other metrics and alerts."""
 
 from typing import Any
 
@@ -7,6 +7,9 @@ import msgspec
 from coordinator.config.reading import make_config
 from coordinator.config.run import RunConfig
 from fedvit.errors import ConfigError
+
+_ELSEWHERE = ("metrics", "alerts")
+"""Tables that have no influence on training."""
 
 
 def resumed_config(run: str, recorded: dict[str, Any], given: dict[str, Any], where: str) -> RunConfig:
@@ -18,12 +21,13 @@ def resumed_config(run: str, recorded: dict[str, Any], given: dict[str, Any], wh
     asked = _plain(make_config(given, where).run)
     before = _plain(began)
     for key in given:
-        if key not in ("broker", "metrics") and (differs := _difference(key, before[key], asked[key], given[key])):
+        if key not in ("broker", *_ELSEWHERE) and (differs := _difference(key, before[key], asked[key], given[key])):
             _check_change(run, *differs)
     changed: dict[str, Any] = {key: asked[key] for key in ("rounds", "devices") if key in given}
-    if "metrics" in given:
-        values = {"metrics": {**before["metrics"], **given["metrics"]}}
-        changed["metrics"] = make_config(values, where).run.metrics
+    for table in _ELSEWHERE:
+        if table in given:
+            values = {table: {**before[table], **given[table]}}
+            changed[table] = getattr(make_config(values, where).run, table)
     return msgspec.structs.replace(began, **changed)
 
 
@@ -51,5 +55,5 @@ def _check_change(run: str, key: str, before: Any, asked: Any) -> None:
             return
         hint = "a resumed run can wait for fewer devices, not for more"
     else:
-        hint = "only rounds, devices and metrics of a resumed run may change"
+        hint = "only rounds, devices, metrics and alerts of a resumed run may change"
     raise ConfigError(f"run {run!r} began with {key} = {before!r}, and now {key} = {asked!r} is asked for: {hint}")

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from coordinator.config.alerts import AlertsConfig
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
 from coordinator.config.labels import parse_labels
@@ -70,6 +71,16 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str,
         Meta(description="Labels of the devices that the run selects: site=berlin,board=rpi5; by default all devices."),
     ] = ""
+    min_device_version: (
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^\d+(\.\d+){0,3}$",
+                description="Oldest version of the device's software that the run admits, e.g. 0.2; by default any.",
+            ),
+        ]
+        | None
+    ) = None
     cohort: (
         Annotated[float, Meta(gt=0, le=1, description="Devices asked per round: a share (0.1, 1.0) or a number (8).")]
         | Annotated[int, Meta(ge=1)]
@@ -181,6 +192,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     robust: RobustConfig = field(default_factory=RobustConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")
@@ -232,6 +244,7 @@ TABLES: dict[str, type[Struct]] = {
     "robust": RobustConfig,
     "privacy": PrivacyConfig,
     "metrics": MetricsConfig,
+    "alerts": AlertsConfig,
 }
 """Tables of a run's configuration, with keys of their own."""
 
@@ -241,8 +254,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "seed", "accelerator", "server_precision",
     ),
     "Rounds and devices": (
-        "rounds", "devices", "devices_where", "federation", "cohort", "quorum", "over_select", "selection",
-        "deadline_s", "deadline_limit_s", "late", "max_staleness", "mode", "buffer", "concurrency", "rejoin_grace_s",
+        "rounds", "devices", "devices_where", "min_device_version", "federation", "cohort", "quorum", "over_select",
+        "selection", "deadline_s", "deadline_limit_s", "late", "max_staleness", "mode", "buffer", "concurrency",
+        "rejoin_grace_s",
     ),
     "Evaluation": ("evaluate_every", "evaluation", "evaluation_cohort", "evaluation_quorum"),
     "Storage": ("backup_every", "keep_rounds", "keep_runs"),

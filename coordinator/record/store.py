@@ -47,6 +47,7 @@ from coordinator.record.tables import (
     DEVICES,
     ENDED,
     EXPECTATIONS,
+    LOGS,
     QUARANTINES,
     REFUSALS,
     RESULTS,
@@ -59,6 +60,7 @@ from coordinator.record.tables import (
     TASKS,
     VERSION,
     Asked,
+    DeviceLog,
     DeviceRecord,
     DeviceTotals,
     QuarantineRecord,
@@ -82,6 +84,8 @@ from fedvit.timings import Timings
 from fedvit.wire.messages import Result, TaskKind
 from profiles.prediction import Expected
 
+LOGS_KEPT = 20
+"""Logs of one device in one run that are kept: more would let the device fill the disk."""
 COPIES = "backups"
 """In a run's folder: copies of the database."""
 
@@ -708,6 +712,31 @@ class Store:
         query = select(DEVICES).where(DEVICES.c.run == run).order_by(DEVICES.c.device)
         with self._transaction() as connection:
             return list(self._records(connection, DeviceRecord, DEVICES, query))
+
+    def note_software(self, run: str, versions: Mapping[str, str]) -> None:
+        """Store the software versions of devices."""
+        if not versions:
+            return
+        with self._transaction() as connection:
+            known = _devices(connection, run, versions)
+            changed = [msgspec.structs.replace(known[name], software=version) for name, version in versions.items()]
+            _replace(connection, DEVICES, [msgspec.to_builtins(record) for record in changed])
+
+    def add_log(self, log: DeviceLog) -> None:
+        """Store the log of a device; of its logs in this run the newest LOGS_KEPT stay."""
+        mine = (LOGS.c.run == log.run, LOGS.c.device == log.device)
+        with self._transaction() as connection:
+            _insert(connection, LOGS, [log])
+            newest = select(LOGS.c.id).where(*mine).order_by(LOGS.c.id.desc()).limit(LOGS_KEPT)
+            connection.execute(delete(LOGS).where(*mine, LOGS.c.id.not_in(newest)))
+
+    def logs(self, device: str, run: str | None = None) -> list[DeviceLog]:
+        """Logs of a device in one run or in all, the newest last."""
+        query = select(LOGS).where(LOGS.c.device == device).order_by(LOGS.c.at, LOGS.c.id)
+        if run is not None:
+            query = query.where(LOGS.c.run == run)
+        with self._transaction() as connection:
+            return list(self._records(connection, DeviceLog, LOGS, query))
 
     def device_totals(self, run: str) -> dict[str, DeviceTotals]:
         """The totals of `devices` by name, without a check of their seals: for display."""

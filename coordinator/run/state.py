@@ -49,6 +49,7 @@ class RunState:
     opened: OpenRound | None = None  # None between rounds
     counts_in: int = 1  # the round whose server step uses the results that are accepted now
     counted: set[str] = field(default_factory=set)  # devices with a result for that round
+    alert: Callable[[str, str, str | None], None] = lambda event, text, device: None  # see `Alerts.send`
     _programs: dict[str, Program] = field(default_factory=dict)  # by digest
     refusals: Counter[str] = field(default_factory=Counter)  # since this process began, by a word for the reason
     _refused: Counter[str] = field(default_factory=Counter)  # by device

@@ -171,6 +171,12 @@ OPTIONS = (
     SectionOption(["--quiet"], is_flag=True, help="Log warnings and errors only."),
     SectionOption(["--metrics", "metrics_address"], section=_WATCHING, **monitoring.OPTION),
     SectionOption(["--log-format"], section=_WATCHING, **LOG_FORMAT),
+    SectionOption(
+        ["--logs/--no-logs", "sends_logs"],
+        section=_WATCHING,
+        default=True,
+        help="Send the last log lines with the failure of a task, without paths of images and class names.",
+    ),
 )
 """Options of `edge-client`, which are given before the name of a command."""
 

@@ -53,6 +53,7 @@ def serve(
     once: bool,
     quiet: bool,
     metrics_address: ListenAddress | None,
+    sends_logs: bool,
 ) -> None:
     """Build the device, and take part until it is stopped."""
     # onnxruntime and the data readers are imported here, so that --help and usage errors are fast
@@ -60,6 +61,7 @@ def serve(
     from edge_client.guard import Guard
     from edge_client.identity import Renewal
     from edge_client.readiness import Hours, Readiness
+    from edge_client.recent_log import RecentLog
     from edge_client.runtime import Runtime
     from edge_client.vault import Vault
     from edge_client.vault_key import VaultKey
@@ -80,6 +82,9 @@ def serve(
     )
     endpoint = find_endpoint(broker, ca_file=ca_file, federation=federation, device=device, state=state)
     images = DeviceData.open(data, test_share=test_share, cache_bytes=image_cache_bytes(memory_budget))
+    recent_log = RecentLog([Path.home(), data], images.classes) if sends_logs else None
+    if recent_log:
+        logging.getLogger().addHandler(recent_log)
     folder = state or default_state(data)
     lock = lock_state(folder)
     make_private(folder / kept for kept in ("blobs", "vault"))
@@ -116,6 +121,7 @@ def serve(
         renewal=Renewal(endpoint.identity, Topics(endpoint.federation)) if endpoint.identity else None,
         labels=labels,
         keep_runs=keep_runs,
+        recent_log=recent_log.text if recent_log else lambda: "",
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

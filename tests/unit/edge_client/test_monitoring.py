@@ -37,3 +37,11 @@ def test_metrics_of_a_device(world: World, fedavg: Setting, tmp_path: Path) -> N
     assert collector.why_not_ready() is None
     world.broker.stop()
     world.server.wait(lambda: collector.why_not_ready() == "no connection to the broker")
+
+
+def test_failure_of_a_task_brings_the_last_log_lines(world: World, fedavg: Setting) -> None:
+    """What the device's log gives at that moment."""
+    device = world.device()
+    device.agent._recent_log = lambda: "the last lines"
+    world.give(fedavg, groups={"model": FAR_OFF})
+    assert world.server.expect(Failed).log == "the last lines"

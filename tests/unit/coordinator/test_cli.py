@@ -513,7 +513,10 @@ def test_help_shows_flags_by_what_they_are_about() -> None:
     text = said("start", "--help").stdout
     own = text.split("\nOptions:")[1].split("\n\n")[0]
     flags = [line.split()[0].rstrip(",") for line in own.splitlines() if line.startswith("  -")]
-    assert flags == ["--config", "--runs", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--help"]
+    assert flags == [
+        "--config", "--runs", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--metrics", "--log-format",
+        "--help",
+    ]  # fmt: skip
     robust = text.split("Table [robust]:")[1].split("\n\n")[0]
     assert "--robust.aggregator" in robust
     assert "--robust.malicious-share" in robust

@@ -6,7 +6,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test lint check wheel mosquitto postgresql chromium constraints clean
+.PHONY: install demo test lint check wheel mosquitto postgresql prometheus chromium constraints clean
 
 install: $(VENV)/.installed
 
@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	@$(BIN)/fleet demo
 
-test: install mosquitto chromium postgresql
+test: install mosquitto postgresql prometheus chromium
 	@$(BIN)/python -m pytest -q -n $(WORKERS)
 
 lint: install
@@ -58,6 +58,13 @@ postgresql:
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "installing postgresql"; apt-get update -qq && apt-get install -y -qq postgresql > /dev/null; \
 	  else echo "the tests need postgresql: sudo apt-get install postgresql" >&2; exit 1; fi; }
+
+# a real prometheus scrapes them
+prometheus:
+	@command -v prometheus > /dev/null && command -v promtool > /dev/null || { \
+	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo "installing prometheus"; apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus > /dev/null; \
+	  else echo "the tests need prometheus: sudo apt-get install prometheus (or brew install prometheus)" >&2; exit 1; fi; }
 
 # and look at the reports in a browser
 chromium:

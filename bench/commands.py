@@ -97,6 +97,17 @@ def cap_command(limit_mb: int, as_json: bool, **settings: Any) -> None:
     measure(lambda log: run_cap(chosen, log), cap_table, as_json)
 
 
+@bench_command.command("scrape")
+@click.option("--devices", type=click.IntRange(min=1), default=500, help="Devices of the run.")
+@click.option("--scrapes", type=click.IntRange(min=1), default=50, help="Scrapes that are measured.")
+@json_flag
+def scrape_command(devices: int, scrapes: int, as_json: bool) -> None:
+    """Measure a scrape of a coordinator's metrics over HTTP, without a run in progress."""
+    from bench.scrape import run_scrape, scrape_table
+
+    measure(lambda log: run_scrape(devices=devices, scrapes=scrapes, progress=log), scrape_table, as_json)
+
+
 @bench_command.command("idle")
 @click.option("--starts", type=click.IntRange(min=1), default=3, help="Devices that are started, one after the other.")
 @json_flag

@@ -10,6 +10,7 @@ from coordinator.commands.enroll import enroll
 from coordinator.commands.export import export
 from coordinator.commands.gc import gc
 from coordinator.commands.init import init
+from coordinator.commands.logs import logs
 from coordinator.commands.methods import methods
 from coordinator.commands.metrics import metrics
 from coordinator.commands.plan import plan
@@ -38,8 +39,8 @@ def cli() -> None:
 
 
 for command in (
-    boards, cancel, dashboard, devices, enroll, export, gc, init, methods, metrics, plan, profile, quarantine, report,
-    revoke, rm, runs, serve, show, start, status, submit,
+    boards, cancel, dashboard, devices, enroll, export, gc, init, logs, methods, metrics, plan, profile, quarantine,
+    report, revoke, rm, runs, serve, show, start, status, submit,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -11,6 +11,7 @@ import random
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
@@ -55,6 +56,7 @@ from fedvit.wire.messages import (
     ResultAck,
     RunEnded,
     Task,
+    TaskKind,
     TransferMessage,
     UseDedicatedTopic,
     Welcome,
@@ -153,6 +155,16 @@ class _Pending:
         return isinstance(self.answer, Result)
 
 
+class AgentState(NamedTuple):
+    """What an agent does at a moment."""
+
+    connected: bool  # to the broker
+    joined: bool  # a coordinator has answered its hello
+    at_work: TaskKind | None
+    waiting: int  # answers to tasks that are not acknowledged yet
+    answers: dict[tuple[TaskKind, str], int]  # number of answers since the start, by kind of task and of message
+
+
 class Agent:
     """One device of a fleet. `serve` runs until `stop` is set, the run ends (`once`), or the coordinator refuses.
 
@@ -185,6 +197,7 @@ class Agent:
         keep_runs: int | None = None,
         growing: GrowingFolder | None = None,
         status: StatusFile | None = None,
+        recent_log: Callable[[], str] = lambda: "",
     ) -> None:
         self.device = check_name(device, "device id")
         self.topics = Topics(check_name(federation, "federation"))
@@ -205,6 +218,7 @@ class Agent:
         self.last_error: LastError | None = None
         self._run_classes: Collection[str] | None = None  # other images are not used; None: no run has a task here
         self._task_run: str | None = None  # of the newest task
+        self._recent_log = recent_log  # sent with the failure of a task
         self._integrity = integrity or Integrity(blobs, vault.files)
         self._executor = self.executor_class(
             device=self.device,
@@ -235,6 +249,7 @@ class Agent:
         self._worker: Work | None = None
         self._pending: dict[tuple[str, int, str], _Pending] = {}  # by run, round and kind
         self._least_resend_s = 0.0  # for answers to the current task
+        self._answers: Counter[tuple[TaskKind, str]] = Counter()
         self._class_list: Manifest | None = None
         self._ended: RunEnded | None = None
         self._programs: dict[str, Program] = {}
@@ -242,14 +257,18 @@ class Agent:
 
     # --- the loop -------------------------------------------------------------------------------------
 
-    def serve(self, stop: threading.Event, *, once: bool = False) -> str:
-        """Take part until `stop` is set; returns why it ended. Raises PeerRefused when the refusal is final."""
+    def serve(self, stop: threading.Event, *, once: bool = False, on_turn: Callable[[], None] = lambda: None) -> str:
+        """Take part until `stop` is set; returns why it ended. Raises PeerRefused when the refusal is final.
+
+        `on_turn` is called about every TICK_S.
+        """
         self.open()
         try:
             while not stop.is_set():
                 with contextlib.suppress(queue.Empty):
                     self.on_event(self._inbox.get(timeout=TICK_S))
                 self.on_time()
+                on_turn()
                 if once and self.over:
                     return self.over
             return "stopped"
@@ -298,6 +317,12 @@ class Agent:
         if not self._execution.working:
             return "fetching"
         return "training" if self._execution.task.kind == "train" else "testing"
+
+    def state(self) -> AgentState:
+        """May be called from any thread."""
+        execution, joined = self._execution, self._connected and self._epoch is not None and self._hello is None
+        at_work = execution.task.kind if execution else None
+        return AgentState(self._connected, joined, at_work, len(self._pending), dict(self._answers))
 
     def halt(self) -> None:
         """Ask the running task to stop at its next step, without a report to the coordinator."""
@@ -802,7 +827,8 @@ class Agent:
         self._note_end(task, "failed")
         self._drop_execution()
         broke, use = (error.broke, error.use) if isinstance(error, Exceeded) else (None, None)
-        self._answer(Failed(task.run, task.round, task.kind, reason[:500], broke, use, task.task))
+        lines = self._recent_log()
+        self._answer(Failed(task.run, task.round, task.kind, reason[:500], broke, use, task.task, lines))
 
     def _note_end(self, task: Task, outcome: str, result: Result | None = None) -> None:
         self.last_task = LastTask(
@@ -839,6 +865,7 @@ class Agent:
         self._pending[answer.run, answer.round, answer.kind] = _Pending(answer, resend=Resend(self._least_resend_s))
 
     def _answer(self, answer: Result | Failed | Declined) -> None:
+        self._answers[answer.kind, type(answer).__name__.lower()] += 1
         self._keep(answer)
         self._send_answer(answer)
 
@@ -874,7 +901,8 @@ class Agent:
         log.error("result lost", extra={"run": result.run, "round": result.round, "reason": reason})
         if result.kind == "train":
             self._settle(result.run, result.round, accepted=False)
-        self._answer(Failed(result.run, result.round, result.kind, reason[:500], task=result.task))
+        lines = self._recent_log()
+        self._answer(Failed(result.run, result.round, result.kind, reason[:500], task=result.task, log=lines))
 
     def _send_transfer_message(self, peer: str, message: TransferMessage) -> None:
         assert not isinstance(message, UseDedicatedTopic | BlobUrl)  # only the coordinator sends them

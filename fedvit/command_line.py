@@ -1,5 +1,6 @@
 """The common style of all command lines: flags, `--help`, errors in one line, and exit codes."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import click
 
 from fedvit.descriptors import raise_limit
 from fedvit.errors import INTERRUPTED, ConfigError, FedvitError
+from fedvit.logs import FORMAT_VARIABLE
 
 RENAMED = {"--out": "--runs", "--name": "--run"}
 """Flags that had another name in an earlier version. Flags that were written without the name of their table, as in
@@ -75,6 +77,22 @@ def _renamed(flag: str, command: click.Command) -> list[str]:
 
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, and nothing else.")
+
+
+def _set_log_format(_: click.Context, __: click.Parameter, chosen: str) -> None:
+    os.environ[FORMAT_VARIABLE] = chosen
+
+
+LOG_FORMAT: dict[str, Any] = {
+    "type": click.Choice(["text", "json"]),
+    "default": "text",
+    "envvar": FORMAT_VARIABLE,
+    "callback": _set_log_format,
+    "expose_value": False,
+    "help": f"Format of log lines: text, or one JSON object per line. Or set {FORMAT_VARIABLE}.",
+}
+"""Settings of the option `--log-format`, which also holds for child processes."""
+log_format_flag = click.option("--log-format", **LOG_FORMAT)
 
 
 def amount(parse: Callable[[str], float]) -> Callable[[click.Context, click.Parameter, Any], Any]:

@@ -1,9 +1,13 @@
-"""Log lines for people and for machines: constant text, values as fields."""
+"""Log lines for people and for machines: constant text, values as fields; as one JSON object per line if asked for."""
 
+import json
 import logging
+import math
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -15,6 +19,12 @@ OLD_FILES = 5
 """A log file that grows beyond FILE_BYTES is renamed to NAME.1, that one to NAME.2, and so on."""
 
 
+FORMAT_VARIABLE = "FEDVIT_LOG_FORMAT"
+"""In the environment: `json` or `text`. The option --log-format sets it, so that child processes write the same."""
+
+_of_thread = threading.local()
+
+
 class KeyValueFormatter(logging.Formatter):
     """`2026-11-22 12:00:01 I round closed  round=7 received=9`"""
 
@@ -22,14 +32,49 @@ class KeyValueFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname).1s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # the line without the traceback that may follow
-        fields = [
-            f"{name}={_short(value)}"
-            for name, value in vars(record).items()
-            if name not in _STANDARD
-            and not name.startswith("_")  # libraries (Ray) add some of their own to all records
-        ]
+        fields = [f"{name}={_short(value)}" for name, value in _fields(record).items()]
         text = super().formatMessage(record)
         return f"{text}  {' '.join(fields)}" if fields else text
+
+
+class JsonFormatter(logging.Formatter):
+    """`{"date": "2026-11-22T12:00:01.000+00:00", "level": "info", "message": "round closed", "round": 7}`
+
+    `fields` are part of every line, also those that are added later, as are those of `thread_log` in its thread.
+    """
+
+    def __init__(self, fields: Mapping[str, object] | None = None) -> None:
+        super().__init__()
+        self._always = {} if fields is None else fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {**self._always, **getattr(_of_thread, "fields", {}), **_fields(record)}
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json_line(record.levelname.lower(), record.getMessage(), fields, at=record.created)
+
+
+def json_line(level: str, message: str, fields: Mapping[str, object], *, at: float | None = None) -> str:
+    """One line of a log in JSON; `at` is a Unix time, by default now."""
+    date = datetime.now(UTC) if at is None else datetime.fromtimestamp(at, UTC)
+    line = {"date": date.isoformat(timespec="milliseconds"), "level": level, "message": message}
+    return json.dumps(line | {name: _plain(value) for name, value in fields.items()})
+
+
+def as_json() -> bool:
+    """Whether logs are written as JSON."""
+    return os.environ.get(FORMAT_VARIABLE) == "json"
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    # libraries (Ray) add fields of their own to all records
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD and not name.startswith("_")}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def _short(value: object) -> str:
@@ -39,8 +84,17 @@ def _short(value: object) -> str:
     return text if text.isprintable() and text and " " not in text else repr(text)
 
 
-def configure_logging(*, level: int = logging.INFO, file: Path | None = None, stderr: bool = True) -> None:
-    """Send the program's log to standard error and/or a file. Called once, by a program's command line."""
+def configure_logging(
+    *,
+    level: int = logging.INFO,
+    file: Path | None = None,
+    stderr: bool = True,
+    fields: Mapping[str, object] | None = None,
+) -> None:
+    """Send the program's log to standard error and/or a file. Called once, by a program's command line.
+
+    In JSON every line has the given fields.
+    """
     logging.raiseExceptions = False  # on a full disk lines are lost without a traceback
     root = logging.getLogger()
     root.setLevel(level)
@@ -49,16 +103,17 @@ def configure_logging(*, level: int = logging.INFO, file: Path | None = None, st
         file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES))
     for handler in handlers:
-        handler.setFormatter(KeyValueFormatter())
+        handler.setFormatter(JsonFormatter(fields) if as_json() else KeyValueFormatter())
         root.addHandler(handler)
 
 
 @contextmanager
-def thread_log(file: Path) -> Iterator[None]:
-    """Within the block, log lines of the calling thread are also written to `file`."""
+def thread_log(file: Path, fields: Mapping[str, object] | None = None) -> Iterator[None]:
+    """Within the block, log lines of the calling thread are also written to `file`; in JSON they have the fields."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES)
-    handler.setFormatter(KeyValueFormatter())
+    handler.setFormatter(JsonFormatter() if as_json() else KeyValueFormatter())
+    _of_thread.fields = dict(fields or {})
     mine = threading.get_ident()
     handler.addFilter(lambda record: record.thread == mine)
     root = logging.getLogger()
@@ -68,3 +123,4 @@ def thread_log(file: Path) -> Iterator[None]:
     finally:
         root.removeHandler(handler)
         handler.close()
+        del _of_thread.fields

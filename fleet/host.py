@@ -15,7 +15,7 @@ from edge_client.agent import RETURN_SPREAD_S
 from edge_client.commands.options import BROKER_VARIABLE
 from edge_client.state import lock_state
 from fedvit import command_line
-from fedvit.command_line import Command
+from fedvit.command_line import Command, log_format_flag
 from fedvit.files import make_private, private_files
 from fedvit.logs import configure_logging
 from fedvit.wire.topics import check_name
@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 )
 @click.option("--once", is_flag=True, help="End with the run instead of waiting for the next.")
 @click.option("--quiet", is_flag=True, help="Log warnings only.")
+@log_format_flag
 @private_files()
 def host_command(
     broker: str,

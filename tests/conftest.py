@@ -66,6 +66,7 @@ LONGEST = (
     "e2e/test_worker.py",
     "e2e/test_deploy_files.py",
     "e2e/test_deployment.py",
+    "e2e/test_monitoring.py",
     "e2e/test_pages.py",
     "e2e/test_pentest.py",
     "e2e/test_damage_coordinator.py",

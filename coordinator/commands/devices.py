@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option(
     "--runs",
     type=click.Path(path_type=Path),
-    help="Folder of all runs: devices with strikes or in quarantine there are marked.",
+    help="Folder of all runs: shows the version of each device there, its strikes and its quarantine.",
 )
 @click.option("--run", help="With --runs: the run, by default the newest.")
 @json_flag
@@ -52,9 +52,10 @@ def devices(folder: Path, runs: Path | None, run: str | None, as_json: bool) -> 
     for heading in ("joined, UTC", "last seen", "certificate until"):
         column(table, heading, justify="left")
     if run:
+        column(table, "version", justify="left")
         table.add_column(Text(f"in run {run}"), overflow="fold")
     for entry in listed:
-        standing = [Text(_standing(entry))] if run else []
+        standing = [Text(entry["software"] or "-"), Text(_standing(entry))] if run else []
         table.add_row(
             Text(entry["device"]),
             entry["state"] + (f", misused the broker {entry['misuses']} times" if entry["misuses"] else ""),
@@ -78,12 +79,14 @@ def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) ->
         if run is None:
             raise ConfigError(f"there is no run in {runs}")
         known = {standing.device: standing for standing in standings(store, run)}
+        versions = {record.device: record.software for record in store.devices(run)}
     finally:
         store.close()
     for entry in listed:
         standing = known.get(entry["device"])
         entry |= {
             "run": run,
+            "software": versions.get(entry["device"]),
             "strikes": standing.strikes if standing else 0,
             "quarantine": standing.quarantine if standing else None,
             "until_round": standing.until_round if standing else None,

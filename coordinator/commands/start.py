@@ -17,6 +17,7 @@ import msgspec
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import has_record, record_flag, runs_flag
 from coordinator.config import (
+    FREE_TABLES,
     RunConfig,
     StartConfig,
     check_blobs,
@@ -26,10 +27,12 @@ from coordinator.config import (
     resumed_config,
     with_listen_port,
 )
-from fedvit.command_line import Command
+from fedvit import monitoring
+from fedvit.command_line import Command, log_format_flag
 from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
 from fedvit.quantities import counted
+from fedvit.systemd import Notifier
 from fedvit.wire.topics import check_name
 
 if typing.TYPE_CHECKING:
@@ -77,6 +80,8 @@ if typing.TYPE_CHECKING:
     "device is waited for.",
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
+@click.option("--metrics", "metrics_address", **monitoring.OPTION)
+@log_format_flag
 @config_flags
 @private_files()
 def start(
@@ -88,11 +93,13 @@ def start(
     resume_or_new: bool,
     only_check: bool,
     quiet: bool,
+    metrics_address: monitoring.ListenAddress | None,
     **flags: Any,
 ) -> None:
     """Start a broker unless one is given, wait for devices, and train."""
     from coordinator.run.display import choose_display
 
+    notifier = Notifier.from_environment()
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
     if resume_or_new and (name is None or resume is not None):
@@ -110,6 +117,7 @@ def start(
         store = opened_store(folder, stack) if has_record(folder) else None
         record = _to_resume(store, resume, name if resume_or_new else None) if store or resume else None
         display = choose_display(quiet)
+        monitor = stack.enter_context(monitoring.monitored(metrics_address))
         if record is None:
             check_metrics(given.run, where)
             check_blobs(given.run.blobs, where)
@@ -160,7 +168,7 @@ def start(
             status = "interrupted" if record.status == "finished" else record.status
             store.update_run(run, config=msgspec.to_builtins(config.run), broker=endpoint.as_record(), status=status)
         made.pop_all()
-        _serve(store, folder, run, config.run, endpoint, transport, display, worker)
+        _serve(store, folder, run, config.run, endpoint, transport, display, worker, monitor, notifier)
 
 
 def _checked(
@@ -308,7 +316,8 @@ def _config_of(record: "RunRecord") -> RunConfig:
 
 def _has_no_more_rounds(config: RunConfig, finished: "RunRecord") -> bool:
     """Whether a finished run has the same configuration, apart from tables without influence on training."""
-    return config == msgspec.structs.replace(_config_of(finished), metrics=config.metrics, blobs=config.blobs)
+    same = {table: getattr(config, table) for table in FREE_TABLES}
+    return config == msgspec.structs.replace(_config_of(finished), **same)
 
 
 def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartConfig:
@@ -346,22 +355,27 @@ def _serve(
     transport: "Transport",
     display: "Display",
     worker: "Worker",
+    monitor: monitoring.Monitor,
+    notifier: Notifier,
 ) -> None:
     """Serve the run to its end. Raises KeyboardInterrupt if it is interrupted."""
     from coordinator.metrics.following import following
     from coordinator.run.coordinator import Cancelled, Coordinator
-    from coordinator.run.inbox import Interrupted
+    from coordinator.run.inbox import TICK_S, Interrupted
     from coordinator.run.lease import FederationTaken
     from coordinator.service.cancelling import Cancellation
     from fedvit.logs import configure_logging
+    from fedvit.timings import LoopWatch
 
     home = folder / run
     log_file = home / "coordinator.log"
-    configure_logging(file=log_file, stderr=False)
+    configure_logging(file=log_file, stderr=False, fields={"run": run})
     worker.begin(run=run, config=config, folder=home, log_file=log_file)
     cancellation = Cancellation(store, run)
+    loop = LoopWatch(TICK_S, notifier.alive)
 
     def watch() -> None:
+        loop.turned()
         endpoint.watch()
         for device in endpoint.revoked():
             coordinator.expel(device, "its certificate was revoked")
@@ -380,6 +394,19 @@ def _serve(
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: coordinator.stop())
+
+    def watched() -> monitoring.Watched:
+        from coordinator.monitoring.collector import CoordinatorCollector, Observed, Served
+
+        served = [Served(coordinator, loop)]
+        observed = Observed(transport, lambda: coordinator.inbox.connected, store, folder, lambda: served, {})
+        collector = CoordinatorCollector(observed)
+        return monitoring.Watched(collector, collector.loops, collector.why_not_ready)
+
+    monitor.show(watched)
+    if monitor.url:
+        display.line(f"metrics: {monitor.url}")
+    notifier.ready()
     try:
         with following(run, config, store, home, display.line):
             coordinator.serve()
@@ -394,4 +421,6 @@ def _serve(
     except Interrupted:
         display.line(f"interrupted; resume with: coordinator start --resume {run} --runs {folder}")
         raise KeyboardInterrupt from None
+    finally:
+        notifier.stopping()
     display.line(f"finished; tensors: {home / 'model.safetensors'}, log: {log_file}")

@@ -43,10 +43,11 @@ def close(pipe: IO[bytes]) -> None:
         pipe.close()
 
 
-def open_pipes() -> tuple["SimpleQueue[bytes]", IO[bytes]]:
+def open_pipes(log_fields: dict[str, object] | None = None) -> tuple["SimpleQueue[bytes]", IO[bytes]]:
     """Return a queue of the frames from standard input, and the pipe for replies.
 
-    The process ends when its standard input ends. To be called first in a child process.
+    The process ends when its standard input ends. To be called first in a child process. `log_fields` are part of every
+    line of its log in JSON, also those that are added later.
     """
     for number in (
         signal.SIGINT,
@@ -56,7 +57,7 @@ def open_pipes() -> tuple["SimpleQueue[bytes]", IO[bytes]]:
     raise_limit()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of libraries must not mix with the replies
-    configure_logging()
+    configure_logging(fields=log_fields)
     waiting: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests, waiting), name="requests", daemon=True).start()
     return waiting, replies

@@ -18,14 +18,16 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Entry point; the process ends at once when its standard input ends."""
-    waiting, replies = open_pipes()
+    log_fields = dict[str, object]()
+    waiting, replies = open_pipes(log_fields)
     with private_files():
-        _Serving(replies).serve(waiting)
+        _Serving(replies, log_fields).serve(waiting)
 
 
 class _Serving:
-    def __init__(self, replies: IO[bytes]) -> None:
+    def __init__(self, replies: IO[bytes], log_fields: dict[str, object]) -> None:
         self._replies = replies
+        self._log_fields = log_fields
         self._engine: Any = None
 
     def serve(self, waiting: "SimpleQueue[bytes]") -> None:
@@ -55,6 +57,7 @@ class _Serving:
         for number in (1, 2):
             os.dup2(opened, number)
         os.close(opened)
+        self._log_fields["run"] = begin.run
         folder = Path(begin.folder)
         self._engine = Engine(
             run=begin.run,

@@ -3,6 +3,7 @@
 Every table is a module here, and a row of `run.TABLES`.
 """
 
+from coordinator.config.alerts import AlertsConfig
 from coordinator.config.blobs import BlobsConfig, check_blobs
 from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.budget import BudgetConfig
@@ -12,15 +13,18 @@ from coordinator.config.metrics import MetricsConfig
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.reading import StartConfig, check_names, make_config, read_toml
 from coordinator.config.renamed import check_new_names, with_new_names
-from coordinator.config.resuming import resumed_config
+from coordinator.config.resuming import FREE_TABLES, resumed_config
 from coordinator.config.robust import RobustConfig
 from coordinator.config.run import SECTIONS, TABLES, RunConfig
 from coordinator.config.service import ServiceConfig, make_service_config
 from coordinator.config.updates import UpdatesConfig
+from coordinator.config.versions import why_too_old
 
 __all__ = [
+    "FREE_TABLES",
     "SECTIONS",
     "TABLES",
+    "AlertsConfig",
     "BlobsConfig",
     "BrokerConfig",
     "BudgetConfig",
@@ -40,6 +44,7 @@ __all__ = [
     "read_toml",
     "resumed_config",
     "why_not_asked",
+    "why_too_old",
     "with_listen_port",
     "with_new_names",
 ]

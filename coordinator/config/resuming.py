@@ -1,5 +1,5 @@
-"""The configuration of a resumed run: the recorded one; more rounds, fewer devices, other metrics and another store of
-blobs are allowed."""
+"""The configuration of a resumed run: the recorded one; more rounds, fewer devices, other metrics, alerts and another
+store of blobs are allowed."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from coordinator.config.reading import make_config
 from coordinator.config.run import RunConfig
 from fedvit.errors import ConfigError
 
-FREE_TABLES = ("metrics", "blobs")
+FREE_TABLES = ("metrics", "blobs", "alerts")
 """Tables that have no influence on training."""
 
 
@@ -22,9 +22,7 @@ def resumed_config(run: str, recorded: dict[str, Any], given: dict[str, Any], wh
     asked = _plain(make_config(given, where).run)
     before = _plain(began)
     for key in given:
-        if key in ("broker", *FREE_TABLES):
-            continue
-        if differs := _difference(key, before[key], asked[key], given[key]):
+        if key not in ("broker", *FREE_TABLES) and (differs := _difference(key, before[key], asked[key], given[key])):
             _check_change(run, *differs)
     changed: dict[str, Any] = {key: asked[key] for key in ("rounds", "devices") if key in given}
     for table in FREE_TABLES:
@@ -58,5 +56,5 @@ def _check_change(run: str, key: str, before: Any, asked: Any) -> None:
             return
         hint = "a resumed run can wait for fewer devices, not for more"
     else:
-        hint = "only rounds, devices, metrics and blobs of a resumed run may change"
+        hint = "only rounds, devices, metrics, blobs and alerts of a resumed run may change"
     raise ConfigError(f"run {run!r} began with {key} = {before!r}, and now {key} = {asked!r} is asked for: {hint}")

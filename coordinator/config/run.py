@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from coordinator.config.alerts import AlertsConfig
 from coordinator.config.blobs import BlobsConfig
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
@@ -71,6 +72,16 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str,
         Meta(description="Labels of the devices that the run selects: site=berlin,board=rpi5; by default all devices."),
     ] = ""
+    min_device_version: (
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^\d+(\.\d+){0,3}$",
+                description="Oldest version of the device's software that the run admits, e.g. 0.2; by default any.",
+            ),
+        ]
+        | None
+    ) = None
     cohort: (
         Annotated[float, Meta(gt=0, le=1, description="Devices asked per round: a share (0.1, 1.0) or a number (8).")]
         | Annotated[int, Meta(ge=1)]
@@ -183,6 +194,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     blobs: BlobsConfig = field(default_factory=BlobsConfig)
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")
@@ -235,6 +247,7 @@ TABLES: dict[str, type[Struct]] = {
     "privacy": PrivacyConfig,
     "metrics": MetricsConfig,
     "blobs": BlobsConfig,
+    "alerts": AlertsConfig,
 }
 """Tables of a run's configuration, with keys of their own."""
 
@@ -244,8 +257,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "seed", "accelerator", "server_precision",
     ),
     "Rounds and devices": (
-        "rounds", "devices", "devices_where", "federation", "cohort", "quorum", "over_select", "selection",
-        "deadline_s", "deadline_limit_s", "late", "max_staleness", "mode", "buffer", "concurrency", "rejoin_grace_s",
+        "rounds", "devices", "devices_where", "min_device_version", "federation", "cohort", "quorum", "over_select",
+        "selection", "deadline_s", "deadline_limit_s", "late", "max_staleness", "mode", "buffer", "concurrency",
+        "rejoin_grace_s",
     ),
     "Evaluation": ("evaluate_every", "evaluation", "evaluation_cohort", "evaluation_quorum"),
     "Storage": ("backup_every", "keep_rounds", "keep_runs"),

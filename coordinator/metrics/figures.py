@@ -15,8 +15,8 @@ from coordinator.record.tables import ENDED
 LAST_OF_ROUND = "devices/accepted"
 """The tag that every round has; it is written last."""
 _IN_PARTS = ("options", "model_options", *TABLES)
-_ELSEWHERE = "metrics"
-"""The table that has no influence on training."""
+_ELSEWHERE = ("metrics", "alerts")
+"""Tables that have no influence on training."""
 
 
 def figures_of(summary: RoundSummary) -> dict[str, float]:
@@ -61,7 +61,7 @@ def settings_of(config: RunConfig) -> dict[str, Setting]:
     """The configuration as a flat mapping: keys of tables as "privacy.clip", lists and tables as JSON."""
     settings: dict[str, Setting] = {}
     for key, value in msgspec.to_builtins(config).items():
-        if key == _ELSEWHERE:
+        if key in _ELSEWHERE:
             continue
         inside = {f"{key}.{name}": inner for name, inner in value.items()} if key in _IN_PARTS else {key: value}
         for name, inner in inside.items():

@@ -9,6 +9,7 @@ evaluated.
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -49,6 +50,7 @@ from coordinator.record.tables import (
     DEVICES,
     ENDED,
     EXPECTATIONS,
+    LOGS,
     QUARANTINES,
     REFUSALS,
     RESULTS,
@@ -61,13 +63,16 @@ from coordinator.record.tables import (
     TASKS,
     VERSION,
     Asked,
+    DeviceLog,
     DeviceRecord,
+    DeviceTotals,
     QuarantineRecord,
     RefusalRecord,
     ResultRecord,
     RoundRecord,
     RoundTotals,
     RunRecord,
+    RunStatus,
     SavedState,
     StrikeRecord,
     TaskRecord,
@@ -80,9 +85,12 @@ from fedvit.descriptors import are_used_up, how_many
 from fedvit.errors import ConfigError, Damaged, DatabaseGone, DiskFull, StorageFailed, TooManyOpenFiles
 from fedvit.files import atomic_write, storage_failed
 from fedvit.resources import BudgetKind, ResourceUse
+from fedvit.timings import Timings
 from fedvit.wire.messages import Result, TaskKind
 from profiles.prediction import Expected
 
+LOGS_KEPT = 20
+"""Logs of one device in one run that are kept: more would let the device fill the disk."""
 COPIES = "backups"
 """In a run's folder: copies of the database."""
 
@@ -220,6 +228,7 @@ class Store:
         else:
             self._engine, self._file = _postgresql_engine(_postgresql(url, "record")), None
         self._joined = threading.local()
+        self.commits = Timings()  # of transactions that wrote
         if self._file:
             event.listen(self._engine, "connect", _prepare_reading if reads_only else _prepare_sqlite)
             self._check_file(self._file, whole=check)
@@ -352,6 +361,10 @@ class Store:
         try:
             with self._engine.begin() as connection:
                 yield connection
+                wrote = getattr(connection.connection.driver_connection, "in_transaction", True)
+                began = time.perf_counter()
+            if wrote:
+                self.commits.add(time.perf_counter() - began)
         except (SQLAlchemyError, sqlite3.Error) as error:
             cause = getattr(error, "orig", None) or error
             if not self._file and isinstance(error, OperationalError):
@@ -457,6 +470,12 @@ class Store:
         with self._transaction() as connection:
             query = select(RUNS).order_by(RUNS.c.created_at.desc(), RUNS.c.id.desc())
             return list(self._records(connection, RunRecord, RUNS, query))
+
+    def count_runs(self) -> dict[RunStatus, int]:
+        """Number of runs by status."""
+        with self._transaction() as connection:
+            query = select(RUNS.c.status, func.count()).group_by(RUNS.c.status)
+            return {row[0]: row[1] for row in connection.execute(query)}
 
     def run(self, run: str) -> RunRecord:
         """Raises ConfigError if there is no such run, naming existing runs."""
@@ -627,6 +646,16 @@ class Store:
             newest = connection.execute(query.order_by(ROUNDS.c.round.desc())).scalars()
             means = (made["accuracy_mean"] for made in newest if made)
             return next((mean for mean in means if mean is not None), None)
+
+    def newest_totals(self, run: str, *, evaluated: bool = False) -> ClosedRound | None:
+        """Totals of the newest closed round, or of the newest evaluated one; None if there is none."""
+        query = select(ROUNDS.c.round, ROUNDS.c.totals, ROUNDS.c.figures)
+        query = query.where(ROUNDS.c.run == run, ROUNDS.c.totals.is_not(None))
+        if evaluated:
+            query = query.where(ROUNDS.c.accuracy.is_not(None))
+        with self._transaction() as connection:
+            row = connection.execute(query.order_by(ROUNDS.c.round.desc()).limit(1)).first()
+            return ClosedRound(row[0], msgspec.convert(row[1], RoundTotals), row[2] or {}) if row else None
 
     def figure_counts(self, run: str, names: Sequence[str]) -> dict[tuple[float | None, ...], int]:
         """Number of closed rounds by the values of these figures; None: the round lacks the figure."""
@@ -875,6 +904,37 @@ class Store:
         query = select(DEVICES).where(DEVICES.c.run == run).order_by(DEVICES.c.device)
         with self._transaction() as connection:
             return list(self._records(connection, DeviceRecord, DEVICES, query))
+
+    def note_software(self, run: str, versions: Mapping[str, str]) -> None:
+        """Store the software versions of devices."""
+        if not versions:
+            return
+        with self._transaction() as connection:
+            known = _devices(connection, run, versions)
+            changed = [msgspec.structs.replace(known[name], software=version) for name, version in versions.items()]
+            _replace(connection, DEVICES, [msgspec.to_builtins(record) for record in changed])
+
+    def add_log(self, log: DeviceLog) -> None:
+        """Store the log of a device; of its logs in this run the newest LOGS_KEPT stay."""
+        mine = (LOGS.c.run == log.run, LOGS.c.device == log.device)
+        with self._transaction() as connection:
+            _insert(connection, LOGS, [log])
+            newest = select(LOGS.c.id).where(*mine).order_by(LOGS.c.id.desc()).limit(LOGS_KEPT)
+            connection.execute(delete(LOGS).where(*mine, LOGS.c.id.not_in(newest)))
+
+    def logs(self, device: str, run: str | None = None) -> list[DeviceLog]:
+        """Logs of a device in one run or in all, the newest last."""
+        query = select(LOGS).where(LOGS.c.device == device).order_by(LOGS.c.at, LOGS.c.id)
+        if run is not None:
+            query = query.where(LOGS.c.run == run)
+        with self._transaction() as connection:
+            return list(self._records(connection, DeviceLog, LOGS, query))
+
+    def device_totals(self, run: str) -> dict[str, DeviceTotals]:
+        """The totals of `devices` by name, without a check of their seals: for display."""
+        query = select(DEVICES.c.device, DEVICES.c.totals).where(DEVICES.c.run == run).order_by(DEVICES.c.device)
+        with self._transaction() as connection:
+            return {name: msgspec.convert(made or {}, DeviceTotals) for name, made in connection.execute(query)}
 
     def add_refusal(
         self,

@@ -23,7 +23,7 @@ from fedvit.roles import NONE
 from fedvit.wire.messages import DeltaStep, TaskKind
 from profiles.prediction import Expected
 
-SCHEMA = "0004"
+SCHEMA = "0005"
 """Version of the newest migration in `coordinator.record.migrations`."""
 
 SEAL = "seal"
@@ -255,6 +255,18 @@ class QuarantineRecord(Struct, frozen=True):
         return self.released_at is None and not over
 
 
+class DeviceLog(Struct, frozen=True):
+    """The last log lines of a device, which it sent with the failure of a task."""
+
+    run: str
+    round: int
+    device: str
+    kind: TaskKind
+    reason: str  # of the failure
+    at: str  # ISO 8601, UTC
+    lines: str
+
+
 class DeviceRecord(Struct, frozen=True):
     """One device of a run; counts closed rounds only."""
 
@@ -263,6 +275,7 @@ class DeviceRecord(Struct, frozen=True):
     last_asked: int = 0  # newest round in which it was asked to train
     times_asked: int = 0
     totals: DeviceTotals = DeviceTotals()
+    software: str | None = None  # its version; None: older versions of the record did not store it
 
 
 _TYPES: dict[Any, Any] = {str: String, int: Integer, bool: Boolean}
@@ -345,6 +358,9 @@ QUARANTINES = Table("quarantines", TABLES, _id(), _run(), *_columns(QuarantineRe
 Index("quarantines_by_device", QUARANTINES.c.run, QUARANTINES.c.device)
 
 DEVICES = Table("devices", TABLES, *_columns(DeviceRecord, "run", "device"), _seal())
+
+LOGS = Table("logs", TABLES, _id(), *_columns(DeviceLog))
+Index("logs_by_device", LOGS.c.device, LOGS.c.run)
 
 VERSION = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
 """The version table of Alembic."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.record.backups import Accepted, Backups
+from coordinator.record.store import now
+from coordinator.record.tables import DeviceLog
 from coordinator.run.device_profiles import DeviceProfiles
 from coordinator.run.isolation import ends_run
 from coordinator.run.open_round import Missing, OpenRound
@@ -179,6 +181,10 @@ class ResultCollector:
             self._drop_upload(task)
             self._end_without_result(task, TaskState.FAILED)
             state.operator_log(f"{device} cannot {failed.kind} in round {failed.round}: {failed.reason}")
+            if failed.log:
+                state.store.add_log(
+                    DeviceLog(state.run, failed.round, device, failed.kind, failed.reason, now(), failed.log)
+                )
 
     def on_declined(self, device: str, declined: Declined) -> None:
         """A device declines its task: it is left out without a strike, and asked again at the time that it named."""

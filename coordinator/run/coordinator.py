@@ -24,6 +24,7 @@ from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.record.retention import oldest_kept
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, RoundRecord
+from coordinator.run.alerts import Alerts
 from coordinator.run.collector import ResultCollector
 from coordinator.run.device_profiles import DeviceProfiles
 from coordinator.run.display import Display
@@ -117,6 +118,8 @@ class Coordinator:
             classes=config.classes,
             unsent_bytes=transport.pending_bytes,
         )
+        self.alerts = Alerts(run, config.alerts)
+        state.alert = self.alerts.send
         compute.progress = state.set_doing
         self.objects = _object_store(state)
         self.lease = Lease(transport, state.topics, run, self._operator_log)
@@ -212,6 +215,11 @@ class Coordinator:
                 self.lease.end()
             self.transport.close()
             self.inbox.close()
+            with suppress(FedvitError):
+                record = state.store.run(state.run)
+                why = f": {record.reason}" if record.reason else ""
+                self.alerts.send("run_stopped", f"the run has stopped, {record.status}{why}")
+            self.alerts.close()
             if self.objects:
                 self.objects.close()
 
@@ -246,6 +254,7 @@ class Coordinator:
         self.state.doing = f"paused: {error}"
         self._operator_log(f"paused: {error}; it resumes automatically when that is over")
         log.error("paused", extra={"reason": str(error)})
+        self.alerts.send("run_paused", f"the run is paused: {error}")
         probe = self._folder / "room"
         while True:
             try:
@@ -276,7 +285,9 @@ class Coordinator:
                 state.doing = "checking the whole record"
             return online >= wanted and checked.done()
 
-        self._operator_log(f"waiting for {wanted} device{'s' if wanted > 1 else ''}")
+        oldest = state.config.min_device_version
+        requirement = f", each with fedvit {oldest} or newer" if oldest else ""
+        self._operator_log(f"waiting for {wanted} device{'s' if wanted > 1 else ''}{requirement}")
         self.inbox.pump(enough)
         if not state.classes:
             brought = {name: state.presence[name].hello.classes for name in state.presence.online()}
@@ -410,7 +421,9 @@ class Coordinator:
         state.saved = stepped.saved
         asked = state.store.asked_in(state.run, number)
         self.backups.note(Closed(number, asked, stepped.saved, figures))
-        state.store.close_round(state.run, number, stepped.saved, figures, asked, results=results)
+        with state.store.together():
+            state.store.close_round(state.run, number, stepped.saved, figures, asked, results=results)
+            state.store.note_software(state.run, self.membership.take_versions())
         is_last = number == state.config.rounds
         self.inbox.in_background(partial(self.backups.after_round, number, last=is_last))
         oldest = oldest_kept(number, state.config.keep_rounds, self.backups.since(number))

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fedvit.logs import as_json, json_line
 from profiles.report.terminal import shortened
 
 QUIET = ("done", "failed", "declined", "offline")
@@ -66,6 +67,14 @@ class LineDisplay(Display):
             sys.stderr.flush()
 
 
+class JsonDisplay(Display):
+    """One JSON object per line on standard error."""
+
+    def line(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            print(json_line("info", text, {}), file=sys.stderr, flush=True)  # noqa: T201 - meant for standard error
+
+
 class LiveDisplay(Display):
     """For a terminal: lines above, a live table below."""
 
@@ -116,7 +125,12 @@ def drawn(view: View, width: int, height: int) -> Group:
 
 
 def choose_display(quiet: bool = False) -> Display:
-    """A live view if standard error is a terminal, otherwise lines."""
+    """A live view if standard error is a terminal and logs are text, otherwise lines."""
+    return LiveDisplay() if not quiet and not as_json() and sys.stderr.isatty() else line_display(quiet)
+
+
+def line_display(quiet: bool = False) -> Display:
+    """Lines, in JSON if logs are."""
     if quiet:
         return Display()
-    return LiveDisplay() if sys.stderr.isatty() else LineDisplay()
+    return JsonDisplay() if as_json() else LineDisplay()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from coordinator.config import why_not_asked
+from coordinator.config import why_not_asked, why_too_old
 from coordinator.run.open_round import Missing
 from coordinator.run.quarantine import Quarantine
 from coordinator.run.state import RunState
@@ -40,6 +40,7 @@ class Membership:
         self._quarantine = quarantine
         self._reported: set[tuple[str, str]] = set()  # (device, reason) of printed refusals
         self._arrivals: list[Arrival] = []
+        self._versions: dict[str, str] = {}  # of devices since the last `take_versions`
         self._fetching: dict[str, Hello] = {}  # by device: its newest hello, whose class list is being fetched
         self._class_lists: Counter[str] = Counter()  # by device
 
@@ -47,6 +48,11 @@ class Membership:
         """Devices that were admitted since the last call."""
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
+
+    def take_versions(self) -> dict[str, str]:
+        """Software versions of devices that were admitted since the last call."""
+        versions, self._versions = self._versions, {}
+        return versions
 
     def on_hello(self, device: str, hello: Hello) -> None:
         """Admit a device, or refuse it."""
@@ -58,6 +64,9 @@ class Membership:
             where = rival.hello.profile.host
             reason = f"a device with id {device!r} is online already (on {where}); choose another with --id"
             self._refuse(device, hello, reason, final=False)
+            return
+        if too_old := why_too_old(state.config.min_device_version, hello.software):
+            self._refuse(device, hello, too_old, final=True)
             return
         if hello.class_list is not None:
             self._fetch_classes(device, hello, hello.class_list)
@@ -76,6 +85,7 @@ class Membership:
             return
         was_away = not state.presence.is_online(device)
         state.presence.arrived(device, hello)
+        self._versions[device] = hello.software
         if was_away:
             figures = {"train": hello.train_samples, "host": hello.profile.host}
             log.info("device joined", extra={"device": device, **figures})
@@ -126,6 +136,7 @@ class Membership:
             return False
         log.info("device left", extra={"device": device})
         self._state.operator_log(f"{device} left")
+        self._state.alert("device_gone", f"{device} is gone", device)
         self._drop_transfers(device)
         return True
 
@@ -146,7 +157,9 @@ class Membership:
 
     def on_quarantined(self, device: str) -> None:
         """A device was put into quarantine; if only the operator can end it, the device is sent away."""
-        self._state.operator_log(f"{device}: {self._quarantine.why_not(device, self._state.number)}")
+        why = f"{device}: {self._quarantine.why_not(device, self._state.number)}"
+        self._state.operator_log(why)
+        self._state.alert("device_refused", why, device)
         if (banned := self._banned(device)) and self._state.presence.is_online(device):
             self.send_away(device, banned[:500])
 
@@ -160,6 +173,7 @@ class Membership:
         if final and (device, reason) not in self._reported and len(self._reported) < MAX_REPORTED_REFUSALS:
             self._reported.add((device, reason))
             self._state.operator_log(f"{device} was refused: {reason}")
+            self._state.alert("device_refused", f"{device} was refused: {reason}", device)
         self._state.send(device, Refused(hello.instance, reason, final=final))
 
     def _banned(self, device: str) -> str | None:

@@ -68,6 +68,10 @@ class Presence:
         """Names of all devices that have sent a hello to this process."""
         return set(self._devices)
 
+    def all(self) -> list[Device]:
+        """All devices that have sent a hello to this process. May be called from any thread."""
+        return list(self._devices.values())
+
     def online(self) -> list[str]:
         return sorted(self._online)
 

@@ -52,7 +52,9 @@ class RunState:
     counted: set[str] = field(default_factory=set)  # devices with a result for that round
     # by the round that uses them and kind, then by round and device: so that they are read from the record once
     _results: dict[tuple[int, TaskKind], dict[tuple[int, str], ResultRecord]] = field(default_factory=dict)
+    alert: Callable[[str, str, str | None], None] = lambda event, text, device: None  # see `Alerts.send`
     _programs: dict[str, Program] = field(default_factory=dict)  # by digest
+    refusals: Counter[str] = field(default_factory=Counter)  # since this process began, by a word for the reason
     _refused: Counter[str] = field(default_factory=Counter)  # by device
 
     @property
@@ -126,6 +128,7 @@ class RunState:
         lost: bool = False,
     ) -> None:
         """Record a refusal, or with `lost` something that never arrived; `broke`: the budget that was exceeded."""
+        self.refusals["no_result" if lost else f"{broke}_budget" if broke else kind] += 1
         self._refused[device] += 1
         if self._refused[device] > REFUSALS_KEPT:
             return
@@ -133,4 +136,4 @@ class RunState:
             reason = f"{reason[:400]} (later refusals of this device are not recorded)"
         number = round_number if round_number is not None else (self.opened.number if self.opened else None)
         self.store.add_refusal(self.run, number, device, kind, reason, broke, lost=lost)
-        log.warning("refused", extra={"device": device, "kind": kind, "reason": reason})
+        log.warning("refused", extra={"device": device, "round": number, "kind": kind, "reason": reason})

@@ -8,6 +8,7 @@ restart the device repeats the same work, since its random draws follow from run
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -170,6 +171,7 @@ class Tasks:
     """The tasks that are under way, at most one per device, and which blobs a device may request."""
 
     def __init__(self) -> None:
+        self.ended: Counter[tuple[TaskKind, TaskState]] = Counter()  # since this process began
         self._by_device: dict[str, Task] = {}
         self._offered: dict[str, set[str]] = {}  # device -> digests of the task that was sent last
         self._receivers: dict[str, set[str]] = {}  # digest -> devices at work
@@ -200,6 +202,7 @@ class Tasks:
     def end(self, task: Task, state: TaskState) -> None:
         """End a task."""
         task.to(state)
+        self.ended[task.kind, state] += 1
         if self.is_current(task):
             del self._by_device[task.device]
             for digest in self._offered.get(task.device, ()):

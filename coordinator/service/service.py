@@ -20,12 +20,14 @@ from coordinator.record.store import Store
 from coordinator.record.tables import RunRecord
 from coordinator.run.coordinator import Cancelled, Coordinator
 from coordinator.run.display import Display
+from coordinator.run.inbox import TICK_S as RUN_TICK_S
 from coordinator.run.inbox import Interrupted
 from coordinator.service.broker import BrokerEndpoint
 from coordinator.service.router import Router, RunTransport
 from coordinator.service.status import MemberStatus, write_service_status
 from fedvit.errors import ConfigError, FedvitError, NoRoom, StorageFailed
 from fedvit.logs import thread_log
+from fedvit.timings import LoopWatch
 from fedvit.transport.base import Transport
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ class ServedRun:
         self, record: RunRecord, config: RunConfig, transport: RunTransport, store: Store, out: Path, display: Display
     ) -> None:
         self.name = record.id
+        self.loop = LoopWatch(RUN_TICK_S)
+        self.coordinator: Coordinator | None = None  # once it has begun
         self._config = config
         self._transport = transport
         self._store = store
@@ -53,14 +57,13 @@ class ServedRun:
         self._revoked: SimpleQueue[str] = SimpleQueue()
         self._stack = ExitStack()
         self._stack.callback(os.close, lock_run(self._folder, record.id))
-        self._coordinator: Coordinator | None = None
         self._thread = threading.Thread(target=self._serve, name=f"run-{record.id}", daemon=True)
 
     def begin(self, compute_of: ComputeOf) -> None:
         try:
             compute = compute_of(self.name, self._config, self._folder)
             self._stack.callback(compute.close)
-            self._coordinator = Coordinator(
+            self.coordinator = Coordinator(
                 run=self.name,
                 config=self._config,
                 transport=self._transport,
@@ -85,28 +88,29 @@ class ServedRun:
         return not self._thread.is_alive()
 
     def cancel(self) -> None:
-        if self._coordinator:
-            self._coordinator.cancel("cancelled by the operator")
+        if self.coordinator:
+            self.coordinator.cancel("cancelled by the operator")
 
     def interrupt(self) -> None:
-        if self._coordinator:
-            self._coordinator.stop()
+        if self.coordinator:
+            self.coordinator.stop()
 
     def expel(self, device: str) -> None:
         """Exclude a device from the run."""
         self._revoked.put(device)
 
     def _watch(self) -> None:
+        self.loop.turned()
         with suppress(Empty):
-            while self._coordinator:
-                self._coordinator.expel(self._revoked.get_nowait(), "its certificate was revoked")
+            while self.coordinator:
+                self.coordinator.expel(self._revoked.get_nowait(), "its certificate was revoked")
 
     def _serve(self) -> None:
-        assert self._coordinator is not None
+        assert self.coordinator is not None
         line = self._display.line
         try:
-            with thread_log(self._folder / "coordinator.log"):
-                self._coordinator.serve()
+            with thread_log(self._folder / "coordinator.log", {"run": self.name}):
+                self.coordinator.serve()
             line(f"run {self.name} is finished")
         except Cancelled:
             line(f"run {self.name} is cancelled")
@@ -148,7 +152,9 @@ class RunService:
         endpoint: BrokerEndpoint,
         display: Display,
         compute_of: ComputeOf,
+        on_turn: Callable[[], None] = lambda: None,
     ) -> None:
+        self.loop = LoopWatch(TICK_S, on_turn)
         self._out = out
         self._config = config
         self._store = store
@@ -165,12 +171,21 @@ class RunService:
         """Ask `serve` to end; safe from a signal handler."""
         self._stop.set()
 
+    def is_connected(self) -> bool:
+        """Whether the broker is connected."""
+        return self._router.connected
+
+    def served(self) -> list[ServedRun]:
+        """Runs that are being served. May be called from any thread."""
+        return list(self._running.values())
+
     def serve(self) -> None:
         """Serve until stopped; the runs are then interrupted, and the next service resumes them."""
         self._router.open()
         try:
             while not self._stop.is_set():
                 self._router.pump(TICK_S)
+                self.loop.turned()
                 self._watch()
                 if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
                     self._looked_at = time.monotonic()
@@ -180,6 +195,7 @@ class RunService:
                 run.interrupt()
             while not all(run.is_over() for run in self._running.values()):
                 self._router.pump(TICK_S)
+                self.loop.turned()
             self._router.close()
 
     def _watch(self) -> None:

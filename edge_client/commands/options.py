@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from fedvit.command_line import SectionOption, amount
+from fedvit import monitoring
+from fedvit.command_line import LOG_FORMAT, SectionOption, amount
 from fedvit.errors import ConfigError
 from fedvit.quantities import parse_bytes, parse_celsius, parse_flops, parse_seconds
 from fedvit.wire.messages import MAX_LABELS
@@ -37,6 +38,7 @@ def _labels(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> di
     return labels
 
 
+_WATCHING = "Watching the device"
 _DECLINING = "When the device declines or stops a task"
 _PATH = click.Path(path_type=Path)
 
@@ -162,6 +164,14 @@ OPTIONS = (
     ),
     SectionOption(["--once"], is_flag=True, help="Exit when the run has ended instead of waiting for the next."),
     SectionOption(["--quiet"], is_flag=True, help="Log warnings and errors only."),
+    SectionOption(["--metrics", "metrics_address"], section=_WATCHING, **monitoring.OPTION),
+    SectionOption(["--log-format"], section=_WATCHING, **LOG_FORMAT),
+    SectionOption(
+        ["--logs/--no-logs", "sends_logs"],
+        section=_WATCHING,
+        default=True,
+        help="Send the last log lines with the failure of a task, without paths of images and class names.",
+    ),
 )
 """Options of `edge-client`, which are given before the name of a command."""
 

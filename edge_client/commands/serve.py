@@ -14,7 +14,10 @@ from edge_client.state import default_state, device_id, lock_state, split_file, 
 from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
 from fedvit.logs import configure_logging
+from fedvit.monitoring import ListenAddress, Watched, monitored
 from fedvit.resources import Budget, Speed, image_cache_bytes
+from fedvit.systemd import Notifier
+from fedvit.timings import LoopWatch
 from fedvit.wire.topics import Topics
 from profiles.probes.host import device_profile, fast_cores, resident_bytes
 from profiles.probes.meter import Sensors
@@ -49,13 +52,16 @@ def serve(
     keep_runs: int | None,
     once: bool,
     quiet: bool,
+    metrics_address: ListenAddress | None,
+    sends_logs: bool,
 ) -> None:
     """Build the device, and take part until it is stopped."""
     # onnxruntime and the data readers are imported here, so that --help and usage errors are fast
-    from edge_client.agent import RETURN_SPREAD_S, Agent
+    from edge_client.agent import RETURN_SPREAD_S, TICK_S, Agent
     from edge_client.guard import Guard
     from edge_client.identity import Renewal
     from edge_client.readiness import Hours, Readiness
+    from edge_client.recent_log import RecentLog
     from edge_client.runtime import Runtime
     from edge_client.status import StatusFile
     from edge_client.vault import Vault
@@ -65,7 +71,9 @@ def serve(
     from fedvit.data.images import decoded_bytes_within
     from fedvit.transport.mqtt import MqttTransport
 
-    configure_logging(level=logging.WARNING if quiet else logging.INFO)
+    log_fields = dict[str, object]()
+    configure_logging(level=logging.WARNING if quiet else logging.INFO, fields=log_fields)
+    notifier = Notifier.from_environment()
     if data is None:
         raise ConfigError("--data is missing: the folder with this device's images")
     readiness = Readiness(
@@ -85,8 +93,11 @@ def serve(
         decoded_bytes=decoded_bytes_within(memory_budget),
     )
     images = growing.data
+    recent_log = RecentLog([Path.home(), data], images.classes) if sends_logs else None
+    if recent_log:
+        logging.getLogger().addHandler(recent_log)
     make_private(folder / kept for kept in ("blobs", "vault"))
-    name = device_id(folder, endpoint.device, data)
+    name = log_fields["device"] = device_id(folder, endpoint.device, data)
     vault = Vault(folder / "vault", VaultKey.load(vault_key, make=True) if vault_key else None)
     vault.check_key()
     threads = threads or fast_cores()
@@ -121,6 +132,7 @@ def serve(
         keep_runs=keep_runs,
         growing=growing,
         status=StatusFile(status_file(folder), broker=str(endpoint.address)),
+        recent_log=recent_log.text if recent_log else lambda: "",
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -132,7 +144,23 @@ def serve(
     growing.log_problems()
     if empty := images.without_images():
         log.warning("class folders without images", extra={"count": len(empty), "first": empty[0]})
-    reason = agent.serve(stop, once=once)
+    loop = LoopWatch(TICK_S, notifier.alive)
+
+    def watched() -> Watched:
+        from edge_client.monitoring import AgentCollector  # imports prometheus_client, which is optional
+
+        collector = AgentCollector(agent, folder, loop, sensors)
+        return Watched(collector, lambda: [loop], collector.why_not_ready)
+
+    with monitored(metrics_address) as monitor:
+        monitor.show(watched)
+        if monitor.url:
+            log.info("metrics", extra={"url": monitor.url})
+        notifier.ready()
+        try:
+            reason = agent.serve(stop, once=once, on_turn=loop.turned)
+        finally:
+            notifier.stopping()
     log.info("device leaves", extra={"reason": reason})
     os.close(lock)
 

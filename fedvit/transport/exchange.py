@@ -240,6 +240,10 @@ class BlobExchange:
         """Whether a transfer is under way, so that `tick` is needed."""
         return bool(self._receiving or self._sending or self._ended)
 
+    def under_way(self) -> tuple[int, int]:
+        """Numbers of blobs that are being received and sent. May be called from any thread."""
+        return len(self._receiving), len(self._sending)
+
     # --- receiving ------------------------------------------------------------------------------------
 
     def fetch(self, manifest: Manifest, sender: str, topic: str, finished: Finished, dedicated_topic: str = "") -> None:

@@ -28,6 +28,8 @@ Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
 ClassName = Annotated[str, Meta(max_length=255)]
 Reason = Annotated[str, Meta(max_length=1000)]
 """Texts of a device are limited one by one, so that an answer that quotes them fits into one message."""
+MAX_LOG_TEXT = 4000
+LogText = Annotated[str, Meta(max_length=MAX_LOG_TEXT)]
 MAX_LABELS = 16
 """Labels of one device."""
 MAX_CLASS_LIST_BYTES = 1 << 20
@@ -157,6 +159,7 @@ class Failed(Message, frozen=True, tag="failed"):
     broke: BudgetKind | None = None  # the budget that the task exceeded
     use: ResourceUse | None = None  # with `broke`: measured until the task was stopped
     task: Name = ""  # the identity that the Task had
+    log: LogText = ""  # last lines of the device's log, without paths and class names; empty if it sends none
 
 
 class Declined(Message, frozen=True, tag="declined"):

@@ -38,8 +38,8 @@ COMMANDS = _commands()
 
 WITH_JSON = {
     *(f"coordinator {name}" for name in (
-        "boards", "cancel", "devices", "export", "gc", "methods", "plan", "profile", "quarantine", "report", "rm",
-        "runs", "show", "status", "submit",
+        "boards", "cancel", "devices", "export", "gc", "logs", "methods", "plan", "profile", "quarantine", "report",
+        "rm", "runs", "show", "status", "submit",
     )),
     *(f"edge-client {name}" for name in ("doctor", "export", "gc", "predict", "profile", "rm", "status")),
     *(f"fleet {name}" for name in ("demo", "experiment", "partition", "run")),
@@ -54,8 +54,8 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "cancel", "devices", "export", "gc", "metrics", "quarantine", "report", "rm", "runs", "serve", "show", "start",
-        "status", "submit",
+        "cancel", "devices", "export", "gc", "logs", "metrics", "quarantine", "report", "rm", "runs", "serve", "show",
+        "start", "status", "submit",
     )),
     "fleet run",
 }  # fmt: skip

@@ -188,6 +188,7 @@ EXAMPLES: dict[str, AnyMessage] = {
     "failed": Failed("run-1", 7, "evaluate", "no memory"),
     "failed-2": Failed("run-1", 7, "train", "over budget", "memory", ResourceUse(train_s=1.5, peak_rss_bytes=2**28)),
     "failed-3": Failed("run-1", 7, "evaluate", "no memory", task=TASK_ID),
+    "failed-4": Failed("run-1", 7, "train", "disk full", log="2026-11-22 12:00:01 E task failed  reason='disk full'"),
     "declined": Declined("run-1", 7, "train", "hot: 81 C, the limit is 75 C", 120.0),
     "declined-2": Declined("run-1", 7, "train", "busy", 120.0, TASK_ID),
     "extended": Extended("run-1", 7, "train", 95.5),

@@ -1,13 +1,17 @@
+import json
 import logging
+import math
+import os
 import re
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedvit.logs import KeyValueFormatter
+from fedvit.logs import JsonFormatter, KeyValueFormatter
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -99,3 +103,64 @@ def test_a_log_that_has_grown_is_laid_aside(tmp_path: Path) -> None:
     assert all(file.stat().st_size <= 1000 for file in files)
     numbers = [int(line.partition("number=")[2]) for file in files for line in file.read_text().splitlines()]
     assert numbers == list(range(numbers[0], 500))
+
+
+def json_of(message: str, fields: dict[str, Any] | None = None, **extra: Any) -> dict[str, Any]:
+    record = logging.getLogger("test").makeRecord("test", logging.WARNING, __file__, 1, message, (), None, extra=extra)
+    return dict(json.loads(JsonFormatter(fields).format(record)))
+
+
+def test_json_has_date_level_message_and_fields() -> None:
+    line = json_of("refused", {"run": "r", "device": "a"}, device="pi", round=3, share=math.nan, path=Path("x"))
+    date = line.pop("date")
+    assert datetime.fromisoformat(date).tzinfo is not None
+    assert line == {
+        "level": "warning", "message": "refused", "run": "r", "device": "pi", "round": 3, "share": None, "path": "x"
+    }  # fmt: skip
+
+
+def test_json_is_one_line_whatever_is_in_it() -> None:
+    """Also names of files that are no text, and tracebacks."""
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        info = sys.exc_info()
+    record = logging.getLogger("test").makeRecord(
+        "test", logging.ERROR, __file__, 1, "a\nb", (), info, extra={"f": "\udcff"}
+    )
+    text = JsonFormatter().format(record)
+    assert "\n" not in text
+    line = json.loads(text)
+    assert line["message"] == "a\nb"
+    assert line["f"] == "\udcff"
+    assert line["traceback"].endswith("ValueError: wrong")
+
+
+THREADS = """
+import logging, sys, threading
+from pathlib import Path
+from fedvit.logs import configure_logging, thread_log
+folder = Path(sys.argv[1])
+configure_logging(file=folder / "service.log", stderr=False)
+def serve(run):
+    with thread_log(folder / f"{run}.log", {"run": run}):
+        logging.getLogger("fedvit.x").info("round closed", extra={"round": 1})
+for run in ("a", "b"):
+    thread = threading.Thread(target=serve, args=(run,))
+    thread.start()
+    thread.join()
+logging.getLogger("fedvit.x").info("device online", extra={"device": "pi"})
+"""
+
+
+def test_json_of_a_service_names_the_run(tmp_path: Path) -> None:
+    environment = {**os.environ, "FEDVIT_LOG_FORMAT": "json"}
+    subprocess.run([sys.executable, "-c", THREADS, str(tmp_path)], check=True, env=environment)
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in (tmp_path / name).read_text().splitlines()]
+
+    assert [(line.get("run"), line.get("device")) for line in lines("service.log")] == [
+        ("a", None), ("b", None), (None, "pi")
+    ]  # fmt: skip
+    assert [(line["run"], line["round"]) for line in lines("b.log")] == [("b", 1)]

@@ -14,6 +14,7 @@ from coordinator.cli import cli
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.config import (
     TABLES,
+    AlertsConfig,
     BlobsConfig,
     BrokerConfig,
     BudgetConfig,
@@ -73,6 +74,7 @@ accelerator = "cpu"
 server_precision = "bf16"
 federation = "lab-1"
 devices_where = "site=berlin"
+min_device_version = "0.2"
 
 [images]
 crop_padding = 4
@@ -108,6 +110,9 @@ accounting = "sampled"
 feature_noise = 0.0
 feature_clip = 3.0
 deterministic_noise = true
+
+[alerts]
+webhook = "http://127.0.0.1:9000/hook"
 
 [metrics]
 writers = ["tensorboard", "mlflow"]
@@ -202,6 +207,7 @@ def test_every_key_can_be_set_in_a_file(tmp_path: Path) -> None:
             seed=5,
             devices=3,
             devices_where="site=berlin",
+            min_device_version="0.2",
             cohort=2,
             quorum=0.5,
             over_select=0.25,
@@ -231,6 +237,7 @@ def test_every_key_can_be_set_in_a_file(tmp_path: Path) -> None:
             updates=UpdatesConfig(up="int8", up_groups={"model": "fp16"}, down="top_k:share=0.1", down_whole="fp16"),
             robust=ROBUST,
             privacy=PRIVACY,
+            alerts=AlertsConfig(webhook="http://127.0.0.1:9000/hook"),
             metrics=MetricsConfig(
                 writers=("tensorboard", "mlflow"), mlflow_uri="http://m:5000", mlflow_experiment="ants"
             ),

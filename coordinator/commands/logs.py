@@ -1,0 +1,41 @@
+"""`coordinator logs`: shows the log lines that a device sent with its failures."""
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from coordinator.commands.flags import existing_store, runs_flag
+from fedvit.command_line import Command, json_flag
+from fedvit.errors import ConfigError
+
+
+@click.command(cls=Command, examples=["coordinator logs pi-kitchen", "coordinator logs pi-kitchen --run RUN --json"])
+@click.argument("device")
+@runs_flag
+@click.option("--run", help="Only of this run; by default of all.")
+@json_flag
+def logs(device: str, folder: Path, run: str | None, as_json: bool) -> None:
+    """Print the last log lines of DEVICE, as it sent them with each task that it could not do; the newest last."""
+    store = existing_store(folder)
+    try:
+        if run is not None:
+            store.run(run)
+        found = store.logs(device, run)
+    finally:
+        store.close()
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        return
+    if not found:
+        where = f"run {run!r}" if run else f"any run of {folder}"
+        raise ConfigError(f"device {device!r} has sent no log in {where}: it failed no task, or runs with --no-logs")
+    for log in found:
+        click.echo(_printable(f"{log.at} run {log.run}, round {log.round}, {log.kind}: {log.reason}"))
+        for line in log.lines.splitlines():
+            click.echo(f"  {_printable(line)}")
+
+
+def _printable(text: str) -> str:
+    """The text comes from a device, and must not control the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)

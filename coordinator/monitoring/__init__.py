@@ -1,0 +1,1 @@
+"""The metrics of a coordinator for Prometheus; docs/monitoring.md lists them."""

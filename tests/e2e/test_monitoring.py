@@ -1,0 +1,121 @@
+"""A real Prometheus scrapes a real run; the programs report to a real socket what systemd waits for."""
+
+import json
+import signal
+import socket
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+from tests.support.programs import DEVICES, Stage, free_port, wait_for
+
+DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
+SCRAPE_S = 0.5
+
+
+def test_promtool_accepts_the_alerts_and_the_example() -> None:
+    """The example names the file of alerts, which is checked with it."""
+    command = ["promtool", "check", "config", str(DEPLOY / "prometheus.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rules found" in done.stdout
+
+
+class Prometheus:
+    """A Prometheus that scrapes these ports, by job."""
+
+    def __init__(self, stage: Stage, jobs: dict[str, list[int]]) -> None:
+        self._address = f"127.0.0.1:{free_port()}"
+        config = {
+            "global": {"scrape_interval": f"{SCRAPE_S * 1000:.0f}ms", "evaluation_interval": "1s"},
+            "rule_files": [str(DEPLOY / "fedvit.rules.yml")],
+            "scrape_configs": [
+                {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}]}
+                for job, ports in jobs.items()
+            ],
+        }
+        file = stage.folder / "prometheus.yml"
+        file.write_text(json.dumps(config))  # which is YAML
+        storage = f"--storage.tsdb.path={stage.folder / 'prometheus'}"
+        stage.start(
+            "prometheus",
+            ["prometheus", f"--config.file={file}", storage, f"--web.listen-address={self._address}"],
+        )
+
+    def values(self, query: str) -> list[float]:
+        """What a query finds now; nothing while Prometheus starts."""
+        try:
+            with urlopen(f"http://{self._address}/api/v1/query?{urlencode({'query': query})}", timeout=60) as answer:
+                found: Any = json.load(answer)
+        except URLError:
+            return []
+        return [float(entry["value"][1]) for entry in found["data"]["result"]]
+
+
+class Systemd:
+    """The socket to which a program reports."""
+
+    def __init__(self, stage: Stage, name: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(stage.folder / f"{name}.socket"))
+        self.environment = {"NOTIFY_SOCKET": self._socket.getsockname(), "WATCHDOG_USEC": "300000"}
+        self.received: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            self.received.append(self._socket.recv(1000).decode())
+
+    def reported(self, message: str) -> bool:
+        return message in self.received
+
+
+def page(port: int, name: str) -> str:
+    with urlopen(f"http://127.0.0.1:{port}/{name}", timeout=60) as answer:
+        return str(answer.read().decode())
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def test_prometheus_scrapes_a_run(stage: Stage) -> None:
+    """A coordinator and two devices; one device is held at work until Prometheus has seen the run. All log JSON."""
+    ports = [free_port() for _ in range(3)]
+    plain = stage.environment
+    systemd = Systemd(stage, "coordinator"), Systemd(stage, "device")
+    prometheus = Prometheus(stage, {"fedvit-coordinator": ports[:1], "fedvit-edge": ports[1:]})
+    stage.environment = {**plain, **systemd[0].environment, "FEDVIT_LOG_FORMAT": "json"}
+    coordinator = stage.coordinator("--devices", "2", "--rounds", "1", "--metrics", str(ports[0]))
+    devices = {}
+    for name, port, variables in zip(DEVICES[:2], ports[1:], (systemd[1].environment, {}), strict=True):
+        stage.environment = {**plain, **variables}
+        devices[name] = stage.device(name, "--metrics", str(port), "--log-format", "json")
+    held, at_work = devices["device-1"], "select 1 from tasks where device = 'device-1' and outcome is null"
+    wait_for(lambda: stage.query(at_work), "a task")
+    held.send_signal(signal.SIGSTOP)
+    wait_for(lambda: prometheus.values('fedvit_results_total{kind="train",outcome="accepted"}') == [1.0], "a result")
+    wait_for(lambda: prometheus.values("fedvit_round_awaited_devices") == [1.0], "a device that is awaited")
+    held.send_signal(signal.SIGCONT)
+    assert prometheus.values("sum(max_over_time(up[10m]))") == [3.0]
+    assert prometheus.values("fedvit_round") == [1.0]
+    assert prometheus.values('count(count by (__name__) ({__name__=~"fedvit_.+"}))')[0] > 30
+    assert page(ports[0], "healthz") == page(ports[0], "readyz") == "ok\n"
+    wait_for(lambda: all(found.reported("WATCHDOG=1") for found in systemd), "signs of life")
+    for name, device in devices.items():
+        assert stage.finish(device, name) == 0, stage.log(name)
+    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
+    wait_for(lambda: all(found.reported("STOPPING=1") for found in systemd), "the programs to report their end")
+    for found in systemd:
+        assert found.received[0] == "READY=1"
+    log = lines_of((stage.out / "run" / "coordinator.log").read_text())
+    assert {line["run"] for line in log} == {"run"}
+    accepted = [line for line in log if line["message"] == "result accepted"]
+    assert {(line["device"], line["round"]) for line in accepted} == {(name, 1) for name in devices}
+    done = [line for line in lines_of(stage.log("device-0")) if line["message"] == "task done"]
+    assert {line["device"] for line in done} == {"device-0"}
+    assert any(line["message"].startswith("finished;") for line in lines_of(stage.log("coordinator")))

@@ -1,0 +1,97 @@
+import socket
+from collections.abc import Iterator
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from fedvit.errors import ConfigError
+from fedvit.monitoring import AT_ONCE, HUNG_S, ListenAddress, Monitor, Watched, monitored, parse_listen
+from fedvit.timings import LoopWatch
+
+FREE = ListenAddress("127.0.0.1", 0)
+
+
+class One(Collector):
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("fedvit_test", "One.", 1)
+
+
+class Wrong(Collector):
+    def collect(self) -> Iterator[Metric]:
+        raise KeyError("gone")
+
+
+def asked(monitor: Monitor, page: str) -> tuple[int, str]:
+    try:
+        with urlopen(monitor.url.replace("/metrics", page), timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def watched(collector: Collector, *, silent_s: float = 0.0, trouble: str | None = None) -> Watched:
+    loop = LoopWatch(0.1)
+    loop._turned_at -= silent_s
+    return Watched(collector, lambda: [loop], lambda: trouble)
+
+
+def test_metrics_are_those_of_the_collector_and_of_the_process() -> None:
+    with monitored(FREE) as monitor:
+        assert asked(monitor, "/readyz") == (503, "the program is starting\n")
+        assert asked(monitor, "/healthz") == (200, "ok\n")
+        monitor.show(lambda: watched(One()))
+        status, text = asked(monitor, "/metrics")
+        assert status == 200
+        assert "\nfedvit_test 1.0\n" in text
+        assert "process_resident_memory_bytes" in text
+        assert asked(monitor, "/readyz") == (200, "ok\n")
+        assert asked(monitor, "/healthz?verbose") == (200, "ok\n")
+        assert asked(monitor, "/other") == (404, "/metrics /healthz /readyz\n")
+
+
+def test_trouble_is_answered_with_its_reason() -> None:
+    with monitored(FREE) as monitor:
+        monitor.show(lambda: watched(Wrong(), silent_s=HUNG_S + 40, trouble="no connection to the broker"))
+        assert asked(monitor, "/readyz") == (503, "no connection to the broker\n")
+        status, text = asked(monitor, "/healthz")
+        assert status == 503
+        assert "has not turned for" in text
+        assert asked(monitor, "/metrics") == (500, "KeyError: 'gone'\n")
+
+
+def test_clients_that_send_nothing_do_not_keep_others_away_for_ever() -> None:
+    """More connections than are served at a time are closed; when some leave, there is room again."""
+    with monitored(FREE) as monitor:
+        port = int(monitor.url.rpartition(":")[2].partition("/")[0])
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(AT_ONCE + 2)]
+        assert [link.recv(1) for link in silent[AT_ONCE:]] == [b"", b""]
+        for link in silent[:AT_ONCE]:
+            link.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            assert link.recv(1) == b"H"
+            link.close()
+
+
+def test_port_that_is_taken_is_an_error_of_the_operator() -> None:
+    with monitored(FREE) as monitor:
+        port = int(monitor.url.rpartition(":")[2].partition("/")[0])
+        with (
+            pytest.raises(ConfigError, match=f"--metrics 127.0.0.1:{port} cannot be opened: Address already in use"),
+            monitored(ListenAddress("127.0.0.1", port)),
+        ):
+            pass
+
+
+def test_without_an_address_nothing_is_served() -> None:
+    with monitored(None) as monitor:
+        monitor.show(lambda: pytest.fail("nothing is to be made"))
+        assert monitor.url == ""
+
+
+@pytest.mark.parametrize("text", ["", "x", "70000", ":1", "host:", "a:b:1", "[::1]", "127.0.0.1"])
+def test_address_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected PORT or HOST:PORT"):
+        parse_listen(text)

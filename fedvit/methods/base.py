@@ -273,7 +273,7 @@ class Method(ABC):
         """All tensors of the Program by name, with their first values."""
         return {**vit.tensors(), **self.extra_tensors(vit)}
 
-    def never_moved(self, vit: PatchViT) -> list[str]:
+    def untrained(self, vit: PatchViT) -> list[str]:
         """The tensors that a device moves neither in training nor when it tunes a copy before a test."""
         tuned = {group for phase in self.evaluate(vit).adapt for group in phase.groups}
         still = (group for group, (role, _) in self.groups(vit).items() if not role.trained_on_device)
@@ -281,7 +281,7 @@ class Method(ABC):
 
     def packed(self, vit: PatchViT, values: Tensors) -> Tensors:
         """`values`, tensors of the Program, as they are sent: those never moved in `frozen_precision`."""
-        still = set(self.never_moved(vit))
+        still = set(self.untrained(vit))
         travelling: Tensors = {}
         for name, value in values.items():  # in their order: devices of different roles may share graphs
             travelling |= packed({name: value}, self.frozen_precision if name in still else "fp32")
@@ -348,7 +348,7 @@ class Method(ABC):
         memory: frozenset[BudgetKind] = frozenset({"memory"})
         work: frozenset[BudgetKind] = frozenset({"flops", "time"})
         given = [TradeOff("recompute", memory, () if self.recompute else ((True, 1.0),))]
-        if self.never_moved(vit):
+        if self.untrained(vit):
             fewer = {"fp32": (("fp16", 0.99), ("int8", 0.98)), "fp16": (("int8", 0.99),), "int8": ()}
             given.append(TradeOff("frozen_precision", memory | {"time"}, fewer[self.frozen_precision]))
         if not self.one_gradient:  # the whole batch is in memory at once

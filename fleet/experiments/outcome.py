@@ -109,7 +109,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     @property
     def reference(self) -> str:
         """The method to which differences are given."""
-        return self.settings.get("reference") or next(iter(self.methods), "-")
+        named: str | None = self.settings.get("reference")
+        return named or next(iter(self.methods), "-")
 
     @property
     def spread(self) -> str:

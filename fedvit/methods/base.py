@@ -264,7 +264,7 @@ class Method(ABC):
         """All tensors of the Program by name, with their first values."""
         return {**vit.tensors(), **self.extra_tensors(vit)}
 
-    def never_moved(self, vit: PatchViT) -> list[str]:
+    def untrained(self, vit: PatchViT) -> list[str]:
         """The tensors that a device moves neither in training nor when it tunes a copy before a test."""
         tuned = {group for phase in self.evaluate(vit).adapt for group in phase.groups}
         still = (group for group, (role, _) in self.groups(vit).items() if not role.trained_on_device)

@@ -15,7 +15,7 @@ from fedvit.tensors import Tensors
 
 def as_sent(method: Method, vit: PatchViT, values: Tensors) -> Tensors:
     """`values`, tensors of the Program, as devices get them: those never moved in `frozen_precision`."""
-    still = set(method.never_moved(vit))
+    still = set(method.untrained(vit))
     sent: Tensors = {}
     for name, value in values.items():  # in their order: devices of different roles may share graphs
         sent |= precision.packed({name: value}, method.frozen_precision if name in still else "fp32")

@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 from coordinator.config import ImageConfig, MetricsConfig, check_new_names, read_toml
 from coordinator.metrics.writers import check_writers
 from fedvit.blobs import digest_of
-from fedvit.choices import did_you_mean
+from fedvit.choices import did_you_mean, known_are
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_names
 from fedvit.roles import ProductPrecision
@@ -77,6 +77,9 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     methods: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> method, its options, RUN_TABLES, TUNE
     common: dict[str, Any] = field(default_factory=dict)  # options of every method that has them
     tuning: TuningTable | None = None
+    reference: str | None = None  # method to which differences are given; None: the first
+    target_accuracy: Annotated[float, Meta(gt=0, le=1)] | None = None  # rounds until it is reached are reported
+    late_rounds: Annotated[int, Meta(ge=1)] | None = None  # last rounds whose evaluations are averaged
     run: dict[str, Any] = field(default_factory=dict)  # other keys of a run's configuration
     engine: Engine = "onnx"  # what computes the devices' part
     precision: ProductPrecision = "fp32"  # of products, in the torch engine
@@ -178,6 +181,9 @@ def read_grid(file: Path) -> Grid:
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     check_writers(experiment.metrics, f"{file}: [metrics]")
+    if experiment.reference is not None and experiment.reference not in experiment.methods:
+        hint = known_are(experiment.reference, list(experiment.methods), "methods are")
+        raise ConfigError(f"{file}: reference = {experiment.reference!r} is no method of the file{hint}")
     experiment.ray.check(list(experiment.methods), list(experiment.partitions), str(file))
     methods = _methods(experiment, str(file))
     runs = {

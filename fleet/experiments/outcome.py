@@ -1,14 +1,14 @@
 """The outcome of an experiment: figures of every cell, of every method on every partition, and of searches."""
 
 from collections.abc import Iterable, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from fleet.experiments.cell import CellResult
-from fleet.experiments.grid import SCHEMA, Grid, Search, Values
+from fleet.experiments.grid import SCHEMA, Experiment, Grid, Search, Values
 from fleet.experiments.scheduler import FinishedCell
 from fleet.experiments.search import search_state
 
@@ -50,10 +50,14 @@ class Comparison(Struct, frozen=True, kw_only=True):
     epsilon: float | None = None  # of devices' updates, over all rounds; largest of all cells
     feature_epsilon: float | None = None  # of one device's features; largest of all cells
     interval: Interval | None = None  # of `accuracy`; None for a single seed
+    protocol: str | None = None  # how accuracy is measured
+    late: float | None = None  # mean of the evaluations in the last `late_rounds` rounds
+    late_std: float | None = None  # over these evaluations, population standard deviation, of each run
+    rounds_to_target: float | None = None  # until an evaluation reached `target_accuracy`; None: not in every seed
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """Difference in accuracy to the first method of the file, on the same partition and the same seeds."""
+    """Difference in accuracy to the reference, on the same partition and the same seeds."""
 
     method: str
     reference: str
@@ -101,6 +105,12 @@ class Outcome(Struct, frozen=True, kw_only=True):
     @property
     def partitions(self) -> list[str]:
         return list(dict.fromkeys(cell.partition for cell in self.cells))
+
+    @property
+    def reference(self) -> str:
+        """The method to which differences are given."""
+        named: str | None = self.settings.get("reference")
+        return named or next(iter(self.methods), "-")
 
     @property
     def spread(self) -> str:
@@ -165,7 +175,7 @@ def make_outcome(grid: Grid, ended: Iterable[FinishedCell]) -> Outcome:
                 )
     pairs = dict.fromkeys((cell.method, cell.partition) for cell in cells)
     comparisons = [
-        _compared(method, partition, finished)
+        _compared(method, partition, finished, grid.experiment)
         for method, partition in pairs
         if (finished := _finished(cells, method, partition))
     ]
@@ -179,7 +189,7 @@ def make_outcome(grid: Grid, ended: Iterable[FinishedCell]) -> Outcome:
         seeds=list(grid.experiment.seeds),
         comparisons=comparisons,
         cells=cells,
-        differences=_differences(list(grid.methods), list(grid.experiment.partitions), cells),
+        differences=_differences(grid, cells),
         searches=[
             SearchOutcome(
                 method=search.method,
@@ -210,12 +220,15 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
     return Interval(fmean(values) - half, fmean(values) + half)
 
 
-def _differences(methods: list[str], partitions: list[str], cells: Sequence[CellOutcome]) -> list[Difference]:
-    """To the first method and not to the best one, which the same figures would have selected."""
+def _differences(grid: Grid, cells: Sequence[CellOutcome]) -> list[Difference]:
+    """To a method that the file names and not to the best one, which the same figures would have selected."""
     found = []
-    for partition in partitions:
-        first = _finished(cells, methods[0], partition)
-        for method in methods[1:]:
+    reference = grid.experiment.reference or next(iter(grid.methods))
+    for partition in grid.experiment.partitions:
+        first = _finished(cells, reference, partition)
+        for method in grid.methods:
+            if method == reference:
+                continue
             other = _finished(cells, method, partition)
             seeds = [seed for seed in first if seed in other]
             paired = [other[seed].accuracy.mean - first[seed].accuracy.mean for seed in seeds]
@@ -223,7 +236,7 @@ def _differences(methods: list[str], partitions: list[str], cells: Sequence[Cell
                 found.append(
                     Difference(
                         method=method,
-                        reference=methods[0],
+                        reference=reference,
                         partition=partition,
                         seeds=seeds,
                         mean=fmean(paired),
@@ -257,8 +270,11 @@ def _finished(cells: Sequence[CellOutcome], method: str, partition: str) -> dict
     }
 
 
-def _compared(method: str, partition: str, finished: dict[int, CellResult]) -> Comparison:
+def _compared(method: str, partition: str, finished: dict[int, CellResult], experiment: Experiment) -> Comparison:
     results = list(finished.values())
+    late = [_late(result, experiment.late_rounds) for result in results] if experiment.late_rounds else []
+    reached = [_reached(result, experiment.target_accuracy) for result in results]
+    rounds_to_target = [number for number in reached if number is not None]
     means = [result.accuracy.mean for result in results]
     flops = [result.flops for result in results if result.flops is not None]
     peaks = [result.peak_rss_bytes for result in results if result.peak_rss_bytes is not None]
@@ -278,7 +294,27 @@ def _compared(method: str, partition: str, finished: dict[int, CellResult]) -> C
         epsilon=_most(result.epsilon for result in results),
         feature_epsilon=_most(result.feature_epsilon for result in results),
         interval=mean_interval(means),
+        protocol=results[0].protocol,
+        late=fmean(fmean(means) for means in late) if late else None,
+        late_std=fmean(pstdev(means) for means in late) if late else None,
+        rounds_to_target=fmean(rounds_to_target) if len(rounds_to_target) == len(results) else None,
     )
+
+
+def _late(result: CellResult, rounds: int) -> list[float]:
+    """The accuracies of the evaluations in the last `rounds` rounds."""
+    first = result.rounds[-1].round - rounds
+    return [entry.accuracy.mean for entry in result.rounds if entry.accuracy and entry.round > first]
+
+
+def _reached(result: CellResult, target: float | None) -> int | None:
+    """The round whose evaluation was the first to reach the target; None if none was."""
+    numbers = (
+        entry.round
+        for entry in result.rounds
+        if target is not None and entry.accuracy and entry.accuracy.mean >= target
+    )
+    return next(numbers, None)
 
 
 def _most(figures: Iterable[float | None]) -> float | None:

@@ -24,6 +24,10 @@ DIFFERENCES = (
     f"mean over seeds of the difference on the same seed, and its {CONFIDENCE:.0%} interval (Student's t, paired),"
     " not corrected for the number of comparisons"
 )
+PROGRESS = (
+    "mean over seeds; ± evaluations is the population standard deviation over the evaluations of one run; rounds to an"
+    " accuracy are those until the first evaluation that had it, where every seed reached it"
+)
 SEARCH_HEADINGS = ("values", "", "rounds", "validation accuracy")
 VALIDATION = (
     "validation accuracy: on images set apart from each device's training images, mean over devices after the last"
@@ -47,13 +51,18 @@ def terminal_report(outcome: Outcome) -> Group:
     for row in cost_rows(outcome):
         costs.add_row(*map(Text, row))
     parts: list[RenderableType] = [accuracy, Text(outcome.spread, style="dim")]
-    parts += [Text(f"accuracy: {protocol}", style="dim") for protocol in outcome.protocols]
+    parts += [Text(line, style="dim") for line in protocol_lines(outcome)]
     parts += [Text(line, style="dim") for line in spent(outcome)]
     if outcome.differences:
         differences = _table(difference_title(outcome), ("method", *outcome.partitions))
         for row in difference_rows(outcome, before_interval="\n"):
             differences.add_row(*map(Text, row))
         parts += [Text(), differences, Text(DIFFERENCES, style="dim")]
+    if progress_rows(outcome):
+        progress = _table("progress", progress_headings(outcome))
+        for row in progress_rows(outcome):
+            progress.add_row(*map(Text, row))
+        parts += [Text(), progress, Text(PROGRESS, style="dim")]
     parts += [Text(f"{search_title(search)}: {search_note(search)}") for search in outcome.searches]
     parts += [Text(), costs, Text(COSTS, style="dim")]
     if missing := unfinished(outcome):
@@ -70,7 +79,7 @@ def markdown_report(outcome: Outcome) -> str:
             text = _accuracy(outcome, method, partition)
             cells.append(f"**{text}**" if method in outcome.best(partition) else text)
         rows.append((method, *cells))
-    notes = [outcome.spread, *(f"accuracy: {protocol}" for protocol in outcome.protocols)]
+    notes = [outcome.spread, *protocol_lines(outcome)]
     notes += [*spent(outcome), unfinished(outcome)]
     parts = [
         _markdown_table(("method", *outcome.partitions), rows),
@@ -79,6 +88,8 @@ def markdown_report(outcome: Outcome) -> str:
     if outcome.differences:
         rows = difference_rows(outcome)
         parts += [difference_title(outcome), _markdown_table(("method", *outcome.partitions), rows), DIFFERENCES]
+    if progress_rows(outcome):
+        parts += [_markdown_table(progress_headings(outcome), progress_rows(outcome)), PROGRESS]
     parts += [_markdown_table(COST_HEADINGS, cost_rows(outcome)), COSTS]
     for search in outcome.searches:
         parts += [
@@ -111,11 +122,14 @@ def html_report(outcome: Outcome) -> str:
         difference_title=difference_title(outcome),
         difference_table=Grid(("method", *outcome.partitions), difference_rows(outcome)),
         differences=DIFFERENCES,
+        progress_table=Grid(progress_headings(outcome), progress_rows(outcome), names=2),
+        progress=PROGRESS,
         searches=[
             (search_title(search), search_note(search), Grid(SEARCH_HEADINGS, search_rows(search), names=2))
             for search in outcome.searches
         ],
         validation=VALIDATION,
+        protocols=protocol_lines(outcome),
         spent=spent(outcome),
         unfinished=unfinished(outcome),
         figures=[
@@ -126,15 +140,38 @@ def html_report(outcome: Outcome) -> str:
 
 
 def difference_title(outcome: Outcome) -> str:
-    return f"{outcome.experiment}: difference in accuracy to {next(iter(outcome.methods), '-')}"
+    return f"{outcome.experiment}: difference in accuracy to {outcome.reference}"
 
 
 def difference_rows(outcome: Outcome, before_interval: str = " ") -> list[tuple[str, ...]]:
-    """One row for each method but the first, a column for each partition."""
+    """One row for each method but the reference, a column for each partition."""
     return [
         (method, *(_difference(outcome, method, partition, before_interval) for partition in outcome.partitions))
-        for method in list(outcome.methods)[1:]
+        for method in outcome.methods
+        if method != outcome.reference
     ]
+
+
+def progress_headings(outcome: Outcome) -> tuple[str, ...]:
+    """Of the table of progress; only the names where the experiment asks for none."""
+    late, target = outcome.settings.get("late_rounds"), outcome.settings.get("target_accuracy")
+    columns = [f"mean of the last {late} rounds", "± evaluations"] if late else []
+    return ("method", "partition", *columns, *([f"rounds to {target:g}"] if target else []))
+
+
+def progress_rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    """One row for each method on each partition, under `progress_headings`; none where these are only names."""
+    late, target = outcome.settings.get("late_rounds"), outcome.settings.get("target_accuracy")
+    rows = []
+    for entry in outcome.comparisons if late or target else ():
+        columns = [_figure(entry.late), _figure(entry.late_std)] if late else []
+        rounds = "not reached" if entry.rounds_to_target is None else f"{entry.rounds_to_target:g}"
+        rows.append((entry.method, entry.partition, *columns, *([rounds] if target else [])))
+    return rows
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def search_title(search: SearchOutcome) -> str:
@@ -169,6 +206,17 @@ def search_rows(search: SearchOutcome) -> list[tuple[str, ...]]:
 def cost_rows(outcome: Outcome) -> list[tuple[str, ...]]:
     """One row for each method on each partition, under COST_HEADINGS."""
     return [_cost_row(entry) for entry in outcome.comparisons]
+
+
+def protocol_lines(outcome: Outcome) -> list[str]:
+    """How accuracy is measured; where methods differ, a line for each way, naming the methods."""
+    if len(outcome.protocols) < 2:
+        return [f"accuracy: {protocol}" for protocol in outcome.protocols]
+    methods = {
+        protocol: dict.fromkeys(entry.method for entry in outcome.comparisons if entry.protocol == protocol)
+        for protocol in outcome.protocols
+    }
+    return [f"accuracy of {', '.join(names)}: {protocol}" for protocol, names in methods.items()]
 
 
 def spent(outcome: Outcome) -> list[str]:

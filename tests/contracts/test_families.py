@@ -28,7 +28,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "a part stays on the device": ("fedper", {}),
     "prefixes stay on the device": ("fedperfix", {}),
     "adapters of a frozen backbone are averaged": ("fed_lora", {}),
-    "masked images, features for the server": ("eftvit", {"local_blocks": 1, "mask": 0.5}),
+    "masked images, features for the server": ("eftvit", {"local_blocks": 1, "mask": 0.5, "warmup_rounds": 0}),
     "the server generates a part for each device": ("fedtp", {}),
     "some blocks at a time": ("fedbfpt", {"local_blocks": 2}),
 }

@@ -366,10 +366,73 @@ class TestOutcome:
         assert shown.count("0.250 ± 0.000") == 4
         assert shown.count("1.000") == 4  # MB up
 
+    def test_protocols_name_the_methods_that_they_are_of(self, grid: Grid) -> None:
+        """Where all rows have one, it is named once."""
+        means = {cell.path: 0.25 for cell in grid.cells}
+        assert "accuracy: p  \n" in markdown_report(self.outcome(grid, means))
+        ended = [
+            FinishedCell(cell, replace(figures(0.25), protocol="kept" if cell.method == "eftvit" else "newest"), None)
+            for cell in grid.cells
+        ]
+        outcome = make_outcome(grid, ended)
+        for shown in (markdown_report(outcome), html_report(outcome)):
+            assert "accuracy of eftvit: kept" in shown
+            assert "accuracy of fedavg: newest" in shown
+
     def test_failure_is_reported(self, grid: Grid) -> None:
         outcome = make_outcome(grid, [FinishedCell(grid.cells[0], None, "disk full")])
         assert outcome.comparisons == []
         assert "8 of 8 cells are not finished; failed: fedavg/skewed/seed-0: disk full" in markdown_report(outcome)
+
+
+def learning_curve(*means: float) -> CellResult:
+    """An evaluation in every second round."""
+    last = figures(means[-1])
+    [entry] = last.rounds
+    rounds = [replace(entry, round=number, accuracy=None) for number in range(1, 2 * len(means) + 1)]
+    for number, mean in enumerate(means, start=1):
+        rounds[2 * number - 1] = replace(
+            entry, round=2 * number, accuracy=Accuracy(mean=mean, std_over_devices=0.1, weighted=mean)
+        )
+    return replace(last, rounds=rounds)
+
+
+def test_report_has_late_averages_and_rounds_to_an_accuracy(tmp_path: Path) -> None:
+    """Evaluations in rounds 2, 4, 6 and 8, of which the last four rounds have two. FedAvg reaches 0.5 in rounds 4 and
+    8, EFTViT with one of two seeds."""
+    head = 'reference = "eftvit"\ntarget_accuracy = 0.5\nlate_rounds = 4\n'
+    grid = read_grid(written(tmp_path, head + FILE.replace("seeds = [0]", "seeds = [0, 1]")))
+    curves = {
+        ("fedavg", 0): learning_curve(0.1, 0.5, 0.4, 0.6),
+        ("fedavg", 1): learning_curve(0.1, 0.2, 0.4, 0.8),
+        ("eftvit", 0): learning_curve(0.1, 0.2, 0.3, 0.5),
+        ("eftvit", 1): learning_curve(0.1, 0.2, 0.3, 0.3),
+    }
+    ended = [
+        FinishedCell(cell, curves[cell.method, cell.seed], None) for cell in grid.cells if cell.partition == "even"
+    ]
+    outcome = make_outcome(grid, ended)
+    entry, other = (outcome.comparison(method, "even") for method in ("fedavg", "eftvit"))
+    assert entry is not None
+    assert other is not None
+    assert entry.late == pytest.approx((0.5 + 0.6) / 2)
+    assert entry.late_std == pytest.approx((0.1 + 0.2) / 2)
+    assert (entry.rounds_to_target, other.rounds_to_target) == (6, None)
+    [difference] = outcome.differences
+    assert (difference.method, difference.reference) == ("fedavg", "eftvit")
+    assert difference.mean == pytest.approx((0.1 + 0.5) / 2)
+    table = markdown_report(outcome)
+    assert "| method | partition | mean of the last 4 rounds | ± evaluations | rounds to 0.5 |" in table
+    assert "| fedavg | even | 0.550 | 0.150 | 6 |" in table
+    assert "| eftvit | even | 0.350 | 0.050 | not reached |" in table
+    assert "difference in accuracy to eftvit" in table
+    assert "not reached" in html_report(outcome)
+    assert "progress" not in markdown_report(make_outcome(read_grid(written(tmp_path, FILE)), []))
+
+
+def test_reference_is_a_method_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"reference = 'fedavgg' is no method of the file; did you mean 'fedavg'"):
+        read_grid(written(tmp_path, 'reference = "fedavgg"\n' + FILE))
 
 
 def test_experiment_that_was_interrupted_is_resumed(

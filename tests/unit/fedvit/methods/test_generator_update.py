@@ -210,7 +210,7 @@ def test_a_rule_leaves_what_it_is_given_as_it_was() -> None:
 
 PLAIN = {"lr": 0.5, "momentum": 0.0, "weight_decay": 0.0, "clip_norm": None, "server_lr": 1.0}
 HN = {"server_momentum": 0.0, "server_weight_decay": 0.0, "server_clip_norm": None, "hidden": 20}
-PG = {"tokens": 3, "server_weights": "samples"}
+PG = {"tokens": 3, "server_weights": "samples", "server_optimizer": "sgd"}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedtp": ("fedtp", {}),
     "fedtp encoder": ("fedtp", {"parts": "encoder"}),

@@ -22,7 +22,7 @@ from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.vit import PatchViT
-from fedvit.precision import Precision, packed
+from fedvit.precision import STEPS, STEPS_OF_FACTORS, Compute, Precision, packed
 from fedvit.program import Evaluate, Role, Train
 from fedvit.resources import BudgetKind
 from fedvit.roles import ProductPrecision
@@ -217,6 +217,7 @@ class Method(ABC):
     frozen_precision: Precision = (
         "fp32"  # of tensors that a device does not train: saves half or three quarters of their bytes
     )
+    compute: Compute = "fp32"  # products with tensors that a device does not train; int8 also sends them as int8
     clip_norm: Annotated[float, Meta(gt=0)] | None = None  # a step's gradient is scaled down to this norm
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
     warmup_rounds: Annotated[int, Meta(ge=0)] = 0
@@ -225,6 +226,11 @@ class Method(ABC):
     def mask_ratio(self) -> float:
         """Share of patches that training drops."""
         return 0.0
+
+    @property
+    def sent_precision(self) -> Precision:
+        """In which weights that a device does not train are sent, and held there."""
+        return "int8" if self.compute == "int8" else self.frozen_precision
 
     @property
     def samples_per_step(self) -> int:
@@ -274,11 +280,12 @@ class Method(ABC):
         return {**vit.tensors(), **self.extra_tensors(vit)}
 
     def packed(self, vit: PatchViT, values: Tensors) -> Tensors:
-        """`values`, tensors of the Program, as they are sent: untrained ones in `frozen_precision`."""
+        """`values`, tensors of the Program, as they are sent: untrained ones in `sent_precision`."""
         still = set(self.names_with(vit, *(role for role in Role if not role.trained_on_device)))
+        steps = STEPS_OF_FACTORS if self.compute == "int8" else STEPS
         travelling: Tensors = {}
         for name, value in values.items():  # in their order: devices of different roles may share graphs
-            travelling |= packed({name: value}, self.frozen_precision if name in still else "fp32")
+            travelling |= packed({name: value}, self.sent_precision if name in still else "fp32", steps=steps)
         return travelling
 
     @abstractmethod
@@ -343,7 +350,7 @@ class Method(ABC):
         given = [TradeOff("recompute", memory, () if self.recompute else ((True, 1.0),))]
         if any(names for role, names in self.groups(vit).values() if not role.trained_on_device):
             fewer = {"fp32": (("fp16", 0.99), ("int8", 0.98)), "fp16": (("int8", 0.99),), "int8": ()}
-            given.append(TradeOff("frozen_precision", memory | {"time"}, fewer[self.frozen_precision]))
+            given.append(TradeOff("frozen_precision", memory, fewer[self.sent_precision]))
         if not self.one_gradient:  # the whole batch is in memory at once
             given.append(TradeOff("batch_size", memory, _halves(self.batch_size, 0.95)))
         passes = range(self.epochs - 1, 0, -1)

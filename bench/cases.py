@@ -30,6 +30,11 @@ class Case:
     def batch_size(self) -> int:
         return int(self.options["batch_size"])
 
+    @property
+    def compute(self) -> str:
+        """Of products with weights that a device does not train: fp32 or int8."""
+        return str(self.options.get("compute", "fp32"))
+
     def with_options(self, **options: Any) -> "Case":
         return replace(self, options={**self.options, **options})
 
@@ -51,7 +56,7 @@ CASES: tuple[Case, ...] = (
     Case(
         name="eftvit-vitb-b8-int8",
         method="eftvit",
-        options={**_EFTVIT, "batch_size": 8, "micro_batch": 4, "frozen_precision": "int8"},
+        options={**_EFTVIT, "batch_size": 8, "micro_batch": 4, "frozen_precision": "int8", "compute": "int8"},
         model=_VIT_B,
         torch="eftvit",
     ),

@@ -49,13 +49,20 @@ def measure(
 @_case_flag
 @click.option("--steps", type=click.IntRange(min=1), default=5, help="Steps in each process.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, help="Processes of each side, in turn.")
+@click.option(
+    "--compute",
+    type=click.Choice(["fp32", "int8"]),
+    help="Products with weights that are not trained. By default as the case has it.",
+)
 @json_flag
 @out_flag
-def step_command(names: tuple[str, ...], steps: int, rounds: int, as_json: bool, out: Path | None) -> None:
+def step_command(
+    names: tuple[str, ...], steps: int, rounds: int, compute: str | None, as_json: bool, out: Path | None
+) -> None:
     """Compare a training step on onnxruntime with the same step in torch and timm."""
     from bench.step import run_step_bench, step_report
 
-    cases = choose(names)
+    cases = [case.with_options(compute=compute) if compute else case for case in choose(names)]
     measure(lambda log: run_step_bench(cases, steps=steps, rounds=rounds, progress=log), step_report, as_json, out)
 
 

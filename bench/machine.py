@@ -18,6 +18,7 @@ VERSIONS_OF = ("onnxruntime", "numpy", "torch", "timm")
 
 class Machine(Struct, frozen=True, kw_only=True):
     cpu: str
+    instructions: tuple[str, ...]  # of those that products of matrices use, as /proc/cpuinfo names them
     cores: int  # that this process may use
     ram_bytes: int
     system: str
@@ -28,6 +29,7 @@ class Machine(Struct, frozen=True, kw_only=True):
 def this_machine() -> Machine:
     return Machine(
         cpu=_cpu_model(),
+        instructions=_instructions(),
         cores=usable_cores(),
         ram_bytes=psutil.virtual_memory().total,
         system=platform.platform(),
@@ -44,6 +46,22 @@ def _cpu_model() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+_OF_PRODUCTS = {
+    "avx2", "fma", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16",
+    "asimd", "asimddp", "asimdhp", "i8mm", "bf16", "sve",
+}  # fmt: skip
+
+
+def _instructions() -> tuple[str, ...]:
+    """Virtual machines hide a processor's name more often than its instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return tuple(flag for flag in flags if flag in _OF_PRODUCTS)
 
 
 def installed_bytes(packages: Iterable[str]) -> int:

@@ -9,7 +9,7 @@ import click
 
 from bench.cases import Case, decode_case
 from bench.onnx_side import START
-from bench.product import FILE, write_product
+from bench.product import write_products
 from coordinator.config import RunConfig
 from coordinator.planning.planner import make_plan
 from fedvit.blobs import BlobStore
@@ -40,7 +40,7 @@ def prepare(case: Case, folder: Path, product_side: int, cache: Path | None = No
         digest = blobs.put(pack({name: values[name] for name in names})).digest
         digests[group] = digest if generated else plan.sent(plan.first, group, digest)
     (folder / START).write_text(json.dumps({"program": plan.first.digest, "groups": digests}))
-    write_product(folder / FILE, product_side)
+    write_products(folder, product_side)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""fp32 operations per second of a matrix product on this machine: a lower bound for the time of every step.
+"""Operations per second of a matrix product on this machine, by precision: a lower bound for the time of every step.
 
 Measured after a step in the same process. Imports are inside functions, since each side has only its own libraries.
 """
@@ -8,19 +8,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 RUNS = 8
-FILE = "product.onnx"
+FILES = {"fp32": "product.onnx", "int8": "product-int8.onnx"}
 
 
-def write_product(file: Path, side: int) -> None:
-    """Write a graph of one Gemm of square matrices; both are inputs, as the weights of a step are."""
+def write_products(folder: Path, side: int) -> None:
+    """Write graphs of one product of square matrices each; both are inputs, as the weights of a step are."""
     import onnx
     from onnx import helper
 
-    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [side, side]) for name in ("a", "b", "y")]
-    graph = helper.make_graph([helper.make_node("Gemm", ["a", "b"], ["y"])], "product", values[:2], values[2:])
-    # not onnx's newest versions, which onnxruntime may not read yet
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    file.write_bytes(model.SerializeToString())
+    floats, unsigned, signed = onnx.TensorProto.FLOAT, onnx.TensorProto.UINT8, onnx.TensorProto.INT8
+    one = helper.make_tensor("one", floats, [], [1.0])
+    integers = helper.make_node("MatMulIntegerToFloat", ["a", "b", "one", "one"], ["y"], domain="com.microsoft")
+    products = {
+        "fp32": (helper.make_node("Gemm", ["a", "b"], ["y"]), floats, floats),
+        "int8": (integers, unsigned, signed),
+    }
+    for precision, (node, left, right) in products.items():
+        a, b, y = (
+            helper.make_tensor_value_info(name, kind, [side, side])
+            for name, kind in (("a", left), ("b", right), ("y", floats))
+        )
+        graph = helper.make_graph([node], "product", [a, b], [y], [one] if precision == "int8" else [])
+        # not onnx's newest versions, which onnxruntime may not read yet
+        opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        (folder / FILES[precision]).write_bytes(model.SerializeToString())
 
 
 def onnx_gflops(file: Path, threads: int) -> float:
@@ -32,15 +44,17 @@ def onnx_gflops(file: Path, threads: int) -> float:
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     (side, _) = session.get_inputs()[0].shape
     rng = np.random.default_rng(0)
-    feeds = {name: rng.standard_normal((side, side), np.float32) for name in ("a", "b")}
+    kinds = {"tensor(float)": np.float32, "tensor(uint8)": np.uint8, "tensor(int8)": np.int8}
+    feeds = {one.name: rng.integers(0, 64, (side, side)).astype(kinds[one.type]) for one in session.get_inputs()}
     return _best(lambda: session.run(None, feeds), side)
 
 
-def torch_gflops(side: int) -> float:
-    """With the threads that torch was set to."""
+def torch_gflops(side: int, precision: str) -> float:
+    """fp32 or bf16, with the threads that torch was set to."""
     import torch
 
-    a, b = torch.randn(side, side), torch.randn(side, side)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    a, b = torch.randn(side, side).to(kind), torch.randn(side, side).to(kind)
     return _best(lambda: torch.mm(a, b), side)
 
 

@@ -1,4 +1,5 @@
-"""`python -m bench step`: a training step on devices' engine, compared with the same step in torch and timm."""
+"""`python -m bench step`: a training step on devices' engine, compared with the same step in torch and timm, in float32
+and with bfloat16 autocast."""
 
 import json
 import tempfile
@@ -37,9 +38,10 @@ class Side(Struct, frozen=True, kw_only=True):
 
 
 class Ratio(Struct, frozen=True, kw_only=True):
-    """onnx divided by torch: below 1, onnx is smaller."""
+    """onnx divided by torch in float32, if nothing else is said: below 1, onnx is smaller."""
 
     step: float
+    step_bf16: float  # by torch with bfloat16 autocast
     peak_rss: float
     imports: float
     installed: float
@@ -47,19 +49,23 @@ class Ratio(Struct, frozen=True, kw_only=True):
 
 class CaseResult(Struct, frozen=True, kw_only=True):
     name: str
+    compute: str  # of products with weights that are not trained: fp32 or int8
     batch_size: int
     gflop: float  # of one step, forward and backward, counted on the device's graph
     onnx: Side
     torch: Side
+    torch_bf16: Side
     ratio: Ratio
 
 
 class ProductRates(Struct, frozen=True, kw_only=True):
-    """Best fp32 rate of one large square product, in 1e9 operations a second."""
+    """Best rates of one large square product, in 1e9 operations a second; float32 if nothing else is said."""
 
     side: int
     onnx_gflops: float
+    onnx_int8_gflops: float
     torch_gflops: float
+    torch_bf16_gflops: float
 
 
 class StepReport(Struct, frozen=True, kw_only=True):
@@ -79,7 +85,7 @@ def run_step_bench(
     cache: Path | None = None,
     progress: Progress = lambda line: None,
 ) -> StepReport:
-    """Measure both sides of every case in turn, `rounds` times, each in its own process on all cores.
+    """Measure all sides of every case in turn, `rounds` times, each in its own process on all cores.
 
     All cases are prepared first, so that a faulty case fails before anything is measured. Raises FedvitError when one
     cannot be prepared or run.
@@ -90,10 +96,19 @@ def run_step_bench(
         for case in cases:
             prepare_case(case, home / case.name, cache, progress, product_side)
         measured = [_measure(case, home / case.name, steps, rounds, product_side, progress) for case in cases]
-    rates = {kind: max(run["product_gflops"] for runs in measured for run in runs[kind]) for kind in ("onnx", "torch")}
-    products = ProductRates(side=product_side, onnx_gflops=rates["onnx"], torch_gflops=rates["torch"])
-    sizes = {"onnx": installed_bytes(DEVICE_PACKAGES), "torch": installed_bytes(TORCH_PACKAGES)}
-    results = [_result(case, runs, rates, sizes) for case, runs in zip(cases, measured, strict=True)]
+
+    def best(side: str, precision: str) -> float:
+        return max(float(run["product_gflops"][precision]) for runs in measured for run in runs[side])
+
+    products = ProductRates(
+        side=product_side,
+        onnx_gflops=best("onnx", "fp32"),
+        onnx_int8_gflops=best("onnx", "int8"),
+        torch_gflops=best("torch", "fp32"),
+        torch_bf16_gflops=best("torch_bf16", "bf16"),
+    )
+    sizes = installed_bytes(DEVICE_PACKAGES), installed_bytes(TORCH_PACKAGES)
+    results = [_result(case, runs, products, *sizes) for case, runs in zip(cases, measured, strict=True)]
     return StepReport(machine=machine, steps=steps, rounds=rounds, products=products, cases=results)
 
 
@@ -114,14 +129,15 @@ def prepare_case(
 
 
 Runs = dict[str, list[dict[str, Any]]]
-"""The JSON objects that the processes of "onnx" and "torch" printed."""
+"""The JSON objects that the processes of "onnx", "torch" and "torch_bf16" printed."""
 
 
 def _measure(case: Case, folder: Path, steps: int, rounds: int, product_side: int, progress: Progress) -> Runs:
     threads = usable_cores()
     commands = {
         "onnx": ("bench.onnx_side", str(folder), str(steps), str(threads)),
-        "torch": ("bench.torch_side", encode_case(case), str(steps), str(threads), str(product_side)),
+        "torch": ("bench.torch_side", encode_case(case), "fp32", str(steps), str(threads), str(product_side)),
+        "torch_bf16": ("bench.torch_side", encode_case(case), "bf16", str(steps), str(threads), str(product_side)),
     }
     runs: Runs = {kind: [] for kind in commands}
     for number in range(rounds):
@@ -135,16 +151,28 @@ def _measure(case: Case, folder: Path, steps: int, rounds: int, product_side: in
     return runs
 
 
-def _result(case: Case, runs: Runs, rates: dict[str, float], sizes: dict[str, int]) -> CaseResult:
+def _result(case: Case, runs: Runs, products: ProductRates, ours_bytes: int, torch_bytes: int) -> CaseResult:
     gflop = float(runs["onnx"][0]["gflop"])
-    onnx, torch = (_side(runs[kind], sizes[kind], gflop / rates[kind]) for kind in ("onnx", "torch"))
+    onnx = _side(runs["onnx"], ours_bytes, gflop / products.onnx_gflops)
+    torch = _side(runs["torch"], torch_bytes, gflop / products.torch_gflops)
+    torch_bf16 = _side(runs["torch_bf16"], torch_bytes, gflop / products.torch_bf16_gflops)
     ratio = Ratio(
         step=onnx.step_s / torch.step_s,
+        step_bf16=onnx.step_s / torch_bf16.step_s,
         peak_rss=onnx.peak_rss_bytes / torch.peak_rss_bytes,
         imports=onnx.import_s / torch.import_s,
         installed=onnx.installed_bytes / torch.installed_bytes,
     )
-    return CaseResult(name=case.name, batch_size=case.batch_size, gflop=gflop, onnx=onnx, torch=torch, ratio=ratio)
+    return CaseResult(
+        name=case.name,
+        compute=case.compute,
+        batch_size=case.batch_size,
+        gflop=gflop,
+        onnx=onnx,
+        torch=torch,
+        torch_bf16=torch_bf16,
+        ratio=ratio,
+    )
 
 
 def _side(runs: Sequence[dict[str, Any]], installed: int, floor_s: float) -> Side:
@@ -168,9 +196,10 @@ def step_report(report: StepReport) -> RenderableType:
     machine, products = report.machine, report.products
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
     notes = (
-        f"{machine.cpu}, {machine.cores} cores, all in use; {versions}",
+        f"{machine.cpu} ({' '.join(machine.instructions)}), {machine.cores} cores, all in use; {versions}",
         f"medians of {report.rounds} processes of {report.steps} steps a side; GEMM: onnxruntime "
-        f"{products.onnx_gflops:.0f}, torch {products.torch_gflops:.0f} GFLOP/s",
+        f"{products.onnx_gflops:.0f}, int8 {products.onnx_int8_gflops:.0f}, torch {products.torch_gflops:.0f}, "
+        f"bfloat16 {products.torch_bf16_gflops:.0f} GFLOP/s",
     )
     return Group(_table(report.cases), *(Text(note, style="dim") for note in notes))
 
@@ -180,12 +209,14 @@ def _table(results: Sequence[CaseResult]) -> Table:
     for heading in ("case", "side", "step s", "GEMM s", "x GEMM", "peak MB", "import", "disk MB"):
         table.add_column(heading, justify="left" if heading in ("case", "side") else "right", no_wrap=True)
     for result in results:
-        table.add_row(result.name, "onnx", *_cells(result.onnx))
+        table.add_row(result.name, f"onnx {result.compute}", *_cells(result.onnx))
         table.add_row(Text(f"  {result.gflop:.0f} GFLOP", style="dim"), "torch", *_cells(result.torch))
+        table.add_row("", "torch bf16", *_cells(result.torch_bf16))
         ratio = result.ratio
         shares = (ratio.step, None, None, ratio.peak_rss, ratio.imports, ratio.installed)
         cells = ["" if share is None else f"{share:.3f}" for share in shares]
-        table.add_row("", "ratio", *(Text(cell, style="bold") for cell in cells), end_section=True)
+        table.add_row("", "ratio", *(Text(cell, style="bold") for cell in cells))
+        table.add_row("", "to bf16", Text(f"{ratio.step_bf16:.3f}", style="bold"), end_section=True)
     return table
 
 

@@ -7,8 +7,8 @@ from statistics import median
 
 
 def main() -> None:
-    """Arguments: the case, steps, threads, side of the product."""
-    text, (steps, threads, side) = sys.argv[1], map(int, sys.argv[2:])
+    """Arguments: the case, the precision of products (fp32; bf16: autocast), steps, threads, side of the product."""
+    text, precision, (steps, threads, side) = sys.argv[1], sys.argv[2], map(int, sys.argv[3:])
     began = time.perf_counter()
     import timm  # noqa: F401 - what a user's program imports
     import torch
@@ -32,7 +32,8 @@ def main() -> None:
         labels = torch.randint(case.classes, (case.batch_size,))
         began = time.perf_counter()
         optimizer.zero_grad()
-        loss = loss_of(model(images), labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = loss_of(model(images), labels)
         loss.backward()
         optimizer.step()
         loss.item()
@@ -40,8 +41,8 @@ def main() -> None:
 
     from profiles.probes.host import peak_rss_bytes  # imported last, since a user's program does not have it
 
-    measured = {"step_s": median(times), "import_s": import_s, "peak_rss_bytes": peak_rss_bytes()}
-    measured["product_gflops"] = torch_gflops(side)
+    measured: dict[str, object] = {"step_s": median(times), "import_s": import_s, "peak_rss_bytes": peak_rss_bytes()}
+    measured["product_gflops"] = {precision: torch_gflops(side, precision)}
     sys.stdout.write(json.dumps(measured) + "\n")
 
 

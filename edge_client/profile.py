@@ -193,8 +193,14 @@ def _or(value: T | None, text: Callable[[T], str], why: str | None = None) -> st
 def _speed(report: SelfReport) -> str:
     if report.speed is None:
         return f"{NOT_MEASURED}: {report.not_measured.get('compute speed', '')}"
-    fastest = max((rate.flops_per_s for rate in report.speed.products), default=0.0)
-    return f"up to {format_flops(fastest)}/s in matrix products, {report.speed_origin}"
+    integers, floats = (
+        max((rate.flops_per_s for rate in report.speed.products if (rate.kind == "integers") == wanted), default=None)
+        for wanted in (True, False)
+    )
+    rates = f"up to {_or(floats, format_flops)}/s in products of floats"
+    if integers is not None:
+        rates += f", {format_flops(integers)}/s of integers"
+    return f"{rates}, {report.speed_origin}"
 
 
 def _rate(bytes_per_s: float) -> str:

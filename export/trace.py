@@ -28,6 +28,8 @@ from fedvit.methods.step import Step
 OPSET = 20
 IR_VERSION = 10
 """What an onnxruntime of 1.17 or newer can read; written explicitly because onnx's default moves ahead."""
+INTEGERS_OPSET = 21
+"""Of graphs with integer products: its QuantizeLinear has a scale for each row of a matrix."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,8 @@ def trace(
 ) -> Trace:
     """Record what `step` does with inputs of these names, shapes and dtypes.
 
-    `integer_products`: see `export.lower.lower`; faster, and the answer to an image then depends, in the fourth digit,
-    on the images beside it. Where an elementwise function is meant for vectors of any length, `any_length` is that of
-    the example's.
+    `integer_products`: see `export.lower.lower`. Where an elementwise function is meant for vectors of any length,
+    `any_length` is that of the example's.
     """
     names = list(inputs)
     outputs: list[str] = []
@@ -97,8 +98,9 @@ def _decompositions() -> Mapping[Any, Callable[..., Any]]:
 def to_onnx(traced: Trace) -> bytes:
     """Export a trace. Raises Unsupported for an operator without ONNX form."""
     graph = lower(traced.module, traced.inputs, traced.outputs, integer_products=traced.integer_products)
-    domains = {"": OPSET} | {node.domain: 1 for node in graph.node if node.domain}
-    opsets = [helper.make_opsetid(name, number) for name, number in domains.items()]
+    domains = {node.domain: 1 for node in graph.node if node.domain}
+    domains[""] = INTEGERS_OPSET if domains else OPSET
+    opsets = [helper.make_opsetid(name, number) for name, number in sorted(domains.items())]
     model = helper.make_model(graph, opset_imports=opsets, producer_name="fedvit")
     model.ir_version = IR_VERSION
     for value in (*model.graph.input, *model.graph.output):

@@ -7,6 +7,7 @@ sensitivity is measured by changing each input by one rounding. `verify` states 
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from onnx import helper, numpy_helper
 from torch import Tensor
 
 from fedvit.errors import ExportMismatch
@@ -27,9 +29,8 @@ from fedvit.methods.step import Step, first_step_inputs, train_step, update_step
 from fedvit.models.vit import PatchViT
 from fedvit.program import Train
 
-ROUNDING, INTEGER_ROUNDING = 2.0**-23, 2.0**-13
-"""One rounding, relative to what is rounded: a last digit of float32; with int8 weights, whose products round what they
-multiply to 1 / 15876 of its largest value, rather more than that."""
+ROUNDING = 2.0**-23
+"""One rounding, relative to what is rounded: a last digit of float32."""
 
 MARGIN = 8.0
 """Errors of sums in another order are as large as what one rounding of the inputs does, a few times more by chance."""
@@ -40,6 +41,15 @@ example one row that is nearly constant), one in twelve shows less than an eight
 
 TOLERANCE = 1e-2
 """The largest error that rounding may explain, relative to the largest value of its kind."""
+
+COSINE = 0.99
+"""The least cosine of a gradient whose products are rounded to integers with the right one."""
+FAR = math.sqrt(1 - COSINE**2)
+"""The largest error of such a gradient, as a share of its length: what is nearer has no smaller cosine."""
+NEGLIGIBLE = 1e-2
+"""Size of a tensor beside the largest of its kind (roots of mean squares) below which it is judged by that one."""
+
+Run = Callable[[Mapping[str, Tensor]], dict[str, Any]]
 
 
 def reference_step(method: Method, vit: PatchViT, phase: Train) -> Step:
@@ -78,6 +88,10 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
       themselves), so that a tensor that cancels is judged by its peers.
     - and two last digits of a new value: it is stored, and an optimizer rounds it twice.
 
+    A graph that rounds to integers is compared twice: by this rule as it would be without that rounding, all scales,
+    zero points and terms as they are in it (`without_integers`), and then as it is: each output's error, as a vector,
+    may be FAR of its length, or of the `scale` of its kind where that is NEGLIGIBLE in it.
+
     A right graph is refused only where rounding leaves less than two digits of a kind's largest value. Not detected are
     errors below the allowance, with usual weights a millionth of the largest value of the kind: a tensor that is ten
     thousand times smaller than the largest may be wrong by a hundredth. Nor is what the example inputs do not reach,
@@ -95,12 +109,29 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
     for name, want in wanted.items():
         if results[name].shape != want.shape:
             raise ExportMismatch(f"{what}: output {name!r} has shape {results[name].shape}, torch gives {want.shape}")
+    plain = without_integers(graph)
+    if plain is None:
+        worst = _check_digits(run, results, wanted, inputs, what)
+    else:
+        exact = _runner(plain)
+        _check_digits(exact, exact(inputs), wanted, inputs, what)
+        worst = _check_directions(results, wanted, inputs, what)
+    if "hyper/step" in inputs:
+        for name, value in run(first_step_inputs(inputs)).items():
+            if not np.isfinite(value).all():
+                raise ExportMismatch(f"{what}: output {name!r} is not finite in a first step")
+    return worst
+
+
+def _check_digits(
+    run: Run, results: Mapping[str, Any], wanted: Mapping[str, Any], inputs: Mapping[str, Tensor], what: str
+) -> float:
+    """The rule of `verify` for floats; the largest relative error."""
     digits = {name: 2 * _last_digits(want, _start(name, inputs)) for name, want in wanted.items()}
     errors, scales = {}, dict.fromkeys(map(_kind, wanted), 0.0)
     for name, want in wanted.items():
         errors[name] = _largest(results[name] - want, digits[name])
         scales[_kind(name)] = max(scales[_kind(name)], float(np.abs(want - _start(name, inputs)).max(initial=0)))
-    rounding = INTEGER_ROUNDING if _rounds_to_integers(graph) else ROUNDING
     spreads = dict.fromkeys(wanted, 0.0)
 
     def relative(name: str) -> float:
@@ -109,13 +140,13 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
     def used(name: str) -> float:
         """The error, as a share of what is allowed."""
         scale = scales[_kind(name)]
-        allowed = min(MARGIN * (spreads[name] + rounding * scale), TOLERANCE * scale)
+        allowed = min(MARGIN * (spreads[name] + ROUNDING * scale), TOLERANCE * scale)
         return errors[name] / max(allowed, 1e-30) if np.isfinite([errors[name], allowed]).all() else np.inf
 
     for seed in range(NEAR):
         if all(used(name) <= 1 for name in errors):
             break
-        near = _near(inputs, rounding, seed)
+        near = _near(inputs, seed)
         for name, value in run(near).items():
             updated = (value - _start(name, near)) - (results[name] - _start(name, inputs))
             spreads[name] = np.maximum(spreads[name], _largest(updated, digits[name]))  # NaN stays
@@ -125,11 +156,72 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
             f"{what}: output {worst!r} differs from torch by {relative(worst):.2e} of the largest value of its kind, "
             f"{used(worst):.2g} times what rounding explains: the graph computes something else"
         )
-    if "hyper/step" in inputs:
-        for name, value in run(first_step_inputs(inputs)).items():
-            if not np.isfinite(value).all():
-                raise ExportMismatch(f"{what}: output {name!r} is not finite in a first step")
     return max(map(relative, errors))
+
+
+def _check_directions(
+    results: Mapping[str, Any], wanted: Mapping[str, Any], inputs: Mapping[str, Tensor], what: str
+) -> float:
+    """The rule of `verify` for integers; the largest error, as a share of what it is compared with."""
+    right = {name: want - _start(name, inputs) for name, want in wanted.items()}
+    sizes = dict.fromkeys(map(_kind, wanted), 0.0)  # root of the mean square, the largest of the kind
+    for name, change in right.items():
+        sizes[_kind(name)] = max(sizes[_kind(name)], _length(change) / np.sqrt(max(1, change.size)))
+    shares = {}
+    for name, change in right.items():
+        error = _length(results[name] - wanted[name])
+        least = NEGLIGIBLE * sizes[_kind(name)] * np.sqrt(max(1, change.size))
+        shares[name] = error / max(_length(change), least, 1e-30) if np.isfinite(error) else np.inf
+    worst = max(shares, key=lambda name: shares[name])
+    if shares[worst] > FAR:
+        raise ExportMismatch(
+            f"{what}: output {worst!r} differs from torch by {shares[worst]:.2e} of its length, more than products of "
+            f"integers may change it ({FAR:.2f}: a cosine of {COSINE}); compute = fp32 rounds nothing"
+        )
+    return shares[worst]
+
+
+def without_integers(graph: bytes) -> bytes | None:
+    """The graph with numbers that are not rounded in place of integers; None if it has no integer products.
+
+    x / scale + zero stays as it is, limited to what 8 bits hold; (a - zero) (b scale) takes it from there.
+    """
+    model = onnx.load_from_string(graph)
+    nodes: list[onnx.NodeProto] = []
+    found = False
+    for node in model.graph.node:
+        [made] = node.output if len(node.output) == 1 else [""]
+
+        def add(kind: str, operands: list[str], result: str, **attributes: Any) -> str:
+            nodes.append(helper.make_node(kind, operands, [result], **attributes))
+            return result
+
+        def as_float(name: str, result: str) -> str:
+            return add("Cast", [name], result, to=onnx.TensorProto.FLOAT)
+
+        if node.op_type == "QuantizeLinear":
+            value, scale, zero = node.input
+            steps = add("Div", [value, scale], f"{made}/steps")
+            above = add("Add", [steps, as_float(zero, f"{made}/zero")], f"{made}/above")
+            add("Clip", [above, "integers/least", "integers/largest"], made)
+        elif node.op_type == "MatMulIntegerToFloat":
+            found = True
+            left, right, left_scale, right_scale, zero, *_ = node.input
+            steps = add("Sub", [left, as_float(zero, f"{made}/zero")], f"{made}/steps")
+            factor = add("Mul", [as_float(right, f"{made}/right"), right_scale], f"{made}/factor")
+            add("Mul", [add("MatMul", [steps, factor], f"{made}/product"), left_scale], made)
+        else:
+            nodes.append(node)
+    if not found:
+        return None
+    del model.graph.node[:], model.graph.value_info[:]
+    model.graph.node.extend(nodes)
+    bounds = {"integers/least": 0.0, "integers/largest": 255.0}
+    model.graph.initializer.extend(
+        numpy_helper.from_array(np.array(bound, np.float32), name) for name, bound in bounds.items()
+    )
+    content: bytes = model.SerializeToString()
+    return content
 
 
 @torch.no_grad()
@@ -138,7 +230,7 @@ def reference_predict(step: Step, inputs: Mapping[str, Tensor]) -> dict[str, Ten
     return step(inputs)
 
 
-def _runner(graph: bytes) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
+def _runner(graph: bytes) -> Run:
     """The graph in onnxruntime: named tensors -> named arrays."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
@@ -152,21 +244,17 @@ def _runner(graph: bytes) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
     return run
 
 
-def _rounds_to_integers(graph: bytes) -> bool:
-    return any(node.op_type == "QuantizeLinear" for node in onnx.load_from_string(graph).graph.node)
-
-
 def _in_float64(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
 
 
-def _near(inputs: Mapping[str, Tensor], rounding: float, seed: int) -> dict[str, Tensor]:
+def _near(inputs: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Every float32 of a tensor a rounding larger or smaller; whole numbers, which are counts and marks, stay."""
     draw = torch.Generator().manual_seed(seed)
 
     def perturbed(value: Tensor) -> Tensor:
         signs = 2 * torch.randint(0, 2, value.shape, generator=draw) - 1
-        return torch.where(value == value.round(), value, value * (1 + rounding * signs))
+        return torch.where(value == value.round(), value, value * (1 + ROUNDING * signs))
 
     return {
         name: perturbed(value) if value.dtype is torch.float32 and value.dim() else value
@@ -182,6 +270,10 @@ def _start(name: str, inputs: Mapping[str, Tensor]) -> Any:
 def _last_digits(want: Any, start: Any) -> Any:
     """What float32 counts in, at a new value or where it came from; other outputs are not stored."""
     return np.spacing(np.maximum(np.abs(want), np.abs(start)).astype(np.float32)) if np.ndim(start) else 0.0
+
+
+def _length(vector: Any) -> float:
+    return float(np.sqrt(np.square(vector, dtype=np.float64).sum()))
 
 
 def _largest(difference: Any, but: Any) -> float:

@@ -13,13 +13,19 @@ from fedvit.program import TensorSpec
 from fedvit.tensors import Array, Tensors
 
 Precision = Literal["fp32", "fp16", "int8"]
+Compute = Literal["fp32", "int8"]
+"""How a device multiplies by weights that it does not train: as float32, or as integers of 8 bits."""
 SCALE = "/scale"
 
+STEPS, STEPS_OF_FACTORS = 127, 64
+"""How far int8 goes to both sides of zero: in weights that are unpacked where they are read, and in factors of integer
+products. x86 processors without VNNI saturate sums of two products at 2^15: 2 x 255 x 64 is below it."""
 
-def packed(tensors: Mapping[str, Array], precision: Precision) -> Tensors:
+
+def packed(tensors: Mapping[str, Array], precision: Precision, *, steps: int = STEPS) -> Tensors:
     """The tensors as they are sent: matrices and larger in `precision`, vectors as they are.
 
-    int8: w = q s, with s = max |w| / 127 over an output channel, the first axis; a weight's error is at most s / 2.
+    int8: w = q s, with s = max |w| / `steps` over an output channel, the first axis; a weight's error is at most s / 2.
     float16: the error is at most 2^-11 of a weight, and 3e-8 for the smallest. Values beyond 65504 become infinite.
     """
     result: Tensors = {}
@@ -31,7 +37,7 @@ def packed(tensors: Mapping[str, Array], precision: Precision) -> Tensors:
         else:
             numbers = value.astype(np.float32)
             largest = np.abs(numbers).max(axis=tuple(range(1, value.ndim)), keepdims=True)
-            scale = np.where(largest > 0, largest / 127, 1).astype(np.float32)
+            scale = np.where(largest > 0, largest / steps, 1).astype(np.float32)
             result[name] = np.rint(numbers / scale).astype(np.int8)
             result[name + SCALE] = scale.reshape(-1)
     return result

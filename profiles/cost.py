@@ -28,8 +28,8 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """2 per multiply-add; two products of integers stand for one of floats, so each counts half."""
-        return 2 * self.batch * self.rows * self.inner * self.columns // (2 if self.kind == "integers" else 1)
+        """2 per multiply-add."""
+        return 2 * self.batch * self.rows * self.inner * self.columns
 
 
 class Node(NamedTuple):

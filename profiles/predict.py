@@ -96,8 +96,8 @@ def seconds(work: Work, speed: Speed) -> dict[Bound, float]:
 
 _LIKE = {
     "Split": "Concat", "Slice": "Concat", "Gather": "Concat", "Expand": "Concat", "Pad": "Concat",
-    "ReduceSum": "ReduceMean", "ReduceMax": "ReduceMean", "LogSoftmax": "Softmax", "Tanh": "Erf",
-    "QuantizeLinear": "DequantizeLinear",
+    "ReduceSum": "ReduceMean", "ReduceMax": "ReduceMean", "ReduceMin": "ReduceMean", "LogSoftmax": "Softmax",
+    "Tanh": "Erf", "QuantizeLinear": "DequantizeLinear",
 }  # fmt: skip
 """Operators that are not measured, and measured ones of the same speed."""
 
@@ -134,8 +134,6 @@ def _product_model(rates: tuple[ProductRate, ...]) -> ProductModel:
 
 def _terms(product: ProductRate | ProductWork) -> Any:
     flops = 2 * product.batch * product.rows * product.inner * product.columns
-    if product.kind == "integers":
-        flops //= 2
     right = product.batch * product.inner * product.columns
     out = product.batch * product.rows * product.columns
     return np.array([flops, right, out], np.float64)

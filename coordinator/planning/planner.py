@@ -24,6 +24,7 @@ from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Method, ServerRule, ServerState
 from fedvit.methods.packed import as_sent
 from fedvit.models.vit import PatchViT
+from fedvit.precision import Compute, Precision
 from fedvit.program import (
     PRIVATE_VERSION,
     PROGRAM_VERSION,
@@ -38,6 +39,7 @@ from fedvit.program import (
     decode_program,
     encode_program,
 )
+from fedvit.quantities import format_seconds
 from fedvit.resources import Budget
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.updates import NONE
@@ -93,7 +95,7 @@ class Plan:
     variants: dict[Method, Variant]
     choices: dict[tuple[Method, bytes], tuple[Variant, Expected]]  # by method and target without its name
     costs: dict[str, GraphCost]  # by the graph's digest
-    packed: dict[tuple[str, str], str]  # (digest, precision) -> digest
+    packed: dict[tuple[str, Precision, Compute], str]  # (digest, how it is packed) -> digest
     lock: threading.Lock
 
     @property
@@ -139,6 +141,7 @@ class Plan:
             return variant, msgspec.structs.replace(expected, prediction=prediction)
 
     def _choose(self, method: Method, target: PlannedDevice) -> tuple[Variant, Expected]:
+        method, changed = self._with_faster_products(method, target)
         if target.budget == Budget():
             variant = self._variant(method)
             cost = cost_on(target, variant.priced)
@@ -152,9 +155,28 @@ class Plan:
             bytes_down=cost.bytes_down,
             bytes_up=cost.bytes_up,
             budget=target.budget,
-            changes=candidate.changes,
+            changes=changed | candidate.changes,
             quality=candidate.quality,
         )
+
+    def _with_faster_products(self, method: Method, target: PlannedDevice) -> tuple[Method, dict[str, str]]:
+        """The method, with products of floats where the device's own speed says that those of integers are slower; and
+        what that changed.
+        """
+        if method.compute == "fp32" or target.speed is None:
+            return method, {}
+        floats = replace(method, compute="fp32")
+        integers_s, floats_s = (
+            self.search.candidate(cost_on(target, self.search.program_of(one)), {}, 1.0, target).prediction.step_s or 0
+            for one in (method, floats)
+        )
+        if integers_s <= floats_s:
+            return method, {}
+        self.progress(
+            f"{target.device}: a step with products of integers would take {format_seconds(integers_s)}, with floats "
+            f"{format_seconds(floats_s)}: it gets compute = fp32"
+        )
+        return floats, {"compute": "fp32"}
 
     @cached_property
     def search(self) -> ConfigurationSearch:
@@ -232,7 +254,7 @@ class Plan:
         )
 
     def _coded_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> Group:
-        """The group with its codecs: packed tensors (`frozen_precision`) are not coded again."""
+        """The group with its codecs: packed tensors (`frozen_precision`, `compute`) are not coded again."""
         updates = self.config.updates
         if not role.from_server_each_round:
             return Group(role, keep(members))
@@ -254,10 +276,10 @@ class Plan:
     def sent(self, variant: Variant, group: str, digest: str) -> str:
         """The blob that a device of this variant is sent for the blob `digest` of a common group."""
         method = variant.method
-        if method.frozen_precision == "fp32" or variant.program.groups[group].role.trained_on_device:
+        if method.sent_precision == "fp32" or variant.program.groups[group].role.trained_on_device:
             return digest
         with self.lock:
-            key = (digest, method.frozen_precision)
+            key = (digest, method.sent_precision, method.compute)
             if key not in self.packed or not self.blobs.has(self.packed[key]):  # blobs that no round needed are pruned
                 for gone in [known for known, made in self.packed.items() if not self.blobs.has(made)]:
                     del self.packed[gone]

@@ -53,7 +53,7 @@ def _frozen_precision(method: Method, vit: PatchViT) -> Values:
     if not method.untrained(vit):
         return ()
     fewer_bits: dict[str, Values] = {"fp32": (("fp16", 0.99), ("int8", 0.98)), "fp16": (("int8", 0.99),), "int8": ()}
-    return fewer_bits[method.frozen_precision]
+    return fewer_bits[method.sent_precision]
 
 
 def _batch_size(method: Method, vit: PatchViT) -> Values:
@@ -100,7 +100,7 @@ def halves(number: int, share: float) -> Values:
 
 TRADE_OFFS = (
     Rule(Method, "recompute", frozenset({"memory"}), _recompute),
-    Rule(Method, "frozen_precision", frozenset({"memory", "time"}), _frozen_precision),
+    Rule(Method, "frozen_precision", frozenset({"memory"}), _frozen_precision),
     Rule(Method, "batch_size", frozenset({"memory"}), _batch_size),
     Rule(Method, "epochs", frozenset({"flops", "time"}), _epochs),
     Rule(EFTViT, "mask", frozenset({"memory", "flops", "time", "upload"}), _mask),

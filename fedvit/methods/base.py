@@ -22,7 +22,7 @@ from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.vit import PatchViT
-from fedvit.precision import Precision
+from fedvit.precision import Compute, Precision
 from fedvit.program import Evaluate, Role, Train
 from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, Tensors
@@ -208,6 +208,7 @@ class Method(ABC):
     frozen_precision: Precision = (
         "fp32"  # of tensors that a device does not train: saves half or three quarters of their bytes
     )
+    compute: Compute = "fp32"  # products with tensors that a device does not train; int8 also sends them as int8
     clip_norm: Annotated[float, Meta(gt=0)] | None = None  # a step's gradient is scaled down to this norm
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
     warmup_rounds: Annotated[int, Meta(ge=0)] = 0
@@ -216,6 +217,11 @@ class Method(ABC):
     def mask_ratio(self) -> float:
         """Share of patches that training drops."""
         return 0.0
+
+    @property
+    def sent_precision(self) -> Precision:
+        """In which weights that a device does not train are sent, and held there."""
+        return "int8" if self.compute == "int8" else self.frozen_precision
 
     @property
     def samples_per_step(self) -> int:

@@ -14,11 +14,12 @@ from fedvit.tensors import Tensors
 
 
 def as_sent(method: Method, vit: PatchViT, values: Tensors) -> Tensors:
-    """`values`, tensors of the Program, as devices get them: those never moved in `frozen_precision`."""
+    """`values`, tensors of the Program, as devices get them: those that nothing moves in `sent_precision`."""
     still = set(method.untrained(vit))
+    steps = precision.STEPS_OF_FACTORS if method.compute == "int8" else precision.STEPS
     sent: Tensors = {}
     for name, value in values.items():  # in their order: devices of different roles may share graphs
-        sent |= precision.packed({name: value}, method.frozen_precision if name in still else "fp32")
+        sent |= precision.packed({name: value}, method.sent_precision if name in still else "fp32", steps=steps)
     return sent
 
 

@@ -67,7 +67,7 @@ def _measure(threads: int) -> Speed:
     products = []
     for kind, batch, rows, inner, columns in PRODUCTS:
         feeds = _operands(kind, batch, rows, inner, columns, rng)
-        flops = 2 * batch * rows * inner * columns / (2 if kind == "integers" else 1)
+        flops = 2 * batch * rows * inner * columns
         run_s = _run_s(kind, feeds, threads)
         if run_s is not None:
             products.append(ProductRate(kind, batch, rows, inner, columns, flops / run_s))

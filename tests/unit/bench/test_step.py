@@ -30,8 +30,8 @@ TRAINED = [role for role in Role if role.trained_on_device]
 
 
 def known(case: Case) -> Case:
-    """Without what only says how frozen weights are kept: it is no part of the maths."""
-    options = {name: value for name, value in case.options.items() if name != "frozen_precision"}
+    """Without what only says how frozen weights are kept and multiplied by: it is no part of the maths."""
+    options = {name: value for name, value in case.options.items() if name not in ("frozen_precision", "compute")}
     return replace(case, options=options)
 
 
@@ -108,7 +108,7 @@ def test_the_mask_leaves_as_many_tokens_on_both_sides() -> None:
 @pytest.fixture(scope="module")
 def report(graph_cache: Path) -> dict[str, Any]:
     """The whole benchmark on a tiny EFTViT."""
-    case = tiny(choose(["eftvit-vitb"])[0]).with_options(local_blocks=1, mask=0.5)
+    case = tiny(choose(["eftvit-vitb"])[0]).with_options(local_blocks=1, mask=0.5, compute="int8")
     lines: list[str] = []
     made = run_step_bench([case], steps=2, rounds=1, product_side=64, cache=graph_cache, progress=lines.append)
     assert any(line.startswith("eftvit-vitb: onnx 1/1") for line in lines)
@@ -117,9 +117,9 @@ def report(graph_cache: Path) -> dict[str, Any]:
 
 def test_sides_have_all_figures(report: dict[str, Any]) -> None:
     (case,) = report["cases"]
-    assert (case["name"], case["batch_size"]) == ("eftvit-vitb", 2)
+    assert (case["name"], case["compute"], case["batch_size"]) == ("eftvit-vitb", "int8", 2)
     assert case["gflop"] > 0
-    for side in ("onnx", "torch"):
+    for side in ("onnx", "torch", "torch_bf16"):
         figures = case[side]
         assert figures["step_s_runs"] == [figures["step_s"]]
         assert figures["over_floor"] == pytest.approx(figures["step_s"] / figures["gemm_floor_s"])
@@ -130,6 +130,7 @@ def test_ratios_are_ours_by_torchs(report: dict[str, Any]) -> None:
     (case,) = report["cases"]
     ratio, onnx, theirs = case["ratio"], case["onnx"], case["torch"]
     assert ratio["step"] == pytest.approx(onnx["step_s"] / theirs["step_s"])
+    assert ratio["step_bf16"] == pytest.approx(onnx["step_s"] / case["torch_bf16"]["step_s"])
     assert ratio["peak_rss"] == pytest.approx(onnx["peak_rss_bytes"] / theirs["peak_rss_bytes"])
     assert ratio["installed"] == pytest.approx(onnx["installed_bytes"] / theirs["installed_bytes"])
 
@@ -137,7 +138,27 @@ def test_ratios_are_ours_by_torchs(report: dict[str, Any]) -> None:
 def test_the_machine_is_named(report: dict[str, Any]) -> None:
     assert report["machine"] == json.loads(msgspec.json.encode(this_machine()))
     assert {"onnxruntime", "torch", "timm"} <= report["machine"]["versions"].keys()
-    assert report["products"]["side"] == 64
+    assert report["machine"]["cpu"]
+
+
+def test_rates_of_products_are_there_by_precision(report: dict[str, Any]) -> None:
+    products = report["products"]
+    assert products.pop("side") == 64
+    assert products.keys() == {"onnx_gflops", "onnx_int8_gflops", "torch_gflops", "torch_bf16_gflops"}
+    assert min(products.values()) > 0
+
+
+def test_compute_is_chosen_for_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Case] = []
+
+    def stop(cases: list[Case], **_: Any) -> None:
+        asked.extend(cases)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("bench.step.run_step_bench", stop)
+    for flags in ([], ["--compute", "fp32"], ["--compute", "int8"]):
+        CliRunner().invoke(bench_command, ["step", "--case", "pfedpg-vitb", "--case", "eftvit-vitb-b8-int8", *flags])
+    assert [case.compute for case in asked] == ["fp32", "int8", "fp32", "fp32", "int8", "int8"]
 
 
 def test_process_that_fails_is_reported_with_its_last_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from coordinator.broker import Broker, start_broker
 from edge_client.profile import Installation, SelfReport, measure_self, table
 from fedvit.errors import OverBudget
-from fedvit.resources import Budget, Speed
+from fedvit.resources import Budget, ProductRate, Speed
 from fedvit.transport.address import Address
 from tests.support.boards import orin_nano, pi_4, write_tree
 from tests.support.speeds import some_speed
@@ -41,6 +41,18 @@ def rows(report: SelfReport) -> dict[str, str]:
     return {line[:13].strip(): line[13:].strip() for line in table(report).splitlines()}
 
 
+def test_products_of_floats_and_of_integers_are_shown(tmp_path: Path, broker: Broker) -> None:
+    integers = ProductRate("integers", 1, 200, 768, 768, 9e10)
+
+    def both(threads: int) -> Speed:
+        speed = some_speed(threads)
+        return msgspec.structs.replace(speed, products=(*speed.products, integers))
+
+    report = measure_self(place(broker.address, tmp_path), 2, both, lambda what: None, budget=BUDGET)
+    shown = rows(report)["compute speed"]
+    assert shown.startswith("up to 25 GFLOP/s in products of floats, 90 GFLOP/s of integers, measured now, stored in ")
+
+
 def test_a_board_with_all_its_sensors(tmp_path: Path, broker: Broker) -> None:
     said: list[str] = []
     report = measure_self(
@@ -66,7 +78,7 @@ def test_a_board_with_all_its_sensors(tmp_path: Path, broker: Broker) -> None:
     shown = rows(report)
     assert shown["processor"].endswith("4 threads for training")
     assert shown["clock"] == "6 cores at 1.11 GHz, 1.19 GHz allowed of 1.51 GHz, governor schedutil"
-    assert shown["compute speed"].startswith("up to 25 GFLOP/s in matrix products, measured now, stored in ")
+    assert shown["compute speed"].startswith("up to 25 GFLOP/s in products of floats, measured now, stored in ")
     assert shown["temperature"] == "52.5 C (cpu-thermal 51.1, gpu-thermal 52.5, tj-thermal 52.5)"
     assert shown["throttled"] == "no"
     assert shown["idle power"] == "5.02 W (ina3221 VDD_IN)"

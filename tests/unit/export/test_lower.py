@@ -539,7 +539,7 @@ def test_a_product_with_a_packed_weight(kind: str, name: str) -> None:
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_of_integers(name: str, size: float) -> None:
-    """The other operand is rounded to max |x| / 15 876 at most, so that a sum of six products with |w| < 4 is off by at
+    """The other operand is rounded to max |x| / 254 at most, so that a sum of six products with |w| < 4 is off by at
     most 24 of it: however small or large it is."""
 
     def step(inputs: Mapping[str, Tensor]) -> Any:
@@ -547,9 +547,34 @@ def test_a_product_of_integers(name: str, size: float) -> None:
 
     inputs = {**OPERANDS, **{key: size * OPERANDS[key] for key in ("x", "z", "bias")}}
     largest = max(float(inputs[key].abs().max()) for key in ("x", "z"))
-    graph = compare(traced(step, inputs, integer_products=True), step, inputs, atol=24 * largest / 15_876 + 1e-6 * size)
+    graph = compare(traced(step, inputs, integer_products=True), step, inputs, atol=24 * largest / 254 + 1e-6 * size)
     if name in ("forward", "with a bias", "backward", "plus a sum"):
-        assert kinds(graph)["MatMulIntegerToFloat"] == 2
+        assert kinds(graph)["MatMulIntegerToFloat"] == 1
+
+
+def test_rows_of_a_product_of_integers_are_rounded_by_themselves() -> None:
+    """One is 1e12 times as large as another, one is zero: each is off by 1 / 254 of its own largest number at most."""
+    rows = torch.tensor([1e6, 1.0, 0.0, 1e-6, 1.0])[:, None] * OPERANDS["x"]
+    inputs = {**OPERANDS, "x": rows}
+
+    def step(inputs: Mapping[str, Tensor]) -> Tensor:
+        return inputs["x"] @ weight(inputs, "int8").t()
+
+    got = torch.from_numpy(run(to_onnx(traced(step, inputs, integer_products=True)), inputs)["y"])
+    bound = rows.abs().amax(dim=1, keepdim=True) / 254 * weight(inputs, "int8").abs().sum(dim=1)
+    assert ((got - step(inputs)).abs() <= 1.001 * bound).all()
+
+
+def test_only_graphs_with_products_of_integers_need_the_newer_operators() -> None:
+    versions = {
+        kind: {one.domain: one.version for one in onnx.load_from_string(to_onnx(made)).opset_import}
+        for kind, made in {
+            "floats": traced(lambda i: i["x"] @ weight(i, "int8").t(), OPERANDS),
+            "no weights": traced(lambda i: i["x"] + 1, OPERANDS, integer_products=True),
+            "integers": traced(lambda i: i["x"] @ weight(i, "int8").t(), OPERANDS, integer_products=True),
+        }.items()
+    }
+    assert versions == {"floats": {"": 20}, "no weights": {"": 20}, "integers": {"": 21, "com.microsoft": 1}}
 
 
 # --- constants ----------------------------------------------------------------------------------------

@@ -197,10 +197,8 @@ def test_the_kind_of_a_product(graph: bytes, expected: Product) -> None:
     assert only.product == expected
 
 
-def test_a_product_of_integers_counts_half() -> None:
-    """Two of them, of the upper and of the lower half of the numbers, stand for one of floats."""
-    assert Product("weights", 2, 3, 5, 7).flops == 2 * 2 * 3 * 5 * 7
-    assert Product("integers", 2, 3, 5, 7).flops == 2 * 3 * 5 * 7
+def test_a_product_of_integers_counts_as_one_of_floats() -> None:
+    assert Product("weights", 2, 3, 5, 7).flops == Product("integers", 2, 3, 5, 7).flops == 2 * 2 * 3 * 5 * 7
 
 
 def test_bytes_are_those_read_and_written() -> None:
@@ -371,25 +369,34 @@ def test_a_whole_step_has_its_gradients_where_their_tensors_are(tiny: Any) -> No
     assert shares_of(cost) == expected
 
 
-@pytest.mark.parametrize(("precision", "kind"), [("fp16", "weights"), ("int8", "integers")])
-def test_weights_that_are_unpacked_belong_to_their_block(precision: str, kind: ProductKind, tiny: Any) -> None:
-    """The one frozen block of the tiny model costs the same FLOPs; with int8 in twice as many products."""
+@pytest.mark.parametrize(
+    ("option", "precision", "kind", "unpacked"),
+    [
+        ("frozen_precision", "fp16", "weights", "Cast"),
+        ("frozen_precision", "int8", "weights", "DequantizeLinear"),
+        ("compute", "int8", "integers", "QuantizeLinear"),
+    ],
+)
+def test_weights_that_are_unpacked_belong_to_their_block(
+    option: str, precision: str, kind: ProductKind, unpacked: str, tiny: Any
+) -> None:
+    """The one frozen block of the tiny model costs the same FLOPs."""
     method, vit, batch, graphs = tiny("eftvit")
-    other = unverified_graphs(replace(method, frozen_precision=precision), vit, batch)
+    other = unverified_graphs(replace(method, **{option: precision}), vit, batch)
     cost, plain = graph_cost(other["train"]), graph_cost(graphs["train"].content)
     assert shares_of(cost) == shares_of(plain)
     frozen = [each for each in cost.nodes if each.block == "block 2"]
     products = Counter(each.product.kind for each in frozen if each.product)
-    assert products == {kind: 20 if kind == "integers" else 10, "attention": 6}
-    unpacked = {"fp16": "Cast", "int8": "DequantizeLinear"}[precision]
+    assert products == {kind: 10, "attention": 6}
     assert any(each.op == unpacked for each in frozen)
-    assert not any(each.op == "DequantizeLinear" for each in cost.nodes if each.block in ("block 0", "block 1"))
+    assert not any(each.op == unpacked for each in cost.nodes if each.block in ("block 0", "block 1"))
 
 
 def test_a_method_has_its_defaults_options(tiny: Any) -> None:
     """What the counts above were derived for."""
     method = tiny("eftvit").method
-    assert (method.local_blocks, method.mask, method.recompute, method.frozen_precision) == (2, 0.75, False, "fp32")
+    assert (method.local_blocks, method.mask, method.recompute) == (2, 0.75, False)
+    assert (method.frozen_precision, method.compute) == ("fp32", "fp32")
     assert make_method("eftvit").mask == 0.75
 
 

@@ -17,19 +17,18 @@ KINDS: tuple[ProductKind, ...] = ("weights", "gradient", "attention", "integers"
 SIZES = ((1, 200, 768, 3072), (1, 800, 192, 768), (8, 50, 64, 50), (1, 2000, 128, 256), (1, 64, 768, 768))
 
 
-def flops_of(kind: ProductKind, batch: int, rows: int, inner: int, columns: int) -> int:
-    return 2 * batch * rows * inner * columns // (2 if kind == "integers" else 1)
+def flops_of(batch: int, rows: int, inner: int, columns: int) -> int:
+    return 2 * batch * rows * inner * columns
 
 
-def true_s(kind: ProductKind, batch: int, rows: int, inner: int, columns: int) -> float:
+def true_s(batch: int, rows: int, inner: int, columns: int) -> float:
     """A machine of 10 GFLOP/s that packs 1 G elements a second and writes 0.5 G."""
-    flops = flops_of(kind, batch, rows, inner, columns)
-    return flops / 10e9 + batch * inner * columns / 1e9 + batch * rows * columns / 0.5e9
+    return flops_of(batch, rows, inner, columns) / 10e9 + batch * inner * columns / 1e9 + batch * rows * columns / 0.5e9
 
 
 def rate(kind: ProductKind, *size: int) -> ProductRate:
     batch, rows, inner, columns = size
-    return ProductRate(kind, batch, rows, inner, columns, flops_of(kind, *size) / true_s(kind, *size))
+    return ProductRate(kind, batch, rows, inner, columns, flops_of(*size) / true_s(*size))
 
 
 def work(kind: ProductKind, *size: int, count: float = 1.0) -> ProductWork:
@@ -44,13 +43,13 @@ def work(kind: ProductKind, *size: int, count: float = 1.0) -> ProductWork:
 def test_what_was_measured_is_reproduced(kind: ProductKind) -> None:
     model = ProductModel([rate(kind, *size) for size in SIZES] + [rate("weights", *size) for size in SIZES])
     for size in SIZES:
-        assert model.seconds(work(kind, *size)) == pytest.approx(true_s(kind, *size), rel=1e-6)
+        assert model.seconds(work(kind, *size)) == pytest.approx(true_s(*size), rel=1e-6)
 
 
 def test_sizes_between_follow_the_same_law() -> None:
     model = ProductModel([rate("weights", *size) for size in SIZES])
     for size in ((1, 100, 384, 1152), (1, 1, 768, 768), (1, 5000, 64, 10)):
-        assert model.seconds(work("weights", *size)) == pytest.approx(true_s("weights", *size), rel=1e-6)
+        assert model.seconds(work("weights", *size)) == pytest.approx(true_s(*size), rel=1e-6)
 
 
 def test_each_kind_has_its_own_factors() -> None:
@@ -66,7 +65,7 @@ def test_of_one_size_time_follows_the_flops() -> None:
     """A single measurement says no more than a rate."""
     model = ProductModel([ProductRate("weights", 1, 200, 768, 768, 5e9)])
     for size in ((1, 200, 768, 768), (1, 10, 20, 30)):
-        assert model.seconds(work("weights", *size)) == pytest.approx(flops_of("weights", *size) / 5e9)
+        assert model.seconds(work("weights", *size)) == pytest.approx(flops_of(*size) / 5e9)
 
 
 side = st.integers(1, 4096)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -395,6 +396,46 @@ def test_a_device_gets_what_fits_its_budget(staged: Any) -> None:
     assert [phase.epochs for phase in variant.program.train] == [1]
     assert variant.digest != made.first.digest
     assert [phase.epochs for phase in made.given("b", 1, target_of("b"))[0].program.train] == [2]
+
+
+def test_products_of_integers_are_given_to_devices_that_are_faster_with_them(
+    configure: Configure, blobs: BlobStore, graph_cache: Path
+) -> None:
+    """By what the device measured. One that measured nothing, or is not known, gets what was configured; one that is
+    slower gets floats, which is said once."""
+    said: list[str] = []
+    made = make_plan(configure("eftvit", {"compute": "int8"}), CLASSES, blobs, cache=graph_cache, progress=said.append)
+    floats = ProductRate("weights", 1, 200, 768, 768, 1e8)
+
+    def target(device: str, *integers_flops_per_s: float) -> PlannedDevice:
+        integers = (msgspec.structs.replace(floats, kind="integers", flops_per_s=rate) for rate in integers_flops_per_s)
+        speed = Speed(threads=1, products=(floats, *integers), bytes_per_s={"Add": 1e12}, node_s=0.0)
+        return target_of(device)._replace(speed=speed)
+
+    given = {
+        "faster": made.given("faster", 1, target("faster", 4e8)),
+        "slower": made.given("slower", 1, target("slower", 5e7)),
+        "slower, too": made.given("slower, too", 1, target("slower, too", 5e7)),
+        "no speed": made.given("no speed", 1, target_of("no speed")._replace(speed=None)),
+        "unknown": made.given("unknown", 1, None),
+    }
+    assert {device: variant.method.compute for device, (variant, _) in given.items()} == {
+        "faster": "int8",
+        "slower": "fp32",
+        "slower, too": "fp32",
+        "no speed": "int8",
+        "unknown": "int8",
+    }
+    changes = {device: expected.changes for device, (_, expected) in given.items() if expected}
+    assert changes == {"faster": {}, "slower": {"compute": "fp32"}, "slower, too": {"compute": "fp32"}, "no speed": {}}
+    dtypes = {
+        device: {spec.dtype for name, spec in variant.program.tensors.items() if name == "blocks.2.mlp.fc1.weight"}
+        for device, (variant, _) in given.items()
+    }
+    assert (dtypes["faster"], dtypes["slower"]) == ({"int8"}, {"float32"})
+    assert given["slower"][0] is given["slower, too"][0]
+    assert len([line for line in said if line.startswith("slower: a step with products of integers would take")]) == 1
+    assert not [line for line in said if line.startswith("slower, too:")]
 
 
 def test_each_graph_is_priced_once_for_devices_of_all_image_counts(

@@ -85,7 +85,7 @@ class Labelling:
         unreadable = {path for path, _ in self.unreadable}
         self._waiting = [path for path in waiting if path not in unreadable]
         self._place = 0
-        self._moved: list[Path | None] = []  # for each image before `current`: where it is now; None: skipped
+        self._decisions: list[Path | None] = []  # for each image before `current`: where it is now; None: skipped
 
     def _unlabelled(self, folder: Path) -> list[Path]:
         try:
@@ -112,20 +112,20 @@ class Labelling:
         assert self.current is not None
         place = free_name(self._target / name / self.current.name)
         _move(self.current, place)
-        self._moved.append(place)
+        self._decisions.append(place)
         self._place += 1
         self.labelled += 1
 
     def skip(self) -> None:
         """Leave the current image where it is."""
-        self._moved.append(None)
+        self._decisions.append(None)
         self._place += 1
 
     def undo(self) -> None:
         """Take back the newest label or skip, if there is one."""
-        if not self._moved:
+        if not self._decisions:
             return
-        place = self._moved.pop()
+        place = self._decisions.pop()
         self._place -= 1
         if place is not None:
             self.labelled -= 1
@@ -224,11 +224,11 @@ def _screen(labelling: Labelling, guess: Guess | None, keys: dict[str, str]) -> 
         picture = drawn(read_thumbnail(labelling.current, columns, 2 * max(rows - _LINES_BELOW, 4)))
     except DataError as error:
         picture = str(error)
-    said = f"the model says {guess.label} ({guess.probability:.0%}), Enter agrees" if guess else "no guess"
+    guessed = f"the model says {guess.label} ({guess.probability:.0%}), Enter agrees" if guess else "no guess"
     named = "  ".join(f"[{key}] {name}" for key, name in keys.items())
     return (
         f"{_ESCAPE}[2J{_ESCAPE}[H{picture}\n"
-        f"{labelling.number} of {len(labelling)}: {labelling.current.name}; {said}\n"
+        f"{labelling.number} of {len(labelling)}: {labelling.current.name}; {guessed}\n"
         f"{named}\n[space] skip  [{UNDO}] undo  [{QUIT}] quit\n"
     )
 

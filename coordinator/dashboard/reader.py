@@ -13,7 +13,7 @@ from coordinator.record.store import Store
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MOST_KEPT = 64
+MOST_ANSWERS = 64
 """Answers that are kept, so that browsers on the same page share one."""
 SHARE = 0.02
 """Share of a processor core that one question may take while the record changes all the time."""
@@ -51,7 +51,7 @@ class Reader:
                 kept = _Answer(value, stamp, ended + (ended - began) / SHARE)
                 self._kept[key] = kept
             self._kept.move_to_end(key)
-            if len(self._kept) > MOST_KEPT:
+            if len(self._kept) > MOST_ANSWERS:
                 self._kept.popitem(last=False)
             value_: T = kept.value
             return value_

@@ -46,7 +46,7 @@ WITH_JSON = {
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
-    *(f"coordinator {name}" for name in ("enroll", "init", "metrics", "revoke", "serve", "start")),
+    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "metrics", "revoke", "serve", "start")),
     "edge-client join",
     "edge-client label",
     "fleet host",
@@ -54,8 +54,8 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "cancel", "devices", "export", "gc", "logs", "metrics", "quarantine", "report", "rm", "runs", "serve", "show",
-        "start", "status", "submit",
+        "cancel", "dashboard", "devices", "export", "gc", "logs", "metrics", "quarantine", "report", "rm", "runs",
+        "serve", "show", "start", "status", "submit",
     )),
     "fleet run",
 }  # fmt: skip

@@ -51,8 +51,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 TESTS = Path(__file__).parent
 LONGEST = (
     "e2e/test_ray.py",
+    "e2e/test_dashboard.py",
     "e2e/test_ranks.py",
     "e2e/test_chaos.py",
+    "e2e/test_record.py",
+    "e2e/test_monitoring.py",
+    "e2e/test_growing_folder.py",
+    "e2e/test_object_store.py",
     "e2e/test_faults.py",
     "e2e/test_run.py",
     "unit/fleet/test_experiment.py",

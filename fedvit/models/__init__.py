@@ -115,9 +115,9 @@ def _small(
             block.attn = Attention(width, heads, attn_head_dim=head_width, qkv_bias=qkv_bias)
         vit.init_weights(needs_reset=False)
     if position_std is not None:
-        for value in (vit.pos_embed, vit.cls_token):
-            assert value is not None
-            nn.init.normal_(value, std=position_std)
+        for tensor in (vit.pos_embed, vit.cls_token):
+            assert tensor is not None
+            nn.init.normal_(tensor, std=position_std)
     return vit
 
 

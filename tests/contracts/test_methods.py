@@ -266,8 +266,8 @@ def test_the_graph_trains_what_torch_trains(case: Case, real: str, tiny: Any) ->
 
 @each_case
 def test_padding_is_as_if_it_were_not_there(case: Case, tiny: Any) -> None:
-    """Six samples, and behind them zeros for the rest of the batch, give the loss and the updates of the six alone, which
-    eager torch computes without padding."""
+    """Six samples, and behind them zeros for the rest of the batch, give the loss and the updates of the six alone,
+    which eager torch computes without padding."""
     made = tiny(case)
     method, vit, batch, _ = made
     real = torch.arange(batch.batch_size) < 6

@@ -55,10 +55,10 @@ class PerFedAvg(FedAvg):
 
         assert inputs.lr is not None
         if phase.graph == ADAPT:
-            grads, (loss, collected) = gradients(inputs.rows(slice(inputs.labels.shape[0] // 2)), updated)
+            grads, (loss, collected) = gradients(inputs.rows(slice(self.batch_size)), updated)
             return StepResult(loss, _updated(updated, grads, -inputs.lr), collected)
         # padding is at the end: every other image divides a batch that is not full, too
-        first, second = inputs.rows(slice(0, None, 2)), inputs.rows(slice(1, None, 2))
+        first, second = _every_other(inputs, 0), _every_other(inputs, 1)
         inner, before = gradients(first, updated)
         grads, after = gradients(second, _updated(updated, inner, -self.adaptation_lr))
         if self.order == "hessian_free":
@@ -85,3 +85,9 @@ class PerFedAvg(FedAvg):
 
 def _updated(values: Named, by: Named, scale: Tensor | float) -> dict[str, Tensor]:
     return {name: value + scale * by[name] for name, value in values.items()}
+
+
+def _every_other(inputs: StepInputs, first: int) -> StepInputs:
+    """The images in places first, first + 2, ...; copied, as a layer on rows with gaps has no ONNX form."""
+    rows = inputs.rows(slice(first, None, 2))
+    return rows._replace(images=rows.images._replace(patches=rows.images.patches.contiguous()))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
@@ -31,7 +32,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "masked images, features for the server": ("eftvit", {"local_blocks": 1, "mask": 0.5, "warmup_rounds": 0}),
     "the server generates a part for each device": ("fedtp", {}),
     "some blocks at a time": ("fedbfpt", {"local_blocks": 2}),
+    "a model that is good after one step": ("per_fedavg", {"batch_size": 4}),
 }
+PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "prompts are averaged": ("fed_prompt", {"head": "local"}),
+    "the server generates prompts for each device": ("pfedpg", {}),
+}
+"""They begin with a backbone that was trained on other images, the first digits upside down."""
+BACKBONE = "backbone"
+APART = 0.2
+"""By which share of their norm generated prompts differ from their mean over the devices, at the least."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +54,41 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     out = tmp_path_factory.mktemp("dealt") / "parts"
     write_device_folders(samples, shares, out, test_share=0.3, seed=3)
     return device_folders(out, DEVICES)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs, with a backbone trained on one device."""
+    digits, out = read_digits(8), tmp_path_factory.mktemp("runs")
+    others = np.arange(IMAGES, 3 * IMAGES)
+    samples = replace(digits, images=digits.images[others][:, ::-1], labels=digits.labels[others])
+    write_device_folders(samples, [np.arange(len(others))], out / "parts", test_share=0.1, seed=0)
+    values = {"method": "fedavg", "options": {**QUICK, "epochs": 20}, "model_options": MODEL, "rounds": 1}
+    simulate(
+        device_folders(out / "parts", 1), {**values, "accelerator": "cpu"}, out=out, run=BACKBONE, engine="torch",
+        at_once=1,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("family", PROMPTS)
+def test_ten_rounds_of_prompts_on_a_trained_backbone_improve_accuracy(
+    family: str, folders: list[Path], runs: Path
+) -> None:
+    """What the server generates differs between devices, too."""
+    method, options = PROMPTS[family]
+    values = {"method": method, "options": {**QUICK, **options}, "model_options": MODEL, "rounds": ROUNDS}
+    outcome = simulate(
+        folders, {**values, "seed": 0, "accelerator": "cpu", "start_from": BACKBONE}, out=runs, run=method,
+        engine="torch", at_once=1,
+    )  # fmt: skip
+    first, *_, last = [np.mean(list(entry.accuracy.values())) for entry in outcome.summary.rounds]
+    assert last - first >= MARGIN
+    if method == "pfedpg":
+        files = sorted((runs / method / "generated").iterdir())
+        prompts = np.stack([load_file(file)["prompts.tokens"] for file in files])
+        apart = np.linalg.norm(prompts - prompts.mean(axis=0), axis=(1, 2))
+        assert np.mean(apart / np.linalg.norm(prompts, axis=(1, 2))) >= APART
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -228,7 +228,7 @@ def test_two_batches_in_one_run_of_the_graph(vit: PatchViT) -> None:
 @pytest.mark.parametrize("optimizer", [{}, MOMENTUM, ADAMW])
 def test_a_test_adapts_by_one_plain_step_on_half_a_batch(vit: PatchViT, optimizer: dict[str, Any]) -> None:
     """Without momentum, without weight decay: x - a c x, c the mean label of the first half."""
-    method = Parabola(**optimizer, inner_lr=INNER)
+    method = Parabola(**optimizer, inner_lr=INNER, batch_size=4)
     phase = adaptation(method, vit)
     assert (phase.graph, phase.epochs, phase.steps, phase.groups) == (ADAPT, 1, 1, ("model",))
     got = factor(method, vit, phase, labels=[1, 1, 1, 1, 3, 3, 3, 3], weight=[1] * 8)

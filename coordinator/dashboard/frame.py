@@ -89,7 +89,7 @@ def page(title: str, here: str) -> Iterator[None]:
     """The frame of a page; `here` is the address of its entry in the navigation."""
     ui.page_title(f"{title} · fedvit")
     ui.html(templates().get_template("frame.html").render(pages=PAGES, here=here), sanitize=False).classes("frame")
-    with ui.element("main").props('id="content" tabindex="-1"'):
+    with ui.element("div").props('id="content" tabindex="-1"'):
         yield
 
 

@@ -392,6 +392,7 @@ def sign_in(tab: Tab, address: str, password: str) -> None:
 def choose(tab: Tab, button: str) -> None:
     """Press a button of the page, and answer its question with yes."""
     found = "[...document.querySelectorAll('button')].find(one => one.innerText.toLowerCase() == '%s')"
+    tab.until(f"!({found % 'yes'})")  # an earlier question stays for a moment while it closes
     tab.until(f"(({found % button.lower()}).click(), true)")
     tab.until(f"(({found % 'yes'}).click(), true)")
 

@@ -116,22 +116,22 @@ class StatusFile:
         self._write(agent, self._doing(agent, "stopped"))
 
     def _write(self, agent: "Agent", doing: Doing) -> None:
-        status = Status(
-            device=agent.device,
-            federation=agent.topics.federation,
-            broker=self._broker,
-            software=agent.software,
-            process=os.getpid(),
-            started_s=self._started_s,
-            written_s=time.time(),
-            doing=doing,
-            rss_bytes=resident_bytes(),
-            peak_rss_bytes=agent.peak_rss_bytes,
-            memory_budget_bytes=agent.profile.budget.memory_bytes,
-        )
         try:
+            status = Status(
+                device=agent.device,
+                federation=agent.topics.federation,
+                broker=self._broker,
+                software=agent.software,
+                process=os.getpid(),
+                started_s=self._started_s,
+                written_s=time.time(),
+                doing=doing,
+                rss_bytes=resident_bytes(),
+                peak_rss_bytes=agent.peak_rss_bytes,
+                memory_budget_bytes=agent.profile.budget.memory_bytes,
+            )
             atomic_write(self.path, msgspec.json.encode(status), durable=False)
-        except StorageFailed as error:  # the device continues without a status
+        except (StorageFailed, OSError) as error:  # the device continues without a status
             if not self._failed:
                 log.warning("status not written", extra={"reason": str(error)})
             self._failed = True

@@ -23,10 +23,15 @@ ENVIRONMENT = dict(
 )
 
 
+CAMERA = "fedvit-camera.service"
+"""The only unit that starts no program of the project, but a script of `deploy/`."""
+UNITS = [unit for unit in sorted(DEPLOY.glob("systemd/*.service")) if unit.name != CAMERA]
+
+
 def of_services() -> dict[str, list[str]]:
     """ExecStart of each unit."""
     lines: dict[str, list[str]] = {}
-    for unit in sorted(DEPLOY.glob("systemd/*.service")):
+    for unit in UNITS:
         [start] = re.findall(r"^ExecStart=(.*)$", unit.read_text(), re.MULTILINE)
         for name, value in ENVIRONMENT.items():
             start = start.replace(f"${{{name}}}", value)
@@ -92,7 +97,16 @@ def test_all_files_were_looked_into() -> None:
     assert len(of_the_page()) >= 5
 
 
-@pytest.mark.parametrize("unit", sorted(DEPLOY.glob("systemd/*.service")), ids=lambda unit: unit.stem)
+def test_camera_starts_a_script_that_is_there_and_writes_where_pictures_wait() -> None:
+    text = (DEPLOY / "systemd" / CAMERA).read_text()
+    [start] = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
+    script, folder = shlex.split(start)
+    assert (DEPLOY / Path(script).relative_to("/opt/fedvit")).is_file()
+    assert folder == "${FEDVIT_DATA}/unlabelled"
+    assert {"NoNewPrivileges=yes", "ProtectSystem=full", "CapabilityBoundingSet="} <= set(text.splitlines())
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_services_give_up_what_they_do_not_need(unit: Path) -> None:
     given = re.findall(r"^([A-Za-z]+)=(.*)$", unit.read_text(), re.MULTILINE)
     settings = dict(given)

@@ -84,16 +84,16 @@ def run_experiment(
 
 def main() -> None:
     """For `Forked`: run an experiment's file in a folder, with a folder of graphs; a cell that is named gets a kill -9
-    when its second round is closed."""
+    when two rounds are closed and the third is about to be."""
     file, out, graph_cache, fatal = sys.argv[1:]
     close = Store.close_round
 
     def begin(folder: CellFolder) -> None:
-        def close_and_die(self: Store, run: str, number: int, *arguments: Any) -> None:
-            close(self, run, number, *arguments)
-            if number == 2 and folder.cell.path == fatal:
+        def die_or_close(self: Store, run: str, number: int, *arguments: Any, **more: Any) -> None:
+            if number == 3 and folder.cell.path == fatal:
                 os.kill(os.getpid(), signal.SIGKILL)
+            close(self, run, number, *arguments, **more)
 
-        Store.close_round = close_and_die  # type: ignore[method-assign]
+        Store.close_round = die_or_close  # type: ignore[method-assign]
 
     run_experiment(Path(file), Path(out), graph_cache=Path(graph_cache), begin=begin)

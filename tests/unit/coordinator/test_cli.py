@@ -205,8 +205,8 @@ def test_there_may_be_nothing_to_resume(tmp_path: Path, out: Path) -> None:
         (("--devices", 2), "devices = 1, and now devices = 2 is asked for: a resumed run can wait for fewer"),
         (
             ("--seed", 6),
-            "seed = 5, and now seed = 6 is asked for: only rounds, devices, metrics and alerts of a resumed run may "
-            "change",
+            "seed = 5, and now seed = 6 is asked for: only rounds, devices, metrics, blobs and alerts of a resumed run "
+            "may change",
         ),
         (("--images.flip",), "images.flip = False, and now images.flip = True is asked for"),
         (("-o", "lr=0.5"), "options.lr = None, and now options.lr = 0.5 is asked for"),
@@ -514,8 +514,8 @@ def test_help_shows_flags_by_what_they_are_about() -> None:
     own = text.split("\nOptions:")[1].split("\n\n")[0]
     flags = [line.split()[0].rstrip(",") for line in own.splitlines() if line.startswith("  -")]
     assert flags == [
-        "--config", "--runs", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--metrics", "--log-format",
-        "--help",
+        "--config", "--runs", "--record", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--metrics",
+        "--log-format", "--help",
     ]  # fmt: skip
     robust = text.split("Table [robust]:")[1].split("\n\n")[0]
     assert "--robust.aggregator" in robust

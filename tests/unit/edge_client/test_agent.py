@@ -154,7 +154,7 @@ def test_welcome_sets_the_time_over_which_the_fleet_returns(world: World, monkey
     device, spread = world.device(), list[float]()
     monkeypatch.setattr(device.transport, "spread_return", spread.append)
     for spread_s in (1.0, 20.0):
-        world.server.tell(Welcome(world.server.instance, world.server.epoch, "tests", spread_s))
+        world.server.tell(Welcome(world.server.instance, world.server.epoch, "tests", spread_s=spread_s))
     world.server.wait(lambda: spread == [agent_module.RETURN_SPREAD_S, 20.0])
 
 

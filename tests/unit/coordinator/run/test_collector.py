@@ -128,12 +128,12 @@ def test_collector_fetches_an_upload_and_asks_again_after_the_device_left(asked:
     asked.collector.on_result("pi", asked.result(inline=b""))
     task = asked.task("pi")
     assert state_of(task) is TaskState.UPLOADING
-    assert asked.collector.uploads() == [task]
+    assert list(asked.collector.uploads()) == [task]
     asked.exchange.tick()
     assert len(asked.got("pi", BlobNack)) <= 1, "it is asked for once the link of blobs is there"
     asked.collector.device_left("pi")
     assert state_of(task) is TaskState.OFFERED
-    assert asked.collector.uploads() == []
+    assert list(asked.collector.uploads()) == []
 
 
 def test_collector_answers_a_device_that_declines_and_asks_it_later(asked: Parts) -> None:

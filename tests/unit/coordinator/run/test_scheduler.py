@@ -1,6 +1,5 @@
 """Tasks are sent to devices that are here, again to those that come back, and given up when nothing comes."""
 
-import math
 import time
 from collections.abc import Callable
 
@@ -42,8 +41,11 @@ def test_scheduler_assigns_the_open_task_to_a_free_device_that_the_round_awaits(
     assert len(parts.got("pi", Task)) == 1
 
 
-def test_scheduler_counts_attempts_of_a_device_whose_process_ends(parts: Parts) -> None:
+def test_scheduler_counts_attempts_of_a_device_whose_process_ends(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second attempt is immediate, the third waits, then the task is given up."""
+    monkeypatch.setattr(scheduler, "CHECK_INTERVAL_S", 0.0)
     parts.arrive("pi")
     parts.open("pi")
     for attempt, sent in ((2, True), (3, False)):
@@ -52,7 +54,8 @@ def test_scheduler_counts_attempts_of_a_device_whose_process_ends(parts: Parts) 
         assert parts.scheduler.on_arrival("pi", was_away=True) is None
         assert parts.task("pi").attempt == attempt
         assert [task.attempt for task in parts.got("pi", Task)] == ([attempt] if sent else [])
-    parts.task("pi").offered_at = parts.task("pi").check_at = time.monotonic()
+    parts.task("pi").offered_at = time.monotonic()
+    parts.check_now("pi")
     assert parts.scheduler.overdue([], set()) == []
     assert [task.attempt for task in parts.got("pi", Task)] == [3], "the wait is over"
     [recorded] = parts.state.store.unanswered("r")
@@ -103,7 +106,7 @@ def test_scheduler_gives_up_a_task_at_its_deadline(parts: Parts, monkeypatch: py
     now = time.monotonic()
     for device in ("pi", "checked"):
         parts.task(device).deadline = Deadline.fixed(now - 10.0, 5.0)
-        parts.task(device).check_at = -math.inf
+        parts.check_now(device)
     parts.task("checked").to(TaskState.CHECKED)
     [overdue] = parts.scheduler.overdue([], set())
     assert (overdue.task.device, overdue.why, overdue.reason) == ("pi", Missing.DEADLINE, "no result: deadline")
@@ -120,7 +123,7 @@ def test_scheduler_tells_a_device_that_makes_progress_its_new_deadline(
     task = parts.task("pi")
     task.deadline.announced = time.monotonic() + 1.0
     task.deadline.sign(time.monotonic())
-    task.check_at = -math.inf
+    parts.check_now("pi")
     assert parts.scheduler.overdue([], set()) == []
     [extended] = parts.got("pi", Extended)
     assert extended.deadline_s > 1.0

@@ -61,7 +61,7 @@ def test_processes_of_the_servers_training_may_be_killed_and_the_numbers_stay_th
     wait_for(lambda: not any(map(lives, third)), "the processes of a dead coordinator to end")
     assert stage.finish(coordinator("--resume"), "coordinator") == 0, stage.log("coordinator")
     assert all(stage.finish(process, name) == 0 for name, process in devices.items())
-    assert not any(map(lives, training(run)))
+    wait_for(lambda: not any(map(lives, training(run))), "the processes of a run that is over to end")
 
     monkeypatch.setattr(ranks, "spawn", ForkedRank)
     values = {**{key: value for key, value in RUN.items() if key != "devices"}, "accelerator": "cpu:2"}

@@ -23,13 +23,13 @@ class BlobsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = None
     region: Annotated[str, Meta(min_length=1, description="Region of the bucket.")] = "us-east-1"
     min_bytes: Annotated[
-        int, Meta(ge=1, description="Blobs of at least so many bytes go through the store, smaller ones over MQTT.")
+        int, Meta(ge=1, description="Smallest blob, in bytes, that goes through the store; others go over MQTT.")
     ] = 1 << 20
     fallback_bytes: Annotated[
         int,
         Meta(
             ge=0,
-            description="Blobs of at most so many bytes go over MQTT while the store cannot be used; larger ones wait.",
+            description="Largest blob, in bytes, that goes over MQTT while the store cannot be used.",
         ),
     ] = 64 << 20
     url_valid_s: Annotated[

@@ -962,7 +962,7 @@ class Store:
     def refusals(
         self, run: str, newest: int | None = None, *, round_number: int | None = None, device: str | None = None
     ) -> list[RefusalRecord]:
-        """All refusals, or those of a round or a device, in order; with `newest` at most so many, the newest."""
+        """All refusals, or those of a round or a device, in order; `newest`: at most this number of the newest."""
         query = select(REFUSALS).where(REFUSALS.c.run == run)
         if round_number is not None:
             query = query.where(REFUSALS.c.round == round_number)

@@ -26,7 +26,7 @@ CHECK_INTERVAL_S = 0.1
 SPARE_CHECKS = 1000
 """Checks of tasks that have ended, or are checked earlier, beyond which such checks are removed."""
 UNSENT_BYTES = 4 << 20
-"""While this process holds so many bytes for the broker, further tasks wait: those of a large cohort have hundreds of
+"""Limit of bytes that wait for the broker; above it further tasks wait: those of a large cohort have hundreds of
 megabytes together."""
 ATTEMPTS = 3
 """Most attempts at the same task, if the device's process ends during it."""

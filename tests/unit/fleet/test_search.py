@@ -217,13 +217,11 @@ REAL = (
 )
 
 
-@pytest.mark.parametrize("engine", ["onnx", "torch"])
 def test_search_finds_the_good_rate_among_silly_ones(
-    engine: str, tmp_path: Path, run_here: Callable[[Path, Path], ExperimentRun]
+    tmp_path: Path, run_here: Callable[[Path, Path], ExperimentRun]
 ) -> None:
     """With one rate more, that alone is tried; the cells of the chosen rate stay."""
-    text = f'engine = "{engine}"\n{REAL}'
-    outcome, ran, lines = run_here(written_experiment(tmp_path, text), tmp_path)
+    outcome, ran, lines = run_here(written_experiment(tmp_path, REAL), tmp_path)
     (search,) = outcome.searches
     assert search.chosen == {"lr": 0.05}, lines
     assert search.at_edge == {}
@@ -234,11 +232,10 @@ def test_search_finds_the_good_rate_among_silly_ones(
     assert ran[-1] == "fedavg/even/seed-0"
     assert len(ran) == 4
     assert outcome.comparisons[0].seeds == [0]
-    if engine == "onnx":
-        more = text.replace("1e-6, 0.05", "1e-6, 1e-5, 0.05")
-        again, ran, _ = run_here(written_experiment(tmp_path, more), tmp_path)
-        assert ran == ["fedavg/even/search/lr=1e-05/rounds-3/seed-0"]
-        assert again.comparisons == outcome.comparisons
+    more = REAL.replace("1e-6, 0.05", "1e-6, 1e-5, 0.05")
+    again, ran, _ = run_here(written_experiment(tmp_path, more), tmp_path)
+    assert ran == ["fedavg/even/search/lr=1e-05/rounds-3/seed-0"]
+    assert again.comparisons == outcome.comparisons
 
 
 def test_device_with_too_few_images_is_found_before_anything_runs(

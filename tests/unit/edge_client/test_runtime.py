@@ -33,7 +33,8 @@ from fedvit.program import (
     Train,
 )
 from fedvit.tensors import Tensors
-from tests.support.agents import Log, Setting
+from tests.support.agents import Log
+from tests.support.settings import Setting
 
 SEEDS = Seeds(run=1, round=1, device="pi")
 SILENT = Watch(lambda *step: None, lambda: False)

@@ -53,6 +53,8 @@ OWN_TESTS = (
 what is said and kept, in Python alone; the run below says and keeps it."""
 NO_TORCH = "not torch"
 """And not those whose right answer is torch's, which is not installed there: the graphs below are compared with it."""
+NOT_LONG = "not test_training_learns"
+"""And not two that train for many epochs, a third of the whole time: the run below trains."""
 
 MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2}
 RUN: dict[str, Any] = {
@@ -103,7 +105,7 @@ def test_what_a_processor_can_change_is_as_elsewhere(processor: str, shared: Pat
     settings = made_once(shared / "arm" / "settings", lambda folder: make_settings(folder, graph_cache))
     tests = [f"tests/unit/{name}" for name in OWN_TESTS]
     said = emulated(
-        processor, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", NO_TORCH, *tests,
+        processor, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", NO_TORCH, "-k", NOT_LONG, *tests,
         FEDVIT_TEST_SETTINGS=str(settings),
     )  # fmt: skip
     last = said.strip().splitlines()[-1]

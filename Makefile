@@ -6,7 +6,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test lint check wheel mosquitto postgresql prometheus chromium constraints clean
+.PHONY: install demo test lint check wheel mosquitto postgresql prometheus chromium arm constraints clean
 
 install: $(VENV)/.installed
 
@@ -72,6 +72,19 @@ chromium:
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "installing chromium"; apt-get update -qq && apt-get install -y -qq chromium > /dev/null; \
 	  else echo "the tests need chromium: sudo apt-get install chromium" >&2; exit 1; fi; }
+
+# the device on emulated processors of a Raspberry Pi 4 and 5 (docs/devices.md); Debian alone has all that it needs
+arm: install mosquitto build/arm/.made
+	@$(BIN)/python -m pytest -q -rP -n 2 tests/arm/checks.py
+
+build/arm/.made: tests/arm/root.sh tests/arm/instructions.c pyproject.toml constraints.txt $(VENV)/.installed
+	@command -v qemu-aarch64 > /dev/null && command -v cc > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ]; then echo "installing an emulator and a C compiler"; \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends qemu-user gcc libc6-dev > /dev/null; \
+	  else echo "make arm needs an emulator and a C compiler: sudo apt-get install qemu-user gcc libc6-dev" >&2; exit 1; fi; }
+	@echo "unpacking Python and the device's packages for aarch64 into build/arm (about 250 MB, once)"
+	@tests/arm/root.sh build/arm $(BIN)/uv
+	@touch $@
 
 # after an upgrade that passed `make check`
 constraints: install

@@ -85,8 +85,8 @@ def check_engine(context: DoctorContext) -> Iterator[Finding]:
             check="engine",
             level="error",
             what=f"{engine} dies of an illegal instruction: it is built for newer processors than this one",
-            hint="onnxruntime 1.25 to 1.27 run on an emulated Cortex-A72 (ARMv8.0: Raspberry Pi 3, 4, Zero 2 W), "
-            "1.21.0 does not: pip install 'onnxruntime>=1.25,<1.28'",
+            hint="onnxruntime 1.25 to 1.31.1 run on an emulated Cortex-A72 (ARMv8.0: Raspberry Pi 3, 4, Zero 2 W), "
+            "1.21.0 does not: pip install 'onnxruntime>=1.25,<=1.31.1'",
         )
     else:
         what = f"{engine} does not run: {_exit_reason(done.returncode, done.stderr)}"

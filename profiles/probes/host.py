@@ -147,13 +147,32 @@ _FILLERS = {"to be filled by o.e.m.", "default string", "system manufacturer", "
 """Placeholders of makers in the firmware."""
 
 
+_KINDS = {
+    ("0x41", "0xd03"): "Cortex-A53",
+    ("0x41", "0xd05"): "Cortex-A55",
+    ("0x41", "0xd07"): "Cortex-A57",
+    ("0x41", "0xd08"): "Cortex-A72",
+    ("0x41", "0xd0b"): "Cortex-A76",
+    ("0x41", "0xd42"): "Cortex-A78AE",
+    ("0x4e", "0x003"): "Denver",
+    ("0x4e", "0x004"): "Carmel",
+}
+"""Processors of boards in the catalogue, by the numbers of maker and part that they have in /proc/cpuinfo."""
+
+
 def _processor(root: Path) -> str | None:
-    """As /proc/cpuinfo names it; most ARM kernels do not."""
+    """As /proc/cpuinfo names it; ARM kernels give the numbers of each core instead, which may be of several kinds."""
+    kinds: dict[str, None] = {}  # in their order, each once
+    maker = ""
     for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name" and value.strip():
-            return value.strip()
-    return None
+        name, value = (part.strip() for part in line.partition(":")[::2])
+        if name == "model name" and value:
+            return value
+        if name == "CPU implementer":
+            maker = value
+        if name == "CPU part" and (kind := _KINDS.get((maker, value))):
+            kinds[kind] = None
+    return ", ".join(kinds) or None
 
 
 def _system(root: Path) -> str | None:

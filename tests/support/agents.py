@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -10,7 +9,6 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from coordinator.planning.planner import Plan
 from edge_client.agent import Agent
 from edge_client.guard import Guard
 from edge_client.readiness import Readiness
@@ -47,6 +45,7 @@ from fedvit.wire.messages import (
     encode,
 )
 from fedvit.wire.topics import Topics
+from tests.support.settings import Setting
 from tests.support.waiting import WAIT_S, wait_until
 
 PROFILE = DeviceProfile(host="pi.local", machine="aarch64", cores=4, threads=1, ram_bytes=2**30)
@@ -54,33 +53,6 @@ FAR_OFF = "blake3:" + "0" * 64
 SILENT = Watch(lambda *step: None, lambda: False)
 
 Kind = TypeVar("Kind", bound=FromDevice)
-
-
-@dataclass
-class Setting:
-    """A program as the coordinator makes it, with everything that a device may fetch."""
-
-    plan: Plan
-    blobs: BlobStore
-
-    @property
-    def program(self) -> Program:
-        return self.plan.first.program
-
-    def start(self) -> Tensors:
-        """Every tensor at the start of the first round."""
-        values: Tensors = dict(self.plan.state.tensors)
-        for group in self.program.groups.values():
-            if group.initial:
-                values |= unpack(self.blobs.get(group.initial))
-        return values
-
-    def runtime(self) -> Runtime:
-        """A runtime with the program's graphs loaded."""
-        runtime = Runtime(1)
-        for graph in self.program.graphs.values():
-            runtime.open(graph.digest, self.blobs.path(graph.digest))
-        return runtime
 
 
 class Device:

@@ -74,6 +74,7 @@ def pi_4(root: Path, *, throttled: str = "0x0") -> Path:
         "etc/os-release": 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\nID=debian\n',
         "proc/meminfo": "MemTotal:        3884396 kB\nMemAvailable:    3412200 kB\nSwapTotal:        102396 kB\n",
         "proc/sys/kernel/osrelease": "6.6.31+rpt-rpi-v8\n",
+        "proc/cpuinfo": 4 * "processor\t: 0\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU part\t: 0xd08\n\n",
     }
     speed = cpufreq(4, 1_800_000, 1_800_000, 1_800_000)
     return _pi(root, "4 Model B Rev 1.4", 55_017, "cpufreq-cpu0", 0, {**files, **speed})

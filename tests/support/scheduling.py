@@ -8,8 +8,8 @@ import re
 
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-ALONE = re.compile(r"tests/e2e/test_(?!bundles|pages|ray)")
-"""Tests of processes, which mostly wait: each goes to the first free worker."""
+ALONE = re.compile(r"tests/(arm/|e2e/test_(?!bundles|pages|ray))")
+"""Tests of processes, which mostly wait or are emulated: each goes to the first free worker."""
 CASE = re.compile(r"(tests/contracts/test_methods\.py::)\w+\[(.+?)(-coded|-full batch|-\d of 8)?\]")
 """Tests of one method share its graphs and runs."""
 
@@ -20,6 +20,8 @@ def group_of(test: str) -> str:
     'tests/contracts/test_methods.py::fedtp-head-rod'
     >>> group_of("tests/contracts/test_fuzz.py::test_a"), group_of("tests/e2e/test_run.py::test_b[c]")
     ('tests/contracts/test_fuzz.py', 'tests/e2e/test_run.py::test_b[c]')
+    >>> group_of("tests/arm/checks.py::test_a[cortex-a72]")
+    'tests/arm/checks.py::test_a[cortex-a72]'
     """
     if ALONE.match(test):
         return test

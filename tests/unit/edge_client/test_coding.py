@@ -13,7 +13,8 @@ from fedvit.program import Program
 from fedvit.tensors import Tensors, delta, pack
 from fedvit.updates import decode, make_codec
 from fedvit.wire.messages import Result
-from tests.support.agents import Setting, World, trained_here, with_a_patch
+from tests.support.agents import World, trained_here, with_a_patch
+from tests.support.settings import Setting
 
 
 def coded(setting: Setting, up: str) -> Program:

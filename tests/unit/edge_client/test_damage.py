@@ -16,8 +16,9 @@ from fedvit.blobs import is_whole
 from fedvit.program import Program
 from fedvit.tensors import pack
 from fedvit.wire.messages import BlobNack, Failed, Result
-from tests.support.agents import Device, Setting, World, with_a_patch, with_local_head
+from tests.support.agents import Device, World, with_a_patch, with_local_head
 from tests.support.damage import flip
+from tests.support.settings import Setting
 
 ROUNDS = 3
 

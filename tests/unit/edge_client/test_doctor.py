@@ -109,7 +109,7 @@ def test_an_engine_that_dies_of_an_illegal_instruction(context: DoctorContext, t
     assert found.level == "error"
     assert "illegal instruction" in found.what
     assert found.hint is not None
-    for words in ("ARMv8.0", "Raspberry Pi 3, 4, Zero 2 W", "onnxruntime>=1.25,<1.28", "1.21.0"):
+    for words in ("ARMv8.0", "Raspberry Pi 3, 4, Zero 2 W", "onnxruntime>=1.25,<=1.31.1", "1.21.0"):
         assert words in found.hint
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from fedvit.wire.messages import Declined, Hello, Result, RunEnded
-from tests.support.agents import Setting, World
+from tests.support.agents import World
+from tests.support.settings import Setting
 
 
 @pytest.fixture

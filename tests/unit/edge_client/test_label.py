@@ -17,8 +17,9 @@ from PIL import Image
 from edge_client.label import KEYS, Labelling, drawn, newest_guesser
 from fedvit.data.folder import DeviceData
 from fedvit.errors import DataError
-from tests.support.agents import Setting, World
+from tests.support.agents import World
 from tests.support.programs import program
+from tests.support.settings import Setting
 from tests.support.waiting import WAIT_S, wait_until
 
 

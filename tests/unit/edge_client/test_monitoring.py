@@ -7,7 +7,8 @@ from edge_client.monitoring import AgentCollector
 from fedvit.timings import LoopWatch
 from fedvit.wire.messages import Failed
 from profiles.probes.meter import Sensors
-from tests.support.agents import FAR_OFF, Setting, World
+from tests.support.agents import FAR_OFF, World
+from tests.support.settings import Setting
 
 
 def test_metrics_of_a_device(world: World, fedavg: Setting, tmp_path: Path) -> None:

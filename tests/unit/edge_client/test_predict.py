@@ -10,7 +10,7 @@ from edge_client.cli import cli
 from export.bundle.card import Origin
 from export.bundle.write import Bench, Trained, write_bundle
 from fedvit.errors import ConfigError, DataError
-from tests.support.agents import Setting
+from tests.support.settings import Setting
 
 
 @pytest.fixture

@@ -22,8 +22,9 @@ from fedvit.program import encode_program
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack
 from fedvit.wire.messages import Manifest, Result, RunEnded, Task
-from tests.support.agents import Device, Setting, World, with_kept, with_local_head
+from tests.support.agents import Device, World, with_kept, with_local_head
 from tests.support.power import after_power_cut, recorded, tree, write_tree
+from tests.support.settings import Setting
 from tests.support.waiting import wait_until
 
 

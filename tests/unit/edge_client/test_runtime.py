@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import onnxruntime
 import pytest
-import torch
 from onnx import NodeProto, TensorProto, helper
 from PIL import Image
 
@@ -19,7 +18,6 @@ from edge_client.runtime import Runtime, Seeds, Stopped, Trained, Watch
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import normalise, unfold
 from fedvit.errors import BadPayload, DataError
-from fedvit.methods.step import predict_step, whole_step
 from fedvit.program import (
     Batch,
     Draw,
@@ -33,7 +31,8 @@ from fedvit.program import (
     Train,
 )
 from fedvit.tensors import Tensors
-from tests.support.agents import Log, Setting
+from tests.support.agents import Log
+from tests.support.settings import Setting
 
 SEEDS = Seeds(run=1, round=1, device="pi")
 SILENT = Watch(lambda *step: None, lambda: False)
@@ -72,6 +71,10 @@ def lose_pixels(folder: Path, name: str) -> None:
 
 def in_torch(setting: Setting, images: Split, steps: int, *, fresh_slots: bool) -> tuple[Tensors, float]:
     """Full-batch training of FedAvg's step in eager torch, without padding: (tensors, loss of the last step)."""
+    import torch
+
+    from fedvit.methods.step import whole_step
+
     plan, batch = setting.plan, setting.program.batch
     [phase] = setting.program.train
     step = whole_step(plan.method, plan.vit, phase)
@@ -214,6 +217,7 @@ def test_masks_differ_between_epochs(eftvit: Setting, data: DeviceData) -> None:
 # --- short batches and unreadable images --------------------------------------------------------------
 
 
+@pytest.mark.torch
 def test_a_short_batch_is_as_exact_as_one_without_padding(fedavg: Setting, data: DeviceData, tmp_path: Path) -> None:
     """5 images in a batch of 8, two epochs with momentum; torch takes the 5 alone."""
     images = some(data, tmp_path, [0, 1, 8, 9, 16]).train
@@ -223,6 +227,7 @@ def test_a_short_batch_is_as_exact_as_one_without_padding(fedavg: Setting, data:
     assert_moved_alike(fedavg, trained.tensors, want)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(("rows", "runs"), [([*range(8)], 3), ([0, 1, 8, 9, 16], 2), ([9], 1)])
 def test_a_batch_in_parts_is_the_batch_as_a_whole(
     parts: Setting, data: DeviceData, tmp_path: Path, rows: list[int], runs: int
@@ -238,6 +243,7 @@ def test_a_batch_in_parts_is_the_batch_as_a_whole(
     assert_moved_alike(parts, trained.tensors, want)
 
 
+@pytest.mark.torch
 def test_phases_follow_one_another_with_fresh_optimizer_state(
     fedavg: Setting, data: DeviceData, tmp_path: Path
 ) -> None:
@@ -251,8 +257,13 @@ def test_phases_follow_one_another_with_fresh_optimizer_state(
     assert_moved_alike(fedavg, trained.tensors, want)
 
 
+@pytest.mark.torch
 def test_adaptive_steps_are_those_of_torch(eftvit: Setting, data: DeviceData, tmp_path: Path) -> None:
     """Three AdamW steps on masked patches: the runtime counts them, keeps their moments, draws the same masks."""
+    import torch
+
+    from fedvit.methods.step import whole_step
+
     images = some(data, tmp_path, [0, 8, 16]).train
     trained = train(eftvit, images)
     plan, program = eftvit.plan, eftvit.program
@@ -275,6 +286,7 @@ def test_adaptive_steps_are_those_of_torch(eftvit: Setting, data: DeviceData, tm
         assert np.abs(value - want).mean() < 0.02 * np.abs(want - first).mean() or name.endswith("qkv.bias"), name
 
 
+@pytest.mark.torch
 def test_an_unreadable_image_does_not_count(fedavg: Setting, data: DeviceData, tmp_path: Path) -> None:
     """4 good images and one that fails when it is decoded: torch takes the 4 alone; 4 samples are reported."""
     lose_pixels(tmp_path / "train" / "1", "broken.png")
@@ -392,8 +404,13 @@ def test_a_task_that_ends_early_leaves_no_thread(fedavg: Setting, data: DeviceDa
 # --- evaluation ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.torch
 def test_evaluation_counts_right_answers(fedavg: Setting, data: DeviceData, log: Log) -> None:
     """12 test images in batches of 8 and 4: as many right as torch says of the same tensors."""
+    import torch
+
+    from fedvit.methods.step import predict_step
+
     values = fedavg.start() | train(fedavg, data.train, with_phase(fedavg.program, epochs=3)).tensors
     batch = fedavg.program.batch
     pictures, _ = data.test.load(np.arange(12), batch.image_size)

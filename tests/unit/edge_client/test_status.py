@@ -13,7 +13,8 @@ from edge_client.cli import cli
 from edge_client.state import lock_state
 from edge_client.status import Status, read_status
 from fedvit.errors import ConfigError
-from tests.support.agents import Setting, World
+from tests.support.agents import World
+from tests.support.settings import Setting
 from tests.support.waiting import wait_until
 
 

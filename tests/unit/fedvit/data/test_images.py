@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -320,9 +319,12 @@ def test_normalise() -> None:
 
 
 class TestUnfold:
+    @pytest.mark.torch
     @pytest.mark.parametrize(("side", "patch"), [(32, 4), (30, 4), (16, 16), (224, 16)])
     def test_a_linear_layer_over_patches_is_the_convolution(self, side: int, patch: int) -> None:
         """The patch embedding of ViT: Conv2d(3, D, P, stride P), then flatten(2).transpose(1, 2). 30 leaves 2 over."""
+        import torch
+
         torch.manual_seed(0)
         conv = torch.nn.Conv2d(3, 5, patch, stride=patch).double()
         images = np.random.default_rng(0).normal(size=(2, side, side, 3)).astype(np.float32)

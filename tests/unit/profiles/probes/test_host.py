@@ -134,7 +134,7 @@ def test_a_pi_says_what_it_is(tmp_path: Path) -> None:
     assert (found.board, found.os) == ("Raspberry Pi 4 Model B Rev 1.4", "Debian GNU/Linux 12 (bookworm)")
     assert (found.ram_bytes, found.available_bytes, found.swap_bytes) == (3977621504, 3494092800, 104853504)
     assert found.kernel == "6.6.31+rpt-rpi-v8"
-    assert found.processor is None
+    assert found.processor == "Cortex-A72"
     assert (found.name, found.python) == (platform.node(), platform.python_version())
     assert found.engine == "onnxruntime"
     assert found.engine_version is not None
@@ -142,6 +142,14 @@ def test_a_pi_says_what_it_is(tmp_path: Path) -> None:
 
 def test_a_jetson_says_what_it_is(tmp_path: Path) -> None:
     assert board(jetson_nano(tmp_path)) == "NVIDIA Jetson Nano Developer Kit"
+
+
+def test_a_board_has_several_kinds_of_processors(tmp_path: Path) -> None:
+    """Those that are not known go without a name."""
+    cores = [("0x41", "0xd05"), ("0x41", "0xd05"), ("0x41", "0xd0b"), ("0x99", "0xd08")]
+    lines = [f"CPU implementer\t: {maker}\nCPU part\t: {part}\n\n" for maker, part in cores]
+    write_tree(tmp_path, {"proc/cpuinfo": "".join(lines)})
+    assert host(tmp_path).processor == "Cortex-A55, Cortex-A76"
 
 
 def test_a_pc_is_named_by_its_firmware(tmp_path: Path) -> None:

@@ -1,0 +1,262 @@
+"""The device on emulated processors (`make arm`): by its name the usual suite does not collect this file.
+
+A device's processes are emulated, with all that they start; torch, the coordinator and the broker are not.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from bench.cases import Case
+from bench.prepare import prepare
+from coordinator.config import make_config
+from coordinator.planning.planner import make_plan
+from export import verify
+from fedvit.blobs import BlobStore
+from fedvit.methods import make_method
+from fedvit.models import SMALL
+from fedvit.tensors import Tensors, unpack
+from fleet.datasets.digits import read_digits
+from fleet.partition import write_device_folders
+from fleet.partitions import partition
+from fleet.simulate import simulate
+from tests.support.brokers import mosquitto, served
+from tests.support.forked import Forked
+from tests.support.once import made_once
+from tests.support.programs import Stage, toml
+from tests.support.settings import make_settings
+from tests.support.tiny import make_tiny
+
+ROOT = Path(__file__).parents[2]
+ARM = ROOT / "build" / "arm"
+PROCESSORS = ("cortex-a72", "cortex-a76")
+"""Of a Raspberry Pi 4 and of a Raspberry Pi 5, which alone has instructions for products of 8-bit integers."""
+PROGRAM = "from edge_client.cli import main; main()"
+
+OWN_TESTS = (
+    *(f"edge_client/test_{name}.py" for name in ("runtime", "evaluation", "coding", "predict", "integrity", "private")),
+    *(f"edge_client/test_{name}.py" for name in ("sampler", "speed", "vault_key")),
+    *(f"fedvit/test_{name}.py" for name in ("blobs", "engine", "files", "onnx_file", "packets", "program", "protobuf")),
+    *(f"fedvit/test_{name}.py" for name in ("resources", "tensors")),
+    "fedvit/data",
+    "fedvit/updates",
+    "profiles/probes",
+)
+"""What a processor can change: numbers, bytes, memory, and what is measured. All other tests of the device are about
+what is said and kept, in Python alone; the run below says and keeps it."""
+NO_TORCH = "not torch"
+"""And not those whose right answer is torch's, which is not installed there: the graphs below are compared with it."""
+NOT_LONG = "not test_training_learns"
+"""And not two that train for many epochs, a third of the whole time: the run below trains."""
+
+MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2}
+RUN: dict[str, Any] = {
+    "method": "fedavg",
+    "rounds": 2,
+    "seed": 5,
+    "devices": 2,
+    "options": {"batch_size": 8, "epochs": 2, "lr": 0.05, "momentum": 0.9},
+    "model_options": MODEL,
+    "deadline_s": 1800.0,
+    "rejoin_grace_s": 600.0,
+}
+CLASSES = tuple(map(str, range(10)))
+STEPS = (1, 3)
+"""Two programs that differ by two training steps."""
+
+
+def python(processor: str) -> str:
+    return str(ARM / processor / "bin" / "python")
+
+
+def emulated(processor: str, *arguments: object, codes: tuple[int, ...] = (0,), **environment: str) -> str:
+    """What Python on that processor prints."""
+    command = [python(processor), *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode in codes, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def parts(shared: Path) -> Path:
+    """Two devices with 40 digits in all."""
+
+    def deal(folder: Path) -> None:
+        digits = read_digits(size=32)
+        shares = partition("iid", digits.labels[:40], 2, seed=3)
+        write_device_folders(digits, shares, folder, test_share=0.2, seed=3)
+
+    return made_once(shared / "arm" / "parts", deal)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_what_a_processor_can_change_is_as_elsewhere(processor: str, shared: Path, graph_cache: Path) -> None:
+    """The device's own tests, in its own Python; none of them is skipped."""
+    settings = made_once(shared / "arm" / "settings", lambda folder: make_settings(folder, graph_cache))
+    tests = [f"tests/unit/{name}" for name in OWN_TESTS]
+    said = emulated(
+        processor, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", NO_TORCH, "-k", NOT_LONG, *tests,
+        FEDVIT_TEST_SETTINGS=str(settings),
+    )  # fmt: skip
+    last = said.strip().splitlines()[-1]
+    assert "skipped" not in last, said
+    print(processor, last)
+
+
+# --- graphs -------------------------------------------------------------------------------------------
+
+
+class EmulatedRunner:
+    """What `export.verify` runs graphs with, on another processor."""
+
+    def __init__(self, processor: str, folder: Path) -> None:
+        self.processor, self.folder = processor, folder
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def __call__(self, graph: bytes) -> verify.Run:
+        file = self.folder / f"{len(self._processes)}.onnx"
+        file.write_bytes(graph)
+        command = [python(self.processor), "-m", "tests.arm.graph_process", str(file)]
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._processes.append(process)
+        requests, replies = process.stdin, process.stdout
+        assert requests is not None
+        assert replies is not None
+        return lambda inputs: _answer(requests, replies, file.with_suffix(".npz"), inputs)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.communicate(timeout=600)  # its input ends, and so does it
+            assert process.returncode == 0
+
+
+def _answer(requests: IO[str], replies: IO[str], file: Path, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    np.savez(file, **{name: value.numpy() for name, value in inputs.items()})
+    requests.write(f"{file}\n")
+    requests.flush()
+    assert replies.readline() == f"{file}\n", "the graph ran"
+    with np.load(f"{file}.out.npz") as outputs:
+        return dict(outputs)
+
+
+@pytest.fixture
+def runner(processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedRunner]:
+    runner = EmulatedRunner(processor, tmp_path)
+    monkeypatch.setattr(verify, "_runner", runner)
+    yield runner
+    runner.close()
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("fedavg", {"optimizer": "sgd", "momentum": 0.9}),
+        ("eftvit", {"mask": 0.5, "local_blocks": 1}),
+        ("eftvit", {"mask": 0.5, "local_blocks": 1, "compute": "int8"}),
+    ],
+    ids=["fedavg", "eftvit", "eftvit-int8"],
+)
+def test_graphs_pass_the_check_of_the_export(
+    runner: EmulatedRunner, method: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Every graph of a method is compared with torch in float64, as at its export, but runs on the other processor."""
+    graphs = make_tiny(make_method(method, {"batch_size": 8, **options}), tmp_path / "cache").graphs
+    assert {graph.cached for graph in graphs.values()} == {False}
+    for name, graph in graphs.items():
+        print(f"{runner.processor} {method} {name}: differs from torch by {graph.max_difference:.1e}")
+
+
+# --- a run --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(3600)
+def test_a_run_with_an_emulated_device(tmp_path: Path, parts: Path, cache: Path, graph_cache: Path) -> None:
+    """A Raspberry Pi 4 and an x86 device train over mosquitto. Beside a run of x86 devices alone, with the same images
+    and seeds, the update of the Pi differs by rounding."""
+    stage = Stage(tmp_path, parts, cache)
+    try:
+        config = tmp_path / "run.toml"
+        config.write_text(toml(RUN))
+        given = ["start", "--runs", str(stage.out), "--broker", "mosquitto", "--broker.port", str(stage.port)]
+        given += ["--config", str(config), "--run", "run"]
+        coordinator = stage.keep(Forked("coordinator.cli", given, stage.log_path("coordinator"), stage.environment))
+        flags = ["--broker", f"127.0.0.1:{stage.port}", "--data", str(parts / "device-0")]
+        flags += ["--state", str(tmp_path / "state"), "--id", "device-0", "--threads", "1", "--once"]
+        emulated_device = stage.start("device-0", [python("cortex-a72"), "-c", PROGRAM, *flags])
+        device = stage.device("device-1")
+        for name, process in (("coordinator", coordinator), ("device-0", emulated_device), ("device-1", device)):
+            assert process.wait(1800) == 0, stage.log(name)
+        shown = stage.show()
+        got = unpack(stage.model())
+    finally:
+        stage.close()
+    assert [entry["accepted"] for entry in shown["rounds"]] == [2, 2]
+    assert not shown["refusals"]
+
+    folders = [parts / name for name in ("device-0", "device-1")]
+    simulate(folders, RUN, out=tmp_path / "same", run="run", graph_cache=graph_cache)
+    want = unpack((tmp_path / "same" / "run" / "model.safetensors").read_bytes())
+    plan = make_plan(make_config(RUN, "test").run, CLASSES, BlobStore(tmp_path / "plan"), cache=graph_cache)
+    moved, apart = _largest(want, plan.state.tensors), _largest(got, want)
+    print(f"the run's model differs by {apart / moved:.1e} of its largest change")
+    assert 0 < apart < verify.TOLERANCE * moved
+
+
+def _largest(some: Tensors, others: Mapping[str, Any]) -> float:
+    assert some.keys() == others.keys()
+    return max(float(np.abs(value - others[name]).max()) for name, value in some.items())
+
+
+# --- commands -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(3600)
+def test_doctor_and_profile(tmp_path: Path, parts: Path) -> None:
+    """The speed is the emulator's, or not measured where its probe is not done in time; memory is this machine's."""
+    with mosquitto(tmp_path / "broker") as broker, served(broker.address):
+        flags = ["--broker", f"127.0.0.1:{broker.address.port}", "--data", parts / "device-0", "--json"]
+        flags += ["--state", tmp_path / "state"]
+        found = json.loads(emulated("cortex-a72", "-c", PROGRAM, "doctor", *flags, codes=(0, 1)))
+        profile = json.loads(emulated("cortex-a72", "-c", PROGRAM, "profile", *flags))
+    findings = {finding["check"]: finding for finding in found["findings"]}
+    for name in ("engine", "state", "broker", "messages", "coordinator"):
+        assert findings[name]["level"] == "ok", findings[name]
+    assert (profile["host"]["machine"], profile["host"]["processor"]) == ("aarch64", "Cortex-A72")
+    assert profile["speed"] is not None or "compute speed" in profile["not_measured"]
+    print(f"{profile['host']['processor']}: {profile['speed_origin']}; {profile['not_measured']}")
+
+
+# --- instructions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("compute", ["fp32", "int8"])
+def test_instructions_of_a_step(processor: str, compute: str, tmp_path: Path, graph_cache: Path) -> None:
+    """The figure of docs/measurements.md. Beside a processor's time it knows nothing of caches and of how many
+    instructions it runs at once."""
+    options = {"epochs": 1, "batch_size": 8, "mask": 0.5, "local_blocks": 2, "compute": compute}
+    model = {**MODEL, "width": 128, "depth": 8, "heads": 8, "patch_size": 4, "mlp_ratio": 2.0}
+    case = Case(name="", method="eftvit", options=options, model=SMALL, model_options=model)
+    prepare(case, tmp_path, 8, graph_cache)
+    counts, flops = [], 0.0
+    for steps in STEPS:
+        plugin = f"{ARM / 'instructions.so'},out={tmp_path / 'count'}"
+        done = json.loads(emulated(processor, "-m", "tests.arm.step_process", tmp_path, steps, QEMU_PLUGIN=plugin))
+        counts.append(int((tmp_path / "count").read_text()))
+        flops = done["flops"] / done["steps"]
+    one = (counts[1] - counts[0]) / (STEPS[1] - STEPS[0])
+    print(f"{processor} {compute}: {one / 1e6:,.0f} million instructions for {flops / 1e6:,.0f} MFLOP")
+    assert 0 < one < counts[0] * 100

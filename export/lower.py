@@ -20,6 +20,7 @@ from torch import fx
 
 import fedvit.methods.packed  # noqa: F401 - registers the operator
 from fedvit.errors import FedvitError
+from fedvit.precision import STEPS_OF_FACTORS
 
 aten = torch.ops.aten
 unpack = torch.ops.fedvit.unpack.default
@@ -39,7 +40,10 @@ _DTYPES: dict[torch.dtype, int] = {
 Shape = tuple[int, ...]
 
 _ZERO, _STEPS = 128, 127
-"""Of integers of 8 bits: where zero is, and how far they go to both sides."""
+"""Of rows that become integers of 8 bits: where zero is, and how far they go to both sides."""
+_LEAST_WIDTH = 128
+"""The least length of both sides of a trained weight whose products are of integers. Where a side is shorter, as in a
+head, rounding the other operand takes as long as the product of integers saves."""
 _TINY = 1e-30
 """The least of what a row's scale is made of, which may not be zero."""
 
@@ -72,6 +76,7 @@ class Graph:
         self.constants: dict[str, onnx.TensorProto] = {}
         self._named: dict[bytes, str] = {}
         self._views: dict[tuple[Any, ...], str] = {}
+        self._integers: dict[str, tuple[str, str]] = {}  # trained weight -> its integers and the scales of its rows
         self._made = 0
         self.unknown: list[Value] = []  # of operators outside of ONNX, whose shapes are not inferred
 
@@ -246,8 +251,8 @@ class Graph:
 
     def gemm(self, left: Value, right: Value, bias: Value | None = None) -> Value:
         """(M, K) x (K, N) + bias, which broadcasts to (M, N)."""
-        if right.scale and self._integer_products:
-            return self._integer_product(left, right, bias)
+        if self._integer_products and (integers := right if right.scale else self._as_integers(right)):
+            return self._integer_product(left, integers, bias)
         shape = (left.shape[0], right.shape[1])
         flags = {}
         names = []
@@ -260,6 +265,33 @@ class Graph:
         if bias is not None:
             names.append(self.broadcast(bias))
         return self.one("Gemm", names, shape, left.dtype, **flags)
+
+    def _as_integers(self, weight: Value) -> Value | None:
+        """A trained weight as int8 with a scale for each row, as packed ones are sent; None for all else.
+
+        Made once for all products of a run, as it is read: a quarter of the weight's bytes until the backward pass.
+        """
+        trained = weight.name.startswith("tensor/") and weight.name in self.inputs and weight.scale is None
+        if not trained or weight.dtype is not torch.float32 or min(weight.shape) < _LEAST_WIDTH:
+            return None
+        if weight.name not in self._integers:
+            rows = Value(weight.name, self.shapes[weight.name], weight.dtype)
+            [integers], scale = self._rounded_rows(rows, np.int8(0), STEPS_OF_FACTORS)
+            self._integers[weight.name] = integers, self.reshape(scale, (rows.shape[0],)).name
+        integers, scales = self._integers[weight.name]
+        return replace(weight, name=integers, scale=scales)
+
+    def _rounded_rows(self, rows: Value, zero: Any, steps: int) -> tuple[list[str], Value]:
+        """A matrix as integers of 8 bits, zero being `zero`, `steps` to both sides; and the scales of its rows."""
+        kind = rows.dtype
+        highest = self.reduce("ReduceMax", rows, [1], keep=True)
+        lowest = self.reduce("ReduceMin", rows, [1], keep=True)
+        tiny = self.constant(np.array(_TINY, np.float32))
+        largest = self.one("Max", [highest.name, self.unary("Neg", lowest).name, tiny], highest.shape, kind)
+        scale = self.with_number("Mul", largest, 1 / steps)
+        zeros = self.constant(np.full(scale.shape, zero))
+        block = rows.shape[1]
+        return self.node("QuantizeLinear", [rows.name, scale.name, zeros], rows.shape, axis=1, block_size=block), scale
 
     def _integer_product(self, left: Value, right: Value, bias: Value | None) -> Value:
         """(M, K) float x (K, N) int8, whose scales belong to its columns if it is transposed, else to its rows.
@@ -276,15 +308,7 @@ class Graph:
             by_row = Value(right.scale, (right.shape[0],), kind)
             left = self.binary("Mul", left, by_row, left.shape, kind)
         rows = Value(self.plain(left), left.shape, kind)
-        highest = self.reduce("ReduceMax", rows, [1], keep=True)
-        lowest = self.reduce("ReduceMin", rows, [1], keep=True)
-        tiny = self.constant(np.array(_TINY, np.float32))
-        largest = self.one("Max", [highest.name, self.unary("Neg", lowest).name, tiny], (shape[0], 1), kind)
-        scale = self.with_number("Mul", largest, 1 / _STEPS)
-        zeros = self.constant(np.full((shape[0], 1), _ZERO, np.uint8))
-        [integers] = self.node(
-            "QuantizeLinear", [rows.name, scale.name, zeros], left.shape, axis=1, block_size=left.shape[1]
-        )
+        [integers], scale = self._rounded_rows(rows, np.uint8(_ZERO), _STEPS)
         one, zero = self.constant(np.array(1, np.float32)), self.constant(np.array(_ZERO, np.uint8))
         operands = [integers, operand, one, scales, zero, ""]
         whole = self.one("MatMulIntegerToFloat", operands, shape, kind, domain="com.microsoft")
@@ -663,6 +687,40 @@ def _split(graph: Graph, node: fx.Node, value: Value, sizes: Sequence[int], axis
         ]
     names = graph.node("Split", [graph.plain(value), graph.constant(np.array(sizes, np.int64))], *shapes, axis=axis)
     return [Value(name, shape, value.dtype) for name, shape in zip(names, shapes, strict=True)]
+
+
+@_lowers(aten.unbind.int)
+def _unbind(graph: Graph, node: fx.Node, value: Value, axis: int = 0) -> list[Value]:
+    """The pieces of a view are views of pieces: a transposition has one axis less, and onnxruntime a faster form."""
+    axis %= len(value.shape)
+    order = value.permutation
+    if order is None or value.scale is not None:
+        value, order = Value(graph.plain(value), value.shape, value.dtype), tuple(range(len(value.shape)))
+    lengths, behind = graph.shapes[value.name], order[axis]
+    ones = graph.constant(np.ones(lengths[behind], np.int64))
+    cut, whole = ((*lengths[:behind], *kept, *lengths[behind + 1 :]) for kept in ((1,), ()))
+    names = graph.node("Split", [value.name, ones], *(cut for _ in range(lengths[behind])), axis=behind)
+    rest = tuple(place - (place > behind) for place in order if place != behind)
+    return [graph.permute(graph.reshape(Value(name, cut, value.dtype), whole), rest) for name in names]
+
+
+@_lowers(aten.stack.default)
+def _stack(graph: Graph, node: fx.Node, values: Sequence[Value], axis: int = 0) -> Value:
+    """Of pieces that are permuted as what is made of them will be, if all that is made of them is a permutation."""
+    shape = _shape(node)
+    axis %= len(shape)
+    order = tuple(range(len(shape)))
+    readers = [*node.users]
+    if len(readers) == 1 and readers[0].target is aten.permute.default:
+        order = tuple(place % len(shape) for place in cast(Sequence[int], readers[0].args[1]))
+    rest = tuple(place - (place > axis) for place in order if place != axis)
+    behind = order.index(axis)
+    pieces = []
+    for value in values:
+        piece = graph.permute(graph.cast(value, _dtype(node)), rest)
+        pieces.append(graph.plain(graph.reshape(piece, (*piece.shape[:behind], 1, *piece.shape[behind:]))))
+    made = graph.one("Concat", pieces, _permuted(shape, order), _dtype(node), axis=behind)
+    return graph.permute(made, tuple(order.index(place) for place in range(len(order))))
 
 
 @_lowers(aten.cat.default)

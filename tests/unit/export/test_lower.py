@@ -16,7 +16,8 @@ from onnx import numpy_helper
 from torch import Tensor
 from torch.nn import functional
 
-from export.lower import LARGE_BYTES, LOWERED, Unsupported
+from export.graph import LARGE_BYTES, Unsupported
+from export.operators import LOWERED
 from export.trace import Trace, to_onnx, trace
 from fedvit.methods.packed import unpack
 from tests.support.steps import run

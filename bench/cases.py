@@ -32,7 +32,7 @@ class Case:
 
     @property
     def compute(self) -> str:
-        """Of products with weights that a device does not train: fp32 or int8."""
+        """Of products with weights: fp32 or int8."""
         return str(self.options.get("compute", "fp32"))
 
     def with_options(self, **options: Any) -> "Case":

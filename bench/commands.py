@@ -52,7 +52,7 @@ def measure(
 @click.option(
     "--compute",
     type=click.Choice(["fp32", "int8"]),
-    help="Products with weights that are not trained. By default as the case has it.",
+    help="Products with weights. By default as the case has it.",
 )
 @json_flag
 @out_flag

@@ -49,7 +49,7 @@ class Ratio(Struct, frozen=True, kw_only=True):
 
 class CaseResult(Struct, frozen=True, kw_only=True):
     name: str
-    compute: str  # of products with weights that are not trained: fp32 or int8
+    compute: str  # of products with weights: fp32 or int8
     batch_size: int
     gflop: float  # of one step, forward and backward, counted on the device's graph
     onnx: Side

@@ -21,8 +21,8 @@ from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from export import lower as lowering
-from export.lower import LOWERED, lower
+from export import graph, lower, operators
+from fedvit import precision
 from fedvit.methods.step import Step
 
 OPSET = 20
@@ -44,9 +44,9 @@ class Trace:
 
     @property
     def key(self) -> str:
-        """The key of the content: operators, constants, names, shapes, libraries and the source of this file."""
+        """The key of the content: operators, constants, names, shapes, libraries and the sources that make a graph."""
         content = hashlib.blake2b(digest_size=20)
-        for source in (__file__, lowering.__file__):
+        for source in (__file__, graph.__file__, lower.__file__, operators.__file__, precision.__file__):
             content.update(Path(source).read_bytes())
         content.update(self.module.code.encode())
         for name, constant in sorted(self.module.named_buffers()):
@@ -91,17 +91,17 @@ def trace(
 
 @cache
 def _decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Torch's decompositions, without those of operators that `LOWERED` has, such as backward passes of norms."""
-    return {name: rule for name, rule in core_aten_decompositions().items() if name not in LOWERED}
+    """Torch's decompositions, without those of operators that have an ONNX form, such as backward passes of norms."""
+    return {name: rule for name, rule in core_aten_decompositions().items() if name not in operators.LOWERED}
 
 
 def to_onnx(traced: Trace) -> bytes:
     """Export a trace. Raises Unsupported for an operator without ONNX form."""
-    graph = lower(traced.module, traced.inputs, traced.outputs, integer_products=traced.integer_products)
-    domains = {node.domain: 1 for node in graph.node if node.domain}
+    lowered = lower.lower(traced.module, traced.inputs, traced.outputs, integer_products=traced.integer_products)
+    domains = {node.domain: 1 for node in lowered.node if node.domain}
     domains[""] = INTEGERS_OPSET if domains else OPSET
     opsets = [helper.make_opsetid(name, number) for name, number in sorted(domains.items())]
-    model = helper.make_model(graph, opset_imports=opsets, producer_name="fedvit")
+    model = helper.make_model(lowered, opset_imports=opsets, producer_name="fedvit")
     model.ir_version = IR_VERSION
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:

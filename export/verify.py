@@ -49,6 +49,9 @@ FAR = math.sqrt(1 - COSINE**2)
 NEGLIGIBLE = 1e-2
 """Size of a tensor beside the largest of its kind (roots of mean squares) below which it is judged by that one."""
 
+REPEATED = "ConstantOfShape"
+"""What makes a large constant that repeats one number; its only attribute is that number."""
+
 Run = Callable[[Mapping[str, Tensor]], dict[str, Any]]
 
 
@@ -187,6 +190,8 @@ def without_integers(graph: bytes) -> bytes | None:
     x / scale + zero stays as it is, limited to what 8 bits hold; (a - zero) (b scale) takes it from there.
     """
     model = onnx.load_from_string(graph)
+    kinds = {constant.name: constant.data_type for constant in model.graph.initializer}
+    kinds |= {node.output[0]: node.attribute[0].t.data_type for node in model.graph.node if node.op_type == REPEATED}
     nodes: list[onnx.NodeProto] = []
     found = False
     for node in model.graph.node:
@@ -203,7 +208,8 @@ def without_integers(graph: bytes) -> bytes | None:
             value, scale, zero = node.input
             steps = add("Div", [value, scale], f"{made}/steps")
             above = add("Add", [steps, as_float(zero, f"{made}/zero")], f"{made}/above")
-            add("Clip", [above, "integers/least", "integers/largest"], made)
+            signed = "signed" if kinds[zero] == onnx.TensorProto.INT8 else "unsigned"
+            add("Clip", [above, f"{signed}/least", f"{signed}/largest"], made)
         elif node.op_type == "MatMulIntegerToFloat":
             found = True
             left, right, left_scale, right_scale, zero, *_ = node.input
@@ -216,7 +222,7 @@ def without_integers(graph: bytes) -> bytes | None:
         return None
     del model.graph.node[:], model.graph.value_info[:]
     model.graph.node.extend(nodes)
-    bounds = {"integers/least": 0.0, "integers/largest": 255.0}
+    bounds = {"signed/least": -128.0, "signed/largest": 127.0, "unsigned/least": 0.0, "unsigned/largest": 255.0}
     model.graph.initializer.extend(
         numpy_helper.from_array(np.array(bound, np.float32), name) for name, bound in bounds.items()
     )

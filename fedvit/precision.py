@@ -14,7 +14,7 @@ from fedvit.tensors import Array, Tensors
 
 Precision = Literal["fp32", "fp16", "int8"]
 Compute = Literal["fp32", "int8"]
-"""How a device multiplies by weights that it does not train: as float32, or as integers of 8 bits."""
+"""How a training step multiplies by weights: as float32, or as integers of 8 bits."""
 SCALE = "/scale"
 
 STEPS, STEPS_OF_FACTORS = 127, 64

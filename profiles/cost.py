@@ -231,6 +231,7 @@ def _places(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor]) -> dict[str,
         for name in node.input:
             readers[name].append(node)
     fixed = {tensor.name for tensor in graph.initializer}
+    fixed |= {node.output[0] for node in graph.node if node.op_type == "ConstantOfShape"}
     for node in graph.node:
         read = [name for name in reversed(node.input) if name in named]
         largest = max(read, key=lambda name: tensors[name].size_bytes if name in tensors else 0, default=None)

@@ -208,7 +208,7 @@ class Method(ABC):
     frozen_precision: Precision = (
         "fp32"  # of tensors that a device does not train: saves half or three quarters of their bytes
     )
-    compute: Compute = "fp32"  # products with tensors that a device does not train; int8 also sends them as int8
+    compute: Compute = "fp32"  # products with weights in training; int8 also sends untrained ones as int8
     clip_norm: Annotated[float, Meta(gt=0)] | None = None  # a step's gradient is scaled down to this norm
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
     warmup_rounds: Annotated[int, Meta(ge=0)] = 0

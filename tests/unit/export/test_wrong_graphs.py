@@ -381,6 +381,34 @@ def reading(at: int, name: str) -> Mistake:
     return change
 
 
+def test_a_trained_weight_that_is_rounded_wrongly_is_refused() -> None:
+    """One of its matrices has more rows than fit into a constant that is written out."""
+    options = {"image_size": 8, "patch_size": 4, "width": 128, "depth": 1, "heads": 2, "mlp_ratio": 9.0}
+    vit, method = build_vit(SMALL, 3, seed=0, options=options), FedAvg(batch_size=2, compute="int8")
+    batch = Batch(image_size=8, patch_size=4, batch_size=2, mean=(0.5,) * 3, std=(0.5,) * 3)
+    [phase] = method.phases(vit)
+    inputs = example_inputs(method, vit, batch, phase)
+    reference = reference_step(method, vit, phase)
+    exact = reference({name: v.double() if v.is_floating_point() else v for name, v in inputs.items()})
+    trained = Right(onnx.load_from_string(unverified_graphs(method, vit, batch)["train"]), inputs, lambda _: exact)
+    assert 1e-3 < trained.verify(trained.model) < 0.1
+    weights = [
+        at
+        for at, node in enumerate(trained.model.graph.node)
+        if node.op_type == "QuantizeLinear" and node.input[0].startswith("tensor/")
+    ]
+    assert len(weights) == 3  # projection and MLP; the last block splits its weight of queries, keys and values
+    unseen = []
+    for at in weights:
+        rows = _shapes(trained.model)[trained.model.graph.node[at].input[2]]
+        for mistake in (with_zero(2, np.full(rows, 9, np.int8)), with_scale(1, 100.0), with_scale(1, 0.25)):
+            wrong = copied(trained.model)
+            mistake(wrong, wrong.graph.node[at])
+            if not refused(trained, wrong):
+                unseen.append(at)
+    assert unseen == []
+
+
 @pytest.mark.parametrize("factor", [1.2, 0.0, -1.0])
 def test_a_gradient_of_integers_of_another_length_or_direction_is_refused(integers: Right, factor: float) -> None:
     outputs = [one.name for one in integers.model.graph.output if one.name.startswith("new/grad/")]

@@ -54,11 +54,16 @@ COLUMNS = [
     _number("budget_mb", "memory budget, MB"),
     _number("temperature_c", "temperature, °C", 1),
     _words("throttled", "throttled"),
+    _number("battery", "battery, %"),
+    _words("charging", "charging"),
     _number("step_ms", "step, ms", 1),
     _number("energy_j", "energy, J"),
     _number("strikes", "strikes"),
     _words("quarantine", "quarantine", minWidth=170),
 ]
+
+
+YES_NO = {True: "yes", False: "no", None: ""}
 
 
 class FleetView(Struct, frozen=True):
@@ -130,7 +135,9 @@ def _row(
         "memory_mb": _scaled(device.peak_rss_bytes if device else None, 1e6),
         "budget_mb": _scaled(budget, 1e6),
         "temperature_c": device.temperature_c if device else None,
-        "throttled": {True: "yes", False: "no", None: ""}[device.throttled if device else None],
+        "throttled": YES_NO[device.throttled if device else None],
+        "battery": device.battery_percent if device else None,
+        "charging": YES_NO[device.charging if device else None],
         "step_ms": _scaled(device.step_s if device else None, 1e-3),
         "energy_j": device.energy_j if device else None,
         "strikes": standing.strikes if standing else 0,

@@ -172,6 +172,12 @@ OPTIONS = (
         default=True,
         help="Send the last log lines with the failure of a task, without paths of images and class names.",
     ),
+    SectionOption(
+        ["--class-counts/--no-class-counts", "counts_classes"],
+        section=_WATCHING,
+        default=True,
+        help="Send with an evaluation how many test images each class has, and how many were recognised.",
+    ),
 )
 """Options of `edge-client`, which are given before the name of a command."""
 

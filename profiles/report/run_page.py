@@ -29,6 +29,8 @@ MOST_DEVICES = 12
 """Devices that are shown one by one; of more, the page has their distribution and the extremes."""
 LOWEST = 10
 """Of many devices, those with the lowest accuracy, or the highest costs, that are shown."""
+BIN = 0.05
+"""Width of a bar of the distribution of accuracies."""
 MOST_MISSING = 50
 """Refused and missing results that are listed; the JSON has all."""
 PREDICTED = Segment(0, "c7", "predicted")
@@ -144,9 +146,9 @@ def _distribution(document: RunDocument) -> str | None:
         return None
 
     def draw(axes: Axes) -> None:
-        axes.hist(known, bins=20, range=(0.0, 1.0), color="C0")
-        lowest, highest = (20 * value for value in (min(known), max(known)))
-        axes.set_xlim(math.floor(lowest) / 20, max(math.ceil(highest), math.floor(lowest) + 1) / 20)
+        first = math.floor(min(known) / BIN)
+        last = max(math.ceil(max(known) / BIN), first + 1)
+        axes.hist(known, bins=last - first, range=(first * BIN, last * BIN), color="C0")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("accuracy of the last evaluation")
         axes.set_ylabel("devices")

@@ -6,14 +6,12 @@ protocol, disk and the coordinator's own work.
 
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
-from urllib.request import urlopen
 
 import msgspec
 import numpy as np
@@ -36,9 +34,6 @@ FOLDERS = 8
 IMAGES = 6
 """In each folder, two of them for tests."""
 POLL_S = 0.1
-SCRAPE_S = 1.0
-"""Fifteen times as often as Prometheus does by default."""
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MEMORY = Path("/dev/shm")
 NEEDED_BYTES = 4 << 30
 PATIENCE_S = 3600.0
@@ -69,7 +64,6 @@ class RoundsReport(Struct, frozen=True, kw_only=True):
 
     machine: Machine
     broker: str
-    watched: bool  # by a dashboard with a page in a browser, and by scrapes of its metrics
     device_storage: Storage
     devices: int
     hosts: int
@@ -134,11 +128,9 @@ def run_rounds_bench(
     hosts: int | None,
     cohorts: Sequence[int],
     broker: str,
-    watched: bool = False,
     progress: Callable[[str], None],
 ) -> RoundsReport:
-    """Measure all runs; `watched`: the one that is measured has a dashboard and metrics. Raises FedvitError when a run
-    fails."""
+    """Measure all runs. Raises FedvitError when a run fails."""
     hosts = hosts or usable_cores()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-rounds-")))
@@ -146,8 +138,7 @@ def run_rounds_bench(
         noise_folder(parts, images=FOLDERS * IMAGES, size=32, test_share=1 / 3, devices=FOLDERS)
         states = stack.enter_context(_device_storage())
         values = {**PROMPTS, "rounds": rounds, "evaluate_every": rounds, "devices": devices}
-        home, state = folder / "prompts", states / "prompts"
-        measured = _watch(home, state, values, parts, devices, hosts, broker, progress, with_dashboard=watched)
+        watched = _watch(folder / "prompts", states / "prompts", values, parts, devices, hosts, broker, progress)
         large = []
         for cohort in cohorts:
             values = {**LARGE, "rounds": 1, "devices": cohort}
@@ -157,8 +148,7 @@ def run_rounds_bench(
             shutil.rmtree(state)
             large.append(_cohort(seen, cohort))
         storage: Storage = "memory" if MEMORY in states.parents else "disk"
-    report = _report(measured, devices, min(hosts, devices), large, storage)
-    return msgspec.structs.replace(report, watched=watched)
+    return _report(watched, devices, min(hosts, devices), large, storage)
 
 
 def _watch(
@@ -170,24 +160,20 @@ def _watch(
     hosts: int,
     choice: str,
     progress: Callable[[str], None],
-    *,
-    with_dashboard: bool = False,
 ) -> Watched:
     """Run and sample one run; the coordinator is started before the devices."""
     home.mkdir(parents=True)
     broker = start_broker(choice, home / "broker", port=0)
     store = Store.in_folder(home / "runs")
     try:
-        with Fleet() as fleet, ExitStack() as stack:
+        with Fleet() as fleet:
             address = f"mqtt://{broker.address}"
             file = home / "run.toml"
             settings = {"deadline_s": DEADLINE_S}
             file.write_bytes(msgspec.toml.encode({**settings, **values, "broker": {"broker": address}}))
             command = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(home / "runs")]
-            command += ["--run", RUN, *(["--metrics", "127.0.0.1:0"] if with_dashboard else [])]
-            coordinator = fleet.start("coordinator", command, log=home / "coordinator.out")
+            coordinator = fleet.start("coordinator", [*command, "--run", RUN], log=home / "coordinator.out")
             _wait(lambda: "waiting for" in log_text(home / "coordinator.out"), coordinator, home)
-            watching = stack.enter_context(_dashboard(fleet, home, coordinator)) if with_dashboard else {}
             seen = Watched(broker.kind, time.time(), [], [], [], [], set(), None)
             pids = []
             for number in range(hosts):
@@ -198,7 +184,7 @@ def _watch(
             while coordinator.poll() is None:
                 time.sleep(POLL_S)
                 if memory := read_memory(coordinator.pid):
-                    used = {"control": [coordinator.pid], "hosts": pids, "broker": [broker.pid], **watching}
+                    used = {"control": [coordinator.pid], "hosts": pids, "broker": [broker.pid]}
                     used["worker"] = worker = worker or _children(coordinator.pid)
                     cpu_s = {name: sum(map(_cpu_s, those)) for name, those in used.items()}
                     seen.samples.append(Sample(time.time(), memory["VmRSS"], cpu_s))
@@ -221,35 +207,6 @@ def _watch(
     finally:
         store.close()
         broker.stop()
-
-
-@contextmanager
-def _dashboard(fleet: Fleet, home: Path, coordinator: Any) -> Iterator[dict[str, list[int]]]:
-    """A dashboard with a page that is open in a browser, and a scrape of the metrics each second; its processes."""
-    log, over = home / "dashboard.out", threading.Event()
-    command = [*program("coordinator.cli"), "dashboard", "--runs", str(home / "runs"), "--port", "0"]
-    dashboard = fleet.start("dashboard", command, log=log)
-    _wait(lambda: "dashboard: " in log_text(log), coordinator, home)
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if browser is None:
-        raise FedvitError("a watched run needs Chromium, in which a page of the dashboard is open")
-    page = f"{log_text(log).partition('dashboard: ')[2].split()[0]}run?run={RUN}"
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={home / 'browser'}"]
-    fleet.start("browser", [browser, *flags, "--remote-debugging-port=0", page], log=home / "browser.out")
-    metrics = log_text(home / "coordinator.out").partition("metrics: ")[2].split()[0]
-
-    def scrape() -> None:
-        while not over.wait(SCRAPE_S):
-            with suppress(OSError), urlopen(metrics, timeout=SCRAPE_S) as answer:
-                answer.read()
-
-    scraper = threading.Thread(target=scrape, daemon=True)
-    scraper.start()
-    try:
-        yield {"dashboard": [dashboard.pid]}
-    finally:
-        over.set()
-        scraper.join()
 
 
 def _note_joins(seen: Watched, output: Path, devices: int) -> None:
@@ -304,7 +261,6 @@ def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]
     return RoundsReport(
         machine=this_machine(),
         broker=seen.broker,
-        watched=False,
         device_storage=storage,
         devices=devices,
         hosts=hosts,

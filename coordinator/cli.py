@@ -10,9 +10,11 @@ from coordinator.commands.enroll import enroll
 from coordinator.commands.export import export
 from coordinator.commands.gc import gc
 from coordinator.commands.init import init
+from coordinator.commands.label import label
 from coordinator.commands.logs import logs
 from coordinator.commands.methods import methods
 from coordinator.commands.metrics import metrics
+from coordinator.commands.pause import pause, unpause
 from coordinator.commands.plan import plan
 from coordinator.commands.profile import profile
 from coordinator.commands.quarantine import quarantine
@@ -39,8 +41,8 @@ def cli() -> None:
 
 
 for command in (
-    boards, cancel, dashboard, devices, enroll, export, gc, init, logs, methods, metrics, plan, profile, quarantine,
-    report, revoke, rm, runs, serve, show, start, status, submit,
+    boards, cancel, dashboard, devices, enroll, export, gc, init, label, logs, methods, metrics, pause, plan, profile,
+    quarantine, report, revoke, rm, runs, serve, show, start, status, submit, unpause,
 ):  # fmt: skip
     cli.add_command(command)
 

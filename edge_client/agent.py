@@ -198,6 +198,7 @@ class Agent:
         growing: GrowingFolder | None = None,
         status: StatusFile | None = None,
         recent_log: Callable[[], str] = lambda: "",
+        counts_classes: bool = True,
     ) -> None:
         self.device = check_name(device, "device id")
         self.topics = Topics(check_name(federation, "federation"))
@@ -230,6 +231,7 @@ class Agent:
             guard=guard or Guard(profile.budget),
             traffic=lambda: (transport.received_bytes, transport.sent_bytes),
             report=self._report_progress,
+            counts_classes=counts_classes,
         )
         self.readiness = readiness or Readiness()
         self.renewal = renewal  # of this device's certificate; None: it has none

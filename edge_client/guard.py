@@ -14,6 +14,7 @@ from fedvit.errors import OverBudget
 from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget, BudgetKind, ResourceUse
 from fedvit.wire.messages import TaskKind
+from profiles.probes.battery import battery
 from profiles.probes.host import forget_peak, peak_rss_bytes, resident_bytes
 from profiles.probes.meter import Meter, Metered, Sensors
 
@@ -144,7 +145,9 @@ class Guarded:
     def use(self, flops: int | None = None) -> ResourceUse:
         """The cost of the task so far, without its bytes; `flops` overrides the count of its steps."""
         self._sample()
+        sensors = self._guard.sensors
         metered = self._meter.metered() if self._meter else Metered(None, None, None, None)
+        charge = battery(sensors.root) if sensors else None
         return ResourceUse(
             train_s=self._elapsed_s(),
             step_s=self.tally.step_s,
@@ -157,6 +160,8 @@ class Guarded:
             temperature_c=metered.temperature_c,
             throttled=metered.throttled,
             broke=self.broke,
+            battery_percent=charge.percent if charge else None,
+            charging=charge.charging if charge else None,
         )
 
     def _elapsed_s(self) -> float:

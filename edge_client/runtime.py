@@ -24,6 +24,7 @@ from fedvit.engine import CPU, open_session, trim_memory
 from fedvit.errors import BadPayload, DataError, FedvitError
 from fedvit.program import LABELS, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
+from fedvit.wire.messages import ClassCount
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Evaluated:
     correct: int
     samples: int
     flops: int
+    by_class: tuple[ClassCount, ...]  # of the classes with test images
 
 
 @dataclass
@@ -184,17 +186,20 @@ class Runtime:
         graph = self._graph(program, program.evaluate.graph)
         feeds, flops = self.prepare(program, values, data.train, seeds, watch)
         graph.require(feeds.keys() | {"batch/patches"})
-        correct, seen = 0, 0
+        right, seen = (np.zeros(len(program.classes), np.int64) for _ in range(2))
         total = -(-len(images) // batch.answer_size)
         for number, (rows, readable, patches) in enumerate(full_images(images, np.arange(len(images)), batch)):
             if watch.stopped():
                 raise Stopped("the task was stopped")
             outputs = graph.run({**feeds, "batch/patches": patches})
             answers = outputs["logits"][: len(rows)].argmax(axis=1)
-            correct += int(((answers == images.labels[rows]) & readable).sum())
-            seen += int(readable.sum())
+            labels = images.labels[rows]
+            right += np.bincount(labels[(answers == labels) & readable], minlength=len(right))
+            seen += np.bincount(labels[readable], minlength=len(seen))
             watch.step(number + 1, total, None)
-        return Evaluated(correct, seen, flops + program.graphs[program.evaluate.graph].flops * total)
+        by_class = tuple(ClassCount(int(label), int(right[label]), int(seen[label])) for label in np.flatnonzero(seen))
+        flops += program.graphs[program.evaluate.graph].flops * total
+        return Evaluated(int(right.sum()), int(seen.sum()), flops, by_class)
 
     def prepare(
         self, program: Program, values: Mapping[str, Array], images: Split, seeds: Seeds, watch: Watch

@@ -25,7 +25,7 @@ from fedvit.errors import BadPayload
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, check_finite, delta, packed_pieces
-from fedvit.wire.messages import Cancel, Extended, Manifest, Progress, Result, ResultAck, Task
+from fedvit.wire.messages import MAX_CLASS_COUNTS, Cancel, Extended, Manifest, Progress, Result, ResultAck, Task
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class TaskExecutor:
         guard: Guard,
         traffic: Callable[[], tuple[int, int]],
         report: Callable[[Progress], None],
+        counts_classes: bool,
     ) -> None:
         self.accepts_delta_chains = True  # until a rebuilt blob had another digest than promised
         self._device = device
@@ -84,6 +85,7 @@ class TaskExecutor:
         self._guard = guard
         self._traffic = traffic
         self._report = report
+        self._counts_classes = counts_classes
         self._reported_bytes = (0, 0)  # (received, sent) that results have reported already
         self._by_classes: dict[tuple[str, ...], DeviceData] = {}
 
@@ -133,8 +135,10 @@ class TaskExecutor:
         if evaluates:
             evaluated = self._runtime.evaluate(program, values, data, seeds, watch)
             use = self._use(execution, guarded, evaluated.flops)
-            correct = float(evaluated.correct)
-            return self._result(task, evaluated.samples, {"correct": correct}, use)
+            result = self._result(task, evaluated.samples, {"correct": float(evaluated.correct)}, use)
+            if not self._counts_classes or len(evaluated.by_class) > MAX_CLASS_COUNTS:
+                return result
+            return msgspec.structs.replace(result, by_class=evaluated.by_class)
         trained = self._runtime.train(program, values, data.train, seeds, task.lr_scale, watch)
         check_finite(trained.tensors, f"training diverged in round {task.round}, nothing of it is kept")
         kept = {

@@ -68,6 +68,8 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
     temperature_c: Annotated[float, Meta(ge=-300.0, le=1e4)] | None = None  # the highest sample
     throttled: bool | None = None  # whether the system slowed the processor down meanwhile
     broke: Annotated[tuple[BudgetKind, ...], Meta(max_length=5)] = ()  # budgets that the task exceeded
+    battery_percent: Annotated[int, Meta(ge=0, le=100)] | None = None  # of a battery, at the end of the task
+    charging: bool | None = None  # whether its battery is charged, or a charger is connected
 
 
 ProductKind = Literal["weights", "gradient", "attention", "integers"]

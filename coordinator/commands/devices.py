@@ -53,9 +53,10 @@ def devices(folder: Path, runs: Path | None, run: str | None, as_json: bool) -> 
         column(table, heading, justify="left")
     if run:
         column(table, "version", justify="left")
+        column(table, "battery", justify="left")
         table.add_column(Text(f"in run {run}"), overflow="fold")
     for entry in listed:
-        standing = [Text(entry["software"] or "-"), Text(_standing(entry))] if run else []
+        standing = [Text(entry["software"] or "-"), _battery(entry), Text(_standing(entry))] if run else []
         table.add_row(
             Text(entry["device"]),
             entry["state"] + (f", misused the broker {entry['misuses']} times" if entry["misuses"] else ""),
@@ -79,19 +80,27 @@ def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) ->
         if run is None:
             raise ConfigError(f"there is no run in {runs}")
         known = {standing.device: standing for standing in standings(store, run)}
-        versions = {record.device: record.software for record in store.devices(run)}
+        records = {record.device: record for record in store.devices(run)}
     finally:
         store.close()
     for entry in listed:
-        standing = known.get(entry["device"])
+        standing, record = known.get(entry["device"]), records.get(entry["device"])
         entry |= {
             "run": run,
-            "software": versions.get(entry["device"]),
+            "software": record.software if record else None,
+            "battery_percent": record.totals.battery_percent if record else None,
+            "charging": record.totals.charging if record else None,
             "strikes": standing.strikes if standing else 0,
             "quarantine": standing.quarantine if standing else None,
             "until_round": standing.until_round if standing else None,
         }
     return run
+
+
+def _battery(entry: dict[str, Any]) -> str:
+    """The charge at the end of the newest task; "-" without a battery."""
+    percent = entry["battery_percent"]
+    return "-" if percent is None else f"{percent} %{', charging' if entry['charging'] else ''}"
 
 
 def _standing(entry: dict[str, Any]) -> str:

@@ -9,12 +9,15 @@ from fedvit.command_line import Command, json_flag
 from fedvit.files import atomic_write
 
 
-@click.command(cls=Command, examples=["coordinator report RUN --out report.html"])
+@click.command(cls=Command, examples=["coordinator report RUN --out report.html --csv devices.csv"])
 @click.argument("run")
 @runs_flag
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write a page: FILE.html.")
+@click.option(
+    "--csv", "table", type=click.Path(path_type=Path, dir_okay=False), help="Also write the table of devices: FILE.csv."
+)
 @json_flag
-def report(run: str, folder: Path, out: Path | None, as_json: bool) -> None:
+def report(run: str, folder: Path, out: Path | None, table: Path | None, as_json: bool) -> None:
     """Report a run: accuracy, bytes, time, memory, energy; predicted beside measured."""
     from rich.console import Console
 
@@ -32,6 +35,11 @@ def report(run: str, folder: Path, out: Path | None, as_json: bool) -> None:
     else:
         console = Console()
         console.print(run_report(document, console.width))
+    if table:
+        from profiles.report.device_columns import device_csv
+
+        atomic_write(table, device_csv(document).encode())
+        click.echo(f"written: {table}", err=True)
     if out:
         from profiles.report.run_page import run_page  # imports matplotlib, which the tables do not need
 

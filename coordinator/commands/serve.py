@@ -12,6 +12,7 @@ import click
 
 from coordinator.commands.config_flags import merge_flags, service_flags
 from coordinator.commands.flags import record_flag, runs_flag
+from coordinator.commands.metrics_page import show_metrics
 from coordinator.commands.start import opened_store
 from coordinator.config import RunConfig, make_service_config, read_toml
 from fedvit import monitoring
@@ -20,6 +21,7 @@ from fedvit.files import private_files
 
 if TYPE_CHECKING:
     from coordinator.compute.messages import Compute
+    from coordinator.monitoring.collector import Observed
 
 
 @click.command(cls=Command, examples=["coordinator serve --broker.deployment deployment --side-by-side 2"])
@@ -78,19 +80,15 @@ def serve(
             signal.signal(number, lambda *_: service.stop())
         display.line(f"serving the runs of {folder}, {config.side_by_side} at a time; `coordinator submit` adds one")
 
-        def watched() -> monitoring.Watched:
-            from coordinator.monitoring.collector import CoordinatorCollector, Observed, Served
+        def observed() -> "Observed":
+            from coordinator.monitoring.collector import Observed, Served
 
             def served() -> list[Served]:
                 return [Served(run.coordinator, run.loop) for run in service.served() if run.coordinator]
 
-            observed = Observed(link, service.is_connected, store, folder, served, {"service": service.loop})
-            collector = CoordinatorCollector(observed)
-            return monitoring.Watched(collector, collector.loops, collector.why_not_ready)
+            return Observed(link, service.is_connected, store, folder, served, {"service": service.loop})
 
-        monitor.show(watched)
-        if monitor.url:
-            display.line(f"metrics: {monitor.url}")
+        show_metrics(monitor, display, observed)
         notifier.ready()
         try:
             service.serve()

@@ -16,6 +16,7 @@ import msgspec
 
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import has_record, record_flag, runs_flag
+from coordinator.commands.metrics_page import show_metrics
 from coordinator.config import (
     FREE_TABLES,
     RunConfig,
@@ -38,6 +39,7 @@ from fedvit.wire.topics import check_name
 if typing.TYPE_CHECKING:
     from coordinator.compute.messages import Checked
     from coordinator.compute.process import Worker
+    from coordinator.monitoring.collector import Observed
     from coordinator.record.store import Store
     from coordinator.record.tables import RunRecord
     from coordinator.run.display import Display
@@ -395,17 +397,13 @@ def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: coordinator.stop())
 
-    def watched() -> monitoring.Watched:
-        from coordinator.monitoring.collector import CoordinatorCollector, Observed, Served
+    def observed() -> "Observed":
+        from coordinator.monitoring.collector import Observed, Served
 
         served = [Served(coordinator, loop)]
-        observed = Observed(transport, lambda: coordinator.inbox.connected, store, folder, lambda: served, {})
-        collector = CoordinatorCollector(observed)
-        return monitoring.Watched(collector, collector.loops, collector.why_not_ready)
+        return Observed(transport, lambda: coordinator.inbox.connected, store, folder, lambda: served, {})
 
-    monitor.show(watched)
-    if monitor.url:
-        display.line(f"metrics: {monitor.url}")
+    show_metrics(monitor, display, observed)
     notifier.ready()
     try:
         with following(run, config, store, home, display.line):

@@ -11,6 +11,8 @@ from coordinator.deployment.revoking import revoke_device
 from coordinator.record import standings
 from coordinator.record.store import Store
 from coordinator.service.cancelling import cancel
+from coordinator.service.labelling import set_labels
+from coordinator.service.pausing import pause, unpause
 from fedvit.errors import FedvitError
 
 
@@ -19,6 +21,17 @@ def cancel_button(site: Site, run: str) -> None:
         return f"run {run}: {cancel(store, site.folder, run)}"
 
     _button(site, "Cancel this run", f"Cancel run {run}? It cannot be resumed.", act)
+
+
+def pause_buttons(site: Site, run: str) -> None:
+    def pause_it(store: Store) -> str:
+        return f"run {run}: {pause(store, run)}"
+
+    def unpause_it(store: Store) -> str:
+        return f"run {run}: {unpause(store, run)}"
+
+    _button(site, "Pause", f"Pause run {run}? It finishes its open round, and opens no new one.", pause_it)
+    _button(site, "End the pause", f"Let run {run} open rounds again?", unpause_it)
 
 
 def device_buttons(site: Site, run: str, device: str) -> None:
@@ -36,6 +49,18 @@ def device_buttons(site: Site, run: str, device: str) -> None:
             _button(
                 site, "Revoke", f"Revoke {device}? Its connection ends, and its certificate becomes invalid.", revoke
             )
+
+
+def label_field(site: Site, device: str) -> None:
+    """A field for labels, and a button that sets them."""
+
+    def set_them(store: Store) -> str:
+        set_labels(store, device, str(field.value or "").split())
+        return f"{device}: labels {field.value}"
+
+    with ui.element("div").classes("buttons"):
+        field = ui.input("Labels, as in site=berlin board=rpi5").props("outlined dense").classes("search")
+        _button(site, "Set labels", f"Set these labels of {device} in all runs?", set_them)
 
 
 def _button(site: Site, name: str, question: str, act: Callable[[Store], str]) -> None:

@@ -82,6 +82,15 @@ def histogram(values: Sequence[float], *, x_name: str, y_name: str) -> dict[str,
     return made | {"series": [series]}
 
 
+def scaled(value: float | None, unit: float) -> float | None:
+    """A value in a unit, to three places behind the point.
+
+    >>> scaled(512_000_000, 1e6), scaled(None, 1e6)
+    (512.0, None)
+    """
+    return None if value is None else round(value / unit, 3)
+
+
 def _difference(high: float | None, low: float | None) -> float | None:
     return None if high is None or low is None else high - low
 

@@ -65,6 +65,7 @@ async def show(site: Site, run: str, device: str, until: int | None) -> None:
         head = Part("device_head.html")
         if site.acts:
             actions.device_buttons(site, run, device)
+            actions.label_field(site, device)
         with ui.element("div").classes("figures"):
             memory = Chart("Megabytes of peak memory by round, beside the budget")
             step = Chart("Milliseconds of a training step by round")
@@ -80,11 +81,11 @@ async def show(site: Site, run: str, device: str, until: int | None) -> None:
             rounds = [(entry, entry.task.use) for entry in reversed(seen.history) if entry.task.use is not None]
             numbers = [float(entry.task.round) for entry, _ in rounds]
             budgets = [entry.task.expected.budget.memory_bytes if entry.task.expected else None for entry, _ in rounds]
-            lines = {"peak": [_scaled(use.peak_rss_bytes, 1e6) for _, use in rounds]}
+            lines = {"peak": [charts.scaled(use.peak_rss_bytes, 1e6) for _, use in rounds]}
             if any(budgets):
-                lines["budget"] = [_scaled(budget, 1e6) for budget in budgets]
+                lines["budget"] = [charts.scaled(budget, 1e6) for budget in budgets]
             memory.show(charts.lines(numbers, lines, x_name="round", y_name="MB"))
-            steps = [_scaled(use.step_s, 1e-3) for _, use in rounds]
+            steps = [charts.scaled(use.step_s, 1e-3) for _, use in rounds]
             step.show(charts.lines(numbers, {"step": steps}, x_name="round", y_name="ms"))
             degrees = [use.temperature_c for _, use in rounds]
             heat.show(charts.lines(numbers, {"temperature": degrees}, x_name="round", y_name="°C"))
@@ -97,7 +98,3 @@ async def show(site: Site, run: str, device: str, until: int | None) -> None:
 
 def _member(members: list[Member], device: str) -> Member | None:
     return next((member for member in members if member.device == device), None)
-
-
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import Struct
 from nicegui import ui
 
+from coordinator.dashboard import charts
 from coordinator.dashboard.frame import Part, Site, follow, link, page
 from coordinator.dashboard.run_page import status_of
 from coordinator.record.standings import Standing, standings
@@ -54,11 +55,16 @@ COLUMNS = [
     _number("budget_mb", "memory budget, MB"),
     _number("temperature_c", "temperature, °C", 1),
     _words("throttled", "throttled"),
+    _number("battery", "battery, %"),
+    _words("charging", "charging"),
     _number("step_ms", "step, ms", 1),
     _number("energy_j", "energy, J"),
     _number("strikes", "strikes"),
     _words("quarantine", "quarantine", minWidth=170),
 ]
+
+
+YES_NO = {True: "yes", False: "no", None: ""}
 
 
 class FleetView(Struct, frozen=True):
@@ -127,19 +133,17 @@ def _row(
         "round": seen.asked[name].last if name in seen.asked else None,
         "rounds": device.rounds if device else 0,
         "accuracy": device.accuracy if device else None,
-        "memory_mb": _scaled(device.peak_rss_bytes if device else None, 1e6),
-        "budget_mb": _scaled(budget, 1e6),
+        "memory_mb": charts.scaled(device.peak_rss_bytes if device else None, 1e6),
+        "budget_mb": charts.scaled(budget, 1e6),
         "temperature_c": device.temperature_c if device else None,
-        "throttled": {True: "yes", False: "no", None: ""}[device.throttled if device else None],
-        "step_ms": _scaled(device.step_s if device else None, 1e-3),
+        "throttled": YES_NO[device.throttled if device else None],
+        "battery": device.battery_percent if device else None,
+        "charging": YES_NO[device.charging if device else None],
+        "step_ms": charts.scaled(device.step_s if device else None, 1e-3),
         "energy_j": device.energy_j if device else None,
         "strikes": standing.strikes if standing else 0,
         "quarantine": standing.quarantine or "" if standing else "",
     }
-
-
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else round(value / unit, 3)
 
 
 def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

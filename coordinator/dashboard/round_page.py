@@ -25,15 +25,27 @@ class RoundView(Struct, frozen=True):
     newest: int  # round of the run
 
 
+class Piece(NamedTuple):
+    """A part of a bar, in percent of the scale; `colour` is a class of the style sheet."""
+
+    colour: str
+    left: float
+    width: float
+
+
 class Bar(NamedTuple):
-    """A task on the scale of its round; places are percent of the scale."""
+    """A task on the scale of its round."""
 
     task: TaskHistory
     state: str  # its end; of a task under way, what its device does
-    left: float
-    transfers: float  # width; transfers, and waiting for its turn
-    training: float  # width
-    took_s: float | None  # until its result was accepted
+    pieces: list[Piece]
+    fetching_s: float | None  # from the question to each of these; None: not recorded
+    arrived_s: float | None
+    took_s: float | None  # to its end
+
+
+COLOURS = {"waiting": "c7", "fetching": "c4", "training": "c0", "upload": "c1"}
+"""Of the pieces of a bar, in their order."""
 
 
 def view(store: Store, run: str, number: int) -> RoundView:
@@ -51,36 +63,41 @@ def view(store: Store, run: str, number: int) -> RoundView:
 
 
 def bars(record: RoundRecord, tasks: list[TaskHistory], states: dict[str, str]) -> tuple[float, list[Bar]]:
-    """The length of the scale in seconds, and the tasks on it: those under way first, then the slowest.
-
-    The training lies at the end of a bar, since the record has its length, and not its beginning.
-    """
+    """The length of the scale in seconds, and the tasks on it: those under way first, then the slowest."""
     begin = min(_seconds(record.opened_at), *(_seconds(task.asked_at) for task in tasks)) if tasks else 0.0
-    ends = [_seconds(at) for task in tasks if (at := task.received_at)]
-    ends += [_seconds(task.asked_at) for task in tasks]
-    if record.closed_at:
-        ends.append(_seconds(record.closed_at))
+    known = [at for task in tasks for at in (task.asked_at, task.received_at, task.times.ended_at) if at]
+    ends = [_seconds(at) for at in (*known, *([record.closed_at] if record.closed_at else []))]
     scale = max([end - begin for end in ends], default=0.0) or 1.0
-    made = []
-    for task in tasks:
-        asked = _seconds(task.asked_at)
-        took_s = max(0.0, _seconds(task.received_at) - asked) if task.received_at else None
-        until = took_s if took_s is not None else max(0.0, scale - (asked - begin))
-        training = min(until, (task.use.train_s or 0.0) if task.use else 0.0)
-        late = task.used_in is not None and task.used_in != task.round
-        state = f"late, used in round {task.used_in}" if late else task.outcome or states.get(task.device, "under way")
-        made.append(
-            Bar(
-                task,
-                state,
-                100 * (asked - begin) / scale,
-                100 * (until - training) / scale,
-                100 * training / scale,
-                took_s,
-            )
-        )
+    made = [_bar(task, states, begin, scale) for task in tasks]
     made.sort(key=lambda bar: (bar.took_s is not None, -(bar.took_s or 0.0), bar.task.device))
     return scale, made
+
+
+def _bar(task: TaskHistory, states: dict[str, str], begin: float, scale: float) -> Bar:
+    """The bar of a task. The training ends when the result arrives, and has the length that the device measured."""
+
+    def after_s(at: str | None) -> float | None:
+        return None if at is None else max(0.0, _seconds(at) - asked)
+
+    asked, times = _seconds(task.asked_at), task.times
+    took_s = after_s(task.received_at or times.ended_at)
+    end = max(0.0, scale - (asked - begin)) if took_s is None else took_s
+    fetching_s, working_s, arrived_s = map(after_s, (times.fetching_at, times.working_at, times.arrived_at))
+    arrived = end if arrived_s is None else min(end, arrived_s)
+    if task.use and task.use.train_s is not None:
+        training = max(0.0, arrived - task.use.train_s)
+    else:
+        training = arrived if working_s is None else min(arrived, working_s)
+    fetching = training if fetching_s is None else min(training, fetching_s)
+    places = (0.0, fetching, training, arrived, end)
+    pieces = [
+        Piece(colour, 100 * (asked - begin + start) / scale, 100 * (stop - start) / scale)
+        for colour, start, stop in zip(COLOURS.values(), places, places[1:], strict=False)
+        if stop > start
+    ]
+    late = task.used_in is not None and task.used_in != task.round
+    state = f"late, used in round {task.used_in}" if late else task.outcome or states.get(task.device, "under way")
+    return Bar(task, state, pieces, fetching_s, arrived_s, took_s)
 
 
 def _seconds(at: str) -> float:
@@ -95,6 +112,8 @@ async def show(site: Site, run: str, number: int) -> None:
             seen, status = await site.reader(view, run, number), status_of(site, run)
             states = {one.device: one.state for one in status.waiting_for if one.round == number} if status else {}
             scale, made = bars(seen.record, seen.tasks, states)
-            part.show(run=run, number=number, seen=seen, scale=scale, bars=made[:MOST_TASKS], all=len(made))
+            part.show(
+                run=run, number=number, seen=seen, scale=scale, bars=made[:MOST_TASKS], all=len(made), colours=COLOURS
+            )
 
         await follow(refresh)

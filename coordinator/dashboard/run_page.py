@@ -41,12 +41,18 @@ class RunView(Struct, frozen=True):
     summary: RunSummary
     refusals: list[RefusalCount]
     plans: list[Plan]
+    paused: bool  # by the operator
 
 
 def view(store: Store, run: str) -> RunView:
     summary = summarise(store, run, accuracy_of=0, refusals_of=0)
     newest = summary.rounds[-1].round if summary.rounds else 0
-    return RunView(summary, store.refusal_counts(run, MOST_REASONS), plans(store.task_histories(run, [newest])))
+    return RunView(
+        summary,
+        store.refusal_counts(run, MOST_REASONS),
+        plans(store.task_histories(run, [newest])),
+        store.is_paused(run),
+    )
 
 
 def plans(tasks: Iterable[TaskHistory]) -> list[Plan]:
@@ -90,7 +96,9 @@ async def show(site: Site, run: str) -> None:
     with page(run, "/"):
         head = Part("run_head.html")
         if site.acts:
-            actions.cancel_button(site, run)
+            with ui.element("div").classes("buttons"):
+                actions.pause_buttons(site, run)
+                actions.cancel_button(site, run)
         with ui.element("div").classes("figures"):
             accuracy = Chart("Accuracy by round: mean and range over devices. The table of rounds has the figures.")
             spread = Chart("Devices by the accuracy of their last evaluation")
@@ -106,6 +114,7 @@ async def show(site: Site, run: str) -> None:
             awaited = status.waiting_for if status and live and not status.is_stale() else []
             head.show(
                 run=summary,
+                paused=seen.paused,
                 status=status if live else None,
                 states=Counter(task.state for task in awaited),
                 awaited=awaited[:MOST_AWAITED],

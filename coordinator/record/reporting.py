@@ -1,6 +1,6 @@
 """Makes the report document of a run from its read model."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -9,9 +9,13 @@ from typing import Any
 import msgspec
 
 from coordinator.record.store import Store
-from coordinator.record.summary import DeviceSummary, device_rounds, natural_order, summarise
+from coordinator.record.summary import DeviceSummary, RunSummary, device_rounds, natural_order, summarise
 from coordinator.record.tables import RefusalRecord
-from profiles.report.document import DeviceRound, Refusal, RunDevice, RunDocument, RunPrivacy, RunRound
+from fedvit.wire.messages import ClassCount
+from profiles.report.document import ClassAccuracy, DeviceRound, Refusal, RunDevice, RunDocument, RunPrivacy, RunRound
+
+NAMED = 5
+"""Devices that a warning names."""
 
 
 def run_document(store: Store, run: str) -> RunDocument:
@@ -41,8 +45,42 @@ def run_document(store: Store, run: str) -> RunDocument:
         refusals=_counted(entry for entry in summary.refusals if not entry.lost),
         dropouts=_counted(entry for entry in summary.refusals if entry.lost),
         privacy=_privacy(record.config.get("privacy", {})),
+        duration_s=_duration_s(store, run),
+        classes=_classes(store, summary),
         warnings=[*_thinned(record.thinned), *_warnings(devices)],
     )
+
+
+def _duration_s(store: Store, run: str) -> float | None:
+    """From the first round's begin to the end of the newest closed one, with all breaks; None before that."""
+    rounds = store.rounds(run)
+    ends = [entry.closed_at for entry in rounds if entry.closed_at]
+    if not ends:
+        return None
+    begin, end = (datetime.fromisoformat(at) for at in (min(entry.opened_at for entry in rounds), max(ends)))
+    return max(0.0, (end - begin).total_seconds())
+
+
+def _classes(store: Store, summary: RunSummary) -> list[ClassAccuracy]:
+    """The answers by class of the newest evaluation that still has details."""
+    newest = next((entry.round for entry in reversed(summary.rounds) if entry.accuracy), None)
+    if newest is None:
+        return []
+    counts: dict[int, list[ClassCount]] = defaultdict(list)
+    for result in store.used_in(summary.run, newest, "evaluate"):
+        for count in result.by_class:
+            if count.images:
+                counts[count.label].append(count)
+    return [
+        ClassAccuracy(
+            name=summary.classes[label],
+            devices=len(of),
+            images=sum(count.images for count in of),
+            correct=sum(count.correct for count in of),
+        )
+        for label, of in sorted(counts.items())
+        if label < len(summary.classes)
+    ]
 
 
 def _privacy(table: Mapping[str, Any]) -> RunPrivacy | None:
@@ -85,20 +123,30 @@ def _warnings(devices: list[RunDevice]) -> list[str]:
     expected = [entry.expected for device in devices for entry in device.rounds if entry.expected]
     if any(entry.prediction.source == "catalogue" for entry in expected):
         warnings.append("Some predictions use the catalogue's speeds, not measured ones.")
+    slowed: list[str] = []
+    modelled: list[str] = []
     for device in devices:
         measured = [entry.measured for entry in device.rounds if entry.measured]
         throttled = sum(use.throttled is True for use in measured)
         if throttled:
-            warnings.append(f"{device.device} was throttled in {throttled} of {len(measured)} rounds.")
+            slowed.append(f"{device.device} was throttled in {throttled} of {len(measured)} rounds.")
         if any(use.energy_j is not None and use.energy_source == "model" for use in measured):
-            warnings.append(f"{device.device}: energy is modelled from load, not measured.")
+            modelled.append(device.device)
     without = [
         device.device
         for device in devices
         if any(entry.measured for entry in device.rounds)
         and all(entry.measured.energy_j is None for entry in device.rounds if entry.measured)
     ]
+    warnings += slowed[:NAMED]
+    if len(slowed) > NAMED:
+        warnings.append(f"{len(slowed)} devices were throttled in all.")
+    if modelled:
+        warnings.append(f"Energy is modelled from load, not measured, on {_some(modelled)}.")
     if without:
-        some = ", ".join(without[:5]) + (f" and {len(without) - 5} others" if len(without) > 5 else "")
-        warnings.append(f"Energy was not measured on {some}.")
+        warnings.append(f"Energy was not measured on {_some(without)}.")
     return warnings
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} others" if len(names) > NAMED else "")

@@ -17,6 +17,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -50,6 +51,7 @@ from coordinator.record.tables import (
     DEVICES,
     ENDED,
     EXPECTATIONS,
+    LABELS,
     LOGS,
     QUARANTINES,
     REFUSALS,
@@ -76,6 +78,7 @@ from coordinator.record.tables import (
     SavedState,
     StrikeRecord,
     TaskRecord,
+    TaskTimes,
     from_json,
     to_json,
 )
@@ -141,6 +144,7 @@ class TaskHistory(NamedTuple):
     received_at: str | None  # of its accepted result
     used_in: int | None
     use: ResourceUse | None
+    times: TaskTimes
 
 
 def now() -> str:
@@ -459,6 +463,18 @@ class Store:
         with self._transaction() as connection:
             return connection.execute(select(RUNS.c.cancelled_at).where(RUNS.c.id == run)).scalar() is not None
 
+    def pause_run(self, run: str, *, paused: bool) -> None:
+        """Pause a run, or let it continue."""
+        with self._transaction() as connection:
+            at = func.coalesce(RUNS.c.paused_at, now()) if paused else None
+            connection.execute(update(RUNS).where(RUNS.c.id == run).values(paused_at=at))
+            _seal(connection, RUNS, RUNS.c.id == run)
+
+    def is_paused(self, run: str) -> bool:
+        """Whether the operator paused the run."""
+        with self._transaction() as connection:
+            return connection.execute(select(RUNS.c.paused_at).where(RUNS.c.id == run)).scalar() is not None
+
     def update_run(self, run: str, **values: Any) -> None:
         """Set status, config, broker, classes, program, protocol, reason or corrections."""
         with self._transaction() as connection:
@@ -498,7 +514,7 @@ class Store:
     def remove_run(self, run: str) -> None:
         """Delete everything that the record has of a run."""
         with self._transaction() as connection:
-            for table in reversed(TABLES.sorted_tables):
+            for table in reversed([table for table in TABLES.sorted_tables if table is not LABELS]):
                 connection.execute(delete(table).where((table.c.id if table is RUNS else table.c.run) == run))
 
     # --- rounds ---------------------------------------------------------------------------------------
@@ -728,12 +744,18 @@ class Store:
                 connection.execute(EXPECTATIONS.insert(), fresh)
             _replace(connection, TASKS, rows)
 
-    def end_tasks(self, run: str, tasks: Sequence[tuple[int, str]], outcome: str) -> None:
-        """End tasks (round, device) with a `TaskState`; the first end of a task is kept."""
+    def end_tasks(
+        self,
+        run: str,
+        tasks: Sequence[tuple[int, str]],
+        outcome: str,
+        times: Mapping[str, TaskTimes] = MappingProxyType({}),
+    ) -> None:
+        """End tasks (round, device) with a `TaskState`; the first end of a task is kept. `times`: by device."""
         if not tasks:
             return
         with self._transaction() as connection:
-            _end_tasks(connection, [(run, number, device) for number, device in tasks], outcome)
+            _end_tasks(connection, [(run, number, device) for number, device in tasks], outcome, times)
 
     def count_attempt(self, run: str, round_number: int, device: str, attempt: int) -> None:
         """Store the number of a new attempt at a task."""
@@ -772,7 +794,7 @@ class Store:
         )  # fmt: skip
         query = select(
             TASKS.c.round, TASKS.c.device, TASKS.c.asked_at, TASKS.c.attempt, TASKS.c.outcome,
-            EXPECTATIONS.c.content.label("expected"),
+            *(TASKS.c[name] for name in TaskTimes._fields), EXPECTATIONS.c.content.label("expected"),
             RESULTS.c.received_at, RESULTS.c.used_in, RESULTS.c.use,
         ).outerjoin(EXPECTATIONS, there).outerjoin(RESULTS, answer)  # fmt: skip
         query = query.where(TASKS.c.run == run, TASKS.c.round.in_(rounds))
@@ -781,11 +803,12 @@ class Store:
         with self._transaction() as connection:
             return [
                 TaskHistory(
+                    times=TaskTimes(*(row.pop(name) for name in TaskTimes._fields)),
                     **row
                     | {
                         "expected": row["expected"] and msgspec.convert(row["expected"], Expected),
                         "use": row["use"] and msgspec.convert(row["use"], ResourceUse),
-                    }
+                    },
                 )
                 for row in _rows(connection, query.order_by(TASKS.c.round, TASKS.c.device))
             ]
@@ -803,24 +826,33 @@ class Store:
         """Store an accepted result for the server step of its round or a later one; an existing one is not changed."""
         self.add_results([(device, result, used_in)])
 
-    def add_results(self, results: Sequence[tuple[str, Result, int | None]]) -> list[ResultRecord]:
-        """Store accepted results, as `add_result` does, and end their tasks, in one transaction. Returns the results as
-        the record has them, unless it had one already."""
+    def add_results(
+        self,
+        results: Sequence[tuple[str, Result, int | None]],
+        times: Mapping[str, TaskTimes] = MappingProxyType({}),
+    ) -> list[ResultRecord]:
+        """Store accepted results, as `add_result` does, and end their tasks, in one transaction. `times`: of the tasks,
+        by device. Returns the results as the record has them, unless it had one already."""
         if not results:
             return []
         with self._transaction() as connection:
             trained = [(result.run, result.round, device) for device, result, _ in results if result.kind == "train"]
-            _end_tasks(connection, trained, "accepted")
+            _end_tasks(connection, trained, "accepted", times)
             records = [
                 ResultRecord(
                     result.run, result.round, device, result.kind, result.samples, result.metrics, result.use,
-                    result.upload.digest if result.upload else None, used_in or result.round,
+                    result.upload.digest if result.upload else None, used_in or result.round, result.by_class,
                 )
                 for device, result, used_in in results
             ]  # fmt: skip
             at = now()
             rows = [
-                {**msgspec.structs.asdict(record), "use": _measured(record.use), "received_at": at}
+                {
+                    **msgspec.structs.asdict(record),
+                    "use": _measured(record.use),
+                    "by_class": record.by_class or None,
+                    "received_at": at,
+                }
                 for record in records
             ]
             if not self._file:
@@ -913,6 +945,24 @@ class Store:
             known = _devices(connection, run, versions)
             changed = [msgspec.structs.replace(known[name], software=version) for name, version in versions.items()]
             _replace(connection, DEVICES, [msgspec.to_builtins(record) for record in changed])
+
+    def set_label(self, device: str, name: str, value: str | None) -> None:
+        """Set a label of a device in all runs; None: its own is used again."""
+        with self._transaction() as connection:
+            connection.execute(delete(LABELS).where(LABELS.c.device == device, LABELS.c.name == name))
+            if value is not None:
+                connection.execute(LABELS.insert().values(device=device, name=name, value=value))
+
+    def labels(self, device: str | None = None) -> dict[str, dict[str, str]]:
+        """The labels that the operator set, by device; of one device or of all."""
+        query = select(LABELS).order_by(LABELS.c.device, LABELS.c.name)
+        if device is not None:
+            query = query.where(LABELS.c.device == device)
+        found: dict[str, dict[str, str]] = {}
+        with self._transaction() as connection:
+            for of, name, value in connection.execute(query):
+                found.setdefault(of, {})[name] = value
+        return found
 
     def add_log(self, log: DeviceLog) -> None:
         """Store the log of a device; of its logs in this run the newest LOGS_KEPT stay."""
@@ -1200,16 +1250,23 @@ def _devices(connection: Connection, run: str, names: Iterable[str]) -> dict[str
     return known
 
 
-def _end_tasks(connection: Connection, tasks: Sequence[tuple[str, int, str]], outcome: str) -> None:
-    """End tasks, given as (run, round, device)."""
+def _end_tasks(
+    connection: Connection, tasks: Sequence[tuple[str, int, str]], outcome: str, times: Mapping[str, TaskTimes]
+) -> None:
+    """End tasks, given as (run, round, device); `times` by device."""
     if tasks:
-        keys = [{"of": run, "number": number, "name": device} for run, number, device in tasks]
+        at = now()
+        keys = [
+            {"of": run, "number": number, "name": device, **times.get(device, TaskTimes())._asdict(), "ended_at": at}
+            for run, number, device in tasks
+        ]
         this = [
             TASKS.c.run == bindparam("of"),
             TASKS.c.round == bindparam("number"),
             TASKS.c.device == bindparam("name"),
         ]
-        query = update(TASKS).where(*this, TASKS.c.outcome.is_(None)).values(outcome=outcome, groups={})
+        changed = {name: bindparam(name) for name in TaskTimes._fields}
+        query = update(TASKS).where(*this, TASKS.c.outcome.is_(None)).values(outcome=outcome, groups={}, **changed)
         connection.execute(query, keys)
 
 

@@ -90,6 +90,8 @@ class DeviceSummary(Struct, frozen=True, kw_only=True):
     energy_j: float | None = None  # sum over the rounds that measured it
     temperature_c: float | None = None  # highest of its last training
     throttled: bool | None = None  # in its last training
+    battery_percent: int | None = None  # at the end of its newest task
+    charging: bool | None = None
 
 
 class RunHead(Struct, frozen=True, kw_only=True):
@@ -313,4 +315,6 @@ def _device(name: str, totals: DeviceTotals) -> DeviceSummary:
         energy_j=totals.energy_j,
         temperature_c=totals.temperature_c,
         throttled=totals.throttled,
+        battery_percent=totals.battery_percent,
+        charging=totals.charging,
     )

@@ -20,10 +20,10 @@ from coordinator.config import with_new_names
 from fedvit.blobs import BlobStore
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.roles import NONE
-from fedvit.wire.messages import DeltaStep, TaskKind
+from fedvit.wire.messages import ClassCount, DeltaStep, TaskKind
 from profiles.prediction import Expected
 
-SCHEMA = "0005"
+SCHEMA = "0006"
 """Version of the newest migration in `coordinator.record.migrations`."""
 
 SEAL = "seal"
@@ -160,6 +160,8 @@ class DeviceTotals(Struct, frozen=True, kw_only=True):
     energy_j: float | None = None  # sum over the rounds that measured it
     temperature_c: float | None = None  # highest of its last training
     throttled: bool | None = None  # in its last training
+    battery_percent: int | None = None  # at the end of its newest task
+    charging: bool | None = None
 
 
 RunStatus = Literal["queued", "waiting", "running", "interrupted", "finished", "failed", "cancelled"]
@@ -181,6 +183,7 @@ class RunRecord(Struct, frozen=True):
     broker: dict[str, Any] = {}  # the table [broker] of its last process
     submitted_at: str | None = None  # ISO 8601, UTC; None: begun by `start`, not for a service
     cancelled_at: str | None = None  # ISO 8601, UTC: the operator requested its end
+    paused_at: str | None = None  # ISO 8601, UTC: the operator paused it; None: it is not paused
 
     def __post_init__(self) -> None:
         force_setattr(self, "config", with_new_names(self.config))
@@ -211,6 +214,16 @@ class TaskRecord(Struct, frozen=True):
     attempt: int = 1  # number of the current attempt
 
 
+class TaskTimes(NamedTuple):
+    """When a training task changed its state, by the coordinator's clock (ISO 8601, UTC). They are stored with its end;
+    None: it did not, or an older version stored nothing."""
+
+    fetching_at: str | None = None  # the device requested its first blob
+    working_at: str | None = None  # it reported its first step
+    arrived_at: str | None = None  # its result arrived, before the upload was fetched
+    ended_at: str | None = None
+
+
 class ResultRecord(Struct, frozen=True):
     run: str
     round: int
@@ -221,6 +234,7 @@ class ResultRecord(Struct, frozen=True):
     use: ResourceUse
     upload: str | None  # digest
     used_in: int  # the round whose server step uses it
+    by_class: tuple[ClassCount, ...] = ()  # of an evaluation; empty: not counted
 
 
 class RefusalRecord(Struct, frozen=True):
@@ -334,6 +348,7 @@ TASKS = Table(
     *_columns(TaskRecord, "round", "device", without=("expected",)),
     Column("asked_at", String, nullable=False),
     Column("outcome", String),  # an end of `TaskState`; NULL: under way
+    *(Column(name, String) for name in TaskTimes._fields),
     Column("expected", String),  # id of a row of `expectations`
 )
 _AT_WORK = TASKS.c.outcome.is_(None)
@@ -361,6 +376,15 @@ DEVICES = Table("devices", TABLES, *_columns(DeviceRecord, "run", "device"), _se
 
 LOGS = Table("logs", TABLES, _id(), *_columns(DeviceLog))
 Index("logs_by_device", LOGS.c.device, LOGS.c.run)
+
+LABELS = Table(
+    "labels",
+    TABLES,
+    Column("device", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("value", String, nullable=False),
+)
+"""Labels that the coordinator's operator set, in all runs; they replace those of the device's owner."""
 
 VERSION = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
 """The version table of Alembic."""

@@ -67,6 +67,8 @@ def with_result(totals: DeviceTotals, result: ResultRecord) -> DeviceTotals:
         "bytes_up": totals.bytes_up + (use.sent_bytes or 0),
         "peak_rss_bytes": max(filter(None, (totals.peak_rss_bytes, use.peak_rss_bytes)), default=None),
         "budget_kept": totals.budget_kept + (not use.broke),
+        "battery_percent": use.battery_percent,
+        "charging": use.charging,
     }
     if use.energy_j is not None:
         changed["energy_j"] = (totals.energy_j or 0.0) + use.energy_j

@@ -362,7 +362,7 @@ class ResultCollector:
                 cohort, needed = sorted(state.opened.cohort), state.opened.needed
                 self._noted = noted
         self._backups.note(Accepted(number, cohort, needed, accepted))
-        state.add_results(state.store.add_results(accepted))
+        state.add_results(state.store.add_results(accepted, {task.device: task.times for task in batch}))
 
     def _accept(self, task: Task) -> None:
         """Acknowledge a result that is in the store, and update the round."""
@@ -494,7 +494,7 @@ class ResultCollector:
 
     def _end(self, tasks: list[Task], end: TaskState) -> None:
         trained = [(task.round, task.device) for task in tasks if task.kind == "train"]
-        self._state.store.end_tasks(self._state.run, trained, end)
+        self._state.store.end_tasks(self._state.run, trained, end, {task.device: task.times for task in tasks})
         self._ended(tasks, end)
 
     def _ended(self, tasks: list[Task], end: TaskState) -> None:

@@ -77,6 +77,8 @@ Answer = TypeVar("Answer")
 
 FREE_SPACE_CHECK_S = 2.0
 """How often a paused run tries to write a file of MIN_FREE_BYTES."""
+PAUSE_CHECK_S = 1.0
+"""How often a run that the operator paused looks whether it may continue."""
 PARTIAL_KEPT_S = 24 * 3600.0
 """How long a partial upload is kept for a device that may continue it."""
 ATTEMPTS = 3
@@ -353,6 +355,8 @@ class Coordinator:
         for number in range(max(1, done), rounds + 1):  # the last closed round may lack its evaluation
             record = state.store.round(state.run, number)
             state.number = number
+            if record is None:
+                self._wait_while_paused(number)
             if record is None or record.closed_at is None:
                 self._train(number, record)
                 record = None
@@ -362,6 +366,25 @@ class Coordinator:
                 state.store.round_evaluated(state.run, number, state.results(number, "evaluate"))
             if record is None:
                 self._report(number)
+
+    def _wait_while_paused(self, number: int) -> None:
+        """Wait while the operator pauses the run. Devices stay connected, and late results are accepted."""
+        run, store, look_at = self.state.run, self.state.store, time.monotonic() + PAUSE_CHECK_S
+        if not store.is_paused(run):
+            return
+        self.state.doing = f"paused by the operator before round {number}"
+        self._operator_log(f"{self.state.doing}; coordinator unpause {run}")
+        self.alerts.send("run_paused", f"the run is {self.state.doing}")
+
+        def is_over() -> bool:
+            nonlocal look_at
+            if time.monotonic() < look_at:
+                return False
+            look_at = time.monotonic() + PAUSE_CHECK_S
+            return not store.is_paused(run)
+
+        self.inbox.pump(is_over)
+        self._operator_log("the operator ended the pause")
 
     def _report(self, number: int) -> None:
         self._operator_log(round_line(self.state.store, self.state.run, number, self.state.config.rounds))

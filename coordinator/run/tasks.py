@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from coordinator.record.store import now
+from coordinator.record.tables import TaskTimes
 from coordinator.run.deadlines import Deadline, Links
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.program import Program
@@ -55,6 +57,15 @@ TRANSITIONS: dict[TaskState, set[TaskState]] = {
     **{end: set() for end in _ENDS},
 }
 """From each state, the states that may follow."""
+
+
+_NOTED = {
+    TaskState.FETCHING: "fetching_at",
+    TaskState.WORKING: "working_at",
+    TaskState.UPLOADING: "arrived_at",
+    TaskState.CHECKED: "arrived_at",
+}
+"""States whose beginning is noted, by the field of `TaskTimes`."""
 
 
 class Work(NamedTuple):
@@ -122,6 +133,7 @@ class Task:
     content: bytes | None = None  # an upload that came inside the message and is not stored yet
     check: Future[None] | None = None  # the check of a large upload, in a thread
     missing: dict[str, int] = field(default_factory=dict)  # by blob: fewest missing chunks so far
+    times: TaskTimes = field(default_factory=TaskTimes)  # of the current attempt
 
     @cached_property
     def id(self) -> str:
@@ -136,6 +148,10 @@ class Task:
             what = f"the {self.kind} task of {self.device} in round {self.round}"
             raise ValueError(f"{what} is {self.state}: it cannot be {state} next")
         self.state = state
+        if state is TaskState.OFFERED:
+            self.times = TaskTimes()
+        elif (noted := _NOTED.get(state)) and getattr(self.times, noted) is None:
+            self.times = self.times._replace(**{noted: now()})
 
     @property
     def has_ended(self) -> bool:

@@ -89,6 +89,8 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
         raise BadPayload(f"it reports {result.samples} samples, the device announced {announced}")
     if result.kind == "evaluate" and not 0 <= result.metrics.get("correct", -1) <= result.samples:
         raise BadPayload(f"it reports {result.metrics.get('correct')} correct answers of {result.samples}")
+    if result.by_class:
+        _check_class_counts(result, len(program.classes))
     wanted = bool(program.expected_upload()) and result.kind == "train"
     if not wanted:
         if result.upload:
@@ -101,6 +103,21 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
     limit = largest_upload_bytes(program, hello.train_samples)
     if result.upload.size > limit:
         raise BadPayload(f"an upload of {result.upload.size} bytes, this program allows at most {limit}")
+
+
+def _check_class_counts(result: Result, classes: int) -> None:
+    """Raises BadPayload unless the counts by class add up to those of the evaluation."""
+    labels = [count.label for count in result.by_class]
+    if result.kind != "evaluate":
+        raise BadPayload(f"a {result.kind} result has counts of {len(labels)} classes, expected is none")
+    if labels != sorted(set(labels)) or labels[-1] >= classes:
+        raise BadPayload(f"its counts by class must be of different classes below {classes}, in order")
+    if any(count.correct > count.images for count in result.by_class):
+        raise BadPayload("a class has more correct answers than images")
+    images, correct = (sum(getattr(count, name) for count in result.by_class) for name in ("images", "correct"))
+    if (images, correct) != (result.samples, result.metrics["correct"]):
+        reported = f"{result.metrics['correct']:g} correct answers of {result.samples}"
+        raise BadPayload(f"its counts by class are {correct} correct answers of {images}, it reports {reported}")
 
 
 def check_free_space(upload: Manifest, free_bytes: int | None) -> None:

@@ -7,10 +7,12 @@ runs reach it through its inbox.
 
 import logging
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import NamedTuple
+
+import msgspec
 
 from coordinator.config import why_not_asked
 from coordinator.run.lease import Lease
@@ -149,6 +151,7 @@ class Router:
         self._presence = Presence()
         self._devices: dict[str, _DeviceEntry] = {}
         self._link_trouble = ""
+        self._labels: dict[str, dict[str, str]] = {}  # by device: those that the operator set
 
     def open(self) -> None:
         for topic in (*self.topics.from_all_devices, self.topics.coordinator_state):
@@ -174,6 +177,16 @@ class Router:
             Member(name, entry.hello.labels, self._presence.is_online(name), entry.owner.run if entry.owner else None)
             for name, entry in sorted(self._devices.items())
         ]
+
+    def set_labels(self, labels: Mapping[str, Mapping[str, str]]) -> None:
+        """Labels by device that replace those of the devices; a device whose labels change may change its run."""
+        before, self._labels = self._labels, {device: dict(of) for device, of in labels.items()}
+        for device in before.keys() | self._labels.keys():
+            entry = self._devices.get(device)
+            if entry and before.get(device) != self._labels.get(device) and self._presence.is_online(device):
+                hello = decode(entry.event.payload)
+                assert isinstance(hello, Hello)  # `event` is the message with the hello
+                self._on_hello(device, hello, entry.event)
 
     def expel(self, device: str) -> str | None:
         """Exclude a device; returns the run that it belonged to."""
@@ -280,6 +293,7 @@ class Router:
     # --- which run a device belongs to ------------------------------------------------------------------------
 
     def _on_hello(self, device: str, hello: Hello, event: Received) -> None:
+        hello = msgspec.structs.replace(hello, labels=hello.labels | self._labels.get(device, {}))
         if rival := self._presence.rival(device, hello):
             where = rival.hello.profile.host
             reason = f"a device with id {device!r} is online already (on {where}); choose another with --id"

@@ -208,6 +208,7 @@ class RunService:
     def _look(self) -> None:
         """Handle submitted, cancelled and ended runs. On a full disk, or with too many open files, try again later."""
         try:
+            self._router.set_labels(self._store.labels())
             for name, run in list(self._running.items()):
                 if run.is_over():
                     del self._running[name]

@@ -1,7 +1,6 @@
 """The options of `edge-client`, many of which its commands accept, too."""
 
 import copy
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,26 +10,19 @@ import click
 from fedvit import monitoring
 from fedvit.command_line import LOG_FORMAT, SectionOption, amount
 from fedvit.errors import ConfigError
+from fedvit.labels import parse_label
 from fedvit.quantities import parse_bytes, parse_celsius, parse_flops, parse_seconds
 from fedvit.wire.messages import MAX_LABELS
 
 BROKER_VARIABLE = "FEDVIT_BROKER"
 """In the environment: the broker's address, which may hold a password that a command line would show to all users."""
 
-_LABEL = re.compile(r"([A-Za-z0-9._-]{1,64})=([A-Za-z0-9._-]{1,64})")
-
 
 def _labels(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
     """Raises ConfigError naming the label that cannot be used."""
     labels = dict[str, str]()
     for text in given:
-        read = _LABEL.fullmatch(text)
-        if read is None:
-            raise ConfigError(
-                f"--label {text[:200]!r} cannot be used: expected KEY=VALUE, each 1 to 64 letters, digits, '.', '_' "
-                "or '-'"
-            )
-        key, value = read.groups()
+        key, value = parse_label(text)
         if labels.setdefault(key, value) != value:
             raise ConfigError(f"--label {text!r}: {key} has the value {labels[key]!r} already; give each key once")
     if len(labels) > MAX_LABELS:
@@ -171,6 +163,12 @@ OPTIONS = (
         section=_WATCHING,
         default=True,
         help="Send the last log lines with the failure of a task, without paths of images and class names.",
+    ),
+    SectionOption(
+        ["--class-counts/--no-class-counts", "counts_classes"],
+        section=_WATCHING,
+        default=True,
+        help="Send with an evaluation how many test images each class has, and how many were recognised.",
     ),
 )
 """Options of `edge-client`, which are given before the name of a command."""

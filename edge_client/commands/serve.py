@@ -54,6 +54,7 @@ def serve(
     quiet: bool,
     metrics_address: ListenAddress | None,
     sends_logs: bool,
+    counts_classes: bool,
 ) -> None:
     """Build the device, and take part until it is stopped."""
     # onnxruntime and the data readers are imported here, so that --help and usage errors are fast
@@ -133,6 +134,7 @@ def serve(
         growing=growing,
         status=StatusFile(status_file(folder), broker=str(endpoint.address)),
         recent_log=recent_log.text if recent_log else lambda: "",
+        counts_classes=counts_classes,
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -30,6 +30,8 @@ Reason = Annotated[str, Meta(max_length=1000)]
 """Texts of a device are limited one by one, so that an answer that quotes them fits into one message."""
 MAX_LOG_TEXT = 4000
 LogText = Annotated[str, Meta(max_length=MAX_LOG_TEXT)]
+MAX_CLASS_COUNTS = 2000
+"""Classes of one evaluation whose answers are counted one by one: more would not fit into a message."""
 MAX_LABELS = 16
 """Labels of one device."""
 MAX_CLASS_LIST_BYTES = 1 << 20
@@ -72,6 +74,14 @@ class DeltaStep(Struct, frozen=True, array_like=True):
     base: str  # digest; empty: no base
     patch: Manifest
     whole: str = "none"
+
+
+class ClassCount(Struct, frozen=True, array_like=True):
+    """The answers of an evaluation for the test images of one class."""
+
+    label: Count  # place of the class in the run's list
+    correct: Count
+    images: Count
 
 
 # --- coordinator to everybody -------------------------------------------------------------------------
@@ -147,6 +157,8 @@ class Result(Message, frozen=True, tag="result"):
     ] = ()  # damaged files on the device's disk since its last result
     task: Name = ""  # the identity that the Task had
     program: Annotated[str, Meta(max_length=80)] = ""  # digest of the Program that was run
+    # of an evaluation, for classes with test images, ascending; empty: the device does not count them
+    by_class: Annotated[tuple[ClassCount, ...], Meta(max_length=MAX_CLASS_COUNTS)] = ()
 
 
 class Failed(Message, frozen=True, tag="failed"):

@@ -21,11 +21,12 @@ class Sensors:
     brakes: Brakes
     power: PowerSensor | None
     no_power: str | None  # why there is no power sensor
+    root: Path = ROOT  # of the kernel's files, where a battery is found
 
     @classmethod
     def find(cls, root: Path = ROOT) -> Self:
         power, why = find_power(root)
-        return cls(Thermometer(root), Brakes(root), power, why)
+        return cls(Thermometer(root), Brakes(root), power, why, root)
 
 
 class Metered(NamedTuple):

@@ -189,11 +189,25 @@ class RunRound(Struct, frozen=True, kw_only=True):
     bytes_up: int
     devices_s: float | None  # from the first task to the last result
     server_s: float | None
+    accuracy_std: float | None = None  # over devices, population
     # differential privacy, for the run's delta; None where there is none
     epsilon: float | None = None  # of devices' updates, over all rounds up to this one
     row_epsilon: float | None = None  # of one row of features in one upload
     upload_epsilon: float | None = None  # of all rows of the round's largest upload
     device_epsilon: float | None = None  # of all features of one device, over all rounds up to this one
+
+
+class ClassAccuracy(Struct, frozen=True, kw_only=True):
+    """The answers of all devices of one evaluation for the test images of one class."""
+
+    name: str
+    devices: int  # with test images of it
+    images: int
+    correct: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.images
 
 
 class RunPrivacy(Struct, frozen=True, kw_only=True):
@@ -238,6 +252,8 @@ class RunDocument(Struct, frozen=True, kw_only=True, tag_field="kind", tag="run"
     dropouts: list[Refusal]  # tasks without a result
     privacy: RunPrivacy | None = None  # None: the run asked for no noise
     settings: dict[str, Any] = {}  # of the run's configuration that differ from the defaults, as "privacy.clip"
+    duration_s: float | None = None  # from the first round's begin to the end of the newest closed one
+    classes: list[ClassAccuracy] = []  # of the newest evaluation; empty: no device counted them
     warnings: list[str] = []
     convention: str = FLOP_CONVENTION
     schema: int = SCHEMA

@@ -1,7 +1,7 @@
 """The common parts of pages: frame, bars, and formatted numbers.
 
-A page needs no other file and no script. Bars are boxes of a width in percent and not drawings, so that their texts
-have the page's size on a telephone, too.
+A page needs no other file. Without its script only the sorting and filtering of tables is missing. Bars are boxes of a
+width in percent and not drawings, so that their texts have the page's size on a telephone, too.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+
+Value = float | str | None
+"""What a cell of a table stands for; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class Grid:
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     names: int = 1
+    values: Sequence[Sequence[Value]] = ()
+    """What the texts stand for, to sort by; needed by a table that can be sorted."""
 
 
 def environment(*packages: str) -> "Environment":

@@ -1,8 +1,11 @@
 """A page on what a run cost and reached, beside what was predicted."""
 
+import math
+
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from profiles.report.device_columns import device_table
 from profiles.report.document import DeviceRound, RunDevice, RunDocument
 from profiles.report.figures import svg
 from profiles.report.page import (
@@ -18,10 +21,18 @@ from profiles.report.page import (
     size,
 )
 from profiles.report.profile_page import budget_words
-from profiles.report.verdict import BUDGETS, privacy_words, run_verdict, settings_words, times
+from profiles.report.verdict import BUDGETS, privacy_words, run_verdict, setting_words, times
 
 MOST_ROWS = 400
 """Of the table of all devices and rounds; the JSON has all."""
+MOST_DEVICES = 12
+"""Devices that are shown one by one; of more, the page has their distribution and the extremes."""
+LOWEST = 10
+"""Of many devices, those with the lowest accuracy, or the highest costs, that are shown."""
+BIN = 0.05
+"""Width of a bar of the distribution of accuracies."""
+MOST_MISSING = 50
+"""Refused and missing results that are listed; the JSON has all."""
 PREDICTED = Segment(0, "c7", "predicted")
 MEASURED = Segment(0, "c0", "measured")
 EPSILONS: dict[str, dict[str, str]] = {
@@ -37,24 +48,30 @@ EPSILONS: dict[str, dict[str, str]] = {
 
 def run_page(document: RunDocument) -> str:
     """One page that needs no other file."""
-    page = environment().get_template("run.html")
+    pages = environment()
+    pages.filters["setting"] = setting_words
     rows = [(device, entry) for device in document.devices for entry in device.rounds]
-    return page.render(
+    return pages.get_template("run.html").render(
         document=document,
         verdict=run_verdict(document),
-        settings=settings_words(document.settings),
         tiles=_tiles(document),
         accuracy=_accuracy(document),
         loss=_loss(document),
         privacy=privacy_words(document),
         epsilons=[drawn for kind in EPSILONS if (drawn := _epsilons(document, kind))],
         privacy_table=_privacy_table(document),
+        distribution=_distribution(document),
+        lowest=_lowest(document),
+        class_table=_class_table(document),
         device_table=device_table(document),
+        few=len(document.devices) <= MOST_DEVICES,
+        most_devices=MOST_DEVICES,
         compared=[
             (figure, _compared(document, figure))
             for figure in ("training of a round", "peak memory", "energy of a round")
         ],
         comparisons=[(device, device.comparisons()) for device in document.devices],
+        missing=(document.refusals + document.dropouts)[:MOST_MISSING],
         predicted=has_predictions(document),
         budgets=_budgets(document),
         round_table=_round_table(document),
@@ -88,7 +105,8 @@ def _tiles(document: RunDocument) -> list[tuple[str, str]]:
         (share(document.mean_accuracy), "accuracy, mean over devices"),
         (size(sum(entry.bytes_down for entry in document.devices)), "down, all devices"),
         (size(sum(entry.bytes_up for entry in document.devices)), "up, all devices"),
-        (size(max(peaks, default=None)), "memory of a device at its highest"),
+        *([(size(max(peaks)), "memory of a device at its highest")] if peaks else []),
+        *([(duration(document.duration_s), "from the first round to the last")] if document.duration_s else []),
     ]
 
 
@@ -96,22 +114,44 @@ def _tiles(document: RunDocument) -> list[tuple[str, str]]:
 
 
 def _accuracy(document: RunDocument) -> str | None:
-    """Mean over devices, with a band from the lowest to the highest; None where no round was evaluated."""
+    """Mean over devices, with a band of a standard deviation, and the lowest and the highest device; None where no
+    round was evaluated."""
     known = [
-        (entry.round, entry.accuracy_mean, entry.accuracy_lowest, entry.accuracy_highest)
+        (entry.round, entry.accuracy_mean, entry.accuracy_lowest, entry.accuracy_highest, entry.accuracy_std or 0.0)
         for entry in document.rounds
         if entry.accuracy_mean is not None
     ]
     if not known:
         return None
-    rounds, means, lowest, highest = zip(*known, strict=True)
+    rounds, means, lowest, highest, spread = zip(*known, strict=True)
 
     def draw(axes: Axes) -> None:
         axes.plot(rounds, means, color="C0", marker="." if len(rounds) < 40 else "")
-        axes.fill_between(rounds, lowest, highest, color="C0", alpha=0.2, linewidth=0)
+        below = [mean - std for mean, std in zip(means, spread, strict=True)]
+        above = [mean + std for mean, std in zip(means, spread, strict=True)]
+        axes.fill_between(rounds, below, above, color="C0", alpha=0.2, linewidth=0)
+        for extreme in (lowest, highest):
+            axes.plot(rounds, extreme, color="C0", linewidth=0.8, linestyle=":")
         axes.set_ylim(0, 1)
         axes.set_ylabel("accuracy")
         _round_axis(axes)
+
+    return svg(draw)
+
+
+def _distribution(document: RunDocument) -> str | None:
+    """How many devices have which accuracy; None for so few devices that the table shows it."""
+    known = [device.accuracy for device in document.devices if device.accuracy is not None]
+    if len(known) <= MOST_DEVICES:
+        return None
+
+    def draw(axes: Axes) -> None:
+        first = math.floor(min(known) / BIN)
+        last = max(math.ceil(max(known) / BIN), first + 1)
+        axes.hist(known, bins=last - first, range=(first * BIN, last * BIN), color="C0")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("accuracy of the last evaluation")
+        axes.set_ylabel("devices")
 
     return svg(draw)
 
@@ -178,21 +218,26 @@ def _round_axis(axes: Axes) -> None:
 
 
 def _compared(document: RunDocument, figure: str) -> Chart | None:
-    """One figure of every device, predicted above measured; None where it was never measured."""
+    """One figure of the devices with the most of it, predicted above measured; None where it was never measured."""
     bars: list[Bar] = []
     limits = {"peak memory": "memory_bytes", "training of a round": "round_deadline_s"}
-    for device in document.devices:
-        entry = next((entry for entry in device.comparisons() if entry.figure == figure), None)
-        if entry is None or entry.measured is None:
-            continue
+    found = [
+        (device, entry, entry.measured)
+        for device in document.devices
+        for entry in device.comparisons()
+        if entry.figure == figure and entry.measured is not None
+    ]
+    if len(found) > MOST_DEVICES:
+        found = sorted(found, key=lambda one: one[2], reverse=True)[:LOWEST]
+    for device, entry, measured in found:
         limit = getattr(device.budget, limits[figure]) if device.budget and figure in limits else None
         if entry.predicted is not None:
             text = quantity(entry.predicted, entry.unit)
             bars.append(Bar(device.device, (Segment(entry.predicted, "c7", "predicted"),), text))
         error = f" ({percent(entry.relative_error)})" if entry.relative_error is not None else ""
         label = "" if entry.predicted is not None else device.device
-        text = quantity(entry.measured, entry.unit) + error
-        bars.append(Bar(label, (Segment(entry.measured, "c0", "measured"),), text, limit=limit))
+        text = quantity(measured, entry.unit) + error
+        bars.append(Bar(label, (Segment(measured, "c0", "measured"),), text, limit=limit))
     predicted = any(segment.colour == PREDICTED.colour for bar in bars for segment in bar.segments)
     return Chart(tuple(bars), (PREDICTED, MEASURED) if predicted else (MEASURED,), "budget") if bars else None
 
@@ -200,43 +245,42 @@ def _compared(document: RunDocument, figure: str) -> Chart | None:
 # --- tables ---------------------------------------------------------------------------------------------
 
 
-def device_table(document: RunDocument) -> Grid:
-    """One row for each device."""
-    headings = (
-        "device", "training images", "test images", "rounds", "missing", "accuracy", "down", "up", "step",
-        "peak memory", "energy",
-    )  # fmt: skip
-    planned = any(device.given for device in document.devices)
-    rows = []
-    for device in document.devices:
-        figures = {entry.figure: entry.measured for entry in device.comparisons()}
-        rows.append(
-            (
-                device.device,
-                str(device.train_samples),
-                str(device.test_samples),
-                str(device.rounds_that_were("accepted")),
-                str(device.rounds_that_were("refused") + device.rounds_that_were("dropped out")),
-                share(device.accuracy),
-                size(device.bytes_down),
-                size(device.bytes_up),
-                duration(figures.get("step")),
-                size(device.peak_rss_bytes),
-                quantity(figures.get("energy of a round"), "J"),
-                *((device.given or "as asked for",) if planned else ()),
-            )
+def _lowest(document: RunDocument) -> Grid | None:
+    """The devices with the lowest accuracy; None where few devices are easily compared."""
+    known = [(device.accuracy, device) for device in document.devices if device.accuracy is not None]
+    if len(known) <= MOST_DEVICES:
+        return None
+    known.sort(key=lambda entry: entry[0])
+    rows = [
+        (
+            device.device,
+            share(accuracy),
+            str(device.train_samples),
+            str(device.test_samples),
+            str(device.rounds_that_were("accepted")),
         )
-    return Grid((*headings, "given, to fit its budget") if planned else headings, rows)
+        for accuracy, device in known[:LOWEST]
+    ]
+    return Grid(("device", "accuracy", "training images", "test images", "rounds"), rows)
+
+
+def _class_table(document: RunDocument) -> Grid | None:
+    """Accuracy by class, which can be sorted; None where no device counted."""
+    if not document.classes:
+        return None
+    values = [(entry.name, entry.accuracy, entry.images, entry.devices) for entry in document.classes]
+    rows = [(name, share(accuracy), str(images), str(devices)) for name, accuracy, images, devices in values]
+    return Grid(("class", "accuracy", "test images", "devices"), rows, values=values)
 
 
 def _budgets(document: RunDocument) -> Grid | None:
-    """Kept or broken, by device and kind; None where no device has a budget."""
+    """Kept or broken, by device and kind, of many devices only broken ones; None where there is nothing to show."""
     rows = []
     for device in document.devices:
         broken = device.broken
         limits = budget_words(device.budget) if device.budget else {}
         for kind, name in BUDGETS.items():
-            if kind in limits or kind in broken:
+            if kind in broken or (kind in limits and len(document.devices) <= MOST_DEVICES):
                 outcome = f"broken in {times(broken[kind], 'round')}" if kind in broken else "kept"
                 rows.append((device.device, name, limits.get(kind, "kept by the device alone"), outcome))
     return Grid(("device", "budget", "limit", "outcome"), rows, names=4) if rows else None

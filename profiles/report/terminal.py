@@ -25,6 +25,8 @@ from profiles.report.verdict import (
     settings_words,
 )
 
+MOST_DEVICES = 20
+"""Devices whose figures are shown."""
 STYLES = {"good": "bold green", "mild": "bold yellow", "bad": "bold red"}
 
 
@@ -110,7 +112,11 @@ def run_report(document: RunDocument, width: int) -> Group:
     given = [
         f"{device.device} was given {device.given}, to fit its budget" for device in document.devices if device.given
     ]
-    parts += [Text(), *(Text(line) for line in given)] if given else []
+    if given:
+        parts += [Text(), *(Text(line) for line in given[:MOST_DEVICES])]
+    if len(document.devices) > MOST_DEVICES:
+        some = f"the first {MOST_DEVICES} of {len(document.devices)} devices; --csv and --out have all"
+        parts += [Text(), Text(some)]
     if document.warnings:
         parts += [Text(), *(Text(f"note: {line}", style="dim") for line in document.warnings)]
     return Group(*parts)
@@ -128,7 +134,7 @@ def _comparisons(document: RunDocument, width: int) -> Table:
         column(drawn, "", justify="left")
         for figure in shown:
             column(drawn, figures[figure])
-        for device in document.devices:
+        for device in document.devices[:MOST_DEVICES]:
             found = {entry.figure: entry for entry in device.comparisons()}
             for row in ("predicted", "measured", "error"):
                 cells = []

@@ -20,6 +20,10 @@ BUDGETS: dict[BudgetKind, str] = {
 """Kinds of budgets in words."""
 
 
+MOST_LINES = 10
+"""Broken budgets that are named one by one."""
+
+
 class Verdict(NamedTuple):
     tone: Tone
     sentence: str
@@ -50,9 +54,11 @@ def run_verdict(document: RunDocument) -> Verdict:
     accuracy = "not evaluated" if reached is None else f"accuracy {share(reached)}"
     sentence = f"{document.status}: {len(document.rounds)} of {document.rounds_planned} rounds, {accuracy}".capitalize()
     lines = [f"why it ended: {document.reason}"] if document.reason else []
-    for device in document.devices:
-        for kind, rounds in device.broken.items():
-            lines.append(f"{device.device} broke its budget of {BUDGETS[kind]} in {times(rounds, 'round')}")
+    broken = [(device, kind, rounds) for device in document.devices for kind, rounds in device.broken.items()]
+    for device, kind, rounds in broken[:MOST_LINES]:
+        lines.append(f"{device.device} broke its budget of {BUDGETS[kind]} in {times(rounds, 'round')}")
+    if len(broken) > MOST_LINES:
+        lines.append(f"{times(len({device.device for device, *_ in broken}), 'device')} broke a budget in all")
     if document.dropouts:
         lost = {entry.device for entry in document.dropouts}
         missing = sum(entry.times for entry in document.dropouts)
@@ -69,11 +75,11 @@ def settings_words(settings: Mapping[str, Any]) -> str:
     >>> settings_words({"devices": 4, "images.flip": True}), settings_words({})
     ('settings: devices = 4, images.flip = true', 'settings: all at their defaults')
     """
-    listed = ", ".join(f"{name} = {_setting(value)}" for name, value in settings.items())
+    listed = ", ".join(f"{name} = {setting_words(value)}" for name, value in settings.items())
     return f"settings: {listed or 'all at their defaults'}"
 
 
-def _setting(value: Any) -> str:
+def setting_words(value: Any) -> str:
     """A long list, as of all classes, by its length."""
     return f"{len(value)} values" if isinstance(value, list) and len(value) > 12 else json.dumps(value)
 

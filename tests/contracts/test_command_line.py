@@ -38,8 +38,8 @@ COMMANDS = _commands()
 
 WITH_JSON = {
     *(f"coordinator {name}" for name in (
-        "boards", "cancel", "devices", "export", "gc", "logs", "methods", "plan", "profile", "quarantine", "report",
-        "rm", "runs", "show", "status", "submit",
+        "boards", "cancel", "devices", "export", "gc", "label", "logs", "methods", "pause", "plan", "profile",
+        "quarantine", "report", "rm", "runs", "show", "status", "submit", "unpause",
     )),
     *(f"edge-client {name}" for name in ("doctor", "export", "gc", "predict", "profile", "rm", "status")),
     *(f"fleet {name}" for name in ("demo", "experiment", "partition", "run")),
@@ -54,8 +54,8 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "cancel", "dashboard", "devices", "export", "gc", "logs", "metrics", "quarantine", "report", "rm", "runs",
-        "serve", "show", "start", "status", "submit",
+        "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "metrics", "pause", "quarantine", "report",
+        "rm", "runs", "serve", "show", "start", "status", "submit", "unpause",
     )),
     "fleet run",
 }  # fmt: skip
@@ -222,6 +222,8 @@ def _picture(file: Path, gray: int) -> None:
         "coordinator devices --deployment deployment --runs runs",
         "coordinator gc --dry-run --runs runs",
         "coordinator rm other --runs runs",
+        "coordinator pause half --runs runs",
+        "coordinator label pi-1 site=berlin --runs runs",
         "coordinator cancel half --runs runs",
         "edge-client gc --state state",
         "fleet partition --dataset pictures --devices 2 --partition iid --out parts",

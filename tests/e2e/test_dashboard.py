@@ -416,11 +416,22 @@ def test_operator_with_the_password_acts_as_by_the_commands(browser: Browser, tm
         choose(tab, "Release from quarantine")
         tab.until("document.body.innerText.includes('a: released, its strikes are reset')")
         assert store.quarantined(RUN, 2) == {}
+        tab.evaluate("document.querySelector('.search input').focus()")
+        tab.write("site=berlin")
+        choose(tab, "Set labels")
+        tab.until("document.body.innerText.includes('a: labels site=berlin')")
+        assert store.labels() == {"a": {"site": "berlin"}}
         choose(tab, "Revoke")
         tab.until("document.body.innerText.includes('a is revoked')")
         with deployment.registry.read() as rows:
             assert rows.revoked_devices() == ["a"]
         tab.go(f"{address}/run?run={RUN}", "document.querySelector('#tiles')")
+        choose(tab, "Pause")
+        tab.until("document.querySelector('#paused')")
+        assert store.is_paused(RUN)
+        choose(tab, "End the pause")
+        tab.until("!document.querySelector('#paused')")
+        assert not store.is_paused(RUN)
         choose(tab, "Cancel this run")
         tab.until("document.querySelector('#tiles').innerText.startsWith('cancelled')")
         assert store.run(RUN).status == "cancelled"

@@ -13,7 +13,7 @@ import pytest
 from fleet.experiments.report import html_report
 from profiles.report.profile_page import profile_page
 from profiles.report.run_page import run_page
-from tests.support.reports import experiment_outcome, private_document, profile_document, run_document
+from tests.support.reports import experiment_outcome, fleet_document, private_document, profile_document, run_document
 
 WAIT_S = 240
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -34,11 +34,32 @@ addEventListener("load", () => {
   for (const frame of document.querySelectorAll("iframe")) {
     const page = frame.contentDocument, width = frame.clientWidth;
     for (const part of page.querySelectorAll("details")) part.open = true;
+    const unsorted = [];
+    for (const table of page.querySelectorAll("table.sortable")) {
+      const heads = [...table.tHead.rows[0].cells];
+      heads.forEach((head, place) => {
+        head.firstElementChild.click();
+        const cells = [...table.tBodies[0].rows].map(row => row.cells[place]);
+        const values = cells.map(cell => "value" in cell.dataset ? Number(cell.dataset.value) : cell.textContent);
+        const order = new Intl.Collator("en", {numeric: true}).compare;
+        if (head.ariaSort != "ascending" || values.some((value, row) => row && (typeof value == "number"
+            ? values[row - 1] > value : order(values[row - 1], value) > 0))) unsorted.push(head.textContent);
+      });
+      const field = page.querySelector(`input[data-filter="${table.id}"]`);
+      field.value = table.tBodies[0].rows[0].cells[0].textContent.toUpperCase();
+      field.dispatchEvent(new Event("input"));
+      const shown = [...table.tBodies[0].rows].filter(row => !row.hidden);
+      if (!shown.length || shown.some(row => !row.textContent.toUpperCase().includes(field.value)))
+        unsorted.push("filter");
+      field.value = "";
+      field.dispatchEvent(new Event("input"));
+    }
     const wide = [...page.body.querySelectorAll("*")].filter(
       part => !part.closest(".wide") && part.getBoundingClientRect().right > width + 1);
     const hidden = [...page.querySelectorAll(".chart .value, .chart .label")].filter(
       part => part.getBoundingClientRect().width < 8 && part.textContent);
     found[frame.title] = {
+      unsorted: unsorted,
       scroll: page.documentElement.scrollWidth,
       wide: wide.map(part => part.outerHTML.slice(0, 120)),
       hidden: hidden.map(part => part.outerHTML.slice(0, 120)),
@@ -70,6 +91,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "a profile of one": lambda: profile_page(profile_document((("rpi5-8", None),), (0.75,), (2,))),
     "run": lambda: run_page(run_document()),
     "experiment": lambda: html_report(experiment_outcome()),
+    "a run of many devices": lambda: run_page(fleet_document(60)),
     "a run with noise": lambda: run_page(private_document()),
     "a run without predictions": lambda: run_page(run_document(predicted=False)),
 }
@@ -99,6 +121,7 @@ def test_nothing_overflows_and_nothing_is_complained_about(browser: str, tmp_pat
     assert len(found) == len(PAGES) * len(WIDTHS)
     for frame, seen in found.items():
         width = int(frame.rpartition(" ")[2])
+        assert seen["unsorted"] == [], frame
         assert seen["wide"] == [], frame
         assert seen["hidden"] == [], frame
         assert seen["bars"] == 0, frame

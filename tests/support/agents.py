@@ -68,6 +68,7 @@ class Device:
         guard: Guard | None = None,
         readiness: Readiness | None = None,
         growing: bool = False,
+        counts_classes: bool = True,
     ) -> None:
         self.transport = MemoryTransport(SimpleQueue(), broker, "pi")
         folder = GrowingFolder(digits, split_file=state / "split.json") if growing else None
@@ -87,6 +88,7 @@ class Device:
             readiness=readiness,
             growing=folder,
             status=StatusFile(state / "status.json", broker="memory"),
+            counts_classes=counts_classes,
         )
         self.outcome: str | BaseException | None = None
         self._stop = threading.Event()
@@ -251,6 +253,7 @@ class World:
         guard: Guard | None = None,
         readiness: Readiness | None = None,
         growing: bool = False,
+        counts_classes: bool = True,
     ) -> Device:
         device = Device(
             self.broker,
@@ -260,6 +263,7 @@ class World:
             guard=guard,
             readiness=readiness,
             growing=growing,
+            counts_classes=counts_classes,
         )
         self.devices.append(device)
         if joined:

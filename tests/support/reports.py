@@ -11,6 +11,7 @@ from profiles.catalogue import load
 from profiles.predict import predict
 from profiles.prediction import Expected, FlopShare, MemoryPhase, Prediction, ProductWork, ProgramCost, Work
 from profiles.report.document import (
+    ClassAccuracy,
     DeviceRound,
     ProfiledDevice,
     ProfileDocument,
@@ -224,6 +225,29 @@ def run_document(predicted: bool = True, rounds: int = 12) -> RunDocument:
         dropouts=[Refusal(round=3, device="pi-c", kind="train", reason="no result: deadline", times=1)],
         warnings=["pi-b has no energy sensor: its energy was not measured."],
     )  # fmt: skip
+
+
+def fleet_document(devices: int) -> RunDocument:
+    """A run of many devices over three rounds, which all broke a budget; their accuracies are 0.4 to 0.9."""
+    few = run_document(rounds=3)
+    entries = [
+        msgspec.structs.replace(entry, measured=use(0, entry.round, broke=("time",) if entry.round == 1 else ()))
+        for entry in few.devices[0].rounds
+    ]
+    return msgspec.structs.replace(
+        few,
+        duration_s=5400.0,
+        devices=[
+            msgspec.structs.replace(
+                few.devices[0], device=f"pi-{place}", rounds=entries, accuracy=round(0.4 + 0.1 * (place % 6), 1)
+            )
+            for place in range(devices)
+        ],
+        classes=[
+            ClassAccuracy(name="ant", devices=300, images=400, correct=300),
+            ClassAccuracy(name="bee", devices=50, images=100, correct=90),
+        ],
+    )
 
 
 def experiment_outcome() -> Outcome:

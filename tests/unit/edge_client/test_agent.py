@@ -312,8 +312,16 @@ def test_evaluation_answers_with_counts_and_nothing_else(world: World, fedavg: S
         fedavg.program, fedavg.start(), DeviceData.open(digits), Seeds(5, 1, "pi"), SILENT
     )
     assert (result.kind, result.samples, result.metrics) == ("evaluate", 12, {"correct": float(evaluated.correct)})
+    assert result.by_class == evaluated.by_class
+    assert sum(count.correct for count in result.by_class) == evaluated.correct
+    assert sum(count.images for count in result.by_class) == 12
     assert result.upload is None
     assert device.vault.pending() == []
+
+
+def test_evaluation_has_no_counts_by_class_where_the_owner_wants_none(world: World, fedavg: Setting) -> None:
+    world.device(counts_classes=False)
+    assert world.result(fedavg, kind="evaluate").by_class == ()
 
 
 def test_local_tensors_stay_in_the_vault_and_are_the_next_rounds_start(

@@ -259,7 +259,7 @@ def test_a_budget_that_cannot_be_read_is_named(run: Run, digits: Path, flag: str
 @pytest.mark.parametrize("label", ["berlin", "=berlin", "site=", "site=berlin mitte", "site=a=b", "site=" + "x" * 65])
 def test_label_that_cannot_be_used_is_named(run: Run, digits: Path, label: str) -> None:
     expected = "expected KEY=VALUE, each 1 to 64 letters, digits, '.', '_' or '-'"
-    assert_refused(run("--data", digits, "--label", label), ConfigError.exit_code, "--label", repr(label), expected)
+    assert_refused(run("--data", digits, "--label", label), ConfigError.exit_code, "label", repr(label), expected)
 
 
 def test_labels_that_contradict_each_other_or_are_too_many_are_refused(run: Run, digits: Path) -> None:

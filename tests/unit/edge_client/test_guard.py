@@ -191,3 +191,14 @@ def test_the_peak_is_that_of_the_task(process: str) -> None:
 
 def test_words_of_memory() -> None:
     assert memory_message(10, 40_000_000, 52_400_000).startswith("the program and its engine alone take 52.4 MB")
+
+
+def test_use_has_the_charge_of_a_battery(tmp_path: Path) -> None:
+    supply = "sys/class/power_supply/BAT0"
+    tree = {f"{supply}/type": "Battery", f"{supply}/capacity": "81", f"{supply}/status": "Discharging"}
+    with Guard(sensors=Sensors.find(write_tree(tmp_path / "with", tree))).watching("train") as guarded:
+        use = guarded.use()
+    assert (use.battery_percent, use.charging) == (81, False)
+    with Guard(sensors=Sensors.find(pi_4(tmp_path / "without"))).watching("train") as guarded:
+        use = guarded.use()
+    assert (use.battery_percent, use.charging) == (None, None)

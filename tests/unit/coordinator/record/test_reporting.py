@@ -1,6 +1,7 @@
 """From a run's record to its report: a record made by hand."""
 
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from coordinator.record.store import Store
 from coordinator.record.tables import SavedState, TaskRecord
 from fedvit.errors import ConfigError
 from fedvit.resources import Budget, ResourceUse
-from fedvit.wire.messages import Result
+from fedvit.wire.messages import ClassCount, Result
 from profiles.prediction import Expected
-from profiles.report.document import RunDevice, RunDocument, RunPrivacy, decode, encode
+from profiles.report.document import ClassAccuracy, RunDevice, RunDocument, RunPrivacy, decode, encode
 from tests.support.reports import cost, prediction
 
 RUN = "20261122-eftvit"
@@ -109,6 +110,26 @@ def test_report_warns_of_missing_measurements(store: Store) -> None:
         "b was throttled in 1 of 1 rounds.",
         "Energy was not measured on b.",
     ]
+
+
+def test_answers_by_class_are_added_up(store: Store) -> None:
+    """Of round 1, the newest evaluation; b has no test image of the second class, and c does not count."""
+    assert run_document(store, RUN).classes == []
+    counts = {"a": (ClassCount(0, 4, 5), ClassCount(1, 5, 5)), "b": (ClassCount(0, 5, 10),), "c": ()}
+    for name, by_class in counts.items():
+        store.drop_result(RUN, 1, "evaluate", name)
+        right = float(sum(count.correct for count in by_class))
+        store.add_result(name, Result(RUN, 1, "evaluate", 10, {"correct": right}, ResourceUse(), by_class=by_class))
+    assert run_document(store, RUN).classes == [
+        ClassAccuracy(name="ant", devices=2, images=15, correct=9),
+        ClassAccuracy(name="bee", devices=1, images=5, correct=5),
+    ]
+
+
+def test_duration_is_from_the_first_round_to_the_newest_closed_one(store: Store) -> None:
+    rounds = store.rounds(RUN)
+    begin, end = (datetime.fromisoformat(at) for at in (rounds[0].opened_at, rounds[1].closed_at or ""))
+    assert run_document(store, RUN).duration_s == (end - begin).total_seconds()
 
 
 def test_an_unknown_run_is_named(store: Store) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.record.backups import Backups, Struck
 from coordinator.record.store import Store, use_database
-from coordinator.record.tables import Asked, ResultRecord, SavedState, TaskRecord
+from coordinator.record.tables import Asked, ResultRecord, SavedState, TaskRecord, TaskTimes
 from fedvit.errors import ConfigError, DatabaseGone, StorageFailed
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Manifest, Result
@@ -327,6 +327,19 @@ def test_round_is_summed_up_from_results_in_memory_as_from_the_record(store: Sto
     assert first.totals is not None
     assert (first.totals.accepted, first.totals.accuracy_mean) == (2, 0.8)
     assert [entry.totals.results for entry in again.devices("r")] == [4, 2]
+
+
+def test_times_of_tasks_are_kept_with_their_ends(store: Store, tmp_path: Path) -> None:
+    times = {name: TaskTimes(f"{name} fetches", f"{name} works", f"{name} arrives") for name in "ab"}
+    store.add_tasks("r", [TaskRecord(1, name, DIGEST, {}) for name in "abc"])
+    store.add_results([("a", result(1), None)], times)
+    store.end_tasks("r", [(1, "b")], "lost", times)
+    store.end_tasks("r", [(1, "b")], "late", {})
+    a, b, c = (task.times for task in reopened(store, tmp_path).task_histories("r", [1]))
+    assert (a._replace(ended_at=None), b._replace(ended_at=None)) == (times["a"], times["b"])
+    assert a.ended_at
+    assert b.ended_at
+    assert c == TaskTimes()
 
 
 def test_unanswered_tasks_come_back_and_an_outcome_stands(store: Store, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.record.tables import TaskTimes
 from coordinator.run.deadlines import Deadline
 from coordinator.run.tasks import TRANSITIONS, Task, Tasks, TaskState, Work
 from fedvit.wire.messages import Progress
@@ -42,6 +43,28 @@ def test_every_state_can_be_reached_and_can_end() -> None:
         reached |= set(itertools.chain.from_iterable(TRANSITIONS[state] for state in reached))
     assert reached == set(TaskState)
     assert all(set(ENDS) & following for following in TRANSITIONS.values() if following)
+
+
+def test_task_notes_when_its_state_changes() -> None:
+    """Once for each state of an attempt; another attempt begins anew."""
+    made = task()
+    for state in (TaskState.FETCHING, TaskState.WORKING):
+        made.to(state)
+    first = made.times
+    made.to(TaskState.WORKING)
+    assert made.times == first
+    assert first.fetching_at
+    assert first.fetching_at <= (first.working_at or "")
+    assert first.arrived_at is None
+    made.to(TaskState.UPLOADING)
+    arrived = made.times.arrived_at
+    made.to(TaskState.CHECKED)
+    assert arrived
+    assert made.times == first._replace(arrived_at=arrived)
+    again = task()
+    again.to(TaskState.WORKING)
+    again.to(TaskState.OFFERED)
+    assert again.times == TaskTimes()
 
 
 def test_a_task_is_the_same_for_devices_of_which_the_same_is_asked() -> None:

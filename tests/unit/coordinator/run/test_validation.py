@@ -27,7 +27,7 @@ from fedvit.program import Batch, Collect, Evaluate, GraphSpec, Group, Program, 
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack
 from fedvit.updates import make_codec
-from fedvit.wire.messages import Manifest, Result
+from fedvit.wire.messages import ClassCount, Manifest, Result
 from tests.support.messages import hello
 
 CLASSES = ("ant", "bee", "cow")
@@ -173,12 +173,25 @@ def test_a_training_result_that_cannot_be_is_refused(program: Program, changed: 
         ({"metrics": {"correct": -1.0}}, "it reports -1.0 correct answers of 5"),
         ({"metrics": {}}, "it reports None correct answers of 5"),
         ({"metrics": {"correct": float("nan")}}, "metric 'correct' is nan"),
+        (
+            {"by_class": (ClassCount(0, 3, 3), ClassCount(1, 1, 1))},
+            "4 correct answers of 4, it reports 4 .* of 5",
+        ),
+        ({"by_class": (ClassCount(0, 5, 4), ClassCount(1, 0, 1))}, "more correct answers than images"),
+        ({"by_class": (ClassCount(1, 2, 3), ClassCount(0, 2, 2))}, "of different classes below 3, in order"),
+        ({"by_class": (ClassCount(0, 2, 3), ClassCount(3, 2, 2))}, "of different classes below 3, in order"),
         ({"upload": Manifest(DIGEST, 100, 1024)}, "the evaluate result has an upload of 100 bytes, expected is none"),
     ],
 )
 def test_an_evaluation_that_cannot_be_is_refused(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(BadPayload, match=named):
         check_result(msgspec.structs.replace(evaluated(), **changed), AVERAGED, hello())
+
+
+def test_counts_by_class_belong_to_an_evaluation() -> None:
+    check_result(evaluated(by_class=(ClassCount(0, 2, 3), ClassCount(2, 2, 2))), AVERAGED, hello())
+    with pytest.raises(BadPayload, match="a train result has counts of 1 classes, expected is none"):
+        check_result(result(by_class=(ClassCount(0, 2, 3),)), AVERAGED, hello())
 
 
 def test_unexpected_upload_is_refused() -> None:

@@ -120,6 +120,22 @@ def test_router_gives_each_device_to_the_first_run_whose_labels_it_has(hall: Hal
         ]
 
 
+def test_router_gives_a_device_to_another_run_when_the_operator_changes_its_labels(hall: Hall) -> None:
+    """A label of the operator replaces that of the device; without it, the device's own is used again."""
+    berlin, munich = hall.run("b", "site=berlin"), hall.run("m", "site=munich")
+    device = Device(hall, "d-1", site="berlin")
+    device.say(device.hello)
+    assert hall.belongs() == {"d-1": "b"}
+    messages(berlin)
+    hall.router.set_labels({"d-1": {"site": "munich"}})
+    assert hall.belongs() == {"d-1": "m"}
+    assert [type(message) for _, message in messages(berlin)] == [DeviceState]
+    assert messages(munich) == [("d-1", device.hello)]
+    assert hall.router.members()[0].labels == {"site": "munich"}
+    hall.router.set_labels({})
+    assert hall.belongs() == {"d-1": "b"}
+
+
 def test_router_reports_why_no_run_selects_a_device(hall: Hall) -> None:
     hall.run("b", "site=berlin")
     device = Device(hall, "d-1", site="munich")

@@ -5,11 +5,12 @@ import re
 import msgspec
 import pytest
 
+from profiles.report.device_columns import device_csv
 from profiles.report.document import Comparison
 from profiles.report.page import Bar, Chart, Segment
 from profiles.report.profile_page import profile_page
 from profiles.report.run_page import MOST_ROWS, run_page
-from tests.support.reports import private_document, profile_document, run_document
+from tests.support.reports import fleet_document, private_document, profile_document, run_document
 
 PROFILE = profile_page(profile_document())
 RUN = run_page(run_document())
@@ -18,7 +19,7 @@ RUN = run_page(run_document())
 @pytest.mark.parametrize("page", [PROFILE, RUN])
 def test_a_page_needs_no_other_file(page: str) -> None:
     assert not re.search(r'(src|href)="(?!#|data:)', page)
-    assert "<script" not in page
+    assert "<script src" not in page
     assert "url(" not in page.replace("url(#", "")
     assert len(page) < 300_000
     assert page.startswith("<!doctype html>")
@@ -114,10 +115,13 @@ class TestRun:
         assert 'class="banner bad"' in page
         assert "why it ended: the disk is full" in page
 
-    def test_the_settings_of_the_run_stand_above(self) -> None:
-        assert "settings: devices = 4, options.mask = 0.75, classes = 100 values" in RUN
+    def test_settings_are_a_table(self) -> None:
+        settings = RUN[RUN.index("<h2>Settings</h2>") :].partition("</table>")[0]
+        assert re.findall("<td>(.*?)</td>", settings) == [
+            "devices", "4", "options.mask", "0.75", "classes", "100 values",
+        ]  # fmt: skip
         plain = run_page(msgspec.structs.replace(run_document(), settings={}))
-        assert "settings: all at their defaults" in plain
+        assert "All at their defaults." in plain
 
     def test_predicted_stands_beside_measured(self) -> None:
         """pi-b's energy was not measured: no bar, and no zero."""
@@ -142,6 +146,57 @@ class TestRun:
         page = run_page(msgspec.structs.replace(run_document(), status="running", rounds=[], devices=[], refusals=[]))
         assert "Nothing was measured yet." in page
         assert "Running: 0 of 12 rounds, not evaluated" in page
+
+
+class TestFleet:
+    """The same page of 500 devices: what they have in common, the extremes, and all of them in one table."""
+
+    DOCUMENT = fleet_document(500)
+    PAGE = run_page(DOCUMENT)
+
+    def part(self, heading: str) -> str:
+        return self.PAGE.partition(f"<h2>{heading}</h2>")[2].partition("<h2>")[0]
+
+    def test_page_has_every_device_in_one_table_with_values_to_sort_by(self) -> None:
+        table = self.part("Devices")
+        assert table.count("<tr>") == 501
+        first = table[table.index("<tbody>") :].partition("</tr>")[0]
+        assert '<td data-value="0.4">0.400</td>' in first
+        assert len(self.PAGE) < 600_000
+
+    def test_page_shows_the_distribution_and_the_lowest(self) -> None:
+        part = self.part("Accuracy over devices")
+        assert "<svg" in part
+        lowest = re.findall(r'<td class="left">(.*?)</td>', part)
+        assert lowest == [device.device for device in self.DOCUMENT.devices if device.accuracy == 0.4][:10]
+
+    def test_page_shows_a_few_bars_of_the_highest_costs(self) -> None:
+        memory = self.PAGE[self.PAGE.index("<h3>peak memory</h3>") :].partition("</div>\n</div>")[0]
+        assert memory.count('<span class="track">') == 20, "predicted and measured, of ten"
+        assert "in figures</summary>" not in self.part("Predicted and measured")
+        assert self.PAGE.count("broke its budget of") == 10
+        assert "500 devices broke a budget in all" in self.PAGE
+
+    def test_a_column_without_a_figure_is_left_out(self) -> None:
+        assert "energy" in self.part("Devices")
+        bare = run_page(run_document(predicted=False))
+        assert ">memory predicted</button>" not in bare
+        assert ">memory predicted</button>" in RUN
+
+    def test_csv_has_the_figures_as_numbers(self) -> None:
+        lines = device_csv(self.DOCUMENT).splitlines()
+        assert len(lines) == 501
+        first = dict(zip(lines[0].split(","), lines[1].split(","), strict=True))
+        shown = [first[name] for name in ("device", "accuracy", "bytes_down", "energy_j", "budgets_broken", "changes")]
+        assert shown == ["pi-0", "0.4", "849000000", "9984.0", "1", ""]
+
+    def test_classes_have_their_accuracy(self) -> None:
+        assert "Accuracy by class" not in RUN
+        classes = self.part("Accuracy by class")
+        assert re.findall("<td.*?>(.*?)</td>", classes) == ["ant", "0.750", "400", "300", "bee", "0.900", "100", "50"]
+
+    def test_duration_is_that_of_the_rounds(self) -> None:
+        assert "<b>90.0 min</b><span>from the first round to the last</span>" in self.PAGE
 
 
 class TestChart:

@@ -58,7 +58,7 @@ class Membership:
         """Admit a device, or refuse it."""
         state = self._state
         if why := why_not_asked(state.config.devices_where, hello.labels):
-            state.send(device, Welcome(hello.instance, state.epoch, f"run {state.run}: {why}"))
+            self._welcome(device, hello, f"run {state.run}: {why}")
             return
         if rival := state.presence.rival(device, hello):
             where = rival.hello.profile.host
@@ -91,14 +91,19 @@ class Membership:
             log.info("device joined", extra={"device": device, **figures})
             state.operator_log(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
         following = why_not or state.doing
-        state.send(device, Welcome(hello.instance, state.epoch, following, state.config.blobs.origin, state.spread_s))
+        self._welcome(device, hello, following)
         self._arrivals.append(Arrival(device, was_away))
+
+    def _welcome(self, device: str, hello: Hello, following: str) -> None:
+        state = self._state
+        origin = state.config.blobs.origin
+        state.send(device, Welcome(hello.instance, state.epoch, following, origin, state.spread_s, state.limits))
 
     def _fetch_classes(self, device: str, hello: Hello, described: Manifest) -> None:
         """Fetch classes that do not fit into the hello, before the device is admitted."""
         state = self._state
         try:
-            check_class_list(hello, described)
+            check_class_list(hello, described, state.limits)
         except PeerRefused as error:
             self._refuse(device, hello, str(error), final=True)
             return

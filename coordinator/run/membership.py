@@ -58,7 +58,8 @@ class Membership:
         """Admit a device, or refuse it."""
         state = self._state
         if why := why_not_asked(state.config.devices_where, hello.labels):
-            self._welcome(device, hello, f"run {state.run}: {why}")
+            limits = state.limits.announced()
+            state.send(device, Welcome(hello.instance, state.epoch, f"run {state.run}: {why}", limits=limits))
             return
         if rival := state.presence.rival(device, hello):
             where = rival.hello.profile.host
@@ -91,13 +92,9 @@ class Membership:
             log.info("device joined", extra={"device": device, **figures})
             state.operator_log(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
         following = why_not or state.doing
-        self._welcome(device, hello, following)
+        store, limits = state.config.blobs.origin, state.limits.announced()
+        state.send(device, Welcome(hello.instance, state.epoch, following, store, state.spread_s, limits))
         self._arrivals.append(Arrival(device, was_away))
-
-    def _welcome(self, device: str, hello: Hello, following: str) -> None:
-        state = self._state
-        origin = state.config.blobs.origin
-        state.send(device, Welcome(hello.instance, state.epoch, following, origin, state.spread_s, state.limits))
 
     def _fetch_classes(self, device: str, hello: Hello, described: Manifest) -> None:
         """Fetch classes that do not fit into the hello, before the device is admitted."""

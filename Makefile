@@ -6,7 +6,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test lint check wheel mosquitto postgresql prometheus chromium arm constraints clean
+.PHONY: install demo test test-brokers lint check wheel mosquitto postgresql prometheus chromium nats rabbitmq arm constraints clean
 
 install: $(VENV)/.installed
 
@@ -23,6 +23,11 @@ demo: install
 
 test: install mosquitto postgresql prometheus chromium
 	@$(BIN)/python -m pytest -q -n $(WORKERS)
+
+# the contracts of transports and blobs, and whole runs, over brokers of other makers
+test-brokers: install mosquitto nats rabbitmq
+	@FEDVIT_TEST_BROKERS="nats nats-cluster rabbitmq rabbitmq-cluster" $(BIN)/python -m pytest -q -n 2 \
+	  tests/contracts/test_transport.py tests/contracts/test_blob_exchange.py tests/e2e/test_other_brokers.py
 
 lint: install
 	@$(BIN)/ruff check .
@@ -72,6 +77,20 @@ chromium:
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "installing chromium"; apt-get update -qq && apt-get install -y -qq chromium > /dev/null; \
 	  else echo "the tests need chromium: sudo apt-get install chromium" >&2; exit 1; fi; }
+
+# for `make test-brokers`
+nats:
+	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; command -v nats-server > /dev/null || { \
+	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo "installing nats-server"; apt-get update -qq && apt-get install -y -qq nats-server > /dev/null; \
+	  else echo "the tests need nats-server: sudo apt-get install nats-server" >&2; exit 1; fi; }
+
+rabbitmq:
+	@test -x /usr/lib/rabbitmq/bin/rabbitmq-server || { \
+	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo "installing rabbitmq-server"; apt-get update -qq && \
+	    RUNLEVEL=1 apt-get install -y -qq --no-install-recommends rabbitmq-server > /dev/null; \
+	  else echo "the tests need rabbitmq-server: sudo apt-get install rabbitmq-server" >&2; exit 1; fi; }
 
 # the device on emulated processors of a Raspberry Pi 4 and 5 (docs/devices.md); Debian alone has all that it needs
 arm: install mosquitto build/arm/.made

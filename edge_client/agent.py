@@ -37,6 +37,7 @@ from fedvit.program import Program, decode_program
 from fedvit.resources import DeviceProfile
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
 from fedvit.transport.exchange import BlobExchange
+from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import (
     BlobAck,
     BlobNack,
@@ -66,6 +67,7 @@ from fedvit.wire.messages import (
     inline_room,
 )
 from fedvit.wire.topics import Topics, check_name
+from fedvit.wire.transfer import chunk_bytes_within
 
 log = logging.getLogger(__name__)
 
@@ -524,12 +526,22 @@ class Agent:
                 raise DataError(f"{len(self.data.classes)} class folders cannot be announced: {error}") from error
         return None
 
+    def _use_limits(self, limits: BrokerLimits) -> None:
+        """Keep the broker's limits from now on."""
+        self.transport.use_limits(limits)
+        chunk_bytes = chunk_bytes_within(limits.max_payload_bytes)
+        if chunk_bytes != self.blobs.chunk_bytes:
+            self.blobs.chunk_bytes = chunk_bytes
+            for digest in self._pinned():
+                self.exchange.stop_sending(digest)  # it was being sent in chunks of another size
+
     def _on_welcome(self, welcome: Welcome) -> None:
         if self._epoch != welcome.epoch:
             log.info("joined", extra={"device": self.device, "next": welcome.waiting_for})
         if welcome.store not in ("", self.exchange.store_origin):
             log.info("large blobs come from an object store", extra={"store": welcome.store})
         self.exchange.store_origin = welcome.store
+        self._use_limits(welcome.limits or BrokerLimits())
         self._epoch = welcome.epoch
         self.transport.spread_return(max(RETURN_SPREAD_S, welcome.spread_s))
         self._hello = None
@@ -887,6 +899,9 @@ class Agent:
             if upload and not self.blobs.has(upload.digest):
                 self._forget(result, f"its upload {upload.digest} is not in {self.blobs.folder} any more")
                 return
+            if upload and upload.chunk != self.blobs.chunk_bytes:  # it was made at a broker with other limits
+                upload = self.blobs.manifest(upload.digest)
+                result = msgspec.structs.replace(result, upload=upload)
             if upload and not again and upload.size <= inline_room(result):
                 result = msgspec.structs.replace(result, inline=self._integrity.read(upload.digest))
         except DamagedBlobs:

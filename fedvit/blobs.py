@@ -109,7 +109,12 @@ def _stamp(path: Path, digest: str) -> _Stamp | None:
 
 
 class BlobStore:
-    """A folder of blobs. Any number of processes may share it: writes are atomic and equal."""
+    """A folder of blobs. Any number of processes may share it: writes are atomic and equal.
+
+    `chunk_bytes` is the size of chunks in its manifests.
+    """
+
+    chunk_bytes = CHUNK_BYTES
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,12 +138,12 @@ class BlobStore:
         digest = digest_of(*pieces)
         if not self.has(digest):
             atomic_write(self.path(digest), *pieces)
-        return Manifest(digest, sum(map(len, pieces)), CHUNK_BYTES)
+        return Manifest(digest, sum(map(len, pieces)), self.chunk_bytes)
 
     def manifest(self, digest: str) -> Manifest:
         """What a receiver must know of a blob. Raises BadPayload when it is not here."""
         try:
-            return Manifest(digest, self.path(digest).stat().st_size, CHUNK_BYTES)
+            return Manifest(digest, self.path(digest).stat().st_size, self.chunk_bytes)
         except FileNotFoundError:
             raise BadPayload(f"blob {digest} is not in {self.folder}") from None
 
@@ -212,6 +217,7 @@ class BatchedCommit(BlobStore):
 
     def __init__(self, store: BlobStore) -> None:
         super().__init__(store.folder)
+        self.chunk_bytes = store.chunk_bytes
         self._store = store
         self._files = FileGroup()
         self._fresh: dict[str, Manifest] = {}
@@ -228,7 +234,7 @@ class BatchedCommit(BlobStore):
 
     def put(self, *pieces: bytes | memoryview) -> Manifest:
         digest = digest_of(*pieces)
-        manifest = Manifest(digest, sum(map(len, pieces)), CHUNK_BYTES)
+        manifest = Manifest(digest, sum(map(len, pieces)), self.chunk_bytes)
         if not self.has(digest):
             self._files.write(self.path(digest), *pieces)
             self._fresh[digest] = manifest

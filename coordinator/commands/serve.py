@@ -65,7 +65,8 @@ def serve(
         display = line_display(quiet)
         endpoint = stack.enter_context(broker_endpoint(broker, config.federation, folder / "broker", display.line))
         configure_logging(file=folder / "service.log", stderr=False)
-        link = MqttTransport(SimpleQueue(), endpoint.address, client_id=f"coordinator-{secrets.token_hex(4)}")
+        client_id = f"coordinator-{secrets.token_hex(4)}"
+        link = MqttTransport(SimpleQueue(), endpoint.address, client_id, limits=broker.broker_limits())
         service = RunService(
             out=folder,
             config=config,

@@ -345,7 +345,8 @@ def _transport(endpoint: "BrokerEndpoint") -> "Transport":
     """Raises ConfigError if a certificate or key file of the broker's address cannot be used."""
     from fedvit.transport.mqtt import MqttTransport
 
-    return MqttTransport(SimpleQueue(), endpoint.address, client_id=f"coordinator-{secrets.token_hex(4)}")
+    client_id = f"coordinator-{secrets.token_hex(4)}"
+    return MqttTransport(SimpleQueue(), endpoint.address, client_id, limits=endpoint.recorded.broker_limits())
 
 
 def _serve(

@@ -1,11 +1,13 @@
 """The table [broker]."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from fedvit.errors import ConfigError
+from fedvit.wire.limits import PROFILES, BrokerLimits, Inflight, PayloadBytes, PublishesPerS, TopicsPerSubscribe
 
 
 class BrokerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,10 +29,32 @@ class BrokerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str | None, Meta(description="Secret of user 'fedvit' at our own broker; or set FEDVIT_BROKER_PASSWORD.")
     ] = None
     ca_file: Annotated[str | None, Meta(description="Certificate authority of an mqtts:// broker.")] = None
+    limits: Annotated[
+        Literal["none", "aws-iot-core", "azure-event-grid"],
+        Meta(description="Limits of a known broker, which the next four keys replace one by one."),
+    ] = "none"
+    max_payload_bytes: Annotated[
+        PayloadBytes | None, Meta(description="Largest payload that the broker takes, in bytes.")
+    ] = None
+    publishes_per_s: Annotated[
+        PublishesPerS | None, Meta(description="Messages that one connection may publish in a second; 0: any number.")
+    ] = None
+    topics_per_subscribe: Annotated[
+        TopicsPerSubscribe | None, Meta(description="Topics that one SUBSCRIBE may name.")
+    ] = None
+    max_inflight: Annotated[
+        Inflight | None, Meta(description="Messages of QoS 1 that one connection may have unacknowledged.")
+    ] = None
     deployment: Annotated[
         str | None,
         Meta(description="Folder of `coordinator init`: mosquitto admits only its devices, by their certificates."),
     ] = None
+
+    def broker_limits(self) -> BrokerLimits:
+        """The limits that coordinator and devices keep."""
+        limits = PROFILES.get(self.limits, BrokerLimits())
+        given = {name: getattr(self, name) for name in BrokerLimits.__struct_fields__}
+        return msgspec.structs.replace(limits, **{name: value for name, value in given.items() if value is not None})
 
 
 def with_listen_port(values: dict[str, Any], where: str) -> dict[str, Any]:

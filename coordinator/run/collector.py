@@ -226,14 +226,16 @@ class ResultCollector:
         return self._fetching.values()
 
     def grant_uploads(self) -> None:
-        """Start fetching queued uploads, as far as CHUNKS_AT_ONCE allows."""
+        """Start fetching queued uploads, as far as CHUNKS_AT_ONCE allows; one at a time at a broker with a limit on a
+        connection's messages, since it counts those that it delivers, too."""
+        one_at_a_time = self._state.limits.publishes_per_s > 0
         chunks = sum(map(_window_of, self._fetching.values()))
         while self._waiting:
             device, task = next(iter(self._waiting.items()))
             assert task.result is not None  # only those are queued
             assert task.result.upload is not None
             chunks += _window_of(task)
-            if self._fetching and chunks > CHUNKS_AT_ONCE:
+            if self._fetching and (one_at_a_time or chunks > CHUNKS_AT_ONCE):
                 return
             self._fetching[device] = self._waiting.pop(device)
             task.deadline.kept_waiting(time.monotonic())

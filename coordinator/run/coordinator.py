@@ -50,6 +50,7 @@ from fedvit.quantities import counted
 from fedvit.resources import Budget
 from fedvit.transport.base import Transport
 from fedvit.transport.exchange import BlobExchange
+from fedvit.wire.limits import LEAST_PAYLOAD_BYTES
 from fedvit.wire.messages import (
     AnyMessage,
     BlobAck,
@@ -66,7 +67,8 @@ from fedvit.wire.messages import (
     RunEnded,
     TransferMessage,
 )
-from fedvit.wire.topics import Topics
+from fedvit.wire.topics import TOPIC_BYTES, Topics
+from fedvit.wire.transfer import CHUNK_HEAD_BYTES, chunk_bytes_within
 
 if TYPE_CHECKING:
     from coordinator.run.object_store import ObjectStore
@@ -107,18 +109,21 @@ class Coordinator:
         self.transport = transport
         self.display = display
         self.compute = compute
+        blobs = VerifiedBlobs(folder / "blobs")
+        blobs.chunk_bytes = chunk_bytes_within(transport.limits.max_payload_bytes)
         self.backups = Backups(store, run, folder, config.backup_every)
         self.inbox = Inbox(transport, Topics(config.federation), self)
         self.state = state = RunState(
             run,
             config,
             store,
-            VerifiedBlobs(folder / "blobs"),
+            blobs,
             Topics(config.federation),
             operator_log=self._operator_log,
             send=self.inbox.send,
             classes=config.classes,
             unsent_bytes=transport.pending_bytes,
+            limits=transport.limits,
         )
         self.alerts = Alerts(run, config.alerts)
         state.alert = self.alerts.send
@@ -157,6 +162,18 @@ class Coordinator:
         self._reporter = Reporter(folder)
         self._cancelled: str | None = None  # reason, once the run is to be cancelled
 
+    def _check_broker(self) -> None:
+        """Raises ConfigError if the broker says that it takes less than a blob's chunk needs."""
+        announced, chunk = self.transport.announced_packet_bytes, self.state.blobs.chunk_bytes
+        needed = chunk + CHUNK_HEAD_BYTES + TOPIC_BYTES
+        if announced is not None and announced < needed:
+            remedy = f"set max_payload_bytes = {announced - TOPIC_BYTES} in [broker]"
+            if announced < LEAST_PAYLOAD_BYTES + TOPIC_BYTES:
+                remedy = f"raise its limit to {LEAST_PAYLOAD_BYTES + TOPIC_BYTES} at least"
+            raise ConfigError(
+                f"the broker takes packets of {announced} bytes, and those with chunks of blobs have {needed}: {remedy}"
+            )
+
     # --- the whole run --------------------------------------------------------------------------------
 
     def stop(self) -> None:
@@ -189,6 +206,7 @@ class Coordinator:
         try:
             self._operator_log("connecting to the broker")
             self._with_resources(partial(self.inbox.pump, lambda: self.inbox.connected))
+            self._check_broker()
             checked = self.inbox.begin(state.store.check)
             self.backups.check_record()
             self._with_resources(partial(self.backups.replay_notes, self._operator_log, self.quarantine.strike))

@@ -60,7 +60,8 @@ class Membership:
         set_here = state.store.labels(device).get(device, {})
         hello = msgspec.structs.replace(hello, labels=hello.labels | set_here)
         if why := why_not_asked(state.config.devices_where, hello.labels):
-            state.send(device, Welcome(hello.instance, state.epoch, f"run {state.run}: {why}"))
+            limits = state.limits.announced()
+            state.send(device, Welcome(hello.instance, state.epoch, f"run {state.run}: {why}", limits=limits))
             return
         if rival := state.presence.rival(device, hello):
             where = rival.hello.profile.host
@@ -93,14 +94,15 @@ class Membership:
             log.info("device joined", extra={"device": device, **figures})
             state.operator_log(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
         following = why_not or state.doing
-        state.send(device, Welcome(hello.instance, state.epoch, following, state.config.blobs.origin, state.spread_s))
+        store, limits = state.config.blobs.origin, state.limits.announced()
+        state.send(device, Welcome(hello.instance, state.epoch, following, store, state.spread_s, limits))
         self._arrivals.append(Arrival(device, was_away))
 
     def _fetch_classes(self, device: str, hello: Hello, described: Manifest) -> None:
         """Fetch classes that do not fit into the hello, before the device is admitted."""
         state = self._state
         try:
-            check_class_list(hello, described)
+            check_class_list(hello, described, state.limits)
         except PeerRefused as error:
             self._refuse(device, hello, str(error), final=True)
             return

@@ -194,7 +194,7 @@ class TaskScheduler:
             state.refuse(device, "blob", str(error))
             return
         task = state.tasks.of(device)
-        if task and (size := task.fetched(want)) is not None:
+        if task and (size := task.fetched(want, self._state.blobs.chunk_bytes)) is not None:
             task.deadline.received(time.monotonic(), size)
             if task.state is TaskState.OFFERED:
                 task.to(TaskState.FETCHING)

@@ -16,6 +16,7 @@ from coordinator.run.tasks import Tasks
 from fedvit.errors import LinkDown
 from fedvit.program import Program, decode_program
 from fedvit.resources import BudgetKind
+from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import FromCoordinator, TaskKind
 from fedvit.wire.topics import Topics
 
@@ -40,6 +41,7 @@ class RunState:
     send: Callable[[str, FromCoordinator], None]
     classes: tuple[str, ...]  # empty until the first devices have announced theirs
     unsent_bytes: Callable[[], int] = field(default=lambda: 0)
+    limits: BrokerLimits = field(default_factory=BrokerLimits)  # of the broker
     number: int = 1  # the current or last round
     doing: str = ""
     epoch: int = 0  # of the link to the broker

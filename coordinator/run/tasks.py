@@ -23,7 +23,6 @@ from coordinator.run.deadlines import Deadline, Links
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.program import Program
 from fedvit.wire.messages import BlobNack, Declined, DeltaStep, Failed, Hello, Progress, Result, TaskKind
-from fedvit.wire.transfer import CHUNK_BYTES
 from profiles.prediction import Expected
 
 ID_LETTERS = 32
@@ -165,8 +164,8 @@ class Task:
         """Whether the message names the current version of the task, or none, as older software does."""
         return not message.task or message.task == self.id
 
-    def fetched(self, want: BlobNack) -> int | None:
-        """Bytes of a blob that the device has received since its last request; None if there are none.
+    def fetched(self, want: BlobNack, chunk_bytes: int) -> int | None:
+        """Bytes of a blob in such chunks that the device has received since its last request; None if there are none.
 
         The first request counts as news (0 bytes). A chunk that is reported missing again does not count twice.
         """
@@ -174,7 +173,7 @@ class Task:
         self.missing[want.digest] = missing if before is None else min(missing, before)
         if before is None:
             return 0
-        return (before - missing) * CHUNK_BYTES if missing < before else None
+        return (before - missing) * chunk_bytes if missing < before else None
 
     def round_blobs(self) -> list[str]:
         """Digests of blobs that are new in this round; as deltas where the previous blobs can be used."""

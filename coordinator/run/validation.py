@@ -14,7 +14,9 @@ from fedvit.program import LABELS, Program, Role
 from fedvit.quantities import format_bytes
 from fedvit.tensors import Array, Tensors, check_finite, check_tensors, mapped, release_pages, unpack
 from fedvit.updates import decode_one
+from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import MAX_CLASS_LIST_BYTES, Hello, Manifest, Result
+from fedvit.wire.transfer import chunk_bytes_within
 
 _OVERHEAD_BYTES = 64 * 1024
 """Allowance for the names and shapes in an upload's header, per hundred tensors."""
@@ -33,14 +35,19 @@ def check_hello(hello: Hello, classes: tuple[str, ...]) -> None:
         raise PeerRefused(f"its {which} not among this run's {len(classes)} classes: {', '.join(few(classes))}")
 
 
-def check_class_list(hello: Hello, described: Manifest) -> None:
-    """Raises PeerRefused if the description of a device's class list is invalid."""
+def check_class_list(hello: Hello, described: Manifest, limits: BrokerLimits) -> None:
+    """Raises PeerRefused if the description of a device's class list is invalid, or the broker does not take it."""
     if hello.classes:
         raise PeerRefused(f"it names {len(hello.classes)} classes in its hello, and further ones in a blob")
     if not _DIGEST.fullmatch(described.digest):
         raise PeerRefused(f"the name {described.digest[:80]!r} of its list of classes is not a {ALGORITHM} digest")
     if described.size > MAX_CLASS_LIST_BYTES:
         raise PeerRefused(f"its list of classes has {described.size} bytes, at most {MAX_CLASS_LIST_BYTES} are allowed")
+    if min(described.size, described.chunk) > chunk_bytes_within(limits.max_payload_bytes):
+        raise PeerRefused(
+            f"its list of classes has {described.size} bytes, and the broker takes max_payload_bytes = "
+            f"{limits.max_payload_bytes}"
+        )
 
 
 def check_new_classes(hello: Hello, brought: Collection[str], most: int) -> None:

@@ -19,6 +19,7 @@ from coordinator.run.lease import Lease
 from coordinator.run.presence import Presence, hello_spread_s
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Transport, Wake, Will, WillMaker
+from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import (
     CoordinatorState,
     DeviceState,
@@ -55,6 +56,10 @@ class RunTransport(Transport):
         self.devices_where = devices_where
         self._router = router
         self._link = router.link
+
+    @property
+    def limits(self) -> BrokerLimits:
+        return self._link.limits
 
     def open(self, will: Will | WillMaker | None = None) -> None:
         self._router.events.put(_Opened(self))
@@ -244,6 +249,7 @@ class Router:
 
     def _connect(self, transport: RunTransport) -> None:
         transport.shared_epoch = self.epoch
+        transport.announced_packet_bytes = self.link.announced_packet_bytes
         transport.inbox.put(Connected())
 
     def _on_received(self, event: Received) -> None:
@@ -337,7 +343,8 @@ class Router:
                 transport.inbox.put(entry.event)
                 return
             reasons.append(f"run {transport.run}: {why}")
-        self._send(device, Welcome(entry.hello.instance, self.epoch, "; ".join(reasons)[:1000] or NO_WORK))
+        why = "; ".join(reasons)[:1000] or NO_WORK
+        self._send(device, Welcome(entry.hello.instance, self.epoch, why, limits=self.link.limits.announced()))
 
     def _why_not(self, transport: RunTransport, entry: _DeviceEntry) -> str | None:
         if transport not in self._runs:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
+from fedvit.wire.limits import BrokerLimits
+
 
 class Received(NamedTuple):
     topic: str
@@ -62,7 +64,8 @@ class Transport(ABC):
     All methods may be called from any thread and never block on the network. `sent_bytes` and
     `received_bytes` count payloads since construction. `connection` is the number of the newest connection or attempt,
     from 1; 0 before the first. `shared_epoch` is the epoch of several coordinators in one process which share a link: a
-    device joins all of them at once; 0: the coordinator has its own link.
+    device joins all of them at once; 0: the coordinator has its own link. `announced_packet_bytes` is the size of the
+    largest packet that the broker has announced to take, None if it has not.
     """
 
     def __init__(self, inbox: SimpleQueue[object]) -> None:
@@ -71,6 +74,15 @@ class Transport(ABC):
         self.received_bytes = 0
         self.connection = 0
         self.shared_epoch = 0
+        self.announced_packet_bytes: int | None = None
+
+    @property
+    def limits(self) -> BrokerLimits:
+        """What the broker takes from a connection, as far as it is known."""
+        return BrokerLimits()
+
+    def use_limits(self, limits: BrokerLimits) -> None:  # noqa: B027 - a transport without a network has none
+        """Keep these limits of the broker from now on."""
 
     @abstractmethod
     def open(self, will: Will | WillMaker | None = None) -> None:

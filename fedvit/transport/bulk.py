@@ -10,6 +10,7 @@ import collections
 import contextlib
 import itertools
 import logging
+import math
 import select
 import socket
 import ssl
@@ -22,6 +23,7 @@ from fedvit.transport import packets
 from fedvit.transport.address import Address, describe_error
 from fedvit.transport.backoff import Backoff
 from fedvit.transport.base import BulkSink
+from fedvit.transport.pace import Pace
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,9 @@ class BulkLink:
         self._by_name: dict[bytes, tuple[str, BulkSink]] = {}
         self._out: collections.deque[bytes | memoryview] = collections.deque()
         self._out_bytes = 0
+        self._waiting_bytes = 0
+        self._waiting: collections.deque[tuple[bytes, memoryview]] = collections.deque()  # until the pace permits more
+        self.pace = Pace()
         self._packet_ids = itertools.cycle(range(1, 0x10000))
         self._asked: dict[int, str] = {}  # packet id -> topic of a subscription that is not confirmed
         self._up = False
@@ -113,13 +118,23 @@ class BulkLink:
             if not self._up:
                 return False
             for head, body in messages:
-                self._append(packets.publish_head(topic, len(head) + len(body)) + head)
-                self._append(body)
+                self._waiting.append((packets.publish_head(topic, len(head) + len(body)) + head, body))
+                self._waiting_bytes += len(body)
+            self._release()
         self._wake()
         return True
 
+    def _release(self) -> float | None:
+        """With the lock held: seconds until the pace permits the next message; None if none waits."""
+        while self._waiting and self.pace.take():
+            head, body = self._waiting.popleft()
+            self._waiting_bytes -= len(body)
+            self._append(head)
+            self._append(body)
+        return self.pace.wait_s() if self._waiting else None
+
     def pending_bytes(self) -> int:
-        return self._out_bytes
+        return self._out_bytes + self._waiting_bytes
 
     def close(self) -> None:
         self._closing.set()
@@ -162,7 +177,8 @@ class BulkLink:
             with self._lock:
                 self._up = False
                 self._out.clear()
-                self._out_bytes = 0
+                self._waiting.clear()
+                self._out_bytes = self._waiting_bytes = 0
                 self._asked.clear()
                 if self._closing.is_set() or self._is_idle():
                     self._thread = None
@@ -176,7 +192,7 @@ class BulkLink:
             self._closing.wait(self._backoff.wait_s(up_s))
 
     def _is_idle(self) -> bool:
-        return not self._sinks and not self._out and time.monotonic() - self._used_at > IDLE_S
+        return not self._sinks and not self._out and not self._waiting and time.monotonic() - self._used_at > IDLE_S
 
     def _connection(self) -> str | None:
         """Serve one connection until it ends; returns the reason, None if it was not needed any more."""
@@ -236,9 +252,11 @@ class BulkLink:
         sent_at = heard_at = time.monotonic()
         while not self._closing.is_set():
             self._asleep = True
+            with self._lock:
+                wait_s = self._release()
             writing = bool(self._out)
             poller.register(opened, select.POLLIN | (select.POLLOUT if writing else 0))
-            ready = dict(poller.poll(1000))
+            ready = dict(poller.poll(1000 if wait_s is None else math.ceil(1000 * wait_s)))
             self._asleep = False
             now = time.monotonic()
             if mine.fileno() in ready:

@@ -51,14 +51,13 @@ from fedvit.transport.base import (
 )
 from fedvit.transport.bulk import BulkLink
 from fedvit.transport.mqtt_loop import FAREWELL_S, LoopMember, MqttLoop
+from fedvit.transport.pace import Pace
+from fedvit.wire.limits import BrokerLimits
 
 log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 30
 MAX_PACKET_BYTES = 1024 * 1024
-INFLIGHT_MESSAGES = 32
-FILTERS_PER_SUBSCRIBE = 8
-"""The limit of AWS IoT for one packet."""
 BOTH_VERSIONS = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
 VERSION_S = 5.0
 """After this time without an answer to version 5, version 3.1.1 is tried."""
@@ -81,8 +80,10 @@ def _never_raises(callback: Callable[..., None]) -> Callable[..., None]:
 class Link:
     """One connection: a client of paho, and its messages."""
 
-    def __init__(self, client: Client, version: MQTTProtocolVersion) -> None:
+    def __init__(self, client: Client, version: MQTTProtocolVersion, pace: Pace, max_inflight: int) -> None:
         self.client = client
+        self.max_inflight = max_inflight
+        self._pace = pace
         self.version = version
         self.began_at = time.monotonic()
         self.connected = False  # a socket to the broker is open
@@ -97,16 +98,45 @@ class Link:
         # by QoS, as the broker acknowledges QoS 1 later than QoS 0 leaves this process
         self._handed_over: tuple[deque[tuple[MQTTMessageInfo, int]], ...] = (deque(), deque())
         self._pending_bytes = 0
+        self._waiting: deque[tuple[str, bytes, int]] = deque()  # until the broker's limit permits more
 
     def publish(self, topic: str, payload: bytes, qos: int) -> bool:
+        """Publish, now or as soon as the broker's limits permit; False if the link is down."""
+        with self._lock:
+            if self._waiting or not self._may_publish(qos):
+                self._waiting.append((topic, payload, qos))
+                self._pending_bytes += len(payload)
+                return True
+            return self._hand_over(topic, payload, qos)
+
+    def _hand_over(self, topic: str, payload: bytes, qos: int) -> bool:
         info = self.client.publish(topic, payload, qos)
         if info.rc != MQTT_ERR_SUCCESS:
             return False
-        with self._lock:
-            self._handed_over[qos].append((info, len(payload)))
-            self._pending_bytes += len(payload)
-            self._settle()
+        self._handed_over[qos].append((info, len(payload)))
+        self._pending_bytes += len(payload)
+        self._settle()
         return True
+
+    def _may_publish(self, qos: int) -> bool:
+        if qos:
+            self._settle()
+        return not (qos and len(self._handed_over[1]) >= self.max_inflight) and self._pace.take()
+
+    def publish_due(self) -> float | None:
+        """Publish what waits, as far as the limits permit. Seconds until more may be published; None if nothing waits,
+        or only for an acknowledgement."""
+        with self._lock:
+            while self._waiting and self._may_publish(self._waiting[0][2]):
+                topic, payload, qos = self._waiting.popleft()
+                self._pending_bytes -= len(payload)
+                self._hand_over(topic, payload, qos)
+            return (self._pace.wait_s() or None) if self._waiting else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether messages wait until more may be published."""
+        return bool(self._waiting)
 
     def pending_bytes(self) -> int:
         with self._lock:
@@ -145,6 +175,7 @@ class MqttTransport(Transport, LoopMember):
         report_acknowledged: bool = False,
         return_spread_s: float = 0.0,
         loop: MqttLoop | None = None,
+        limits: BrokerLimits | None = None,
     ) -> None:
         Transport.__init__(self, inbox)
         LoopMember.__init__(self)
@@ -167,16 +198,29 @@ class MqttTransport(Transport, LoopMember):
             backoff=Backoff(return_spread_s),
         )
         self._backoff = Backoff(return_spread_s)
+        self._pace = Pace()
         self._up_at: float | None = None
         self._lock = threading.Lock()
         self._filters: dict[str, int] = {}
         self._link: Link | None = None
+        self.use_limits(limits or BrokerLimits())
         self._has_own_loop = loop is None
         self._loop = loop or MqttLoop()
 
     def open(self, will: Will | WillMaker | None = None) -> None:
         self._will = will
         self._loop.add(self)
+
+    @property
+    def limits(self) -> BrokerLimits:
+        return self._limits
+
+    def use_limits(self, limits: BrokerLimits) -> None:
+        self._limits = limits
+        self._pace.per_s = limits.publishes_per_s
+        self._bulk.pace.per_s = limits.publishes_per_s
+        if (link := self._link) is not None:
+            link.max_inflight = limits.max_inflight
 
     def spread_return(self, seconds: float) -> None:
         self._backoff.spread_s = seconds
@@ -201,6 +245,8 @@ class MqttTransport(Transport, LoopMember):
         link = self._link
         if link is None or not link.up or self.closed_at is not None or not link.publish(topic, payload, qos):
             return False
+        if link.waits:
+            self._loop.look_after(self)
         with self._lock:
             self.sent_bytes += len(payload)
         return True
@@ -232,6 +278,11 @@ class MqttTransport(Transport, LoopMember):
             raise BadPayload(
                 f"a message of {size} bytes on {topic} exceeds the limit of {self._max_packet_bytes} bytes per packet"
             )
+        if size > self._limits.max_payload_bytes:
+            raise BadPayload(
+                f"a message of {size} bytes on {topic} exceeds max_payload_bytes = {self._limits.max_payload_bytes} "
+                "of the broker"
+            )
 
     def _count_received(self, size: int) -> None:
         with self._lock:
@@ -250,7 +301,7 @@ class MqttTransport(Transport, LoopMember):
     def begin(self) -> Client:
         version = self._versions[0]
         self.client = self._new_client(version)
-        self._link = Link(self.client, version)
+        self._link = Link(self.client, version, self._pace, self._limits.max_inflight)
         return self.client
 
     def is_over(self) -> bool:
@@ -260,12 +311,16 @@ class MqttTransport(Transport, LoopMember):
             return False
         now = time.monotonic()
         if self.closed_at is not None:
-            waits = link.up and (link.unacknowledged() or link.client.want_write())
+            waits = link.up and (link.waits or link.unacknowledged() or link.client.want_write())
             return not waits or now - self.closed_at > FAREWELL_S
         may_be_other = link.version == MQTTProtocolVersion.MQTTv5 and len(self._versions) > 1
         # some brokers of 3.1.1 wait for the rest of a CONNECT that they misread
         link.unknown_version |= may_be_other and not link.answered and now - link.began_at > VERSION_S
         return link.unknown_version
+
+    def publish_due(self) -> float | None:
+        link = self._link
+        return link.publish_due() if link is not None and link.up else None
 
     def end(self, reason: str) -> float | None:
         link, self._link, self.client = self._link, None, None
@@ -277,8 +332,8 @@ class MqttTransport(Transport, LoopMember):
         up_at, self._up_at = self._up_at, None
         if self.closed_at is not None:
             return None
-        if link is not None and link.unknown_version and self._versions[0] != link.version:
-            return 0.0  # try another version at once
+        if link is not None and link.version == MQTTProtocolVersion.MQTTv5 and self._versions[0] != link.version:
+            return 0.0  # try the older version at once
         self.inbox.put(Disconnected(reason))
         return self._backoff.wait_s(None if up_at is None else time.monotonic() - up_at)
 
@@ -297,7 +352,7 @@ class MqttTransport(Transport, LoopMember):
             client.tls_set_context(tls_context(self.address))  # certificates are renewed while programs run
         if (will := self._begin_connection(self._will)) is not None:
             client.will_set(will.topic, will.payload, 1)
-        client.max_inflight_messages_set(INFLIGHT_MESSAGES)
+        client.max_inflight_messages_set(self._limits.max_inflight)
         client.on_socket_open = _never_raises(self._on_socket_open)
         client.on_connect = _never_raises(self._on_connect)
         client.on_disconnect = _never_raises(self._on_disconnect)
@@ -324,13 +379,14 @@ class MqttTransport(Transport, LoopMember):
             words = "not authorised" if reason.getName() == "Not authorized" else reason.getName().lower()
             link.ended = f"broker refused: {words}"
             return
-        limit = getattr(properties, "MaximumPacketSize", self._most_packet_bytes)
-        self._max_packet_bytes = min(limit, self._most_packet_bytes)
+        self.announced_packet_bytes = getattr(properties, "MaximumPacketSize", None)
+        self._max_packet_bytes = min(self.announced_packet_bytes or self._most_packet_bytes, self._most_packet_bytes)
         with self._lock:
             link.answered = True
             filters = [(topic_filter, SubscribeOptions(qos)) for topic_filter, qos in self._filters.items()]
-        for first in range(0, len(filters), FILTERS_PER_SUBSCRIBE):
-            some = filters[first : first + FILTERS_PER_SUBSCRIBE]
+        at_once = self._limits.topics_per_subscribe
+        for first in range(0, len(filters), at_once):
+            some = filters[first : first + at_once]
             v5 = self._versions[0] == MQTTProtocolVersion.MQTTv5
             _, packet_id = client.subscribe(some if v5 else [(topic, options.QoS) for topic, options in some])
             if packet_id is not None:

@@ -13,6 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 
 from paho.mqtt.client import MQTT_ERR_SUCCESS, Client
 from paho.mqtt.enums import MQTTErrorCode
@@ -39,6 +40,7 @@ class LoopMember(ABC):
     def __init__(self) -> None:
         self.closed_at: float | None = None  # on the monotonic clock
         self.waits = False  # for its next attempt
+        self.paced = False  # it is served again when more may be published
         self.gone = threading.Event()  # closed, and its socket with it
 
     @abstractmethod
@@ -48,6 +50,10 @@ class LoopMember(ABC):
     @abstractmethod
     def is_over(self) -> bool:
         """Whether this side ends the connection."""
+
+    @abstractmethod
+    def publish_due(self) -> float | None:
+        """Publish what had to wait. Seconds until more may be published; None if nothing waits."""
 
     @abstractmethod
     def end(self, reason: str) -> float | None:
@@ -66,7 +72,8 @@ class MqttLoop:
         self._lock = threading.Lock()
         self._is_woken = False  # it has been asked to look at `_changed`, and has not begun to
         self._changed: deque[LoopMember] = deque()  # something is to be done for them now
-        self._due: list[tuple[float, int, LoopMember]] = []  # heap: when to connect
+        # heap: when to do what
+        self._due: list[tuple[float, int, Callable[[LoopMember], None], LoopMember]] = []
         self._number = itertools.count()
         self._members: set[LoopMember] = set()
         self._thread: threading.Thread | None = None
@@ -129,7 +136,8 @@ class MqttLoop:
                 self._guarded(self._changed.popleft(), selectors.EVENT_READ | selectors.EVENT_WRITE)
             now = time.monotonic()
             while self._due and self._due[0][0] <= now:
-                self._connect(heapq.heappop(self._due)[2])
+                _, _, act, member = heapq.heappop(self._due)
+                act(member)
             if now - looked_at >= MISC_EVERY_S:
                 looked_at = now
                 for member in list(self._members):
@@ -167,6 +175,9 @@ class MqttLoop:
         ended = MQTT_ERR_SUCCESS
         if ready & selectors.EVENT_READ:
             ended = self._read(member, client)
+        if not ended and not member.paced and (wait_s := member.publish_due()) is not None:
+            member.paced = True
+            self._after(wait_s, self._publish_more, member)
         if not ended and client.socket() is not None and client.want_write():
             ended = client.loop_write()
         if not ended and not ready:
@@ -216,7 +227,15 @@ class MqttLoop:
             self._forget(member)
             return
         member.waits = True
-        heapq.heappush(self._due, (time.monotonic() + wait_s, next(self._number), member))
+        self._after(wait_s, self._connect, member)
+
+    def _after(self, wait_s: float, act: Callable[[LoopMember], None], member: LoopMember) -> None:
+        heapq.heappush(self._due, (time.monotonic() + wait_s, next(self._number), act, member))
+
+    def _publish_more(self, member: LoopMember) -> None:
+        member.paced = False
+        if not member.waits:
+            self._guarded(member, selectors.EVENT_WRITE)
 
     def _forget(self, member: LoopMember) -> None:
         self._members.discard(member)

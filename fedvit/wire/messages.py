@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.resources import BudgetKind, DeviceProfile, ResourceUse
+from fedvit.wire.limits import BrokerLimits
 
 WIRE_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -197,6 +198,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     store: Annotated[str, Meta(max_length=300)] = ""  # origin of the object store: the only host of URLs that follow
     # the device reconnects after the loss of its broker at a random time within this interval
     spread_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 1.0
+    limits: BrokerLimits | None = None  # of the broker, which the device keeps from now on; None: the usual ones
 
 
 class Refused(Message, frozen=True, tag="refused"):

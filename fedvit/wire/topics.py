@@ -22,6 +22,8 @@ from typing import NamedTuple
 from fedvit.errors import ConfigError
 
 ROOT = "fl1"
+TOPIC_BYTES = 256
+"""A packet is larger than its payload by less than this: its longest topic, and its head."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
 

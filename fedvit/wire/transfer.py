@@ -13,7 +13,8 @@ from fedvit.errors import BadPayload
 from fedvit.wire.messages import BlobNack, Manifest
 
 CHUNK_BYTES = 126_976
-"""Payload of a chunk on every broker: one size fits AWS IoT's 128 kB with 4 kB spare."""
+"""Payload of a chunk: one size fits nearly all brokers, AWS IoT's 128 kB with 4 kB spare; less where the broker takes
+less."""
 WINDOW_CHUNKS = 64
 """At most this many chunks ahead of the slowest receiver: 8 MiB, far below any broker's queue limit."""
 DEDICATED_WINDOW_CHUNKS = 16
@@ -23,8 +24,16 @@ MAX_RANGES = 128
 """Ranges that one BlobNack carries; what is missing beyond them is asked for in a later one."""
 
 _HEADER = struct.Struct(">4sBBHIIQ32sII")
-CHUNK_MESSAGE_BYTES = _HEADER.size + CHUNK_BYTES
+CHUNK_HEAD_BYTES = _HEADER.size
+CHUNK_MESSAGE_BYTES = CHUNK_HEAD_BYTES + CHUNK_BYTES
 """Payload of the largest message that is ever sent."""
+
+
+def chunk_bytes_within(max_payload_bytes: int) -> int:
+    """Payload of a chunk at a broker that takes messages of this size."""
+    return min(CHUNK_BYTES, max_payload_bytes - CHUNK_HEAD_BYTES)
+
+
 _MAGIC = b"fvbc"
 _VERSION = 1
 

@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 
+from tests.support.other_brokers import usual
 from tests.support.worlds import MqttWorld, World, make_world
 
 
-@pytest.fixture(scope="module", params=["memory", "embedded", "mosquitto"])
+@pytest.fixture(scope="module", params=usual("memory", "embedded", "mosquitto"))
 def any_world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     world = make_world(request.param, tmp_path_factory.mktemp("broker"))
     yield world
     world.stop()
 
 
-@pytest.fixture(scope="module", params=["embedded", "mosquitto"])
+@pytest.fixture(scope="module", params=usual("embedded", "mosquitto"))
 def any_mqtt_world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     world = make_world(request.param, tmp_path_factory.mktemp("broker"))
     yield world

@@ -288,7 +288,8 @@ def test_a_bulk_link_that_is_lost_alone_comes_back_alone(mqtt_world: MqttWorld, 
     receiver.fetch(manifest, sender)
     drive(peers, lambda: receiver.transport.received_bytes > BIG / 4)
     name = mqtt_world.prefix.rstrip("/") + "receiver.b"
-    with socket.create_connection((mqtt_world.broker.address.host, mqtt_world.broker.address.port)) as thief:
+    address = mqtt_world.address()
+    with socket.create_connection((address.host, address.port)) as thief:
         thief.sendall(packets.connect(name, 30, None, None))
         assert thief.recv(4) == bytes([packets.CONNACK, 2, 0, 0])
     drive(peers, lambda: receiver.has_ended)

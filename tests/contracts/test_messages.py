@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.resources import Budget, DeviceProfile, ProductRate, ResourceUse, Speed
 from fedvit.wire import messages
+from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import (
     MAX_CHUNK_BYTES,
     MAX_CLASS_LIST_BYTES,
@@ -206,6 +207,7 @@ EXAMPLES: dict[str, AnyMessage] = {
     "welcome": Welcome("8f14e45fceea167a", 281_474_976_710_656, "waiting for devices: 1 of 3 are here"),
     "welcome-2": Welcome("8f14e45fceea167a", 281_474_976_710_656, "the first round", "https://store:9000"),
     "welcome-3": Welcome("8f14e45fceea167a", 7, "3 of 10 devices are online", spread_s=20.0),
+    "welcome-4": Welcome("8f14e45fceea167a", 7, "the first round", limits=BrokerLimits(65_536, 15, 8, 1)),
     "refused": Refused("8f14e45fceea167a", "unknown class", final=True),
     "task": Task(
         "8f14e45fceea167a",

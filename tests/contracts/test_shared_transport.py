@@ -29,7 +29,7 @@ class SharedWorld(MqttWorld):
         self.loop = MqttLoop()
 
     def transport(self, client_id: str) -> Transport:
-        return MqttTransport(SimpleQueue(), self.broker.address, client_id, loop=self.loop)
+        return MqttTransport(SimpleQueue(), self.address(), client_id, loop=self.loop)
 
     def stop(self) -> None:
         self.loop.close()

@@ -23,20 +23,21 @@ from fedvit.transport import bulk
 from fedvit.transport.address import Address
 from fedvit.transport.backoff import Backoff
 from fedvit.transport.base import Connected, Disconnected, Received, Will
-from fedvit.transport.mqtt import MqttTransport
+from fedvit.transport.mqtt import BOTH_VERSIONS, MqttTransport
 from tests.support.brokers import mosquitto
+from tests.support.other_brokers import usual
 from tests.support.waiting import wait_until
 from tests.support.worlds import MqttWorld, World, make_world
 
 
-@pytest.fixture(scope="module", params=["memory", "embedded", "mosquitto", "mosquitto-3.1.1"])
+@pytest.fixture(scope="module", params=usual("memory", "embedded", "mosquitto", "mosquitto-3.1.1"))
 def any_world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     world = make_world(request.param, tmp_path_factory.mktemp("broker"))
     yield world
     world.stop()
 
 
-@pytest.fixture(scope="module", params=["embedded", "mosquitto", "mosquitto-3.1.1"])
+@pytest.fixture(scope="module", params=usual("embedded", "mosquitto", "mosquitto-3.1.1"))
 def any_mqtt_world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     world = make_world(request.param, tmp_path_factory.mktemp("broker"))
     yield world
@@ -78,12 +79,14 @@ def test_closing_is_a_farewell_without_a_will(world: World) -> None:
 
 
 def test_a_client_id_that_comes_back_ends_its_old_link_first(world: World) -> None:
-    """Else the will of the old link would declare the new one dead, whenever the broker noticed."""
+    """Else the will of the old link would declare the new one dead, whenever the broker noticed. Some brokers publish
+    no will then; so presence goes by hellos and the numbers of connections."""
     p = world.prefix
     witness = world.client("witness", ("#", 1))
     world.hung("same", Will(p + "will", b"gone"))
     world.client("same").publish(p + "marker", b"here")
-    assert witness.messages(2) == [(p + "will", b"gone"), (p + "marker", b"here")]
+    wills = [(p + "will", b"gone")] if world.publishes_wills_at_take_over else []
+    assert witness.messages(len(wills) + 1) == [*wills, (p + "marker", b"here")]
 
 
 def test_the_will_of_each_connection_has_its_number(world: World) -> None:
@@ -100,7 +103,7 @@ def test_the_will_of_each_connection_has_its_number(world: World) -> None:
         client.event(Connected)
     second = same.transport.connection
     assert second > first > 0
-    world.client("same")  # takes its place, so that the broker publishes the will
+    world.cut(same.transport)
     assert witness.messages(1) == [(p + "will", str(second).encode())]
 
 
@@ -169,7 +172,8 @@ def test_what_was_published_while_the_broker_was_away_is_gone_and_subscriptions_
         speaker.event(Connected)
         speaker.publish(p + "a/2", b"found")
         speaker.publish(p + "more/19", b"found too")
-        assert listener.messages(2) == [(p + "a/2", b"found"), (p + "more/19", b"found too")]
+        # QoS 0 may overtake QoS 1
+        assert sorted(listener.messages(2)) == [(p + "a/2", b"found"), (p + "more/19", b"found too")]
 
 
 def test_payload_bytes_are_counted_and_leave_the_process(world: World) -> None:
@@ -277,10 +281,10 @@ def test_closing_waits_until_the_broker_has_the_last_messages(mqtt_world: MqttWo
     p = mqtt_world.prefix
     listener = mqtt_world.client("listener", ("a", 1))
     speaker = mqtt_world.client("speaker", ("a", 1))
-    for _ in range(100):
+    for _ in range(30):
         speaker.publish(p + "a", b"x" * 10_000)
     speaker.transport.close()
-    assert len(listener.messages(100)) == 100
+    assert len(listener.messages(30)) == 30
 
 
 def test_a_closed_transport_says_nothing_more(mqtt_world: MqttWorld) -> None:
@@ -300,7 +304,8 @@ def test_the_will_of_a_client_that_only_keeps_its_socket_open_is_published(mqtt_
     witness = mqtt_world.client("witness", ("will", 1))
     silent = RawClient(CallbackAPIVersion.VERSION2, "silent")
     silent.will_set(p + "will", b"gone", 1)
-    silent.connect(mqtt_world.broker.address.host, mqtt_world.broker.address.port, keepalive=1)
+    address = mqtt_world.address()
+    silent.connect(address.host, address.port, keepalive=1)
     assert witness.messages(1) == [(p + "will", b"gone")]
 
 
@@ -352,7 +357,7 @@ def test_an_inbox_that_fails_does_not_end_the_link(mqtt_world: MqttWorld) -> Non
             super().put(item)
 
     inbox = Failing()
-    transport = MqttTransport(inbox, mqtt_world.broker.address, mqtt_world.prefix + "x")
+    transport = MqttTransport(inbox, mqtt_world.address(), mqtt_world.prefix + "x")
     mqtt_world.clients.append(transport)
     transport.subscribe(mqtt_world.prefix + "a", 1)
     transport.open()
@@ -397,7 +402,8 @@ def test_something_that_is_no_broker_is_named(unused_port: int) -> None:
         inbox: SimpleQueue[Any] = SimpleQueue()
         transport = MqttTransport(inbox, Address("127.0.0.1", unused_port), "client")
         transport.open()
-        server.accept()[0].close()
+        for _ in BOTH_VERSIONS:  # it may be one that closes at an MQTT version which it does not know
+            server.accept()[0].close()
         assert inbox.get(timeout=30) == Disconnected(f"127.0.0.1:{unused_port}: closed without an MQTT answer")
         transport.close()
 

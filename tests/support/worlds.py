@@ -1,12 +1,15 @@
 """Worlds to hold a contract in: a broker in memory, embedded amqtt, mosquitto; all behave alike."""
 
+import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -14,9 +17,11 @@ from typing import Any, TypeVar
 from paho.mqtt.enums import MQTTProtocolVersion
 
 from coordinator.broker import Broker, start_broker
+from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Received, Transport, Will, WillMaker
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.transport.mqtt import BOTH_VERSIONS, MqttTransport
+from tests.support.other_brokers import start_nats, start_rabbitmq
 from tests.support.waiting import WAIT_S, wait_until
 
 T = TypeVar("T")
@@ -63,6 +68,9 @@ class Client:
 class World(ABC):
     """A broker and the clients of one test; topics begin with `prefix`."""
 
+    publishes_wills_at_take_over = True
+    """Whether the broker publishes the will of a client whose id connects anew."""
+
     def __init__(self) -> None:
         self.prefix = ""
         self.clients: list[Transport] = []
@@ -97,6 +105,10 @@ class World(ABC):
     def bring_broker_back(self) -> None: ...
 
     @abstractmethod
+    def cut(self, transport: Transport) -> None:
+        """The connection of a client is lost."""
+
+    @abstractmethod
     def doomed(self, client_id: str, will: Will) -> Callable[[], None]:
         """A connected client; calling the answer makes it vanish without a farewell."""
 
@@ -119,6 +131,10 @@ class MemoryWorld(World):
     def bring_broker_back(self) -> None:
         self.broker.start()
 
+    def cut(self, transport: Transport) -> None:
+        assert isinstance(transport, MemoryTransport)
+        transport.vanish()
+
     def doomed(self, client_id: str, will: Will) -> Callable[[], None]:
         transport = self.new_transport(client_id)
         assert isinstance(transport, MemoryTransport)
@@ -133,21 +149,40 @@ class MemoryWorld(World):
 
 
 class MqttWorld(World):
-    def __init__(self, broker: Broker, versions: Sequence[MQTTProtocolVersion] = BOTH_VERSIONS) -> None:
+    """A broker of one node or several; the clients of a test connect to one node after the other."""
+
+    def __init__(self, *nodes: Broker, versions: Sequence[MQTTProtocolVersion] = BOTH_VERSIONS) -> None:
         super().__init__()
-        self.broker = broker
+        self.nodes = nodes
         self.versions = versions
+        self.after: Callable[[], None] = lambda: None  # is called when the nodes have stopped
+        self._next_node = itertools.cycle(nodes)
         self._processes: list[subprocess.Popen[str]] = []
 
     def transport(self, client_id: str) -> Transport:
-        return MqttTransport(SimpleQueue(), self.broker.address, client_id, versions=self.versions)
+        return MqttTransport(SimpleQueue(), self.address(), client_id, versions=self.versions)
+
+    def address(self) -> Address:
+        """Where the next client connects."""
+        return next(self._next_node).address
 
     def kill_broker(self) -> None:
-        os.kill(self.broker.pid, signal.SIGKILL)
-        wait_until(lambda: not self.broker.alive())
+        for node in self.nodes:
+            os.kill(node.pid, signal.SIGKILL)
+        wait_until(lambda: not any(node.alive() for node in self.nodes))
 
     def bring_broker_back(self) -> None:
-        assert self.broker.tend()
+        """The nodes of a cluster begin at the same time, as they may wait for each other."""
+        with ThreadPoolExecutor() as pool:
+            assert all(pool.map(Broker.tend, self.nodes))
+        wait_until(lambda: [node.tend() for node in self.nodes] == [None] * len(self.nodes))
+
+    def cut(self, transport: Transport) -> None:
+        assert isinstance(transport, MqttTransport)
+        assert transport.client is not None
+        opened = transport.client.socket()
+        assert isinstance(opened, socket.socket)
+        opened.shutdown(socket.SHUT_RDWR)
 
     def doomed(self, client_id: str, will: Will) -> Callable[[], None]:
         return self._other_process(client_id, will).kill
@@ -156,7 +191,7 @@ class MqttWorld(World):
         self._other_process(client_id, will).send_signal(signal.SIGSTOP)
 
     def _other_process(self, client_id: str, will: Will) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", OTHER_PROCESS, str(self.broker.address), self.prefix.rstrip("/") + client_id]
+        command = [sys.executable, "-c", OTHER_PROCESS, str(self.address()), self.prefix.rstrip("/") + client_id]
         process = subprocess.Popen([*command, will.topic, will.payload.decode()], stdout=subprocess.PIPE, text=True)
         self._processes.append(process)
         assert process.stdout is not None
@@ -171,12 +206,24 @@ class MqttWorld(World):
         self._processes.clear()
 
     def stop(self) -> None:
-        self.broker.stop()
+        for node in self.nodes:
+            node.stop()
+        self.after()
 
 
 def make_world(kind: str, folder: Path) -> Any:
-    """`memory`, or a broker's kind; `mosquitto-3.1.1` has clients that do not try version 5."""
+    """`memory`, or a broker: `mosquitto-3.1.1` has clients that do not try version 5, `nats-cluster` three nodes,
+    `rabbitmq-cluster` two."""
     if kind == "memory":
         return MemoryWorld()
-    broker, _, version = kind.partition("-")
-    return MqttWorld(start_broker(broker, folder, port=0), BOTH_VERSIONS[1:] if version else BOTH_VERSIONS)
+    broker, _, variant = kind.partition("-")
+    if broker not in ("nats", "rabbitmq"):
+        return MqttWorld(start_broker(broker, folder, port=0), versions=BOTH_VERSIONS[1:] if variant else BOTH_VERSIONS)
+    if broker == "nats":
+        world = MqttWorld(*start_nats(folder, 3 if variant else 1))
+    else:
+        nodes, after = start_rabbitmq(folder, 2 if variant else 1)
+        world = MqttWorld(*nodes)
+        world.after = after
+    world.publishes_wills_at_take_over = False
+    return world

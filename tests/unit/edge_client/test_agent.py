@@ -23,6 +23,7 @@ from fedvit.program import Group, Program, Role
 from fedvit.resources import Budget, ResourceUse
 from fedvit.tensors import Tensors, delta, pack
 from fedvit.wire import messages
+from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import (
     BlobAck,
     BlobNack,
@@ -156,6 +157,26 @@ def test_welcome_sets_the_time_over_which_the_fleet_returns(world: World, monkey
     for spread_s in (1.0, 20.0):
         world.server.tell(Welcome(world.server.instance, world.server.epoch, "tests", spread_s=spread_s))
     world.server.wait(lambda: spread == [agent_module.RETURN_SPREAD_S, 20.0])
+
+
+def test_welcome_tells_the_limits_of_the_broker(world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport keeps them from then on. An upload that waits comes in chunks that the broker takes."""
+    device, server, learnt = world.device(), world.server, list[BrokerLimits]()
+    monkeypatch.setattr(device.transport, "use_limits", learnt.append)
+    before = world.result(fedavg).upload
+    limits = BrokerLimits(65_536, publishes_per_s=40)
+    server.tell(Welcome(server.instance, server.epoch, "tests", limits=limits))
+
+    def smaller() -> Manifest | None:
+        uploads = (message.upload for message in server.heard if isinstance(message, Result))
+        return next((upload for upload in uploads if upload and upload.chunk == 65_472), None)
+
+    server.wait(smaller)
+    upload = smaller()
+    assert learnt == [limits]
+    assert before
+    assert upload == msgspec.structs.replace(before, chunk=65_472)
+    assert pack(server.fetch(upload)) == device.blobs.get(upload.digest)
 
 
 def test_an_unanswered_hello_is_said_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """The table [broker]: an address may bring its port."""
 
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 import pytest
 
-from coordinator.config import make_config
+from coordinator.config import BrokerConfig, make_config
 from fedvit.errors import ConfigError
+from fedvit.wire.limits import PROFILES, BrokerLimits
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,15 @@ def test_listen_may_say_the_port(given: dict[str, Any], listen: str, port: int) 
 def test_listen_and_port_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"listen = '127.0.0.1:18831' says port 18831, and port = 1883"):
         make_config({"broker": {"listen": "127.0.0.1:18831", "port": 1883}}, "test")
+
+
+def test_limits_are_those_of_the_profile_unless_they_are_given() -> None:
+    given = {"limits": "aws-iot-core", "max_payload_bytes": 100_000, "publishes_per_s": 0}
+    limits = make_config({"broker": given}, "test").broker.broker_limits()
+    assert limits == BrokerLimits(100_000, publishes_per_s=0, topics_per_subscribe=8, max_inflight=100)
+    assert make_config({}, "test").broker.broker_limits() == BrokerLimits()
+
+
+def test_profiles_are_those_that_can_be_named() -> None:
+    field = next(field for field in msgspec.structs.fields(BrokerConfig) if field.name == "limits")
+    assert set(get_args(get_args(field.type)[0])) == {"none", *PROFILES}

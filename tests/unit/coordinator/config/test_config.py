@@ -133,6 +133,11 @@ listen = "0.0.0.0"
 port = 0
 password = "secret"
 ca_file = "ca.pem"
+limits = "aws-iot-core"
+max_payload_bytes = 100_000
+publishes_per_s = 20
+topics_per_subscribe = 4
+max_inflight = 10
 deployment = "fleet"
 """
 
@@ -249,6 +254,11 @@ def test_every_key_can_be_set_in_a_file(tmp_path: Path) -> None:
             port=0,
             password="secret",
             ca_file="ca.pem",
+            limits="aws-iot-core",
+            max_payload_bytes=100_000,
+            publishes_per_s=20,
+            topics_per_subscribe=4,
+            max_inflight=10,
             deployment="fleet",
         ),
     )
@@ -367,7 +377,14 @@ def test_a_value_of_images_is_named_with_its_table(key: str, value: Any, allowed
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "allowed"), [("port", 70_000, "<= 65535"), ("port", "1883", "`int`"), ("broker", 3, "`str`")]
+    ("key", "value", "allowed"),
+    [
+        ("port", 70_000, "<= 65535"),
+        ("port", "1883", "`int`"),
+        ("broker", 3, "`str`"),
+        ("limits", "gcp", "aws-iot-core"),
+        ("max_payload_bytes", 1000, ">= 65536"),
+    ],
 )
 def test_a_value_of_the_broker_is_named_with_its_table(key: str, value: Any, allowed: str) -> None:
     said = refusal(broker={key: value})
@@ -527,7 +544,7 @@ def test_every_flag_arrives() -> None:
         *("--blobs.url", "s3://models", "--blobs.endpoint", "http://nas:9000", "--blobs.region", "here"),
         *("--blobs.min-bytes", "1000", "--blobs.fallback-bytes", "2000", "--blobs.url-valid-s", "60"),
         *("--broker", "embedded", "--broker.listen", "::1", "--broker.port", "0", "--broker.password", "p"),
-        *("--broker.ca-file", "ca.pem"),
+        *("--broker.ca-file", "ca.pem", "--broker.limits", "aws-iot-core", "--broker.max-inflight", "5"),
     )
     assert config == StartConfig(
         RunConfig(
@@ -566,7 +583,15 @@ def test_every_flag_arrives() -> None:
             metrics=MetricsConfig(writers=("mlflow", "tensorboard"), mlflow_uri="http://m", mlflow_experiment="ants"),
             blobs=msgspec.structs.replace(BLOBS, url="s3://models"),
         ),
-        BrokerConfig(broker="embedded", listen="::1", port=0, password="p", ca_file="ca.pem"),
+        BrokerConfig(
+            broker="embedded",
+            listen="::1",
+            port=0,
+            password="p",
+            ca_file="ca.pem",
+            limits="aws-iot-core",
+            max_inflight=5,
+        ),
     )
 
 

@@ -1,0 +1,53 @@
+"""Runs over clusters of other brokers, of which a node is killed in the middle of a round: `make test-brokers`."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from fedvit.wire.messages import Progress
+from tests.support.limiting import limiting
+from tests.support.other_brokers import start_nats, start_rabbitmq
+from tests.support.programs import DEVICES, Stage, wait_for
+
+
+@pytest.mark.parametrize("killed", [0, 1], ids=["node-of-the-coordinator", "node-of-the-devices"])
+def test_node_of_a_cluster_dies(stage: Stage, undisturbed: bytes, killed: int) -> None:
+    """Behind a load balancer, clients of the dead node reach another one. Their last wills died with it: presence goes
+    by hellos."""
+    nodes = start_nats(stage.folder / "nats", 3)
+    try:
+        first, second, third = (node.address for node in nodes)
+        with limiting(first, second, third) as ours, limiting(second, third, first) as theirs:
+            stage.port = theirs.address.port
+            coordinator = stage.coordinator(broker=f"mqtt://{ours.address}")
+            devices = {name: stage.device(name) for name in DEVICES}
+            stage.port = third.port
+            observer = stage.observer()
+            wait_for(observer.find(Progress, round=2, device="device-1"), "round 2")
+            os.kill(nodes[killed].pid, signal.SIGKILL)
+            assert stage.finish(coordinator, "coordinator") == 0
+            for name, process in devices.items():
+                assert stage.finish(process, name) == 0, stage.log(name)
+    finally:
+        for node in nodes:
+            node.stop()
+    assert stage.model() == undisturbed
+
+
+def test_run_over_two_nodes_of_rabbitmq(stage: Stage, undisturbed: bytes, tmp_path: Path) -> None:
+    """The coordinator at one node, the devices at the other."""
+    nodes, after = start_rabbitmq(tmp_path / "rabbitmq", 2)
+    try:
+        stage.port = nodes[1].address.port
+        coordinator = stage.coordinator(broker=f"mqtt://{nodes[0].address}")
+        devices = {name: stage.device(name) for name in DEVICES}
+        assert stage.finish(coordinator, "coordinator") == 0
+        for name, process in devices.items():
+            assert stage.finish(process, name) == 0, stage.log(name)
+    finally:
+        for node in nodes:
+            node.stop()
+        after()
+    assert stage.model() == undisturbed

@@ -225,7 +225,7 @@ def test_fedavg_shares_everything() -> None:
     (phase,) = FedAvg(epochs=3, lr=0.5, momentum=0.9).phases(vit)
     slots = ("momentum_buffer",)
     assert phase == Train(graph="train", update=UPDATE, groups=("model",), slots=slots, epochs=3, lr=0.5)
-    assert FedAvg().mask_ratio == 0.0
+    assert FedAvg().mask == 0.0
 
 
 def test_fedavgs_forward_is_the_model() -> None:

@@ -306,6 +306,14 @@ class Method(ABC):
         """(B, classes) logits, or other scores whose largest value names the class."""
         return self.forward(vit, tensors, images).logits
 
+    def generic_logits(self, vit: PatchViT, tensors: Named, images: Images) -> Tensor | None:
+        """(B, classes) logits of the one model that the server has for everybody, whatever devices answer with.
+
+        None where a part of the model is kept on each device, or made for it.
+        """
+        own = self.names_with(vit, Role.LOCAL, Role.GENERATED)
+        return None if vit.tensors().keys() & set(own) else self.forward(vit, tensors, images).logits
+
     # --- the device's work ------------------------------------------------------------------------------
 
     def phase(self, groups: tuple[str, ...], **settings: Any) -> Train:

@@ -400,10 +400,10 @@ def _parts(table: dict[str, Any], where: str) -> tuple[str, dict[str, Any], dict
 
 def _check_names(experiment: Experiment, table: dict[str, Any], where: str) -> None:
     kind, own, tune = _parts(table, where)
+    model, options = table.get("model", experiment.model.name), _model_options(experiment, table)
     try:
         _check_tune(tune, own)
-        model = table.get("model", experiment.model.name)
-        check_names(kind, own.keys() | tune.keys(), str(model), _model_options(experiment, table))
+        check_names(kind, own.keys() | tune.keys(), str(model), options if isinstance(options, dict) else ())
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 

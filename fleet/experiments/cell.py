@@ -238,7 +238,8 @@ def run_cell(
         return
     finally:
         watcher.close()
-    generic = generic_accuracy(cell, out / RUN / "model.safetensors", parts) if cell.deal.global_test else None
+    tests_generic = cell.deal.global_test and cell.deal.validation_share is None
+    generic = generic_accuracy(cell, out / RUN / "model.safetensors", parts) if tests_generic else None
     result = replace(cell_result(cell, summary, wall_s=watcher.wall_s), generic_accuracy=generic)
     atomic_write(folder / RESULT_FILE, msgspec.json.format(msgspec.json.encode(result), indent=2))
     if not keep:

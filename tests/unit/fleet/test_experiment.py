@@ -44,7 +44,7 @@ from tests.support.reports import experiment_outcome
 from tests.support.tiny import TINY_MODEL
 from tests.support.waiting import wait_until
 
-RECIPES = sorted((Path(__file__).parents[3] / "fleet" / "experiments").rglob("*.toml"))
+SHIPPED = sorted((Path(__file__).parents[3] / "fleet" / "experiments").rglob("*.toml"))
 DOCS = Path(__file__).parents[3] / "docs" / "experiments.md"
 FILE = """
 # Two methods, two partitions.
@@ -209,16 +209,16 @@ class TestGrid:
         with pytest.raises(ConfigError, match=r"data set 'digitz' is neither"):
             read_grid(file, "digitz")
 
-    @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-    def test_every_recipe_is_checked(self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("file", SHIPPED, ids=lambda path: path.stem)
+    def test_files_of_the_repository_are_checked(self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its data set is not here, nor are its weights, of which only the path is checked. Its name is that of its
         results."""
         monkeypatch.chdir(tmp_path)
-        if isinstance(weights := tomllib.loads(recipe.read_text()).get("model", {}).get("pretrained"), str):
+        if isinstance(weights := tomllib.loads(file.read_text()).get("model", {}).get("pretrained"), str):
             Path(weights).parent.mkdir(parents=True)
             Path(weights).touch()
-        assert recipe.stem not in {other.stem for other in RECIPES if other != recipe}
-        grid = read_grid(recipe, "digits")
+        assert file.stem not in {other.stem for other in SHIPPED if other != file}
+        grid = read_grid(file, "digits")
         assert grid.description
         assert grid.cells or grid.searches
 

@@ -210,7 +210,7 @@ class TestGrid:
             read_grid(file, "digitz")
 
     @pytest.mark.parametrize("file", SHIPPED, ids=lambda path: path.stem)
-    def test_files_of_the_repository_are_checked(self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_shipped_files_are_checked(self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its data set is not here, nor are its weights, of which only the path is checked. Its name is that of its
         results."""
         monkeypatch.chdir(tmp_path)

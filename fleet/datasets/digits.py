@@ -54,11 +54,11 @@ def read_turned_digits(size: int = 32) -> Samples:
 
 
 def _faint(image: Pixels) -> Pixels:
-    return image // 4 + 96
+    return (image // 4 + 96).astype(np.uint8)
 
 
 def _inverted(image: Pixels) -> Pixels:
-    return 255 - image
+    return ~image
 
 
 def _mirrored(image: Pixels) -> Pixels:

@@ -38,6 +38,7 @@ LINE_EVERY_S = 60.0
     ],
 )
 @click.argument("file", type=click.Path(path_type=Path))
+@click.option("--dataset", metavar="NAME|PATH", help="Data set in place of the one that FILE names.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for everything.  [default: experiments/NAME]")
 @click.option(
     "--jobs",
@@ -53,6 +54,7 @@ LINE_EVERY_S = 60.0
 @json_flag
 def experiment_command(
     file: Path,
+    dataset: str | None,
     out: Path | None,
     jobs: int | None,
     address: str | None,
@@ -62,7 +64,7 @@ def experiment_command(
     as_json: bool,
 ) -> None:
     """Run the grid that FILE describes, over a network in memory; finished cells are not run again."""
-    grid = read_grid(file)
+    grid = read_grid(file, dataset)
     out = out or Path("experiments") / grid.name
     mine = chosen(grid, only)
     if dry_run:

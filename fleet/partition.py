@@ -37,6 +37,8 @@ from fleet.partitions.feature_noise import add_noise
 
 SUMMARY_FILE = "partition.json"
 PLOT_FILE = "partition.png"
+GLOBAL_TEST = "global-test"
+"""Folder beside those of devices: class folders of images that no device has."""
 
 _TABLE_CLASSES = 10  # with more, a column per class does not fit into 80 characters
 
@@ -65,6 +67,7 @@ class PartitionSummary(Struct, frozen=True, kw_only=True):
     test_share: float
     devices: tuple[DeviceCounts, ...]
     validation_share: float | None = None  # where it is set, "test" images are of the training images
+    global_test: float | None = None  # share of each class that no device has
     domains: tuple[str, ...] = ()  # of the data set, in the order of the partition `domain`
     unreadable: tuple[str, ...] = ()  # images that were left out, with the reason
 
@@ -79,6 +82,7 @@ def deal(
     seed: int = 0,
     test_share: float = 0.2,
     validation_share: float | None = None,
+    global_test: float | None = None,
     size: int = 32,
     overwrite: bool = False,
     plot: bool = False,
@@ -86,23 +90,30 @@ def deal(
     """Deal a data set out by a partition of `PARTITIONS` and write a folder per device, as `fleet partition` does.
 
     `dataset` is a name, a path, or samples already read; `size`, the side of images in pixels, is for the
-    first two. `validation_share` is as for `write_device_folders`. With `plot` a picture lies beside the folders. The
-    same arguments write the same files.
+    first two. `validation_share` is as for `write_device_folders`. `global_test` is the share of each class that is set
+    apart before the rest is dealt out, in class folders in `out`/GLOBAL_TEST. With `plot` a picture lies beside the
+    folders. The same arguments write the same files.
     Raises ConfigError for bad values and where `out` is occupied, DataError for an unusable data set,
     StorageFailed when the disk is full or not writable.
     """
     rule = make_partition(partition, **(options or {}))
     _refuse_occupied(out, overwrite)  # before reading a large data set takes minutes
     samples = read_samples(dataset, size) if isinstance(dataset, str) else dataset
+    everything = np.arange(len(samples), dtype=np.int64)
+    # a stream of its own: devices have 0, 1, ...
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(devices,)))
+    dealt, apart = split_train_test(everything, samples.labels, global_test or 0.0, rng)
     summary = write_device_folders(
         samples,
-        deal_out(rule, samples.annotations, devices, seed),
+        [dealt[part] for part in deal_out(rule, samples.annotations.rows(dealt), devices, seed)],
         out,
         test_share=test_share,
         validation_share=validation_share,
         seed=seed,
         partition=partition,
         options=asdict(rule),
+        apart=apart if global_test else None,
+        global_test=global_test,
         noise_stds=[rule.noise_std(device, devices) for device in range(devices)],
         overwrite=overwrite,
     )
@@ -122,6 +133,8 @@ def write_device_folders(
     partition: str | None = None,
     options: Mapping[str, Option] | None = None,
     noise_stds: Sequence[float] | None = None,
+    apart: Indices | None = None,
+    global_test: float | None = None,
     overwrite: bool = False,
 ) -> PartitionSummary:
     """Write `out/device-0/train/<class>/0000.png`, `.../test/...` and so on, and `out/partition.json`.
@@ -129,8 +142,9 @@ def write_device_folders(
     Every device gets a folder for every class, even without images of it, so that all devices have the same classes.
     Images that cannot be decoded are left out and listed in the summary. With `validation_share` devices train on a
     part of their training images, validate on that share of each class, and get no test images: for a search that must
-    not use test images. `noise_stds` has the noise of each device's images, in gray levels of 0..255. `partition` and
-    `options` are only written into the summary.
+    not use test images. `noise_stds` has the noise of each device's images, in gray levels of 0..255. `apart` are
+    images of no device, for `out/global-test/<class>/`. `partition`, `options` and `global_test` are only written into
+    the summary.
 
     `out` appears when it is complete; after a failure its earlier content is unchanged. Raises ConfigError when `out`
     is a file or not empty, unless `overwrite` is set and `out` is an earlier partition, when a device has no image,
@@ -167,6 +181,8 @@ def write_device_folders(
                     noise.std,
                 )
             )
+        if apart is not None:
+            _write_classes(samples, apart, partial / GLOBAL_TEST, _Noise(0.0, seed), unreadable)
         summary = PartitionSummary(
             dataset=samples.dataset,
             classes=samples.classes,
@@ -176,6 +192,7 @@ def write_device_folders(
             seed=seed,
             test_share=test_share,
             validation_share=validation_share,
+            global_test=global_test,
             devices=tuple(devices),
             domains=samples.domain_names,
             unreadable=tuple(unreadable),

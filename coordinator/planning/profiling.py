@@ -64,12 +64,12 @@ class Request:
     budget: Budget  # of every device, beside the limits of its board
 
     def variants(self) -> list[dict[str, Any]]:
-        """Options of every variant. Raises ConfigError when the method has no mask ratio or split to vary."""
-        known = method_class(self.method).__dataclass_fields__
-        for flag, option, values in (("--mask", MASK_OPTION, self.masks), ("--split", SPLIT_OPTION, self.splits)):
-            if values and option not in known:
-                able = ", ".join(sorted(name for name, kind in METHODS.items() if option in kind.__dataclass_fields__))
-                raise ConfigError(f"{flag}: method {self.method!r} has no option {option!r}; these have: {able}")
+        """Options of every variant. Raises ConfigError when the method has no split to vary."""
+        if self.splits and SPLIT_OPTION not in method_class(self.method).__dataclass_fields__:
+            able = sorted(name for name, kind in METHODS.items() if SPLIT_OPTION in kind.__dataclass_fields__)
+            raise ConfigError(
+                f"--split: method {self.method!r} has no option {SPLIT_OPTION!r}; these have: {', '.join(able)}"
+            )
         splits: Sequence[dict[str, Any]] = [{SPLIT_OPTION: split} for split in self.splits] or [{}]
         masks: Sequence[dict[str, Any]] = [{MASK_OPTION: mask} for mask in self.masks] or [{}]
         return [{**self.options, **split, **mask} for split in splits for mask in masks]
@@ -142,9 +142,9 @@ _BLOCK_TENSORS = {
 
 
 def _label(cost: ProgramCost) -> str:
-    """The label of a variant: its mask ratio and its split, if it has them."""
+    """The label of a variant: its mask ratio and its split, where these vary."""
     parts = []
-    if MASK_OPTION in cost.options:
+    if cost.mask_ratio or SPLIT_OPTION in cost.options:
         parts.append(f"mask {cost.mask_ratio:g}")
     if SPLIT_OPTION in cost.options:
         parts.append(f"M={cost.options[SPLIT_OPTION]}")

@@ -204,6 +204,7 @@ class Method(ABC):
     lr: Annotated[float, Meta(gt=0)] = 0.01
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # sgd only
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    mask: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of patches that a training step drops, anew for each image
     recompute: bool = False  # on devices: less memory, a third more FLOPs
     frozen_precision: Precision = (
         "fp32"  # of tensors that a device does not train: saves half or three quarters of their bytes
@@ -212,11 +213,6 @@ class Method(ABC):
     clip_norm: Annotated[float, Meta(gt=0)] | None = None  # a step's gradient is scaled down to this norm
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
     warmup_rounds: Annotated[int, Meta(ge=0)] = 0
-
-    @property
-    def mask_ratio(self) -> float:
-        """Share of patches that training drops."""
-        return 0.0
 
     @property
     def sent_precision(self) -> Precision:
@@ -309,6 +305,14 @@ class Method(ABC):
     def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
         """(B, classes) logits, or other scores whose largest value names the class."""
         return self.forward(vit, tensors, images).logits
+
+    def generic_logits(self, vit: PatchViT, tensors: Named, images: Images) -> Tensor | None:
+        """(B, classes) logits of the one model that the server has for everybody, whatever devices answer with.
+
+        None where a part of the model is kept on each device, or made for it.
+        """
+        own = self.names_with(vit, Role.LOCAL, Role.GENERATED)
+        return None if vit.tensors().keys() & set(own) else self.forward(vit, tensors, images).logits
 
     # --- the device's work ------------------------------------------------------------------------------
 

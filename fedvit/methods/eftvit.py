@@ -36,17 +36,13 @@ class EFTViT(Method):
     warmup_rounds: Annotated[int, Meta(ge=0)] = 5
 
     local_blocks: Annotated[int, Meta(ge=1)] = 2  # blocks that the device trains (paper: M)
-    mask: Annotated[float, Meta(ge=0, lt=1)] = 0.75  # share of patches dropped in training (paper: r)
+    mask: Annotated[float, Meta(ge=0, lt=1)] = 0.75  # (paper: r)
     threshold: Annotated[float, Meta(gt=0)] = 1.0  # times the median: features uploaded per class
     server_epochs: Annotated[int, Meta(ge=1)] = 2  # passes over the features per round (paper: E_s)
     server_lr: Annotated[float, Meta(gt=0)] | None = None  # None: the devices' lr
     server_batch_size: Annotated[int, Meta(ge=1)] = 32
     server_data: Literal["store", "latest"] = "store"  # features of every device so far, or of this round's
     feature_store_bytes: Annotated[int, Meta(ge=1)] | None = None  # most that the store keeps; None: no limit
-
-    @property
-    def mask_ratio(self) -> float:
-        return self.mask
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         if self.local_blocks >= vit.depth:

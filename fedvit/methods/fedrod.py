@@ -63,6 +63,9 @@ class FedRoD(Method):
         heads = two_heads(vit, tensors, inputs.images, normed=self.personal_reads == "normed")
         return Objective(two_head_loss(heads, inputs), {})
 
+    def generic_logits(self, vit: PatchViT, tensors: Named, images: Images) -> Tensor:
+        return two_heads(vit, tensors, images).generic
+
     def server_rule(self, vit: PatchViT) -> ServerRule:
         return WeightedMean()
 

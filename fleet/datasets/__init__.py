@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
 from fleet.datasets.cifar import is_cifar, read_cifar
-from fleet.datasets.digits import read_digits
+from fleet.datasets.digits import read_digit_domains, read_digits, read_turned_digits
 from fleet.datasets.domainfolder import is_domainfolder, read_domainfolder
 from fleet.datasets.idx import is_idx, read_idx
 from fleet.datasets.imagefolder import read_imagefolder
@@ -15,7 +15,11 @@ from fleet.datasets.medmnist import is_medmnist, read_medmnist
 from fleet.datasets.parquet import is_parquet, read_parquet
 from fleet.datasets.samples import Samples
 
-SOURCES: dict[str, Callable[[int], Samples]] = {"digits": read_digits}
+SOURCES: dict[str, Callable[[int], Samples]] = {
+    "digits": read_digits,
+    "digits-domains": read_digit_domains,
+    "digits-turned": read_turned_digits,
+}
 """Data sets by name: image side -> samples. Every other data set is a path."""
 
 

@@ -3,6 +3,9 @@
 1797 images of 8x8 from the UCI "Optical Recognition of Handwritten Digits" test set.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 from PIL import Image
 
@@ -23,6 +26,59 @@ def read_digits(size: int = 32) -> Samples:
         labels=digits.target.astype(np.int64),
         classes=tuple(str(name) for name in digits.target_names),
     )
+
+
+def read_digit_domains(size: int = 32) -> Samples:
+    """The digits in four domains, as four cameras might see them; every image is in one of them."""
+    digits = read_digits(size)
+    domains = np.arange(len(digits), dtype=np.int64) % len(_DOMAINS)
+    seen_as = list(_DOMAINS.values())
+    images = np.stack([seen_as[domain](image) for domain, image in zip(domains, _all_of(digits), strict=True)])
+    return replace(digits, dataset="digits-domains", images=images, domains=domains, domain_names=tuple(_DOMAINS))
+
+
+def read_turned_digits(size: int = 32) -> Samples:
+    """Every digit in four orientations, which are the classes; nothing tells which digit it is.
+
+    For a backbone that has seen such images and none of their labels, in place of weights from a large data set.
+    """
+    digits = read_digits(size)
+    turns = np.arange(4)
+    return Samples(
+        dataset="digits-turned",
+        size=size,
+        images=np.concatenate([np.rot90(_all_of(digits), turn, axes=(1, 2)) for turn in turns]),
+        labels=np.repeat(turns, len(digits)).astype(np.int64),
+        classes=tuple(f"{90 * turn:03d}" for turn in turns),
+    )
+
+
+def _faint(image: Pixels) -> Pixels:
+    return (image // 4 + 96).astype(np.uint8)
+
+
+def _inverted(image: Pixels) -> Pixels:
+    return ~image
+
+
+def _mirrored(image: Pixels) -> Pixels:
+    return image[:, ::-1]
+
+
+def _plain(image: Pixels) -> Pixels:
+    return image
+
+
+_DOMAINS: dict[str, Callable[[Pixels], Pixels]] = {
+    "faint": _faint,
+    "inverted": _inverted,
+    "mirrored": _mirrored,
+    "plain": _plain,
+}
+
+
+def _all_of(digits: Samples) -> Pixels:
+    return digits.images[np.arange(len(digits))]
 
 
 def _enlarged(gray: Pixels, size: int) -> Pixels:

@@ -68,6 +68,14 @@ class Annotations:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def rows(self, rows: Indices) -> "Annotations":
+        """Those of some samples."""
+        return Annotations(
+            labels=self.labels[rows],
+            coarse_labels=None if self.coarse_labels is None else self.coarse_labels[rows],
+            domains=None if self.domains is None else self.domains[rows],
+        )
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples:

@@ -16,16 +16,22 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
 from coordinator.record.summary import RoundSummary, RunSummary, summarise
 from coordinator.run.display import Display, View
+from fedvit.data.images import normalise, read_image, unfold
+from fedvit.data.layout import find_layout, read_tree
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.files import atomic_write
+from fedvit.tensors import mapped
 from fleet.devices import device_folders
 from fleet.experiments.grid import Cell
+from fleet.partition import GLOBAL_TEST
 from fleet.simulate import simulate
 from profiles.probes.host import peak_rss_bytes
 
@@ -35,6 +41,9 @@ PROGRESS_FILE = "progress.json"
 RESULT_FILE = "result.json"
 UNUSABLE_FILE = "unusable.json"
 LOG_FILE = "cell.log"
+
+AT_A_TIME = 128
+"""Images of the global test."""
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -84,6 +93,7 @@ class CellResult(Struct, frozen=True, kw_only=True):
     rounds: list[RoundFigures]
     epsilon: float | None = None  # of devices' updates, over all rounds; None: no noise
     feature_epsilon: float | None = None  # of one device's features, over all rounds
+    generic_accuracy: float | None = None  # of the server's model, on images that no device has; None: there is none
 
 
 class Unusable(Struct, frozen=True, kw_only=True):
@@ -228,7 +238,9 @@ def run_cell(
         return
     finally:
         watcher.close()
-    result = cell_result(cell, summary, wall_s=watcher.wall_s)
+    tests_generic = cell.deal.global_test and cell.deal.validation_share is None
+    generic = generic_accuracy(cell, out / RUN / "model.safetensors", parts) if tests_generic else None
+    result = replace(cell_result(cell, summary, wall_s=watcher.wall_s), generic_accuracy=generic)
     atomic_write(folder / RESULT_FILE, msgspec.json.format(msgspec.json.encode(result), indent=2))
     if not keep:
         for kept in ("state", "blobs"):
@@ -257,6 +269,42 @@ def cell_result(cell: Cell, summary: RunSummary, *, wall_s: float) -> CellResult
         epsilon=summary.epsilon,
         feature_epsilon=summary.feature_epsilon,
     )
+
+
+def generic_accuracy(cell: Cell, server: Path, parts: Path) -> float | None:
+    """Accuracy of the server's tensors, in the file `server`, on the images in `parts` that no device has.
+
+    None where the method has no model without a device's own part.
+    """
+    import torch
+
+    from coordinator.planning.batch import method_batch  # these import torch, which takes seconds
+    from fedvit.methods import build_model, make_method
+    from fedvit.methods.base import Images
+    from fedvit.methods.packed import as_sent, unpacked
+
+    layout = find_layout(read_tree(parts / GLOBAL_TEST, 1), str(parts))
+    run, rounds = cell.run, cell.rounds
+    method = make_method(run["method"], run["options"]).in_round(rounds, rounds)
+    vit = build_model(
+        method, run["model"], len(layout.classes), seed=cell.seed, options=run["model_options"],
+        pretrained=run["pretrained"],
+    )  # fmt: skip
+    first = {name: value.numpy() for name, value in method.tensors(vit).items()}
+    sent = as_sent(method, vit, {**first, **mapped(server)})
+    tensors = unpacked({name: torch.tensor(value) for name, value in sent.items()})
+    batch = method_batch(method, vit)
+    right = 0
+    for begin in range(0, len(layout.train), AT_A_TIME):
+        some = layout.train[begin : begin + AT_A_TIME]
+        pixels = np.stack([read_image(path, batch.image_size) for path, _ in some])
+        patches = torch.from_numpy(unfold(normalise(pixels, batch), batch.patch_size))
+        with torch.no_grad():
+            logits = method.generic_logits(vit, tensors, Images(patches, None))
+        if logits is None:
+            return None
+        right += int((logits.argmax(dim=1).numpy() == np.array([label for _, label in some])).sum())
+    return right / len(layout.train)
 
 
 def _round(entry: RoundSummary) -> RoundFigures:

@@ -30,8 +30,9 @@ from fleet.simulate import DEFAULTS, Engine
 SCHEMA = 2
 """Version of what an experiment writes; another one makes every cell run again."""
 
-RUN_TABLES = ("updates", "privacy", "robust")
-"""Keys of a method's table that are tables of a run's configuration: codecs, noise, and robust aggregation."""
+RUN_KEYS = ("updates", "privacy", "robust", "model", "model_options", "cohort")
+"""Keys of a method's table that are those of a run's configuration, in place of the experiment's: codecs, noise, robust
+aggregation, the model, and the devices of a round. `model_options` are over the experiment's, one by one."""
 
 TUNE = "tune"
 """Key of a method's table: options, each with the values to try. A text is FedBABU's option of the same name."""
@@ -71,10 +72,11 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seeds: Annotated[tuple[Seed, ...], Meta(min_length=1)] = (0, 1, 2)
     evaluate_every: Annotated[int, Meta(ge=1)] = 1
     test_share: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    global_test: Annotated[float, Meta(gt=0, lt=1)] | None = None  # of each class, for the server's model; no device's
     model: ModelTable = field(default_factory=ModelTable)
     images: ImageConfig = field(default_factory=ImageConfig)
     partitions: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> partition and its options
-    methods: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> method, its options, RUN_TABLES, TUNE
+    methods: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> method, its options, RUN_KEYS, TUNE
     common: dict[str, Any] = field(default_factory=dict)  # options of every method that has them
     tuning: TuningTable | None = None
     reference: str | None = None  # method to which differences are given; None: the first
@@ -98,6 +100,7 @@ class Deal(Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int
     test_share: float
     validation_share: float | None = None  # of a search: devices test with this share of their training images
+    global_test: float | None = None
 
     @property
     def digest(self) -> str:
@@ -168,9 +171,12 @@ class Grid(NamedTuple):
     searches: tuple[Search, ...]
 
 
-def read_grid(file: Path) -> Grid:
-    """Read and check an experiment. Raises ConfigError naming the file, the key and what is allowed."""
-    experiment = _experiment(read_toml(file), str(file))
+def read_grid(file: Path, dataset: str | None = None) -> Grid:
+    """Read and check an experiment; `dataset` is in place of the file's.
+
+    Raises ConfigError naming the file, the key and what is allowed.
+    """
+    experiment = _experiment({**read_toml(file), **({"dataset": dataset} if dataset else {})}, str(file))
     check_name(file.stem, f"{file}: the experiment's name")
     tuning = _tuning(experiment, str(file))
     for key, seeds in (("seeds", experiment.seeds), ("[tuning]: seeds", tuning.seeds or ())):
@@ -188,7 +194,7 @@ def read_grid(file: Path) -> Grid:
     methods = _methods(experiment, str(file))
     runs = {
         name: [
-            (values, _run(experiment, method, _run_tables(experiment.methods[name]), f"{file}: [methods.{name}]"))
+            (values, _run(experiment, method, _run_keys(experiment.methods[name]), f"{file}: [methods.{name}]"))
             for values, method in points
         ]
         for name, points in methods.items()
@@ -235,6 +241,7 @@ def _cell(
             seed=seed,
             test_share=experiment.test_share,
             validation_share=validation_share,
+            global_test=experiment.global_test,
         ),
         run={**run, "seed": seed},
         engine=experiment.engine,
@@ -387,15 +394,16 @@ def _parts(table: dict[str, Any], where: str) -> tuple[str, dict[str, Any], dict
     kind, own = _named(table, "method", where)
     check_new_names(own, where)
     tune = _tune(table)
-    excluded = {*RUN_TABLES, *([TUNE] if tune else ())}
+    excluded = {*RUN_KEYS, *([TUNE] if tune else ())}
     return kind, {key: value for key, value in own.items() if key not in excluded}, tune
 
 
 def _check_names(experiment: Experiment, table: dict[str, Any], where: str) -> None:
     kind, own, tune = _parts(table, where)
+    model, options = table.get("model", experiment.model.name), _model_options(experiment, table)
     try:
         _check_tune(tune, own)
-        check_names(kind, own.keys() | tune.keys(), experiment.model.name, experiment.model.options)
+        check_names(kind, own.keys() | tune.keys(), str(model), options if isinstance(options, dict) else ())
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -418,32 +426,40 @@ def _check_tune(tune: dict[str, Any], own: dict[str, Any]) -> None:
             raise ConfigError(f"option {option} = {own[option]!r} is set and also to be tuned; keep one of the two")
 
 
-def _run_tables(table: dict[str, Any]) -> dict[str, Any]:
-    """A method may be listed several times, with other codecs or noise."""
-    return {key: table[key] for key in RUN_TABLES if key in table}
+def _run_keys(table: dict[str, Any]) -> dict[str, Any]:
+    """A method may be listed several times, with other codecs, another noise or another model."""
+    return {key: table[key] for key in RUN_KEYS if key in table}
 
 
-def _run(experiment: Experiment, method: Mapping[str, Any], tables: dict[str, Any], where: str) -> dict[str, Any]:
+def _model_options(experiment: Experiment, keys: dict[str, Any]) -> Any:
+    """Those of the experiment do not fit another model. What is no table is refused with the whole configuration."""
+    general = {} if "model" in keys else experiment.model.options
+    own = keys.get("model_options", {})
+    return {"image_size": experiment.image_size, **general, **own} if isinstance(own, dict) else own
+
+
+def _run(experiment: Experiment, method: Mapping[str, Any], keys: dict[str, Any], where: str) -> dict[str, Any]:
     """A run's whole configuration, but for the seed."""
     own = {
         "method": method["method"],
         "options": {option: value for option, value in method.items() if option != "method"},
         "model": experiment.model.name,
-        "model_options": {"image_size": experiment.image_size, **experiment.model.options},
         "pretrained": experiment.model.pretrained,
         "rounds": experiment.rounds,
         "cohort": experiment.cohort,
         "devices": experiment.devices,
         "evaluate_every": experiment.evaluate_every,
         "images": msgspec.to_builtins(experiment.images),
+        **keys,
+        "model_options": _model_options(experiment, keys),
     }
-    if twice := sorted(experiment.run.keys() & {*own, *tables, "seed", "broker", "metrics"}):
+    if twice := sorted(experiment.run.keys() & {*own, "seed", "broker", "metrics"}):
         raise ConfigError(f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
     from coordinator.planning.checks import (
         checked_config,  # imports torch, which takes seconds: after the check of keys
     )
 
-    config = checked_config({**DEFAULTS, **experiment.run, **own, **tables}, where).run
+    config = checked_config({**DEFAULTS, **experiment.run, **own}, where).run
     return {key: value for key, value in msgspec.to_builtins(config).items() if key not in ("seed", "metrics")}
 
 

@@ -54,6 +54,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     late: float | None = None  # mean of the evaluations in the last `late_rounds` rounds
     late_std: float | None = None  # over these evaluations, population standard deviation, of each run
     rounds_to_target: float | None = None  # until an evaluation reached `target_accuracy`; None: not in every seed
+    generic: float | None = None  # accuracy of the server's model on images that no device has; None: there is none
+    generic_interval: Interval | None = None
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -65,6 +67,16 @@ class Difference(Struct, frozen=True, kw_only=True):
     seeds: list[int]  # finished of both
     mean: float  # over seeds, of the difference in accuracy
     interval: Interval
+
+
+class Gain(Struct, frozen=True, kw_only=True):
+    """By how much one device's accuracy is above the reference's on the same device, partition and seed."""
+
+    method: str
+    partition: str
+    seed: int
+    device: str
+    gain: float
 
 
 class TriedValues(Struct, frozen=True, kw_only=True):
@@ -100,6 +112,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     comparisons: list[Comparison]
     cells: list[CellOutcome]
     differences: list[Difference] = []
+    gains: list[Gain] = []  # where the file names a reference
     searches: list[SearchOutcome] = []
 
     @property
@@ -134,6 +147,10 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return next(
             (entry for entry in self.differences if (entry.method, entry.partition) == (method, partition)), None
         )
+
+    def gains_of(self, method: str, partition: str) -> list[float]:
+        """Of every device of every seed, the lowest first."""
+        return sorted(entry.gain for entry in self.gains if (entry.method, entry.partition) == (method, partition))
 
     def comparison(self, method: str, partition: str) -> Comparison | None:
         return next(
@@ -190,6 +207,7 @@ def make_outcome(grid: Grid, ended: Iterable[FinishedCell]) -> Outcome:
         comparisons=comparisons,
         cells=cells,
         differences=_differences(grid, cells),
+        gains=_gains(grid.experiment.reference, cells) if grid.experiment.reference else [],
         searches=[
             SearchOutcome(
                 method=search.method,
@@ -246,6 +264,18 @@ def _differences(grid: Grid, cells: Sequence[CellOutcome]) -> list[Difference]:
     return found
 
 
+def _gains(reference: str, cells: Sequence[CellOutcome]) -> list[Gain]:
+    base = {(cell.partition, cell.seed): cell.result.accuracy_by_device for cell in cells
+            if cell.method == reference and cell.result}  # fmt: skip
+    return [
+        Gain(method=cell.method, partition=cell.partition, seed=cell.seed, device=device, gain=accuracy - own[device])
+        for cell in cells
+        if cell.method != reference and cell.result and (own := base.get((cell.partition, cell.seed)))
+        for device, accuracy in cell.result.accuracy_by_device.items()
+        if device in own
+    ]
+
+
 def _at_edge(search: Search, chosen: Values) -> dict[str, str]:
     """Options with numeric values of which the lowest or the highest was chosen."""
     edges = {}
@@ -276,6 +306,7 @@ def _compared(method: str, partition: str, finished: dict[int, CellResult], expe
     reached = [_reached(result, experiment.target_accuracy) for result in results]
     rounds_to_target = [number for number in reached if number is not None]
     means = [result.accuracy.mean for result in results]
+    generic = [result.generic_accuracy for result in results if result.generic_accuracy is not None]
     flops = [result.flops for result in results if result.flops is not None]
     peaks = [result.peak_rss_bytes for result in results if result.peak_rss_bytes is not None]
     return Comparison(
@@ -298,6 +329,8 @@ def _compared(method: str, partition: str, finished: dict[int, CellResult], expe
         late=fmean(fmean(means) for means in late) if late else None,
         late_std=fmean(pstdev(means) for means in late) if late else None,
         rounds_to_target=fmean(rounds_to_target) if len(rounds_to_target) == len(results) else None,
+        generic=fmean(generic) if generic else None,
+        generic_interval=mean_interval(generic),
     )
 
 

@@ -1,7 +1,7 @@
 """Reports of an experiment: tables for a terminal and in Markdown, and an HTML page with curves."""
 
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -27,6 +27,15 @@ DIFFERENCES = (
 PROGRESS = (
     "mean over seeds; ± evaluations is the population standard deviation over the evaluations of one run; rounds to an"
     " accuracy are those until the first evaluation that had it, where every seed reached it"
+)
+GAINS = (
+    'of single devices over the same device with the same seed, all seeds together; "ahead" is the share of devices'
+    " that gain"
+)
+GAIN_COLUMNS = ("mean", "lowest", "median", "highest", "ahead")
+GENERIC = (
+    "accuracy of the server's one model on images that no device has, mean over seeds and its"
+    f" {CONFIDENCE:.0%} interval; - where each device has a part of its own"
 )
 SEARCH_HEADINGS = ("values", "", "rounds", "validation accuracy")
 VALIDATION = (
@@ -58,6 +67,16 @@ def terminal_report(outcome: Outcome) -> Group:
         for row in difference_rows(outcome, before_interval="\n"):
             differences.add_row(*map(Text, row))
         parts += [Text(), differences, Text(DIFFERENCES, style="dim")]
+    if outcome.gains:
+        gains = _table(gain_title(outcome), ("method", "partition", *GAIN_COLUMNS))
+        for row in gain_rows(outcome):
+            gains.add_row(*map(Text, row))
+        parts += [Text(), gains, Text(GAINS, style="dim")]
+    if generic_rows(outcome):
+        generic = _table("generic model", ("method", *outcome.partitions))
+        for row in generic_rows(outcome, before_interval="\n"):
+            generic.add_row(*map(Text, row))
+        parts += [Text(), generic, Text(GENERIC, style="dim")]
     if progress_rows(outcome):
         progress = _table("progress", progress_headings(outcome))
         for row in progress_rows(outcome):
@@ -88,6 +107,11 @@ def markdown_report(outcome: Outcome) -> str:
     if outcome.differences:
         rows = difference_rows(outcome)
         parts += [difference_title(outcome), _markdown_table(("method", *outcome.partitions), rows), DIFFERENCES]
+    if outcome.gains:
+        headings = ("method", "partition", *GAIN_COLUMNS)
+        parts += [gain_title(outcome), _markdown_table(headings, gain_rows(outcome)), GAINS]
+    if generic_rows(outcome):
+        parts += ["generic model", _markdown_table(("method", *outcome.partitions), generic_rows(outcome)), GENERIC]
     if progress_rows(outcome):
         parts += [_markdown_table(progress_headings(outcome), progress_rows(outcome)), PROGRESS]
     parts += [_markdown_table(COST_HEADINGS, cost_rows(outcome)), COSTS]
@@ -122,6 +146,11 @@ def html_report(outcome: Outcome) -> str:
         difference_title=difference_title(outcome),
         difference_table=Grid(("method", *outcome.partitions), difference_rows(outcome)),
         differences=DIFFERENCES,
+        gain_title=gain_title(outcome),
+        gain_table=Grid(("method", "partition", *GAIN_COLUMNS), gain_rows(outcome), names=2),
+        gains=GAINS,
+        generic_table=Grid(("method", *outcome.partitions), generic_rows(outcome)),
+        generic=GENERIC,
         progress_table=Grid(progress_headings(outcome), progress_rows(outcome), names=2),
         progress=PROGRESS,
         searches=[
@@ -133,7 +162,12 @@ def html_report(outcome: Outcome) -> str:
         spent=spent(outcome),
         unfinished=unfinished(outcome),
         figures=[
-            (partition, _curves(outcome, partition), _spread(outcome, partition))
+            (
+                partition,
+                _curves(outcome, partition),
+                _spread(outcome, partition),
+                _gain_picture(outcome, partition) if _gains_on(outcome, partition) else None,
+            )
             for partition in dict.fromkeys(entry.partition for entry in outcome.comparisons)
         ],
     )
@@ -150,6 +184,38 @@ def difference_rows(outcome: Outcome, before_interval: str = " ") -> list[tuple[
         for method in outcome.methods
         if method != outcome.reference
     ]
+
+
+def gain_title(outcome: Outcome) -> str:
+    return f"{outcome.experiment}: gain over {outcome.reference}"
+
+
+def gain_rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    """One row for each method on each partition, under GAIN_COLUMNS; none where the file names no reference."""
+    rows = []
+    for entry in outcome.comparisons if outcome.gains else ():
+        if gains := outcome.gains_of(entry.method, entry.partition):
+            figures = (fmean(gains), gains[0], median(gains), gains[-1])
+            ahead = sum(gain > 0 for gain in gains) / len(gains)
+            rows.append((entry.method, entry.partition, *(f"{figure:+.3f}" for figure in figures), f"{ahead:.0%}"))
+    return rows
+
+
+def generic_rows(outcome: Outcome, before_interval: str = " ") -> list[tuple[str, ...]]:
+    """One row for each method with such a model, a column for each partition; none without a global test."""
+    rows = []
+    for method in outcome.methods:
+        entries = [outcome.comparison(method, partition) for partition in outcome.partitions]
+        if any(entry and entry.generic is not None for entry in entries):
+            rows.append((method, *(_generic(entry, before_interval) for entry in entries)))
+    return rows
+
+
+def _generic(entry: Comparison | None, before_interval: str) -> str:
+    if entry is None or entry.generic is None:
+        return "-"
+    interval = f"{before_interval}{_interval(entry.generic_interval)}" if entry.generic_interval else ""
+    return f"{entry.generic:.3f}{interval}"
 
 
 def progress_headings(outcome: Outcome) -> tuple[str, ...]:
@@ -374,6 +440,27 @@ def _spread(outcome: Outcome, partition: str) -> str:
         axes.set_xlabel("accuracy of single devices after the last round")
 
     return svg(draw, width=8, height=1.2 + 0.4 * len(shown))
+
+
+def _gains_on(outcome: Outcome, partition: str) -> dict[str, list[float]]:
+    gains = {method: outcome.gains_of(method, partition) for method in outcome.methods}
+    return {method: some for method, some in gains.items() if some}
+
+
+def _gain_picture(outcome: Outcome, partition: str) -> str:
+    """Every device's gain over the reference, a line per method, devices in the order of their gain."""
+
+    def draw(axes: Axes) -> None:
+        axes.axhline(0, color="0.6", linewidth=0.8)
+        for index, (method, gains) in enumerate(_gains_on(outcome, partition).items()):
+            style = ("-", "--", ":", "-.")[index // 10 % 4]
+            shares = [(number + 0.5) / len(gains) for number in range(len(gains))]
+            axes.plot(shares, gains, style, color=f"C{index % 10}", label=method, marker=".")
+        axes.set_xlabel("share of devices with a lower gain")
+        axes.set_ylabel(f"gain over {outcome.reference}")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+    return svg(draw, width=8, height=3.6)
 
 
 def _cells(outcome: Outcome, method: str, partition: str) -> list[CellOutcome]:

@@ -162,6 +162,7 @@ class Dealer:
             seed=wanted.seed,
             test_share=wanted.test_share,
             validation_share=wanted.validation_share,
+            global_test=wanted.global_test,
             overwrite=True,
         )
         atomic_write(note, wanted.digest.encode())

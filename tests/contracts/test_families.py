@@ -26,6 +26,7 @@ QUICK: dict[str, Any] = {"batch_size": 32, "epochs": 2, "optimizer": "adamw", "l
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "the whole model is averaged": ("fedavg", {}),
+    "the whole model is averaged, of masked images": ("fedavg", {"mask": 0.5}),
     "a part stays on the device": ("fedper", {}),
     "prefixes stay on the device": ("fedperfix", {}),
     "adapters of a frozen backbone are averaged": ("fed_lora", {}),

@@ -787,7 +787,7 @@ def kinds_of_work(case: Case) -> set[str]:
     found |= {f"{name} of the evaluation" for name in ("adapt", "gather", "kept") if getattr(evaluate, name)}
     found |= {"several phases"} if len(phases) > 1 else set()
     found |= {"a program for each round"} if len(rounds) > 1 else set()
-    found |= {"masked images"} if method.mask_ratio else set()
+    found |= {"masked images"} if method.mask else set()
     return found
 
 

@@ -10,7 +10,12 @@ from coordinator.config import make_config
 from tests.support.command_lines import parse, shown_in
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "fleet" / "experiments").rglob("*.md")),
+]
 README_LINES, README_WORDS = 130, 900
 PICTURE_BYTES = 150_000
 

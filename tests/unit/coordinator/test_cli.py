@@ -417,7 +417,7 @@ def test_one_method_in_full() -> None:
         (("apfl", "--method", "fedavg"), "methods apfl shows that one method; --method fedavg is for the list"),
         (("--model", "vit_smal"), "unknown model 'vit_smal'"),
         (("--model-option", "widht=3"), "has no option 'widht'"),
-        (("--option", "mask=0.5"), "has no option 'mask'"),
+        (("--option", "mu=0.5"), "has no option 'mu'"),
         (("fedavg", "--option", "epochs=0"), "option epochs = 0 of method 'fedavg'"),
         (("fedavg", "--option", "epochs"), "option 'epochs' must be written KEY=VALUE"),
         (("fedavg", "--classes", "0"), "--classes 0 must be at least 1"),

@@ -5,21 +5,27 @@ import json
 import os
 import re
 import signal
+import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
+import torch
 from click.testing import CliRunner
 from msgspec.structs import replace
+from PIL import Image
 from rich.console import Console
+from safetensors.numpy import load_file
 
 from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
 from fedvit.errors import ConfigError
+from fedvit.models import SMALL, build_vit
 from fleet.experiment import chosen, experiment_command, write_results
 from fleet.experiments.cell import (
     Accuracy,
@@ -38,6 +44,7 @@ from tests.support.reports import experiment_outcome
 from tests.support.tiny import TINY_MODEL
 from tests.support.waiting import wait_until
 
+SHIPPED = sorted((Path(__file__).parents[3] / "fleet" / "experiments").rglob("*.toml"))
 DOCS = Path(__file__).parents[3] / "docs" / "experiments.md"
 FILE = """
 # Two methods, two partitions.
@@ -49,6 +56,7 @@ rounds = 2
 seeds = [0]
 evaluate_every = 2
 test_share = 0.9
+global_test = 0.05
 
 [model]
 options = {patch_size = 8, width = 32, depth = 3, heads = 2, mlp_ratio = 4.0}
@@ -63,7 +71,7 @@ partition = "iid"
 [common]
 batch_size = 8
 epochs = 1
-mask = 0.75
+local_blocks = 1
 
 [methods.fedavg]
 method = "fedavg"
@@ -97,12 +105,12 @@ class TestGrid:
         assert len({cell.deal.digest for cell in grid.cells}) == 4  # the methods of a comparison share their devices
 
     def test_options(self, tmp_path: Path) -> None:
-        """Common options go to methods that have them (`mask` is EFTViT's alone); a method's own win."""
+        """Common options go to methods that have them (`local_blocks` is EFTViT's alone); a method's own win."""
         text = FILE.replace("lr = 0.05", "lr = 0.05\nbatch_size = 4")
         grid = read_grid(written(tmp_path, text))
         assert grid.methods["fedavg"]["batch_size"] == 4
-        assert "mask" not in grid.methods["fedavg"]
-        assert (grid.methods["eftvit"]["batch_size"], grid.methods["eftvit"]["mask"]) == (8, 0.75)
+        assert "local_blocks" not in grid.methods["fedavg"]
+        assert (grid.methods["eftvit"]["batch_size"], grid.methods["eftvit"]["local_blocks"]) == (8, 1)
         run = grid.cells[1].run
         assert run["options"] == {key: value for key, value in grid.methods["eftvit"].items() if key != "method"}
         assert run["model_options"] == {"image_size": 32, **{k: v for k, v in TINY_MODEL.items() if k != "image_size"}}
@@ -110,7 +118,7 @@ class TestGrid:
 
     def test_one_method_under_two_names(self, tmp_path: Path) -> None:
         grid = read_grid(written(tmp_path, FILE + '\n[methods.masked]\nmethod = "eftvit"\nmask = 0.5\n'))
-        assert [cell.run["options"]["mask"] for cell in grid.cells if "mask" in cell.run["options"]] == [0.75, 0.5] * 2
+        assert [cell.run["options"]["mask"] for cell in grid.cells] == [0.0, 0.75, 0.5] * 2
 
     def test_tables_of_a_run_that_one_method_has(self, tmp_path: Path) -> None:
         own = "lr = 0.05\nprivacy = { noise_multiplier = 1.0, clip = 0.5 }\nrobust = { strikes = 0 }\nupdates = {}"
@@ -118,9 +126,20 @@ class TestGrid:
         assert (fedavg.run["privacy"]["noise_multiplier"], fedavg.run["robust"]["strikes"]) == (1.0, 0)
         assert (eftvit.run["privacy"]["noise_multiplier"], eftvit.run["robust"]["strikes"]) == (0.0, 3)
 
+    def test_model_and_cohort_that_one_method_has(self, tmp_path: Path) -> None:
+        """Options of the experiment's model stay, unless the method has another model."""
+        deeper = "lr = 0.05\nmodel_options = { depth = 4 }\ncohort = 2"
+        other = 'method = "eftvit"\nmodel = "test_vit"\nmodel_options = { patch_size = 8 }'
+        text = FILE.replace("lr = 0.05", deeper).replace('method = "eftvit"', other)
+        fedavg, eftvit, *_ = read_grid(written(tmp_path, text)).cells
+        assert fedavg.run["model_options"] == {**TINY_MODEL, "depth": 4}
+        assert (fedavg.run["cohort"], eftvit.run["cohort"]) == (2, 1.0)
+        assert (eftvit.run["model"], eftvit.run["model_options"]) == ("test_vit", {"image_size": 32, "patch_size": 8})
+
     @pytest.mark.parametrize(
         ("old", "new", "message"),
         [
+            ("lr = 0.05", "model_options = 5", r"\[methods\.fedavg\]: .*model_options"),
             (
                 "lr = 0.05",
                 "privacy = { noise_multiplier = 1.0 }",
@@ -142,9 +161,9 @@ class TestGrid:
             ("alpha = 0.3", "alhpa = 0.3", r"\[partitions\.skewed\]: partition dirichlet has no option 'alhpa'"),
             ('method = "fedavg"', "", r"\[methods\.fedavg\]: method = None: expected the name of a method"),
             ('method = "fedavg"', 'method = "fedagv"', r"\[methods\.fedavg\]: unknown method 'fedagv'"),
-            ("lr = 0.05", "mask = 0.5", r"\[methods\.fedavg\]: method 'fedavg' has no option 'mask'"),
+            ("lr = 0.05", "mu = 0.5", r"\[methods\.fedavg\]: method 'fedavg' has no option 'mu'"),
             ("lr = 0.05", "lr = -1", r"\[methods\.fedavg\]: option lr = -1 of method 'fedavg'"),
-            ("mask = 0.75", "maks = 0.5", r"\[common\]: none of the methods has an option 'maks'"),
+            ("local_blocks = 1", "local = 0.5", r"\[common\]: none of the methods has an option 'local'"),
             ("[methods.fedavg]", '[methods."fed avg"]', r"the method 'fed avg' must be 1 to 64 letters"),
             ("lr = 0.05", "protection = {}", r"\[methods\.fedavg\]: the table 'protection' is 'robust' now; rename it"),
             ("[common]", "[run]\nprotection = {}\n[common]", r"the table 'protection' is 'robust' now; rename it"),
@@ -183,6 +202,25 @@ class TestGrid:
         assert chosen(grid, ()) == grid
         with pytest.raises(ConfigError, match=r"--only 'fedavg' names no cell; there are: eftvit/even"):
             chosen(grid, ("fedavg",))
+
+    def test_dataset_of_the_command_line(self, tmp_path: Path) -> None:
+        file = written(tmp_path, FILE.replace('"digits"', '"not-there.zip"'))
+        assert read_grid(file, "digits").cells == read_grid(written(tmp_path)).cells
+        with pytest.raises(ConfigError, match=r"data set 'digitz' is neither"):
+            read_grid(file, "digitz")
+
+    @pytest.mark.parametrize("file", SHIPPED, ids=lambda path: path.stem)
+    def test_shipped_files_are_checked(self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its data set is not here, nor are its weights, of which only the path is checked. Its name is that of its
+        results."""
+        monkeypatch.chdir(tmp_path)
+        if isinstance(weights := tomllib.loads(file.read_text()).get("model", {}).get("pretrained"), str):
+            Path(weights).parent.mkdir(parents=True)
+            Path(weights).touch()
+        assert file.stem not in {other.stem for other in SHIPPED if other != file}
+        grid = read_grid(file, "digits")
+        assert grid.description
+        assert grid.cells or grid.searches
 
     def test_dry_run(self, tmp_path: Path) -> None:
         result = CliRunner().invoke(
@@ -228,6 +266,23 @@ class TestRun:
             assert cell.result.accuracy.mean == pytest.approx(sum(shares) / 3)
         assert all(entry.std_over_seeds is None for entry in outcome.comparisons)
         assert outcome.spread.startswith("single seed")
+
+    def test_generic_model_is_tested_on_images_of_no_device(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
+        """As timm's own model answers with the server's tensors; EFTViT's first blocks are on devices alone."""
+        out, (outcome, _, _) = tiny_run
+        model = build_vit(SMALL, 10, seed=0, options=TINY_MODEL).vit
+        found = load_file(out / "cells/fedavg/even/seed-0/runs/run/model.safetensors")
+        model.load_state_dict({name: torch.from_numpy(value) for name, value in found.items()})
+        files = sorted((out / "parts/even/seed-0/global-test").glob("*/*.png"))
+        pixels = np.stack([np.asarray(Image.open(file)) for file in files])
+        with torch.no_grad():
+            logits = model(torch.from_numpy((pixels / 127.5 - 1).astype(np.float32).transpose(0, 3, 1, 2)))
+        right = logits.argmax(dim=1).numpy() == [int(file.parent.name) for file in files]
+        assert len(files) == 90
+        for method, expected in (("fedavg", right.mean()), ("eftvit", None)):
+            entry = outcome.comparison(method, "even")
+            assert entry is not None
+            assert entry.generic == (None if expected is None else pytest.approx(expected))
 
     def test_what_is_sent(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
         """FedAvg sends up the whole model, 48k weights of 4 bytes; EFTViT masks three quarters of the patches."""
@@ -275,7 +330,7 @@ class TestRun:
     ) -> None:
         """No device would take such a learning rate; the next call tries that cell again, and only that."""
         text = FILE.replace('[partitions.even]\npartition = "iid"\n', "").replace("rounds = 2", "rounds = 1")
-        text = text.replace('method = "eftvit"', 'method = "fedavg"\nlr = 1e30').replace("mask = 0.75", "")
+        text = text.replace('method = "eftvit"', 'method = "fedavg"\nlr = 1e30').replace("local_blocks = 1", "")
         file = written(tmp_path, text.replace("[methods.eftvit]", "[methods.wild]"))
         outcome, _, lines = run_here(file, tmp_path)
         assert [entry.method for entry in outcome.comparisons] == ["fedavg"]
@@ -430,6 +485,23 @@ def test_report_has_late_averages_and_rounds_to_an_accuracy(tmp_path: Path) -> N
     assert "progress" not in markdown_report(make_outcome(read_grid(written(tmp_path, FILE)), []))
 
 
+def test_gains_are_of_the_same_device_and_seed(tmp_path: Path) -> None:
+    """EFTViT is 0.1 above in seed 0, and 0.3 below in seed 1."""
+    grid = read_grid(written(tmp_path, 'reference = "fedavg"\n' + FILE.replace("seeds = [0]", "seeds = [0, 1]")))
+    known = {("fedavg", 0): 0.4, ("eftvit", 0): 0.5, ("fedavg", 1): 0.6, ("eftvit", 1): 0.3}
+    ended = [FinishedCell(cell, figures(known[cell.method, cell.seed]), None) for cell in grid.cells]
+    outcome = make_outcome(grid, ended)
+    assert outcome.gains_of("eftvit", "even") == pytest.approx([-0.3, 0.1])
+    assert outcome.gains_of("fedavg", "even") == []
+    assert "| eftvit | even | -0.100 | -0.300 | -0.100 | +0.100 | 50% |" in markdown_report(outcome)
+    page = html_report(outcome)
+    assert page.count("<svg") == 6  # curves, spread and gains of two partitions
+    assert "gain over fedavg" in page
+    without = make_outcome(read_grid(written(tmp_path)), ended)
+    assert without.gains == []
+    assert "gain over" not in html_report(without)
+
+
 def test_reference_is_a_method_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reference = 'fedavgg' is no method of the file; did you mean 'fedavg'"):
         read_grid(written(tmp_path, 'reference = "fedavgg"\n' + FILE))
@@ -440,7 +512,7 @@ def test_experiment_that_was_interrupted_is_resumed(
 ) -> None:
     """Ctrl-C after the second of 12 rounds: no process is left, and the run resumes after it, with its metrics."""
     only = FILE.replace('[partitions.even]\npartition = "iid"\n', "").partition("[methods.eftvit]")[0]
-    text = only.replace("mask = 0.75", "").replace("rounds = 2", "rounds = 12").replace("every = 2", "every = 12")
+    text = only.replace("local_blocks = 1", "").replace("rounds = 2", "rounds = 12").replace("every = 2", "every = 12")
     file, out = written(tmp_path, text + '\n[metrics]\nwriters = ["tensorboard"]\n'), tmp_path / "out"
     home = out / "cells/fedavg/skewed/seed-0"
     environment: dict[str, Any] = {**os.environ, "XDG_CACHE_HOME": str(cache)}

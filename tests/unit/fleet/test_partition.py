@@ -289,6 +289,18 @@ class TestDeal:
             {"ant": 0, "bee": 0, "cow": 10},
         ]
 
+    def test_global_test_is_of_no_device(self, tmp_path: Path) -> None:
+        """Of 10 ants and 20 bees a tenth; the remaining 27 images are dealt out, with their domains."""
+        samples = replace(made([0] * 10 + [1] * 20), domains=np.arange(30) % 3, domain_names=("art", "clip", "photo"))
+        summary = deal(samples, "domain", 3, tmp_path / "parts", global_test=0.1, seed=4)
+        assert summary.global_test == 0.1
+        gray = {file: int(np.asarray(Image.open(file))[0, 0, 0]) for file in (tmp_path / "parts").rglob("*.png")}
+        apart = {level for file, level in gray.items() if "global-test" in file.parts}
+        assert sorted(level < 10 for level in apart) == [False, False, True]
+        assert sorted(gray.values()) == list(range(30))
+        for file, level in gray.items():
+            assert level in apart or level % 3 == int(file.relative_to(tmp_path / "parts").parts[0][-1])
+
     def test_noise_and_complete_options_are_recorded(self, tmp_path: Path) -> None:
         summary = deal(made([0] * 9), "feature_noise", 3, tmp_path / "parts", options={"max_std": "10"})
         assert [device.noise_std for device in summary.devices] == [0, 5, 10]

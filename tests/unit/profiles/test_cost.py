@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 from torch.utils.flop_counter import FlopCounterMode
 
+from coordinator.planning.batch import method_batch
 from export.graphs import unverified_graphs
 from export.verify import reference_step
 from fedvit.methods import make_method
@@ -390,6 +391,16 @@ def test_weights_that_are_unpacked_belong_to_their_block(
     assert products == {kind: 10, "attention": 6}
     assert any(each.op == unpacked for each in frozen)
     assert not any(each.op == unpacked for each in cost.nodes if each.block in ("block 0", "block 1"))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fed_prompt", "fedrod", "fedtp"])
+def test_masks_reduce_the_work_of_every_method(name: str, tiny: Any) -> None:
+    """4 of 16 patches are left, beside class token and prompts. An answer reads all patches as before."""
+    method, vit, _, graphs = tiny(name)
+    masked = replace(method, mask=0.75)
+    other = unverified_graphs(masked, vit, method_batch(masked, vit))
+    assert graph_cost(other["train"]).flops < 0.6 * graph_cost(graphs["train"].content).flops
+    assert graph_cost(other["predict"]).flops == graph_cost(graphs["predict"].content).flops
 
 
 def test_a_method_has_its_defaults_options(tiny: Any) -> None:

@@ -110,7 +110,7 @@ def test_a_device_that_fits_nothing_ends_with_an_exit_code(quick: Path) -> None:
 
 def test_unsupported_profile_is_reported(quick: Path) -> None:
     device = ("--device", "rpi5-8")
-    assert "these have: eftvit" in refused(ConfigError, "profile", "--method", "fedavg", *TINY, *device, "--mask", 0.5)
+    assert "these have: eftvit" in refused(ConfigError, "profile", "--method", "fedavg", *TINY, *device, "--split", 1)
     assert "no power mode 'fast'" in refused(ConfigError, "profile", *TINY, "--device", "agx-orin-64@fast")
     assert "unknown method 'magic'" in refused(ConfigError, "profile", "--method", "magic", *TINY, *device)
     assert said("profile", *TINY).exit_code == 2  # no device

@@ -420,8 +420,8 @@ def test_the_broker_must_be_a_table() -> None:
     [
         ({"method": "fedavgg"}, ["unknown method 'fedavgg'", "eftvit", "fedavg"]),
         (
-            {"method": "fedavg", "options": {"mask": 0.5}},
-            ["method 'fedavg' has no option 'mask'", "epochs, batch_size"],
+            {"method": "fedavg", "options": {"mu": 0.5}},
+            ["method 'fedavg' has no option 'mu'", "epochs, batch_size"],
         ),
         ({"method": "fedavg", "options": {"epochs": 0}}, ["option epochs = 0 of method 'fedavg'", ">= 1"]),
         ({"options": {"schedule": "linear"}}, ["option schedule = 'linear' of method 'eftvit'"]),

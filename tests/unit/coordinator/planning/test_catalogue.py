@@ -168,10 +168,10 @@ def test_entries_are_plain_json(everything: list[MethodEntry]) -> None:
 
 
 def test_an_option_that_not_all_methods_have() -> None:
-    with pytest.raises(ConfigError, match=r"method '\w+' has no option 'mask'.*; --method lists some methods alone"):
-        entries(mask=0.5)
-    with pytest.raises(ConfigError, match=r"method 'fedavg' has no option 'mask'; it has .*warmup_rounds$"):
-        entries("fedavg", mask=0.5)
+    with pytest.raises(ConfigError, match=r"method '\w+' has no option 'mu'.*; --method lists some methods alone"):
+        entries(mu=0.5)
+    with pytest.raises(ConfigError, match=r"method 'fedavg' has no option 'mu'; it has .*warmup_rounds$"):
+        entries("fedavg", mu=0.5)
 
 
 def test_a_model_that_a_method_cannot_have() -> None:

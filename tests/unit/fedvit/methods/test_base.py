@@ -37,8 +37,8 @@ def test_an_unknown_method() -> None:
 
 
 def test_an_unknown_option() -> None:
-    with pytest.raises(ConfigError, match=r"method 'fedavg' has no option 'mask'; it has epochs, batch_size, .*warmup"):
-        make_method("fedavg", {"mask": 0.5})
+    with pytest.raises(ConfigError, match=r"method 'fedavg' has no option 'mu'; it has epochs, batch_size, .*warmup"):
+        make_method("fedavg", {"mu": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_fedavg_shares_everything() -> None:
     (phase,) = FedAvg(epochs=3, lr=0.5, momentum=0.9).phases(vit)
     slots = ("momentum_buffer",)
     assert phase == Train(graph="train", update=UPDATE, groups=("model",), slots=slots, epochs=3, lr=0.5)
-    assert FedAvg().mask_ratio == 0.0
+    assert FedAvg().mask == 0.0
 
 
 def test_fedavgs_forward_is_the_model() -> None:
@@ -235,3 +235,31 @@ def test_fedavgs_forward_is_the_model() -> None:
     whole = patches.reshape(3, 2, 2, 3, 4, 4).permute(0, 3, 1, 4, 2, 5).reshape(3, 3, 8, 8)
     torch.testing.assert_close(forward.logits, vit.vit(whole).detach(), rtol=1e-5, atol=1e-6)
     assert forward.collected == {}
+
+
+# --- the one model that the server has ----------------------------------------------------------------
+
+
+GENERIC = {
+    "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt", "fedprox", "fedrod",
+    "knn_per", "per_fedavg", "pfedme",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_generic_model_needs_nothing_of_a_device(name: str) -> None:
+    """Whatever a device has of its own does not change its answers; methods that keep a part on devices have none."""
+    method = make_method(name)
+    options = {"image_size": 8, "patch_size": 4, "width": 8, "depth": 3, "heads": 2}
+    vit = build_model(method, SMALL, 5, seed=0, options=options)
+    images = Images(torch.randn(3, 4, 48, generator=torch.Generator().manual_seed(0)), None)
+    tensors = method.tensors(vit)
+    logits = method.generic_logits(vit, tensors, images)
+    if name not in GENERIC:
+        assert logits is None
+        return
+    assert logits is not None
+    assert logits.shape == (3, 5)
+    own = method.names_with(vit, Role.LOCAL, Role.GENERATED)
+    other = method.generic_logits(vit, {**tensors, **{at: tensors[at] + 1 for at in own}}, images)
+    torch.testing.assert_close(other, logits, rtol=0, atol=0)

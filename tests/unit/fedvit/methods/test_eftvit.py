@@ -267,7 +267,7 @@ def test_registers_are_collected_too() -> None:
 def test_the_papers_defaults() -> None:
     """M=2, r=0.75, E=5, E_s=2, AdamW with decay 0.05, cosine schedule, batches of 32, and the store of features."""
     method = EFTViT()
-    assert (method.local_blocks, method.mask_ratio, method.epochs, method.server_epochs) == (2, 0.75, 5, 2)
+    assert (method.local_blocks, method.mask, method.epochs, method.server_epochs) == (2, 0.75, 5, 2)
     assert (method.optimizer_rule(), method.schedule, method.batch_size) == (AdamW(weight_decay=0.05), "cosine", 32)
     assert method.server_data == "store"
 

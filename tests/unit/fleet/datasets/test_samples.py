@@ -43,6 +43,24 @@ def test_digits() -> None:
     assert (images == images[..., :1]).all()
 
 
+def test_every_digit_is_in_one_domain() -> None:
+    plain, domains = read_digits(8), SOURCES["digits-domains"](8)
+    assert domains.domain_names == ("faint", "inverted", "mirrored", "plain")
+    assert domains.domains is not None
+    assert np.bincount(domains.domains).tolist() == [450, 449, 449, 449]
+    seen, original = (samples.images[np.arange(4)] for samples in (domains, plain))
+    np.testing.assert_array_equal(seen[1], 255 - original[1])
+    np.testing.assert_array_equal(seen[2], original[2, :, ::-1])
+    np.testing.assert_array_equal(seen[3], original[3])
+
+
+def test_digits_turned_know_their_orientation_alone() -> None:
+    turned = SOURCES["digits-turned"](8)
+    assert turned.classes == ("000", "090", "180", "270")
+    upright, upside_down = turned.images[np.array([0, 2 * 1797])]
+    np.testing.assert_array_equal(upside_down, upright[::-1, ::-1])
+
+
 def test_digits_have_32_pixels_by_default() -> None:
     assert read_digits().images[np.array([0])].shape == (1, 32, 32, 3)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_client.batches import ahead, chosen_rows, facts_of, full_images, training_batches
+from edge_client.batches import ahead, chosen_rows, facts_of, training_batches, whole_samples
 from edge_client.guard import Tally
 from edge_client.sampler import make_sampler
 from edge_client.steps import Graph, Steps, SummedSteps, WholeSteps
@@ -26,6 +26,9 @@ from fedvit.program import LABELS, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
 
 log = logging.getLogger(__name__)
+
+INPUTS = {"batch/patches", "batch/tokens"}
+"""What a device feeds of samples without labels: of images and of text."""
 
 
 class Stopped(FedvitError):
@@ -71,7 +74,7 @@ class Trained:
 
 @dataclass
 class Evaluated:
-    correct: int
+    correct: float  # of a text the share of a sample's characters
     samples: int
     flops: int
 
@@ -183,15 +186,15 @@ class Runtime:
         images, batch = data.test, program.batch
         graph = self._graph(program, program.evaluate.graph)
         feeds, flops = self.prepare(program, values, data.train, seeds, watch)
-        graph.require(feeds.keys() | {"batch/patches"})
-        correct, seen = 0, 0
+        graph.require(feeds.keys() | INPUTS)
+        correct, seen = 0.0, 0
         total = -(-len(images) // batch.answer_size)
-        for number, (rows, readable, patches) in enumerate(full_images(images, np.arange(len(images)), batch)):
+        for number, (rows, readable, fed) in enumerate(whole_samples(images, np.arange(len(images)), batch)):
             if watch.stopped():
                 raise Stopped("the task was stopped")
-            outputs = graph.run({**feeds, "batch/patches": patches})
-            answers = outputs["logits"][: len(rows)].argmax(axis=1)
-            correct += int(((answers == images.labels[rows]) & readable).sum())
+            outputs = graph.run({**feeds, **fed})
+            right = outputs["logits"][: len(rows)].argmax(axis=-1) == images.labels[rows]
+            correct += float(right.reshape(len(rows), -1).mean(axis=1)[readable].sum())
             seen += int(readable.sum())
             watch.step(number + 1, total, None)
         return Evaluated(correct, seen, flops + program.graphs[program.evaluate.graph].flops * total)
@@ -228,14 +231,14 @@ class Runtime:
     ) -> dict[str, Array]:
         """The outputs of a graph for the chosen images, as inputs of the predict graph; empty rows have weight 0."""
         graph = self._graph(program, gather.graph)
-        graph.require(values.keys() | {"batch/patches"})
+        graph.require(values.keys() | INPUTS)
         gathered = np.zeros((gather.capacity, *gather.shape), np.float32)
         labels, weight = np.zeros(gather.capacity, np.int64), np.zeros(gather.capacity, np.float32)
         filled = 0
-        for rows, readable, patches in full_images(images, chosen, program.batch):
+        for rows, readable, fed in whole_samples(images, chosen, program.batch):
             if watch.stopped():
                 raise Stopped("the task was stopped")
-            outputs = graph.run({**values, "batch/patches": patches})
+            outputs = graph.run({**values, **fed})
             target = slice(filled, filled + len(rows))
             gathered[target] = outputs[f"collect/{gather.output}"][: len(rows)]
             labels[target], weight[target] = images.labels[rows], readable

@@ -121,6 +121,7 @@ class TaskExecutor:
         self._make_blobs(execution)
         self._vault.note(task)
         data = self._labelled(program.classes)
+        data.check_fits(program.batch)
         self._runtime.keep_only({graph.digest for graph in program.graphs.values()})
         for name in program.graphs_for(task.kind):
             digest = program.graphs[name].digest
@@ -133,8 +134,7 @@ class TaskExecutor:
         if evaluates:
             evaluated = self._runtime.evaluate(program, values, data, seeds, watch)
             use = self._use(execution, guarded, evaluated.flops)
-            correct = float(evaluated.correct)
-            return self._result(task, evaluated.samples, {"correct": correct}, use)
+            return self._result(task, evaluated.samples, {"correct": evaluated.correct}, use)
         trained = self._runtime.train(program, values, data.train, seeds, task.lr_scale, watch)
         check_finite(trained.tensors, f"training diverged in round {task.round}, nothing of it is kept")
         kept = {

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -126,3 +127,27 @@ def test_fedtp_generates_the_projections_of_text() -> None:
 def test_configuration_of_images_is_refused_for_text(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked_config({"model": TEXT, "model_options": TEXT_MODEL, "rounds": 1, **values}, "run.toml")
+
+
+@pytest.mark.parametrize(("causal", "low", "high"), [(True, 0.0, 0.35), (False, 0.7, 1.0)])
+def test_labels_leak_without_the_mask(causal: bool, low: float, high: float) -> None:
+    """On characters drawn at random a fifth is right by chance; without the mask all are but the last of a sample."""
+    method = make_method("fedavg", {"batch_size": 64, "optimizer": "adamw", "lr": 0.01})
+    vit = build_model(method, TEXT, 5, seed=0, options={**TEXT_MODEL, "context": 4, "causal": causal})
+    (phase,) = method.phases(vit)
+    step = whole_step(method, vit, phase)
+    draw = torch.Generator().manual_seed(0)
+    inputs = example_inputs(method, vit, method_batch(method, vit), msgspec.structs.replace(phase, update=None))
+    inputs |= {name: torch.zeros_like(value) for name, value in inputs.items() if name.startswith("slot/")}
+    inputs["batch/weight"] = torch.ones(64)
+    for number in range(120):
+        windows = torch.randint(0, 5, (64, 5), generator=draw)
+        inputs |= {"batch/tokens": windows[:, :-1], "batch/labels": windows[:, 1:]}
+        inputs["hyper/step"] = torch.tensor(number + 1.0)
+        outputs = step(inputs)
+        inputs |= {name.removeprefix("new/"): value for name, value in outputs.items() if name.startswith("new/")}
+    windows = torch.randint(0, 5, (512, 5), generator=draw)
+    answers = predict_step(method, vit)({**inputs, "batch/tokens": windows[:, :-1]})["logits"].argmax(dim=2)
+    right = (answers == windows[:, 1:]).float()
+    assert low < right.mean() < high
+    assert right[:, -1].mean() < 0.35, "the last position has nothing to read its answer from"

@@ -234,8 +234,8 @@ def write_text_folders(
                         f" are for {what}, and a sample takes {least}; raise min_samples, or shorten the context"
                     )
             write_texts(partial / f"device-{number}", texts.settings, ((TRAIN, train), (TEST, test)))
-            counts = (_characters(text, texts.classes) for text in (train, test))
-            devices.append(DeviceCounts(f"device-{number}", *counts, source=source))
+            held, tested = (_characters(text, texts.classes) for text in (train, test))
+            devices.append(DeviceCounts(f"device-{number}", held, tested, source=source))
         summary = PartitionSummary(
             dataset=texts.dataset,
             classes=texts.classes,

@@ -1,4 +1,7 @@
-"""The batches of a task: order, augmentation and masking of images. All draws follow from the task's seeds."""
+"""The batches of a task: order, augmentation and masking of images, or samples of text.
+
+All draws follow from the task's seeds.
+"""
 
 import queue
 import threading
@@ -7,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedvit.data.folder import Flags, Split
+from fedvit.data.folder import Flags, Split, TextSplit
 from fedvit.data.images import Indices, augment, draw_kept, normalise, select, unfold
 from fedvit.program import Batch, Program, Train
 from fedvit.tensors import Array
@@ -100,6 +103,10 @@ def training_feeds(
     mask_rng: np.random.Generator,
 ) -> tuple[dict[str, Any], Flags]:
     """Graph inputs of one batch, padded to `length`, and which of `rows` could be read."""
+    if isinstance(images, TextSplit):
+        readable = np.ones(len(rows), dtype=np.bool_)
+        given = {"tokens": images.tokens[rows], "labels": images.labels[rows], "weight": readable.astype(np.float32)}
+        return {f"batch/{name}": _pad(values, length) for name, values in given.items()}, readable
     pictures, readable = images.load(rows, batch.image_size)
     pictures = augment(pictures, batch, picture_rng)
     masked = batch.kept_patches < batch.patches
@@ -119,13 +126,20 @@ def training_feeds(
     return feeds, readable
 
 
-def full_images(images: Split, chosen: Indices, batch: Batch) -> Iterator[tuple[Indices, Flags, Array]]:
-    """Batches of unmasked images without augmentation: (rows, which of them could be read, padded patches)."""
+def whole_samples(images: Split, chosen: Indices, batch: Batch) -> Iterator[tuple[Indices, Flags, dict[str, Array]]]:
+    """Batches of samples without masks and augmentation: (rows, which of them could be read, padded graph inputs)."""
     for first in range(0, len(chosen), batch.answer_size):
         rows = chosen[first : first + batch.answer_size]
+        if isinstance(images, TextSplit):
+            yield (
+                rows,
+                np.ones(len(rows), dtype=np.bool_),
+                {"batch/tokens": _pad(images.tokens[rows], batch.answer_size)},
+            )
+            continue
         pictures, readable = images.load(rows, batch.image_size)
         patches = unfold(normalise(pictures, batch), batch.patch_size)
-        yield rows, readable, _pad(patches, batch.answer_size)
+        yield rows, readable, {"batch/patches": _pad(patches, batch.answer_size)}
 
 
 def chosen_rows(count: int, capacity: int, rng: np.random.Generator) -> Indices:
@@ -135,7 +149,7 @@ def chosen_rows(count: int, capacity: int, rng: np.random.Generator) -> Indices:
 
 def facts_of(program: Program, phase: Train, images: Split, rng: np.random.Generator) -> dict[str, Any]:
     """The inputs of a phase that describe the device, and its random numbers."""
-    counts = np.bincount(images.labels, minlength=len(program.classes)).astype(np.float32)
+    counts = np.bincount(images.labels.ravel(), minlength=len(program.classes)).astype(np.float32)
     facts: dict[str, Any] = {"fact/class_counts": counts}
     for draw in phase.draws:
         numbers = rng.integers(draw.low, draw.high, draw.count)

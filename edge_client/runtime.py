@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_client.batches import ahead, chosen_rows, facts_of, full_images, training_batches
+from edge_client.batches import ahead, chosen_rows, facts_of, training_batches, whole_samples
 from edge_client.guard import Tally
 from edge_client.sampler import make_sampler
 from edge_client.steps import Graph, Steps, SummedSteps, WholeSteps
@@ -27,6 +27,9 @@ from fedvit.tensors import Array, Tensors
 from fedvit.wire.messages import ClassCount
 
 log = logging.getLogger(__name__)
+
+INPUTS = {"batch/patches", "batch/tokens"}
+"""What a device feeds of samples without labels: of images and of text."""
 
 
 class Stopped(FedvitError):
@@ -72,10 +75,10 @@ class Trained:
 
 @dataclass
 class Evaluated:
-    correct: int
+    correct: float  # of a text the share of a sample's characters
     samples: int
     flops: int
-    by_class: tuple[ClassCount, ...]  # of the classes with test images
+    by_class: tuple[ClassCount, ...]  # of the classes with test images; () of a text
 
 
 @dataclass
@@ -185,21 +188,27 @@ class Runtime:
         images, batch = data.test, program.batch
         graph = self._graph(program, program.evaluate.graph)
         feeds, flops = self.prepare(program, values, data.train, seeds, watch)
-        graph.require(feeds.keys() | {"batch/patches"})
-        right, seen = (np.zeros(len(program.classes), np.int64) for _ in range(2))
+        graph.require(feeds.keys() | INPUTS)
+        correct, seen = 0.0, 0
+        right_of, seen_of = (np.zeros(len(program.classes), np.int64) for _ in range(2))
         total = -(-len(images) // batch.answer_size)
-        for number, (rows, readable, patches) in enumerate(full_images(images, np.arange(len(images)), batch)):
+        for number, (rows, readable, fed) in enumerate(whole_samples(images, np.arange(len(images)), batch)):
             if watch.stopped():
                 raise Stopped("the task was stopped")
-            outputs = graph.run({**feeds, "batch/patches": patches})
-            answers = outputs["logits"][: len(rows)].argmax(axis=1)
+            outputs = graph.run({**feeds, **fed})
             labels = images.labels[rows]
-            right += np.bincount(labels[(answers == labels) & readable], minlength=len(right))
-            seen += np.bincount(labels[readable], minlength=len(seen))
+            right = outputs["logits"][: len(rows)].argmax(axis=-1) == labels
+            correct += float(right.reshape(len(rows), -1).mean(axis=1)[readable].sum())
+            seen += int(readable.sum())
+            if labels.ndim == 1:  # a sample of text has characters of many classes
+                right_of += np.bincount(labels[right & readable], minlength=len(right_of))
+                seen_of += np.bincount(labels[readable], minlength=len(seen_of))
             watch.step(number + 1, total, None)
-        by_class = tuple(ClassCount(int(label), int(right[label]), int(seen[label])) for label in np.flatnonzero(seen))
+        by_class = tuple(
+            ClassCount(int(label), int(right_of[label]), int(seen_of[label])) for label in np.flatnonzero(seen_of)
+        )
         flops += program.graphs[program.evaluate.graph].flops * total
-        return Evaluated(int(right.sum()), int(seen.sum()), flops, by_class)
+        return Evaluated(correct, seen, flops, by_class)
 
     def prepare(
         self, program: Program, values: Mapping[str, Array], images: Split, seeds: Seeds, watch: Watch
@@ -233,14 +242,14 @@ class Runtime:
     ) -> dict[str, Array]:
         """The outputs of a graph for the chosen images, as inputs of the predict graph; empty rows have weight 0."""
         graph = self._graph(program, gather.graph)
-        graph.require(values.keys() | {"batch/patches"})
+        graph.require(values.keys() | INPUTS)
         gathered = np.zeros((gather.capacity, *gather.shape), np.float32)
         labels, weight = np.zeros(gather.capacity, np.int64), np.zeros(gather.capacity, np.float32)
         filled = 0
-        for rows, readable, patches in full_images(images, chosen, program.batch):
+        for rows, readable, fed in whole_samples(images, chosen, program.batch):
             if watch.stopped():
                 raise Stopped("the task was stopped")
-            outputs = graph.run({**values, "batch/patches": patches})
+            outputs = graph.run({**values, **fed})
             target = slice(filled, filled + len(rows))
             gathered[target] = outputs[f"collect/{gather.output}"][: len(rows)]
             labels[target], weight[target] = images.labels[rows], readable

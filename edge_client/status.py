@@ -163,7 +163,10 @@ class StatusFile:
         """The images of the data, counted again when they have changed or another one could not be decoded."""
         failed = len(data.train.failed) + len(data.test.failed)
         if self._counted is None or self._counted.data is not data or self._counted.failed != failed:
-            both = [np.bincount(part.labels, minlength=len(data.classes)).tolist() for part in (data.train, data.test)]
+            both = [
+                np.bincount(part.labels.ravel(), minlength=len(data.classes)).tolist()
+                for part in (data.train, data.test)
+            ]
             counts = zip(data.classes, *both, strict=True)
             classes = {name: ClassCount(train, test) for name, train, test in counts}
             self._counted = _Counted(data, failed, classes, unusable(data))

@@ -123,6 +123,7 @@ class TaskExecutor:
         self._make_blobs(execution)
         self._vault.note(task)
         data = self._labelled(program.classes)
+        data.check_fits(program.batch)
         self._runtime.keep_only({graph.digest for graph in program.graphs.values()})
         for name in program.graphs_for(task.kind):
             digest = program.graphs[name].digest
@@ -135,7 +136,7 @@ class TaskExecutor:
         if evaluates:
             evaluated = self._runtime.evaluate(program, values, data, seeds, watch)
             use = self._use(execution, guarded, evaluated.flops)
-            result = self._result(task, evaluated.samples, {"correct": float(evaluated.correct)}, use)
+            result = self._result(task, evaluated.samples, {"correct": evaluated.correct}, use)
             if not self._counts_classes or len(evaluated.by_class) > MAX_CLASS_COUNTS:
                 return result
             return msgspec.structs.replace(result, by_class=evaluated.by_class)

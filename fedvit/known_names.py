@@ -22,6 +22,9 @@ SMALL_OPTIONS = (
     "image_size", "patch_size", "width", "depth", "heads", "mlp_ratio", "head_width", "qkv_bias", "registers",
     "position_std",
 )  # fmt: skip
+TEXT = "transformer_small_text"
+"""The model of text."""
+TEXT_OPTIONS = ("context", "width", "depth", "heads", "mlp_ratio", "head_width", "qkv_bias", "causal")
 TIMM_OPTIONS = ("image_size", "patch_size")
 HUB, LOCAL = "hf-hub:", "local-dir:"
 """How timm names models outside of its own list: on the hub of weights, and in a folder with their `config.json`."""
@@ -142,7 +145,7 @@ def check_model(name: str) -> None:
 
     Whether the hub of weights has a model is not asked here.
     """
-    if name == SMALL:
+    if name in (SMALL, TEXT):
         return
     if name.startswith(LOCAL):
         file = Path(name.removeprefix(LOCAL)) / "config.json"
@@ -156,19 +159,19 @@ def check_model(name: str) -> None:
     plain = name.partition(".")[0].removeprefix("timm/")
     text = _timm_sources()
     if re.search(rf"\b{re.escape(plain)}\b", text) is None:
-        known = [SMALL, *re.findall(r"^@register_model\s+def (\w+)\(", text, re.MULTILINE)]
+        known = [SMALL, TEXT, *re.findall(r"^@register_model\s+def (\w+)\(", text, re.MULTILINE)]
         raise unknown_model(name, known)
 
 
 def unknown_model(name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(
-        f"unknown model {name!r}: neither {SMALL!r} nor a name that timm knows{did_you_mean(name, known)}"
+        f"unknown model {name!r}: neither {SMALL!r} nor {TEXT!r} nor a name that timm knows{did_you_mean(name, known)}"
     )
 
 
 def check_model_options(model: str, given: Iterable[str]) -> None:
     """Raises ConfigError when one of the options `given` is not one of the model's."""
-    known = SMALL_OPTIONS if model == SMALL else TIMM_OPTIONS
+    known = {SMALL: SMALL_OPTIONS, TEXT: TEXT_OPTIONS}.get(model, TIMM_OPTIONS)
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"model {model!r} has no option {unknown[0]!r}{known_are(unknown[0], known, 'it has')}")
 

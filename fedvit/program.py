@@ -11,7 +11,8 @@ Graph inputs and outputs are bound by name, so that graphs carry their own wirin
     anchor/NAME       the tensor's value at the start of the round
     batch/patches     (B, tokens, patch values) float32: normalised, unfolded, kept patches only
     batch/kept        (B, tokens) int64: which patch of the image each row is
-    batch/labels      (B,) int64: index into `Program.classes`
+    batch/tokens      (B, context) int64: characters as indices into `Program.classes`; of text, instead of patches
+    batch/labels      (B,) int64: index into `Program.classes`; of text (B, context): the character that follows each
     batch/weight      (B,) float32: 1 for a sample, 0 for padding of the last batch
     batch/share       () float32: these samples' part of the whole batch's weight
     hyper/lr          () float32 learning rate;  hyper/step () float32, counts from 1 in a phase
@@ -22,7 +23,7 @@ Graph inputs and outputs are bound by name, so that graphs carry their own wirin
                       with gathered/labels (capacity,) int64 and gathered/weight (capacity,), 0 where empty
     metric/loss       () float32 mean loss over the batch's samples (output)
     collect/NAME      (B, ...) what the phase may record per sample (output)
-    logits            (B, classes) float32 (output of a predict graph)
+    logits            (B, classes) float32 (output of a predict graph); of text (B, context, classes)
 
 A graph that updates works on any piece of the trained tensors, laid out as one vector:
 
@@ -47,6 +48,9 @@ from fedvit.updates import make_codec
 PROGRAM_VERSION = 1
 PRIVATE_VERSION = 2
 """Version of Programs that ask for privacy: software that supports only the first version refuses them."""
+TEXT_VERSION = 3
+"""Version of Programs for text, which earlier software cannot read."""
+VERSIONS = (PROGRAM_VERSION, PRIVATE_VERSION, TEXT_VERSION)
 MAX_VALUES = 1 << 31
 """Numbers in one array that a device makes for a Program: batches, features, optimizer state. What a device can
 really hold is limited by its memory budget; larger values than this are invalid."""
@@ -89,14 +93,21 @@ class GraphSpec(Struct, frozen=True):
     flops: Annotated[int, Meta(ge=0)]
 
 
-class Batch(Struct, frozen=True, kw_only=True):
-    """How a device turns its images into graph inputs."""
+class Text(Struct, frozen=True, kw_only=True):
+    """Samples of text: the following character is predicted at every position."""
 
-    image_size: Pixels
-    patch_size: Pixels
+    context: Annotated[int, Meta(ge=1, le=65_536)]  # characters of a sample
+
+
+class Batch(Struct, frozen=True, kw_only=True):
+    """How a device turns its images, or its text, into graph inputs."""
+
     batch_size: Samples  # samples of one optimizer step
-    mean: tuple[Channel, Channel, Channel]
-    std: tuple[Deviation, Deviation, Deviation]
+    text: Text | None = None  # None: samples are images, as the fields below say
+    image_size: Pixels = 1
+    patch_size: Pixels = 1
+    mean: tuple[Channel, Channel, Channel] = (0.0, 0.0, 0.0)
+    std: tuple[Deviation, Deviation, Deviation] = (1.0, 1.0, 1.0)
     mask_ratio: Share = 0.0  # share of patches dropped per sample and step, training only; [0, 1)
     crop_padding: Annotated[int, Meta(ge=0, le=4096)] = (
         0  # random crop after reflecting this many pixels at each border
@@ -114,6 +125,11 @@ class Batch(Struct, frozen=True, kw_only=True):
     def answer_size(self) -> int:
         """Samples of one run of a graph without gradients: at least two, so that their axis is recognisable."""
         return max(2, self.run_size)
+
+    @property
+    def tokens(self) -> int:
+        """Of a training sample, as a model reads it: patches or characters."""
+        return self.text.context if self.text else self.kept_patches
 
     @property
     def patches(self) -> int:
@@ -277,8 +293,8 @@ def decode_program(raw: bytes) -> Program:
     try:
         head: Any = msgspec.msgpack.decode(raw)
         version = head.get("v") if isinstance(head, dict) else None
-        if version not in (PROGRAM_VERSION, PRIVATE_VERSION):
-            known = f"{PROGRAM_VERSION} and {PRIVATE_VERSION}"
+        if version not in VERSIONS:
+            known = ", ".join(map(str, VERSIONS))
             raise BadPayload(f"program version {version!r}, this software knows versions {known}")
         program = msgspec.convert(head, Program)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the latter two through
@@ -296,6 +312,8 @@ def _nonsense(program: Program) -> Iterator[str]:
     if batch.crop_padding >= batch.image_size:
         yield f"{batch.crop_padding} pixels cannot be reflected at the border of an image of {batch.image_size}"
     sizes: dict[str, tuple[int, ...]] = {"a batch": (batch.batch_size, 3, batch.image_size, batch.image_size)}
+    if batch.text:
+        sizes["a batch of text"] = (batch.batch_size, batch.text.context)
     for name, spec in program.tensors.items():
         sizes[f"tensor {name!r}"] = spec.shape
         if spec.group not in program.groups:

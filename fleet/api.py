@@ -22,6 +22,7 @@ from edge_client.vault import Vault
 from fedvit.choices import known_are
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
+from fedvit.known_names import TEXT
 from fedvit.tensors import Tensors, mapped
 from fedvit.wire.topics import check_name
 from fleet.devices import device_folders, virtual_devices
@@ -35,8 +36,6 @@ WIDTH = 100
 """Letters of a line of the tables."""
 DEVICES = 4
 """That a data set is dealt out to, where nothing is said."""
-IMAGE_SIZE = 32
-"""Side of the pictures that are dealt out where the model's options do not say it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -163,7 +162,7 @@ def run(
                     dealt,
                     options=partition_options,
                     seed=checked.seed,
-                    size=checked.model_options.get("image_size", IMAGE_SIZE),
+                    size=checked.model_options.get("context" if checked.model == TEXT else "image_size"),
                 )
         folders = device_folders(dealt, None)
     elif parts is None or partition is not None or partition_options is not None:

@@ -2,7 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ from fedvit.command_line import Command, json_flag
 from fedvit.data.images import Indices, Pixels
 from fedvit.data.layout import TEST, TRAIN
 from fedvit.data.split import split_train_test
+from fedvit.data.text import character_name, write_texts
 from fedvit.errors import ConfigError, DataError, StorageFailed
-from fleet.datasets import SOURCES, read_samples
+from fleet.datasets import SOURCES, read_dataset
 from fleet.datasets.samples import Samples
+from fleet.datasets.texts import Texts
 from fleet.partition_plot import Counts, bar_lines, draw_bubbles
 from fleet.partitions import (
     PARTITIONS,
@@ -34,6 +38,7 @@ from fleet.partitions import (
 )
 from fleet.partitions.dealing import refuse_empty
 from fleet.partitions.feature_noise import add_noise
+from fleet.partitions.natural import Natural
 
 SUMMARY_FILE = "partition.json"
 PLOT_FILE = "partition.png"
@@ -44,12 +49,13 @@ _TABLE_CLASSES = 10  # with more, a column per class does not fit into 80 charac
 
 
 class DeviceCounts(Struct, frozen=True):
-    """How many images of each class a device's folder holds; every class is listed."""
+    """How many images, or characters, of each class a device's folder holds; every class is listed."""
 
     name: str
     train: dict[str, int]
     test: dict[str, int]
     noise_std: float = 0.0  # of the noise added to its images, gray levels of 0..255
+    source: str | None = None  # of a text: the role or the user that the device has
 
     def total(self, class_name: str) -> int:
         return self.train[class_name] + self.test[class_name]
@@ -60,7 +66,7 @@ class PartitionSummary(Struct, frozen=True, kw_only=True):
 
     dataset: str
     classes: tuple[str, ...]
-    size: int
+    size: int  # side of the images, pixels; of a text the characters of context
     partition: str | None  # None: the caller dealt the samples out
     options: dict[str, Option]
     seed: int
@@ -73,7 +79,7 @@ class PartitionSummary(Struct, frozen=True, kw_only=True):
 
 
 def deal(
-    dataset: str | Samples,
+    dataset: str | Samples | Texts,
     partition: str,
     devices: int,
     out: Path,
@@ -83,40 +89,56 @@ def deal(
     test_share: float = 0.2,
     validation_share: float | None = None,
     global_test: float | None = None,
-    size: int = 32,
+    size: int | None = None,
     overwrite: bool = False,
     plot: bool = False,
 ) -> PartitionSummary:
     """Deal a data set out by a partition of `PARTITIONS` and write a folder per device, as `fleet partition` does.
 
-    `dataset` is a name, a path, or samples already read; `size`, the side of images in pixels, is for the
-    first two. `validation_share` is as for `write_device_folders`. `global_test` is the share of each class that is set
-    apart before the rest is dealt out, in class folders in `out`/GLOBAL_TEST. With `plot` a picture lies beside the
-    folders. The same arguments write the same files.
+    `dataset` is a name, a path, or samples already read; `size`, the side of images in pixels (None: 32) or the context
+    of a text in characters (None: 80), is for the first two. `validation_share` is as for `write_device_folders`.
+    `global_test` is the share of each class of images that is set apart before the rest is dealt out, in class folders
+    in `out`/GLOBAL_TEST. With `plot` a picture lies beside the folders. The same arguments write the same files.
     Raises ConfigError for bad values and where `out` is occupied, DataError for an unusable data set,
     StorageFailed when the disk is full or not writable.
     """
     rule = make_partition(partition, **(options or {}))
     _refuse_occupied(out, overwrite)  # before reading a large data set takes minutes
-    samples = read_samples(dataset, size) if isinstance(dataset, str) else dataset
-    everything = np.arange(len(samples), dtype=np.int64)
-    # a stream of its own: devices have 0, 1, ...
-    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(devices,)))
-    dealt, apart = split_train_test(everything, samples.labels, global_test or 0.0, rng)
-    summary = write_device_folders(
-        samples,
-        [dealt[part] for part in deal_out(rule, samples.annotations.rows(dealt), devices, seed)],
-        out,
-        test_share=test_share,
-        validation_share=validation_share,
-        seed=seed,
-        partition=partition,
-        options=asdict(rule),
-        apart=apart if global_test else None,
-        global_test=global_test,
-        noise_stds=[rule.noise_std(device, devices) for device in range(devices)],
-        overwrite=overwrite,
-    )
+    samples = read_dataset(dataset, size) if isinstance(dataset, str) else dataset
+    if isinstance(samples, Texts):
+        if not isinstance(rule, Natural):
+            raise ConfigError(f"partition {partition} deals out single samples, which tears a text apart; use natural")
+        if global_test is not None:
+            raise ConfigError(f"global_test = {global_test} sets images apart, and {samples.dataset} is a text")
+        summary = write_text_folders(
+            samples,
+            deal_out(rule, samples.annotations, devices, seed),
+            out,
+            test_share=test_share,
+            validation_share=validation_share,
+            seed=seed,
+            options=asdict(rule),
+            overwrite=overwrite,
+        )
+    else:
+        everything = np.arange(len(samples), dtype=np.int64)
+        # a stream of its own: devices have 0, 1, ...
+        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(devices,)))
+        dealt, apart = split_train_test(everything, samples.labels, global_test or 0.0, rng)
+        summary = write_device_folders(
+            samples,
+            [dealt[part] for part in deal_out(rule, samples.annotations.rows(dealt), devices, seed)],
+            out,
+            test_share=test_share,
+            validation_share=validation_share,
+            seed=seed,
+            partition=partition,
+            options=asdict(rule),
+            apart=apart if global_test else None,
+            global_test=global_test,
+            noise_stds=[rule.noise_std(device, devices) for device in range(devices)],
+            overwrite=overwrite,
+        )
     if plot:
         write_plot(summary, out / PLOT_FILE)
     return summary
@@ -151,12 +173,8 @@ def write_device_folders(
     and when it has too few training images for a validation image; StorageFailed when the disk is full or not
     writable.
     """
-    _refuse_occupied(out, overwrite)
     parts = refuse_empty(partition or "by hand", parts)
-    out = out.resolve()  # behind a symlink, renaming works only beside the folder itself
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
+    with _new_folder(out, overwrite) as partial:
         unreadable = list(samples.unreadable)
         devices = []
         for number, part in enumerate(parts):
@@ -197,13 +215,69 @@ def write_device_folders(
             domains=samples.domain_names,
             unreadable=tuple(unreadable),
         )
-        (partial / SUMMARY_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-        _put_in_place(partial, out)
-    except OSError as error:
-        raise StorageFailed(f"cannot write device folders to {out}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _write_summary(summary, partial)
     return summary
+
+
+def write_text_folders(
+    texts: Texts,
+    parts: Sequence[Indices],
+    out: Path,
+    *,
+    test_share: float,
+    seed: int,
+    validation_share: float | None = None,
+    options: Mapping[str, Option] | None = None,
+    overwrite: bool = False,
+) -> PartitionSummary:
+    """Write `out/device-0/train.txt`, `test.txt` and `text.json` and so on, and `out/partition.json`.
+
+    The last `test_share` of a device's text is for testing; `validation_share` is as for `write_device_folders`. Raises
+    ConfigError when a device has too little text for a sample of each kind, and what `write_device_folders` raises.
+    """
+    if not 0 <= test_share < 1:
+        raise ConfigError(f"test share is {test_share}, expected a number in [0, 1)")
+    least = texts.settings.context + 1
+    with _new_folder(out, overwrite) as partial:
+        devices = []
+        for number, rows in enumerate(parts):
+            source = texts.source_names[texts.sources[rows[0]]]
+            train, test = _cut(texts.text(rows), test_share, least)
+            if validation_share is not None:
+                train, test = _cut(train, validation_share, least)
+            for what, text in (("training", train), ("testing", test)):
+                if len(text) < least and (text or what == "training" or validation_share is not None):
+                    raise ConfigError(
+                        f"device-{number} has too little text: of the {len(rows)} characters of {source!r} {len(text)}"
+                        f" are for {what}, and a sample takes {least}; raise min_samples, or shorten the context"
+                    )
+            write_texts(partial / f"device-{number}", texts.settings, ((TRAIN, train), (TEST, test)))
+            held, tested = (_characters(text, texts.classes) for text in (train, test))
+            devices.append(DeviceCounts(f"device-{number}", held, tested, source=source))
+        summary = PartitionSummary(
+            dataset=texts.dataset,
+            classes=texts.classes,
+            size=texts.settings.context,
+            partition="natural",
+            options=dict(options or {}),
+            seed=seed,
+            test_share=test_share,
+            validation_share=validation_share,
+            devices=tuple(devices),
+        )
+        _write_summary(summary, partial)
+    return summary
+
+
+def _cut(text: str, share: float, sample: int) -> tuple[str, str]:
+    """The text without its last `share`, and that; between two samples."""
+    first = round(len(text) * (1 - share)) // sample * sample if share else len(text)
+    return text[:first], text[first:]
+
+
+def _characters(text: str, classes: Sequence[str]) -> dict[str, int]:
+    held = Counter(map(character_name, text))
+    return {name: held[name] for name in classes}
 
 
 def summary_table(summary: PartitionSummary) -> Table:
@@ -282,7 +356,7 @@ def _merged_options(pairs: Sequence[str], flags: Mapping[str, Any]) -> dict[str,
     show_default=True,
     metavar="NAME|PATH",
     help=f"A known data set ({', '.join(SOURCES)}), or the path of one: class folders (also as .zip), domain folders,"
-    " CIFAR-10 or -100, MNIST's idx files, MedMNIST's .npz, Parquet.",
+    " CIFAR-10 or -100, MNIST's idx files, MedMNIST's .npz, Parquet, a .txt of speaking roles, LEAF's .json.",
 )
 @click.option("--devices", default=4, show_default=True, type=click.IntRange(min=1), help="How many device folders.")
 @click.option(
@@ -306,7 +380,11 @@ def _merged_options(pairs: Sequence[str], flags: Mapping[str, Any]) -> dict[str,
     type=click.FloatRange(0, 1, max_open=True),
     help="Share of each class that a device tests with.",
 )
-@click.option("--size", default=32, show_default=True, type=click.IntRange(min=1), help="Side of the images, pixels.")
+@click.option(
+    "--size",
+    type=click.IntRange(min=1),
+    help="Side of the images, pixels (32), or characters of a text that a prediction may read (80).",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an earlier partition in --out.")
 @click.option("--plot", is_flag=True, help=f"Draw images by device and class, here and as {PLOT_FILE} in --out.")
 @json_flag
@@ -321,7 +399,7 @@ def partition_command(
     out: Path,
     seed: int,
     test_share: float,
-    size: int,
+    size: int | None,
     overwrite: bool,
     plot: bool,
     as_json: bool,
@@ -351,6 +429,26 @@ def partition_command(
     if summary.unreadable:
         click.echo(f"left out {len(summary.unreadable)} images, the first: {summary.unreadable[0]}")
     click.echo(f"{summary.dataset} dealt out to {len(summary.devices)} devices in {out}")
+
+
+@contextmanager
+def _new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` at the end; `out` is unchanged after a failure."""
+    _refuse_occupied(out, overwrite)
+    out = out.resolve()  # behind a symlink, renaming works only beside the folder itself
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        _put_in_place(partial, out)
+    except OSError as error:
+        raise StorageFailed(f"cannot write device folders to {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_summary(summary: PartitionSummary, folder: Path) -> None:
+    (folder / SUMMARY_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 
 
 def _refuse_occupied(out: Path, overwrite: bool) -> None:

@@ -160,7 +160,7 @@ def _images(devices: Mapping[str, Path]) -> dict[str, DeviceData]:
     opened = {folder: DeviceData.open(folder, cache_bytes=cache_bytes) for folder in dict.fromkeys(devices.values())}
 
     def own(split: Split) -> Split:
-        return Split(split.labels, Files(split.paths, cache_bytes))
+        return replace(split, files=Files(split.paths, cache_bytes))
 
     found = {}
     for name, folder in devices.items():

@@ -1,11 +1,13 @@
-"""How a device turns its images into the inputs of a method, and how many of them it processes at a time."""
+"""How a device turns its images, or its text, into a method's inputs, and how many samples it processes at a time."""
 
 import msgspec
 
 from coordinator.config import ImageConfig
+from fedvit.errors import ConfigError
 from fedvit.methods.base import Method
+from fedvit.models.text import TextTransformer
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch
+from fedvit.program import Batch, Text
 
 UNCHANGED = ImageConfig()
 """Images without augmentation."""
@@ -16,7 +18,15 @@ ACTIVATION_BYTES = 320 << 20
 
 
 def method_batch(method: Method, vit: PatchViT, images: ImageConfig = UNCHANGED) -> Batch:
-    """The batch of a method on a model; all of it at a time where the method does not set `micro_batch`."""
+    """The batch of a method on a model; all of it at a time where the method does not set `micro_batch`.
+
+    Raises ConfigError for augmentation of images on a model of text.
+    """
+    if isinstance(vit, TextTransformer):
+        if images != UNCHANGED:
+            raise ConfigError(f"[images] changes pictures, and model {vit.name!r} reads text: leave the table out")
+        text = Text(context=vit.context)
+        return Batch(batch_size=method.samples_per_step, micro_batch=method.micro_batch, text=text)
     mean, std = vit.mean_std
     return Batch(
         image_size=vit.image_size,
@@ -44,7 +54,7 @@ def suitable_run_size(vit: PatchViT, batch: Batch) -> int:
 
     The batch is divided into equal runs if possible, as the padding of a last run is wasted work.
     """
-    tokens = batch.kept_patches + vit.prefix_tokens
+    tokens = batch.tokens + vit.prefix_tokens
     sample_bytes = activation_bytes(vit, tokens)
     wanted = min(batch.batch_size, max(-(-FULL_SPEED_ROWS // tokens), ACTIVATION_BYTES // sample_bytes))
     equal = max(size for size in range(1, wanted + 1) if batch.batch_size % size == 0)

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 
 from coordinator.config import RunConfig, StartConfig, make_config
+from coordinator.planning.batch import method_batch
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import ServerRule
-from fedvit.models import SMALL
+from fedvit.models import SMALL, TEXT
 
 
 def checked_config(values: dict[str, Any], where: str) -> StartConfig:
@@ -29,7 +30,7 @@ def check_run(config: RunConfig, where: str) -> None:
 def _check(config: RunConfig) -> None:
     """Checked before devices join: on torch's device "meta" a model needs no time and memory."""
     method = make_method(config.method, config.options)
-    pretrained = config.model == SMALL and config.pretrained  # it has none, and says so
+    pretrained = config.model in (SMALL, TEXT) and config.pretrained  # it has none, and says so
     with torch.device("meta"):
         vit = build_model(
             method,
@@ -39,6 +40,7 @@ def _check(config: RunConfig) -> None:
             options=config.model_options,
             pretrained=pretrained,
         )
+        method_batch(method, vit, config.images)
         groups = method.groups(vit)
         _check_late_results(config, method.server_rule(vit))
         roles = {role for role, names in groups.values() if names}

@@ -28,6 +28,7 @@ from fedvit.precision import Compute, Precision
 from fedvit.program import (
     PRIVATE_VERSION,
     PROGRAM_VERSION,
+    TEXT_VERSION,
     Batch,
     Evaluate,
     GraphSpec,
@@ -240,7 +241,7 @@ class Plan:
         privacy = self.config.privacy
         private = privacy.noise_multiplier or privacy.feature_noise
         return Program(
-            v=PRIVATE_VERSION if private else PROGRAM_VERSION,
+            v=TEXT_VERSION if batch.text else PRIVATE_VERSION if private else PROGRAM_VERSION,
             method=self.config.method,
             model=self.config.model,
             classes=self.classes,

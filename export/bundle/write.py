@@ -50,6 +50,10 @@ class Trained:
     origin: Origin
     reported: Reported | None = None
 
+    def __post_init__(self) -> None:
+        if self.batch.text:
+            raise ConfigError(f"run {self.origin.run!r} has a model of text: bundles are of models that read images")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:

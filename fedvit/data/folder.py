@@ -1,4 +1,4 @@
-"""A device's own images: a folder with one folder per class."""
+"""A device's own data: a folder with one folder of images per class, or one of text (`fedvit.data.text`)."""
 
 import math
 import os
@@ -6,15 +6,17 @@ import stat
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from fedvit.data.images import DECODED_BYTES, Indices, Pixels, header_problem, read_image
-from fedvit.data.layout import UNLABELLED, find_layout, read_tree
+from fedvit.data.layout import TEST, TRAIN, UNLABELLED, find_layout, read_tree
 from fedvit.data.split import KeptSplit, split_train_test
+from fedvit.data.text import SETTINGS, is_text_folder, read_texts, text_file
 from fedvit.errors import DataError
+from fedvit.program import Batch
 from fedvit.resources import IMAGE_CACHE_BYTES
 
 Flags = npt.NDArray[np.bool_]
@@ -133,10 +135,42 @@ class Split:
         """
         return self.files.load(indices, size)
 
+    def relabelled(self, table: Indices) -> Self:
+        """With label `table[label]` for each one."""
+        return replace(self, labels=table[self.labels])
+
+    def unfit(self, batch: Batch) -> str | None:
+        """Why a Program's batches cannot be made of these samples, or None."""
+        return "the run trains on text, this folder holds images" if batch.text else None
+
+
+@dataclass(frozen=True, eq=False)
+class TextSplit(Split):
+    """Samples of text: `labels` are (n, context), the character that follows each one of `tokens`.
+
+    Letters: n samples, T characters of context.
+    """
+
+    tokens: Indices  # (n, T) indices into the classes
+
+    @classmethod
+    def of(cls, windows: Indices, files: Sequence[Path]) -> Self:
+        return cls(windows[:, 1:], Files(files), windows[:, :-1])
+
+    def relabelled(self, table: Indices) -> Self:
+        return replace(self, labels=table[self.labels], tokens=table[self.tokens])
+
+    def unfit(self, batch: Batch) -> str | None:
+        if batch.text is None:
+            return "the run trains on images, this folder holds text"
+        if (context := self.tokens.shape[1]) != batch.text.context:
+            return f"the run's samples have a context of {batch.text.context} characters, those of {SETTINGS} {context}"
+        return None
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceData:
-    """The class folders of a device; labels are indices into `classes`."""
+    """The class folders of a device, or its text; labels are indices into `classes`."""
 
     folder: Path
     classes: tuple[str, ...]
@@ -184,6 +218,8 @@ class DeviceData:
         """
         if not folder.is_dir():
             raise DataError(f"{folder}: {'is not a folder' if folder.exists() else 'there is no such folder'}")
+        if is_text_folder(folder):
+            return cls._open_text(folder, before)
         tree = read_tree(folder, _CLASS_LEVELS)
         tree.folders.pop(UNLABELLED, None)
         layout = find_layout(tree, str(folder))
@@ -229,6 +265,23 @@ class DeviceData:
             checked=checked,
         )
 
+    @classmethod
+    def _open_text(cls, folder: Path, before: "DeviceData | None") -> "DeviceData":
+        files = [file for part in (TRAIN, TEST) if (file := text_file(folder, part)).exists()]
+        stamps = {file: os.stat(file) for file in (folder / SETTINGS, *files)}
+        checked = {file: Checked(Stamp(now.st_size, now.st_mtime_ns), None) for file, now in stamps.items()}
+        if before and before.checked == checked:
+            return before
+        texts = read_texts(folder)
+        return cls(
+            folder=folder,
+            classes=texts.classes,
+            train=TextSplit.of(texts.train, [text_file(folder, TRAIN)]),
+            test=TextSplit.of(texts.test, files[1:]),
+            has_test_folder=True,  # a text is never split here
+            checked=checked,
+        )
+
     def relabelled(self, classes: Sequence[str]) -> "DeviceData":
         """The same images with labels that are indices into a run's `classes`.
 
@@ -239,17 +292,23 @@ class DeviceData:
         held = np.union1d(self.train.labels, self.test.labels)
         if unknown := [self.classes[label] for label in held if self.classes[label] not in position]:
             more = ", ..." if len(classes) > 10 else ""
+            what = "characters" if isinstance(self.train, TextSplit) else "images in class folders"
             raise DataError(
-                f"{self.folder}: images in class folders that the run does not know: {', '.join(unknown)};"
+                f"{self.folder}: {what} that the run does not know: {', '.join(unknown)};"
                 f" the run's {len(classes)} classes: {', '.join(classes[:10])}{more}"
             )
         table = np.array([position.get(name, -1) for name in self.classes], dtype=np.int64)
         return replace(
             self,
             classes=tuple(classes),
-            train=Split(table[self.train.labels], self.train.files),
-            test=Split(table[self.test.labels], self.test.files),
+            train=self.train.relabelled(table),
+            test=self.test.relabelled(table),
         )
+
+    def check_fits(self, batch: Batch) -> None:
+        """Raises DataError when the batches of a run's Program cannot be made of this folder."""
+        if why := self.train.unfit(batch):
+            raise DataError(f"{self.folder}: {why}")
 
     def forget(self) -> None:
         """Free the memory of decoded images, also for copies made by `relabelled`."""

@@ -42,7 +42,7 @@ class GroupRule(NamedTuple):
 
 
 class Images(NamedTuple):
-    """A batch as a model reads it; `kept` None means all patches in order."""
+    """A batch as a model reads it; `kept` None means all patches in order. A model of text reads characters instead."""
 
     patches: Tensor
     kept: Tensor | None
@@ -55,7 +55,7 @@ class StepInputs(NamedTuple):
     """The inputs of a training step beside the tensors. Letters: B samples of the batch, C classes."""
 
     images: Images
-    labels: Tensor  # (B,) int64
+    labels: Tensor  # (B,) int64; of text (B, positions)
     weight: Tensor  # (B,) 1 for a sample, 0 for padding
     anchors: Named  # values at the start of the round
     facts: Named  # "class_counts": (C,) training images of each class on this device
@@ -180,10 +180,11 @@ class ServerRule(ABC):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Per sample: (B, C) logits and (B,) labels -> (B,)."""
+    """Per sample: (B, C) logits and (B,) labels -> (B,). Of several positions, (B, T, C) and (B, T), their mean."""
     # a one-hot product instead of nll_loss: its backward needs no scatter
-    chosen = (labels[:, None] == torch.arange(logits.shape[1], device=labels.device)).to(logits.dtype)
-    return -(torch.log_softmax(logits, dim=1) * chosen).sum(dim=1)
+    chosen = (labels.unsqueeze(-1) == torch.arange(logits.shape[-1], device=labels.device)).to(logits.dtype)
+    losses = -(torch.log_softmax(logits, dim=-1) * chosen).sum(dim=-1)
+    return losses if losses.ndim == 1 else losses.mean(dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +214,11 @@ class Method(ABC):
     clip_norm: Annotated[float, Meta(gt=0)] | None = None  # a step's gradient is scaled down to this norm
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
     warmup_rounds: Annotated[int, Meta(ge=0)] = 0
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the method can train a model of text: it runs the model as it is, and changes nothing in it."""
+        return type(self).forward is Method.forward and not self.model_patches() and not self.mask
 
     @property
     def sent_precision(self) -> Precision:

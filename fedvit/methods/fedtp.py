@@ -70,6 +70,10 @@ class FedTP(Method):
     all_embeddings: bool = False
     novel: Literal["embedding", "hypernetwork"] | None = None  # what the server learns for devices that come later
 
+    @property
+    def reads_text(self) -> bool:
+        return self.head != "rod" and not self.knn_weight
+
     def model_patches(self) -> tuple[ModelPatch, ...]:
         return (ExtraHead(name=PERSONAL_HEAD),) if self.head == "rod" else ()
 

@@ -105,7 +105,7 @@ def gather_step(method: Method, vit: PatchViT, gather: Gather) -> Step:
     """What an evaluation gathers from full images."""
 
     def run(inputs: Named) -> dict[str, Tensor]:
-        forward = method.forward(vit, _tensors(inputs), Images(inputs["batch/patches"], None))
+        forward = method.forward(vit, _tensors(inputs), _samples(inputs))
         return {f"collect/{gather.output}": forward.collected[gather.output]}
 
     return run
@@ -117,8 +117,7 @@ def predict_step(method: Method, vit: PatchViT) -> Step:
     def run(inputs: Named) -> dict[str, Tensor]:
         values = _under(inputs, "gathered/")
         gathered = Gathered(values, values.pop("labels"), values.pop("weight")) if values else None
-        images = Images(inputs["batch/patches"], None)
-        return {"logits": method.predict(vit, _tensors(inputs), images, gathered)}
+        return {"logits": method.predict(vit, _tensors(inputs), _samples(inputs), gathered)}
 
     return run
 
@@ -144,9 +143,14 @@ def _tensors(inputs: Named) -> dict[str, Tensor]:
     return unpacked(_under(inputs, "tensor/"))
 
 
+def _samples(inputs: Named) -> Images:
+    read = inputs["batch/tokens"] if "batch/tokens" in inputs else inputs["batch/patches"]
+    return Images(read, inputs.get("batch/kept"))
+
+
 def _step_inputs(inputs: Named) -> StepInputs:
     return StepInputs(
-        images=Images(inputs["batch/patches"], inputs.get("batch/kept")),
+        images=_samples(inputs),
         labels=inputs["batch/labels"],
         weight=inputs["batch/weight"],
         anchors=_under(inputs, "anchor/"),
@@ -192,6 +196,8 @@ def example_inputs(method: Method, vit: PatchViT, batch: Batch, of: Serves, *, s
     travelling = as_sent(method, vit, {name: value.numpy() for name, value in values.items()})
     inputs = {f"tensor/{name}": torch.from_numpy(value) for name, value in travelling.items()}
     size, classes = batch.run_size if isinstance(of, Train) else batch.answer_size, vit.vit.num_classes
+    if batch.text and not isinstance(of, Train):
+        return inputs | {"batch/tokens": torch.randint(0, classes, (size, batch.text.context), generator=draw)}
     if not isinstance(of, Train):
         inputs["batch/patches"] = normal(size, batch.patches, batch.patch_values)
         gather = method.evaluate(vit).gather
@@ -211,13 +217,17 @@ def example_inputs(method: Method, vit: PatchViT, batch: Batch, of: Serves, *, s
         inputs["hyper/lr"] = torch.tensor(1e-2)
     for name in method.names_in(vit, *of.anchors):
         inputs[f"anchor/{name}"] = inputs[f"tensor/{name}"] + 0.01 * normal(*inputs[f"tensor/{name}"].shape)
-    inputs["batch/patches"] = normal(size, batch.kept_patches, batch.patch_values)
+    shape = (size, batch.text.context) if batch.text else (size,)
+    if batch.text:
+        inputs["batch/tokens"] = torch.randint(0, classes, shape, generator=draw)
+    else:
+        inputs["batch/patches"] = normal(size, batch.kept_patches, batch.patch_values)
     if batch.kept_patches < batch.patches:
         rows = [torch.randperm(batch.patches, generator=draw)[: batch.kept_patches].sort().values for _ in range(size)]
         inputs["batch/kept"] = torch.stack(rows)
-    inputs["batch/labels"] = torch.randint(0, classes, (size,), generator=draw)
+    inputs["batch/labels"] = torch.randint(0, classes, shape, generator=draw)
     inputs["batch/weight"] = (torch.arange(size) < max(1, size - size // 4)).float()
-    inputs["fact/class_counts"] = torch.bincount(inputs["batch/labels"], minlength=classes).float()
+    inputs["fact/class_counts"] = torch.bincount(inputs["batch/labels"].flatten(), minlength=classes).float()
     for drawn in of.draws:
         numbers = torch.randint(drawn.low, drawn.high, (drawn.count,), generator=draw)
         inputs[f"draw/{drawn.name}"] = numbers.sort().values if drawn.ascending else numbers

@@ -1,4 +1,4 @@
-"""Vision Transformers by name: every plain ViT of timm, also from a folder or the hub, and a small configurable one.
+"""Models by name: every plain ViT of timm, also from a folder or the hub, and small ones, of images and of text.
 
 This package needs torch: modules that a device imports must not import it.
 """
@@ -22,6 +22,7 @@ from torch import nn
 from fedvit.errors import ConfigError
 from fedvit.known_names import HUB, LOCAL, check_model, check_model_options, unknown_model
 from fedvit.known_names import SMALL as SMALL
+from fedvit.known_names import TEXT as TEXT
 from fedvit.models.extra_head import ExtraHead
 from fedvit.models.kv_adapter import KVAdapter
 from fedvit.models.lora import Lora
@@ -30,6 +31,7 @@ from fedvit.models.model_patch import ModelPatch
 from fedvit.models.options import check_number, check_switch, check_whole
 from fedvit.models.prefix import FreePrefix
 from fedvit.models.prompts import Prompts
+from fedvit.models.text import make_text_transformer
 from fedvit.models.vit import PatchViT
 
 MODEL_PATCHES: Mapping[str, type[ModelPatch]] = {
@@ -51,7 +53,7 @@ HUB_S = 5.0
 def build_vit(
     name: str, classes: int, *, seed: int, options: Options | None = None, pretrained: bool | str = False
 ) -> PatchViT:
-    """Make a ViT whose random parts follow from `seed`.
+    """Make a ViT, or the model of text, whose random parts follow from `seed`.
 
     `options` of a timm model are `image_size` and `patch_size`. `pretrained` is False, True (timm's own
     weights, from its cache or the network) or the path of a checkpoint file; then only the head is random, unless
@@ -64,9 +66,11 @@ def build_vit(
     check_model_options(name, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if name == SMALL:
+        if name in (SMALL, TEXT):
             if pretrained:
-                raise ConfigError(f"model {SMALL!r} has no pretrained weights, got pretrained = {pretrained!r}")
+                raise ConfigError(f"model {name!r} has no pretrained weights, got pretrained = {pretrained!r}")
+            if name == TEXT:
+                return make_text_transformer(name, classes, **options)
             return PatchViT(name, _small(classes, **options))
         model = _timm(name, classes, options, pretrained)
         if isinstance(pretrained, str):

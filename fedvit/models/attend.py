@@ -31,8 +31,17 @@ class AttentionParts(Protocol):
     proj_drop: nn.Dropout
 
 
-def attend(attention: AttentionParts, x_BND: Tensor, queries: int, more: MoreKeys | None = None) -> Tensor:
-    """(B, Q, D) the attention's output for the first `asking` tokens; all tokens are keys and values."""
+def attend(
+    attention: AttentionParts,
+    x_BND: Tensor,
+    queries: int,
+    more: MoreKeys | None = None,
+    mask_QM: Tensor | None = None,
+) -> Tensor:
+    """(B, Q, D) the attention's output for the first `queries` tokens; all tokens are keys and values.
+
+    `mask_QM` is added to the scores.
+    """
     heads, qkv = attention.num_heads, attention.qkv
     if queries == x_BND.shape[1] or qkv._forward_hooks:  # a hook (LoRA) belongs to the layer as a whole
         q_BNI, k_BMI, v_BMI = qkv(x_BND).chunk(3, dim=-1)
@@ -54,7 +63,10 @@ def attend(attention: AttentionParts, x_BND: Tensor, queries: int, more: MoreKey
 
     q_BHQW = attention.q_norm(split(q_BQI)) * attention.scale
     k_BHMW = attention.k_norm(split(k_BMI))
-    weights_BHQM = attention.attn_drop((q_BHQW @ k_BHMW.transpose(-2, -1)).softmax(dim=-1))
+    scores_BHQM = q_BHQW @ k_BHMW.transpose(-2, -1)
+    if mask_QM is not None:
+        scores_BHQM = scores_BHQM + mask_QM
+    weights_BHQM = attention.attn_drop(scores_BHQM.softmax(dim=-1))
     out_BQI = (weights_BHQM @ split(v_BMI)).transpose(1, 2).flatten(2)
     return cast(Tensor, attention.proj_drop(attention.proj(attention.norm(out_BQI))))
 

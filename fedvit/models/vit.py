@@ -170,7 +170,7 @@ class PatchViT(nn.Module):
         if prefix_1ND is not None and not vit.no_embed_class:
             first_1ND, pos_1ND = vit.pos_embed.split([self.prefix_tokens, self.patches], dim=1)
             prefix_1ND = prefix_1ND + first_1ND
-        x_BND = x_BND + (pos_1ND if kept_BN is None else _TakeRows.apply(pos_1ND.squeeze(0), kept_BN))
+        x_BND = x_BND + (pos_1ND if kept_BN is None else take_rows(pos_1ND.squeeze(0), kept_BN))
         if prefix_1ND is not None:
             x_BND = torch.cat([prefix_1ND.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
         x_BND = vit.norm_pre(x_BND)
@@ -239,6 +239,11 @@ class PatchViT(nn.Module):
     def classify(self, x_BND: Tensor) -> Tensor:
         """(B, classes) logits of a block's output."""
         return self.head(self.features(x_BND))
+
+
+def take_rows(table_ND: Tensor, rows_BN: Tensor) -> Tensor:
+    """(B, N, D) `table[rows]`, in a form whose gradient devices can compute."""
+    return cast(Tensor, _TakeRows.apply(table_ND, rows_BN))
 
 
 class _TakeRows(torch.autograd.Function):

@@ -14,6 +14,10 @@ from fleet.datasets.imagefolder import read_imagefolder
 from fleet.datasets.medmnist import is_medmnist, read_medmnist
 from fleet.datasets.parquet import is_parquet, read_parquet
 from fleet.datasets.samples import Samples
+from fleet.datasets.texts import Texts, is_texts, read_texts
+
+IMAGE_SIZE = 32
+"""Side of images, pixels, by default."""
 
 SOURCES: dict[str, Callable[[int], Samples]] = {
     "digits": read_digits,
@@ -58,3 +62,11 @@ def read_samples(dataset: str, size: int) -> Samples:
         return SOURCES[dataset](size)
     path = Path(dataset)
     return next(reader.read(path, size) for reader in READERS.values() if reader.recognises(path))
+
+
+def read_dataset(dataset: str, size: int | None) -> Samples | Texts:
+    """As `read_samples`, or a text, of which `size` is the context in characters; None: the usual size."""
+    check_dataset(dataset)
+    if dataset not in SOURCES and is_texts(Path(dataset)):
+        return read_texts(Path(dataset), size)
+    return read_samples(dataset, IMAGE_SIZE if size is None else size)

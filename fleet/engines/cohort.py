@@ -22,7 +22,7 @@ from fedvit.models.vit import PatchViT
 from fedvit.program import LABELS, Batch, Gather, Program, Train
 from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, Tensors
-from fleet.engines.pictures import Drawn, Images, Pictures, draw_training, normalised, unfolded
+from fleet.engines.pictures import Drawn, Images, Pictures, draw_training, whole_samples
 from fleet.engines.steps import (
     BatchedStep,
     CapturedRunner,
@@ -271,7 +271,7 @@ class Cohort:
         train: Sequence[Images],
         test: Sequence[Images],
         choices: Sequence[np.random.Generator],
-    ) -> list[tuple[int, int]]:
+    ) -> list[tuple[float, int]]:
         """(right answers, images) of each device on its test images, whole and not varied."""
         evaluate = program.evaluate
         own = {f"tensor/{name}": value for name, value in values.own.items()}
@@ -279,11 +279,11 @@ class Cohort:
         if evaluate.gather:
             own |= self._gather(program, method, evaluate.gather, common, own, train, choices)
         batched = self._made((method, "predict"), lambda: predict_step(method, self._vit))
-        correct = np.zeros(len(test), np.int64)
+        correct = np.zeros(len(test))
         for labels, readable, outputs in self._full(program, batched, common, own, test):
-            answers = outputs["logits"].argmax(dim=-1).cpu().numpy()
-            correct += ((answers == labels) & readable).sum(axis=1)
-        return [(int(right), int(one.readable.sum())) for right, one in zip(correct, test, strict=True)]
+            right = outputs["logits"].argmax(dim=-1).cpu().numpy() == labels
+            correct += (right.reshape(*readable.shape, -1).mean(axis=2) * readable).sum(axis=1)
+        return [(float(right), int(one.readable.sum())) for right, one in zip(correct, test, strict=True)]
 
     def _gather(
         self,
@@ -325,14 +325,15 @@ class Cohort:
         for first in range(0, most, PREDICTION_BATCH):
             some = [slice(first, min(first + PREDICTION_BATCH, len(one))) for one in images]
             length = min(PREDICTION_BATCH, most - first)
-            rows, labels = np.zeros((len(images), length), np.int64), np.zeros((len(images), length), np.int64)
+            rows = np.zeros((len(images), length), np.int64)
+            labels = np.zeros((len(images), length, *images[0].labels.shape[1:]), np.int64)
             readable = np.zeros((len(images), length), bool)
             for device, (one, part) in enumerate(zip(images, some, strict=True)):
                 there = len(one.rows[part])
                 rows[device, :there], labels[device, :there] = one.rows[part], one.labels[part]
                 readable[device, :there] = one.readable[part]
             pixels = self._pictures.pixels[self._to_accelerator(rows)]
-            batch = {"batch/patches": unfolded(normalised(pixels, program.batch), program.batch.patch_size)}
+            batch = whole_samples(pixels, program.batch)
             with torch.no_grad():
                 yield labels, readable, batched({}, own, common, batch, {})
 

@@ -74,7 +74,7 @@ class DeviceEvaluation(NamedTuple):
     """A device's evaluation on its own test images."""
 
     device: str
-    correct: int
+    correct: float
     images: int
     flops: int
 
@@ -98,10 +98,12 @@ class Devices:
         self._config, self._plan, self._blobs = config, plan, blobs
         self._accelerator = accelerator
         self._log = display.line
-        pictures = Pictures(plan.vit.image_size, accelerator)
+        batch = plan.batch_of(plan.method_for("", 1))
+        pictures = Pictures(batch, accelerator)
         images: dict[Path, tuple[Images, Images]] = {}
         for folder, data in opened.items():
             known = data.relabelled(plan.classes)
+            known.check_fits(batch)
             images[folder] = pictures.add(known.train), pictures.add(known.test)
         pictures.finish()
         self._devices = {name: Device(name, *images[folder]) for name, folder in sorted(folders.items())}
@@ -276,7 +278,7 @@ class Devices:
         batch = program.batch
         numbers = sum(int(np.prod(spec.shape)) for spec in program.tensors.values())
         slots = max((len(phase.slots) for phase in program.train), default=0)
-        tokens = batch.kept_patches + vit.prefix_tokens
+        tokens = batch.tokens + vit.prefix_tokens
         device_bytes = 2 * batch.batch_size * activation_bytes(vit, tokens) + 4 * numbers * (4 + 2 * slots)
         if self._accelerator.type == "cuda":
             free_bytes = torch.cuda.mem_get_info(self._accelerator)[0]

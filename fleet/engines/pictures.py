@@ -1,4 +1,4 @@
-"""The images of all devices of a simulation on one accelerator, and batches of them made there.
+"""The images, or the texts, of all devices of a simulation on one accelerator, and batches of them made there.
 
 The random draws are numpy's, the same as on a device (`edge_client.batches`); torch computes the batches from them.
 Letters: D devices, T steps, B samples, S image side, N patches, K kept patches, V values of a patch.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from edge_client.batches import batch_rows
-from fedvit.data.folder import Flags, Split
+from fedvit.data.folder import Flags, Split, TextSplit
 from fedvit.data.images import Indices, draw_kept, draw_variation
 from fedvit.errors import DataError
 from fedvit.program import Batch, Train
@@ -39,21 +39,30 @@ class Images:
 
 
 class Pictures:
-    """Decoded images of many devices, (n, S, S, 3) uint8, device after device; those of a folder only once."""
+    """Decoded images of many devices, (n, S, S, 3) uint8, device after device; those of a folder only once.
 
-    def __init__(self, size: int, accelerator: torch.device) -> None:
-        self._size = size
+    Of texts `pixels` are the characters of the samples instead, (n, context) int64.
+    """
+
+    def __init__(self, batch: Batch, accelerator: torch.device) -> None:
+        self._size = size = batch.image_size
         self._accelerator = accelerator
         self._parts: list[Tensor] = []
         self._count = 0
         self._known: dict[tuple[Path, ...], tuple[Indices, Flags]] = {}
         self.pixels = torch.empty(0, size, size, 3, dtype=torch.uint8, device=accelerator)
+        if batch.text:
+            self.pixels = torch.empty(0, batch.text.context, dtype=torch.int64, device=accelerator)
 
     def add(self, split: Split) -> Images:
         """Decode a split. Call `finish` before the images are used."""
         if split.paths not in self._known:
-            pixels, readable = split.load(np.arange(len(split)), self._size)
-            split.files.forget()
+            pixels: Array
+            if isinstance(split, TextSplit):
+                pixels, readable = np.ascontiguousarray(split.tokens), np.ones(len(split), dtype=np.bool_)
+            else:
+                pixels, readable = split.load(np.arange(len(split)), self._size)
+                split.files.forget()
             self._parts.append(torch.from_numpy(pixels))
             self._known[split.paths] = np.arange(self._count, self._count + len(split)), readable
             self._count += len(split)
@@ -123,8 +132,23 @@ def _padded(values: Array, length: int) -> Array:
     return made
 
 
-def training_patches(pixels: Tensor, fed: Mapping[str, Tensor], batch: Batch) -> Tensor:
-    """(D, B, K, V) float32 of images of any shape (D, B): as `edge_client.batches.training_feeds` makes them."""
+def training_samples(pixels: Tensor, fed: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    """Patches (D, B, K, V) float32 of images, or characters: as `edge_client.batches.training_feeds` makes them."""
+    if batch.text:
+        return {"batch/tokens": pixels[fed["rows"]]}
+    return {"batch/patches": _training_patches(pixels, fed, batch)}
+
+
+def whole_samples(pixels: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """Without masks and augmentation."""
+    return (
+        {"batch/tokens": pixels}
+        if batch.text
+        else {"batch/patches": unfolded(normalised(pixels, batch), batch.patch_size)}
+    )
+
+
+def _training_patches(pixels: Tensor, fed: Mapping[str, Tensor], batch: Batch) -> Tensor:
     images = varied(pixels[fed["rows"]], fed, batch)
     patches = unfolded(normalised(images, batch), batch.patch_size)
     if "kept" not in fed:

@@ -273,7 +273,7 @@ class TorchSimulation:
             store.round_evaluated(run, number, answers)
 
     def _answers(self, number: int, one: DeviceEvaluation) -> tuple[str, Result, None]:
-        use, metrics = ResourceUse(flops=one.flops), {"correct": float(one.correct)}
+        use, metrics = ResourceUse(flops=one.flops), {"correct": one.correct}
         return one.device, self._result(number, "evaluate", one.images, metrics, use), None
 
     def _result(self, number: int, kind: TaskKind, samples: int, metrics: dict[str, float], use: ResourceUse) -> Result:

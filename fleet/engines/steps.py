@@ -17,7 +17,7 @@ from fedvit.methods.step import Step
 from fedvit.program import Batch
 from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array
-from fleet.engines.pictures import training_patches
+from fleet.engines.pictures import training_samples
 
 Named = dict[str, Tensor]
 
@@ -33,7 +33,7 @@ def batched_step(step: Step, log: Callable[[str], None]) -> BatchedStep:
         return step({**updated, **own, **common, **batch, **scalars})
 
     def one_by_one(updated: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
-        count = len(batch["batch/patches"])
+        count = len(next(iter(batch.values())))
 
         def of(part: Named, device: int) -> Named:
             return {name: value[device] for name, value in part.items()}
@@ -141,7 +141,7 @@ def one_step(batched: BatchedStep, work: Work, pixels: Tensor, batch: Batch, ste
     """Make the batch of step number `step` (1,), and call the step on it."""
     fed = {name: array.index_select(0, step).squeeze(0) for name, array in work.arrays.items()}
     given = {f"batch/{name}": fed[name] for name in ("labels", "weight", "kept") if name in fed}
-    given["batch/patches"] = training_patches(pixels, fed, batch)
+    given |= training_samples(pixels, fed, batch)
     scalars = {
         "hyper/lr": work.lr,
         "hyper/step": (step + 1).squeeze(0).float(),

@@ -65,7 +65,8 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of an experiment's file."""
 
     dataset: str
-    image_size: Annotated[int, Meta(ge=1)]  # side of the pictures as they are dealt out, and of the model's input
+    image_size: Annotated[int, Meta(ge=1)] | None = None  # side of the pictures as dealt out, and of the model's input
+    context: Annotated[int, Meta(ge=1)] | None = None  # instead, of a text: characters of a sample
     devices: Annotated[int, Meta(ge=1)]
     rounds: Annotated[int, Meta(ge=1)]
     cohort: Annotated[float, Meta(gt=0, le=1)] | Annotated[int, Meta(ge=1)] = 1.0
@@ -93,7 +94,7 @@ class Deal(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a data set is dealt out; cells with an equal one share their device folders."""
 
     dataset: str
-    image_size: int
+    image_size: int  # of a text its context
     devices: int
     partition: str
     options: dict[str, Any]  # all of them
@@ -179,6 +180,10 @@ def read_grid(file: Path, dataset: str | None = None) -> Grid:
     experiment = _experiment({**read_toml(file), **({"dataset": dataset} if dataset else {})}, str(file))
     check_name(file.stem, f"{file}: the experiment's name")
     tuning = _tuning(experiment, str(file))
+    if (experiment.image_size is None) == (experiment.context is None):
+        raise ConfigError(
+            f"{file}: expected image_size, the side of images, or context, the characters of a sample of text"
+        )
     for key, seeds in (("seeds", experiment.seeds), ("[tuning]: seeds", tuning.seeds or ())):
         if len(set(seeds)) != len(seeds):
             raise ConfigError(f"{file}: {key} = {list(seeds)}: a seed is listed more than once")
@@ -234,7 +239,7 @@ def _cell(
         seed=seed,
         deal=Deal(
             dataset=experiment.dataset,
-            image_size=experiment.image_size,
+            image_size=_size(experiment)[1],
             devices=experiment.devices,
             partition=kind,
             options=options,
@@ -426,6 +431,14 @@ def _check_tune(tune: dict[str, Any], own: dict[str, Any]) -> None:
             raise ConfigError(f"option {option} = {own[option]!r} is set and also to be tuned; keep one of the two")
 
 
+def _size(experiment: Experiment) -> tuple[str, int]:
+    """The model's option for the size of a sample, and its value."""
+    if experiment.context is not None:
+        return "context", experiment.context
+    assert experiment.image_size is not None  # `read_grid` wants one of them
+    return "image_size", experiment.image_size
+
+
 def _run_keys(table: dict[str, Any]) -> dict[str, Any]:
     """A method may be listed several times, with other codecs, another noise or another model."""
     return {key: table[key] for key in RUN_KEYS if key in table}
@@ -435,7 +448,7 @@ def _model_options(experiment: Experiment, keys: dict[str, Any]) -> Any:
     """Those of the experiment do not fit another model. What is no table is refused with the whole configuration."""
     general = {} if "model" in keys else experiment.model.options
     own = keys.get("model_options", {})
-    return {"image_size": experiment.image_size, **general, **own} if isinstance(own, dict) else own
+    return dict([_size(experiment)]) | {**general, **own} if isinstance(own, dict) else own
 
 
 def _run(experiment: Experiment, method: Mapping[str, Any], keys: dict[str, Any], where: str) -> dict[str, Any]:

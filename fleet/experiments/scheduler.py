@@ -11,8 +11,9 @@ import msgspec
 from coordinator.config import MetricsConfig
 from coordinator.run.display import DeviceLine, Display, View
 from fedvit.files import atomic_write
-from fleet.datasets import read_samples
+from fleet.datasets import read_dataset
 from fleet.datasets.samples import Samples
+from fleet.datasets.texts import Texts
 from fleet.experiments.cell import LOG_FILE, CellFolder, CellResult
 from fleet.experiments.grid import Cell
 from fleet.partition import SUMMARY_FILE, deal
@@ -141,7 +142,7 @@ class Dealer:
     """Deals the data set out once per partition and seed; it is read at the first call."""
 
     def __init__(self) -> None:
-        self._samples: dict[tuple[str, int], Samples] = {}
+        self._samples: dict[tuple[str, int], Samples | Texts] = {}
 
     def deal(self, folder: CellFolder) -> None:
         """Make the device folders of a cell, unless they exist. Raises FedvitError."""
@@ -151,7 +152,7 @@ class Dealer:
             return
         key = (wanted.dataset, wanted.image_size)
         if key not in self._samples:
-            self._samples = {key: read_samples(*key)}
+            self._samples = {key: read_dataset(*key)}
         note.unlink(missing_ok=True)
         deal(
             self._samples[key],

@@ -16,6 +16,7 @@ from fleet.partitions.disjoint import Disjoint
 from fleet.partitions.domain import Domain
 from fleet.partitions.feature_noise import FeatureNoise
 from fleet.partitions.iid import Iid
+from fleet.partitions.natural import Natural
 from fleet.partitions.pachinko import Pachinko
 from fleet.partitions.pathological import Pathological
 
@@ -28,6 +29,7 @@ PARTITIONS: dict[str, type[Partition]] = {
     "disjoint": Disjoint,
     "domain": Domain,
     "feature_noise": FeatureNoise,
+    "natural": Natural,
 }
 
 Option = bool | int | float

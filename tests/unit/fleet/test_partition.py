@@ -153,6 +153,7 @@ class TestWriteDeviceFolders:
             "train": {"ant": 8, "bee": 0, "cow": 0},
             "test": {"ant": 2, "bee": 0, "cow": 0},
             "noise_std": 0.0,
+            "source": None,
         }
 
     def test_noise_is_in_the_files_of_train_and_test(self, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_importing_readers_and_partitions_is_light() -> None:
 def test_every_reader_of_the_package_is_in_the_table() -> None:
     folder = Path(sys.modules["fleet.datasets"].__file__ or "").parent
     written = {path.stem for path in folder.glob("*.py") if "\ndef read_" in path.read_text()}
-    assert written - {"digits", "pickles", "__init__"} == READERS.keys()
+    assert written - {"digits", "pickles", "texts", "__init__"} == READERS.keys()
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 4, 3), (3, 4, 4), (3, 9, 7, 3), (3, 9, 7)])

@@ -14,7 +14,7 @@ from fedvit.data.folder import DeviceData
 from fedvit.data.images import augment, draw_variation
 from fedvit.errors import DataError
 from fedvit.program import Batch, Train
-from fleet.engines.pictures import Pictures, draw_training, training_patches, varied
+from fleet.engines.pictures import Pictures, draw_training, training_samples, varied
 
 HALF = (0.5, 0.5, 0.5)
 PHASE = Train(graph="train", groups=(), lr=0.1, epochs=2)
@@ -51,7 +51,7 @@ def data(tmp_path: Path) -> DeviceData:
 def test_batches_are_those_of_a_device(data: DeviceData) -> None:
     """Order, variation, masks, padding and weights, over two passes."""
     asked = batch(crop_padding=1, flip=True, mask_ratio=0.5)
-    pictures = Pictures(8, torch.device("cpu"))
+    pictures = Pictures(batch(), torch.device("cpu"))
     images = pictures.add(data.train)
     pictures.finish()
 
@@ -67,7 +67,7 @@ def test_batches_are_those_of_a_device(data: DeviceData) -> None:
         some = rows[step % 3 * 4 : step % 3 * 4 + 4]
         feeds, readable = training_feeds(data.train, some, asked, 4, picture, mask)
         fed = {name: torch.from_numpy(array[step]) for name, array in drawn.arrays.items()}
-        ours = training_patches(pictures.pixels, fed, asked).numpy()
+        ours = training_samples(pictures.pixels, fed, asked)["batch/patches"].numpy()
         real = len(some)  # what padding holds is weighed with 0
         assert np.allclose(ours[:real], feeds["batch/patches"][:real], atol=1e-6)
         for name in ("labels", "weight", "kept"):
@@ -78,7 +78,7 @@ def test_batches_are_those_of_a_device(data: DeviceData) -> None:
 
 
 def test_images_of_a_folder_are_decoded_once_for_all_its_devices(data: DeviceData) -> None:
-    pictures = Pictures(8, torch.device("cpu"))
+    pictures = Pictures(batch(), torch.device("cpu"))
     first, second = pictures.add(data.train), pictures.add(data.relabelled(data.classes).train)
     pictures.finish()
     assert np.array_equal(first.rows, second.rows)
@@ -88,6 +88,6 @@ def test_images_of_a_folder_are_decoded_once_for_all_its_devices(data: DeviceDat
 def test_device_without_a_readable_image_is_refused(data: DeviceData) -> None:
     for path in data.train.paths:
         path.write_bytes(path.read_bytes()[:60])
-    images = Pictures(8, torch.device("cpu")).add(data.train)
+    images = Pictures(batch(), torch.device("cpu")).add(data.train)
     with pytest.raises(DataError, match="none of the 11 training images can be decoded"):
         draw_training(images, batch(), PHASE, [np.random.default_rng(seed) for seed in range(3)])

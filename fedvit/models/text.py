@@ -1,0 +1,117 @@
+"""A small Transformer that predicts every next character of a text, with blocks like those of the Vision Transformers.
+
+Letters in names: B batch, T characters of context, D width, C classes (characters).
+"""
+
+import math
+from typing import Any, cast
+
+import torch
+from timm.layers.attention import Attention
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from fedvit.errors import ConfigError
+from fedvit.models.attend import attend
+from fedvit.models.attention import OpenAttention
+from fedvit.models.options import check_switch, check_whole
+from fedvit.models.vit import PatchViT, take_rows
+
+BEFORE = -1e9
+"""Added to an attention score that must have no weight: behind the softmax it is exactly 0."""
+
+
+class CausalAttention(OpenAttention):
+    """timm's attention in which a position reads itself and those before it."""
+
+    def forward(self, x_BTD: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
+        """The arguments of timm's blocks say nothing here: the mask is always the causal one."""
+        place_T = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+        mask_TT = (place_T[None, :] > place_T[:, None]).to(x_BTD.dtype) * BEFORE
+        return attend(self, x_BTD, x_BTD.shape[1], mask_QM=mask_TT)
+
+
+class _Characters(nn.Module):
+    """The tensors of a model of text, named as a Vision Transformer's where they do the same."""
+
+    def __init__(
+        self, classes: int, context: int, width: int, depth: int, heads: int, mlp_ratio: float,
+        head_width: int | None, qkv_bias: bool, causal: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.embed_dim = width
+        self.num_classes = classes
+        self.num_prefix_tokens = 0
+        self.token_embed = nn.Embedding(classes, width)
+        self.pos_embed = nn.Parameter(torch.randn(1, context, width) * 0.02)
+        self.blocks = nn.Sequential()
+        for _ in range(depth):
+            block = Block(width, heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias)
+            attention = Attention(width, heads, attn_head_dim=head_width, qkv_bias=qkv_bias)
+            cast(Any, block).attn = CausalAttention(attention) if causal else attention
+            self.blocks.append(block)
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        nn.init.normal_(self.token_embed.weight, std=0.02)
+
+
+class TextTransformer(PatchViT):
+    """What methods use of a `PatchViT`, over characters: every stage keeps all positions, and so do the logits."""
+
+    def __init__(self, name: str, characters: _Characters) -> None:
+        nn.Module.__init__(self)
+        self.name = name
+        # methods read tensors, blocks, norm and head, which both have
+        self.vit = cast(VisionTransformer, characters.eval())
+        self.recompute = False
+
+    @property
+    def context(self) -> int:
+        """Characters of a sample."""
+        return int(cast(Tensor, self.vit.pos_embed).shape[1])
+
+    def embed(self, tokens_BT: Tensor, kept_BN: Tensor | None = None) -> Tensor:
+        """(B, T, D) characters with their positions; `kept_BN` is None, as nothing is masked."""
+        table_CD = cast(_Characters, cast(nn.Module, self.vit)).token_embed.weight
+        return take_rows(table_CD, tokens_BT) + cast(Tensor, self.vit.pos_embed)
+
+    def run_to_class(self, x_BTD: Tensor, first: int, last: int | None = None) -> Tensor:
+        """(B, T, D): a prediction is made at every position."""
+        return self.run_blocks(x_BTD, first, self.depth if last is None else last)
+
+    def features(self, x_BTD: Tensor, normed: bool = True) -> Tensor:
+        """(B, T, D)"""
+        return cast(Tensor, self.vit.norm(x_BTD)) if normed else x_BTD
+
+
+def make_text_transformer(
+    name: str,
+    classes: int,
+    context: int = 80,
+    width: int = 128,
+    depth: int = 2,
+    heads: int = 8,
+    mlp_ratio: float = 2.0,
+    head_width: int | None = None,  # None: width / heads
+    qkv_bias: bool = False,
+    causal: bool = True,  # false: a position reads the characters behind it, too, among them its own answer
+) -> TextTransformer:
+    """Raises ConfigError for options out of range."""
+    for option, value in {"context": context, "width": width, "depth": depth, "heads": heads}.items():
+        check_whole("model", option, value)
+    number = isinstance(mlp_ratio, int | float) and not isinstance(mlp_ratio, bool)
+    if not (number and 1 <= width * mlp_ratio < math.inf):
+        raise ConfigError(f"model option mlp_ratio = {mlp_ratio!r} must be a number, at least 1 / width")
+    if head_width is not None:
+        check_whole("model", "head_width", head_width)
+    check_switch("model", "qkv_bias", qkv_bias)
+    check_switch("model", "causal", causal)
+    if width % heads:
+        raise ConfigError(f"model option width = {width} is not a multiple of heads = {heads}")
+    characters = _Characters(classes, context, width, depth, heads, mlp_ratio, head_width, qkv_bias, causal)
+    return TextTransformer(name, characters)

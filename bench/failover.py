@@ -30,6 +30,7 @@ from bench.postgresql_server import Postgresql
 from coordinator.broker import start_broker
 from coordinator.config import make_config
 from coordinator.record.store import Store
+from coordinator.run.status import read_status
 from fedvit.errors import FedvitError, NoRoom
 from fedvit.wire.messages import CoordinatorState, Task, decode, term_of
 from fleet.processes import Fleet, last_line, log_text, program
@@ -203,14 +204,10 @@ class _Scene:
                 self._submitted.append(run)
 
     def doing(self) -> str:
-        from coordinator.run.status import read_status
-
+        """What the run that is being served waits for; empty between two runs."""
+        served = (record.id for record in self.store.submitted() if record.status == "running")
         with suppress(FedvitError):
-            return next(
-                read_status(self.runs / record.id).doing
-                for record in self.store.submitted()
-                if record.status == "running"
-            )
+            return next((read_status(self.runs / run).doing for run in served), "")
         return ""
 
     # --- one fault --------------------------------------------------------------------------------------

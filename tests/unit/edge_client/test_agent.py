@@ -149,9 +149,8 @@ def test_device_ignores_a_coordinator_that_no_longer_leads(world: World) -> None
     server.is_here(earlier)
     server.tell(Welcome(server.instance, earlier, "tests"))
     server.epoch = later
-    server.mark()
+    server.mark()  # by a task of the later epoch
     assert server.count(Hello) == said
-    assert world.agent._epoch == later
     server.is_here(7)
     server.welcome()
 

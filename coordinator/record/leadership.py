@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import BigInteger, Column, Integer, MetaData, String, Table, event, func, select, text
 from sqlalchemy.engine import URL, Connection, Engine
-from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 from sqlalchemy.sql.dml import UpdateBase
 
@@ -197,12 +197,11 @@ class Leadership:
                 self._connection = self._engine.connect()
                 self._prepare(self._connection)
             yield self._connection
-        except OperationalError as error:
+        except DBAPIError as error:
             self._disconnect()
-            raise failure_of(error, self._address) from error
-        except DBAPIError as error:  # of a statement: nobody else holds a lock for it
-            self._disconnect()
-            raise StorageFailed(f"database {self._address}: {error.orig}") from error
+            raise (
+                failure_of(error, self._address) or StorageFailed(f"database {self._address}: {error.orig}")
+            ) from error
         except BaseException:
             self._disconnect()
             raise

@@ -4,7 +4,7 @@ from typing import Any
 
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import URL, Engine, make_url
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
 from fedvit.errors import ConfigError, DatabaseGone, DiskFull, StorageFailed
 
@@ -13,7 +13,8 @@ LEASE_S = 8
 this time: a process that was stopped, or whose host was cut off, holds no lock for longer."""
 _ARGUMENTS = {"connect_timeout": 10, "keepalives_idle": 5, "keepalives_interval": 5, "tcp_user_timeout": 15_000}
 """Of a connection: within about 20 s it is noticed that the server is gone. The last is in milliseconds."""
-_FULL = "53100"
+_FULL, _STOPPED = "53100", "25P03"
+"""The second: a transaction was ended, since this process was stopped meanwhile."""
 
 
 def address_of(text: str, where: str) -> URL:
@@ -45,8 +46,11 @@ def _limit_transactions(connection: Any, _record: Any) -> None:
     connection.autocommit = before
 
 
-def failure_of(error: OperationalError, address: URL) -> StorageFailed:
-    """The error of a database that does not answer, or has no space."""
-    cause = error.orig or error
-    gone = DiskFull if getattr(cause, "sqlstate", None) == _FULL else DatabaseGone
+def failure_of(error: SQLAlchemyError, address: URL) -> StorageFailed | None:
+    """The error of a database that does not answer, or has no space; None for another one."""
+    cause = getattr(error, "orig", None) or error
+    state = getattr(cause, "sqlstate", None)
+    if not isinstance(error, OperationalError) and state != _STOPPED:
+        return None
+    gone = DiskFull if state == _FULL else DatabaseGone
     return gone(f"database {address}: {' '.join(str(cause).split())}")

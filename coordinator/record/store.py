@@ -42,7 +42,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.record import totals
 from coordinator.record.leadership import ServiceHost, check_term, fence, services_of
@@ -349,8 +349,8 @@ class Store:
                 self.commits.add(time.perf_counter() - began)
         except (SQLAlchemyError, sqlite3.Error) as error:
             cause = getattr(error, "orig", None) or error
-            if not self._file and isinstance(error, OperationalError):
-                raise failure_of(error, self._engine.url) from error
+            if not self._file and isinstance(error, SQLAlchemyError) and (gone := failure_of(error, self._engine.url)):
+                raise gone from error
             name = getattr(cause, "sqlite_errorname", None) or ""
             if self._file and (name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN)):
                 raise self.damaged(str(cause)) from error

@@ -217,3 +217,21 @@ def test_address_that_is_known_is_not_opened_again(database: Database, tmp_path:
     database.query("update alembic_version set version_num = '0004' returning 1")
     use_database(tmp_path, database.url)
     assert database.query("select version_num from alembic_version") == [("0004",)]
+
+
+def test_transaction_that_the_server_ended_makes_a_run_pause(database: Database) -> None:
+    """Since the process was stopped meanwhile: the run must not fail for it."""
+    store = database.store
+
+    def be_stopped() -> None:
+        with store.together():
+            store.update_run("r", status="running")
+            connection = store._joined.connection
+            pid = connection.exec_driver_sql("select pg_backend_pid()").scalar()
+            connection.exec_driver_sql("set idle_in_transaction_session_timeout = 1")
+            wait_until(lambda: not database.query(f"select 1 from pg_stat_activity where pid = {pid}"))
+            store.update_run("r", status="failed")
+
+    with pytest.raises(DatabaseGone, match="idle-in-transaction"):
+        be_stopped()
+    assert store.run("r").status == "waiting"

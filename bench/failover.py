@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 import paho.mqtt.client as paho
 from msgspec import Struct
+from paho.mqtt.enums import CallbackAPIVersion
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
@@ -82,9 +84,9 @@ class _Watch:
         self.first_task: dict[int, float] = {}
         self.tasks = 0
         self._lock = threading.Lock()
-        self._client = paho.Client(paho.CallbackAPIVersion.VERSION2, client_id="failover")
+        self._client = paho.Client(CallbackAPIVersion.VERSION2, client_id="failover")
         self._client.on_connect = lambda client, *_: client.subscribe("#", 0)
-        self._client.on_message = lambda _client, _data, message: self._heard(message.payload)
+        self._client.on_message = lambda _client, _data, message: self._heard(bytes(message.payload))
         self._client.connect("127.0.0.1", port)
         self._client.loop_start()
 
@@ -158,8 +160,9 @@ class _Scene:
         self._starts = 0
         self._look_at = 0.0
         for number in range(standbys + 1):
-            self.start(f"service-{number}")
-            self.until(lambda name=f"service-{number}": self.is_ready(name), "a service to be ready")
+            name = f"service-{number}"
+            self.start(name)
+            self.until(partial(self.is_ready, name), f"{name} to be ready")
 
     def start(self, name: str) -> None:
         self._starts += 1

@@ -46,7 +46,7 @@ class Postgresql:
         command = [str(self._programs / program), *arguments]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False, **self._as)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return str(done.stdout)
 
     def start(self) -> None:
         assert self._programs is not None

@@ -3,7 +3,7 @@
 The leader holds an advisory lock on a connection of its own, which the server ends after LEASE_S without a query: then
 the lock is free although the leader's process was stopped, or its host cut off. Each leader has a term, a number
 that grows with every takeover. It stands in a table; each transaction of a leader that writes checks it there, and
-holds its row, so that a new leader waits for the transaction, and an earlier leader writes nothing more.
+holds its row. A new leader ends transactions of the former, and an earlier leader writes nothing more.
 """
 
 import logging
@@ -53,6 +53,12 @@ _NEXT_TERM = text("""
     insert into leadership as known (id, term, host) values (1, extract(epoch from clock_timestamp())::bigint, :host)
     on conflict (id) do update set term = greatest(known.term + 1, excluded.term), host = excluded.host
     returning term
+""")
+# of a former leader that was stopped, or whose host is gone; the server itself does not end all of them
+_END_WRITES = text("""
+    select pg_terminate_backend(pid) from pg_locks
+    where locktype = 'relation' and mode = 'RowShareLock' and relation = 'leadership'::regclass
+        and database = (select oid from pg_database where datname = current_database()) and pid <> pg_backend_pid()
 """)
 _SERVICES = text(f"""
     select activity.application_name, locks.classid::bigint = {_LEADER}
@@ -132,6 +138,7 @@ class Leadership:
             if not _locked(connection):
                 return False
             LEADERSHIP.create(connection, checkfirst=True)
+            connection.execute(_END_WRITES)
             self.term = connection.execute(_NEXT_TERM, {"host": self._host}).scalar_one()
             connection.execute(select(func.pg_advisory_unlock_shared(_STANDBY, _SCHEMA)))
             self._confirmed_at = began

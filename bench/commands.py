@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 
 from bench.cases import CASES, choose
 from coordinator.run.display import choose_display
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, FedvitError
 from fedvit.files import atomic_write
 
 _NAMES = ", ".join(case.name for case in CASES)
@@ -32,8 +32,8 @@ def measure(
     table: Callable[[Any], RenderableType],
     as_json: bool,
     out: Path | None = None,
-) -> None:
-    """Call `run` with a function that prints progress; print its report, and write it to `out` as JSON."""
+) -> Any:
+    """Call `run` with a function that prints progress; print its report, and write it to `out` as JSON. Returns it."""
     with choose_display() as display:
         report = run(display.line)
     content = msgspec.json.format(msgspec.json.encode(report), indent=2)
@@ -43,6 +43,7 @@ def measure(
         Console().print(table(report))
     if out:
         atomic_write(out, content + b"\n")
+    return report
 
 
 @bench_command.command("step")
@@ -123,6 +124,38 @@ def idle_command(starts: int, as_json: bool) -> None:
     from bench.idle import idle_table, run_idle
 
     measure(lambda log: run_idle(starts=starts, progress=log), idle_table, as_json)
+
+
+@bench_command.command("failover")
+@click.option("--faults", type=click.IntRange(min=1), default=20, help="Faults of the leader, one after the other.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Kinds and times of faults follow from it.")
+@click.option("--standbys", type=click.IntRange(min=1), default=2, help="Services that stand by.")
+@click.option("--rounds", type=click.IntRange(min=1), default=6, help="Rounds of each run.")
+@click.option(
+    "--fault",
+    "kinds",
+    multiple=True,
+    type=click.Choice(["kill", "stop", "cut", "silence"]),
+    help="Only this kind. Repeatable.",
+)
+@json_flag
+@out_flag
+def failover_command(
+    faults: int, seed: int, standbys: int, rounds: int, kinds: tuple[Any, ...], as_json: bool, out: Path | None
+) -> None:
+    """Kill, stop or cut off the leader of several services again and again, and measure takeovers.
+
+    Exits with code 1 unless every run has the tensors of a calm one, and no result was lost or counted twice.
+    """
+    from bench.failover import KINDS, FailoverReport, failover_table, run_failover
+
+    def run(log: Callable[[str], None]) -> FailoverReport:
+        settings = {"faults": faults, "seed": seed, "standbys": standbys, "rounds": rounds}
+        return run_failover(**settings, kinds=kinds or KINDS, progress=log)
+
+    report: FailoverReport = measure(run, failover_table, as_json, out)
+    if not report.ok:
+        raise FedvitError("the runs are not those of a single service; see the report")
 
 
 @bench_command.command("control")

@@ -65,6 +65,7 @@ from fedvit.wire.messages import (
     encode,
     encode_class_list,
     inline_room,
+    term_of,
 )
 from fedvit.wire.topics import Topics, check_name
 from fedvit.wire.transfer import chunk_bytes_within
@@ -245,6 +246,7 @@ class Agent:
         self._wait_logged = False  # the log has reported that no coordinator answers
         self._link_trouble = ""
         self._epoch: int | None = None
+        self._term = 0  # the latest known, of a coordinator that leads others
         self._hello: Resend | None = None  # set while a hello waits for its answer
         self._refused_since: float | None = None
         self._other_version: tuple[PeerRefused, float] | None = None  # received since the last welcome, and when
@@ -463,7 +465,18 @@ class Agent:
         except BadPayload as error:  # the coordinator sends chunks instead
             log.warning("URL refused", extra={"reason": str(error)})
 
+    def _is_outdated(self, epoch: int) -> bool:
+        """Whether an epoch is of a coordinator that led before the one that leads now."""
+        term = term_of(epoch)
+        if 0 < term < self._term:
+            log.info("a coordinator that no longer leads is ignored", extra={"term": term, "leads": self._term})
+            return True
+        self._term = max(self._term, term)
+        return False
+
     def _on_coordinator(self, state: CoordinatorState) -> None:
+        if self._is_outdated(state.epoch):
+            return
         if not state.alive:
             log.info("the coordinator left; waiting for it")
         elif state.epoch != self._epoch:
@@ -536,6 +549,8 @@ class Agent:
                 self.exchange.stop_sending(digest)  # it was being sent in chunks of another size
 
     def _on_welcome(self, welcome: Welcome) -> None:
+        if self._is_outdated(welcome.epoch):
+            return
         if self._epoch != welcome.epoch:
             log.info("joined", extra={"device": self.device, "next": welcome.waiting_for})
         if welcome.store not in ("", self.exchange.store_origin):

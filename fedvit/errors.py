@@ -15,6 +15,7 @@
     |   |   +-- DatabaseGone        the database's server does not answer
     |   |   +-- TooManyOpenFiles    among the files that a process, or the system, may have open
     |   +-- Damaged      a file is damaged
+    |   +-- LeadershipLost   another coordinator writes the record now
     +-- DeviceTrouble    the machine's owner: hardware or engine are defective
 
 A message names the expectation, the value, the round and the device. Programs end with the `exit_code` of the class,
@@ -100,6 +101,10 @@ class DatabaseGone(NoRoom):
 
 class Damaged(StorageFailed):
     """A file is damaged: the message names it, its content, and what to do."""
+
+
+class LeadershipLost(StorageFailed):
+    """Another coordinator has taken over the record; this one must write nothing more."""
 
 
 class DeviceTrouble(FedvitError):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from msgspec import Struct
@@ -156,12 +157,13 @@ class Link:
         in_flight: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUED_SEGMENTS)
 
         async def send() -> None:
-            while not reader.at_eof():
-                # an unshaped link need not be cut into segments
-                shaped = direction.network != Network()
-                if not (piece := await reader.read(SEGMENT_BYTES if shaped else 65536)):
-                    break
-                await in_flight.put((direction.due(len(piece)) if shaped else 0.0, piece))
+            with suppress(ConnectionError):  # one side was killed with data that it had not read
+                while not reader.at_eof():
+                    # an unshaped link need not be cut into segments
+                    shaped = direction.network != Network()
+                    if not (piece := await reader.read(SEGMENT_BYTES if shaped else 65536)):
+                        break
+                    await in_flight.put((direction.due(len(piece)) if shaped else 0.0, piece))
             await in_flight.put((0.0, b""))
 
         sending = asyncio.ensure_future(send())

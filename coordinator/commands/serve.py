@@ -3,6 +3,7 @@
 import os
 import secrets
 import signal
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,17 +18,32 @@ from coordinator.commands.start import opened_store
 from coordinator.config import RunConfig, make_service_config, read_toml
 from fedvit import monitoring
 from fedvit.command_line import Command, log_format_flag
+from fedvit.errors import ConfigError
 from fedvit.files import private_files
 
 if TYPE_CHECKING:
     from coordinator.compute.messages import Compute
+    from coordinator.compute.process import Worker
     from coordinator.monitoring.collector import Observed
+    from coordinator.record.leadership import Leadership
 
 
-@click.command(cls=Command, examples=["coordinator serve --broker.deployment deployment --side-by-side 2"])
+@click.command(
+    cls=Command,
+    examples=[
+        "coordinator serve --broker.deployment deployment --side-by-side 2",
+        "coordinator serve --standby --broker mqtts://broker.example.com",
+    ],
+)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags override it.")
 @runs_flag
 @record_flag
+@click.option(
+    "--standby",
+    is_flag=True,
+    help="If another service leads, wait, and take over when it has ended or hangs. Needs a record in PostgreSQL, and "
+    "the address of a broker.",
+)
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @click.option("--metrics", "metrics_address", **monitoring.OPTION)
 @log_format_flag
@@ -37,14 +53,14 @@ def serve(
     file: Path | None,
     folder: Path,
     url: str | None,
+    standby: bool,
     quiet: bool,
     metrics_address: monitoring.ListenAddress | None,
     **flags: Any,
 ) -> None:
     """Keep a broker and its devices connected, and serve submitted runs until stopped."""
-    from coordinator.record.retention import lock_service
     from coordinator.run.display import line_display
-    from coordinator.service.broker import broker_endpoint, federation_of
+    from coordinator.service.broker import OWN, broker_endpoint, federation_of
     from coordinator.service.service import RunService
     from fedvit.logs import configure_logging
     from fedvit.systemd import Notifier
@@ -53,16 +69,40 @@ def serve(
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
     config, broker = make_service_config(federation_of(values), where)
+    if standby and broker.broker in OWN:
+        raise ConfigError(
+            f"broker = {broker.broker!r} would end with this coordinator: --standby needs the address of a broker that "
+            "both services use, by --broker mqtts://HOST"
+        )
     notifier = Notifier.from_environment()
     if url is not None:
         from coordinator.record.store import use_database
 
         use_database(folder, url)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
     with ExitStack() as stack:
         monitor = stack.enter_context(monitoring.monitored(metrics_address))
-        store = opened_store(folder, stack)
-        stack.callback(os.close, lock_service(folder))
         display = line_display(quiet)
+        workers = _Workers()
+        stack.callback(workers.close)
+        leadership = _leadership(folder, standby=standby, stack=stack)
+        if leadership and not leadership.try_to_lead():
+            if not standby:
+                raise ConfigError(
+                    f"the runs of {folder} are being served by another `coordinator serve`, at the same database; "
+                    "--standby waits, and takes over when it ends"
+                )
+            display.line(f"standing by for the runs of {folder}: another service leads")
+            notifier.ready()
+            workers.prepare()
+            if not leadership.wait(stop, display.line, notifier.alive):
+                raise KeyboardInterrupt
+            display.line("the other service no longer leads: this one takes over")
+        store = opened_store(folder, stack)
+        if leadership:
+            store.lead_in(leadership.term)
         endpoint = stack.enter_context(broker_endpoint(broker, config.federation, folder / "broker", display.line))
         configure_logging(file=folder / "service.log", stderr=False)
         client_id = f"coordinator-{secrets.token_hex(4)}"
@@ -74,11 +114,11 @@ def serve(
             link=link,
             endpoint=endpoint,
             display=display,
-            compute_of=_worker_of,
+            compute_of=workers.worker_of,
             on_turn=notifier.alive,
+            leadership=leadership,
+            stop=stop,
         )
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: service.stop())
         display.line(f"serving the runs of {folder}, {config.side_by_side} at a time; `coordinator submit` adds one")
 
         def observed() -> "Observed":
@@ -99,9 +139,47 @@ def serve(
     raise KeyboardInterrupt
 
 
-def _worker_of(run: str, config: RunConfig, folder: Path) -> "Compute":
-    from coordinator.compute.process import Worker
+def _leadership(folder: Path, *, standby: bool, stack: ExitStack) -> "Leadership | None":
+    """The leadership of the services of a record in PostgreSQL; with a record in a file this process locks the folder.
 
-    worker = Worker()
-    worker.begin(run=run, config=config, folder=folder, log_file=folder / "coordinator.log")
-    return worker
+    Raises ConfigError if it is locked, or has no standby."""
+    from coordinator.record.leadership import Leadership
+    from coordinator.record.retention import lock_service
+    from coordinator.record.store import address_in
+
+    if (url := address_in(folder)) is not None:
+        leadership = Leadership(url)
+        stack.callback(leadership.close)
+        return leadership
+    if standby:
+        raise ConfigError(
+            f"--standby: the record of {folder} is not in PostgreSQL, which decides which service leads; begin a new "
+            "folder of runs with --record postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
+        )
+    stack.callback(os.close, lock_service(folder))
+    return None
+
+
+class _Workers:
+    """Starts the worker process of each run."""
+
+    def __init__(self) -> None:
+        self._prepared: Worker | None = None
+
+    def prepare(self) -> None:
+        """Start a process for the first run, which loads torch in the meantime."""
+        from coordinator.compute.process import Worker
+
+        self._prepared = Worker()
+        self._prepared.start()
+
+    def worker_of(self, run: str, config: RunConfig, folder: Path) -> "Compute":
+        from coordinator.compute.process import Worker
+
+        worker, self._prepared = self._prepared or Worker(), None
+        worker.begin(run=run, config=config, folder=folder, log_file=folder / "coordinator.log")
+        return worker
+
+    def close(self) -> None:
+        if self._prepared:
+            self._prepared.close()

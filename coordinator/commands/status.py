@@ -55,18 +55,22 @@ def _service_status(store: "Store", folder: Path, *, as_json: bool) -> bool:
 
     status, submitted = read_service_status(folder), store.submitted()
     alive = status is not None and not status.is_stale()
-    if not submitted and not alive:
+    hosts = store.services()
+    if not submitted and not alive and not hosts:
         return False
     queued = [record.id for record in submitted if record.status == "queued"]
     begun = [record.id for record in submitted if record.status != "queued"]
     if as_json:
         seen = msgspec.to_builtins(status) if status else {}
-        click.echo(json.dumps({"service": {**seen, "alive": alive, "queued": queued, "begun": begun}}, indent=2))
+        seen |= {"alive": alive, "queued": queued, "begun": begun, "hosts": [host._asdict() for host in hosts]}
+        click.echo(json.dumps({"service": seen}, indent=2))
         return True
     if status and alive:
         click.echo(f"service: federation {status.federation} at {status.broker}")
     else:
         click.echo(f"service: not running; `coordinator serve --runs {folder}` resumes the runs below")
+    for host in hosts:
+        click.echo(f"  {'leader' if host.leads else 'standby'}: {host.host}")
     for name in begun:
         click.echo(f"  run {name}: {_doing(folder / name)}")
     click.echo(f"  queue: {', '.join(queued) or 'empty'}")

@@ -37,9 +37,10 @@ class Removal(Struct, frozen=True, kw_only=True):
     why: str
 
 
-def lock_run(folder: Path, run: str) -> int:
-    """Lock a run for this process; returns the open lock file. Raises ConfigError if another process holds it."""
-    return _lock(folder, LOCK, f"run {run!r} is being served by another coordinator")
+def lock_run(folder: Path, run: str, term: int = 0) -> int:
+    """Lock a run for this process; returns the open lock file. Raises ConfigError if another process holds it, unless
+    that led in an earlier term than this one: it is cut off or hangs, and the record refuses what it writes."""
+    return _lock(folder, LOCK, f"run {run!r} is being served by another coordinator", term)
 
 
 def lock_service(out: Path) -> int:
@@ -47,7 +48,7 @@ def lock_service(out: Path) -> int:
     return _lock(out, SERVICE_LOCK, f"the runs of {out} are being served by another `coordinator serve`")
 
 
-def _lock(folder: Path, name: str, taken: str) -> int:
+def _lock(folder: Path, name: str, taken: str, term: int = 0) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
@@ -56,8 +57,14 @@ def _lock(folder: Path, name: str, taken: str) -> int:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        earlier = os.pread(handle, 32, 0)
         os.close(handle)
-        raise ConfigError(taken) from None
+        if not (earlier.isdigit() and 0 < int(earlier) < term):
+            raise ConfigError(taken) from None
+        (folder / name).unlink(missing_ok=True)
+        return _lock(folder, name, taken, term)
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, str(term).encode(), 0)
     return handle
 
 

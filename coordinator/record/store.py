@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -43,10 +42,13 @@ from sqlalchemy import (
     type_coerce,
     update,
 )
-from sqlalchemy.engine import URL, Connection, Engine, make_url
-from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.record import totals
+from coordinator.record.leadership import ServiceHost, check_term, fence, services_of
+from coordinator.record.postgresql import address_of, engine_of, failure_of
+from coordinator.record.schema import is_newer, other_version, version_of
 from coordinator.record.tables import (
     DEVICES,
     ENDED,
@@ -85,7 +87,7 @@ from coordinator.record.tables import (
 from fedvit.blobs import digest_of
 from fedvit.choices import did_you_mean
 from fedvit.descriptors import are_used_up, how_many
-from fedvit.errors import ConfigError, Damaged, DatabaseGone, DiskFull, StorageFailed, TooManyOpenFiles
+from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
 from fedvit.files import atomic_write, storage_failed
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.timings import Timings
@@ -99,9 +101,6 @@ COPIES = "backups"
 
 DATABASE_FILE, ADDRESS_FILE = "fedvit.db", "record.url"
 """In the folder of all runs: the database of SQLite, or the address of another one."""
-
-_POSTGRESQL = {"connect_timeout": 10, "keepalives_idle": 5, "keepalives_interval": 5, "tcp_user_timeout": 15_000}
-"""Of a connection: within about 20 s it is noticed that the server is gone. The last is in milliseconds."""
 
 _R = TypeVar("_R", bound=Struct)
 
@@ -160,8 +159,6 @@ _FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_IOERR_CORRUPTFS")
 """Prefixes of SQLite's error names for a damaged file."""
 
-_FULL_POSTGRESQL = "53100"
-
 _MIGRATING = 7_329_118_101
 """Key of the lock of PostgreSQL that a process holds while it makes or migrates tables."""
 
@@ -175,7 +172,7 @@ def use_database(folder: Path, url: str) -> None:
     Raises ConfigError if the folder's record is elsewhere already, or if the address is none of PostgreSQL;
     StorageFailed if the database does not answer.
     """
-    address = _postgresql(url, "--record")
+    address = address_of(url, "--record")
     shown = address.render_as_string()
     if (folder / DATABASE_FILE).exists():
         raise ConfigError(
@@ -184,7 +181,9 @@ def use_database(folder: Path, url: str) -> None:
         )
     file = folder / ADDRESS_FILE
     if file.exists():
-        known = _postgresql(_address_in(file), str(file))
+        known = address_of(_address_in(file), str(file))
+        if known == address:
+            return
         if known.set(password=None) != address.set(password=None):
             raise ConfigError(
                 f"--record {shown}: the record of {folder} is in {known.render_as_string()}; use another folder with "
@@ -195,23 +194,18 @@ def use_database(folder: Path, url: str) -> None:
     atomic_write(file, f"{url}\n".encode(), private=True)
 
 
+def address_in(folder: Path) -> str | None:
+    """The address of the database with the record of a folder; None if it is a file. Raises StorageFailed."""
+    file = folder / ADDRESS_FILE
+    return _address_in(file) if file.exists() else None
+
+
 def _address_in(file: Path) -> str:
     """Raises StorageFailed if the file cannot be read."""
     try:
         return file.read_text().strip()
     except OSError as error:
         raise storage_failed(f"cannot read {file}", error) from error
-
-
-def _postgresql(text: str, where: str) -> URL:
-    """The address of a PostgreSQL database. Raises ConfigError for another text."""
-    try:
-        address = make_url(text)
-    except (ArgumentError, ValueError):  # the latter for a port that is no number
-        address = None
-    if address is None or address.get_backend_name() != "postgresql" or not address.database:
-        raise ConfigError(f"{where}: expected postgresql://USER:PASSWORD@HOST:PORT/DATABASE")
-    return address.set(drivername="postgresql+psycopg")
 
 
 class Store:
@@ -230,16 +224,17 @@ class Store:
             self._engine: Engine = create_engine(url, json_serializer=to_json, json_deserializer=from_json)
             self._file: Path | None = Path(self._engine.url.database or "")
         else:
-            self._engine, self._file = _postgresql_engine(_postgresql(url, "record")), None
+            self._engine, self._file = engine_of(address_of(url, "record"), pool_pre_ping=True), None
+        self._term = 0  # 0: it need not lead to write
         self._joined = threading.local()
         self.commits = Timings()  # of transactions that wrote
         if self._file:
             event.listen(self._engine, "connect", _prepare_reading if reads_only else _prepare_sqlite)
             self._check_file(self._file, whole=check)
         with self._transaction() as connection:
-            if (schema := _version(connection)) != SCHEMA:
+            if (schema := version_of(connection)) != SCHEMA:
                 if reads_only:
-                    raise self._other_version(schema)
+                    raise other_version(self._engine.url, schema)
                 self._bring_up_to_date(connection)
         # SQLite does not notice a lost journal
         if self._file and not self.runs() and newest_copy(self._file):
@@ -251,14 +246,14 @@ class Store:
             connection.exec_driver_sql("BEGIN IMMEDIATE")  # otherwise SQLite would commit each change of a table
         else:
             connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
-        schema = _version(connection)
+        schema = version_of(connection)
         if schema is None and not inspect(connection).has_table(RUNS.name):
             TABLES.create_all(connection)
             VERSION.create(connection)
             connection.execute(VERSION.insert().values(version_num=SCHEMA))
             return
-        if schema is not None and schema > SCHEMA:
-            raise self._other_version(schema)
+        if is_newer(schema):
+            raise other_version(self._engine.url, schema)
         if schema == SCHEMA:  # another process has migrated it
             return
         from coordinator.record.migrations import migrate  # imports Alembic, which is rarely needed
@@ -274,19 +269,6 @@ class Store:
         broke = select(REFUSALS.c.run, REFUSALS.c.device, REFUSALS.c.broke).where(REFUSALS.c.broke.is_not(None))
         for run, device, kind in connection.execute(broke).all():
             self._add_broken(connection, run, device, kind)
-
-    def _other_version(self, schema: str | None) -> ConfigError:
-        """The error of a database that another version of this software wrote."""
-        if schema is not None and schema > SCHEMA:
-            return ConfigError(
-                f"database {self._engine.url} was written by a newer version of this software: it has schema {schema}, "
-                f"and fedvit {version('fedvit')} knows those up to {SCHEMA}: update fedvit, or use another folder"
-            )
-        return ConfigError(
-            f"database {self._engine.url} was written by an older version of this software: it has schema "
-            f"{schema or 'of 0.1.0'}, and fedvit {version('fedvit')} reads {SCHEMA}: coordinator runs brings it up to "
-            "date, while no older coordinator uses it"
-        )
 
     def _check_file(self, file: Path, *, whole: bool) -> None:
         """Check the file before it is used; `whole`: read all of it."""
@@ -371,10 +353,8 @@ class Store:
                 self.commits.add(time.perf_counter() - began)
         except (SQLAlchemyError, sqlite3.Error) as error:
             cause = getattr(error, "orig", None) or error
-            if not self._file and isinstance(error, OperationalError):
-                state = getattr(cause, "sqlstate", None)
-                gone = DiskFull if state == _FULL_POSTGRESQL else DatabaseGone
-                raise gone(f"database {self._engine.url}: {' '.join(str(cause).split())}") from error
+            if not self._file and isinstance(error, SQLAlchemyError) and (gone := failure_of(error, self._engine.url)):
+                raise gone from error
             name = getattr(cause, "sqlite_errorname", None) or ""
             if self._file and (name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN)):
                 raise self.damaged(str(cause)) from error
@@ -399,6 +379,25 @@ class Store:
             if row.get(SEAL) not in (None, _seal_of(table, row)):  # older versions wrote no seals
                 raise self.damaged(f"the seal of a row of table {table.name!r} is broken")
             yield _record(kind, row)
+
+    def lead_in(self, term: int) -> None:
+        """From now on raise LeadershipLost, and write nothing, when another process has taken over from the leader of
+        this term."""
+        self._term = term
+        fence(self._engine, term)
+
+    def check_leads(self) -> None:
+        """Raises LeadershipLost if another process has taken over from this one, which led."""
+        if self._term:
+            with self._transaction() as connection:
+                check_term(connection, self._term)
+
+    def services(self) -> list[ServiceHost]:
+        """Services that are connected to the database now, the leader first; none if it is a file."""
+        if self._file:
+            return []
+        with self._transaction() as connection:
+            return services_of(connection)
 
     def check_reachable(self) -> None:
         """Raises DatabaseGone if the database's server does not answer."""
@@ -1308,23 +1307,6 @@ def _existing(connection: Connection, results: Sequence[Result], devices: Sequen
         RESULTS.c.device.in_(devices),
     )
     return {tuple(row) for row in connection.execute(query)}
-
-
-def _postgresql_engine(address: URL) -> Engine:
-    """Raises ConfigError if the driver is not installed."""
-    try:
-        return create_engine(address, connect_args=_POSTGRESQL, pool_pre_ping=True)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"a record in PostgreSQL needs the package {error.name}: pip install 'fedvit[postgresql]'"
-        ) from error
-
-
-def _version(connection: Connection) -> str | None:
-    """Version of the database's schema; None for a new database, or one of version 0.1.0."""
-    if not inspect(connection).has_table(VERSION.name):
-        return None
-    return connection.execute(select(VERSION.c.version_num)).scalar()
 
 
 def _prepare_reading(connection: Any, _record: Any) -> None:

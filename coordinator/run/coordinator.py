@@ -44,7 +44,7 @@ from coordinator.run.selector import CohortSelector
 from coordinator.run.state import RunState
 from coordinator.run.validation import MIN_FREE_BYTES, listed, same_but_for_case
 from fedvit.descriptors import USED_UP
-from fedvit.errors import ConfigError, EmptyCohort, FedvitError, NoRoom, StorageFailed
+from fedvit.errors import ConfigError, EmptyCohort, FedvitError, LeadershipLost, NoRoom, StorageFailed
 from fedvit.files import atomic_write, storage_failed
 from fedvit.quantities import counted
 from fedvit.resources import Budget
@@ -212,7 +212,7 @@ class Coordinator:
             self._with_resources(partial(self.backups.replay_notes, self._operator_log, self.quarantine.strike))
             self._with_resources(partial(self._wait_for_devices, checked))
             self._with_resources(self._all_rounds)
-        except FederationTaken as error:  # the devices belong to the other coordinator
+        except (FederationTaken, LeadershipLost) as error:  # the devices belong to the other coordinator
             with suppress(StorageFailed):
                 state.store.update_run(state.run, status="interrupted", reason=str(error))
             raise
@@ -474,10 +474,11 @@ class Coordinator:
             self.collector.dismiss(state.tasks, "the last round is closed")
             self._follow_up()
         needed = stepped.needed | self.recovery.still_needed(number)
+        unneeded = list(state.blobs.prunable(needed, PARTIAL_KEPT_S))  # now, before devices send new ones
+        state.store.check_leads()  # none of them is of a later leader, whenever they are removed
         state.blobs.forget_all_but(needed)
         if self.objects:
             self.objects.prune(needed)
-        unneeded = list(state.blobs.prunable(needed, PARTIAL_KEPT_S))  # now, before devices send new ones
         freed = self.inbox.in_background(partial(state.blobs.delete, unneeded))
         log.info("round closed", extra={"round": number, "freed_bytes": freed, **figures})
 

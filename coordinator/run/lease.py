@@ -1,7 +1,8 @@
 """One coordinator per federation: each publishes its state on the federation's topic, and the later one ends.
 
 With two coordinators, devices would drop the results of one for the other. They compare how long each has held the
-federation, so that clocks need not agree.
+federation, so that clocks need not agree. Of two services with one record in PostgreSQL the database decides which one
+leads; see `coordinator.record.leadership`.
 """
 
 import logging
@@ -14,7 +15,7 @@ from coordinator.run.presence import hello_spread_s
 from fedvit.errors import ConfigError
 from fedvit.quantities import format_seconds
 from fedvit.transport.base import Transport, Will
-from fedvit.wire.messages import CoordinatorState, encode
+from fedvit.wire.messages import CoordinatorState, encode, leading_epoch, term_of
 from fedvit.wire.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -27,14 +28,18 @@ class FederationTaken(ConfigError):
 
 
 class Lease:
-    """The lease of one process; `run` is empty for a service; `operator_log(line)` prints a line for the operator."""
+    """The lease of one process; `run` is empty for a service; `operator_log(line)` prints a line for the operator.
+    `term`: in which a service leads others that use the same database; 0: the database does not decide."""
 
-    def __init__(self, transport: Transport, topics: Topics, run: str, operator_log: Callable[[str], None]) -> None:
+    def __init__(
+        self, transport: Transport, topics: Topics, run: str, operator_log: Callable[[str], None], term: int = 0
+    ) -> None:
         self.owner = secrets.token_hex(8)
         self.is_held = True  # until another coordinator turns out to hold the federation
         self._transport = transport
         self._topics = topics
         self._run = run
+        self._term = term
         self._operator_log = operator_log
         self._since = time.monotonic()
         self._epoch = 0
@@ -51,9 +56,12 @@ class Lease:
 
         The hellos are spread over `spread_s`."""
         self._spread_s = spread_s
-        self._epoch = self._transport.shared_epoch or secrets.randbits(48) + 1
+        self._epoch = self._transport.shared_epoch or self._new_epoch()
         self._publish_state()
         return self._epoch
+
+    def _new_epoch(self) -> int:
+        return leading_epoch(self._term, secrets.randbits(32)) if self._term else secrets.randbits(48) + 1
 
     def end(self) -> None:
         """Publish that this process ends."""
@@ -67,6 +75,10 @@ class Lease:
         first = (other.held_s, other.owner) > mine
         if other.run == self._run != "":  # the run was resumed elsewhere: the older process hangs or was given up
             first = not first
+        if self._term and (theirs := term_of(other.epoch)):
+            if theirs > self._term:  # this process no longer leads, as it will hear from the database
+                return
+            first = False
         if first:
             self.is_held = False
             raise FederationTaken(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.config import why_not_asked
+from coordinator.record.leadership import Leadership
 from coordinator.run.lease import Lease
 from coordinator.run.presence import Presence, hello_spread_s
 from fedvit.errors import BadPayload, PeerRefused
@@ -77,7 +78,7 @@ class RunTransport(Transport):
         if b"refused" in payload[:_HEAD_BYTES] and isinstance(refused := decode(payload), Refused) and refused.final:
             self._router.events.put(_Rejected(self, topics.device_of(topic), refused.reason))
             return True
-        return self._link.publish(topic, payload, qos=qos)
+        return self._router.publish(topic, payload, qos=qos)
 
     def listen(self, topic: str, sink: BulkSink) -> None:
         self._link.listen(topic, sink)
@@ -134,7 +135,11 @@ class _DeviceEntry:
 
 
 class Router:
-    """See above. `has_ended(run)` says whether results of a run are no longer wanted; `operator_log` prints a line."""
+    """See above. `has_ended(run)` says whether results of a run are no longer wanted; `operator_log` prints a line.
+
+    `leadership`: of a service that others stand by for. While the database does not confirm it, nothing is sent, and
+    runs wait as without a link.
+    """
 
     def __init__(
         self,
@@ -143,15 +148,18 @@ class Router:
         *,
         has_ended: Callable[[str], bool],
         operator_log: Callable[[str], None],
+        leadership: Leadership | None = None,
     ) -> None:
         self.link = link
         self.topics = Topics(federation)
         self.events = link.inbox
         self.epoch = 0
-        self.connected = False
+        self.connected = False  # and, with a leadership, it is confirmed
+        self._linked = False
+        self._leadership = leadership
         self._has_ended = has_ended
         self._operator_log = operator_log
-        self._lease = Lease(link, self.topics, "", operator_log)
+        self._lease = Lease(link, self.topics, "", operator_log, leadership.term if leadership else 0)
         self._runs: list[RunTransport] = []  # in the order in which devices are offered to them
         self._presence = Presence()
         self._devices: dict[str, _DeviceEntry] = {}
@@ -164,18 +172,36 @@ class Router:
         self.link.open(self._lease.will)
 
     def close(self) -> None:
-        if self.connected and self._lease.is_held:
+        if self.connected and self._lease.is_held and self._leads():
             self._lease.end()
         self.link.close()
 
     def pump(self, timeout_s: float) -> None:
-        """Handle events; wait at most this long for the first. Raises FederationTaken."""
+        """Handle events; wait at most this long for the first. Raises FederationTaken, LeadershipLost."""
+        self._follow_leadership()
         try:
             self._on_event(self.events.get(timeout=timeout_s))
             for _ in range(EVENTS_AT_ONCE):
                 self._on_event(self.events.get_nowait())
         except queue.Empty:
             pass
+
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1) -> bool:
+        """Send a message; False if it is dropped: there is no link, or another service may lead."""
+        return self._leads() and self.link.publish(topic, payload, qos=qos)
+
+    def _leads(self) -> bool:
+        return self._leadership is None or self._leadership.is_current()
+
+    def _follow_leadership(self) -> None:
+        """Raises LeadershipLost."""
+        if self._leadership:
+            self._leadership.check()
+            if self.connected and not self._leads():
+                self._operator_log("the database does not confirm that this service leads: paused until it does")
+                self._on_disconnected(Disconnected("leadership is not confirmed"))
+            elif self._linked and not self.connected and self._leads():
+                self._on_connected()
 
     def members(self) -> list[Member]:
         return [
@@ -211,14 +237,15 @@ class Router:
             case Received():
                 self._on_received(event)
             case Connected():
-                self._on_connected()
+                self._linked = True
+                if self._leads():
+                    self._on_connected()
             case Disconnected(reason=reason):
                 if reason != self._link_trouble:
                     self._operator_log(f"broker: {reason}; trying again")
                     self._link_trouble = reason
-                self.connected = False
-                self._presence.all_offline()
-                self._to_all_runs(event)
+                self._linked = False
+                self._on_disconnected(event)
             case _Opened(transport=transport):
                 self._runs.append(transport)
                 if self.connected:
@@ -239,6 +266,11 @@ class Router:
     def _to_all_runs(self, event: object) -> None:
         for transport in self._runs:
             transport.inbox.put(event)
+
+    def _on_disconnected(self, event: Disconnected) -> None:
+        self.connected = False
+        self._presence.all_offline()
+        self._to_all_runs(event)
 
     def _on_connected(self) -> None:
         self.connected = True
@@ -352,4 +384,4 @@ class Router:
         return entry.refused.get(transport.run) or why_not_asked(transport.devices_where, entry.hello.labels)
 
     def _send(self, device: str, message: FromCoordinator) -> None:
-        self.link.publish(self.topics.to_device(device), encode(message))
+        self.publish(self.topics.to_device(device), encode(message))

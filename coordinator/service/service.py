@@ -15,6 +15,7 @@ import msgspec
 from coordinator.compute.messages import Compute
 from coordinator.config import RunConfig, ServiceConfig, make_config
 from coordinator.metrics.following import following
+from coordinator.record.leadership import Leadership
 from coordinator.record.retention import lock_run
 from coordinator.record.store import Store
 from coordinator.record.tables import RunRecord
@@ -25,7 +26,7 @@ from coordinator.run.inbox import Interrupted
 from coordinator.service.broker import BrokerEndpoint
 from coordinator.service.router import Router, RunTransport
 from coordinator.service.status import MemberStatus, write_service_status
-from fedvit.errors import ConfigError, FedvitError, NoRoom, StorageFailed
+from fedvit.errors import ConfigError, FedvitError, LeadershipLost, NoRoom, StorageFailed
 from fedvit.logs import thread_log
 from fedvit.timings import LoopWatch
 from fedvit.transport.base import Transport
@@ -41,10 +42,18 @@ ComputeOf = Callable[[str, RunConfig, Path], Compute]
 
 
 class ServedRun:
-    """One run in its own thread. Raises ConfigError if another process serves it."""
+    """One run in its own thread; `term`: in which the service leads. Raises ConfigError if another process serves it,
+    unless that was an earlier leader."""
 
     def __init__(
-        self, record: RunRecord, config: RunConfig, transport: RunTransport, store: Store, out: Path, display: Display
+        self,
+        record: RunRecord,
+        config: RunConfig,
+        transport: RunTransport,
+        store: Store,
+        out: Path,
+        display: Display,
+        term: int,
     ) -> None:
         self.name = record.id
         self.loop = LoopWatch(RUN_TICK_S)
@@ -56,7 +65,7 @@ class ServedRun:
         self._display = display
         self._revoked: SimpleQueue[str] = SimpleQueue()
         self._stack = ExitStack()
-        self._stack.callback(os.close, lock_run(self._folder, record.id))
+        self._stack.callback(os.close, lock_run(self._folder, record.id, term))
         self._thread = threading.Thread(target=self._serve, name=f"run-{record.id}", daemon=True)
 
     def begin(self, compute_of: ComputeOf) -> None:
@@ -116,6 +125,8 @@ class ServedRun:
             line(f"run {self.name} is cancelled")
         except Interrupted:
             line(f"run {self.name} is interrupted")
+        except LeadershipLost:  # the service ends, too, and says so
+            log.warning("run left to the service that leads", extra={"run": self.name})
         except (FedvitError, OSError) as error:
             line(f"run {self.name} failed: {error}")
         except Exception as error:
@@ -140,7 +151,7 @@ class RunDisplay(Display):
 
 
 class RunService:
-    """Serves the runs that were submitted to the record in `out`. `serve` returns after `stop`."""
+    """Serves the runs that were submitted to the record in `out`. `serve` returns when `stop` is set."""
 
     def __init__(
         self,
@@ -153,6 +164,8 @@ class RunService:
         display: Display,
         compute_of: ComputeOf,
         on_turn: Callable[[], None] = lambda: None,
+        leadership: Leadership | None = None,
+        stop: threading.Event,
     ) -> None:
         self.loop = LoopWatch(TICK_S, on_turn)
         self._out = out
@@ -161,15 +174,14 @@ class RunService:
         self._endpoint = endpoint
         self._display = display
         self._compute_of = compute_of
-        self._router = Router(link, config.federation, has_ended=store.has_ended, operator_log=display.line)
+        self._term = leadership.term if leadership else 0
+        self._router = Router(
+            link, config.federation, has_ended=store.has_ended, operator_log=display.line, leadership=leadership
+        )
         self._running: dict[str, ServedRun] = {}
-        self._stop = threading.Event()
+        self._stop = stop
         self._looked_at = -LOOK_EVERY_S
         self._trouble = ""
-
-    def stop(self) -> None:
-        """Ask `serve` to end; safe from a signal handler."""
-        self._stop.set()
 
     def is_connected(self) -> bool:
         """Whether the broker is connected."""
@@ -180,7 +192,8 @@ class RunService:
         return list(self._running.values())
 
     def serve(self) -> None:
-        """Serve until stopped; the runs are then interrupted, and the next service resumes them."""
+        """Serve until stopped; the runs are then interrupted, and the next service resumes them. Raises LeadershipLost
+        if another service leads now."""
         self._router.open()
         try:
             while not self._stop.is_set():
@@ -239,7 +252,7 @@ class RunService:
             return
         transport = RunTransport(self._router, record.id, config.devices_where)
         try:
-            run = ServedRun(record, config, transport, self._store, self._out, self._display)
+            run = ServedRun(record, config, transport, self._store, self._out, self._display, self._term)
         except ConfigError:  # by `coordinator start --resume`
             return
         if not self._recorded(record, config):

@@ -42,6 +42,9 @@ MAX_CHUNK_BYTES = 1 << 20
 MAX_BLOB_CHUNKS = 1 << 20
 """130 GB. A receiver keeps a byte for each chunk, so that a false claim costs 1 MB at most."""
 
+_TERM_SHIFT = 32
+"""Bits of an epoch below its term."""
+
 
 class Message(Struct, frozen=True, array_like=True, tag_field="type"):
     """Base of all control messages."""
@@ -88,8 +91,26 @@ class ClassCount(Struct, frozen=True, array_like=True):
 # --- coordinator to everybody -------------------------------------------------------------------------
 
 
+def leading_epoch(term: int, number: int) -> int:
+    """The epoch of a coordinator that leads in a term; `number`: of its connection, below 2**32.
+
+    Of a coordinator without a standby the epoch is a random number up to 2**48, and has no term.
+    """
+    return term << _TERM_SHIFT | number
+
+
+def term_of(epoch: int) -> int:
+    """The term of an epoch, at least 2**17; 0: it has none.
+
+    >>> term_of(leading_epoch(1_700_000_000, 5)), term_of(2**48)
+    (1700000000, 0)
+    """
+    return epoch >> _TERM_SHIFT if epoch > 2**48 else 0
+
+
 class CoordinatorState(Message, frozen=True, tag="coordinator"):
-    """Whether a coordinator is online. After a new epoch every device sends its hello again.
+    """Whether a coordinator is online. After a new epoch every device sends its hello again. An epoch with an earlier
+    term than a known one belongs to a coordinator that no longer leads, and is ignored.
 
     The fields after `alive` identify a coordinator: two that serve one federation by mistake can report each other.
     """

@@ -43,6 +43,7 @@ from fedvit.wire.messages import (
     Welcome,
     decode_class_list,
     encode,
+    leading_epoch,
 )
 from tests.support.agents import (
     FAR_OFF,
@@ -135,6 +136,24 @@ def test_every_epoch_of_the_coordinator_gets_one_hello(world: World) -> None:
     server.is_here(9)
     server.welcome()
     assert server.count(Hello) == before + 2
+
+
+def test_device_ignores_a_coordinator_that_no_longer_leads(world: World) -> None:
+    """Neither its state nor its welcome; a coordinator without a term may follow it."""
+    earlier, later = (leading_epoch(term, 1) for term in (1_700_000_000, 1_700_000_001))
+    server = world.server
+    world.device(joined=False)
+    for epoch in (earlier, later):
+        server.is_here(epoch)
+        server.welcome()
+    said = server.count(Hello)
+    server.is_here(earlier)
+    server.tell(Welcome(server.instance, earlier, "tests"))
+    server.epoch = later
+    server.mark()  # by a task of the later epoch
+    assert server.count(Hello) == said
+    server.is_here(7)
+    server.welcome()
 
 
 def test_hello_that_is_answered_is_not_said_again_for_the_new_epoch(

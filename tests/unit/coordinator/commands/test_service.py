@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psycopg
 import pytest
 from click.testing import CliRunner
 
@@ -13,10 +14,12 @@ from coordinator.cli import cli
 from coordinator.commands import submit as submit_module
 from coordinator.compute.engine import Engine
 from coordinator.config import RunConfig
-from coordinator.record.store import Store
+from coordinator.record.store import Store, use_database
 from coordinator.service.status import MemberStatus, write_service_status
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, DatabaseGone
+from fleet.run import free_port
 from tests.support.forked import ForkedWorker
+from tests.support.postgresql import Postgresql
 
 CONFIG = msgspec.to_builtins(RunConfig(method="fedavg"))
 
@@ -193,3 +196,32 @@ def test_status_shows_the_service(out: Path) -> None:
 def test_runs_lists_the_queue(out: Path) -> None:
     listed = {entry["run"]: entry["status"] for entry in json.loads(said("runs", "--runs", out, "--json"))}
     assert listed == {"done": "finished", "begun": "interrupted", "first": "queued", "second": "queued"}
+
+
+def test_standby_needs_a_record_and_a_broker_that_outlive_the_leader(out: Path) -> None:
+    broker = refused("serve", "--standby", "--runs", out)
+    assert broker == (
+        "broker = 'auto' would end with this coordinator: --standby needs the address of a broker that both services "
+        "use, by --broker mqtts://HOST"
+    )
+    record = refused("serve", "--standby", "--runs", out, "--broker", "mqtt://127.0.0.1:1")
+    assert record.startswith(
+        f"--standby: the record of {out} is not in PostgreSQL, which decides which service leads; "
+    )
+    assert "--record postgresql://USER:PASSWORD@HOST:PORT/DATABASE" in record
+
+
+def test_standby_refuses_a_record_of_a_newer_version_and_a_database_that_is_away(
+    tmp_path: Path, postgresql: Postgresql
+) -> None:
+    out, url = tmp_path / "runs", postgresql.schema()
+    use_database(out, url)
+    with psycopg.connect(url) as connection:
+        connection.execute("update alembic_version set version_num = '9999'")
+    command = ("serve", "--standby", "--runs", out, "--broker", "mqtt://127.0.0.1:1")
+    assert "has schema 9999, and fedvit" in refused(*command)
+    (out / "record.url").write_text(f"postgresql://u:secret@127.0.0.1:{free_port()}/d")
+    result = CliRunner().invoke(cli, list(map(str, command)))
+    assert isinstance(result.exception, DatabaseGone)
+    assert "secret" not in str(result.exception)
+    assert "Connection refused" in str(result.exception)

@@ -231,3 +231,19 @@ def test_gc_leaves_a_run_that_is_served(out: Path) -> None:
     assert said("gc", "--keep-runs", 0, "--runs", out)
     assert "third" in listed(out)
     os.close(held)
+
+
+def test_run_is_taken_from_a_former_leader_and_from_nobody_else(tmp_path: Path) -> None:
+    """A leader that was stopped keeps its lock; the next one has a later term."""
+    held = lock_run(tmp_path, "r", 7)
+    for term in (0, 7):
+        with pytest.raises(ConfigError, match="run 'r' is being served by another coordinator"):
+            lock_run(tmp_path, "r", term)
+    taken = lock_run(tmp_path, "r", 8)
+    os.close(held)
+    assert is_served(tmp_path)
+    os.close(taken)
+    started = lock_run(tmp_path, "r")
+    with pytest.raises(ConfigError, match="is being served"):
+        lock_run(tmp_path, "r", 9)
+    os.close(started)

@@ -1,11 +1,14 @@
 """The router over the memory transport: runs are what the test makes of their transports, devices what it says."""
 
+from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from coordinator.record.leadership import Leadership
 from coordinator.service.router import NO_WORK, Router, RunTransport
+from fedvit.errors import LeadershipLost
 from fedvit.resources import ResourceUse
 from fedvit.transport.base import Connected, Disconnected, Received
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
@@ -20,10 +23,14 @@ from fedvit.wire.messages import (
     Welcome,
     decode,
     encode,
+    leading_epoch,
+    term_of,
 )
 from fedvit.wire.topics import Topics
 from tests.support.devices import SpeakingDevice, drained
 from tests.support.messages import hello
+from tests.support.postgresql import Postgresql
+from tests.support.waiting import wait_until
 
 TOPICS = Topics("home")
 
@@ -44,12 +51,18 @@ class Device(SpeakingDevice):
 class Hall:
     """A broker, a router, and runs that only listen."""
 
-    def __init__(self) -> None:
+    def __init__(self, leadership: Leadership | None = None) -> None:
         self.broker = MemoryBroker()
         self.said: list[str] = []
         self.ended: set[str] = set()
         link = MemoryTransport(SimpleQueue(), self.broker, "coordinator")
-        self.router = Router(link, "home", has_ended=lambda run: run in self.ended, operator_log=self.said.append)
+        self.router = Router(
+            link,
+            "home",
+            has_ended=lambda run: run in self.ended,
+            operator_log=self.said.append,
+            leadership=leadership,
+        )
         self.router.open()
         self.settle()
 
@@ -279,3 +292,57 @@ def test_router_expels_a_device_from_its_run_alone(hall: Hall) -> None:
     assert hall.router.expel("pi-1") is None
     assert hall.router.expel("nobody") is None
     assert hall.router.members() == []
+
+
+class TestRouterThatLeads:
+    """Of several services with one record in PostgreSQL."""
+
+    @pytest.fixture
+    def leadership(self, postgresql: Postgresql) -> Iterator[Leadership]:
+        made = Leadership(postgresql.schema())
+        assert made.try_to_lead()
+        yield made
+        made.close()
+
+    @pytest.fixture
+    def hall(self, leadership: Leadership) -> Hall:
+        return Hall(leadership)
+
+    def test_its_epoch_has_its_term(self, hall: Hall, leadership: Leadership) -> None:
+        assert term_of(hall.router.epoch) == leadership.term
+
+    def test_a_coordinator_of_another_term_does_not_end_it(self, hall: Hall, leadership: Leadership) -> None:
+        """However long that has served: the database decides, and not a message."""
+        for term in (leadership.term - 1, leadership.term + 1):
+            other = CoordinatorState(leading_epoch(term, 1), alive=True, owner="other", held_s=1e9)
+            hall.router.events.put(Received(TOPICS.coordinator_state, encode(other)))
+            hall.settle()
+        device = Device(hall, "pi-1")
+        device.say(device.hello)
+        assert device.messages() == [Welcome("i1", hall.router.epoch, NO_WORK)]
+
+    def test_it_sends_nothing_while_the_database_does_not_confirm_it(self, hall: Hall, leadership: Leadership) -> None:
+        """Its runs wait as without a link; confirmed again it begins a new epoch, so that devices say hello."""
+        run, device = hall.run("a"), Device(hall, "pi-1")
+        device.say(device.hello)
+        drained(run.inbox)
+        epoch = hall.router.epoch
+        leadership._confirmed_at -= 3600.0
+        assert not run.publish(TOPICS.to_device("pi-1"), encode(RunEnded("a", "finished")))
+        hall.router.pump(0.0)
+        assert drained(run.inbox) == [Disconnected("leadership is not confirmed")]
+        assert device.messages() == []
+        wait_until(leadership.is_current)
+        hall.router.pump(0.0)
+        assert drained(run.inbox) == [Connected()]
+        assert hall.router.epoch != epoch
+
+    def test_it_ends_when_another_leads(self, hall: Hall, leadership: Leadership) -> None:
+        with leadership._connected() as connection:
+            connection.exec_driver_sql("update leadership set term = term + 1")
+        with pytest.raises(LeadershipLost, match="this service led in term"):
+            wait_until(lambda: hall.router.pump(0.0))
+        device = Device(hall, "pi-2")
+        device.transport.publish(TOPICS.from_device("pi-2"), encode(device.hello))
+        hall.router.close()
+        assert device.messages() == []

@@ -1,0 +1,105 @@
+"""Two services with one record in PostgreSQL: one leads, the other takes over. Real processes, mosquitto and server."""
+
+import signal
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+from bench.chaos.network import Links
+from coordinator.broker import start_broker
+from tests.support.forked import Forked
+from tests.support.postgresql import Postgresql
+from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, wait_for
+
+
+class Hosts:
+    """Services that share a folder of runs and a broker; each has a link of its own to the database."""
+
+    def __init__(self, stage: Stage, server: Postgresql, links: Links) -> None:
+        self._stage = stage
+        self.links = links
+        stage.environment["PGPORT"] = str(server.port)
+        self.url = server.schema()
+        # without a port, which is each service's own
+        stage.environment["FEDVIT_RECORD"] = self.url.replace(f":{server.port}/", "/")
+
+    def serve(self, name: str, *arguments: str) -> Forked:
+        given = ["serve", "--runs", str(self._stage.out), "--broker", f"mqtt://127.0.0.1:{self._stage.port}"]
+        environment = self._stage.environment | {"PGPORT": str(self.links.port(name))}
+        return self._stage.keep(
+            Forked("coordinator.cli", [*given, *arguments], self._stage.log_path(name), environment)
+        )
+
+    def query(self, sql: str) -> list[tuple[object, ...]]:
+        with psycopg.connect(self.url) as connection:
+            return connection.execute(sql.encode()).fetchall()
+
+    def is_at_work(self, round_number: int) -> bool:
+        return bool(self.query(f"select 1 from tasks where round = {round_number} and outcome is null"))
+
+    def check_run(self, undisturbed: bytes) -> None:
+        """The run is that of a single service: no result was lost or counted twice, and the tensors are the same."""
+        counted = self.query("select round, count(*) from results where kind = 'train' group by round order by round")
+        assert counted == [(number, len(DEVICES)) for number in range(1, ROUNDS + 1)]
+        assert self._stage.model() == undisturbed
+
+
+@pytest.fixture
+def hosts(stage: Stage, postgresql: Postgresql) -> Iterator[Hosts]:
+    broker = start_broker("mosquitto", stage.folder / "broker", port=stage.port)
+    with Links(postgresql.port) as links:
+        yield Hosts(stage, postgresql, links)
+        stage.close()
+    broker.stop()
+
+
+def submit(stage: Stage) -> None:
+    stage.submit("run", rounds=ROUNDS, devices=len(DEVICES), variants=CONFIG["variants"])
+
+
+def test_standby_takes_over_when_the_leader_is_killed(stage: Stage, hosts: Hosts, undisturbed: bytes) -> None:
+    leader = hosts.serve("leader", "--standby")
+    wait_for(lambda: "serving the runs" in stage.log("leader"), "a leader")
+    refused = hosts.serve("other")
+    assert stage.finish(refused, "other") == 2
+    assert "by another `coordinator serve`, at the same database" in stage.log("other")
+    standby = hosts.serve("standby", "--standby")
+    wait_for(lambda: "standing by" in stage.log("standby"), "a standby")
+    known = stage.command("status", "--runs", str(stage.out))["service"]["hosts"]
+    assert [host["leads"] for host in known] == [True, False]
+    submit(stage)
+    devices = {name: stage.device(name) for name in DEVICES}
+    wait_for(lambda: hosts.is_at_work(2), "round 2")
+    leader.kill()
+    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    wait_for(lambda: hosts.query("select 1 from runs where status = 'finished'"), "the run to be finished")
+    assert "run run is resumed" in stage.log("standby")
+    hosts.check_run(undisturbed)
+    standby.send_signal(signal.SIGTERM)
+    assert stage.finish(standby, "standby") == 130
+
+
+def test_leaders_that_hang_or_are_cut_off_write_nothing_more(stage: Stage, hosts: Hosts, undisturbed: bytes) -> None:
+    """The first leader is stopped, the second loses its link to the database, the third finishes the run; then the
+    others return, and end."""
+    services = {name: hosts.serve(name, "--standby") for name in ("first",)}
+    wait_for(lambda: "serving the runs" in stage.log("first"), "a leader")
+    submit(stage)
+    devices = {name: stage.device(name) for name in DEVICES}
+    services["second"] = hosts.serve("second", "--standby")
+    wait_for(lambda: "standing by" in stage.log("second"), "a standby")
+    wait_for(lambda: hosts.is_at_work(1), "round 1")
+    services["first"].send_signal(signal.SIGSTOP)
+    wait_for(lambda: "serving the runs" in stage.log("second"), "the second to lead")
+    services["third"] = hosts.serve("third", "--standby")
+    wait_for(lambda: "standing by" in stage.log("third"), "the next standby")
+    wait_for(lambda: hosts.is_at_work(2), "round 2")
+    hosts.links.silence("second")
+    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    services["first"].send_signal(signal.SIGCONT)
+    hosts.links.mend("second")
+    for name in ("first", "second"):
+        assert stage.finish(services[name], name) == 10
+        assert "this service led in term" in stage.log(name).splitlines()[-1]
+    hosts.check_run(undisturbed)

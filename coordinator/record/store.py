@@ -1264,7 +1264,7 @@ def _end_tasks(
             TASKS.c.round == bindparam("number"),
             TASKS.c.device == bindparam("name"),
         ]
-        changed = {name: bindparam(name) for name in TaskTimes._fields}
+        changed: dict[str, Any] = {name: bindparam(name) for name in TaskTimes._fields}
         query = update(TASKS).where(*this, TASKS.c.outcome.is_(None)).values(outcome=outcome, groups={}, **changed)
         connection.execute(query, keys)
 

@@ -43,12 +43,12 @@ def read_turned_digits(size: int = 32) -> Samples:
     For a backbone that has seen such images and none of their labels, in place of weights from a large data set.
     """
     digits = read_digits(size)
-    turns = np.arange(4)
+    turns = range(4)
     return Samples(
         dataset="digits-turned",
         size=size,
         images=np.concatenate([np.rot90(_all_of(digits), turn, axes=(1, 2)) for turn in turns]),
-        labels=np.repeat(turns, len(digits)).astype(np.int64),
+        labels=np.repeat(np.arange(4, dtype=np.int64), len(digits)),
         classes=tuple(f"{90 * turn:03d}" for turn in turns),
     )
 

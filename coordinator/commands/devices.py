@@ -56,7 +56,9 @@ def devices(folder: Path, runs: Path | None, run: str | None, as_json: bool) -> 
         column(table, "battery", justify="left")
         table.add_column(Text(f"in run {run}"), overflow="fold")
     for entry in listed:
-        standing: list[str | Text] = [Text(entry["software"] or "-"), _battery(entry), Text(_standing(entry))] if run else []
+        standing: list[str | Text] = (
+            [Text(entry["software"] or "-"), _battery(entry), Text(_standing(entry))] if run else []
+        )
         table.add_row(
             Text(entry["device"]),
             entry["state"] + (f", misused the broker {entry['misuses']} times" if entry["misuses"] else ""),

@@ -51,14 +51,20 @@ def devices(folder: Path, runs: Path | None, run: str | None, as_json: bool) -> 
     table.add_column(Text("state"), overflow="fold")
     for heading in ("joined, UTC", "last seen", "certificate until"):
         column(table, heading, justify="left")
+    has_battery = bool(run) and any(entry["battery_percent"] is not None for entry in listed)
     if run:
         column(table, "version", justify="left")
-        column(table, "battery", justify="left")
+        if has_battery:
+            column(table, "battery", justify="left")
         table.add_column(Text(f"in run {run}"), overflow="fold")
     for entry in listed:
-        standing: list[str | Text] = (
-            [Text(entry["software"] or "-"), _battery(entry), Text(_standing(entry))] if run else []
-        )
+        standing: list[str | Text] = []
+        if run:
+            standing = [
+                Text(entry["software"] or "-"),
+                *([_battery(entry)] if has_battery else []),
+                Text(_standing(entry)),
+            ]
         table.add_row(
             Text(entry["device"]),
             entry["state"] + (f", misused the broker {entry['misuses']} times" if entry["misuses"] else ""),

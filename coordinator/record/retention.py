@@ -64,7 +64,8 @@ def _lock(folder: Path, name: str, taken: str, term: int = 0) -> int:
         (folder / name).unlink(missing_ok=True)
         return _lock(folder, name, taken, term)
     os.ftruncate(handle, 0)
-    os.pwrite(handle, str(term).encode(), 0)
+    if term:
+        os.pwrite(handle, str(term).encode(), 0)
     return handle
 
 

@@ -92,6 +92,16 @@ def domain(draw: st.DrawFn) -> Case:
     )
 
 
+@st.composite
+def natural(draw: st.DrawFn) -> Case:
+    """Sources that are not drawn, or too small, are left out whole."""
+    counts = draw(st.lists(st.integers(1, 20), min_size=1, max_size=12))
+    least = draw(st.integers(1, max(counts)))
+    devices = draw(st.integers(1, sum(count >= least for count in counts)))
+    samples = Annotations(labels=shuffled([sum(counts)]), domains=shuffled(counts))
+    return Case(samples, devices, {"min_samples": least}, sum(counts))
+
+
 CASES: dict[str, Callable[[], st.SearchStrategy[Case]]] = {
     "dirichlet": lambda: any_labels(min_samples=0),
     "iid": any_labels,
@@ -101,12 +111,18 @@ CASES: dict[str, Callable[[], st.SearchStrategy[Case]]] = {
     "disjoint": disjoint,
     "domain": domain,
     "feature_noise": any_labels,
+    "natural": natural,
 }
 
-# 400 samples of 10 classes, 5 coarse labels and 2 domains: all partitions can deal them out to 10 devices
+# 400 samples of 10 classes, 5 coarse labels, and 2 domains or 20: all partitions can deal them out to 10 devices
 LABELS = shuffled([40] * 10)
 ALL = Annotations(labels=LABELS, coarse_labels=LABELS // 2, domains=np.arange(400) % 2)
+SOURCES = Annotations(labels=LABELS, domains=np.arange(400) // 20)
 OPTIONS: dict[str, dict[str, Any]] = {"domain": {"per_domain": 5}}
+
+
+def dealt_to_ten(name: str, seed: int) -> list[Indices]:
+    return partition(name, SOURCES if name == "natural" else ALL, 10, seed, **OPTIONS.get(name, {}))
 
 
 def deal(name: str, case: Case, seed: int) -> list[Indices]:
@@ -166,14 +182,14 @@ def test_a_device_is_tested_with_what_it_trains_with(name: str, data: st.DataObj
 
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_another_seed_deals_otherwise(name: str) -> None:
-    first, other = (partition(name, ALL, 10, seed, **OPTIONS.get(name, {})) for seed in (0, 1))
+    first, other = (dealt_to_ten(name, seed) for seed in (0, 1))
     assert digest(first) != digest(other)
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_samples_are_left_alone(name: str) -> None:
     before = LABELS.copy()
-    partition(name, ALL, 10, 0, **OPTIONS.get(name, {}))
+    dealt_to_ten(name, 0)
     np.testing.assert_array_equal(LABELS, before)
 
 

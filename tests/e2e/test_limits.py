@@ -2,6 +2,7 @@
 
 import signal
 
+from fedvit.errors import ConfigError
 from fedvit.wire.limits import BrokerLimits
 from tests.support.brokers import mosquitto
 from tests.support.limiting import limiting
@@ -32,7 +33,9 @@ def test_run_at_a_broker_with_limits(stage: Stage, undisturbed: bytes) -> None:
 def test_broker_that_announces_less_than_a_chunk_needs(stage: Stage) -> None:
     """One line names the sizes and the remedy."""
     with mosquitto(stage.folder / "broker", "max_packet_size 80000") as broker:
-        assert stage.finish(stage.coordinator(broker=f"mqtt://{broker.address}"), "coordinator") == 1
+        assert (
+            stage.finish(stage.coordinator(broker=f"mqtt://{broker.address}"), "coordinator") == ConfigError.exit_code
+        )
     said = "the broker takes packets of 80000 bytes, and those with chunks of blobs have 127296: "
     assert said + "set max_payload_bytes = 79744 in [broker]" in stage.log("coordinator")
     assert "Traceback" not in stage.log("coordinator")

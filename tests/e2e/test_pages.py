@@ -40,7 +40,9 @@ addEventListener("load", () => {
       heads.forEach((head, place) => {
         head.firstElementChild.click();
         const cells = [...table.tBodies[0].rows].map(row => row.cells[place]);
-        const values = cells.map(cell => "value" in cell.dataset ? Number(cell.dataset.value) : cell.textContent);
+        const known = cells.filter(cell => cell.textContent != "–");  // what was not measured is last
+        if (known.some((cell, row) => cell != cells[row])) unsorted.push(head.textContent);
+        const values = known.map(cell => "value" in cell.dataset ? Number(cell.dataset.value) : cell.textContent);
         const order = new Intl.Collator("en", {numeric: true}).compare;
         if (head.ariaSort != "ascending" || values.some((value, row) => row && (typeof value == "number"
             ? values[row - 1] > value : order(values[row - 1], value) > 0))) unsorted.push(head.textContent);

@@ -405,7 +405,9 @@ def test_a_typing_error_is_named(run: Run, digits: Path) -> None:
 def test_a_device_needs_no_framework() -> None:
     folder = Path(fedvit.data.__file__).parent
     data = [f"fedvit.data.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"]
-    assert sorted(data) == [f"fedvit.data.{name}" for name in ("folder", "growing", "images", "layout", "split")]
+    assert sorted(data) == [
+        f"fedvit.data.{name}" for name in ("folder", "growing", "images", "layout", "split", "text")
+    ]
     here = Path(profiles.probes.host.__file__).parent
     probes = [f"profiles.probes.{path.stem}" for path in here.glob("*.py") if path.stem != "__init__"]
     assert len(probes) >= 7

@@ -583,7 +583,7 @@ def test_a_pending_result_without_task_and_program_is_read(vault: Vault) -> None
     assert vault.pending() == [given]
     [folder] = folders(vault)
     fields = msgspec.msgpack.decode((folder / "result.msgpack").read_bytes())
-    (folder / "result.msgpack").write_bytes(msgspec.msgpack.encode(fields[:-2]))
+    (folder / "result.msgpack").write_bytes(msgspec.msgpack.encode(fields[:-3]))
     (folder / "SUMS").unlink()
     assert Vault(vault.folder).pending() == [result(3)]
 

@@ -9,8 +9,8 @@ def test_run_refuses_devices_that_are_too_old(stage: Stage) -> None:
     stage.start(devices=1, min_device_version="0.2")
     assert stage.finish() == "finished"
     assert "waiting for 1 device, each with fedvit 0.2 or newer" in stage.lines
-    assert stage.refusals("old") == [
+    assert set(stage.refusals("old")) == {  # it may ask again
         "hello: its fedvit is version '0.1.0', and this run requires 0.2 or newer: update fedvit on the device"
-    ]
+    }
     assert (old.tasks(), new.tasks()) == ([], [1])
     assert {device.device: device.software for device in stage.store.devices("r")} == {"new": "0.10.1"}

@@ -561,7 +561,7 @@ def test_an_unknown_name_gets_a_suggestion(near: str) -> None:
 
 
 def test_a_name_like_no_other_gets_none() -> None:
-    with pytest.raises(ConfigError, match=r"unknown model '§§§': neither '\w+' nor a name that timm knows$"):
+    with pytest.raises(ConfigError, match=r"unknown model '§§§': neither '\w+' nor '\w+' nor a name that timm knows$"):
         build_vit("§§§", 10, seed=0)
 
 

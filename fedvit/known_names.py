@@ -157,10 +157,14 @@ def check_model(name: str) -> None:
             raise ConfigError(f"model {name!r}: expected {HUB}OWNER/NAME or {HUB}OWNER/NAME@REVISION")
         return
     plain = name.partition(".")[0].removeprefix("timm/")
-    text = _timm_sources()
-    if re.search(rf"\b{re.escape(plain)}\b", text) is None:
-        known = [SMALL, TEXT, *re.findall(r"^@register_model\s+def (\w+)\(", text, re.MULTILINE)]
+    if not _is_in_timm(plain):
+        known = [SMALL, TEXT, *re.findall(r"^@register_model\s+def (\w+)\(", _timm_sources(), re.MULTILINE)]
         raise unknown_model(name, known)
+
+
+@cache
+def _is_in_timm(name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", _timm_sources()) is not None
 
 
 def unknown_model(name: str, known: Iterable[str]) -> ConfigError:

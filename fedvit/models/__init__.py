@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import constants
 from timm.layers.attention import Attention
 from timm.layers.config import set_fused_attn
-from timm.models import load_state_dict
+from timm.models import is_model_in_modules, load_state_dict
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -135,6 +135,8 @@ def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> 
         arguments["img_size"] = options["image_size"]
     if "patch_size" in options:
         arguments["patch_size"] = options["patch_size"]
+    if torch.get_default_device().type == "meta" and is_model_in_modules(name, ["vision_transformer"]):
+        arguments["weight_init"] = "skip"  # there are no values, and to draw them takes nine tenths of the time
     if isinstance(pretrained, str):
         if not Path(pretrained).is_file():
             raise ConfigError(f"pretrained weights of {name!r}: there is no file {pretrained!r}")

@@ -10,7 +10,7 @@ from tests.support.forked import Forked
 from tests.support.programs import Stage, program, wait_for
 
 SITES = {"device-0": "berlin", "device-1": "munich"}
-SLOW = {"*": {"epochs": 90}}
+SLOW = {"*": {"epochs": 30}}
 
 
 def serve(stage: Stage, *arguments: str) -> Forked:

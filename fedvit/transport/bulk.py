@@ -311,9 +311,10 @@ class BulkLink:
             if topic is None or sink is None:
                 return
             if buffer[packet.end - 1] == packets.FAILURE:
-                log.warning("the broker refused a subscription", extra={"topic": topic, "broker": str(self._address)})
-            else:
-                _guarded(sink.listening, topic)
+                raise _Gone(
+                    f"the broker refused a subscription to {topic}"
+                )  # some do while their cluster elects a leader
+            _guarded(sink.listening, topic)
 
 
 class _Reader:

@@ -89,6 +89,7 @@ class Link:
         self.connected = False  # a socket to the broker is open
         self.unknown_version = False  # the broker does not support the tried version
         self.refused = False  # for another reason
+        self.is_deaf = False  # the broker refused a subscription, as some do while their cluster elects a leader
         self.answered = False  # the broker accepted the connection: subscriptions may be sent
         self.up = False  # and they are in place: messages may be sent
         self.awaited: set[int] = set()  # subscriptions that the broker has not confirmed
@@ -316,7 +317,7 @@ class MqttTransport(Transport, LoopMember):
         may_be_other = link.version == MQTTProtocolVersion.MQTTv5 and len(self._versions) > 1
         # some brokers of 3.1.1 wait for the rest of a CONNECT that they misread
         link.unknown_version |= may_be_other and not link.answered and now - link.began_at > VERSION_S
-        return link.unknown_version
+        return link.unknown_version or link.is_deaf
 
     def publish_due(self) -> float | None:
         link = self._link
@@ -396,9 +397,10 @@ class MqttTransport(Transport, LoopMember):
     def _on_subscribe(
         self, client: Client, userdata: object, packet_id: int, reasons: list[ReasonCode], properties: object
     ) -> None:
-        if any(reason.is_failure for reason in reasons):
-            log.warning("the broker refused a subscription", extra={"broker": str(self.address)})
         if (link := self._link) is not None:
+            if any(reason.is_failure for reason in reasons):
+                link.is_deaf, link.ended = True, f"{self.address}: the broker refused a subscription"
+                return
             link.awaited.discard(packet_id)
             self._up_if_subscribed(link)
 

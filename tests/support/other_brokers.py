@@ -31,7 +31,7 @@ def start_nats(folder: Path, count: int = 1) -> list[Broker]:
             f"server_name: node-{number}",
             f'listen: "127.0.0.1:{_port()}"',
             f'jetstream {{ store_dir: "{home}/state" }}',
-            f'mqtt {{ host: "127.0.0.1", port: {mqtt} }}',
+            f'mqtt {{ host: "127.0.0.1", port: {mqtt}, stream_replicas: {count}, consumer_replicas: {count} }}',
         ]
         if count > 1:
             others = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes if port != routes[number])

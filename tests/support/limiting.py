@@ -14,8 +14,10 @@ from fedvit.wire.limits import BrokerLimits
 
 STALL_S = 2.0
 """A connection may publish what it saved up in this time at once: this machine may be busy."""
-CONNECT, PUBLISH, PUBACK, SUBSCRIBE = 0x10, 0x30, 0x40, 0x80
+CONNECT, PUBLISH, PUBACK, SUBSCRIBE, SUBACK = 0x10, 0x30, 0x40, 0x80, 0x90
 """Kinds of packets: the upper half of the first byte."""
+FAILURE = 0x80
+"""Of a subscription."""
 
 
 class BrokenLimit(Exception):
@@ -33,7 +35,7 @@ class _Connection:
         self._published = 0.0  # beyond the limit's pace
         self._published_at = time.monotonic()
 
-    def from_client(self, first: int, body: bytes) -> None:
+    def from_client(self, first: int, body: bytes) -> bytes:
         kind = first & 0xF0
         if kind == CONNECT:
             self._version = body[6]
@@ -42,10 +44,12 @@ class _Connection:
             self._check_publish(first, body)
         elif kind == SUBSCRIBE and (topics := self._topics(body)) > self._limits.topics_per_subscribe:
             raise BrokenLimit(f"topics_per_subscribe: {topics}")
+        return body
 
-    def from_broker(self, first: int, body: bytes) -> None:
+    def from_broker(self, first: int, body: bytes) -> bytes:
         if first & 0xF0 == PUBACK:
             self._inflight -= 1
+        return body
 
     def _check_publish(self, first: int, body: bytes) -> None:
         self._check_retained(first & 1)
@@ -90,6 +94,7 @@ class LimitingProxy:
     def __init__(self, brokers: Sequence[Address], limits: BrokerLimits, retains: bool = True) -> None:
         self.address = Address("127.0.0.1", claim_port("127.0.0.1", 0))
         self.broken: list[str] = []
+        self.refuse = 0  # so many answers to subscriptions say that they are refused
         self._brokers = brokers
         self._limits = limits
         self._retains = retains
@@ -128,7 +133,7 @@ class LimitingProxy:
             return
         ways = [
             asyncio.ensure_future(_forward(reader, back, kept.from_client)),
-            asyncio.ensure_future(_forward(there, writer, kept.from_broker)),
+            asyncio.ensure_future(_forward(there, writer, lambda first, body: self._answer(kept, first, body))),
         ]
         try:
             done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -139,9 +144,15 @@ class LimitingProxy:
             for end in (writer, back):
                 end.transport.abort()
 
+    def _answer(self, kept: _Connection, first: int, body: bytes) -> bytes:
+        if first & 0xF0 == SUBACK and self.refuse:
+            self.refuse -= 1
+            return body[:-1] + bytes([FAILURE])
+        return kept.from_broker(first, body)
+
 
 async def _forward(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, check: Callable[[int, bytes], None]
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, check: Callable[[int, bytes], bytes]
 ) -> None:
     """Pass on whole packets until one side ends."""
     with contextlib.suppress(OSError, asyncio.IncompleteReadError):
@@ -150,8 +161,7 @@ async def _forward(
             while head[-1] & 0x80:
                 head += await reader.readexactly(1)
             body = await reader.readexactly(sum((byte & 0x7F) << 7 * place for place, byte in enumerate(head[1:])))
-            check(head[0], body)
-            writer.write(head + body)
+            writer.write(head + check(head[0], body))
             await writer.drain()
 
 

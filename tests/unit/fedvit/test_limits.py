@@ -10,7 +10,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from coordinator.broker import Broker
 from fedvit.errors import BadPayload
-from fedvit.transport.base import Connected, Received
+from fedvit.transport.base import Connected, Disconnected, Received
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.transport.pace import CATCH_UP_S, SHARE, Pace
 from fedvit.wire.limits import PROFILES, BrokerLimits
@@ -131,6 +131,26 @@ def test_closing_publishes_what_waits(broker: Broker) -> None:
     speaker.transport.close()
     assert [payload[0] for _, payload in listener.messages(20)] == list(range(20))
     listener.transport.close()
+
+
+def test_refused_subscription_is_asked_for_again(broker: Broker) -> None:
+    """Control and bulk. Nodes of a cluster refuse while they elect a leader, and a client would hear nothing."""
+    with limiting(broker.address) as proxy:
+        client, sink = Client(MqttTransport(SimpleQueue(), proxy.address, "persistent")), Collected()
+        client.transport.subscribe("a", 1)
+        proxy.refuse = 1
+        client.transport.open()
+        assert client.event(Disconnected).reason == f"{proxy.address}: the broker refused a subscription"
+        client.event(Connected)
+        client.publish("a", b"heard")
+        assert client.event(Received) == Received("a", b"heard")
+        proxy.refuse = 1
+        client.transport.listen("bulk", sink)
+        assert sink.topics.get(timeout=60) == "bulk"
+        client.transport.send_bulk("bulk", [(b"heard", memoryview(b""))])
+        assert sink.bodies.get(timeout=60) == b"heard"
+        client.transport.close()
+        assert proxy.refuse == 0
 
 
 def test_chunks_fit_every_profile() -> None:

@@ -11,7 +11,7 @@ from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-from tests.support.programs import DEVICES, Stage, free_port, wait_for
+from tests.support.programs import Stage, free_port, wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
 SCRAPE_S = 0.5
@@ -91,17 +91,22 @@ def test_prometheus_scrapes_a_run(stage: Stage) -> None:
     prometheus = Prometheus(stage, {"fedvit-coordinator": ports[:1], "fedvit-edge": ports[1:]})
     stage.environment = {**plain, **systemd[0].environment, "FEDVIT_LOG_FORMAT": "json"}
     coordinator = stage.coordinator("--devices", "2", "--rounds", "1", "--metrics", str(ports[0]))
-    devices = {}
-    for name, port, variables in zip(DEVICES[:2], ports[1:], (systemd[1].environment, {}), strict=True):
+
+    def device(name: str, port: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
         stage.environment = {**plain, **variables}
-        devices[name] = stage.device(name, "--metrics", str(port), "--log-format", "json")
+        return stage.device(name, "--metrics", str(port), "--log-format", "json")
+
+    # the device that will be held cannot be scraped then, so that it is scraped before the other one lets the run begin
+    devices = {"device-1": device("device-1", ports[2], {})}
+    wait_for(lambda: prometheus.values("sum(up)") == [2.0], "the coordinator and the first device to be scraped")
+    devices["device-0"] = device("device-0", ports[1], systemd[1].environment)
     held, at_work = devices["device-1"], "select 1 from tasks where device = 'device-1' and outcome is null"
     wait_for(lambda: stage.query(at_work), "a task")
     held.send_signal(signal.SIGSTOP)
     wait_for(lambda: prometheus.values('fedvit_results_total{kind="train",outcome="accepted"}') == [1.0], "a result")
     wait_for(lambda: prometheus.values("fedvit_round_awaited_devices") == [1.0], "a device that is awaited")
+    wait_for(lambda: prometheus.values("sum(max_over_time(up[10m]))") == [3.0], "all three programs to be scraped")
     held.send_signal(signal.SIGCONT)
-    assert prometheus.values("sum(max_over_time(up[10m]))") == [3.0]
     assert prometheus.values("fedvit_round") == [1.0]
     assert prometheus.values('count(count by (__name__) ({__name__=~"fedvit_.+"}))')[0] > 30
     assert page(ports[0], "healthz") == page(ports[0], "readyz") == "ok\n"

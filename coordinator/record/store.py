@@ -835,6 +835,8 @@ class Store:
         if not results:
             return []
         with self._transaction() as connection:
+            if self._term:  # they are acknowledged even when another leader has written all of them
+                check_term(connection, self._term)
             trained = [(result.run, result.round, device) for device, result, _ in results if result.kind == "train"]
             _end_tasks(connection, trained, "accepted", times)
             records = [

@@ -11,6 +11,8 @@ import pytest
 from coordinator.record.leadership import Leadership, ServiceHost
 from coordinator.record.store import Store, use_database
 from fedvit.errors import ConfigError, DatabaseGone, LeadershipLost
+from fedvit.resources import ResourceUse
+from fedvit.wire.messages import Result
 from fleet.run import free_port
 from tests.support.postgresql import Postgresql
 from tests.support.waiting import wait_until
@@ -117,10 +119,15 @@ def test_record_refuses_to_be_written_by_a_former_leader(
         late.open_round("r", 1, ["a"])
     with pytest.raises(LeadershipLost):
         late.check_leads()
+    assert database.store.last_round("r") == 0
+    now.open_round("r", 1, ["a"])
+    evaluated = ("a", Result("r", 1, "evaluate", 10, {"correct": 9.0}, ResourceUse()), None)
+    now.add_results([evaluated])
+    with pytest.raises(LeadershipLost):
+        late.add_results([evaluated])  # although nothing is left to write: it would be acknowledged twice
     now.check_leads()
     now.update_run("r", status="running")
     assert database.store.run("r").status == "running"
-    assert database.store.last_round("r") == 0
     late.close()
     now.close()
 

@@ -52,7 +52,7 @@ def measure(
 @click.option("--rounds", type=click.IntRange(min=1), default=3, help="Processes of each side, in turn.")
 @click.option(
     "--compute",
-    type=click.Choice(["fp32", "int8"]),
+    type=click.Choice(["fp32", "fp16", "int8"]),
     help="Products with weights. By default as the case has it.",
 )
 @json_flag

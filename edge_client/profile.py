@@ -193,13 +193,12 @@ def _or(value: T | None, text: Callable[[T], str], why: str | None = None) -> st
 def _speed(report: SelfReport) -> str:
     if report.speed is None:
         return f"{NOT_MEASURED}: {report.not_measured.get('compute speed', '')}"
-    integers, floats = (
-        max((rate.flops_per_s for rate in report.speed.products if (rate.kind == "integers") == wanted), default=None)
-        for wanted in (True, False)
-    )
-    rates = f"up to {_or(floats, format_flops)}/s in products of floats"
-    if integers is not None:
-        rates += f", {format_flops(integers)}/s of integers"
+    best: dict[str, float] = {}
+    for rate in report.speed.products:
+        what = {"integers": "integers", "halves": "float16"}.get(rate.kind, "floats")
+        best[what] = max(best.get(what, 0.0), rate.flops_per_s)
+    rates = f"up to {_or(best.pop('floats', None), format_flops)}/s in products of floats"
+    rates += "".join(f", {format_flops(rate)}/s of {what}" for what, rate in best.items())
     return f"{rates}, {report.speed_origin}"
 
 

@@ -16,7 +16,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from fedvit.errors import FedvitError
-from fedvit.precision import STEPS_OF_FACTORS
+from fedvit.precision import STEPS_OF_FACTORS, Compute
 
 LARGE_BYTES = 1024
 """Constants above are written as what makes them, if they repeat one number."""
@@ -35,8 +35,8 @@ Shape = tuple[int, ...]
 _ZERO, _STEPS = 128, 127
 """Of rows that become integers of 8 bits: where zero is, and how far they go to both sides."""
 _LEAST_WIDTH = 128
-"""The least length of both sides of a trained weight whose products are of integers. Where a side is shorter, as in a
-head, rounding the other operand takes as long as the product of integers saves."""
+"""The least length of both sides of a trained weight whose products are rounded. Where a side is shorter, as in a head,
+rounding the other operand takes as long as the product saves."""
 _TINY = 1e-30
 """The least of what a row's scale is made of, which may not be zero."""
 
@@ -74,8 +74,8 @@ class Unsupported(FedvitError):
 class Graph:
     """An ONNX graph under construction. Names follow from the order of construction alone."""
 
-    def __init__(self, inputs: Mapping[str, Value], integer_products: bool) -> None:
-        self._integer_products = integer_products
+    def __init__(self, inputs: Mapping[str, Value], compute: Compute) -> None:
+        self._compute = compute
         self.inputs = dict(inputs)
         self.nodes: dict[str, onnx.NodeProto] = {}  # by first output, in order of execution
         self.shapes: dict[str, Shape] = {value.name: value.shape for value in inputs.values()}
@@ -83,6 +83,7 @@ class Graph:
         self._named: dict[bytes, str] = {}
         self._views: dict[tuple[Any, ...], str] = {}
         self._integers: dict[str, tuple[str, str]] = {}  # trained weight -> its integers and the scales of its rows
+        self._halves: dict[str, str] = {}  # trained weight -> as float16
         self._made = 0
         self.unknown: list[Value] = []  # of operators outside of ONNX, whose shapes are not inferred
 
@@ -257,8 +258,10 @@ class Graph:
 
     def gemm(self, left: Value, right: Value, bias: Value | None = None) -> Value:
         """(M, K) x (K, N) + bias, which broadcasts to (M, N)."""
-        if self._integer_products and (integers := right if right.scale else self._as_integers(right)):
+        if self._compute == "int8" and (integers := right if right.scale else self._as_integers(right)):
             return self._integer_product(left, integers, bias)
+        if self._compute == "fp16" and (halves := right if right.scale == "" else self._as_halves(right)):
+            return self._half_product(left, halves, bias)
         shape = (left.shape[0], right.shape[1])
         flags = {}
         names = []
@@ -277,8 +280,7 @@ class Graph:
 
         Made once for all products of a run, as it is read: a quarter of the weight's bytes until the backward pass.
         """
-        trained = weight.name.startswith("tensor/") and weight.name in self.inputs and weight.scale is None
-        if not trained or weight.dtype is not torch.float32 or min(weight.shape) < _LEAST_WIDTH:
+        if not self._is_trained(weight):
             return None
         if weight.name not in self._integers:
             rows = Value(weight.name, self.shapes[weight.name], weight.dtype)
@@ -287,14 +289,21 @@ class Graph:
         integers, scales = self._integers[weight.name]
         return replace(weight, name=integers, scale=scales)
 
-    def _rounded_rows(self, rows: Value, zero: Any, steps: int) -> tuple[list[str], Value]:
-        """A matrix as integers of 8 bits, zero being `zero`, `steps` to both sides; and the scales of its rows."""
-        kind = rows.dtype
+    def _is_trained(self, weight: Value) -> bool:
+        """Whether this is a large enough weight that the device trains."""
+        given = weight.name.startswith("tensor/") and weight.name in self.inputs and weight.scale is None
+        return given and weight.dtype is torch.float32 and min(weight.shape) >= _LEAST_WIDTH
+
+    def _largest_of_rows(self, rows: Value) -> Value:
+        """(M, N) -> (M, 1): the largest magnitude in each row, and a little more than 0 for rows of zeros."""
         highest = self.reduce("ReduceMax", rows, [1], keep=True)
         lowest = self.reduce("ReduceMin", rows, [1], keep=True)
         tiny = self.constant(np.array(_TINY, np.float32))
-        largest = self.one("Max", [highest.name, self.unary("Neg", lowest).name, tiny], highest.shape, kind)
-        scale = self.with_number("Mul", largest, 1 / steps)
+        return self.one("Max", [highest.name, self.unary("Neg", lowest).name, tiny], highest.shape, rows.dtype)
+
+    def _rounded_rows(self, rows: Value, zero: Any, steps: int) -> tuple[list[str], Value]:
+        """A matrix as integers of 8 bits, zero being `zero`, `steps` to both sides; and the scales of its rows."""
+        scale = self.with_number("Mul", self._largest_of_rows(rows), 1 / steps)
         zeros = self.constant(np.full(scale.shape, zero))
         block = rows.shape[1]
         return self.node("QuantizeLinear", [rows.name, scale.name, zeros], rows.shape, axis=1, block_size=block), scale
@@ -320,6 +329,38 @@ class Graph:
         whole = self.one("MatMulIntegerToFloat", operands, shape, kind, domain="com.microsoft")
         self.unknown.append(whole)
         product = self.binary("Mul", whole, scale, shape, kind)
+        return self.binary("Add", product, bias, shape, kind) if bias else product
+
+    def _as_halves(self, weight: Value) -> Value | None:
+        """A trained weight as float16, made once for all products of a run; None for all else."""
+        if not self._is_trained(weight):
+            return None
+        if weight.name not in self._halves:
+            shape = self.shapes[weight.name]
+            self._halves[weight.name] = self._as_half(Value(weight.name, shape, weight.dtype)).name
+        return replace(weight, name=self._halves[weight.name], scale="")
+
+    def _as_half(self, value: Value) -> Value:
+        return self.one("Cast", [self.plain(value)], value.shape, torch.float16, to=TensorProto.FLOAT16)
+
+    def _half_product(self, left: Value, right: Value, bias: Value | None) -> Value:
+        """(M, K) float32 x (K, N) float16; onnxruntime's product of them is fast without transposed operands only.
+
+        The product with a weight that is not transposed is a gradient, of which rows are far below what float16 can
+        hold: each is divided by its largest number before.
+        """
+        shape, kind = (left.shape[0], right.shape[1]), left.dtype
+        operand, scale = right.name, None
+        if right.permutation == (1, 0):
+            operand = self.one("Transpose", [operand], right.shape, torch.float16, perm=[1, 0]).name
+        else:
+            left = Value(self.plain(left), left.shape, kind)
+            scale = self._largest_of_rows(left)
+            left = self.binary("Div", left, scale, left.shape, kind)
+        half = self.one("MatMul", [self._as_half(left).name, operand], shape, torch.float16)
+        product = self.one("Cast", [half.name], shape, kind, to=DTYPES[kind])
+        if scale:
+            product = self.binary("Mul", product, scale, shape, kind)
         return self.binary("Add", product, bias, shape, kind) if bias else product
 
     def matmul(self, left: Value, right: Value) -> Value:

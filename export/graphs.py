@@ -91,8 +91,8 @@ def unverified_graphs(method: Method, vit: PatchViT, batch: Batch) -> dict[str, 
 def _traced(method: Method, vit: PatchViT, serves: Serves, inputs: Mapping[str, Tensor]) -> Trace:
     step, _ = _step_and_reference(method, vit, serves)
     any_length = PIECE if isinstance(serves, Update) else None
-    integer_products = method.compute == "int8" and isinstance(serves, Train)
-    return trace(step, inputs, any_length=any_length, integer_products=integer_products)
+    compute = method.compute if isinstance(serves, Train) else "fp32"
+    return trace(step, inputs, any_length=any_length, compute=compute)
 
 
 def _step_and_reference(method: Method, vit: PatchViT, serves: Serves) -> tuple[Step, Step]:

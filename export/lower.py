@@ -16,19 +16,20 @@ from torch import fx
 
 from export.graph import DTYPES, Graph, Unsupported, Value
 from export.operators import LOWERED, as_constant
+from fedvit.precision import Compute
 
 
 def lower(
-    module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], outputs: Sequence[str], *, integer_products: bool
+    module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], outputs: Sequence[str], *, compute: Compute
 ) -> onnx.GraphProto:
     """The graph of a trace whose placeholders are `inputs`, in their order, and whose results are called `outputs`.
 
-    `integer_products`: multiply by int8 weights as they are, and round the other operand to int8, with a scale for each
-    row.
+    `compute`: how to multiply by weights. "int8": by int8 weights as they are, the other operand rounded to int8 with a
+    scale for each row; "fp16": both operands as float16.
     Raises Unsupported, naming the operator.
     """
     given = {name: Value(name, tuple(value.shape), value.dtype) for name, value in inputs.items()}
-    graph = Graph(given, integer_products)
+    graph = Graph(given, compute)
     found: dict[fx.Node, Any] = {}
     waiting = iter(given.values())
 

@@ -248,10 +248,12 @@ def _unpack(graph: Graph, node: fx.Node, value: Value, scale: Value) -> Value:
 def _split(graph: Graph, node: fx.Node, value: Value, sizes: Sequence[int], axis: int = 0) -> list[Value]:
     axis %= len(value.shape)
     shapes = [(*value.shape[:axis], size, *value.shape[axis + 1 :]) for size in sizes]
-    if value.scale and value.permutation is None and axis == 0:  # the pieces stay packed
+    if value.scale is not None and value.permutation is None and axis == 0:  # the pieces stay packed
         lengths = graph.constant(np.array(sizes, np.int64))
         names = graph.node("Split", [value.name, lengths], *shapes, axis=0)
-        scales = graph.node("Split", [value.scale, lengths], *((size,) for size in sizes), axis=0)
+        scales = [""] * len(sizes)
+        if value.scale:
+            scales = graph.node("Split", [value.scale, lengths], *((size,) for size in sizes), axis=0)
         return [
             Value(name, shape, value.dtype, scale=scale)
             for name, shape, scale in zip(names, shapes, scales, strict=True)

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from export import graph, lower, operators
 from fedvit import precision
 from fedvit.methods.step import Step
+from fedvit.precision import Compute
 
 OPSET = 20
 IR_VERSION = 10
@@ -40,7 +41,7 @@ class Trace:
     inputs: Mapping[str, Tensor]  # example values, in the order of the graph's inputs
     outputs: tuple[str, ...]
     any_length: int | None  # axes of this length may have any other
-    integer_products: bool
+    compute: Compute  # see `export.lower.lower`
 
     @property
     def key(self) -> str:
@@ -55,7 +56,7 @@ class Trace:
             "inputs": [(name, list(value.shape), str(value.dtype)) for name, value in self.inputs.items()],
             "outputs": self.outputs,
             "any_length": self.any_length,
-            "integer_products": self.integer_products,
+            "compute": self.compute,
             "opset": OPSET,
             "versions": {name: version(name) for name in ("torch", "onnx", "onnxruntime")},
         }
@@ -68,11 +69,11 @@ _one_at_a_time = threading.Lock()
 
 
 def trace(
-    step: Step, inputs: Mapping[str, Tensor], *, any_length: int | None = None, integer_products: bool = False
+    step: Step, inputs: Mapping[str, Tensor], *, any_length: int | None = None, compute: Compute = "fp32"
 ) -> Trace:
     """Record what `step` does with inputs of these names, shapes and dtypes.
 
-    `integer_products`: see `export.lower.lower`. Where an elementwise function is meant for vectors of any length,
+    `compute`: see `export.lower.lower`. Where an elementwise function is meant for vectors of any length,
     `any_length` is that of the example's.
     """
     names = list(inputs)
@@ -86,7 +87,7 @@ def trace(
     examples = [value.clone() for value in inputs.values()]  # one tensor under two names would be taken for one input
     with _one_at_a_time:
         module = make_fx(flat, decomposition_table=_decompositions(), tracing_mode="fake")(*examples)
-    return Trace(module, inputs, tuple(outputs), any_length, integer_products)
+    return Trace(module, inputs, tuple(outputs), any_length, compute)
 
 
 @cache
@@ -97,7 +98,7 @@ def _decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 def to_onnx(traced: Trace) -> bytes:
     """Export a trace. Raises Unsupported for an operator without ONNX form."""
-    lowered = lower.lower(traced.module, traced.inputs, traced.outputs, integer_products=traced.integer_products)
+    lowered = lower.lower(traced.module, traced.inputs, traced.outputs, compute=traced.compute)
     domains = {node.domain: 1 for node in lowered.node if node.domain}
     domains[""] = INTEGERS_OPSET if domains else OPSET
     opsets = [helper.make_opsetid(name, number) for name, number in sorted(domains.items())]

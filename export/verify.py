@@ -43,7 +43,7 @@ TOLERANCE = 1e-2
 """The largest error that rounding may explain, relative to the largest value of its kind."""
 
 COSINE = 0.99
-"""The least cosine of a gradient whose products are rounded to integers with the right one."""
+"""The least cosine of a gradient whose products are rounded with the right one."""
 FAR = math.sqrt(1 - COSINE**2)
 """The largest error of such a gradient, as a share of its length: what is nearer has no smaller cosine."""
 NEGLIGIBLE = 1e-2
@@ -91,9 +91,9 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
       themselves), so that a tensor that cancels is judged by its peers.
     - and two last digits of a new value: it is stored, and an optimizer rounds it twice.
 
-    A graph that rounds to integers is compared twice: by this rule as it would be without that rounding, all scales,
-    zero points and terms as they are in it (`without_integers`), and then as it is: each output's error, as a vector,
-    may be FAR of its length, or of the `scale` of its kind where that is NEGLIGIBLE in it.
+    A graph that rounds to integers or float16 is compared twice: by this rule as it would be without that rounding, all
+    scales, zero points and terms as they are in it (`without_rounding`), and then as it is: each output's error, as a
+    vector, may be FAR of its length, or of the `scale` of its kind where that is NEGLIGIBLE in it.
 
     A right graph is refused only where rounding leaves less than two digits of a kind's largest value. Not detected are
     errors below the allowance, with usual weights a millionth of the largest value of the kind: a tensor that is ten
@@ -112,7 +112,7 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
     for name, want in wanted.items():
         if results[name].shape != want.shape:
             raise ExportMismatch(f"{what}: output {name!r} has shape {results[name].shape}, torch gives {want.shape}")
-    plain = without_integers(graph)
+    plain = without_rounding(graph)
     if plain is None:
         worst = _check_digits(run, results, wanted, inputs, what)
     else:
@@ -165,7 +165,7 @@ def _check_digits(
 def _check_directions(
     results: Mapping[str, Any], wanted: Mapping[str, Any], inputs: Mapping[str, Tensor], what: str
 ) -> float:
-    """The rule of `verify` for integers; the largest error, as a share of what it is compared with."""
+    """The rule of `verify` for rounded products; the largest error, as a share of what it is compared with."""
     right = {name: want - _start(name, inputs) for name, want in wanted.items()}
     sizes = dict.fromkeys(map(_kind, wanted), 0.0)  # root of the mean square, the largest of the kind
     for name, change in right.items():
@@ -178,23 +178,28 @@ def _check_directions(
     worst = max(shares, key=lambda name: shares[name])
     if shares[worst] > FAR:
         raise ExportMismatch(
-            f"{what}: output {worst!r} differs from torch by {shares[worst]:.2e} of its length, more than products of "
-            f"integers may change it ({FAR:.2f}: a cosine of {COSINE}); compute = fp32 rounds nothing"
+            f"{what}: output {worst!r} differs from torch by {shares[worst]:.2e} of its length, more than rounded "
+            f"products may change it ({FAR:.2f}: a cosine of {COSINE}); compute = fp32 rounds nothing"
         )
     return shares[worst]
 
 
-def without_integers(graph: bytes) -> bytes | None:
-    """The graph with numbers that are not rounded in place of integers; None if it has no integer products.
+def without_rounding(graph: bytes) -> bytes | None:
+    """The graph with float32 in place of integers and float16; None if it has no products of them.
 
     x / scale + zero stays as it is, limited to what 8 bits hold; (a - zero) (b scale) takes it from there.
+    Packed weights are inputs, and keep their type: float16 is read as float32.
     """
     model = onnx.load_from_string(graph)
+    half = {value.name for value in model.graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
     kinds = {constant.name: constant.data_type for constant in model.graph.initializer}
     kinds |= {node.output[0]: node.attribute[0].t.data_type for node in model.graph.node if node.op_type == REPEATED}
     nodes: list[onnx.NodeProto] = []
     found = False
+    for name in half:
+        nodes.append(helper.make_node("Cast", [name], [f"{name}/float"], to=onnx.TensorProto.FLOAT))
     for node in model.graph.node:
+        node.input[:] = [f"{name}/float" if name in half else name for name in node.input]
         [made] = node.output if len(node.output) == 1 else [""]
 
         def add(kind: str, operands: list[str], result: str, **attributes: Any) -> str:
@@ -216,6 +221,9 @@ def without_integers(graph: bytes) -> bytes | None:
             steps = add("Sub", [left, as_float(zero, f"{made}/zero")], f"{made}/steps")
             factor = add("Mul", [as_float(right, f"{made}/right"), right_scale], f"{made}/factor")
             add("Mul", [add("MatMul", [steps, factor], f"{made}/product"), left_scale], made)
+        elif node.op_type == "Cast" and node.attribute[0].i == onnx.TensorProto.FLOAT16:
+            found = True
+            as_float(node.input[0], made)
         else:
             nodes.append(node)
     if not found:

@@ -13,8 +13,8 @@ from fedvit.program import TensorSpec
 from fedvit.tensors import Array, Tensors
 
 Precision = Literal["fp32", "fp16", "int8"]
-Compute = Literal["fp32", "int8"]
-"""How a training step multiplies by weights: as float32, or as integers of 8 bits."""
+Compute = Literal["fp32", "fp16", "int8"]
+"""How a training step multiplies by weights: as float32, as float16, or as integers of 8 bits."""
 SCALE = "/scale"
 
 STEPS, STEPS_OF_FACTORS = 127, 64

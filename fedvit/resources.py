@@ -72,9 +72,9 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
     charging: bool | None = None  # whether its battery is charged, or a charger is connected
 
 
-ProductKind = Literal["weights", "gradient", "attention", "integers"]
+ProductKind = Literal["weights", "gradient", "attention", "integers", "halves"]
 """Products by what limits them: with a matrix of weights; over samples into a weight's gradient (the left operand is
-transposed, and the product is added to); many small ones side by side; of integers."""
+transposed, and the product is added to); many small ones side by side; of integers; of float16."""
 
 
 Length = Annotated[int, Meta(ge=1, le=2**31 - 1)]

@@ -148,6 +148,8 @@ def _product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> Product | 
     right = tensors[node.input[1]].shape if node.input[1] in tensors else ()
     if node.op_type == "MatMulIntegerToFloat":
         kind: ProductKind = "integers"
+    elif tensors[node.input[0]].item_bytes == 2:
+        kind = "halves"
     else:
         kind = "gradient" if turned else "attention" if len(right) > 2 else "weights"
     columns = out[-1] if out else 1

@@ -16,7 +16,7 @@ OPSET, IR_VERSION = 20, 10
 CHAIN = 200
 """Operators one after another, on one number: what an operator takes at least."""
 
-_FLOAT, _INT8, _UINT8 = TensorProto.FLOAT, TensorProto.INT8, TensorProto.UINT8
+_FLOAT, _HALF, _INT8, _UINT8 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT8, TensorProto.UINT8
 
 Input = tuple[str, int, int]
 """Name, type, rank; all lengths are free."""
@@ -41,9 +41,9 @@ def _graph(nodes: Sequence[onnx.NodeProto], inputs: Sequence[Input], outputs: Se
     return content
 
 
-def _one(op: str, operands: Sequence[Input], rank: int, **attributes: Any) -> bytes:
+def _one(op: str, operands: Sequence[Input], rank: int, result: int = _FLOAT, **attributes: Any) -> bytes:
     node = helper.make_node(op, [name for name, _, _ in operands], ["y"], **attributes)
-    return _graph([node], operands, [("y", _FLOAT, rank)])
+    return _graph([node], operands, [("y", result, rank)])
 
 
 def _chain() -> bytes:
@@ -65,6 +65,7 @@ GRAPHS: dict[str, bytes] = {
         2,
         domain="com.microsoft",
     ),
+    "halves": _one("MatMul", [("a", _HALF, 2), ("b", _HALF, 2)], 2, _HALF),
     "Add": _one("Add", [_X, ("b", _FLOAT, 3)], 3),
     "Transpose": _one("Transpose", [_X], 3, perm=[1, 0, 2]),
     "Softmax": _one("Softmax", [_X], 3, axis=-1),

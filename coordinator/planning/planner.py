@@ -161,21 +161,21 @@ class Plan:
         )
 
     def _with_faster_products(self, method: Method, target: PlannedDevice) -> tuple[Method, dict[str, str]]:
-        """The method, with products of floats where the device's own speed says that those of integers are slower; and
-        what that changed.
+        """The method, with products of floats where the device's own speed says that those of `compute` are slower;
+        and what that changed.
         """
         if method.compute == "fp32" or target.speed is None:
             return method, {}
         floats = replace(method, compute="fp32")
-        integers_s, floats_s = (
+        rounded_s, floats_s = (
             self.search.candidate(cost_on(target, self.search.program_of(one)), {}, 1.0, target).prediction.step_s or 0
             for one in (method, floats)
         )
-        if integers_s <= floats_s:
+        if rounded_s <= floats_s:
             return method, {}
         self.progress(
-            f"{target.device}: a step with products of integers would take {format_seconds(integers_s)}, with floats "
-            f"{format_seconds(floats_s)}: it gets compute = fp32"
+            f"{target.device}: a step with compute = {method.compute} would take {format_seconds(rounded_s)}, with "
+            f"floats {format_seconds(floats_s)}: it gets compute = fp32"
         )
         return floats, {"compute": "fp32"}
 

@@ -210,7 +210,7 @@ class Method(ABC):
     frozen_precision: Precision = (
         "fp32"  # of tensors that a device does not train: saves half or three quarters of their bytes
     )
-    compute: Compute = "fp32"  # products with weights in training; int8 also sends untrained ones as int8
+    compute: Compute = "fp32"  # products with weights in training; untrained ones are also sent in it
     clip_norm: Annotated[float, Meta(gt=0)] | None = None  # a step's gradient is scaled down to this norm
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
     warmup_rounds: Annotated[int, Meta(ge=0)] = 0
@@ -223,7 +223,7 @@ class Method(ABC):
     @property
     def sent_precision(self) -> Precision:
         """In which weights that a device does not train are sent, and held there."""
-        return "int8" if self.compute == "int8" else self.frozen_precision
+        return self.frozen_precision if self.compute == "fp32" else self.compute
 
     @property
     def samples_per_step(self) -> int:

@@ -40,6 +40,8 @@ PRODUCTS: tuple[tuple[ProductKind, int, int, int, int], ...] = (
     ("attention", 256, 65, 16, 65),
     ("integers", 1, 200, 768, 3072),
     ("integers", 1, 200, 768, 768),
+    ("halves", 1, 200, 768, 3072),
+    ("halves", 1, 200, 768, 768),
 )
 """Kind, batch, rows, inner, columns: sizes of Vision Transformers from 128 to 768 wide."""
 ROWS, WIDTH = 800, 768
@@ -97,6 +99,8 @@ def _operands(
             return {"a": floats(inner, rows), "b": floats(inner, columns), "c": floats(rows, columns)}
         case "attention":
             return {"a": floats(batch, rows, inner), "b": floats(batch, inner, columns)}
+        case "halves":
+            return {"a": floats(rows, inner).astype(np.float16), "b": floats(inner, columns).astype(np.float16)}
     return {
         "a": rng.integers(0, 128, (rows, inner), np.uint8),
         "b": rng.integers(-64, 64, (inner, columns), np.int8),

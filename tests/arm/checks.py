@@ -68,8 +68,10 @@ RUN: dict[str, Any] = {
     "rejoin_grace_s": 600.0,
 }
 CLASSES = tuple(map(str, range(10)))
-STEPS = (1, 3)
-"""Two programs that differ by two training steps."""
+STEPS = (1, 5)
+"""Two programs that differ by four training steps."""
+ALIKE = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
+"""The environment in which two programs run the same instructions before their steps."""
 
 
 def python(processor: str) -> str:
@@ -165,8 +167,9 @@ def runner(processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
         ("fedavg", {"optimizer": "sgd", "momentum": 0.9}),
         ("eftvit", {"mask": 0.5, "local_blocks": 1}),
         ("eftvit", {"mask": 0.5, "local_blocks": 1, "compute": "int8"}),
+        ("eftvit", {"mask": 0.5, "local_blocks": 1, "compute": "fp16"}),
     ],
-    ids=["fedavg", "eftvit", "eftvit-int8"],
+    ids=["fedavg", "eftvit", "eftvit-int8", "eftvit-fp16"],
 )
 def test_graphs_pass_the_check_of_the_export(
     runner: EmulatedRunner, method: str, options: dict[str, Any], tmp_path: Path
@@ -243,7 +246,7 @@ def test_doctor_and_profile(tmp_path: Path, parts: Path) -> None:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize("compute", ["fp32", "int8"])
+@pytest.mark.parametrize("compute", ["fp32", "fp16", "int8"])
 def test_instructions_of_a_step(processor: str, compute: str, tmp_path: Path, graph_cache: Path) -> None:
     """The figure of docs/measurements.md. Beside a processor's time it knows nothing of caches and of how many
     instructions it runs at once."""
@@ -254,7 +257,9 @@ def test_instructions_of_a_step(processor: str, compute: str, tmp_path: Path, gr
     counts, flops = [], 0.0
     for steps in STEPS:
         plugin = f"{ARM / 'instructions.so'},out={tmp_path / 'count'}"
-        done = json.loads(emulated(processor, "-m", "tests.arm.step_process", tmp_path, steps, QEMU_PLUGIN=plugin))
+        done = json.loads(
+            emulated(processor, "-m", "tests.arm.step_process", tmp_path, steps, QEMU_PLUGIN=plugin, **ALIKE)
+        )
         counts.append(int((tmp_path / "count").read_text()))
         flops = done["flops"] / done["steps"]
     one = (counts[1] - counts[0]) / (STEPS[1] - STEPS[0])

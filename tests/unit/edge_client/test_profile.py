@@ -41,16 +41,17 @@ def rows(report: SelfReport) -> dict[str, str]:
     return {line[:13].strip(): line[13:].strip() for line in table(report).splitlines()}
 
 
-def test_products_of_floats_and_of_integers_are_shown(tmp_path: Path, broker: Broker) -> None:
+def test_products_of_all_kinds_are_shown(tmp_path: Path, broker: Broker) -> None:
     integers = ProductRate("integers", 1, 200, 768, 768, 9e10)
+    halves = ProductRate("halves", 1, 200, 768, 768, 4e10)
 
     def both(threads: int) -> Speed:
         speed = some_speed(threads)
-        return msgspec.structs.replace(speed, products=(*speed.products, integers))
+        return msgspec.structs.replace(speed, products=(*speed.products, integers, halves))
 
     report = measure_self(place(broker.address, tmp_path), 2, both, lambda what: None, budget=BUDGET)
     shown = rows(report)["compute speed"]
-    assert shown.startswith("up to 25 GFLOP/s in products of floats, 90 GFLOP/s of integers, measured now, stored in ")
+    assert shown.startswith("up to 25 GFLOP/s in products of floats, 90 GFLOP/s of integers, 40 GFLOP/s of float16, ")
 
 
 def test_a_board_with_all_its_sensors(tmp_path: Path, broker: Broker) -> None:

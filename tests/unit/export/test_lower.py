@@ -20,6 +20,7 @@ from export.graph import LARGE_BYTES, Unsupported
 from export.operators import LOWERED
 from export.trace import Trace, to_onnx, trace
 from fedvit.methods.packed import unpack
+from fedvit.precision import Compute
 from tests.support.steps import run
 
 aten = torch.ops.aten
@@ -51,7 +52,7 @@ INPUTS: Inputs = {
 }
 
 
-def traced(function: Function, inputs: Inputs | None = None, *, integer_products: bool = False) -> Trace:
+def traced(function: Function, inputs: Inputs | None = None, *, compute: Compute = "fp32") -> Trace:
     """Of a function that gives one tensor, or several; the inputs that it does not read stay."""
 
     def step(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -60,7 +61,7 @@ def traced(function: Function, inputs: Inputs | None = None, *, integer_products
             return {"y": results}
         return {f"y{number}": result for number, result in enumerate(results)}
 
-    return trace(step, inputs or INPUTS, integer_products=integer_products)
+    return trace(step, inputs or INPUTS, compute=compute)
 
 
 def compare(
@@ -574,7 +575,7 @@ def test_a_product_of_integers(name: str, size: float) -> None:
 
     inputs = {**OPERANDS, **{key: size * OPERANDS[key] for key in ("x", "z", "bias")}}
     largest = max(float(inputs[key].abs().max()) for key in ("x", "z"))
-    graph = compare(traced(step, inputs, integer_products=True), step, inputs, atol=24 * largest / 254 + 1e-6 * size)
+    graph = compare(traced(step, inputs, compute="int8"), step, inputs, atol=24 * largest / 254 + 1e-6 * size)
     if name in ("forward", "with a bias", "backward", "plus a sum"):
         assert kinds(graph)["MatMulIntegerToFloat"] == 1
 
@@ -587,9 +588,26 @@ def test_rows_of_a_product_of_integers_are_rounded_by_themselves() -> None:
     def step(inputs: Mapping[str, Tensor]) -> Tensor:
         return inputs["x"] @ weight(inputs, "int8").t()
 
-    got = torch.from_numpy(run(to_onnx(traced(step, inputs, integer_products=True)), inputs)["y"])
+    got = torch.from_numpy(run(to_onnx(traced(step, inputs, compute="int8")), inputs)["y"])
     bound = rows.abs().amax(dim=1, keepdim=True) / 254 * weight(inputs, "int8").abs().sum(dim=1)
     assert ((got - step(inputs)).abs() <= 1.001 * bound).all()
+
+
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_of_float16(name: str, size: float) -> None:
+    """Both operands have 11 digits. A gradient, of which the weight is not turned, may have any size."""
+    if size != 1 and name != "backward":
+        size = 1e3
+
+    def step(inputs: Mapping[str, Tensor]) -> Any:
+        return PRODUCTS[name]({**inputs, "weight": weight(inputs, "float16")})
+
+    inputs = {**OPERANDS, **{key: size * OPERANDS[key] for key in ("x", "z", "bias")}}
+    largest = max(float(inputs[key].abs().max()) for key in ("x", "z"))
+    graph = compare(traced(step, inputs, compute="fp16"), step, inputs, atol=24 * largest / 2**10)
+    if name in ("forward", "with a bias", "backward", "plus a sum", "of pieces"):
+        assert kinds(graph)["Gemm"] == 0
 
 
 def test_only_graphs_with_products_of_integers_need_the_newer_operators() -> None:
@@ -597,8 +615,8 @@ def test_only_graphs_with_products_of_integers_need_the_newer_operators() -> Non
         kind: {one.domain: one.version for one in onnx.load_from_string(to_onnx(made)).opset_import}
         for kind, made in {
             "floats": traced(lambda i: i["x"] @ weight(i, "int8").t(), OPERANDS),
-            "no weights": traced(lambda i: i["x"] + 1, OPERANDS, integer_products=True),
-            "integers": traced(lambda i: i["x"] @ weight(i, "int8").t(), OPERANDS, integer_products=True),
+            "no weights": traced(lambda i: i["x"] + 1, OPERANDS, compute="int8"),
+            "integers": traced(lambda i: i["x"] @ weight(i, "int8").t(), OPERANDS, compute="int8"),
         }.items()
     }
     assert versions == {"floats": {"": 20}, "no weights": {"": 20}, "integers": {"": 21, "com.microsoft": 1}}
@@ -621,13 +639,32 @@ def test_products_with_a_trained_weight_are_of_integers() -> None:
         w, narrow = inputs["tensor/w"], inputs["tensor/narrow"]
         return [inputs["x"] @ w.t(), inputs["z"] @ w, inputs["x"] @ narrow.t(), inputs["x"] @ inputs["m"].t()]
 
-    content = to_onnx(traced(step, WIDE, integer_products=True))
+    content = to_onnx(traced(step, WIDE, compute="int8"))
     found = kinds(onnx.load_from_string(content).graph)
     assert (found["MatMulIntegerToFloat"], found["QuantizeLinear"], found["Gemm"]) == (2, 3, 2)
     got = [torch.from_numpy(value) for value in run(content, WIDE).values()]
     for number, (value, want) in enumerate(zip(got, step(WIDE), strict=True)):
         error = float((value - want).norm() / want.norm())
         assert 1e-3 < error < 0.03 if number < 2 else error < 1e-6, number
+
+
+def test_products_with_a_trained_weight_are_of_float16() -> None:
+    """It is rounded once for both products. Rows of the gradient are 1e-12 to 1e6 of what they are elsewhere."""
+
+    def step(inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        w, narrow = inputs["tensor/w"], inputs["tensor/narrow"]
+        return [inputs["x"] @ w.t(), inputs["z"] @ w, inputs["x"] @ narrow.t(), inputs["x"] @ inputs["m"].t()]
+
+    inputs = {**WIDE, "z": WIDE["z"] * torch.tensor([1e-12, 1e-6, 0.0, 1.0, 1e6])[:, None]}
+    content = to_onnx(traced(step, inputs, compute="fp16"))
+    found = kinds(onnx.load_from_string(content).graph)
+    assert (found["MatMul"], found["Gemm"]) == (2, 2)
+    assert found["Cast"] == 5, "the weight, and both operands and results"
+    got = [torch.from_numpy(value) for value in run(content, inputs).values()]
+    for number, (value, want) in enumerate(zip(got, step(inputs), strict=True)):
+        errors = (value - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
+        assert (errors < (2e-3 if number < 2 else 1e-6)).all(), number
+    assert float((got[0] - step(inputs)[0]).norm()) > 0, "they are rounded"
 
 
 def test_trained_weights_are_floats_where_products_are() -> None:

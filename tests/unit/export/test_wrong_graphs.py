@@ -14,12 +14,13 @@ from torch import Tensor
 
 from export.graphs import unverified_graphs
 from export.trace import to_onnx, trace
-from export.verify import reference_predict, reference_step, reference_update, verify, without_integers
+from export.verify import reference_predict, reference_step, reference_update, verify, without_rounding
 from fedvit.errors import ExportMismatch
 from fedvit.methods.eftvit import EFTViT
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.step import Step, Update, example_inputs, predict_step, whole_step
 from fedvit.models import SMALL, build_vit
+from fedvit.precision import Compute
 from fedvit.program import Batch
 from tests.support.steps import whole
 
@@ -257,10 +258,9 @@ def _number(constant: onnx.TensorProto) -> object:
 # --- products of integers -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def integers() -> Right:
+def of_rounded_products(compute: Compute) -> Right:
     options = {"image_size": 16, "patch_size": 8, "width": 16, "depth": 2, "heads": 2, "mlp_ratio": 1.0}
-    method = EFTViT(batch_size=4, local_blocks=1, mask=0.5, compute="int8")
+    method = EFTViT(batch_size=4, local_blocks=1, mask=0.5, compute=compute)
     vit = build_vit(SMALL, 3, seed=0, options=options)
     batch = Batch(image_size=16, patch_size=8, batch_size=4, mean=(0.5,) * 3, std=(0.5,) * 3, mask_ratio=0.5)
     [phase] = method.phases(vit)
@@ -273,11 +273,26 @@ def integers() -> Right:
     return Right(graph, inputs, lambda _: exact)
 
 
+@pytest.fixture(scope="module")
+def integers() -> Right:
+    return of_rounded_products("int8")
+
+
+def test_products_of_float16_change_gradients_by_thousandths() -> None:
+    """Or not at all on a processor without them; without their rounding the graph is as near to torch as one of
+    floats."""
+    halves = of_rounded_products("fp16")
+    assert halves.verify(halves.model) < 1e-2
+    plain = without_rounding(halves.model.SerializeToString())
+    assert plain is not None
+    assert halves.verify(onnx.load_from_string(plain)) < 1e-5
+
+
 def test_products_of_integers_change_gradients_by_percents(integers: Right) -> None:
     """And nothing but their rounding does: without it the graph is as near to torch as one of floats."""
     assert sum(node.op_type == "MatMulIntegerToFloat" for node in integers.model.graph.node) == 10
     assert 1e-3 < integers.verify(integers.model) < 0.1
-    plain = without_integers(integers.model.SerializeToString())
+    plain = without_rounding(integers.model.SerializeToString())
     assert plain is not None
     assert not {"QuantizeLinear", "MatMulIntegerToFloat"} & {n.op_type for n in onnx.load_from_string(plain).graph.node}
     assert integers.verify(onnx.load_from_string(plain)) < 1e-5
@@ -422,7 +437,7 @@ def test_integers_too_coarse_for_a_cosine_of_099_are_refused(integers: Right) ->
     for constant in wrong.graph.initializer:
         if _number(constant) == np.float32(1 / 127):
             constant.CopyFrom(numpy_helper.from_array(np.array(1 / 2, np.float32), constant.name))
-    with pytest.raises(ExportMismatch, match=r"more than products of integers may change it \(0\.14: a cosine"):
+    with pytest.raises(ExportMismatch, match=r"more than rounded products may change it \(0\.14: a cosine"):
         integers.verify(wrong)
 
 

@@ -376,6 +376,7 @@ def test_a_whole_step_has_its_gradients_where_their_tensors_are(tiny: Any) -> No
         ("frozen_precision", "fp16", "weights", "Cast"),
         ("frozen_precision", "int8", "weights", "DequantizeLinear"),
         ("compute", "int8", "integers", "QuantizeLinear"),
+        ("compute", "fp16", "halves", "Cast"),
     ],
 )
 def test_weights_that_are_unpacked_belong_to_their_block(

@@ -13,7 +13,7 @@ from profiles import predict as predict_module
 from profiles.predict import BASE_RSS_BYTES, ENGINE_BYTES, LOADED_BYTES, ProductModel, predict, seconds
 from profiles.prediction import MemoryPhase, Prediction, ProductWork, ProgramCost, Work
 
-KINDS: tuple[ProductKind, ...] = ("weights", "gradient", "attention", "integers")
+KINDS: tuple[ProductKind, ...] = ("weights", "gradient", "attention", "integers", "halves")
 SIZES = ((1, 200, 768, 3072), (1, 800, 192, 768), (8, 50, 64, 50), (1, 2000, 128, 256), (1, 64, 768, 768))
 
 

@@ -28,7 +28,7 @@ from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Evaluate, Role, Train, decode_program
-from fedvit.resources import Budget, ProductRate, Speed, image_cache_bytes
+from fedvit.resources import Budget, ProductKind, ProductRate, Speed, image_cache_bytes
 from fedvit.tensors import Tensors, unpack
 from profiles.cost import GraphCost, graph_cost
 from profiles.predict import predict
@@ -398,18 +398,19 @@ def test_a_device_gets_what_fits_its_budget(staged: Any) -> None:
     assert [phase.epochs for phase in made.given("b", 1, target_of("b"))[0].program.train] == [2]
 
 
-def test_products_of_integers_are_given_to_devices_that_are_faster_with_them(
-    configure: Configure, blobs: BlobStore, graph_cache: Path
+@pytest.mark.parametrize(("compute", "kind"), [("int8", "integers"), ("fp16", "halves")])
+def test_rounded_products_are_given_to_devices_that_are_faster_with_them(
+    compute: str, kind: ProductKind, configure: Configure, blobs: BlobStore, graph_cache: Path
 ) -> None:
     """By what the device measured. One that measured nothing, or is not known, gets what was configured; one that is
     slower gets floats, which is said once."""
     said: list[str] = []
-    made = make_plan(configure("eftvit", {"compute": "int8"}), CLASSES, blobs, cache=graph_cache, progress=said.append)
+    made = make_plan(configure("eftvit", {"compute": compute}), CLASSES, blobs, cache=graph_cache, progress=said.append)
     floats = ProductRate("weights", 1, 200, 768, 768, 1e8)
 
-    def target(device: str, *integers_flops_per_s: float) -> PlannedDevice:
-        integers = (msgspec.structs.replace(floats, kind="integers", flops_per_s=rate) for rate in integers_flops_per_s)
-        speed = Speed(threads=1, products=(floats, *integers), bytes_per_s={"Add": 1e12}, node_s=0.0)
+    def target(device: str, *flops_per_s: float) -> PlannedDevice:
+        rounded = (msgspec.structs.replace(floats, kind=kind, flops_per_s=rate) for rate in flops_per_s)
+        speed = Speed(threads=1, products=(floats, *rounded), bytes_per_s={"Add": 1e12}, node_s=0.0)
         return target_of(device)._replace(speed=speed)
 
     given = {
@@ -420,11 +421,11 @@ def test_products_of_integers_are_given_to_devices_that_are_faster_with_them(
         "unknown": made.given("unknown", 1, None),
     }
     assert {device: variant.method.compute for device, (variant, _) in given.items()} == {
-        "faster": "int8",
+        "faster": compute,
         "slower": "fp32",
         "slower, too": "fp32",
-        "no speed": "int8",
-        "unknown": "int8",
+        "no speed": compute,
+        "unknown": compute,
     }
     changes = {device: expected.changes for device, (_, expected) in given.items() if expected}
     assert changes == {"faster": {}, "slower": {"compute": "fp32"}, "slower, too": {"compute": "fp32"}, "no speed": {}}
@@ -432,9 +433,9 @@ def test_products_of_integers_are_given_to_devices_that_are_faster_with_them(
         device: {spec.dtype for name, spec in variant.program.tensors.items() if name == "blocks.2.mlp.fc1.weight"}
         for device, (variant, _) in given.items()
     }
-    assert (dtypes["faster"], dtypes["slower"]) == ({"int8"}, {"float32"})
+    assert (dtypes["faster"], dtypes["slower"]) == ({{"int8": "int8", "fp16": "float16"}[compute]}, {"float32"})
     assert given["slower"][0] is given["slower, too"][0]
-    assert len([line for line in said if line.startswith("slower: a step with products of integers would take")]) == 1
+    assert len([line for line in said if line.startswith(f"slower: a step with compute = {compute} would take")]) == 1
     assert not [line for line in said if line.startswith("slower, too:")]
 
 

@@ -10,9 +10,9 @@ from fedvit.methods import METHODS
 from tests.support.runs import Configure
 
 AVERAGED = {
-    "adapters", "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt", "fedbn", "fedper",
-    "fedperfix", "fedprox", "fedrep", "fedrod", "fedvpt_d", "knn_per", "per_fedavg", "personal_part", "pfedme",
-    "prefix", "prompts", "vanilla_attention",
+    "adapters", "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt", "fedbn",
+    "fedper", "fedperfix", "fedprox", "fedrep", "fedrod", "fedvpt_d", "knn_per", "per_fedavg", "personal_part",
+    "pfedme", "prefix", "prompts", "vanilla_attention",
 }  # fmt: skip
 
 

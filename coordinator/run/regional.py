@@ -6,6 +6,7 @@ the updates, or the sums of the evaluations. `fleet.region` has the link to the 
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,15 +57,9 @@ class CentralTask:
     lr_scale: float
     program: Program
     groups: dict[str, Path]  # group -> file with the tensors that devices start from
-    progress: "Progress"
+    progress: Callable[[int, int], None]  # reports how many devices have answered, of how many that were asked
     outcome: Future[RegionAnswer] = field(default_factory=Future)
     settled: Event = field(default_factory=Event)  # the answer is on disk, or is not needed any more
-
-
-class Progress(Protocol):
-    def __call__(self, done: int, total: int) -> None:
-        """Report how many of the asked devices have answered."""
-        ...
 
 
 class Centre(Protocol):

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
+from coordinator.run.coordinator import Cancelled
 from coordinator.run.regional import RegionalCoordinator
 from fedvit.errors import ConfigError, PeerRefused
 from fedvit.tensors import Tensors
@@ -264,6 +265,20 @@ def test_region_cancels_its_devices_when_the_centre_does_not_wait_any_longer(wor
     assert [world.centre.accepted(number) for number in (1, 2)] == [["south"], ["north"]]
     assert [cancel.round for cancel in north.fakes[0].got(Cancel)] == [1]
     assert [cancel.round for cancel in south.fakes[0].got(Cancel)] == [2]
+
+
+def test_region_ends_cancelled_when_the_run_of_its_centre_is_cancelled(world: World) -> None:
+    north = world.region("north", *NORTH)
+    for device in north.fakes:
+        device.on_task = silent
+    north.start(devices=2)
+    world.centre.start()
+    world.drive(lambda: all(device.tasks() == [1] for device in north.fakes))
+    assert world.centre.coordinator is not None
+    world.centre.coordinator.cancel("by the test")
+    assert [type(outcome) for outcome in world.finish()] == [Cancelled] * 2
+    assert north.store.run("r").reason == "the centre's run was cancelled"
+    assert all([cancel.round for cancel in device.got(Cancel)] == [1] for device in north.fakes)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ class _Executor(TaskExecutor):
     """Gives each task to the region's run, and waits for its answer."""
 
     offered: CentralTask | None = None  # the task that has no answer yet
+    finished: CentralTask | None = None  # the newest that was offered and has an answer
     counts: RegionCounts | None = None  # of the newest answer
 
     def run(self, execution: TaskExecution, program: Program) -> Result:
@@ -90,7 +91,7 @@ class _Executor(TaskExecutor):
                     return self._evaluated(execution, answer, guarded)
                 return self._trained(execution, program, answer, guarded)
         finally:
-            self.offered = None
+            self.offered, self.finished = None, offered
             offered.settled.set()
 
     def _evaluated(self, execution: TaskExecution, answer: RegionAnswer, guarded: Guarded) -> Result:
@@ -138,6 +139,7 @@ class _Agent(Agent):
 
     executor_class = _Executor
     _executor: _Executor
+    sent: CentralTask | None = None  # the newest whose answer was sent
 
     @property
     def offered(self) -> CentralTask | None:
@@ -159,6 +161,7 @@ class _Agent(Agent):
             self._executor.use(self.data)
             self._announce()
         super()._answer(answer)
+        self.sent = self._executor.finished
 
 
 def _images(counts: RegionCounts, folder: Path) -> DeviceData:
@@ -249,8 +252,8 @@ class CentreLink:
 
     def _has_unsent(self, agent: _Agent) -> bool:
         """Whether the run has given an answer that the agent has not sent."""
-        given, task = self._given, agent.task
-        return bool(given and task and given.outcome.done() and (given.round, given.kind) == (task.round, task.kind))
+        given = self._given
+        return bool(given and given.outcome.done() and given is not agent.sent and agent.task)
 
 
 @click.command(

@@ -263,8 +263,8 @@ def test_region_cancels_its_devices_when_the_centre_does_not_wait_any_longer(wor
     world.centre.start(devices=2, rounds=2, quorum=0.5)
     assert world.finish() == ["finished"] * 3
     assert [world.centre.accepted(number) for number in (1, 2)] == [["south"], ["north"]]
-    assert [cancel.round for cancel in north.fakes[0].got(Cancel)] == [1]
-    assert [cancel.round for cancel in south.fakes[0].got(Cancel)] == [2]
+    world.drive(lambda: [cancel.round for cancel in north.fakes[0].got(Cancel)] == [1])
+    world.drive(lambda: [cancel.round for cancel in south.fakes[0].got(Cancel)] == [2])
 
 
 def test_region_ends_cancelled_when_the_run_of_its_centre_is_cancelled(world: World) -> None:
@@ -278,7 +278,7 @@ def test_region_ends_cancelled_when_the_run_of_its_centre_is_cancelled(world: Wo
     world.centre.coordinator.cancel("by the test")
     assert [type(outcome) for outcome in world.finish()] == [Cancelled] * 2
     assert north.store.run("r").reason == "the centre's run was cancelled"
-    assert all([cancel.round for cancel in device.got(Cancel)] == [1] for device in north.fakes)
+    world.drive(lambda: all([cancel.round for cancel in device.got(Cancel)] == [1] for device in north.fakes))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ COMMANDS = {
     "experiment": "Run the grid that FILE describes, over a network in memory; finished cells are not run again.",
     "host": "Host virtual devices in this process, each with its own name, vault and connection.",
     "partition": "Deal a data set out into one folder per device.",
+    "region": "Serve a region: a coordinator whose devices count as one device of another coordinator, the centre.",
     "run": "Run a coordinator and its devices on this machine: a process per device folder, or many virtual devices.",
 }
 """Name -> description. The command is `NAME_command` in `fleet.NAME`, which is imported when it is used."""

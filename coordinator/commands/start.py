@@ -5,6 +5,7 @@ import secrets
 import shutil
 import signal
 import typing
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ from coordinator.config import (
     RunConfig,
     StartConfig,
     check_blobs,
+    check_kind,
     check_names,
     make_config,
     read_toml,
@@ -42,6 +44,7 @@ if typing.TYPE_CHECKING:
     from coordinator.monitoring.collector import Observed
     from coordinator.record.store import Store
     from coordinator.record.tables import RunRecord
+    from coordinator.run.coordinator import Coordinator
     from coordinator.run.display import Display
     from coordinator.service.broker import BrokerEndpoint
     from fedvit.transport.base import Transport
@@ -99,6 +102,39 @@ def start(
     **flags: Any,
 ) -> None:
     """Start a broker unless one is given, wait for devices, and train."""
+    run_to_end(
+        file=file,
+        folder=folder,
+        url=url,
+        resume=resume,
+        name=name,
+        resume_or_new=resume_or_new,
+        only_check=only_check,
+        quiet=quiet,
+        metrics_address=metrics_address,
+        flags=flags,
+    )
+
+
+def run_to_end(
+    *,
+    file: Path | None,
+    folder: Path,
+    url: str | None,
+    resume: str | None,
+    name: str | None,
+    resume_or_new: bool,
+    only_check: bool,
+    quiet: bool,
+    metrics_address: monitoring.ListenAddress | None,
+    flags: dict[str, Any],
+    region: "Callable[..., Coordinator] | None" = None,
+) -> None:
+    """Serve one run until it is finished, with the options of `coordinator start`.
+
+    `region` makes the coordinator of a region's run; None: the run is no region's. Raises FedvitError if the run cannot
+    begin or continue, KeyboardInterrupt if it is interrupted.
+    """
     from coordinator.run.display import choose_display
 
     notifier = Notifier.from_environment()
@@ -127,7 +163,7 @@ def start(
             check_start_from(store, given.run)
             stack.enter_context(display)
             display.line(f"run {run}: checking its configuration")
-            worker, config, checked = _checked(values, where, folder, stack)
+            worker, config, checked = _checked(values, where, folder, stack, is_region=region is not None)
             server = checked.accelerator
             for note in checked.notes:
                 display.line(f"warning: {note}")
@@ -140,6 +176,7 @@ def start(
             )
 
             run, config = record.id, _resumed(record, values, where)
+            check_kind(folder / run, is_region=region is not None)
             if record.status in ENDED and (record.status == "cancelled" or _has_no_more_rounds(config.run, record)):
                 if not resume_or_new:
                     raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")
@@ -170,11 +207,11 @@ def start(
             status = "interrupted" if record.status == "finished" else record.status
             store.update_run(run, config=msgspec.to_builtins(config.run), broker=endpoint.as_record(), status=status)
         made.pop_all()
-        _serve(store, folder, run, config.run, endpoint, transport, display, worker, monitor, notifier)
+        _serve(store, folder, run, config.run, endpoint, transport, display, worker, monitor, notifier, region)
 
 
 def _checked(
-    values: dict[str, Any], where: str, folder: Path, stack: ExitStack
+    values: dict[str, Any], where: str, folder: Path, stack: ExitStack, *, is_region: bool
 ) -> "tuple[Worker, StartConfig, Checked]":
     """Check the configuration of a new run; returns the worker process, the configuration, and the outcome.
 
@@ -184,7 +221,7 @@ def _checked(
     from coordinator.service.broker import federation_of
 
     config, worker = make_config(federation_of(values), where), _worker(stack)
-    return worker, config, worker.ask(Check(config=config.run, where=where, runs=str(folder)))
+    return worker, config, worker.ask(Check(config=config.run, where=where, runs=str(folder), is_region=is_region))
 
 
 def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
@@ -360,6 +397,7 @@ def _serve(
     worker: "Worker",
     monitor: monitoring.Monitor,
     notifier: Notifier,
+    region: "Callable[..., Coordinator] | None",
 ) -> None:
     """Serve the run to its end. Raises KeyboardInterrupt if it is interrupted."""
     from coordinator.metrics.following import following
@@ -385,7 +423,7 @@ def _serve(
         if cancellation.is_asked_for():
             coordinator.cancel("cancelled by the operator")
 
-    coordinator = Coordinator(
+    coordinator = (region or Coordinator)(
         run=run,
         config=config,
         transport=transport,
@@ -418,7 +456,10 @@ def _serve(
         display.line(f"run {run} is cancelled")
         return
     except Interrupted:
-        display.line(f"interrupted; resume with: coordinator start --resume {run} --runs {folder}")
+        if region is None:
+            display.line(f"interrupted; resume with: coordinator start --resume {run} --runs {folder}")
+        else:
+            display.line("interrupted; the same command resumes it")
         raise KeyboardInterrupt from None
     finally:
         notifier.stopping()

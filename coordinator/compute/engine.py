@@ -11,6 +11,7 @@ from coordinator.compute.checkpoint import load_state, start_state, write_models
 from coordinator.compute.messages import (
     FindOutliers,
     Finish,
+    Fold,
     LearningRates,
     Planned,
     PlannedTask,
@@ -61,6 +62,7 @@ class Engine:
             LearningRates: self._learning_rates,
             FindOutliers: lambda request: self._prepared.outliers(request.round),
             Step: lambda request: self._prepared.take(request.round, request.saved, request.drawn),
+            Fold: lambda request: self._prepared.fold(request.round, request.saved),
             Finish: self._finish,
         }
 

@@ -71,6 +71,15 @@ class Stepped(Struct, frozen=True, kw_only=True):
     needed: set[str]  # digests that devices may still request, or a restart may need
 
 
+class Folded(Struct, frozen=True, kw_only=True):
+    """The mean of a round's updates, which a region sends to its centre."""
+
+    update: str  # digest of the blob with the mean of each tensor's deltas, by samples
+    samples: int  # of all devices in it
+    figures: dict[str, float]  # for the round's record
+    needed: set[str]  # digests that devices may still request, or a restart may need
+
+
 # --- requests ---------------------------------------------------------------------------------------------
 
 
@@ -92,6 +101,7 @@ class Check(Request[Checked], frozen=True, kw_only=True, tag=True):
     config: RunConfig
     where: str  # begins the message of an error: the file of the configuration, or its flags
     runs: str  # folder of all runs
+    is_region: bool = False  # whether the run is that of a region
 
 
 class Prepare(Request[Prepared], frozen=True, kw_only=True, tag=True):
@@ -141,6 +151,17 @@ class Step(Request[Stepped], frozen=True, kw_only=True, tag=True):
     drawn: tuple[int, int] | None  # number of free devices, and of drawn devices; None: unknown
 
 
+class Fold(Request[Folded], frozen=True, kw_only=True, tag=True):
+    """Make one update of a round's results, without those of devices in quarantine.
+
+    Raises EmptyCohort if no usable result is left.
+    """
+
+    answer = Folded
+    round: int
+    saved: SavedState  # the state that the updates belong to
+
+
 class Finish(Request[None], frozen=True, kw_only=True, tag=True):
     """Write the run's tensors, and those generated per device, into its folder."""
 
@@ -148,7 +169,7 @@ class Finish(Request[None], frozen=True, kw_only=True, tag=True):
     saved: SavedState
 
 
-AnyRequest = Check | Prepare | PlanTasks | LearningRates | FindOutliers | Step | Finish
+AnyRequest = Check | Prepare | PlanTasks | LearningRates | FindOutliers | Step | Fold | Finish
 
 
 class Compute(Protocol):

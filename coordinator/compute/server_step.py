@@ -9,7 +9,7 @@ import numpy as np
 
 from coordinator.compute.checkpoint import needed_blobs
 from coordinator.compute.closing import Closing, Placement, StoredUploads
-from coordinator.compute.messages import Outlier, Stepped
+from coordinator.compute.messages import Folded, Outlier, Stepped
 from coordinator.compute.ranks import Ranks
 from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
@@ -19,10 +19,12 @@ from coordinator.record.privacy import expected_cohort, round_figures
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, SavedState
 from fedvit.errors import EmptyCohort
-from fedvit.methods.aggregators import Aggregator, make_aggregator
+from fedvit.methods.aggregators import Aggregator, Mean, make_aggregator
 from fedvit.methods.base import Upload
 from fedvit.methods.private_mean import PrivateMean
-from fedvit.program import LABELS
+from fedvit.methods.rules.weighted_mean import weighted_deltas
+from fedvit.program import LABELS, Role
+from fedvit.tensors import pack
 
 
 @dataclass
@@ -64,6 +66,27 @@ class ServerStep:
         needed = needed_blobs(self.plan, updated)
         self.blobs.forget_all_but(needed)
         return Stepped(saved=updated, figures=figures | screened.figures | private, damaged=damaged, needed=needed)
+
+    def fold(self, number: int, saved: SavedState) -> Folded:
+        """One update with the mean of a round's updates: tensors that no device trained have not changed.
+
+        Raises EmptyCohort if no usable result is left.
+        """
+        screened = self._screened(number, self.results(number))
+        program, first = self.plan.variant("", number).program, self.plan.values
+        names = [name for group in program.with_role(Role.SHARED) for name in program.names(group)]
+        mean = Mean().combine(weighted_deltas(screened.uploads, number), names)
+        deltas = {
+            name: mean[name].astype(first[name].dtype) if name in mean else np.zeros_like(first[name]) for name in names
+        }
+        needed = needed_blobs(self.plan, saved)
+        self.blobs.forget_all_but(needed)
+        return Folded(
+            update=self.blobs.put(pack(deltas)).digest,
+            samples=sum(upload.samples for upload in screened.uploads),
+            figures=screened.figures,
+            needed=needed,
+        )
 
     def again(self, number: int, results: list[ResultRecord], saved: SavedState) -> SavedState:
         """Repeat the step of a closed round from `saved`; outliers are known already. Raises EmptyCohort."""

@@ -9,7 +9,7 @@ from coordinator.compute.accelerator import choose_accelerator
 from coordinator.compute.checkpoint import start_state
 from coordinator.compute.messages import Check, Checked
 from coordinator.config import RunConfig
-from coordinator.planning.checks import check_run
+from coordinator.planning.checks import check_region, check_run
 from coordinator.planning.planner import check_start_fits
 from coordinator.record.store import Store
 from fedvit.errors import ConfigError
@@ -27,6 +27,8 @@ def check_start(request: Check) -> Checked:
     """Raises ConfigError, beginning with `where` of the request, and Damaged if an earlier run's state is damaged."""
     config = request.config
     check_run(config, request.where)
+    if request.is_region:
+        check_region(config, request.where)
     accelerator = choose_accelerator(config.accelerator)
     try:
         parameters, notes = _built(config, Path(request.runs))

@@ -12,6 +12,7 @@ from coordinator.config.labels import why_not_asked
 from coordinator.config.metrics import MetricsConfig
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.reading import StartConfig, check_names, make_config, read_toml
+from coordinator.config.regions import CENTRE, REGION, check_kind, is_region, why_no_regions
 from coordinator.config.renamed import check_new_names, with_new_names
 from coordinator.config.resuming import FREE_TABLES, resumed_config
 from coordinator.config.robust import RobustConfig
@@ -21,7 +22,9 @@ from coordinator.config.updates import UpdatesConfig
 from coordinator.config.versions import why_too_old
 
 __all__ = [
+    "CENTRE",
     "FREE_TABLES",
+    "REGION",
     "SECTIONS",
     "TABLES",
     "AlertsConfig",
@@ -37,12 +40,15 @@ __all__ = [
     "StartConfig",
     "UpdatesConfig",
     "check_blobs",
+    "check_kind",
     "check_names",
     "check_new_names",
+    "is_region",
     "make_config",
     "make_service_config",
     "read_toml",
     "resumed_config",
+    "why_no_regions",
     "why_not_asked",
     "why_too_old",
     "with_listen_port",

@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 
-from coordinator.config import RunConfig, StartConfig, make_config
+from coordinator.config import RunConfig, StartConfig, make_config, why_no_regions
 from coordinator.planning.batch import method_batch
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import ServerRule
 from fedvit.models import SMALL, TEXT
+from fedvit.program import Role
 
 
 def checked_config(values: dict[str, Any], where: str) -> StartConfig:
@@ -25,6 +26,28 @@ def check_run(config: RunConfig, where: str) -> None:
         _check(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def check_region(config: RunConfig, where: str) -> None:
+    """Raises ConfigError, which names `where`, if the mean of a region's updates cannot stand for them."""
+    if config.mode != "rounds":
+        raise ConfigError(f"{where}: mode = {config.mode!r}: a region answers in rounds, which the centre opens")
+    if config.variants:
+        raise ConfigError(f"{where}: variants: a region's devices train the tensors that the centre's task names")
+    if why := why_no_regions(config):
+        raise ConfigError(f"{where}: {why}")
+    method = make_method(config.method, config.options)
+    with torch.device("meta"):
+        vit = build_model(
+            method, config.model, max(2, len(config.classes)), seed=0, options=config.model_options, pretrained=False
+        )
+        if why := method.server_rule(vit).why_no_regions:
+            raise ConfigError(f"{where}: method {config.method!r} cannot be used in regions: {why}")
+        if method.sent_precision != "fp32" and method.names_with(vit, Role.GLOBAL):
+            raise ConfigError(
+                f"{where}: method {config.method!r} with weights sent as {method.sent_precision} cannot be used in "
+                "regions: they have no other weights to send to their devices"
+            )
 
 
 def _check(config: RunConfig) -> None:

@@ -488,17 +488,20 @@ class Coordinator:
         if not results:
             raise EmptyCohort(f"none of the asked devices returned a result for round {number}")
         state.doing = f"round {number}/{state.config.rounds}: server step"
-        # quarantines that follow from this hold in this step already
-        for device, reason in self._ask(FindOutliers(round=number)) if state.config.robust.reject_scale else ():
-            state.refuse(device, "train", f"left out: {reason}", number)
-            self._operator_log(f"round {number}: {device} is left out: {reason}")
-            self._strike(device, number, reason)
+        self._strike_outliers(number)
         stepped = self._ask(Step(round=number, saved=state.newest(), drawn=opened.drawn))
         for device, digest in stepped.damaged.items():
             reason = f"its upload of an earlier round {DAMAGED_HERE}"
             state.refuse(device, "train", f"left out: {reason}: {state.blobs.path(digest)}", number)
             self._operator_log(f"{device}: {reason}, and is no longer used")
         return stepped
+
+    def _strike_outliers(self, number: int) -> None:
+        """Quarantines that follow from this hold in the server step of the round already."""
+        for device, reason in self._ask(FindOutliers(round=number)) if self.state.config.robust.reject_scale else ():
+            self.state.refuse(device, "train", f"left out: {reason}", number)
+            self._operator_log(f"round {number}: {device} is left out: {reason}")
+            self._strike(device, number, reason)
 
     # --- events ---------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from coordinator.config import why_not_asked, why_too_old
+from coordinator.config import is_region, why_no_regions, why_not_asked, why_too_old
 from coordinator.run.open_round import Missing
 from coordinator.run.quarantine import Quarantine
 from coordinator.run.state import RunState
@@ -70,6 +70,9 @@ class Membership:
             return
         if too_old := why_too_old(state.config.min_device_version, hello.software):
             self._refuse(device, hello, too_old, final=True)
+            return
+        if is_region(hello.labels) and (why := why_no_regions(state.config)):
+            self._refuse(device, hello, f"it is a region: {why}", final=True)
             return
         if hello.class_list is not None:
             self._fetch_classes(device, hello, hello.class_list)

@@ -149,6 +149,11 @@ class ServerRule(ABC):
         return False
 
     @property
+    def why_no_regions(self) -> str | None:
+        """Why the rule cannot use one weighted mean in place of the uploads that it is of; None if it can."""
+        return "its server needs the update of each single device"
+
+    @property
     def is_divided(self) -> bool:
         """Whether several processes share the work (`RoundContext.world_size`); each computes the same state."""
         return False

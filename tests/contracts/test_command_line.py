@@ -50,6 +50,7 @@ WITHOUT_JSON = {
     "edge-client join",
     "edge-client label",
     "fleet host",
+    "fleet region",
 }
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
@@ -57,7 +58,7 @@ WITH_RUNS = {
         "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "metrics", "pause", "quarantine", "report",
         "rm", "runs", "serve", "show", "start", "status", "submit", "unpause",
     )),
-    "fleet run",
+    "fleet region", "fleet run",
 }  # fmt: skip
 """Commands that read or make runs of a folder."""
 WITH_OUT = {

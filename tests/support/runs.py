@@ -217,6 +217,7 @@ class Stage:
         self.out = folder / "runs"
         self.broker = MemoryBroker()
         self.fakes: list[Fake] = []
+        self.make: Callable[..., Coordinator] = Coordinator
         self.coordinator: Coordinator | None = None
         self.store: Store
         self.outcome: str | BaseException | None = None
@@ -241,7 +242,7 @@ class Stage:
         if not resume and run == "r":
             self.store.create_run(run, msgspec.to_builtins(config))
         self.outcome = None
-        self.coordinator = Coordinator(
+        self.coordinator = self.make(
             run=run,
             config=config,
             transport=MemoryTransport(SimpleQueue(), self.broker, f"coordinator-{secrets.token_hex(4)}"),

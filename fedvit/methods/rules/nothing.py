@@ -12,6 +12,10 @@ class Nothing(ServerRule):
     def why_never_late(self) -> str:
         return "its devices send nothing that could be late"
 
+    @property
+    def why_no_regions(self) -> str:
+        return "its devices send nothing"
+
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:

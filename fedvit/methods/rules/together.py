@@ -25,6 +25,10 @@ class Together(ServerRule):
         return all(rule.discounts for rule in self.rules)
 
     @property
+    def why_no_regions(self) -> str | None:
+        return next((why for rule in self.rules if (why := rule.why_no_regions)), None)
+
+    @property
     def is_divided(self) -> bool:
         return any(rule.is_divided for rule in self.rules)
 

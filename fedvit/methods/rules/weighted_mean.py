@@ -32,22 +32,32 @@ class WeightedMean(ServerRule):
     def discounts(self) -> bool:
         return True
 
+    @property
+    def why_no_regions(self) -> None:
+        """The weighted mean of weighted means is that of all devices."""
+        return None
+
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
         """Sums are float64. Discounts are not normalised: a late cohort changes the server less.
 
         Raises EmptyCohort when no upload holds a sample, or too few came for the aggregator."""
-        weights = cohort_weights(uploads, context.round)
-        deltas = [
-            Delta(weights[upload.device] * upload.discount, upload.load) for upload in uploads if weights[upload.device]
-        ]
+        deltas = weighted_deltas(uploads, context.round)
         mean = context.aggregator.combine(deltas, state.tensors.keys(), self.mixing)
         updated = {
             name: np.add(state.tensors[name], step).astype(state.tensors[name].dtype) for name, step in mean.items()
         }
         norm = float(np.sqrt(sum(float(np.square(step).sum()) for step in mean.values())))
         return replace(state, tensors={**state.tensors, **updated}), {"update_norm": norm}
+
+
+def weighted_deltas(uploads: Sequence[Upload], round_number: int) -> list[Delta]:
+    """The deltas of all devices with samples, with their weights. Raises EmptyCohort when no upload holds a sample."""
+    weights = cohort_weights(uploads, round_number)
+    return [
+        Delta(weights[upload.device] * upload.discount, upload.load) for upload in uploads if weights[upload.device]
+    ]
 
 
 def cohort_weights(uploads: Sequence[Upload], round_number: int) -> dict[str, float]:

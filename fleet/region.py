@@ -1,0 +1,350 @@
+"""`fleet region`: a coordinator that is a device of another one, its centre.
+
+Toward its devices it is the coordinator of an ordinary run; toward the centre it is an edge client, in a thread of its
+own, whose tasks the run answers.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+import numpy as np
+
+from coordinator.commands.config_flags import config_flags
+from coordinator.commands.flags import record_flag, runs_flag
+from coordinator.commands.start import run_to_end
+from coordinator.config import CENTRE, REGION
+from coordinator.run.regional import CentralTask, RegionalCoordinator, RegionAnswer, RegionCounts
+from edge_client.agent import RETURN_SPREAD_S, TICK_S, Agent
+from edge_client.endpoint import find_endpoint
+from edge_client.guard import Guarded
+from edge_client.identity import Identity, Renewal
+from edge_client.runtime import Runtime, Stopped
+from edge_client.task_executor import TaskExecution, TaskExecutor
+from edge_client.uplink import coded_upload
+from edge_client.vault import Vault
+from fedvit import monitoring
+from fedvit.blobs import BlobStore
+from fedvit.command_line import Command, log_format_flag
+from fedvit.data.folder import DeviceData, Files, Split
+from fedvit.errors import ConfigError, FedvitError
+from fedvit.files import make_private, private_files
+from fedvit.program import Program
+from fedvit.tensors import mapped, packed_pieces
+from fedvit.transport.mqtt import MqttTransport
+from fedvit.wire.messages import MAX_CLASS_COUNTS, Declined, Failed, Result
+from fedvit.wire.topics import Topics, check_name
+from profiles.probes.host import device_profile
+
+if TYPE_CHECKING:
+    from fedvit.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+LEAVE_S = 10.0
+"""Longest wait for the last answer to be sent, before the region leaves its centre."""
+
+
+class _Executor(TaskExecutor):
+    """Gives each task to the region's run, and waits for its answer."""
+
+    offered: CentralTask | None = None  # the task that has no answer yet
+    finished: CentralTask | None = None  # the newest that was offered and has an answer
+    counts: RegionCounts | None = None  # of the newest answer
+
+    def run(self, execution: TaskExecution, program: Program) -> Result:
+        """Raises the error that the run gives as its answer, and Stopped when the centre does not wait any longer."""
+        task = execution.task
+        if others := [run for run in self._vault.runs() if run != task.run]:
+            raise ConfigError(
+                f"this region takes part in run {others[0]!r} of its centre, the task is of run {task.run!r}: begin "
+                "another run of the region, with another --run"
+            )
+        self._check(execution, program)
+        self._make_blobs(execution)
+        self._vault.note(task)
+        offered = CentralTask(
+            kind=task.kind,
+            round=task.round,
+            seed=task.seed,
+            lr_scale=task.lr_scale,
+            program=program,
+            groups={group: self._blobs.path(digest) for group, digest in task.groups.items()},
+            progress=self._scaled_progress(execution, program),
+        )
+        try:
+            with self._guard.watching(task.kind) as guarded:
+                self.offered = offered
+                answer = _outcome(offered, execution.stop)
+                self.counts = answer.counts
+                if task.kind == "evaluate":
+                    return self._evaluated(execution, answer, guarded)
+                return self._trained(execution, program, answer, guarded)
+        finally:
+            self.offered, self.finished = None, offered
+            offered.settled.set()
+
+    def _evaluated(self, execution: TaskExecution, answer: RegionAnswer, guarded: Guarded) -> Result:
+        use = self._use(execution, guarded, answer.flops)
+        result = self._result(execution.task, answer.samples, answer.metrics, use)
+        by_class = answer.by_class if len(answer.by_class) <= MAX_CLASS_COUNTS else ()
+        return msgspec.structs.replace(result, by_class=by_class)
+
+    def _trained(self, execution: TaskExecution, program: Program, answer: RegionAnswer, guarded: Guarded) -> Result:
+        """The result, which is in the vault then: the region's run may delete its devices' updates."""
+        assert answer.update is not None  # of a training
+        task, residual = execution.task, self._vault.residual(execution.task.run)
+        upload, new_residual = coded_upload(program, mapped(answer.update), {}, residual.tensors)
+        manifest = self._blobs.put(*packed_pieces(upload))
+        self._integrity.check([manifest.digest])
+        guarded.upload_bytes = manifest.size
+        use = self._use(execution, guarded, answer.flops)
+        result = self._result(task, answer.samples, answer.metrics, use, manifest)
+        if execution.stop.is_set():  # a result that must not be sent is not stored either
+            raise Stopped("the task was stopped")
+        self._vault.commit(result, {}, new_residual, residual)
+        return result
+
+    def _scaled_progress(self, execution: TaskExecution, program: Program) -> Callable[[int, int], None]:
+        """Progress in steps of the centre's prediction, for a device with this many images."""
+        train, test = len(self._data.train), len(self._data.test)
+        if execution.task.kind == "train":
+            steps = sum(program.steps_of(phase, train) for phase in program.train)
+        else:
+            steps = (train + test) // program.batch.answer_size
+        steps, report = max(1, steps), self._progress(execution)
+        return lambda done, total: report(done * steps // max(1, total), steps, None)
+
+
+def _outcome(offered: CentralTask, stop: threading.Event) -> RegionAnswer:
+    while True:
+        if stop.is_set() and offered.outcome.cancel():
+            raise Stopped("the centre does not wait for the answer any longer")
+        with suppress(TimeoutError):
+            return offered.outcome.result(timeout=TICK_S)
+
+
+class _Agent(Agent):
+    """The region, toward its centre."""
+
+    executor_class = _Executor
+    _executor: _Executor
+    sent: CentralTask | None = None  # the newest whose answer was sent
+
+    @property
+    def offered(self) -> CentralTask | None:
+        """The task that waits for the region's answer. May be called from any thread."""
+        return self._executor.offered
+
+    @property
+    def final_status(self) -> str | None:
+        """How the centre's run ended; None while it may go on. May be called from any thread."""
+        ended = self._ended
+        return ended.status if ended and self.vault.is_over(ended.run) else None
+
+    def _answer(self, answer: Result | Failed | Declined) -> None:
+        """The region's devices may have become more: their numbers are announced before the result, which the centre
+        compares with them."""
+        counts = self._executor.counts
+        if isinstance(answer, Result) and counts and counts != self.data.counts:
+            self.data = _images(counts, self.data.folder)
+            self._executor.use(self.data)
+            self._announce()
+        super()._answer(answer)
+        self.sent = self._executor.finished
+
+
+def _images(counts: RegionCounts, folder: Path) -> DeviceData:
+    """What a device knows of its images, for those of a region's devices: only their numbers are known."""
+    train, test = (
+        Split(np.broadcast_to(np.int64(0), number), Files(()))  # takes no memory
+        for number in (counts.train_samples, counts.test_samples)
+    )
+    return DeviceData(folder=folder, classes=counts.classes, train=train, test=test, checked={})
+
+
+class CentreLink:
+    """The link of a region to its centre: an edge client in a thread; see `coordinator.run.regional.Centre`.
+
+    `transport` makes its connection to the centre's broker. What a device keeps is in the folder `state`: its
+    unacknowledged result, and blobs of the newest task.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        federation: str,
+        transport: "Callable[[], Transport]",
+        state: Path,
+        identity: Identity | None = None,
+    ) -> None:
+        self._name = name
+        self._federation = federation
+        self._transport = transport
+        self._state = state
+        self._identity = identity
+        self._stop = threading.Event()
+        self._opened: tuple[_Agent, threading.Thread] | None = None
+        self._given: CentralTask | None = None  # the newest task that the run has seen
+        self._error: FedvitError | None = None
+
+    def open(self, counts: RegionCounts) -> None:
+        if self._opened:
+            return
+        make_private(self._state / kept for kept in ("blobs", "vault"))
+        agent = _Agent(
+            device=self._name,
+            federation=self._federation,
+            transport=self._transport(),
+            data=_images(counts, self._state),
+            vault=Vault(self._state / "vault"),
+            blobs=BlobStore(self._state / "blobs"),
+            runtime=Runtime(1),
+            profile=device_profile(1, self._state),
+            software=version("fedvit"),
+            renewal=Renewal(self._identity, Topics(self._federation)) if self._identity else None,
+            labels=REGION,
+        )
+        thread = threading.Thread(target=self._serve, args=(agent,), name="centre", daemon=True)
+        self._opened = agent, thread
+        thread.start()
+
+    def _serve(self, agent: _Agent) -> None:
+        try:
+            agent.serve(self._stop)
+        except FedvitError as error:
+            self._error = error
+        except Exception as error:
+            log.exception("the link to the centre ended")
+            self._error = FedvitError(f"the link to the centre ended: {type(error).__name__}: {error}")
+
+    def task(self) -> CentralTask | None:
+        if self._opened and (offered := self._opened[0].offered):
+            self._given = offered
+            return offered
+        return None
+
+    def ended(self) -> str | None:
+        if self._error:
+            raise self._error
+        return self._opened[0].final_status if self._opened else None
+
+    def close(self) -> None:
+        if not self._opened:
+            return
+        agent, thread = self._opened
+        until = time.monotonic() + LEAVE_S
+        while self._has_unsent(agent) and thread.is_alive() and time.monotonic() < until:
+            time.sleep(TICK_S / 2)
+        self._stop.set()
+        thread.join()
+
+    def _has_unsent(self, agent: _Agent) -> bool:
+        """Whether the run has given an answer that the agent has not sent."""
+        given = self._given
+        return bool(given and given.outcome.done() and given is not agent.sent and agent.task)
+
+
+@click.command(
+    "region",
+    cls=Command,
+    examples=[
+        "fleet region --centre SERVER --id north --config run.toml --devices 100",
+        "fleet region --centre mqtts://SERVER:8883 --centre-ca-file ca.pem --id north --config run.toml --run second",
+    ],
+)
+@click.option(
+    "--centre",
+    metavar="HOST[:PORT]",
+    envvar="FEDVIT_CENTRE",
+    help="MQTT broker of the centre, as `--broker` of `edge-client`. Or set FEDVIT_CENTRE, which other users of this "
+    "machine cannot read.",
+)
+@click.option(
+    "--id", "device", metavar="NAME", help="Name of this region at its centre; by default that of its certificate."
+)
+@click.option("--centre-federation", help="Federation of the centre; by default that of its certificate, else home.")
+@click.option(
+    "--centre-ca-file", type=click.Path(path_type=Path), help="Certificate authority of the centre's mqtts:// broker."
+)
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path),
+    help="Folder in which `edge-client join --state` put this region's certificate for a centre with a deployment.",
+)
+@click.option(
+    "--least-results",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Devices of which an update is made at least; with fewer results the region's task fails.",
+)
+@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file; flags override it.")
+@runs_flag
+@record_flag
+@click.option(
+    "--run",
+    "name",
+    metavar="NAME",
+    default=None,
+    help="Name of the region's run; by default --id. If it exists, it is resumed.",
+)
+@click.option("--quiet", is_flag=True, help="Show nothing but errors.")
+@click.option("--metrics", "metrics_address", **monitoring.OPTION)
+@log_format_flag
+@config_flags
+@private_files()
+def region_command(
+    centre: str | None,
+    device: str | None,
+    centre_federation: str | None,
+    centre_ca_file: Path | None,
+    state: Path | None,
+    least_results: int,
+    file: Path | None,
+    folder: Path,
+    url: str | None,
+    name: str | None,
+    quiet: bool,
+    metrics_address: monitoring.ListenAddress | None,
+    **flags: Any,
+) -> None:
+    """Serve a region: a coordinator whose devices count as one device of another coordinator, the centre."""
+    endpoint = find_endpoint(centre, ca_file=centre_ca_file, federation=centre_federation, device=device, state=state)
+    if endpoint.device is None:
+        raise ConfigError("--id is missing: the name of this region at its centre")
+    own = check_name(endpoint.device, "--id")
+    name = check_name(name or own, "--run")
+    link = CentreLink(
+        name=own,
+        federation=endpoint.federation,
+        transport=lambda: MqttTransport(
+            SimpleQueue(), endpoint.address, f"{own}-{secrets.token_hex(4)}", return_spread_s=RETURN_SPREAD_S
+        ),
+        state=folder / name / CENTRE,
+        identity=endpoint.identity,
+    )
+    run_to_end(
+        file=file,
+        folder=folder,
+        url=url,
+        resume=None,
+        name=name,
+        resume_or_new=True,
+        only_check=False,
+        quiet=quiet,
+        metrics_address=metrics_address,
+        flags=flags,
+        region=partial(RegionalCoordinator, centre=link, least_results=least_results),
+    )

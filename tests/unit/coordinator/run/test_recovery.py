@@ -4,6 +4,7 @@ import pytest
 
 from coordinator.record.integrity import DamagedBlob
 from coordinator.run.recovery import DAMAGES
+from coordinator.run.tasks import TaskState
 from fedvit.errors import Damaged
 from fedvit.wire.messages import Failed
 from tests.support.damage import flip
@@ -82,3 +83,12 @@ def test_recovery_asks_again_for_an_upload_that_was_damaged_here(parts: Parts, w
 
 def test_recovery_keeps_the_blobs_of_current_tasks(parts: Parts, weights: str) -> None:
     assert parts.recovery.still_needed(1) >= parts.work.offered()
+
+
+def test_recovery_keeps_an_upload_that_is_being_checked(parts: Parts, weights: str) -> None:
+    """Its round may close meanwhile."""
+    task, result = parts.task("pi"), parts.result()
+    assert result.upload is not None
+    task.result = result
+    task.to(TaskState.UPLOADING)
+    assert parts.recovery.still_needed(1) >= {result.upload.digest, weights}

@@ -16,7 +16,7 @@ from fedvit.wire.messages import Manifest
 from fedvit.wire.transfer import CHUNK_BYTES
 from tests.support.peers import blob
 from tests.support.stores import AnyServer, set_keys, store_server, usual_stores
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 SIZE = 9_000_000
 """More than is read at once."""
@@ -135,12 +135,23 @@ def test_pruning_leaves_what_a_later_leader_has_put(host: MakeHost, server: AnyS
     assert server.objects() == [name_of(server, new)]
 
 
-def test_blob_that_is_needed_again_is_put_again(host: MakeHost, server: AnyServer) -> None:
-    """Also while it is being removed."""
-    store = host(server, "leader")
+def test_blob_that_is_needed_again_is_put_again(
+    host: MakeHost, server: AnyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is being removed at that moment: the removal goes first."""
+    store, goes_on, delete = host(server, "leader"), threading.Event(), ObjectStore._delete
+
+    def late(self: ObjectStore, name: str) -> None:
+        assert goes_on.wait(WAIT_S)
+        delete(self, name)
+
+    monkeypatch.setattr(ObjectStore, "_delete", late)
     digests = put(store, *CONTENTS[1:])
     store.prune(set())
+    monkeypatch.setattr(store._closed, "wait", lambda _: goes_on.set())  # when it has found that it has to try again
     store.mirror(digests)
+    goes_on.set()
+    store.close()
     assert server.objects() == sorted(name_of(server, digest) for digest in digests)
 
 

@@ -9,14 +9,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from coordinator.compute.messages import Compute, FindOutliers, Finish, Prepare, Request, Step, Stepped
-from coordinator.config import BlobsConfig, RunConfig, make_config
+from coordinator.config import BlobsConfig, RunConfig
 from coordinator.config.writing import FILE as CONFIG_FILE
 from coordinator.config.writing import as_toml
 from coordinator.record.backups import Backups, Closed, Struck
@@ -360,11 +360,11 @@ class Coordinator:
             self.inbox.in_background(self.objects.fetch)
             self.inbox.in_background(self.objects.mirror_all)
         if (earlier := state.config.start_from) is not None:
-            config = make_config(state.store.run(earlier).config, f"run {earlier}").run.blobs
-            other = _object_store(config, earlier, VerifiedBlobs(self._folder.parent / earlier / "blobs"))
-            if other and other.is_mirror:
-                self.inbox.in_background(other.fetch)
-                other.close()
+            config = BlobsConfig(**state.store.run(earlier).config.get("blobs", {}))
+            here = VerifiedBlobs(self._folder.parent / earlier / "blobs")
+            if config.mirror and (other := _object_store(config, earlier, here)):
+                with closing(other):
+                    self.inbox.in_background(other.fetch)
 
     def _mirror(self, digests: set[str]) -> None:
         """Put blobs into the run's mirror, if it has one, before the record names them."""

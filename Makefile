@@ -6,7 +6,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test test-brokers lint check wheel mosquitto postgresql prometheus chromium nats rabbitmq arm constraints clean
+.PHONY: install demo test test-brokers test-stores lint check wheel mosquitto postgresql prometheus chromium nats rabbitmq azurite arm constraints clean
 
 install: $(VENV)/.installed
 
@@ -27,7 +27,13 @@ test: install mosquitto postgresql prometheus chromium
 # the contracts of transports and blobs, and whole runs, over brokers of other makers
 test-brokers: install mosquitto nats rabbitmq
 	@FEDVIT_TEST_BROKERS="nats nats-cluster rabbitmq rabbitmq-cluster" $(BIN)/python -m pytest -q -n 2 \
-	  tests/contracts/test_transport.py tests/contracts/test_blob_exchange.py tests/e2e/test_other_brokers.py
+	  tests/contracts/test_transport.py tests/contracts/test_blob_exchange.py tests/contracts/test_broker_users.py \
+	  tests/e2e/test_other_brokers.py
+
+# the contracts of object stores over a server that speaks Azure
+test-stores: install azurite
+	@FEDVIT_TEST_STORES="s3 azure" $(BIN)/python -m pytest -q -n 2 tests/contracts/test_object_store.py \
+	  tests/contracts/test_mirror.py
 
 lint: install
 	@$(BIN)/ruff check .
@@ -91,6 +97,13 @@ rabbitmq:
 	    echo "installing rabbitmq-server"; apt-get update -qq && \
 	    RUNLEVEL=1 apt-get install -y -qq --no-install-recommends rabbitmq-server > /dev/null; \
 	  else echo "the tests need rabbitmq-server: sudo apt-get install rabbitmq-server" >&2; exit 1; fi; }
+
+# for `make test-stores`
+azurite:
+	@test -x build/azurite/node_modules/.bin/azurite-blob || { \
+	  command -v npm > /dev/null || { echo "the tests need npm: sudo apt-get install npm" >&2; exit 1; }; \
+	  echo "installing azurite into build/azurite"; mkdir -p build/azurite; \
+	  npm install --prefix build/azurite --no-audit --no-fund --ignore-scripts --silent azurite@3.33.0; }
 
 # the device on emulated processors of a Raspberry Pi 4 and 5 (docs/devices.md); Debian alone has all that it needs
 arm: install mosquitto build/arm/.made

@@ -60,6 +60,10 @@ class S3Server:
         below = self.bucket / self.prefix
         return sorted(str(path.relative_to(self.bucket)) for path in below.rglob("*") if path.is_file())
 
+    def write(self, name: str, content: bytes) -> None:
+        """Replace an object."""
+        (self.bucket / name).write_bytes(content)
+
     def config(self, **more: Any) -> BlobsConfig:
         """All blobs go through it, unless `more` says otherwise."""
         given = {"url": f"s3://{BUCKET}/{self.prefix}", "endpoint": self.endpoint, "min_bytes": 1}
@@ -68,8 +72,9 @@ class S3Server:
 
 def status_of(url: str, method: str = "GET", content: bytes | None = None) -> int | None:
     """The status of a plain request; None without a server."""
+    headers = {"x-ms-blob-type": "BlockBlob"}  # which Azure asks for, and S3 ignores
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, content, method=method), timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, content, headers, method=method), timeout=30) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

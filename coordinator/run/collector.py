@@ -34,6 +34,9 @@ large uploads with full windows, or more of small ones."""
 BATCH_S = 0.05
 """Longest wait of a checked result for others that are stored in the same transaction."""
 
+MIRRORED_AT_ONCE = 8
+"""Uploads that are put into the mirror of the run at the same time."""
+
 _MISSING = {
     TaskState.DECLINED: Missing.DECLINED,
     TaskState.FAILED: Missing.FAILED,
@@ -66,7 +69,7 @@ class ResultCollector:
         self._waiting: dict[str, Task] = {}  # uploads that are queued, in the order of arrival
         self._fetching: dict[str, Task] = {}  # uploads that are being fetched or checked
         self._checked: dict[str, Task] = {}  # valid, not in the store yet
-        self._checker = ThreadPoolExecutor(1, thread_name_prefix="upload-check")
+        self._checker = ThreadPoolExecutor(MIRRORED_AT_ONCE if state.mirror else 1, "upload-check")
         self._noted: tuple[OpenRound, int] | None = None  # the round of the newest note, and the size of its cohort
         self._commit_at = 0.0  # when checked results are stored at the latest
         self._freed: list[str] = []
@@ -168,7 +171,12 @@ class ResultCollector:
             self._reject(task, result, f"{reason}, expected {result.upload.digest}")
             return
         task.content = content
-        self._finish_check(task)
+        if self._state.mirror:
+            task.to(TaskState.UPLOADING)
+            self._fetching[task.device] = task
+            task.check = self._checker.submit(self._check_of(task))
+        else:
+            self._finish_check(task)
 
     def on_failed(self, device: str, failed: Failed) -> None:
         """A device reports that it cannot do its task; it repeats the report until it is answered."""
@@ -217,7 +225,8 @@ class ResultCollector:
         for_store = {
             device
             for device, task in self._fetching.items()
-            if task.result and task.result.upload and self._exchange.is_awaited(task.result.upload.digest)
+            if task.check is not None
+            or (task.result and task.result.upload and self._exchange.is_awaited(task.result.upload.digest))
         }
         return for_store.union(self._waiting)
 
@@ -251,9 +260,8 @@ class ResultCollector:
                 return  # the device left, or the upload was cancelled
             if error is None:
                 self._state.links.measured(device, manifest.size, time.monotonic() - began)
-                if (
-                    manifest.size >= LARGE_BYTES
-                ):  # checked in a thread; messages and other uploads are handled meanwhile
+                # checked in a thread, and mirrored; messages and other uploads are handled meanwhile
+                if self._state.mirror or manifest.size >= LARGE_BYTES:
                     task.check = self._checker.submit(self._check_of(task))
                     return
             del self._fetching[device]
@@ -268,7 +276,7 @@ class ResultCollector:
         return finished
 
     def _take_checked_uploads(self) -> None:
-        """Continue with large uploads whose check has finished."""
+        """Continue with uploads whose check in a thread has finished."""
         for device, task in list(self._fetching.items()):
             if task.check is not None and task.check.done():
                 del self._fetching[device]
@@ -285,19 +293,25 @@ class ResultCollector:
             self._exchange.cancel(task.device)
 
     def _check_of(self, task: Task) -> Callable[[], None]:
-        """A function that checks the task's upload, in any thread; it raises BadPayload."""
+        """A function that checks the task's upload, and puts it into the run's mirror, in any thread; it raises
+        BadPayload."""
         result, content, program = task.result, task.content, task.work.program
         assert result is not None  # only those get here
         assert result.upload is not None
         presence = self._state.presence
         hello = presence[task.device].hello if task.device in presence else None
         what = f"result of {task.device} for round {result.round}"
-        upload = self._state.blobs.path(result.upload.digest) if content is None else content
+        blobs, digest, mirror = self._state.blobs, result.upload.digest, self._state.mirror
+        upload = blobs.path(digest) if content is None else content
 
         def check() -> None:
             tensors = check_upload(upload, program, what)
             if LABELS in tensors and hello:
                 check_labels(tensors[LABELS], program, hello, what)
+            if mirror:
+                if content is not None:
+                    blobs.put(content)
+                mirror([digest])
 
         return check
 

@@ -9,18 +9,18 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from coordinator.compute.messages import Compute, FindOutliers, Finish, Prepare, Request, Step, Stepped
-from coordinator.config import RunConfig
+from coordinator.config import BlobsConfig, RunConfig
 from coordinator.config.writing import FILE as CONFIG_FILE
 from coordinator.config.writing import as_toml
 from coordinator.record.backups import Backups, Closed, Struck
-from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
+from coordinator.record.integrity import DamagedBlob, VerifiedBlobs, essential
 from coordinator.record.retention import oldest_kept
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, RoundRecord
@@ -128,7 +128,9 @@ class Coordinator:
         self.alerts = Alerts(run, config.alerts)
         state.alert = self.alerts.send
         compute.progress = state.set_doing
-        self.objects = _object_store(state)
+        self.objects = _object_store(config.blobs, run, blobs)
+        if self.objects and self.objects.is_mirror:
+            state.mirror = self.objects.mirror
         self.lease = Lease(transport, state.topics, run, self._operator_log)
         self.exchange = BlobExchange(
             transport,
@@ -329,6 +331,7 @@ class Coordinator:
     def _prepare(self) -> None:
         """Make the Program and load the newest state."""
         state = self.state
+        self._fetch_mirrored()
         hellos = [state.presence[name].hello for name in state.presence.online()]
         prepared = self._ask(
             Prepare(
@@ -338,6 +341,7 @@ class Coordinator:
             )
         )
         state.store.update_run(state.run, program=prepared.program, protocol=prepared.protocol)
+        self._mirror(essential(prepared.saved))  # it may have been recomputed
         state.saved = prepared.saved
         for number in prepared.remade:
             self._operator_log(f"round {number}: its state was recomputed, with the same numbers")
@@ -346,6 +350,26 @@ class Coordinator:
             "program ready",
             extra={"program": prepared.program, "groups": prepared.groups, "accelerator": prepared.accelerator},
         )
+
+    def _fetch_mirrored(self) -> None:
+        """Fetch from mirrors what an earlier coordinator of the run, or of the one that it starts from, had on its own
+        disk; and put there what only this disk has."""
+        state = self.state
+        if self.objects and self.objects.is_mirror:
+            state.doing = "fetching files of the run from its mirror"
+            self.inbox.in_background(self.objects.fetch)
+            self.inbox.in_background(self.objects.mirror_all)
+        if (earlier := state.config.start_from) is not None:
+            config = BlobsConfig(**state.store.run(earlier).config.get("blobs", {}))
+            here = VerifiedBlobs(self._folder.parent / earlier / "blobs")
+            if config.mirror and (other := _object_store(config, earlier, here)):
+                with closing(other):
+                    self.inbox.in_background(other.fetch)
+
+    def _mirror(self, digests: set[str]) -> None:
+        """Put blobs into the run's mirror, if it has one, before the record names them."""
+        if mirror := self.state.mirror:
+            self.inbox.in_background(lambda: mirror(digests))
 
     def _ask(self, request: Request[Answer]) -> Answer:
         """Ask the compute side. Devices are served meanwhile; Ctrl-C does not wait for the answer."""
@@ -410,9 +434,12 @@ class Coordinator:
     def _finish(self) -> None:
         run = self.state.run
         self._ask(Finish(saved=self.state.newest()))
+        if self.objects and self.objects.is_mirror:
+            results = [str(file.relative_to(self._folder)) for file in self._folder.rglob("*.safetensors")]
+            self.inbox.in_background(partial(self.objects.mirror_files, self._folder, results))
         self.state.store.update_run(run, status="finished")
         self._send_all(RunEnded(run, "finished"))
-        if self.objects:
+        if self.objects and not self.objects.is_mirror:
             self.objects.prune(set())
         log.info("run finished", extra={"run": run})
 
@@ -458,8 +485,9 @@ class Coordinator:
 
     def _close(self, number: int, stepped: Stepped, figures: dict[str, float], results: Sequence[ResultRecord]) -> None:
         """Store the round's state as the run's newest; remove blobs that are no longer needed."""
-        state = self.state
-        state.saved = stepped.saved
+        state, saved = self.state, stepped.saved
+        self._mirror(essential(saved).union(saved.uploads.values()))
+        state.saved = saved
         asked = state.store.asked_in(state.run, number)
         self.backups.note(Closed(number, asked, stepped.saved, figures))
         with state.store.together():
@@ -640,12 +668,12 @@ class Coordinator:
         self.display.line("".join(character if character.isprintable() else "?" for character in text))
 
 
-def _object_store(state: RunState) -> "ObjectStore | None":
-    if state.config.blobs.url is None:
+def _object_store(config: BlobsConfig, run: str, blobs: VerifiedBlobs) -> "ObjectStore | None":
+    if config.url is None:
         return None
     from coordinator.run.object_store import ObjectStore  # needs obstore, which other runs do not
 
-    return ObjectStore(state.config.blobs, state.run, state.blobs)
+    return ObjectStore(config, run, blobs)
 
 
 def _since(at: str) -> float:

@@ -1,7 +1,11 @@
 """The object store of a run: large blobs are put there once, and devices get signed URLs.
 
+As a mirror (`[blobs] mirror`) it also has every blob that a resume needs, so that a coordinator on another machine can
+continue the run: first a blob is on this disk, then in the mirror, and then the record names it.
+
 All calls to the store are made by threads of this module. The coordinator's keys come from the environment, as for
-other programs (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), and never reach the record, a log or a device.
+other programs (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_KEY), and
+never reach the record, a log or a device.
 """
 
 import contextlib
@@ -9,22 +13,33 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import cached_property, partial
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import obstore
 from obstore.exceptions import PermissionDeniedError
-from obstore.store import S3Store
+from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from coordinator.config.blobs import BlobsConfig
-from fedvit.blobs import BlobStore
+from fedvit.blobs import ALGORITHM, BlobStore
+from fedvit.errors import BadPayload, FedvitError, LinkDown, StorageFailed
 from fedvit.transport.exchange import Located
+from fedvit.transport.urls import download
 from fedvit.wire.messages import Manifest
 
+if TYPE_CHECKING:
+    from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
+
 log = logging.getLogger(__name__)
+
+Outcome = TypeVar("Outcome")
+Store = S3Store | GCSStore | AzureStore | LocalStore
 
 THREADS = 4
 SLOW_S = 10.0
@@ -38,10 +53,12 @@ ANSWER_S = 60.0
 PIECE_KEPT_S = 24 * 3600.0
 """How long pieces of uploads that nobody read are kept."""
 CLOSE_S = 10.0
+ENDED_CHECK_S = 0.2
+"""How often a thread that waits for the mirror looks whether the run has ended."""
 ABSENT = (FileNotFoundError, PermissionDeniedError)
-"""What S3 answers for an object that is not there; without the right to list a bucket it is the second."""
+"""What stores answer for an object that is not there; S3, without the right to list a bucket, the second."""
 PROBE = "probe"
-BLOBS, UPLOADS = "blobs", "uploads"
+BLOBS, UPLOADS, RESULTS = "blobs", "uploads", "results"
 
 
 @dataclass
@@ -53,32 +70,23 @@ class _Job:
 
 
 class ObjectStore:
-    """A `fedvit.transport.exchange.BlobPlaces` on S3. Objects of a run are below PREFIX/RUN."""
+    """A `fedvit.transport.exchange.BlobPlaces` on S3, Google Cloud Storage or Azure. Objects of a run are below
+    PREFIX/RUN."""
 
     def __init__(self, config: BlobsConfig, run: str, blobs: BlobStore) -> None:
         assert config.url is not None  # checked by the caller
         self._config = config
         self.blobs = blobs
         self._valid = timedelta(seconds=config.url_valid_s)
-        self._store = S3Store(
-            config.bucket,
-            prefix=f"{config.prefix}/{run}".strip("/"),
-            endpoint=config.origin,
-            region=config.region,
-            virtual_hosted_style_request=False,
-            client_options={
-                "allow_http": config.origin.startswith("http://"),
-                "connect_timeout": timedelta(seconds=SLOW_S / 2),
-                "timeout": timedelta(seconds=ANSWER_S),
-            },
-            retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=SLOW_S)},
-        )
+        self._name = run
         self._lock = threading.Lock()
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._trouble = ""  # why the store cannot be used
         self._tried_at = 0.0
         self._stored: set[str] = set()
+        self._removing: set[str] = set()  # from the mirror
+        self._closed = threading.Event()
         self._jobs: dict[str, _Job] = {}  # by digest
         self._excused: set[tuple[str, str]] = set()  # peer and digest: the store is why URLs failed
         self._lines: list[str] = []
@@ -89,10 +97,41 @@ class ObjectStore:
             lines, self._lines = self._lines, []
         return lines
 
+    @property
+    def _store(self) -> Store:
+        folder = self._config.folder
+        if self._config.scheme == "file" and not Path(folder).is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")  # or files would be put below a missing mount
+        return self._opened
+
+    @cached_property
+    def _opened(self) -> Store:
+        """Made when it is first used, so that keys that cannot be read are reported as other trouble of the store."""
+        config = self._config
+        prefix = f"{config.prefix}/{self._name}".strip("/")
+        client: ClientConfig = {
+            "allow_http": config.origin.startswith("http://"),
+            "connect_timeout": timedelta(seconds=SLOW_S / 2),
+            "timeout": timedelta(seconds=ANSWER_S),
+        }
+        retry: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=SLOW_S)}
+        if config.scheme == "file":
+            return LocalStore(Path(config.folder) / self._name, mkdir=True)
+        if config.scheme == "gs":
+            google: GCSConfig = {"base_url": config.origin} if config.endpoint else {}
+            return GCSStore(config.bucket, prefix=prefix, config=google, client_options=client, retry_config=retry)
+        if config.scheme == "az":
+            azure: AzureConfig = {"account_name": config.account}
+            if config.endpoint:  # other servers than Azure's have no host for each account
+                azure["endpoint"] = f"{config.origin}/{config.account}"
+            return AzureStore(config.bucket, prefix=prefix, config=azure, client_options=client, retry_config=retry)
+        s3: S3Config = {"endpoint": config.origin, "region": config.region, "virtual_hosted_style_request": False}
+        return S3Store(config.bucket, prefix=prefix, config=s3, client_options=client, retry_config=retry)
+
     # --- what the exchange asks -------------------------------------------------------------------------
 
     def takes(self, manifest: Manifest) -> bool:
-        return manifest.size >= self._config.min_bytes
+        return bool(self._config.origin) and manifest.size >= self._config.min_bytes
 
     def is_awaited(self, manifest: Manifest) -> bool:
         with self._lock:
@@ -140,22 +179,97 @@ class ObjectStore:
 
     def forget(self, digest: str) -> None:
         with self._lock:
-            if digest in self._stored:
+            if digest in self._stored and not self._config.mirror:  # the mirror's copy was intact when it was put
                 self._stored.discard(digest)
                 self._begin(lambda: self._delete(_of_blob(digest)))
 
     # --- what the run asks ------------------------------------------------------------------------------
 
     def prune(self, keep: set[str]) -> None:
-        """Remove blobs that are not in `keep`, and pieces of uploads that nobody reads any more."""
+        """Remove blobs that are not in `keep`, and pieces of uploads that nobody reads any more.
+
+        Of a mirror, only those that this process knew when it was called: others may be those of a later leader.
+        """
         with self._lock:
-            self._stored &= keep
             self._excused = {(peer, digest) for peer, digest in self._excused if digest in keep}
-            if not self._trouble:
+            if self._trouble:
+                return
+            unneeded = self._stored - keep
+            self._stored &= keep
+            if self._config.mirror:
+                self._removing |= unneeded
+                self._begin(lambda: self._remove(unneeded))
+                self._begin(lambda: self._prune(set(), UPLOADS))
+            else:
                 self._begin(lambda: self._prune({_of_blob(digest) for digest in keep}))
+
+    # --- the mirror; none of these is for the thread that handles messages --------------------------------------
+
+    @property
+    def is_mirror(self) -> bool:
+        return self._config.mirror
+
+    def mirror(self, digests: Iterable[str]) -> None:
+        """Put blobs into the mirror unless they are there, and return when all are; while the store cannot be used,
+        wait. Raises DamagedBlob if one is damaged on this disk, LinkDown when the run ends meanwhile."""
+        wanted = set(digests)
+
+        def put_all() -> bool:
+            with self._lock:
+                lacking = wanted - self._stored
+                free = lacking - self._removing
+            sizes = {digest: self.blobs.manifest(digest).size for digest in free}
+            return all(self._outcomes([partial(self._mirror, *each) for each in sizes.items()])) and free == lacking
+
+        self._until(put_all)
+
+    def fetch(self) -> None:
+        """Fetch the mirror's blobs that are missing here, or damaged. Waits while the store cannot be used. Raises
+        StorageFailed, DiskFull, and LinkDown when the run ends meanwhile."""
+
+        def fetch_all() -> bool:
+            [found] = self._outcomes([self._listed])
+            if found is None:
+                return False
+            with self._lock:
+                self._stored |= found.keys()
+            lacking = [digest for digest in found if not self.blobs.has(digest)]
+            return all(self._outcomes([partial(self._fetch, digest, found[digest]) for digest in lacking]))
+
+        self._until(fetch_all)
+
+    def mirror_all(self) -> None:
+        """Put all intact blobs of this disk into the mirror: those of a run that had no mirror, or another one."""
+        here = [f"{ALGORITHM}:{file.name}" for file in self.blobs.folder.glob("*/*") if not file.suffix]
+        self.mirror(digest for digest in here if self.blobs.has(digest))
+
+    def mirror_files(self, folder: Path, names: Iterable[str]) -> None:
+        """Put files of a folder into the mirror, under `results/`; as `mirror`."""
+        jobs = [partial(self._put_file, f"{RESULTS}/{name}", folder / name) for name in names]
+        self._until(lambda: all(self._outcomes(jobs)))
+
+    def _until(self, attempt: Callable[[], bool]) -> None:
+        """Repeat an attempt until it succeeds. Raises LinkDown when the run ends meanwhile."""
+        while not attempt():
+            if self._closed.wait(RETRY_S):
+                raise LinkDown(f"object store {self._config.url} could not be used until the run ended")
+
+    def _outcomes(self, jobs: Sequence[Callable[[], Outcome]]) -> list[Outcome]:
+        """Do work in the threads of this module. Raises its first error, and LinkDown when the run ends meanwhile."""
+        futures = [Future[Outcome]() for _ in jobs]
+        with self._lock:
+            for future, job in zip(futures, jobs, strict=True):
+                self._begin(partial(_settle, future, job))
+        for future in futures:
+            while not future.done():
+                if self._closed.is_set():
+                    raise LinkDown(f"object store {self._config.url} did not answer until the run ended")
+                wait([future], timeout=ENDED_CHECK_S)
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         """Finish what has begun, as far as the store answers."""
+        self._closed.set()
         with self._lock:
             threads, self._threads = self._threads, []
         for _ in threads:
@@ -188,9 +302,7 @@ class ObjectStore:
         """Put a blob into the store unless it is there, and answer the peers that wait for it."""
         digest, trouble, url = manifest.digest, "", ""
         try:
-            if not self._has(_of_blob(digest), manifest.size):
-                path = self.blobs.path(digest)
-                obstore.put(self._store, _of_blob(digest), path, chunk_size=PART_BYTES, max_concurrency=1)
+            self._put_blob(digest, manifest.size)
             url = self._signed_or_raise("GET", _of_blob(digest))
         except Exception as error:  # noqa: BLE001 - of the store, whatever it is: reported
             trouble = _reason(error)
@@ -206,6 +318,96 @@ class ObjectStore:
                 located(None if failed else url)  # the store works: the peer has no route to it
             elif self._is_small(manifest):
                 located(None)
+
+    def _put_blob(self, digest: str, size: int) -> None:
+        """Put a blob into the store unless it is there."""
+        if not self._has(_of_blob(digest), size):
+            self._put_path(_of_blob(digest), self.blobs.path(digest))
+
+    def _put_path(self, name: str, path: Path) -> None:
+        obstore.put(self._store, name, path, chunk_size=PART_BYTES, max_concurrency=1)
+
+    def _mirror(self, digest: str, size: int) -> bool:
+        """Whether the blob is in the mirror now."""
+        if not self._attempt(lambda: self._put_blob(digest, size)):
+            return False
+        with self._lock:
+            self._stored.add(digest)
+        return True
+
+    def _put_file(self, name: str, path: Path) -> bool:
+        return self._attempt(lambda: self._put_path(name, path))
+
+    def _listed(self) -> dict[str, int] | None:
+        """The sizes of the blobs in the store, by digest; None if it cannot be used."""
+        sizes: dict[str, int] = {}
+
+        def look() -> None:
+            for batch in obstore.list(self._store, prefix=BLOBS):
+                for found in batch:
+                    if name := re.fullmatch(rf"{BLOBS}/([0-9a-f]{{64}})", found["path"]):
+                        sizes[f"{ALGORITHM}:{name[1]}"] = found["size"]
+
+        return sizes if self._attempt(look) else None
+
+    def _fetch(self, digest: str, size: int) -> bool:
+        """Whether a blob of the mirror was fetched; a damaged one is removed there. Raises StorageFailed, DiskFull."""
+        manifest = Manifest(digest, size, self.blobs.chunk_bytes)
+        received = self.blobs.receive(manifest)
+
+        index = 0
+
+        def take(chunk: memoryview) -> bool:
+            nonlocal index
+            received.write(index, chunk)
+            index += 1
+            return True
+
+        def bring() -> None:
+            store, name = self._store, _of_blob(digest)
+            if isinstance(store, LocalStore):
+                for start in range(0, size, manifest.chunk):
+                    end = min(start + manifest.chunk, size)
+                    take(memoryview(obstore.get_range(store, name, start=start, end=end)))
+            else:
+                # as devices do, since a large blob may need longer than the ANSWER_S of a request
+                download(self._signed_or_raise("GET", name), 0, size, size, manifest.chunk, take)
+
+        try:
+            if not self._attempt(bring):
+                received.leave()
+                return False
+            received.commit()
+        except BadPayload as error:
+            received.abandon()
+            log.error("damaged object", extra={"object": _of_blob(digest), "reason": str(error)})
+            self._remove({digest})
+        except StorageFailed:
+            received.leave()
+            raise
+        return True
+
+    def _remove(self, digests: set[str]) -> None:
+        for digest in digests:
+            self._delete(_of_blob(digest))
+            with self._lock:
+                self._removing.discard(digest)
+                self._stored.discard(digest)
+
+    def _attempt(self, work: Callable[[], object]) -> bool:
+        """Use the store, and note whether it works. Errors of this disk are raised."""
+        trouble = ""
+        try:
+            work()
+        except LinkDown as error:
+            trouble = str(error)
+        except FedvitError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of the store, whatever it is: reported
+            trouble = _reason(error)
+        with self._lock:
+            self._note(trouble)
+        return not trouble
 
     def _has(self, name: str, size: int) -> bool:
         """Whether an earlier process has put the blob."""
@@ -235,10 +437,10 @@ class ObjectStore:
         with contextlib.suppress(Exception):  # costs space only, and `_prune` finds it
             obstore.delete(self._store, name)
 
-    def _prune(self, keep: set[str]) -> None:
+    def _prune(self, keep: set[str], below: str | None = None) -> None:
         with contextlib.suppress(Exception):  # the next round tries again
             now = datetime.now(UTC)
-            for batch in obstore.list(self._store):
+            for batch in obstore.list(self._store, prefix=below):
                 for found in batch:
                     name = found["path"]
                     young = (now - found["last_modified"]).total_seconds() < PIECE_KEPT_S
@@ -273,7 +475,8 @@ class ObjectStore:
         if trouble:
             what = f"object store {self._config.url} cannot be used: {trouble}"
             most = self._config.fallback_bytes / 1e6
-            self._lines.append(f"{what}; blobs up to {most:.3g} MB go over MQTT, larger ones wait for it")
+            follows = f"blobs up to {most:.3g} MB go over MQTT, larger ones wait for it"
+            self._lines.append(f"{what}; {'the run waits for it' if self._config.mirror else follows}")
             log.warning("object store cannot be used", extra={"reason": trouble})
         else:
             self._lines.append(f"object store {self._config.url} can be used again")
@@ -288,7 +491,15 @@ class ObjectStore:
             return None
 
     def _signed_or_raise(self, method: Literal["GET", "PUT"], name: str) -> str:
+        assert not isinstance(self._store, LocalStore)  # `takes` refuses every blob then
         return obstore.sign(self._store, method, name, self._valid)
+
+
+def _settle(future: "Future[Outcome]", job: Callable[[], Outcome]) -> None:
+    try:
+        future.set_result(job())
+    except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
+        future.set_exception(error)
 
 
 def _of_blob(digest: str) -> str:
@@ -302,7 +513,7 @@ def _of_piece(peer: str, digest: str, first: int) -> str:
 def _reason(error: Exception) -> str:
     """An error of the store in one line."""
     text = str(error)
-    code, message = (re.search(f"<{tag}>(.*?)</{tag}>", text) for tag in ("Code", "Message"))
+    code, message = (re.search(f"<{tag}>(.*?)(</{tag}>|$)", text, re.MULTILINE) for tag in ("Code", "Message"))
     if code:
         return f"{code[1]}: {message[1]}" if message else code[1]
     if "error sending request" in text:

@@ -109,11 +109,12 @@ class Recovery:
             state.operator_log(f"round {state.number}: {result.device}: {reason}")
 
     def still_needed(self, number: int) -> set[str]:
-        """Blobs of current tasks, results for the next server step, and everything needed to recompute the newest state
-        from the previous one."""
+        """Blobs of current tasks, also uploads that are being checked, results for the next server step, and everything
+        needed to recompute the newest state from the previous one."""
         state = self._state
         since = self._backups.since(number)
         later = state.store.uploads_since(state.run, since + 1)
         if since < number and (record := state.store.round(state.run, since)) and record.state:
             later |= essential(record.state) | set(record.state.uploads.values())
+        later |= {task.result.upload.digest for task in state.tasks if task.result and task.result.upload}
         return later.union(*(task.work.offered() for task in state.tasks))

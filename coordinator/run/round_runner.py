@@ -112,6 +112,9 @@ class RoundRunner:
     def record_tasks(self, work: dict[str, Work]) -> None:
         """Store the tasks and their expected cost, before they are sent to devices."""
         number = self.state.number
+        if mirror := self.state.mirror:
+            offered = {digest for part in work.values() for digest in part.offered()}
+            self._inbox.in_background(lambda: mirror(offered))
         tasks = [
             TaskRecord(number, device, part.digest, part.groups, part.expected, part.attempt)
             for device, part in work.items()

@@ -54,6 +54,7 @@ class RunState:
     counted: set[str] = field(default_factory=set)  # devices with a result for that round
     # by the round that uses them and kind, then by round and device: so that they are read from the record once
     _results: dict[tuple[int, TaskKind], dict[tuple[int, str], ResultRecord]] = field(default_factory=dict)
+    mirror: Callable[[Iterable[str]], None] | None = None  # see `ObjectStore.mirror`; None: the run has none
     alert: Callable[[str, str, str | None], None] = lambda event, text, device: None  # see `Alerts.send`
     _programs: dict[str, Program] = field(default_factory=dict)  # by digest
     refusals: Counter[str] = field(default_factory=Counter)  # since this process began, by a word for the reason

@@ -130,7 +130,7 @@ class Task:
     progress: Progress | None = None
     result: Result | None = None  # while it is uploaded and checked
     content: bytes | None = None  # an upload that came inside the message and is not stored yet
-    check: Future[None] | None = None  # the check of a large upload, in a thread
+    check: Future[None] | None = None  # the check of an upload, in a thread
     missing: dict[str, int] = field(default_factory=dict)  # by blob: fewest missing chunks so far
     times: TaskTimes = field(default_factory=TaskTimes)  # of the current attempt
 

@@ -89,7 +89,9 @@ def upload(url: str, content: memoryview, goes_on: Callable[[], bool]) -> None:
                 raise LinkDown("the upload is not needed any more")
             yield content[start : start + _SENT_BYTES]
 
-    with _answered(url, "PUT", {"Content-Length": str(len(content))}, pieces()) as (_, response):
+    # Azure asks for the kind of a blob, and other stores ignore it
+    headers = {"Content-Length": str(len(content)), "x-ms-blob-type": "BlockBlob"}
+    with _answered(url, "PUT", headers, pieces()) as (_, response):
         response.read()
 
 
@@ -110,7 +112,7 @@ def _answered(
         connection.sock.settimeout(SILENCE_S)
         connection.request(method, f"{parts.path}?{parts.query}", body, headers)
         response = connection.getresponse()
-        if response.status not in (200, 204, 206):
+        if response.status not in (200, 201, 204, 206):
             raise LinkDown(f"{parts.netloc} answers {method} with HTTP {response.status}")
         yield parts.netloc, response
     except OSError as error:

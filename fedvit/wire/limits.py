@@ -38,10 +38,11 @@ PROFILES = {
 """Limits of known brokers; nothing was tried at the real ones.
 
 AWS IoT Core (docs.aws.amazon.com/general/latest/gr/iot-core.html, "message broker and protocol limits and quotas"): a
-payload of 128 KB, 100 publishes a second and connection, 8 topics in a SUBSCRIBE, 100 unacknowledged messages, 7
-slashes in a topic, no QoS 2.
+payload of 128 KB, 100 publishes a second and connection, of which more are discarded, 8 topics in a SUBSCRIBE, 50
+subscriptions, 100 unacknowledged messages, 7 slashes in a topic, no QoS 2. More than 512 KiB a second and connection is
+delayed, not refused, so that no limit here stands for it.
 
 Azure Event Grid (learn.microsoft.com/azure/event-grid/quotas-limits, "MQTT limits"): 1 MB a second and session, which
-is 15 messages of 64 KiB, and 64 KB in flight, which is one of them. It does not keep the order of messages: chunks that
-overtake each other are sent again.
+is 15 messages of 64 KiB, and 64 KB in flight, which is one of them; a message may have 512 KB, a topic 8 levels. It
+does not keep the order of messages: chunks that overtake each other are sent again.
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 from bench.s3_server import BUCKET, KEYS
 from fedvit.wire.messages import BlobUrl
 from tests.support.programs import DEVICES, Stage, wait_for
-from tests.support.s3 import s3_server
+from tests.support.stores import s3_server
 
 
 def test_run_through_a_store_that_is_down_at_first_has_the_same_tensors(

@@ -2,19 +2,24 @@
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 
 from bench.chaos.network import Links
+from bench.s3_server import KEYS
 from coordinator.broker import start_broker
 from tests.support.forked import Forked
 from tests.support.postgresql import Postgresql
 from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, wait_for
+from tests.support.stores import s3_server
 
 
 class Hosts:
-    """Services that share a folder of runs and a broker; each has a link of its own to the database."""
+    """Services that share a broker and, unless they get one of their own, a folder of runs; each has a link of its own
+    to the database."""
 
     def __init__(self, stage: Stage, server: Postgresql, links: Links) -> None:
         self._stage = stage
@@ -24,8 +29,8 @@ class Hosts:
         # without a port, which is each service's own
         stage.environment["FEDVIT_RECORD"] = self.url.replace(f":{server.port}/", "/")
 
-    def serve(self, name: str, *arguments: str) -> Forked:
-        given = ["serve", "--runs", str(self._stage.out), "--broker", f"mqtt://127.0.0.1:{self._stage.port}"]
+    def serve(self, name: str, *arguments: str, runs: Path | None = None) -> Forked:
+        given = ["serve", "--runs", str(runs or self._stage.out), "--broker", f"mqtt://127.0.0.1:{self._stage.port}"]
         environment = self._stage.environment | {"PGPORT": str(self.links.port(name))}
         return self._stage.keep(
             Forked("coordinator.cli", [*given, *arguments], self._stage.log_path(name), environment)
@@ -54,8 +59,8 @@ def hosts(stage: Stage, postgresql: Postgresql) -> Iterator[Hosts]:
     broker.stop()
 
 
-def submit(stage: Stage) -> None:
-    stage.submit("run", rounds=ROUNDS, devices=len(DEVICES), variants=CONFIG["variants"])
+def submit(stage: Stage, **more: Any) -> None:
+    stage.submit("run", rounds=ROUNDS, devices=len(DEVICES), variants=CONFIG["variants"], **more)
 
 
 def test_standby_takes_over_when_the_leader_is_killed(stage: Stage, hosts: Hosts, undisturbed: bytes) -> None:
@@ -103,3 +108,31 @@ def test_leaders_that_hang_or_are_cut_off_write_nothing_more(stage: Stage, hosts
         assert stage.finish(services[name], name) == 10
         assert "this service led in term" in stage.log(name).splitlines()[-1]
     hosts.check_run(undisturbed)
+
+
+def test_standby_on_another_disk_takes_over_from_the_mirror(
+    stage: Stage, hosts: Hosts, undisturbed: bytes, tmp_path: Path
+) -> None:
+    """The leader is killed after it has accepted a result of round 2, and its disk is gone: uploads and states come
+    from S3."""
+    stage.environment |= KEYS
+    own_disk = tmp_path / "standby" / "runs"
+    with s3_server(tmp_path) as server:
+        leader = hosts.serve("leader", "--standby")
+        wait_for(lambda: "serving the runs" in stage.log("leader"), "a leader")
+        hosts.serve("standby", "--standby", runs=own_disk)
+        wait_for(lambda: "standing by" in stage.log("standby"), "a standby")
+        store = {"url": "s3://models/fleet", "endpoint": server.endpoint, "mirror": True, "min_bytes": 1000}
+        submit(stage, blobs=store)
+        devices = {name: stage.device(name) for name in DEVICES}
+        wait_for(lambda: hosts.query("select 1 from results where round = 2 and kind = 'train'"), "a result of round 2")
+        leader.kill()
+        assert not (own_disk / "run").exists()
+        stage.out.rename(tmp_path / "gone")
+        assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+        wait_for(lambda: hosts.query("select 1 from runs where status = 'finished'"), "the run to be finished")
+        assert "run run is resumed" in stage.log("standby")
+        own_disk.rename(stage.out)
+        hosts.check_run(undisturbed)
+        assert "damaged" not in stage.log("standby")
+        assert (server.bucket / "fleet/run/results/model.safetensors").read_bytes() == undisturbed

@@ -17,8 +17,9 @@ def usual(*kinds: str) -> list[str]:
     return os.environ.get("FEDVIT_TEST_BROKERS", "").split() or list(kinds)
 
 
-def start_nats(folder: Path, count: int = 1) -> list[Broker]:
-    """A node, or a cluster of them. MQTT needs JetStream there, which keeps its sessions in files."""
+def start_nats(folder: Path, count: int = 1, users: Path | None = None) -> list[Broker]:
+    """A node, or a cluster of them; `users` is a part of its configuration. MQTT needs JetStream there, which keeps its
+    sessions in files."""
     program = shutil.which("nats-server", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
     assert program, "this test needs nats-server: make nats"
     routes = [_port() for _ in range(count)]
@@ -36,13 +37,19 @@ def start_nats(folder: Path, count: int = 1) -> list[Broker]:
         if count > 1:
             others = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes if port != routes[number])
             lines.append(f'cluster {{ name: fleet, listen: "127.0.0.1:{routes[number]}", routes: [{others}] }}')
+        if users:
+            shutil.copy(users, home)
+            lines.append(f'include "{users.name}"')
         config.write_text("\n".join(lines) + "\n")
         nodes.append(_started("nats-server", mqtt, [program, "-c", str(config)], {}, home))
     return nodes
 
 
-def start_rabbitmq(folder: Path, count: int = 1) -> tuple[list[Broker], Callable[[], None]]:
-    """A node, or a cluster of them, with the MQTT plugin; and what ends the name server that they share."""
+def start_rabbitmq(
+    folder: Path, count: int = 1, definitions: Path | None = None
+) -> tuple[list[Broker], Callable[[], None]]:
+    """A node, or a cluster of them, with the MQTT plugin, where anybody may do anything unless there are `definitions`;
+    and what ends the name server that they share."""
     assert RABBITMQ.exists(), "this test needs rabbitmq-server: make rabbitmq"
     folder.mkdir(parents=True, exist_ok=True)
     epmd_port, epmd = _port(), shutil.which("epmd")
@@ -59,7 +66,8 @@ def start_rabbitmq(folder: Path, count: int = 1) -> tuple[list[Broker], Callable
         lines = [
             "listeners.tcp = none",
             f"mqtt.listeners.tcp.1 = 127.0.0.1:{mqtt}",
-            "mqtt.allow_anonymous = true",
+            f"mqtt.allow_anonymous = {'false' if definitions else 'true'}",
+            *([f"load_definitions = {definitions}"] if definitions else []),
             "log.console = true",
             "log.file = false",
             "cluster_formation.peer_discovery_backend = classic_config",

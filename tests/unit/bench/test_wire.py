@@ -10,7 +10,7 @@ from rich.console import Console
 from bench.machine import this_machine
 from bench.wire import BrokerReport, Echo, Kill, Speeds, StoreSpeeds, WireReport, _Bench, run_wire_bench, wire_table
 from fedvit.errors import ConfigError
-from tests.support.s3 import s3_server, set_keys
+from tests.support.stores import s3_server, set_keys
 
 BLOB_BYTES = 1_000_000
 

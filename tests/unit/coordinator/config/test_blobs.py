@@ -16,11 +16,27 @@ def test_bucket_prefix_and_origin() -> None:
     assert BlobsConfig().origin == ""
 
 
+def test_stores_of_other_makers() -> None:
+    google, azure = BlobsConfig(url="gs://models/fleet/berlin"), BlobsConfig(url="az://acme/models/fleet/berlin")
+    assert (google.bucket, google.prefix) == (azure.bucket, azure.prefix) == ("models", "fleet/berlin")
+    assert google.origin == "https://storage.googleapis.com"
+    assert (azure.account, azure.origin) == ("acme", "https://acme.blob.core.windows.net")
+    assert BlobsConfig(url="az://acme/models", endpoint="http://nas:9000/").origin == "http://nas:9000"
+    assert BlobsConfig(url="az://acme/models").prefix == ""
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"url": "/srv/blobs"}, "url = '/srv/blobs' must be written s3://BUCKET/PREFIX"),
-        ({"url": "gs://bucket/x"}, "url = 'gs://bucket/x' must be written s3://BUCKET/PREFIX"),
+        ({"url": "file:///srv/blobs"}, "is a folder, and no device can fetch from it: with mirror = true"),
+        ({"url": "file://nas/blobs", "mirror": True}, "must be written file:///FOLDER, without keys"),
+        ({"url": "file:///", "mirror": True}, "must be written file:///FOLDER, without keys"),
+        ({"mirror": True}, "blobs: mirror = true needs the url of a store"),
+        ({"url": "/srv/blobs"}, "url = '/srv/blobs' must be written s3://BUCKET/PREFIX, gs://"),
+        ({"url": "https://host/x"}, "url = 'https://host/x' must be written s3://BUCKET/PREFIX, gs://"),
+        ({"url": "gs://"}, "must be written gs://BUCKET/PREFIX, without keys"),
+        ({"url": "az://account"}, "must be written az://ACCOUNT/CONTAINER/PREFIX, without keys"),
+        ({"url": "az://account/models?sig=secret"}, "must be written az://ACCOUNT/CONTAINER/PREFIX, without keys"),
         ({"url": "s3://key:secret@bucket/x"}, "must be written s3://BUCKET/PREFIX, without keys"),
         ({"url": "s3://bucket", "endpoint": "nas:9000"}, "endpoint = 'nas:9000' must be written http"),
         ({"url": "s3://bucket", "endpoint": "http://nas:9000/bucket"}, "must be written http"),
@@ -41,6 +57,11 @@ def test_missing_library_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch)
     check_blobs(BlobsConfig(), "flags")
     with pytest.raises(ConfigError, match=r"^flags: blobs: url = 's3://models' needs .* pip install 'fedvit\[s3\]'"):
         check_blobs(BlobsConfig(url="s3://models"), "flags")
+
+
+def test_folder_as_a_mirror() -> None:
+    blobs = BlobsConfig(url="file:///srv/mirror/", mirror=True, endpoint="http://nas:9000")
+    assert (blobs.folder, blobs.origin) == ("/srv/mirror", "")
 
 
 def test_resumed_run_may_use_another_store() -> None:

@@ -123,6 +123,7 @@ mlflow_experiment = "ants"
 url = "s3://models/fleet"
 endpoint = "http://nas:9000"
 region = "here"
+mirror = true
 min_bytes = 1000
 fallback_bytes = 2000
 url_valid_s = 60
@@ -188,6 +189,7 @@ BLOBS = BlobsConfig(
     url="s3://models/fleet",
     endpoint="http://nas:9000",
     region="here",
+    mirror=True,
     min_bytes=1000,
     fallback_bytes=2000,
     url_valid_s=60,
@@ -542,7 +544,7 @@ def test_every_flag_arrives() -> None:
         *("--privacy.deterministic-noise", "--metrics.writer", "mlflow", "--metrics.writer", "tensorboard"),
         *("--metrics.mlflow-uri", "http://m", "--metrics.mlflow-experiment", "ants"),
         *("--blobs.url", "s3://models", "--blobs.endpoint", "http://nas:9000", "--blobs.region", "here"),
-        *("--blobs.min-bytes", "1000", "--blobs.fallback-bytes", "2000", "--blobs.url-valid-s", "60"),
+        *("--blobs.mirror", "--blobs.min-bytes", "1000", "--blobs.fallback-bytes", "2000", "--blobs.url-valid-s", "60"),
         *("--broker", "embedded", "--broker.listen", "::1", "--broker.port", "0", "--broker.password", "p"),
         *("--broker.ca-file", "ca.pem", "--broker.limits", "aws-iot-core", "--broker.max-inflight", "5"),
     )

@@ -1,5 +1,7 @@
 """Results are stored before they are acknowledged, at most once each; and how tasks end without one."""
 
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from coordinator.run.open_round import Missing
 from coordinator.run.tasks import Task, TaskState
 from fedvit.wire.messages import BlobNack, Cancel, Declined, Failed, ResultAck
 from tests.support.parts import Parts
+from tests.support.waiting import WAIT_S, wait_until
 
 
 @pytest.fixture
@@ -23,6 +26,28 @@ def asked(parts: Parts) -> Parts:
 def state_of(task: Task) -> TaskState:
     """Read anew: for a type checker an attribute does not change by calls."""
     return task.state
+
+
+def test_collector_accepts_a_result_when_the_mirror_has_its_upload(asked: Parts) -> None:
+    task, result, mirrored, answers = asked.task("pi"), asked.result(), list[str](), threading.Event()
+
+    def mirror(digests: Iterable[str]) -> None:
+        mirrored.extend(digests)
+        assert answers.wait(WAIT_S)
+
+    asked.state.mirror = mirror
+    asked.collector.on_result("pi", result)
+    wait_until(lambda: mirrored)
+    asked.collector.commit(now=True)
+    asked.collector.on_result("pi", result)  # again, as a device does that gets no answer
+    assert state_of(task) is TaskState.UPLOADING
+    assert asked.state.store.counted("r", 1) == set()
+    answers.set()
+    wait_until(lambda: asked.got("pi", ResultAck), meanwhile=lambda: asked.collector.commit(now=True))
+    assert result.upload is not None
+    assert mirrored == [result.upload.digest]
+    assert asked.state.blobs.is_intact(result.upload.digest)
+    assert asked.state.store.counted("r", 1) == {"pi"}
 
 
 def test_collector_stores_a_result_before_it_acknowledges_it(asked: Parts) -> None:

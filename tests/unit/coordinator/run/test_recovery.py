@@ -1,9 +1,15 @@
 """Damaged files of a run are not sent, excuse the devices that got them, and end the run when nothing helps."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from coordinator.record.integrity import DamagedBlob
+from coordinator.config import BlobsConfig
+from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
+from coordinator.run.object_store import ObjectStore
 from coordinator.run.recovery import DAMAGES
+from coordinator.run.tasks import TaskState
 from fedvit.errors import Damaged
 from fedvit.wire.messages import Failed
 from tests.support.damage import flip
@@ -82,3 +88,27 @@ def test_recovery_asks_again_for_an_upload_that_was_damaged_here(parts: Parts, w
 
 def test_recovery_keeps_the_blobs_of_current_tasks(parts: Parts, weights: str) -> None:
     assert parts.recovery.still_needed(1) >= parts.work.offered()
+
+
+def test_recovery_keeps_an_upload_that_is_being_checked(parts: Parts, weights: str) -> None:
+    """Its round may close meanwhile."""
+    task, result = parts.task("pi"), parts.result()
+    assert result.upload is not None
+    task.result = result
+    task.to(TaskState.UPLOADING)
+    assert parts.recovery.still_needed(1) >= {result.upload.digest, weights}
+
+
+def test_files_of_the_run_that_it_starts_from_come_from_its_mirror(tmp_path: Path) -> None:
+    """That run was served on another machine."""
+    (tmp_path / "mirror").mkdir()
+    blobs: dict[str, Any] = {"url": f"file://{tmp_path}/mirror", "mirror": True}
+    earlier = ObjectStore(BlobsConfig(**blobs), "monday", VerifiedBlobs(tmp_path / "elsewhere"))
+    state = earlier.blobs.put(b"a state").digest
+    earlier.mirror([state])
+    earlier.close()
+    parts = Parts(tmp_path / "runs", start_from="monday")
+    parts.state.store.create_run("monday", {"method": "fedavg", "blobs": blobs})
+    parts._fetch_mirrored()
+    parts.close()
+    assert VerifiedBlobs(tmp_path / "runs" / "monday" / "blobs").get(state) == b"a state"

@@ -16,6 +16,15 @@ def test_round_runner_records_tasks_but_those_of_devices_that_have_a_result(part
     assert (task.device, task.program, task.groups, task.attempt) == ("pi", parts.work.digest, parts.work.groups, 2)
 
 
+def test_round_runner_records_tasks_when_the_mirror_has_their_blobs(parts: Parts) -> None:
+    mirrored: list[tuple[set[str], int]] = []
+    parts.state.mirror = lambda digests: mirrored.append((set(digests), len(parts.state.store.unanswered("r"))))
+    parts.state.store.open_round("r", 1, ["pi"], 1)
+    parts.runner.record_tasks({"pi": parts.work})
+    assert mirrored == [(parts.work.offered(), 0)]
+    assert len(parts.state.store.unanswered("r")) == 1
+
+
 def test_round_runner_plans_nothing_for_nobody(parts: Parts) -> None:
     assert parts.runner.plan([]) == {}
 

@@ -1,6 +1,7 @@
 """What the tests of several rooms share: a model as small as they come, and its graphs, exported once."""
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -39,6 +40,19 @@ settings.load_profile("fedvit")
 # no test reaches the network, and none finds what an earlier process downloaded
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "fedvit-no-such-cache")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    if not session.config.pluginmanager.has_plugin("dsession"):  # a process of pytest-xdist that collects nothing
+        gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """A million objects were made that stay to the end. To look through them takes 0.3 s, for every device of a
+    simulation that ends, and whenever a test makes many objects."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -55,6 +55,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # triton complains of what is there when the process ends
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """pytest-xdist sends Ctrl-C to a worker that tidies up for more than 5 s, as on a busy machine: it is not heard."""
     if hasattr(session.config, "workerinput"):

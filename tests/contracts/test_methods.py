@@ -565,7 +565,7 @@ def test_a_run_asks_everybody_and_hears_everybody(case: Case, recorded: Record) 
 
 @each_case
 def test_torch_engine_makes_the_same_run(
-    case: Case, recorded: Record, device_folders: list[Path], tmp_path: Path
+    case: Case, recorded: Record, device_folders: list[Path], graph_cache: Path, tmp_path: Path
 ) -> None:
     """All devices side by side on torch, with the numbers of onnxruntime on each device alone: what the server has,
     what devices keep, losses, FLOPs, and the answers to test images, of which one between two equal logits may differ.
@@ -575,7 +575,9 @@ def test_torch_engine_makes_the_same_run(
         slack = 0.05  # a code's rounding may go the other way
     elif isinstance(case.method().optimizer_rule(), AdamW):
         slack = 1e-2  # gradients that are zero but for rounding become whole steps
-    theirs = simulate(device_folders, settings(case, 0), out=tmp_path, run=case.id, engine="torch", at_once=1)
+    theirs = simulate(
+        device_folders, settings(case, 0), out=tmp_path, run=case.id, engine="torch", at_once=1, graph_cache=graph_cache
+    )
     assert far(unpack(ours.model), load_file(theirs.folder / "model.safetensors")) <= slack
     kept = load_file(theirs.folder / "state" / f"devices-{ROUNDS}.safetensors")
     for folder in device_folders:

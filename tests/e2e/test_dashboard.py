@@ -2,7 +2,6 @@
 
 import socket
 import sqlite3
-import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -11,16 +10,19 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from coordinator.cli import cli
 from coordinator.deployment.folder import Deployment, Settings
 from coordinator.deployment.registry import Certificate
 from coordinator.record.store import Store
+from fedvit.errors import FedvitError
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
 from tests.support.chromium import Browser, Tab, browsing
-from tests.support.dashboards import COMMAND, environment, served
+from tests.support.dashboards import served
 from tests.support.records import FLEET_RUN, MARKUP, RUN, begun_run, fleet_run, write_status
 from tests.support.waiting import WAIT_S
 
@@ -308,14 +310,14 @@ def test_keyboard_reaches_the_content_and_the_links(tab: Tab, address: str) -> N
 
 def refused(folder: Path, *flags: str, password: str | None = None) -> str:
     """What a dashboard says that does not start."""
-    done = subprocess.run(
-        [*COMMAND, "--runs", str(folder), *flags],
-        capture_output=True, text=True, timeout=WAIT_S, env=environment(password), check=False,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    return done.stderr
+    given = ["dashboard", "--runs", str(folder), *flags]
+    done = CliRunner(env={"FEDVIT_DASHBOARD_PASSWORD": password}).invoke(cli, given)
+    assert isinstance(done.exception, FedvitError), (done.output, done.exception)
+    assert done.exception.exit_code == 2
+    assert done.output == ""
+    said = str(done.exception)
+    assert "\n" not in said
+    return said
 
 
 def test_port_in_use_is_one_line(record: Store, address: str) -> None:

@@ -24,7 +24,7 @@ from fedvit.wire.messages import Result
 from tests.support.chromium import Browser, Tab, browsing
 from tests.support.dashboards import served
 from tests.support.records import FLEET_RUN, MARKUP, RUN, begun_run, fleet_run, write_status
-from tests.support.waiting import WAIT_S
+from tests.support.waiting import WAIT_S, wait_until
 
 OLD_RECORD = Path(__file__).parents[1] / "unit" / "coordinator" / "record" / "record-0.1.0.sql"
 
@@ -281,7 +281,8 @@ def test_page_fits_every_screen_with_contrast_and_names(tab: Tab, address: str, 
             tab.resize(width, dark=dark)
             tab.until(f"document.documentElement.clientWidth == {width}")
             tab.until(f"document.body.classList.contains('body--dark') == {str(dark).lower()}")
-            seen = tab.evaluate(LOOK)
+            # on a busy machine the page may have lost its connection, and is loaded anew
+            seen = wait_until(lambda: tab.evaluate(f"document.body && {shown} ? {LOOK} : null"))
             where = f"{page} at {width}, {'dark' if dark else 'light'}"
             assert seen["faint"] == [], where
             assert seen["wide"] == [], where

@@ -111,6 +111,7 @@ def test_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes) -
             coordinator.send_signal(signal.SIGKILL if end == "killed" else signal.SIGINT)
             assert stage.finish(coordinator, "coordinator") == (-signal.SIGKILL if end == "killed" else 130)
             assert stage.query("select count(*) from results") == before
+            assert all(process.poll() is None for process in devices.values())
             coordinator = stage.coordinator(resume=True)
     assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
     assert all(stage.finish(process, name) == 0 for name, process in devices.items())

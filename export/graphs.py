@@ -64,9 +64,8 @@ def export_graphs(
     folder = cache or default_cache()
     graphs: dict[str, Exported] = {}
     for name, serves in steps_of(method, vit).items():
-        origin = origin_of(method, vit, batch, name)
-        seen = folder / origin[:2] / f"{origin}.seen" if origin else None
-        if seen and seen.is_file() and (known := _kept(folder, seen.read_text(errors="replace"))):
+        seen = _seen(folder, method, vit, batch, name)
+        if known := _known(folder, seen):
             graphs[name] = known
             continue
         progress(f"tracing graph {name!r}")
@@ -80,12 +79,28 @@ def export_graphs(
     return graphs
 
 
-def unverified_graphs(method: Method, vit: PatchViT, batch: Batch) -> dict[str, bytes]:
-    """The graphs as `export_graphs` would make them, but not verified: for pricing, not for devices."""
-    return {
-        name: to_onnx(_traced(method, vit, serves, example_inputs(method, vit, batch, serves)))
-        for name, serves in steps_of(method, vit).items()
-    }
+def unverified_graphs(method: Method, vit: PatchViT, batch: Batch, *, cache: Path | None = None) -> dict[str, bytes]:
+    """The graphs as `export_graphs` would make them, but not verified: for pricing, not for devices.
+
+    Those that `export_graphs` left in a cache are taken from there; what is made here is not kept.
+    """
+    graphs: dict[str, bytes] = {}
+    for name, serves in steps_of(method, vit).items():
+        if cache and (known := _known(cache, _seen(cache, method, vit, batch, name))):
+            graphs[name] = known.content
+        else:
+            graphs[name] = to_onnx(_traced(method, vit, serves, example_inputs(method, vit, batch, serves)))
+    return graphs
+
+
+def _seen(folder: Path, method: Method, vit: PatchViT, batch: Batch, graph: str) -> Path | None:
+    """The file that holds the key of a graph by what it was made of; None where that has no key."""
+    origin = origin_of(method, vit, batch, graph)
+    return folder / origin[:2] / f"{origin}.seen" if origin else None
+
+
+def _known(folder: Path, seen: Path | None) -> Exported | None:
+    return _kept(folder, seen.read_text(errors="replace")) if seen and seen.is_file() else None
 
 
 def _traced(method: Method, vit: PatchViT, serves: Serves, inputs: Mapping[str, Tensor]) -> Trace:

@@ -91,7 +91,9 @@ def simulate(
     if on_torch:
         cores = (at_once or max(1, usable_cores() // threads)) * threads
         with _torch_threads(cores):
-            return _on_torch(run, config, store, home, devices, accelerator, display, precision, fused, written)
+            return _on_torch(
+                run, config, store, home, devices, accelerator, display, precision, fused, graph_cache, written
+            )
     compute = Compute(run=run, config=config, store=store, folder=home, graph_cache=graph_cache)
     coordinator = Coordinator(
         run=run,
@@ -168,6 +170,7 @@ def _on_torch(
     display: Display,
     precision: ProductPrecision,
     fused: bool | None,
+    graph_cache: Path | None,
     written: AbstractContextManager[None],
 ) -> FleetOutcome:
     from fleet.engines.simulation import TorchSimulation
@@ -184,6 +187,7 @@ def _on_torch(
             display=display,
             precision=precision,
             fused=fused,
+            graph_cache=graph_cache,
         )
         with written:
             simulation.run_rounds()

@@ -1,6 +1,7 @@
 """What the tests of several rooms share: a model as small as they come, and its graphs, exported once."""
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -41,6 +42,23 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "fedvit-no-such-cache")
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    if not session.config.pluginmanager.has_plugin("dsession"):  # a process of pytest-xdist that collects nothing
+        gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """A million objects were made that stay to the end. To look through them takes 0.3 s, for every device of a
+    simulation that ends, and whenever a test makes many objects."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # triton complains of what is there when the process ends
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """pytest-xdist sends Ctrl-C to a worker that tidies up for more than 5 s, as on a busy machine: it is not heard."""
     if hasattr(session.config, "workerinput"):
@@ -51,45 +69,50 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 TESTS = Path(__file__).parent
 LONGEST = (
     "e2e/test_ray.py",
-    "e2e/test_dashboard.py",
-    "e2e/test_ranks.py",
-    "e2e/test_chaos.py",
-    "e2e/test_record.py",
-    "e2e/test_monitoring.py",
-    "e2e/test_growing_folder.py",
-    "e2e/test_object_store.py",
-    "e2e/test_faults.py",
-    "e2e/test_run.py",
-    "unit/fleet/test_experiment.py",
-    "unit/fleet/test_search.py",
-    "e2e/test_write_a_method.py",
-    "e2e/test_virtual.py",
-    "e2e/test_stragglers.py",
     "e2e/test_service.py",
-    "e2e/test_many_faults.py",
-    "e2e/test_budgets.py",
-    "e2e/test_worker.py",
+    "unit/fleet/test_experiment.py",
+    "contracts/test_families.py",
+    "e2e/test_write_a_method.py",
+    "e2e/test_dashboard.py",
+    "e2e/test_chaos.py",
+    "e2e/test_ranks.py",
+    "e2e/test_standby.py",
     "e2e/test_deploy_files.py",
-    "e2e/test_deployment.py",
-    "e2e/test_monitoring.py",
-    "e2e/test_pages.py",
-    "e2e/test_pentest.py",
-    "e2e/test_damage_coordinator.py",
+    "unit/export/test_wrong_graphs.py",
     "unit/coordinator/planning/test_configuration_search.py",
     "unit/coordinator/run/test_coordinator.py",
-    "unit/export/test_lower.py",
-    "unit/export/test_wrong_graphs.py",
-    "contracts/test_families.py",
-    "contracts/test_blob_exchange.py",
-    "contracts/test_fuzz.py",
-    "unit/coordinator/planning/test_planner.py",
-    "unit/coordinator/compute/test_ranks.py",
-    "unit/edge_client/test_agent.py",
-    "unit/fleet/test_virtual.py",
     "unit/fleet/engines/test_simulation.py",
+    "unit/fleet/test_search.py",
+    "e2e/test_faults.py",
+    "e2e/test_run.py",
+    "e2e/test_budgets.py",
+    "e2e/test_record.py",
+    "e2e/test_object_store.py",
+    "e2e/test_virtual.py",
+    "e2e/test_many_faults.py",
+    "e2e/test_packaged_methods.py",
+    "e2e/test_damage_coordinator.py",
+    "e2e/test_worker.py",
+    "e2e/test_monitoring.py",
+    "e2e/test_growing_folder.py",
+    "e2e/test_pages.py",
+    "e2e/test_stragglers.py",
+    "e2e/test_deployment.py",
+    "e2e/test_pentest.py",
+    "unit/coordinator/test_cli.py",
+    "unit/coordinator/compute/test_ranks.py",
     "unit/bench/test_step.py",
+    "unit/coordinator/planning/test_planner.py",
+    "unit/edge_client/test_cli.py",
+    "unit/edge_client/test_agent.py",
+    "unit/coordinator/run/test_damage.py",
+    "unit/bench/test_pool.py",
     "unit/bench/test_store.py",
     "unit/bench/test_attack.py",
+    "unit/export/test_lower.py",
+    "contracts/test_blob_exchange.py",
+    "contracts/test_fuzz.py",
+    "unit/fleet/test_virtual.py",
     "contracts/test_methods.py",
 )
 """Files that come first, so that at the end no process waits for another that has just begun with one of them."""

@@ -17,7 +17,7 @@ from coordinator.planning.batch import chosen_batch
 from coordinator.planning.configuration_search import ConfigurationSearch, cost_on
 from coordinator.planning.planned_device import PlannedDevice
 from coordinator.planning.trade_offs import trade_offs
-from export.graphs import export_graphs, unverified_graphs
+from export.graphs import default_cache, export_graphs, unverified_graphs
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.methods import build_model, make_method
@@ -214,9 +214,9 @@ class Plan:
         return self.costs[digest]
 
     def priced(self, method: Method) -> PricedProgram:
-        """The Program of a method without its blobs, and the cost of its graphs; takes seconds."""
+        """The Program of a method without its blobs, and its graphs' cost; takes seconds if they are not cached."""
         batch = self.batch_of(method)
-        contents = unverified_graphs(method, self.vit, batch)
+        contents = unverified_graphs(method, self.vit, batch, cache=self.cache or default_cache())
         costs = {name: self._cost_of_graph(content) for name, content in contents.items()}
         graphs = {name: GraphSpec(_NO_DIGEST, cost.flops) for name, cost in costs.items()}
         program = self._program(method, batch, graphs, lambda members: _NO_DIGEST)

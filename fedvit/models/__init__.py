@@ -3,6 +3,9 @@
 This package needs torch: modules that a device imports must not import it.
 """
 
+from fedvit.models import light_timm as light_timm  # before anything else imports timm
+
+# isort: split
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext

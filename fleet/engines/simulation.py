@@ -84,6 +84,7 @@ class TorchSimulation:
         display: Display,
         precision: ProductPrecision = "fp32",
         fused: bool | None = None,
+        graph_cache: Path | None = None,
     ) -> None:
         self._run, self._config, self._store, self._home = run, config, store, home
         self._display = display
@@ -94,7 +95,7 @@ class TorchSimulation:
         if len(classes) < 2:
             raise ConfigError(f"a run needs at least two classes, the devices have {list(classes)}")
         start = start_state(config.start_from, store, home.parent) if config.start_from is not None else None
-        plan = make_plan(config, classes, self._blobs, start=start, progress=self._doing)
+        plan = make_plan(config, classes, self._blobs, start=start, cache=graph_cache, progress=self._doing)
         self._plan = plan
         self._devices = Devices(
             config, plan, self._blobs, folders, opened, self._accelerator, display, precision=precision, fused=fused

@@ -101,12 +101,14 @@ PAGES: dict[str, Callable[[], str]] = {
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_nothing_overflows_and_nothing_is_complained_about(browser: str, tmp_path: Path, dark: bool) -> None:
-    """Every page at every width, all of its parts opened. Tables wider than the screen scroll in their own box."""
+    """Every page at every width, all of its parts opened. Tables wider than the screen scroll in their own box. In the
+    dark, where colours alone are others, at one width."""
+    widths = WIDTHS[:1] if dark else WIDTHS
     frames = [
         f'<iframe title="{name} at {width}" style="width: {width}px; height: 900px; border: 0" '
         f'srcdoc="{html.escape(make())}"></iframe>'
         for name, make in PAGES.items()
-        for width in WIDTHS
+        for width in widths
     ]
     host = tmp_path / "host.html"
     host.write_text(HOST % "\n".join(frames))
@@ -120,7 +122,7 @@ def test_nothing_overflows_and_nothing_is_complained_about(browser: str, tmp_pat
     said = re.search(r'<pre id="found">(.*?)</pre>', shown.stdout, re.DOTALL)
     assert said is not None, shown.stdout[-2000:]
     found = json.loads(html.unescape(said[1]))
-    assert len(found) == len(PAGES) * len(WIDTHS)
+    assert len(found) == len(PAGES) * len(widths)
     for frame, seen in found.items():
         width = int(frame.rpartition(" ")[2])
         assert seen["unsorted"] == [], frame

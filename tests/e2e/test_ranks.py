@@ -21,7 +21,7 @@ RUN: dict[str, Any] = {
     "rounds": 2,
     "devices": len(DEVICES),
     "variants": {},
-    "options": {**CONFIG["options"], "server_epochs": 10, "server_batch_size": 8},
+    "options": {**CONFIG["options"], "server_epochs": 4, "server_batch_size": 8},
 }
 
 

@@ -19,7 +19,6 @@ from fedvit.wire.messages import Progress, Welcome
 from fleet import run as fleet_run
 from fleet.processes import Fleet
 from profiles.probes.host import parse_vm_hwm
-from tests.support.event_files import steps
 from tests.support.forked import Forked
 from tests.support.programs import (
     CONFIG,
@@ -93,23 +92,6 @@ def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: byt
         assert not [1 for value in personal if value in payload], topic
         if "/up/" in topic:
             assert not [name for name in local if f'"{name}"'.encode() in payload], topic
-
-
-def test_ctrl_c_leaves_no_process_and_resumes(stage: Stage, undisturbed: bytes) -> None:
-    """Ctrl-C on the coordinator ends it with 130; devices wait, and the resumed run is the undisturbed one, which wrote
-    no metrics; each of its rounds is written once."""
-    coordinator = stage.coordinator("--metrics.writer", "tensorboard")
-    devices = {name: stage.device(name) for name in DEVICES}
-    wait_for(lambda: stage.query("select 1 from results where round = 1"), "a result of round 1")
-    coordinator.send_signal(signal.SIGINT)
-    assert stage.finish(coordinator, "coordinator") == 130
-    assert "--resume run" in stage.log("coordinator")
-    assert stage.query("select status from runs") == [("interrupted",)]
-    assert all(process.poll() is None for process in devices.values())
-    assert stage.finish(stage.coordinator(resume=True), "coordinator") == 0
-    assert stage.model() == undisturbed
-    assert steps(stage.out / "run", "loss/train") == [number for (number,) in stage.query("select round from rounds")]
-    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
 
 
 def test_demo_interrupted_leaves_nothing(tmp_path: Path, cache: Path) -> None:

@@ -63,51 +63,51 @@ def submit(stage: Stage, **more: Any) -> None:
     stage.submit("run", rounds=ROUNDS, devices=len(DEVICES), variants=CONFIG["variants"], **more)
 
 
-def test_standby_takes_over_when_the_leader_is_killed(stage: Stage, hosts: Hosts, undisturbed: bytes) -> None:
-    leader = hosts.serve("leader", "--standby")
-    wait_for(lambda: "serving the runs" in stage.log("leader"), "a leader")
+def test_others_take_over_from_leaders_that_are_killed_hang_or_are_cut_off(
+    stage: Stage, hosts: Hosts, undisturbed: bytes
+) -> None:
+    """In each round the service that leads meets another end, and one of those that stand by resumes the run. Those
+    that return have written nothing more, and end."""
+    services = {"first": hosts.serve("first", "--standby")}
+    wait_for(lambda: "serving the runs" in stage.log("first"), "a leader")
     refused = hosts.serve("other")
     assert stage.finish(refused, "other") == 2
     assert "by another `coordinator serve`, at the same database" in stage.log("other")
-    standby = hosts.serve("standby", "--standby")
-    wait_for(lambda: "standing by" in stage.log("standby"), "a standby")
+    waiting = ["second", "third", "fourth"]
+    for name in waiting:
+        services[name] = hosts.serve(name, "--standby")
+    wait_for(lambda: all("standing by" in stage.log(name) for name in waiting), "the others to stand by")
     known = stage.command("status", "--runs", str(stage.out))["service"]["hosts"]
-    assert [host["leads"] for host in known] == [True, False]
+    assert [host["leads"] for host in known] == [True, False, False, False]
     submit(stage)
     devices = {name: stage.device(name) for name in DEVICES}
-    wait_for(lambda: hosts.is_at_work(2), "round 2")
-    leader.kill()
+
+    def next_leader(number: int) -> str:
+        """Which service leads now, when the run is in this round."""
+        leads = wait_for(lambda: [name for name in waiting if "serving the runs" in stage.log(name)], "a leader")
+        [name] = leads
+        waiting.remove(name)
+        wait_for(lambda: hosts.is_at_work(number), f"round {number}")
+        return str(name)
+
+    wait_for(lambda: hosts.is_at_work(1), "round 1")
+    services["first"].kill()
+    hanging = next_leader(2)
+    services[hanging].send_signal(signal.SIGSTOP)
+    cut_off = next_leader(3)
+    hosts.links.silence(cut_off)
     assert all(stage.finish(process, name) == 0 for name, process in devices.items())
     wait_for(lambda: hosts.query("select 1 from runs where status = 'finished'"), "the run to be finished")
-    assert "run run is resumed" in stage.log("standby")
-    hosts.check_run(undisturbed)
-    standby.send_signal(signal.SIGTERM)
-    assert stage.finish(standby, "standby") == 130
-
-
-def test_leaders_that_hang_or_are_cut_off_write_nothing_more(stage: Stage, hosts: Hosts, undisturbed: bytes) -> None:
-    """The first leader is stopped, the second loses its link to the database, the third finishes the run; then the
-    others return, and end."""
-    services = {name: hosts.serve(name, "--standby") for name in ("first",)}
-    wait_for(lambda: "serving the runs" in stage.log("first"), "a leader")
-    submit(stage)
-    devices = {name: stage.device(name) for name in DEVICES}
-    services["second"] = hosts.serve("second", "--standby")
-    wait_for(lambda: "standing by" in stage.log("second"), "a standby")
-    wait_for(lambda: hosts.is_at_work(1), "round 1")
-    services["first"].send_signal(signal.SIGSTOP)
-    wait_for(lambda: "serving the runs" in stage.log("second"), "the second to lead")
-    services["third"] = hosts.serve("third", "--standby")
-    wait_for(lambda: "standing by" in stage.log("third"), "the next standby")
-    wait_for(lambda: hosts.is_at_work(2), "round 2")
-    hosts.links.silence("second")
-    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
-    services["first"].send_signal(signal.SIGCONT)
-    hosts.links.mend("second")
-    for name in ("first", "second"):
+    [last] = waiting
+    assert all("run run is resumed" in stage.log(name) for name in (hanging, cut_off, last))
+    services[hanging].send_signal(signal.SIGCONT)
+    hosts.links.mend(cut_off)
+    for name in (hanging, cut_off):
         assert stage.finish(services[name], name) == 10
         assert "this service led in term" in stage.log(name).splitlines()[-1]
     hosts.check_run(undisturbed)
+    services[last].send_signal(signal.SIGTERM)
+    assert stage.finish(services[last], last) == 130
 
 
 def test_standby_on_another_disk_takes_over_from_the_mirror(

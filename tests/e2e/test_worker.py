@@ -22,7 +22,7 @@ LONGEST_WAIT_S = 0.3
 
 
 def test_a_coordinator_that_waits_for_devices_has_no_torch(stage: Stage) -> None:
-    """As it is started by an operator. Its worker process is there already, and ends with it."""
+    """As it is started by an operator. Its worker process is there already, and ends with it, by Ctrl-C."""
     store = Store.in_folder(stage.out)
     store.create_run("run", msgspec.to_builtins(make_config({**CONFIG, "devices": 1}, "test").run))
     store.close()
@@ -36,6 +36,8 @@ def test_a_coordinator_that_waits_for_devices_has_no_torch(stage: Stage) -> None
     assert "coordinator.compute.worker" in worker.cmdline()
     coordinator.send_signal(signal.SIGINT)
     assert stage.finish(coordinator, "coordinator") == 130
+    assert "--resume run" in stage.log("coordinator")
+    assert stage.query("select status from runs") == [("interrupted",)]
     worker.wait(30)
 
 

@@ -19,7 +19,13 @@ from typing import IO
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["coordinator.run.coordinator", "coordinator.compute.engine", "coordinator.planning.checks"]
+    [
+        "coordinator.run.coordinator",
+        "coordinator.compute.engine",
+        "coordinator.planning.checks",
+        "torch._dynamo",  # for those that trace a graph
+        "tests.support.frozen",  # last
+    ]
 )
 """The process to fork from starts with the first fork and ends with the tests."""
 WORKERS = 6

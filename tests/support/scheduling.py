@@ -8,7 +8,7 @@ import re
 
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-ALONE = re.compile(r"tests/(arm/|e2e/test_(?!bundles|pages|ray))")
+ALONE = re.compile(r"tests/(arm/|e2e/test_(?!bundles|dashboard|pages|ray))")
 """Tests of processes, which mostly wait or are emulated: each goes to the first free worker."""
 CASE = re.compile(r"(tests/contracts/test_methods\.py::)\w+\[(.+?)(-coded|-full batch|-\d of 8)?\]")
 """Tests of one method share its graphs and runs."""

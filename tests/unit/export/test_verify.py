@@ -12,7 +12,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from export.graphs import export_graphs
+from export.graphs import export_graphs, unverified_graphs
 from export.verify import reference_step, reference_update, verify
 from fedvit.errors import ExportMismatch
 from fedvit.methods.eftvit import EFTViT
@@ -244,6 +244,17 @@ def test_graphs_come_out_of_the_cache_as_they_went_in(tmp_path: Path, one_block:
         "predict": False,
     }
     assert third["predict"].content == first["predict"].content
+
+
+def test_pricing_takes_graphs_out_of_the_cache(
+    tmp_path: Path, one_block: PatchViT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is traced again, for a simulation on torch and for the form of a method that a run has already."""
+    method = FedAvg(batch_size=4)
+    first = export_graphs(method, one_block, tiny_batch(), cache=tmp_path)
+    monkeypatch.delattr("export.graphs.trace")
+    priced = unverified_graphs(method, one_block, tiny_batch(), cache=tmp_path)
+    assert priced == {name: exported.content for name, exported in first.items()}
 
 
 @pytest.mark.parametrize("suffix", [".onnx", ".json", ".seen"])

@@ -89,10 +89,12 @@ class AnswerTally:
         self._answered = np.zeros((classes, classes), np.int64) if classes <= MAX_CONFUSED_CLASSES else None
 
     def add(self, labels: Array, answers: Array) -> None:
-        self._right += np.bincount(labels[answers == labels], minlength=len(self._right))
-        self._seen += np.bincount(labels, minlength=len(self._seen))
+        classes = len(self._seen)
+        self._right += np.bincount(labels[answers == labels], minlength=classes)
+        self._seen += np.bincount(labels, minlength=classes)
         if self._answered is not None:
-            np.add.at(self._answered, (labels, answers), 1)
+            pairs = np.ravel_multi_index((labels.astype(np.int64), answers.astype(np.int64)), (classes, classes))
+            self._answered += np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
 
     def by_class(self) -> tuple[ClassCount, ...]:
         """Of the classes with test images."""

@@ -212,6 +212,11 @@ def budget_command(names: tuple[str, ...], budgets: tuple[str, ...], as_json: bo
     help="Devices of a round with large uploads, for the coordinator's memory. Repeatable; 0: none.",
 )
 @click.option("--broker", type=click.Choice(["auto", "mosquitto", "embedded"]), default="auto", help="Which broker.")
+@click.option(
+    "--watched",
+    is_flag=True,
+    help="Every second pair of rounds with a page of the dashboard in a browser, and a scrape of metrics each second.",
+)
 @json_flag
 def rounds_command(cohorts: tuple[int, ...], as_json: bool, **settings: Any) -> None:
     """Measure the overhead of rounds with many devices, and the growth of the coordinator's memory."""

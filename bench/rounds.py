@@ -7,6 +7,7 @@ protocol, disk and the coordinator's own work.
 import shutil
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from bench.edge import noise_folder, read_memory
 from bench.machine import Machine, this_machine
+from bench.viewers import Viewers, viewers
 from coordinator.broker import start_broker
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, RoundRecord
@@ -86,6 +88,20 @@ class RoundsReport(Struct, frozen=True, kw_only=True):
     host_bytes_per_device: int
     host_threads: int  # of all hosts together
     cohorts: list["CohortReport"]
+    watched: "WatchedReport | None" = None  # with --watched; all figures above are then of rounds of both kinds
+
+
+class WatchedReport(Struct, frozen=True, kw_only=True):
+    """Rounds with a dashboard in a browser and scrapes of metrics, in turn with rounds without, in the same run."""
+
+    pairs: int  # of neighbouring rounds, one of each kind
+    overhead_ms_per_device: float  # of watched rounds, median
+    unwatched_overhead_ms_per_device: float
+    growth_ratio: float  # of the overhead, watched / unwatched - 1: median over the pairs
+    growth_low_ratio: float  # first quartile
+    growth_high_ratio: float  # third quartile
+    cpu_ms_per_device: dict[str, float]  # of a watched round
+    unwatched_cpu_ms_per_device: dict[str, float]
 
 
 class CohortReport(Struct, frozen=True, kw_only=True):
@@ -103,10 +119,10 @@ class Sample(Struct, frozen=True):
 
     at: float  # time.time()
     rss_bytes: int  # of the control process
-    cpu_s: dict[str, float]  # processor time so far: of the control process, its worker, all hosts, the broker
+    cpu_s: dict[str, float]  # processor time so far: control process, its worker, all hosts, broker, dashboard
 
 
-class Watched(Struct):
+class Sampled(Struct):
     """A finished run with its samples."""
 
     broker: str
@@ -128,30 +144,37 @@ def run_rounds_bench(
     hosts: int | None,
     cohorts: Sequence[int],
     broker: str,
+    watched: bool = False,
     progress: Callable[[str], None],
 ) -> RoundsReport:
-    """Measure all runs. Raises FedvitError when a run fails."""
+    """Measure all runs; `watched`: half of the rounds have a dashboard and metrics. Raises FedvitError when a run fails
+    or `rounds` are too few."""
     hosts = hosts or usable_cores()
+    if watched and not _pairs(range(2, rounds + 1)):
+        raise FedvitError(f"--watched compares rounds after the first in pairs: --rounds {rounds} has none")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-rounds-")))
         parts = folder / "parts"
         noise_folder(parts, images=FOLDERS * IMAGES, size=32, test_share=1 / 3, devices=FOLDERS)
         states = stack.enter_context(_device_storage())
         values = {**PROMPTS, "rounds": rounds, "evaluate_every": rounds, "devices": devices}
-        watched = _watch(folder / "prompts", states / "prompts", values, parts, devices, hosts, broker, progress)
+        home, state = folder / "prompts", states / "prompts"
+        measured = _sampled(home, state, values, parts, devices, hosts, broker, progress, watched=watched)
         large = []
         for cohort in cohorts:
             values = {**LARGE, "rounds": 1, "devices": cohort}
             home, state = folder / f"large-{cohort}", states / f"large-{cohort}"
-            seen = _watch(home, state, values, parts, cohort, min(hosts, cohort), broker, progress)
+            seen = _sampled(home, state, values, parts, cohort, min(hosts, cohort), broker, progress)
             shutil.rmtree(home)
             shutil.rmtree(state)
             large.append(_cohort(seen, cohort))
         storage: Storage = "memory" if MEMORY in states.parents else "disk"
-    return _report(watched, devices, min(hosts, devices), large, storage)
+    report = _report(measured, devices, min(hosts, devices), large, storage)
+    compared = compare_watched(measured, devices, min(hosts, devices)) if watched else None
+    return msgspec.structs.replace(report, watched=compared)
 
 
-def _watch(
+def _sampled(
     home: Path,
     state: Path,
     values: dict[str, Any],
@@ -160,21 +183,28 @@ def _watch(
     hosts: int,
     choice: str,
     progress: Callable[[str], None],
-) -> Watched:
+    *,
+    watched: bool = False,
+) -> Sampled:
     """Run and sample one run; the coordinator is started before the devices."""
     home.mkdir(parents=True)
     broker = start_broker(choice, home / "broker", port=0)
     store = Store.in_folder(home / "runs")
     try:
-        with Fleet() as fleet:
+        with Fleet() as fleet, ExitStack() as stack:
             address = f"mqtt://{broker.address}"
             file = home / "run.toml"
             settings = {"deadline_s": DEADLINE_S}
             file.write_bytes(msgspec.toml.encode({**settings, **values, "broker": {"broker": address}}))
             command = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(home / "runs")]
-            coordinator = fleet.start("coordinator", [*command, "--run", RUN], log=home / "coordinator.out")
+            command += ["--run", RUN, *(["--metrics", "127.0.0.1:0"] if watched else [])]
+            coordinator = fleet.start("coordinator", command, log=home / "coordinator.out")
             _wait(lambda: "waiting for" in log_text(home / "coordinator.out"), coordinator, home)
-            seen = Watched(broker.kind, time.time(), [], [], [], [], set(), None)
+            watching: Viewers | None = None
+            if watched:
+                page = log_text(home / "coordinator.out").partition("metrics: ")[2].split()[0]
+                watching = stack.enter_context(viewers(home, RUN, page))
+            seen = Sampled(broker.kind, time.time(), [], [], [], [], set(), None)
             pids = []
             for number in range(hosts):
                 host = [*program("fleet.host"), "--broker", address, "--parts", str(parts), "--devices", str(devices)]
@@ -186,12 +216,16 @@ def _watch(
                 if memory := read_memory(coordinator.pid):
                     used = {"control": [coordinator.pid], "hosts": pids, "broker": [broker.pid]}
                     used["worker"] = worker = worker or _children(coordinator.pid)
+                    if watching:
+                        used["dashboard"] = [watching.dashboard.pid]
                     cpu_s = {name: sum(map(_cpu_s, those)) for name, those in used.items()}
                     seen.samples.append(Sample(time.time(), memory["VmRSS"], cpu_s))
                     seen.peak_rss_bytes = memory["VmHWM"]
                 _note_joins(seen, home / "coordinator.out", devices)
                 if len(closed := store.closed_rounds(RUN)) > reported:
                     reported = len(closed)
+                    if watching:
+                        watching.watch(_is_watched(reported + 1))
                     progress(f"{devices} devices: round {reported} closed")
                 if all(now := [read_memory(pid).get("VmRSS", 0) for pid in pids]):
                     seen.host_rss_bytes, seen.host_threads = sum(now), sum(map(_threads, pids))
@@ -209,7 +243,7 @@ def _watch(
         broker.stop()
 
 
-def _note_joins(seen: Watched, output: Path, devices: int) -> None:
+def _note_joins(seen: Sampled, output: Path, devices: int) -> None:
     if len(seen.joined) < devices:
         joined = log_text(output).count(" joined: ")
         seen.joined += [time.time()] * (joined - len(seen.joined))
@@ -229,7 +263,7 @@ def _wait(holds: Callable[[], bool], process: Any, home: Path) -> None:
         time.sleep(POLL_S)
 
 
-def _cohort(seen: Watched, devices: int) -> CohortReport:
+def _cohort(seen: Sampled, devices: int) -> CohortReport:
     [entry] = seen.rounds
     opened = datetime.fromisoformat(entry.opened_at).timestamp()
     before = [sample.rss_bytes for sample in seen.samples if sample.at <= opened]
@@ -242,18 +276,17 @@ def _cohort(seen: Watched, devices: int) -> CohortReport:
     )
 
 
-def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport], storage: Storage) -> RoundsReport:
+def _report(seen: Sampled, devices: int, hosts: int, cohorts: list[CohortReport], storage: Storage) -> RoundsReport:
     later = seen.rounds[1:] or seen.rounds
     numbers = {entry.round for entry in later}
     trained = [result for result in seen.results if result.kind == "train"]
     mine = [result for result in trained if result.round in numbers]
-    at_once = hosts * max(1, usable_cores() // hosts)
-    compute_s = sum((result.use.step_s or 0.0) * (result.use.steps or 0) for result in mine) / at_once / len(later)
+    at_once = _at_once(hosts)
+    compute_s = _compute_s(mine) / at_once / len(later)
     round_s = float(np.median([_seconds(entry) for entry in later]))
-    marks = [_at(seen.samples, datetime.fromisoformat(str(entry.closed_at)).timestamp()) for entry in seen.rounds]
-    after = [mark for mark in marks if mark is not None]
-    if not after:
+    if not seen.samples:
         raise FedvitError("the run was over before the coordinator's memory could be sampled; raise --rounds")
+    after = [_at(seen.samples, _closed(entry)) for entry in seen.rounds]
     rss = [mark.rss_bytes for mark in after]
     half = rss[len(rss) // 2 :]  # in the first half, caches of database and allocator fill
     turns = (len(after) - 1) * devices
@@ -286,7 +319,71 @@ def _report(seen: Watched, devices: int, hosts: int, cohorts: list[CohortReport]
     )
 
 
-def _without_result(seen: Watched) -> set[str]:
+def _at_once(hosts: int) -> int:
+    """Devices that compute at the same time."""
+    return hosts * max(1, usable_cores() // hosts)
+
+
+def _compute_s(results: Sequence[ResultRecord]) -> float:
+    """Time of all training steps."""
+    return sum((result.use.step_s or 0.0) * (result.use.steps or 0) for result in results)
+
+
+def _is_watched(number: int) -> bool:
+    """Whether a round is watched: two are, two are not, so that a trend over the run adds to both alike.
+
+    >>> [_is_watched(number) for number in range(2, 10)]
+    [False, True, True, False, False, True, True, False]
+    """
+    return number % 4 in (3, 0)
+
+
+def _pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbouring rounds, one that is not watched and one that is, in this order.
+
+    >>> _pairs(range(2, 8))
+    [(2, 3), (5, 4), (6, 7)]
+    """
+    neighbours = zip(numbers[::2], numbers[1::2], strict=False)
+    return [(two, one) if _is_watched(one) else (one, two) for one, two in neighbours]
+
+
+def compare_watched(seen: Sampled, devices: int, hosts: int) -> WatchedReport:
+    """Watched rounds beside those that were not."""
+    by_round: dict[int, list[ResultRecord]] = defaultdict(list)
+    for result in seen.results:
+        if result.kind == "train":
+            by_round[result.round].append(result)
+    overhead_ms = {
+        entry.round: 1000 * (_seconds(entry) - _compute_s(by_round[entry.round]) / _at_once(hosts)) / devices
+        for entry in seen.rounds
+    }
+    pairs = _pairs([entry.round for entry in seen.rounds[1:]])
+    growth = [overhead_ms[watched] / overhead_ms[not_watched] - 1 for not_watched, watched in pairs]
+    marks = {entry.round: _at(seen.samples, _closed(entry)) for entry in seen.rounds}
+
+    def cpu_ms(numbers: Sequence[int]) -> dict[str, float]:
+        spans = [(marks[number - 1].cpu_s, marks[number].cpu_s) for number in numbers]
+        return {
+            name: 1000 * float(np.mean([after[name] - before[name] for before, after in spans])) / devices
+            for name in spans[0][0]
+        }
+
+    low, middle, high = np.quantile(growth, (0.25, 0.5, 0.75))
+    not_watched, watched = ([pair[place] for pair in pairs] for place in (0, 1))
+    return WatchedReport(
+        pairs=len(pairs),
+        overhead_ms_per_device=float(np.median([overhead_ms[number] for number in watched])),
+        unwatched_overhead_ms_per_device=float(np.median([overhead_ms[number] for number in not_watched])),
+        growth_ratio=float(middle),
+        growth_low_ratio=float(low),
+        growth_high_ratio=float(high),
+        cpu_ms_per_device=cpu_ms(watched),
+        unwatched_cpu_ms_per_device=cpu_ms(not_watched),
+    )
+
+
+def _without_result(seen: Sampled) -> set[str]:
     """Devices without whose result a round closed."""
     answered = {(result.round, result.device) for result in seen.results if result.kind == "train"}
     return {device for entry in seen.rounds for device in entry.cohort if (entry.round, device) not in answered}
@@ -298,9 +395,14 @@ def _seconds(entry: RoundRecord) -> float:
     return (closed - opened).total_seconds()
 
 
-def _at(samples: list[Sample], moment: float) -> Sample | None:
+def _closed(entry: RoundRecord) -> float:
+    """When a round's state was saved, as time.time()."""
+    return datetime.fromisoformat(str(entry.closed_at)).timestamp()
+
+
+def _at(samples: list[Sample], moment: float) -> Sample:
     """The sample nearest to a moment."""
-    return min(samples, key=lambda sample: abs(sample.at - moment), default=None)
+    return min(samples, key=lambda sample: abs(sample.at - moment))
 
 
 def _cpu_s(pid: int) -> float:
@@ -349,6 +451,18 @@ def rounds_table(report: RoundsReport) -> Group:
         ("hosts per device", f"{report.host_bytes_per_device / 1e3:.0f} kB", ""),
         ("threads of all hosts", str(report.host_threads), ""),
     ]
+    if watched := report.watched:
+        between = f"{watched.growth_low_ratio:+.1%} to {watched.growth_high_ratio:+.1%}"
+        rows += [
+            ("overhead per device, watched", f"{watched.overhead_ms_per_device:.2f} ms", ""),
+            ("overhead per device, not watched", f"{watched.unwatched_overhead_ms_per_device:.2f} ms", ""),
+            (f"growth, median of {watched.pairs} pairs", f"{watched.growth_ratio:+.1%} ({between})", "5 %"),
+            *(
+                (f"processor time per device: {name}, not watched / watched", f"{before:.2f} / {after:.2f} ms", "")
+                for name, before in watched.unwatched_cpu_ms_per_device.items()
+                for after in (watched.cpu_ms_per_device[name],)
+            ),
+        ]
     rows += [
         (
             f"coordinator, {cohort.devices} uploads of {_mb(cohort.upload_bytes)}: before / peak",

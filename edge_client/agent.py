@@ -31,7 +31,7 @@ from edge_client.task_executor import TaskExecution, TaskExecutor
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
-from fedvit.data.growing import GrowingFolder
+from fedvit.data.growing import Growing
 from fedvit.errors import BadPayload, DataError, FedvitError, OverBudget, PeerRefused, StorageFailed
 from fedvit.program import Program, decode_program
 from fedvit.resources import DeviceProfile
@@ -198,7 +198,7 @@ class Agent:
         integrity: Integrity | None = None,
         labels: dict[str, str] | None = None,
         keep_runs: int | None = None,
-        growing: GrowingFolder | None = None,
+        growing: Growing | None = None,
         status: StatusFile | None = None,
         recent_log: Callable[[], str] = lambda: "",
         counts_classes: bool = True,

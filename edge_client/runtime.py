@@ -24,7 +24,7 @@ from fedvit.engine import CPU, open_session, trim_memory
 from fedvit.errors import BadPayload, DataError, FedvitError
 from fedvit.program import LABELS, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
-from fedvit.wire.messages import ClassCount
+from fedvit.wire.messages import MAX_CONFUSED_CLASSES, ClassCount
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,35 @@ class Evaluated:
     samples: int
     flops: int
     by_class: tuple[ClassCount, ...]  # of the classes with test images; () of a text
+
+
+class AnswerTally:
+    """Counts answers by class, and wrong ones by what was answered where there are few classes."""
+
+    def __init__(self, classes: int) -> None:
+        self._right, self._seen = (np.zeros(classes, np.int64) for _ in range(2))
+        self._answered = np.zeros((classes, classes), np.int64) if classes <= MAX_CONFUSED_CLASSES else None
+
+    def add(self, labels: Array, answers: Array) -> None:
+        classes = len(self._seen)
+        self._right += np.bincount(labels[answers == labels], minlength=classes)
+        self._seen += np.bincount(labels, minlength=classes)
+        if self._answered is not None:
+            pairs = np.ravel_multi_index((labels.astype(np.int64), answers.astype(np.int64)), (classes, classes))
+            self._answered += np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
+
+    def by_class(self) -> tuple[ClassCount, ...]:
+        """Of the classes with test images."""
+        return tuple(
+            ClassCount(label, int(self._right[label]), int(self._seen[label]), self._wrong(label))
+            for label in np.flatnonzero(self._seen).tolist()
+        )
+
+    def _wrong(self, label: int) -> tuple[tuple[int, int], ...]:
+        if self._answered is None:
+            return ()
+        row = self._answered[label]
+        return tuple((other, int(row[other])) for other in np.flatnonzero(row).tolist() if other != label)
 
 
 @dataclass
@@ -190,25 +219,22 @@ class Runtime:
         feeds, flops = self.prepare(program, values, data.train, seeds, watch)
         graph.require(feeds.keys() | INPUTS)
         correct, seen = 0.0, 0
-        right_of, seen_of = (np.zeros(len(program.classes), np.int64) for _ in range(2))
+        tally = AnswerTally(len(program.classes))
         total = -(-len(images) // batch.answer_size)
         for number, (rows, readable, fed) in enumerate(whole_samples(images, np.arange(len(images)), batch)):
             if watch.stopped():
                 raise Stopped("the task was stopped")
             outputs = graph.run({**feeds, **fed})
             labels = images.labels[rows]
-            right = outputs["logits"][: len(rows)].argmax(axis=-1) == labels
+            answers = outputs["logits"][: len(rows)].argmax(axis=-1)
+            right = answers == labels
             correct += float(right.reshape(len(rows), -1).mean(axis=1)[readable].sum())
             seen += int(readable.sum())
             if labels.ndim == 1:  # a sample of text has characters of many classes
-                right_of += np.bincount(labels[right & readable], minlength=len(right_of))
-                seen_of += np.bincount(labels[readable], minlength=len(seen_of))
+                tally.add(labels[readable], answers[readable])
             watch.step(number + 1, total, None)
-        by_class = tuple(
-            ClassCount(int(label), int(right_of[label]), int(seen_of[label])) for label in np.flatnonzero(seen_of)
-        )
         flops += program.graphs[program.evaluate.graph].flops * total
-        return Evaluated(correct, seen, flops, by_class)
+        return Evaluated(correct, seen, flops, tally.by_class())
 
     def prepare(
         self, program: Program, values: Mapping[str, Array], images: Split, seeds: Seeds, watch: Watch

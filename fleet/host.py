@@ -109,6 +109,7 @@ def host_command(
         threads=threads,
         at_once=at_once or max(1, usable_cores() // (threads * hosts)),
         software=version("fedvit"),
+        watches=True,
     )
     stop = threading.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):

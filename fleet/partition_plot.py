@@ -14,33 +14,50 @@ _TERMINAL_COLUMNS = 60  # what device names and totals leave of 80
 
 _INK, _PALE, _BUBBLE = "#222222", "#dddddd", "#3567a6"
 _LABEL_LETTERS = 16
+_LEGEND = "images of a class:"
 
 
 def draw_bubbles(title: str, devices: list[str], classes: list[str], counts: Counts) -> Image.Image:
     """A row per device, a column per class, a disc as large in area as the count (devices, classes).
 
-    At the right a bar with the device's total. Names longer than 16 letters are cut.
+    At the right a bar with the device's total, below what some sizes of a disc stand for. Names longer than 16 letters
+    are cut.
     """
     page = _Page.for_names(devices, classes)
-    width = max(page.width, math.ceil(page.font.getlength(title)) + 2 * page.margin)
+    largest = max(int(counts.max(initial=0)), 1)
+    legend = sorted({max(1, largest // part) for part in (1, 4, 16)})
+    widest = max(page.font.getlength(title), page.legend_width(legend))
+    width = max(page.width, math.ceil(widest) + 2 * page.margin)
     image = Image.new("RGB", (width, page.height), "white")
     draw = ImageDraw.Draw(image)
     draw.text((page.margin, page.margin), title, fill=_INK, font=page.font)
     for column, name in enumerate(classes):
         _write_upright(image, (page.x(column), page.top - page.gap), _cut(name), page.font)
-    largest = max(int(counts.max(initial=0)), 1)
     totals = counts.sum(axis=1)
     for row, name in enumerate(devices):
         y = page.y(row)
         draw.text((page.left - page.gap, y), _cut(name), fill=_INK, font=page.font, anchor="rm")
         draw.line((page.left, y, page.x(len(classes) - 1) + page.cell / 2, y), fill=_PALE)
         for column in np.flatnonzero(counts[row]).tolist():
-            radius = max(0.48 * page.cell * math.sqrt(counts[row, column] / largest), 1.0)
-            draw.circle((page.x(column), y), radius, fill=_BUBBLE)
+            draw.circle((page.x(column), y), page.radius(counts[row, column] / largest), fill=_BUBBLE)
         length = page.bar * int(totals[row]) / max(int(totals.max(initial=0)), 1)
         draw.rectangle((page.right, y - page.cell / 4, page.right + length, y + page.cell / 4), fill=_PALE)
         draw.text((page.right + page.gap, y), str(totals[row]), fill=_INK, font=page.font, anchor="lm")
+    _draw_legend(draw, page, legend)
     return image
+
+
+def _draw_legend(draw: ImageDraw.ImageDraw, page: "_Page", sizes: list[int]) -> None:
+    """Discs of these numbers of images, the last of which is the largest of the picture."""
+    x, y = float(page.margin), page.y(page.rows) + page.gap
+    draw.text((x, y), _LEGEND, fill=_INK, font=page.font, anchor="lm")
+    x += page.font.getlength(_LEGEND)
+    for size in sizes:
+        x += page.gap + page.cell / 2
+        draw.circle((x, y), page.radius(size / sizes[-1]), fill=_BUBBLE)
+        x += page.cell / 2 + page.gap / 2
+        draw.text((x, y), str(size), fill=_INK, font=page.font, anchor="lm")
+        x += page.font.getlength(str(size))
 
 
 def bar_lines(devices: list[str], counts: Counts) -> list[str]:
@@ -95,7 +112,15 @@ class _Page:
 
     @property
     def height(self) -> int:
-        return self.top + self.rows * self.cell + self.margin
+        return self.top + (self.rows + 1) * self.cell + self.gap + self.margin  # the last row is the legend
+
+    def legend_width(self, sizes: list[int]) -> float:
+        discs = len(sizes) * (self.cell + 1.5 * self.gap)
+        return self.font.getlength(_LEGEND) + discs + sum(self.font.getlength(str(size)) for size in sizes)
+
+    def radius(self, share: float) -> float:
+        """Of a disc whose area is this share of the largest one's."""
+        return max(0.48 * self.cell * math.sqrt(share), 1.0)
 
     def x(self, column: int) -> float:
         return self.left + (column + 0.5) * self.cell

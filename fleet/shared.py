@@ -1,18 +1,24 @@
-"""Blobs, graphs and threads that the virtual devices of one process share."""
+"""Blobs, graphs, folders and threads that the virtual devices of one process share."""
 
 import contextlib
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from edge_client.runtime import Evaluated, Runtime, Trained
 from fedvit.blobs import BlobStore, digest_of
+from fedvit.data.folder import DeviceData
+from fedvit.data.growing import GrowingFolder
 from fedvit.partials import MAP, PART, in_use
 from fedvit.transport.exchange import BlobExchange, Finished
 from fedvit.wire.messages import Manifest
+
+LOOK_S = 1.0
+"""Shortest time between two looks at a folder."""
 
 
 class SharedRuntime(Runtime):
@@ -35,6 +41,56 @@ class SharedRuntime(Runtime):
     def evaluate(self, *args: Any, **kwargs: Any) -> Evaluated:
         with self._computing:
             return super().evaluate(*args, **kwargs)
+
+
+class SharedFolder:
+    """The images of a folder that grows, for several devices.
+
+    It is looked through when one of them is about to get a task, but at most once in LOOK_S, and more rarely where that
+    would take more than `share` of the process's time. Raises DataError and StorageFailed as GrowingFolder.
+    """
+
+    def __init__(self, folder: Path, *, split_file: Path, cache_bytes: int, share: float) -> None:
+        self._folder, self._split_file = folder, split_file
+        self._cache_bytes, self._share = cache_bytes, share
+        self._opened: dict[frozenset[str] | None, GrowingFolder] = {}  # by the classes of the devices' runs
+        self._due: dict[frozenset[str] | None, float] = {}
+
+    def look(self, classes: Collection[str] | None) -> GrowingFolder:
+        """Its images of these classes, None: of all."""
+        key = None if classes is None else frozenset(classes)
+        if key not in self._opened:
+            self._opened[key] = GrowingFolder(self._folder, split_file=self._split_file, cache_bytes=self._cache_bytes)
+            self._due[key] = time.monotonic() + (LOOK_S if key is None else 0.0)  # the classes are not looked at yet
+        if (began := time.monotonic()) >= self._due[key]:
+            try:
+                self._opened[key].look(key)
+            finally:
+                ended = time.monotonic()
+                self._due[key] = ended + max(LOOK_S, (ended - began) / self._share)
+        return self._opened[key]
+
+
+class OwnFolder:
+    """The images of a shared folder as one device has them, with a cache of its own."""
+
+    def __init__(self, shared: SharedFolder, own: Callable[[DeviceData], DeviceData]) -> None:
+        self._shared, self._own = shared, own
+        self._growing = shared.look(None)
+        self._seen = self._growing.data
+        self.data = own(self._seen)
+
+    def look(self, classes: Collection[str] | None = None) -> bool:
+        """As that of a GrowingFolder."""
+        self._growing = self._shared.look(classes)
+        if self._growing.data is self._seen:
+            return False
+        self._seen = self._growing.data
+        self.data = self._own(self._seen)
+        return True
+
+    def log_problems(self) -> None:
+        self._growing.log_problems()
 
 
 class QueuedWork:

@@ -18,12 +18,13 @@ from typing import Any
 
 from edge_client.agent import TICK_S, Agent
 from edge_client.integrity import Integrity
+from edge_client.state import split_file
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
-from fedvit.data.folder import DeviceData, Files, Split
+from fedvit.data.folder import DeviceData, Files
 from fedvit.resources import IMAGE_CACHE_BYTES
 from fedvit.transport.base import Transport
-from fleet.shared import Fetches, SharedBlobs, SharedRuntime, WorkQueue
+from fleet.shared import Fetches, OwnFolder, SharedBlobs, SharedFolder, SharedRuntime, WorkQueue
 from profiles.probes.host import device_profile
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 HOST_CACHE_BYTES = 256 << 20
 """For the decoded images of all devices of a process."""
 
+LOOKING = 0.02
+"""Most of a host's time that it looks through folders."""
 AGENTS_PER_TICK = 100
 """Agents whose timers run in each tick, beside those that transfer blobs."""
 LONGEST_TURN_TICKS = 20
@@ -59,8 +62,8 @@ class Host:
 
     `devices` gives their names and folders of images. Each device's vault is in a folder of its name below `state`; all
     blobs are in the folder `blobs`, to which each device's own `blobs` is a link. `at_once` devices compute at the same
-    time, with `threads` each. `kinds` has other classes of agents by name. Raises DataError for a folder that cannot be
-    used.
+    time, with `threads` each. With `watches`, images that are added or removed count from a device's next task on.
+    `kinds` has other classes of agents by name. Raises DataError for a folder that cannot be used.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Host:
         threads: int,
         at_once: int,
         software: str,
+        watches: bool = False,
         kinds: Mapping[str, Callable[..., Agent]] | None = None,
     ) -> None:
         self._inbox: SimpleQueue[tuple[str, object]] = SimpleQueue()
@@ -82,7 +86,7 @@ class Host:
         runtime, shared, fetches = SharedRuntime(threads, at_once), SharedBlobs(blobs), Fetches()
         vaults = {name: Vault(state / name / "vault") for name in devices}
         integrity = Integrity(BlobStore(blobs), lambda: chain.from_iterable(one.files() for one in vaults.values()))
-        images = _images(devices)
+        images = _images(devices, state)
         profile = device_profile(threads)
         self.agents: dict[str, Agent] = {}
         for name in devices:
@@ -92,7 +96,8 @@ class Host:
                 device=name,
                 federation=federation,
                 transport=transport(name, _Inbox(name, self._inbox)),
-                data=images[name],
+                data=images[name].data,
+                growing=images[name] if watches else None,
                 vault=vaults[name],
                 blobs=shared.view(),
                 runtime=runtime,
@@ -154,19 +159,21 @@ class Host:
         return touched
 
 
-def _images(devices: Mapping[str, Path]) -> dict[str, DeviceData]:
+def _images(devices: Mapping[str, Path], state: Path) -> dict[str, OwnFolder]:
     """Each device's view of its folder; a folder of several devices is read once."""
     cache_bytes = min(IMAGE_CACHE_BYTES, HOST_CACHE_BYTES // max(1, len(devices)))
-    opened = {folder: DeviceData.open(folder, cache_bytes=cache_bytes) for folder in dict.fromkeys(devices.values())}
-
-    def own(split: Split) -> Split:
-        return replace(split, files=Files(split.paths, cache_bytes))
-
-    found = {}
+    share = LOOKING / max(1, len(set(devices.values())))
+    opened: dict[Path, SharedFolder] = {}
     for name, folder in devices.items():
-        data = opened[folder]
-        found[name] = replace(data, train=own(data.train), test=own(data.test))
-    return found
+        if folder not in opened:
+            kept = split_file(state / name)
+            opened[folder] = SharedFolder(folder, split_file=kept, cache_bytes=cache_bytes, share=share)
+
+    def own(data: DeviceData) -> DeviceData:
+        train, test = (replace(part, files=Files(part.paths, cache_bytes)) for part in (data.train, data.test))
+        return replace(data, train=train, test=test)
+
+    return {name: OwnFolder(opened[folder], own) for name, folder in devices.items()}
 
 
 def _link(link: Path, blobs: Path) -> None:

@@ -19,6 +19,12 @@ SHORTEST = 8
     cls=Command, examples=["coordinator dashboard", "coordinator dashboard --runs /srv/fedvit/runs --port 8091"]
 )
 @runs_flag
+@click.option(
+    "--experiments",
+    type=click.Path(path_type=Path),
+    default=Path("experiments"),
+    help="Folder of experiments, each of which `fleet experiment` wrote, to be compared.",
+)
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, help="Port of the pages; 0 takes a free one.")
 @click.option(
     "--listen", default="127.0.0.1", help="Address of the pages; one that other machines reach needs a password."
@@ -34,7 +40,14 @@ SHORTEST = 8
     envvar="FEDVIT_DEPLOYMENT",
     help="Folder that `coordinator init` made: revoked devices are marked; or set FEDVIT_DEPLOYMENT.",
 )
-def dashboard(folder: Path, port: int, listen: str, password_file: Path | None, deployment: Path | None) -> None:
+def dashboard(
+    folder: Path,
+    experiments: Path,
+    port: int,
+    listen: str,
+    password_file: Path | None,
+    deployment: Path | None,
+) -> None:
     """Show runs and devices in a browser, as they happen; a process of its own that only reads.
 
     With a password operators can cancel runs, release devices from quarantine and revoke them.
@@ -44,6 +57,7 @@ def dashboard(folder: Path, port: int, listen: str, password_file: Path | None, 
         from coordinator.dashboard.server import listen_on, serve
     except ModuleNotFoundError as error:
         raise ConfigError(f"the dashboard needs the package {error.name}: pip install 'fedvit[dashboard]'") from error
+    from coordinator.dashboard.experiments import Experiments
     from coordinator.dashboard.frame import Site
     from coordinator.dashboard.reader import Reader
     from coordinator.deployment.folder import Deployment
@@ -60,7 +74,7 @@ def dashboard(folder: Path, port: int, listen: str, password_file: Path | None, 
         with listen_on(listen, port) as opened:
             address = f"[{listen}]" if ":" in listen else listen
             click.echo(f"dashboard: http://{address}:{opened.getsockname()[1]}/ (Ctrl-C ends it)")
-            site = Site(Reader(store, folder), folder, devices, acts=password is not None)
+            site = Site(Reader(store, folder), folder, Experiments(experiments), devices, acts=password is not None)
             serve(site, opened, password)
     finally:
         store.close()

@@ -1,32 +1,55 @@
 """`coordinator plan`: the configuration of a method that boards would get."""
 
+from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
+from click.core import ParameterSource
 
+from coordinator.commands.flags import existing_store, runs_flag
 from coordinator.commands.prediction_flags import request_flags, request_of
+from coordinator.config import RunConfig, make_config
 from fedvit.command_line import Command, json_flag
-from fedvit.errors import OverBudget
+from fedvit.errors import ConfigError, OverBudget
+from fedvit.files import private_files
+
+OF_THE_RUN = {"method": "--method", "pairs": "--option", "model": "--model", "model_pairs": "--model-option"}
+"""Flags that a recorded run stands for."""
 
 
 @click.command(
-    cls=Command, examples=["coordinator plan --model vit_base_patch16_224 --device rpi5-8 --memory-budget 800MB"]
+    cls=Command,
+    examples=[
+        "coordinator plan --model vit_base_patch16_224 --device rpi5-8 --memory-budget 800MB",
+        "coordinator plan --run night --device rpi5-8 --device rpi4b-4",
+    ],
 )
+@click.option(
+    "--run",
+    metavar="NAME",
+    help="Of this run of the record, in place of --method, --model and their options; the dashboard shows its plans "
+    "until it begins.",
+)
+@runs_flag
 @request_flags
 @json_flag
-def plan(as_json: bool, **request: Any) -> None:
+@private_files()
+def plan(run: str | None, folder: Path, as_json: bool, **request: Any) -> None:
     """Choose the configuration of a method that fits the budgets of boards, and list the alternatives.
 
     Ends with exit code 8 if nothing fits one of them.
     """
-    wanted = request_of(request)
+    wanted = request_of(request, config=_recorded(run, folder) if run else None)
     from rich.console import Console
 
+    from coordinator.planning.forecast import write_forecast
     from coordinator.planning.plan_report import plan_report
-    from coordinator.planning.profiling import NothingFits, choose_configurations
+    from coordinator.planning.profiling import NothingFits, choose_configurations, forecast_of
 
     chosen = choose_configurations(wanted, progress=lambda line: click.echo(line, err=True))
+    if run:
+        write_forecast(folder / run, forecast_of(wanted, chosen))
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(chosen)).decode())
     else:
@@ -34,3 +57,16 @@ def plan(as_json: bool, **request: Any) -> None:
         console.print(plan_report(chosen, console.width))
     if none := [each.device for each in chosen if isinstance(each, NothingFits)]:
         raise OverBudget(f"nothing fits the budget of {', '.join(none)}")
+
+
+def _recorded(run: str, folder: Path) -> RunConfig:
+    """The configuration of a run. Raises ConfigError if there is no such run, or a flag contradicts it."""
+    source = click.get_current_context().get_parameter_source
+    given = [flag for name, flag in OF_THE_RUN.items() if source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        raise ConfigError(f"--run {run} has its own method and model: leave out {', '.join(given)}")
+    store = existing_store(folder)
+    try:
+        return make_config(store.run(run).config, f"run {run}").run
+    finally:
+        store.close()

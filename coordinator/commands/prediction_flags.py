@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from coordinator.commands.flags import key_value
+from coordinator.config import RunConfig, make_config
 from fedvit.command_line import amount
 from fedvit.known_names import check_names
 from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
@@ -60,21 +61,33 @@ def request_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def request_of(given: dict[str, Any], *, masks: Sequence[float] = (), splits: Sequence[int] = ()) -> "Request":
-    """The request in the values of `request_flags`. Raises ConfigError for unknown names, before torch is imported."""
+def request_of(
+    given: dict[str, Any],
+    *,
+    config: RunConfig | None = None,
+    masks: Sequence[float] = (),
+    splits: Sequence[int] = (),
+) -> "Request":
+    """The request in the values of `request_flags`; `config` stands for method and model. Raises ConfigError for
+    unknown names, before torch is imported."""
     from profiles.catalogue import in_mode
 
-    options, model_options = dict(map(key_value, given["pairs"])), dict(map(key_value, given["model_pairs"]))
-    check_names(given["method"], options, given["model"], model_options)
+    if config is None:
+        values = {
+            "method": given["method"],
+            "options": dict(map(key_value, given["pairs"])),
+            "model": given["model"],
+            "model_options": dict(map(key_value, given["model_pairs"])),
+            "rounds": 1,
+        }
+        check_names(values["method"], values["options"], values["model"], values["model_options"])
+        config = make_config(values, "flags").run
     for device in given["devices"]:
         in_mode(device)
     from coordinator.planning.profiling import BoardMode, Request
 
     return Request(
-        method=given["method"],
-        options=options,
-        model=given["model"],
-        model_options=model_options,
+        config=config,
         classes=given["classes"],
         targets=[BoardMode.parse(text) for text in given["devices"]],
         masks=masks,

@@ -464,3 +464,5 @@ def _serve(
     finally:
         notifier.stopping()
     display.line(f"finished; tensors: {home / 'model.safetensors'}, log: {log_file}")
+    of_run = f"{run} --runs {folder} --out"
+    display.line(f"next: coordinator report {of_run} report.html; coordinator export {of_run} bundle")

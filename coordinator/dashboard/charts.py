@@ -9,6 +9,8 @@ MOST_POINTS = 400
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800", "#8a8a8a")
 """Those of the reports, which people who see no red or green can tell apart."""
 Values = Sequence[float | None]
+Options = dict[str, Any]
+"""Of one chart."""
 
 
 def thinned(count: int) -> list[int]:
@@ -22,7 +24,7 @@ def thinned(count: int) -> list[int]:
     return places if not count or places[-1] == count - 1 else [*places, count - 1]
 
 
-def lines(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_name: str) -> dict[str, Any]:
+def lines(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_name: str) -> Options:
     """Lines over one scale."""
     kept = thinned(len(x))
     series = [
@@ -32,7 +34,7 @@ def lines(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_nam
     return _frame(x_name, y_name) | {"series": series, "legend": _legend(list(named))}
 
 
-def overlaid(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_name: str, y_name: str) -> dict[str, Any]:
+def overlaid(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_name: str, y_name: str) -> Options:
     """Lines that each have points of their own."""
     series = [
         _line(name, [list(points[place]) for place in thinned(len(points))], COLOURS[number % len(COLOURS)])
@@ -41,7 +43,7 @@ def overlaid(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_name: str
     return _frame(x_name, y_name) | {"series": series, "legend": _legend(list(curves))}
 
 
-def band(x: Sequence[float], mean: Values, low: Values, high: Values, *, x_name: str, y_name: str) -> dict[str, Any]:
+def band(x: Sequence[float], mean: Values, low: Values, high: Values, *, x_name: str, y_name: str) -> Options:
     """A line within the range from `low` to `high`, where both are known."""
     kept = thinned(len(x))
     floor = [[x[place], low[place]] for place in kept]
@@ -58,7 +60,7 @@ def band(x: Sequence[float], mean: Values, low: Values, high: Values, *, x_name:
     return _frame(x_name, y_name) | {"series": series, "legend": _legend(["mean", "range over devices"])}
 
 
-def stacked(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_name: str) -> dict[str, Any]:
+def stacked(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_name: str) -> Options:
     """Bars that add up."""
     kept = thinned(len(x))
     series = [
@@ -71,7 +73,7 @@ def stacked(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_n
     return _frame(x_name, y_name) | {"series": series, "legend": _legend(list(named))}
 
 
-def histogram(values: Sequence[float], *, x_name: str, y_name: str) -> dict[str, Any]:
+def histogram(values: Sequence[float], *, x_name: str, y_name: str) -> Options:
     """How many values from 0 to 1 lie in each tenth."""
     counts = [0] * 10
     for value in values:
@@ -106,7 +108,7 @@ def _legend(names: list[str]) -> dict[str, Any]:
     return {"data": names, "top": 0, "type": "scroll"}
 
 
-def _frame(x_name: str, y_name: str) -> dict[str, Any]:
+def _frame(x_name: str, y_name: str) -> Options:
     grid_line = {"lineStyle": {"color": "rgba(128, 128, 128, 0.3)"}}
     return {
         "animation": False,

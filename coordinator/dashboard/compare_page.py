@@ -1,20 +1,20 @@
-"""Runs side by side: settings that differ, and curves over each other."""
+"""Runs and experiments side by side: settings that differ, and curves over each other."""
 
+import asyncio
 from collections.abc import Callable
-from itertools import accumulate
-from typing import Any
-
-from nicegui import ui
 
 from coordinator.dashboard import charts
-from coordinator.dashboard.frame import Chart, Part, Site, follow, page
+from coordinator.dashboard.frame import Figures, Part, Site, follow, page
+from coordinator.dashboard.series import Series, Tried, differing, of_run, of_tried, tried
 from coordinator.record.store import Store
-from coordinator.record.summary import RoundSummary, RunSummary, progress, summarise
+from coordinator.record.summary import RunSummary, progress, summarise
+from fedvit.errors import ConfigError
+from profiles.report.curves import COSTS, curve
 
 MOST = 8
-"""Runs side by side: as many as there are colours."""
+"""Side by side: as many as there are colours."""
 CHOICES = 100
-"""Runs to choose from, the newest first."""
+"""Runs to choose from, the newest first; and as many methods of experiments."""
 
 
 def view(store: Store, names: tuple[str, ...]) -> list[RunSummary]:
@@ -22,53 +22,44 @@ def view(store: Store, names: tuple[str, ...]) -> list[RunSummary]:
     return [summarise(store, name, accuracy_of=0, refusals_of=0) for name in names]
 
 
-def differing(runs: list[RunSummary]) -> dict[str, list[Any]]:
-    """Settings that are not the same in all runs, with a value for each; None: the default."""
-    held = [{"method": run.method, "model": run.model, "seed": run.seed, **run.settings} for run in runs]
-    names = sorted({name for settings in held for name in settings})
-    found = {name: [settings.get(name) for settings in held] for name in names}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+def _against(x_name: str) -> Callable[[list[Series]], charts.Options]:
+    def draw(chosen: list[Series]) -> charts.Options:
+        curves = {one.name: curve(one.points, COSTS[x_name]) for one in chosen}
+        return charts.overlaid(curves, x_name=x_name, y_name="accuracy")
+
+    return draw
 
 
-def curve(run: RunSummary, cost: Callable[[RoundSummary], float]) -> list[tuple[float, float]]:
-    """Accuracy against a cost that adds up over rounds."""
-    spent = accumulate(cost(entry) for entry in run.rounds)
-    return [
-        (at, entry.accuracy_mean)
-        for at, entry in zip(spent, run.rounds, strict=True)
-        if entry.accuracy_mean is not None
-    ]
+FIGURES = {f"Accuracy against {name}": _against(name) for name in COSTS}
 
 
-COSTS: tuple[tuple[str, str, Callable[[RoundSummary], float]], ...] = (
-    ("Accuracy by round", "round", lambda entry: 1.0),
-    ("Accuracy against megabytes", "MB down and up", lambda entry: (entry.bytes_down + entry.bytes_up) / 1e6),
-    ("Accuracy against work on devices", "TFLOP", lambda entry: entry.flops / 1e12),
-    ("Accuracy against time", "s", lambda entry: (entry.devices_s or 0.0) + (entry.server_s or 0.0)),
-)
-
-
-async def show(site: Site, names: list[str]) -> None:
-    chosen = tuple(dict.fromkeys(names))[:MOST]
+async def show(site: Site, runs: list[str], methods: list[str]) -> None:
+    chosen_runs = tuple(dict.fromkeys(runs))[:MOST]
+    chosen_methods = list(dict.fromkeys(methods))[: MOST - len(chosen_runs)]
     with page("Compare", "/compare"):
         form = Part("compare_form.html")
-        form.show(runs=(await site.reader(progress))[:CHOICES], chosen=chosen, most=MOST)
-        if not chosen:
+        form.show(
+            runs=(await site.reader(progress))[:CHOICES],
+            methods=list((await _tried(site)).values())[:CHOICES],
+            chosen=[*chosen_runs, *chosen_methods],
+            most=MOST,
+        )
+        if not (chosen_runs or chosen_methods):
             return
         table = Part("compare.html")
-        with ui.element("div").classes("figures"):
-            shown = [Chart(name) for name, _, _ in COSTS]
+        figures = Figures(FIGURES)
 
         async def refresh() -> None:
-            runs = await site.reader(view, chosen)
-            table.show(runs=runs, differing=differing(runs), energies=[_energy(run) for run in runs])
-            for chart, (_, x_name, cost) in zip(shown, COSTS, strict=True):
-                curves = {run.run: curve(run, cost) for run in runs}
-                chart.show(charts.overlaid(curves, x_name=x_name, y_name="accuracy"))
+            known = await _tried(site)
+            if unknown := [name for name in chosen_methods if name not in known]:
+                raise ConfigError(f"the folder of experiments has no results of {', '.join(unknown)}")
+            chosen = [*map(of_run, await site.reader(view, chosen_runs))]
+            chosen += [of_tried(known[name]) for name in chosen_methods]
+            table.show(chosen=chosen, differing=differing(chosen))
+            figures.show(chosen)
 
         await follow(refresh)
 
 
-def _energy(run: RunSummary) -> float | None:
-    known = [entry.energy_j for entry in run.rounds if entry.energy_j is not None]
-    return sum(known) if known else None
+async def _tried(site: Site) -> dict[str, Tried]:
+    return tried(await asyncio.to_thread(site.experiments.outcomes))

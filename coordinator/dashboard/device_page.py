@@ -1,17 +1,18 @@
 """The page of one device: its history in a run."""
 
 import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
 
 from msgspec import Struct
-from nicegui import ui
 
 from coordinator.dashboard import actions, charts
-from coordinator.dashboard.frame import Chart, Part, Site, follow, page
+from coordinator.dashboard.frame import Figures, Part, Site, follow, page
 from coordinator.record.standings import Standing, standings
 from coordinator.record.store import Store, TaskHistory
 from coordinator.record.tables import DeviceRecord, RefusalRecord
-from coordinator.run.status import Member, read_members
+from coordinator.run.status import read_members
+from fedvit.resources import ResourceUse
 
 ROUNDS = 50
 """Rounds of one page of the history."""
@@ -23,6 +24,11 @@ class Entry(NamedTuple):
 
     task: TaskHistory
     accuracy: float | None
+
+    @property
+    def use(self) -> ResourceUse:
+        """What the device measured; nothing where there is no result."""
+        return self.task.use or ResourceUse()
 
 
 class DeviceView(Struct, frozen=True):
@@ -60,41 +66,62 @@ def view(store: Store, run: str, device: str, until: int | None) -> DeviceView:
     )
 
 
+def _by_round(name: str, unit: str, of: Callable[[Entry], float | None]) -> Callable[[DeviceView], charts.Options]:
+    """A line of the rounds in which the device measured something."""
+
+    def draw(seen: DeviceView) -> charts.Options:
+        measured = _measured(seen)
+        values = [of(entry) for entry in measured]
+        return charts.lines(_numbers(measured), {name: values}, x_name="round", y_name=unit)
+
+    return draw
+
+
+def _memory(seen: DeviceView) -> charts.Options:
+    measured = _measured(seen)
+    budgets = [entry.task.expected.budget.memory_bytes if entry.task.expected else None for entry in measured]
+    lines = {"peak": [charts.scaled(entry.use.peak_rss_bytes, 1e6) for entry in measured]}
+    if any(budgets):
+        lines["budget"] = [charts.scaled(budget, 1e6) for budget in budgets]
+    return charts.lines(_numbers(measured), lines, x_name="round", y_name="MB")
+
+
+def _measured(seen: DeviceView) -> list[Entry]:
+    """The oldest round first."""
+    return [entry for entry in reversed(seen.history) if entry.task.use is not None]
+
+
+def _numbers(entries: list[Entry]) -> list[float]:
+    return [float(entry.task.round) for entry in entries]
+
+
+FIGURES = {
+    "Megabytes of peak memory by round, beside the budget": _memory,
+    "Milliseconds of a training step by round": _by_round(
+        "step", "ms", lambda entry: charts.scaled(entry.use.step_s, 1e-3)
+    ),
+    "Degrees Celsius by round": _by_round("temperature", "°C", lambda entry: entry.use.temperature_c),
+    "Accuracy on the device's own test images by round": _by_round(
+        "accuracy", "accuracy", lambda entry: entry.accuracy
+    ),
+}
+
+
 async def show(site: Site, run: str, device: str, until: int | None) -> None:
     with page(device, "/fleet"):
         head = Part("device_head.html")
         if site.acts:
             actions.device_buttons(site, run, device)
             actions.label_field(site, device)
-        with ui.element("div").classes("figures"):
-            memory = Chart("Megabytes of peak memory by round, beside the budget")
-            step = Chart("Milliseconds of a training step by round")
-            heat = Chart("Degrees Celsius by round")
-            accuracy = Chart("Accuracy on the device's own test images by round")
+        figures = Figures(FIGURES)
         body = Part("device_body.html")
 
         async def refresh() -> None:
             seen = await site.reader(view, run, device, until)
-            member = _member(read_members(site.folder / run), device)
+            member = next((member for member in read_members(site.folder / run) if member.device == device), None)
             revoked = device in await asyncio.to_thread(site.revoked)
             head.show(run=run, device=device, seen=seen, member=member, revoked=revoked)
-            rounds = [(entry, entry.task.use) for entry in reversed(seen.history) if entry.task.use is not None]
-            numbers = [float(entry.task.round) for entry, _ in rounds]
-            budgets = [entry.task.expected.budget.memory_bytes if entry.task.expected else None for entry, _ in rounds]
-            lines = {"peak": [charts.scaled(use.peak_rss_bytes, 1e6) for _, use in rounds]}
-            if any(budgets):
-                lines["budget"] = [charts.scaled(budget, 1e6) for budget in budgets]
-            memory.show(charts.lines(numbers, lines, x_name="round", y_name="MB"))
-            steps = [charts.scaled(use.step_s, 1e-3) for _, use in rounds]
-            step.show(charts.lines(numbers, {"step": steps}, x_name="round", y_name="ms"))
-            degrees = [use.temperature_c for _, use in rounds]
-            heat.show(charts.lines(numbers, {"temperature": degrees}, x_name="round", y_name="°C"))
-            known = [entry.accuracy for entry, _ in rounds]
-            accuracy.show(charts.lines(numbers, {"accuracy": known}, x_name="round", y_name="accuracy"))
+            figures.show(seen)
             body.show(run=run, device=device, seen=seen)
 
         await follow(refresh)
-
-
-def _member(members: list[Member], device: str) -> Member | None:
-    return next((member for member in members if member.device == device), None)

@@ -1,23 +1,28 @@
 """The frame of all pages: navigation, parts that follow the record, and errors as one line."""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import urlencode
 
 from nicegui import ui
 
+from coordinator.dashboard.charts import Options
+from coordinator.dashboard.experiments import Experiments
 from coordinator.dashboard.reader import Reader
 from coordinator.deployment.folder import Deployment
 from fedvit.errors import FedvitError
+from profiles.report.confusion import taken_for
 from profiles.report.page import environment
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+T = TypeVar("T")
 
 EVERY_S = 1.0
 """Interval at which a page looks for news."""
@@ -32,6 +37,7 @@ class Site:
 
     reader: Reader
     folder: Path  # of the runs
+    experiments: Experiments
     deployment: Deployment | None  # the devices' certificates
     acts: bool  # whether a password was given, so that operators may change something
 
@@ -46,7 +52,7 @@ class Site:
 @cache
 def templates() -> "Environment":
     made = environment("coordinator.dashboard")
-    made.filters |= {"link": link, "clock": clock, "ago": ago}
+    made.filters |= {"link": link, "clock": clock, "ago": ago, "taken_for": taken_for}
     made.globals |= {"nothing": NOTHING}
     return made
 
@@ -110,15 +116,27 @@ class Chart:
     """A chart that is sent when its data change; `name` is read to people who do not see it."""
 
     def __init__(self, name: str) -> None:
-        self._shown: dict[str, Any] = {}
+        self._shown: Options = {}
         self._chart = ui.echart({}, renderer="svg").classes("figure").props(f'role="img" aria-label="{name}"')
 
-    def show(self, options: dict[str, Any]) -> None:
+    def show(self, options: Options) -> None:
         if options != self._shown:
             self._shown = options
             self._chart.options.clear()
             self._chart.options.update(options)
             self._chart.update()
+
+
+class Figures(Generic[T]):
+    """The charts of a page, by their names; each is drawn from the same data."""
+
+    def __init__(self, drawings: Mapping[str, Callable[[T], Options]]) -> None:
+        with ui.element("div").classes("figures"):
+            self._charts = [(Chart(name), draw) for name, draw in drawings.items()]
+
+    def show(self, data: T) -> None:
+        for chart, draw in self._charts:
+            chart.show(draw(data))
 
 
 async def follow(refresh: Callable[[], Awaitable[None]]) -> None:

@@ -9,12 +9,16 @@ from msgspec import Struct
 from nicegui import ui
 
 from coordinator.dashboard import actions, charts
-from coordinator.dashboard.frame import Chart, Part, Site, follow, page
+from coordinator.dashboard.frame import Figures, Part, Site, follow, page
+from coordinator.planning.forecast import read_forecast
+from coordinator.record.reporting import class_accuracies
 from coordinator.record.store import RefusalCount, Store, TaskHistory
 from coordinator.record.summary import RunSummary, summarise
 from coordinator.run.status import Status, read_status
 from fedvit.errors import ConfigError
 from fedvit.resources import Budget
+from profiles.report.confusion import confusion
+from profiles.report.document import ClassAccuracy
 
 NEWEST_ROUNDS = 20
 """Rounds that the table has; the charts have all."""
@@ -41,6 +45,7 @@ class RunView(Struct, frozen=True):
     summary: RunSummary
     refusals: list[RefusalCount]
     plans: list[Plan]
+    classes: list[ClassAccuracy]  # of the newest evaluation
     paused: bool  # by the operator
 
 
@@ -51,6 +56,7 @@ def view(store: Store, run: str) -> RunView:
         summary,
         store.refusal_counts(run, MOST_REASONS),
         plans(store.task_histories(run, [newest])),
+        class_accuracies(store, summary),
         store.is_paused(run),
     )
 
@@ -92,6 +98,63 @@ def status_of(site: Site, run: str) -> Status | None:
         return None
 
 
+# --- charts ---------------------------------------------------------------------------------------------
+
+
+def _accuracy(run: RunSummary) -> charts.Options:
+    return charts.band(
+        _numbers(run),
+        [entry.accuracy_mean for entry in run.rounds],
+        [entry.accuracy_lowest for entry in run.rounds],
+        [entry.accuracy_highest for entry in run.rounds],
+        x_name="round",
+        y_name="accuracy",
+    )
+
+
+def _spread(run: RunSummary) -> charts.Options:
+    known = [device.accuracy for device in run.devices if device.accuracy is not None]
+    return charts.histogram(known, x_name="accuracy of the last evaluation", y_name="devices")
+
+
+def _times(run: RunSummary) -> charts.Options:
+    waiting = [
+        max(0.0, entry.devices_s - (entry.train_s or 0.0)) if entry.devices_s is not None else None
+        for entry in run.rounds
+    ]
+    parts = {
+        "training": [entry.train_s for entry in run.rounds],
+        "transfers and waiting": waiting,
+        "server": [entry.server_s for entry in run.rounds],
+    }
+    return charts.stacked(_numbers(run), parts, x_name="round", y_name="s")
+
+
+def _volume(run: RunSummary) -> charts.Options:
+    parts = {
+        "down": [entry.bytes_down / 1e6 for entry in run.rounds],
+        "up": [entry.bytes_up / 1e6 for entry in run.rounds],
+    }
+    return charts.stacked(_numbers(run), parts, x_name="round", y_name="MB")
+
+
+def _energy(run: RunSummary) -> charts.Options:
+    return charts.lines(_numbers(run), {"energy": [entry.energy_j for entry in run.rounds]}, x_name="round", y_name="J")
+
+
+def _numbers(run: RunSummary) -> list[float]:
+    return [float(entry.round) for entry in run.rounds]
+
+
+FIGURES = {
+    "Accuracy by round: mean and range over devices. The table of rounds has the figures.": _accuracy,
+    "Devices by the accuracy of their last evaluation": _spread,
+    "Seconds of each round: training, transfers and waiting, server": _times,
+    "Megabytes of each round, down and up": _volume,
+    "Joules of each round, of the devices that measured it": _energy,
+}
+
+
 async def show(site: Site, run: str) -> None:
     with page(run, "/"):
         head = Part("run_head.html")
@@ -99,12 +162,7 @@ async def show(site: Site, run: str) -> None:
             with ui.element("div").classes("buttons"):
                 actions.pause_buttons(site, run)
                 actions.cancel_button(site, run)
-        with ui.element("div").classes("figures"):
-            accuracy = Chart("Accuracy by round: mean and range over devices. The table of rounds has the figures.")
-            spread = Chart("Devices by the accuracy of their last evaluation")
-            times = Chart("Seconds of each round: training, transfers and waiting, server")
-            volume = Chart("Megabytes of each round, down and up")
-            energy = Chart("Joules of each round, of the devices that measured it")
+        figures = Figures(FIGURES)
         body = Part("run_body.html")
 
         async def refresh() -> None:
@@ -119,58 +177,19 @@ async def show(site: Site, run: str) -> None:
                 states=Counter(task.state for task in awaited),
                 awaited=awaited[:MOST_AWAITED],
                 energy_j=_sum(entry.energy_j for entry in summary.rounds),
+                forecast=None if summary.rounds else read_forecast(site.folder / run),
             )
-            rounds = summary.rounds
-            numbers = [float(entry.round) for entry in rounds]
-            accuracy.show(
-                charts.band(
-                    numbers,
-                    [entry.accuracy_mean for entry in rounds],
-                    [entry.accuracy_lowest for entry in rounds],
-                    [entry.accuracy_highest for entry in rounds],
-                    x_name="round",
-                    y_name="accuracy",
-                )
-            )
-            known = [device.accuracy for device in summary.devices if device.accuracy is not None]
-            spread.show(charts.histogram(known, x_name="accuracy of the last evaluation", y_name="devices"))
-            times.show(
-                charts.stacked(
-                    numbers,
-                    {
-                        "training": [entry.train_s for entry in rounds],
-                        "transfers and waiting": [
-                            max(0.0, entry.devices_s - (entry.train_s or 0.0)) if entry.devices_s is not None else None
-                            for entry in rounds
-                        ],
-                        "server": [entry.server_s for entry in rounds],
-                    },
-                    x_name="round",
-                    y_name="s",
-                )
-            )
-            volume.show(
-                charts.stacked(
-                    numbers,
-                    {
-                        "down": [entry.bytes_down / 1e6 for entry in rounds],
-                        "up": [entry.bytes_up / 1e6 for entry in rounds],
-                    },
-                    x_name="round",
-                    y_name="MB",
-                )
-            )
-            energy.show(
-                charts.lines(numbers, {"energy": [entry.energy_j for entry in rounds]}, x_name="round", y_name="J")
-            )
+            figures.show(summary)
             lowest = sorted(
                 (device for device in summary.devices if device.accuracy is not None),
                 key=lambda device: device.accuracy or 0.0,
             )
             body.show(
                 run=summary,
-                rounds=rounds[: -NEWEST_ROUNDS - 1 : -1],
+                rounds=summary.rounds[: -NEWEST_ROUNDS - 1 : -1],
                 lowest=lowest[:LOWEST],
+                classes=sorted(seen.classes, key=lambda entry: entry.accuracy),
+                confusion=confusion(seen.classes),
                 refusals=seen.refusals,
                 plans=seen.plans,
             )

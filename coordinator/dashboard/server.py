@@ -1,6 +1,7 @@
 """Serves the pages until Ctrl-C."""
 
 import errno
+import logging
 import socket
 from importlib.resources import files
 
@@ -15,7 +16,7 @@ from fedvit.errors import ConfigError
 
 ANSWER_S = 60.0
 """How long a page may take to be made: on a busy machine, from a long run."""
-_RUNS = Query([])  # an argument that may come several times
+_RUNS, _METHODS = Query([]), Query([])  # arguments that may come several times
 
 
 def listen_on(address: str, port: int) -> socket.socket:
@@ -40,6 +41,7 @@ def listen_on(address: str, port: int) -> socket.socket:
 
 def serve(site: Site, opened: socket.socket, password: str | None) -> None:
     """Serve the pages on an open socket until the process is asked to end."""
+    logging.getLogger("nicegui").setLevel(logging.ERROR)  # on a busy machine it warns that it is slow
     _register(site)
     style = "".join(
         files(package).joinpath(name).read_text()
@@ -75,8 +77,8 @@ def _register(site: Site) -> None:
     async def at_device(run: str, device: str, until: int | None = None) -> None:
         await device_page.show(site, run, device, until)
 
-    async def at_compare(run: list[str] = _RUNS) -> None:
-        await compare_page.show(site, run)
+    async def at_compare(run: list[str] = _RUNS, method: list[str] = _METHODS) -> None:
+        await compare_page.show(site, run, method)
 
     for address, show in (
         ("/", at_runs), ("/run", at_run), ("/round", at_round), ("/fleet", at_fleet), ("/device", at_device),

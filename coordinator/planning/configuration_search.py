@@ -24,7 +24,7 @@ from fedvit.program import Batch
 from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget, BudgetKind, image_cache_bytes
 from profiles.predict import predict
-from profiles.prediction import Prediction, ProgramCost
+from profiles.prediction import Expected, Prediction, ProgramCost
 from profiles.program_cost import PricedProgram
 
 MOST_PRICED = 32
@@ -51,6 +51,19 @@ class Choice(Struct, frozen=True, kw_only=True):
     cost: ProgramCost
     rejected: list[Candidate]  # of the same or higher quality, but over the budget
     runners_up: list[Candidate]  # within the budget, but of lower quality or slower
+
+
+def expected_of(candidate: Candidate, cost: ProgramCost, budget: Budget) -> Expected:
+    """The expected cost of a task of a device that gets this candidate."""
+    return Expected(
+        prediction=candidate.prediction,
+        flops=cost.flops_round,
+        bytes_down=cost.bytes_down,
+        bytes_up=cost.bytes_up,
+        budget=budget,
+        changes=candidate.changes,
+        quality=candidate.quality,
+    )
 
 
 class Priced(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 
 from coordinator.config import PrivacyConfig, RunConfig
 from coordinator.planning.batch import chosen_batch
-from coordinator.planning.configuration_search import ConfigurationSearch, cost_on
+from coordinator.planning.configuration_search import ConfigurationSearch, cost_on, expected_of
 from coordinator.planning.planned_device import PlannedDevice
 from coordinator.planning.trade_offs import trade_offs
 from export.graphs import default_cache, export_graphs, unverified_graphs
@@ -150,15 +150,8 @@ class Plan:
         else:
             method, choice = self.search.find(method, target)
             variant, candidate, cost = self._variant(method), choice.chosen, choice.cost
-        return variant, Expected(
-            prediction=candidate.prediction,
-            flops=cost.flops_round,
-            bytes_down=cost.bytes_down,
-            bytes_up=cost.bytes_up,
-            budget=target.budget,
-            changes=changed | candidate.changes,
-            quality=candidate.quality,
-        )
+        expected = expected_of(candidate, cost, target.budget)
+        return variant, msgspec.structs.replace(expected, changes=changed | candidate.changes)
 
     def _with_faster_products(self, method: Method, target: PlannedDevice) -> tuple[Method, dict[str, str]]:
         """The method, with products of floats where the device's own speed says that those of `compute` are slower;

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, Self
 import msgspec
 from msgspec import Struct
 
-from coordinator.planning.checks import checked_config
-from coordinator.planning.configuration_search import Choice
+from coordinator.config import RunConfig
+from coordinator.planning.checks import check_run
+from coordinator.planning.configuration_search import Choice, expected_of
+from coordinator.planning.forecast import BoardForecast, Forecast
 from coordinator.planning.planned_device import PlannedDevice
 from coordinator.planning.planner import Plan, make_plan
 from fedvit.blobs import BlobStore
@@ -49,13 +51,10 @@ class BoardMode(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A method on a model in some variants, and the boards to price it for."""
+    """A run in some variants of its method, and the boards to price it for."""
 
-    method: str
-    options: dict[str, Any]
-    model: str
-    model_options: dict[str, Any]
-    classes: int
+    config: RunConfig
+    classes: int  # where the configuration names none
     targets: Sequence[BoardMode]
     masks: Sequence[float]  # empty: the method's own
     splits: Sequence[int]
@@ -65,14 +64,14 @@ class Request:
 
     def variants(self) -> list[dict[str, Any]]:
         """Options of every variant. Raises ConfigError when the method has no split to vary."""
-        if self.splits and SPLIT_OPTION not in method_class(self.method).__dataclass_fields__:
+        if self.splits and SPLIT_OPTION not in method_class(self.config.method).__dataclass_fields__:
             able = sorted(name for name, kind in METHODS.items() if SPLIT_OPTION in kind.__dataclass_fields__)
             raise ConfigError(
-                f"--split: method {self.method!r} has no option {SPLIT_OPTION!r}; these have: {', '.join(able)}"
+                f"--split: method {self.config.method!r} has no option {SPLIT_OPTION!r}; these have: {', '.join(able)}"
             )
         splits: Sequence[dict[str, Any]] = [{SPLIT_OPTION: split} for split in self.splits] or [{}]
         masks: Sequence[dict[str, Any]] = [{MASK_OPTION: mask} for mask in self.masks] or [{}]
-        return [{**self.options, **split, **mask} for split in splits for mask in masks]
+        return [{**self.config.options, **split, **mask} for split in splits for mask in masks]
 
 
 def make_document(
@@ -89,7 +88,7 @@ def make_document(
     devices = [_predicted(target, variants, request.budget) for target in request.targets]
     published = {figure.figure: figure for variant in variants for figure in published_figures(variant.cost)}
     return ProfileDocument(
-        title=f"{request.method} on {request.model}",
+        title=f"{request.config.method} on {request.config.model}",
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         software=f"fedvit {version('fedvit')}",
         images=request.images,
@@ -103,21 +102,19 @@ def make_document(
 
 
 def _plan(request: Request, progress: Callable[[str], None], *, budgets: bool = False) -> Plan:
-    """A plan of the first round; nothing of it is stored."""
-    values = {
-        "method": request.method, "options": request.options, "model": request.model,
-        "model_options": request.model_options, "rounds": 1,
-    }  # fmt: skip
-    config = checked_config(values, "profile").run
-    classes = tuple(f"class {number}" for number in range(request.classes))
+    """A plan of the first round; nothing of it is stored, and no weights are read, on which no cost depends."""
+    check_run(request.config, "profile")
+    config = msgspec.structs.replace(request.config, pretrained=False)
+    classes = config.classes or tuple(f"class {number}" for number in range(request.classes))
     return make_plan(config, classes, BlobStore(Path(os.devnull)), budgets=budgets, progress=progress)
 
 
 def _priced(request: Request, plan: Plan, options: dict[str, Any], progress: Callable[[str], None]) -> ProgramCost:
     """The cost of one variant's Program."""
-    method = make_method(request.method, options).in_round(1, 1)
+    method = make_method(request.config.method, options).in_round(1, request.config.rounds)
     method.groups(plan.vit)  # says what does not fit the model
-    progress(f"pricing {', '.join(f'{name} = {value}' for name, value in options.items()) or request.method}")
+    named = ", ".join(f"{name} = {value}" for name, value in options.items())
+    progress(f"pricing {named or request.config.method}")
     priced = plan.priced(method)
     cost = priced.cost(images=request.images, test_images=request.test_images)
     return msgspec.structs.replace(cost, flops=[_marked(entry, priced.program) for entry in cost.flops])
@@ -186,7 +183,7 @@ def choose_configurations(
 ) -> list[Choice | NothingFits]:
     """The configuration of the method that a run would choose for each board."""
     plan = _plan(request, progress, budgets=True)
-    method = make_method(request.method, request.options).in_round(1, 1)
+    method, wanted = plan.method_for("", 1), request.budget.tightest(request.config.budget.limits())
     chosen: list[Choice | NothingFits] = []
     for board, mode in request.targets:
         target = PlannedDevice(
@@ -194,7 +191,7 @@ def choose_configurations(
             speed=board.speed(mode),
             source="catalogue",
             mode=mode,
-            budget=board.budget().tightest(request.budget),
+            budget=board.budget().tightest(wanted),
             images=request.images,
             test_images=request.test_images,
             power_w=board.power_w(mode),
@@ -204,6 +201,27 @@ def choose_configurations(
         except OverBudget as error:
             chosen.append(NothingFits(device=board.id, budget=target.budget, refused=str(error)))
     return chosen
+
+
+def forecast_of(request: Request, chosen: Sequence[Choice | NothingFits]) -> Forecast:
+    """What `choose_configurations` found for the boards of a request."""
+    names = [f"{board.id}@{mode}" if mode else board.id for board, mode in request.targets]
+    return Forecast(
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+        images=request.images,
+        test_images=request.test_images,
+        boards=[
+            BoardForecast(board=name, budget=each.budget, expected=None, refused=each.refused)
+            if isinstance(each, NothingFits)
+            else BoardForecast(
+                board=name,
+                budget=each.budget,
+                expected=expected_of(each.chosen, each.cost, each.budget),
+                refused=None,
+            )
+            for name, each in zip(names, chosen, strict=True)
+        ],
+    )
 
 
 def _warnings(devices: list[ProfiledDevice]) -> list[str]:

@@ -1,7 +1,7 @@
 """Makes the report document of a run from its read model."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -46,7 +46,7 @@ def run_document(store: Store, run: str) -> RunDocument:
         dropouts=_counted(entry for entry in summary.refusals if entry.lost),
         privacy=_privacy(record.config.get("privacy", {})),
         duration_s=_duration_s(store, run),
-        classes=_classes(store, summary),
+        classes=class_accuracies(store, summary),
         warnings=[*_thinned(record.thinned), *_warnings(devices)],
     )
 
@@ -61,9 +61,9 @@ def _duration_s(store: Store, run: str) -> float | None:
     return max(0.0, (end - begin).total_seconds())
 
 
-def _classes(store: Store, summary: RunSummary) -> list[ClassAccuracy]:
-    """The answers by class of the newest evaluation that still has details."""
-    newest = next((entry.round for entry in reversed(summary.rounds) if entry.accuracy), None)
+def class_accuracies(store: Store, summary: RunSummary) -> list[ClassAccuracy]:
+    """The answers by class of the newest evaluation; none where its details were removed."""
+    newest = next((entry.round for entry in reversed(summary.rounds) if entry.accuracy_mean is not None), None)
     if newest is None:
         return []
     counts: dict[int, list[ClassCount]] = defaultdict(list)
@@ -77,10 +77,19 @@ def _classes(store: Store, summary: RunSummary) -> list[ClassAccuracy]:
             devices=len(of),
             images=sum(count.images for count in of),
             correct=sum(count.correct for count in of),
+            wrong=_wrong_answers(of, summary.classes),
         )
         for label, of in sorted(counts.items())
         if label < len(summary.classes)
     ]
+
+
+def _wrong_answers(counts: Iterable[ClassCount], classes: Sequence[str]) -> dict[str, int]:
+    """By the class that was answered, the most frequent first."""
+    added: Counter[str] = Counter()
+    for count in counts:
+        added.update({classes[label]: images for label, images in count.wrong if label < len(classes)})
+    return dict(added.most_common())
 
 
 def _privacy(table: Mapping[str, Any]) -> RunPrivacy | None:

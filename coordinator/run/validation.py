@@ -15,7 +15,7 @@ from fedvit.quantities import format_bytes
 from fedvit.tensors import Array, Tensors, check_finite, check_tensors, mapped, release_pages, unpack
 from fedvit.updates import decode_one
 from fedvit.wire.limits import BrokerLimits
-from fedvit.wire.messages import MAX_CLASS_LIST_BYTES, Hello, Manifest, Result
+from fedvit.wire.messages import MAX_CLASS_LIST_BYTES, ClassCount, Hello, Manifest, Result
 from fedvit.wire.transfer import chunk_bytes_within
 
 _OVERHEAD_BYTES = 64 * 1024
@@ -121,10 +121,22 @@ def _check_class_counts(result: Result, classes: int) -> None:
         raise BadPayload(f"its counts by class must be of different classes below {classes}, in order")
     if any(count.correct > count.images for count in result.by_class):
         raise BadPayload("a class has more correct answers than images")
+    for count in result.by_class:
+        _check_wrong_answers(count, classes)
     images, correct = (sum(getattr(count, name) for count in result.by_class) for name in ("images", "correct"))
     if (images, correct) != (result.samples, result.metrics["correct"]):
         reported = f"{result.metrics['correct']:g} correct answers of {result.samples}"
         raise BadPayload(f"its counts by class are {correct} correct answers of {images}, it reports {reported}")
+
+
+def _check_wrong_answers(count: ClassCount, classes: int) -> None:
+    """Raises BadPayload unless they are none, or all wrong answers of the class."""
+    others = [other for other, _ in count.wrong]
+    if others != sorted(set(others)) or any(other >= classes or other == count.label for other in others):
+        raise BadPayload(f"the wrong answers of a class must be different classes below {classes}, in order")
+    given, wrong = sum(images for _, images in count.wrong), count.images - count.correct
+    if others and given != wrong:
+        raise BadPayload(f"a class has {wrong} wrong answers, {given} are listed")
 
 
 def check_free_space(upload: Manifest, free_bytes: int | None) -> None:

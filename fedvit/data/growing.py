@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection
 from pathlib import Path
+from typing import Protocol
 
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import DECODED_BYTES
@@ -13,6 +14,18 @@ log = logging.getLogger(__name__)
 
 MOST_LOGGED = 5
 """Unusable files that are named in the log each time; `edge-client status` counts all."""
+
+
+class Growing(Protocol):
+    """Images that may change."""
+
+    data: DeviceData  # as of the last `look`
+
+    def look(self, classes: Collection[str] | None = None) -> bool:
+        """Take changes into `data`, of these classes only; False if there are none. Raises DataError."""
+
+    def log_problems(self) -> None:
+        """Name the files that cannot be used in the log, each once."""
 
 
 class GrowingFolder:

@@ -33,6 +33,8 @@ MAX_LOG_TEXT = 4000
 LogText = Annotated[str, Meta(max_length=MAX_LOG_TEXT)]
 MAX_CLASS_COUNTS = 2000
 """Classes of one evaluation whose answers are counted one by one: more would not fit into a message."""
+MAX_CONFUSED_CLASSES = 100
+"""Classes of a run up to which wrong answers are counted by what was answered: all pairs of more would not fit."""
 MAX_LABELS = 16
 """Labels of one device."""
 MAX_CLASS_LIST_BYTES = 1 << 20
@@ -86,6 +88,8 @@ class ClassCount(Struct, frozen=True, array_like=True):
     label: Count  # place of the class in the run's list
     correct: Count
     images: Count
+    # wrong answers: (label that was answered, images), ascending; empty: none, or not counted
+    wrong: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_CONFUSED_CLASSES)] = ()
 
 
 # --- coordinator to everybody -------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from fleet.experiments.grid import Cell
 from fleet.partition import GLOBAL_TEST
 from fleet.simulate import simulate
 from profiles.probes.host import peak_rss_bytes
+from profiles.report.curves import Accuracy, RoundFigures
 
 RUN = "run"
 CELL_FILE = "cell.json"
@@ -53,27 +54,6 @@ class Progress(Struct, frozen=True, kw_only=True):
     accuracy: float | None = None  # mean over devices, newest
     headline: str = ""
     wall_s: float = 0.0  # of all processes of the cell
-
-
-class Accuracy(Struct, frozen=True, kw_only=True):
-    """Over all devices, in one evaluation."""
-
-    mean: float  # over devices, unweighted
-    std_over_devices: float  # population
-    weighted: float  # over test images
-
-
-class RoundFigures(Struct, frozen=True, kw_only=True):
-    """One round; bytes and FLOPs are means over the devices that trained in it."""
-
-    round: int
-    cohort: int
-    accepted: int
-    accuracy: Accuracy | None  # None: not evaluated in this round
-    train_loss: float | None
-    bytes_down: float | None  # evaluation included
-    bytes_up: float | None
-    flops: float | None  # training alone
 
 
 class CellResult(Struct, frozen=True, kw_only=True):
@@ -313,7 +293,7 @@ def _round(entry: RoundSummary) -> RoundFigures:
         accuracy = Accuracy(
             mean=entry.accuracy_mean, std_over_devices=entry.accuracy_std, weighted=entry.accuracy_weighted
         )
-    trained = entry.accepted
+    trained, parts = entry.accepted, (entry.devices_s, entry.server_s)
     return RoundFigures(
         round=entry.round,
         cohort=entry.cohort,
@@ -323,6 +303,7 @@ def _round(entry: RoundSummary) -> RoundFigures:
         bytes_down=entry.bytes_down / trained if trained else None,
         bytes_up=entry.bytes_up / trained if trained else None,
         flops=entry.flops / trained if trained and entry.flops else None,  # 0: no device counted them
+        took_s=sum(part or 0.0 for part in parts) if any(parts) else None,
     )
 
 

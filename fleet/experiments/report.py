@@ -1,6 +1,6 @@
 """Reports of an experiment: tables for a terminal and in Markdown, and an HTML page with curves."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fleet.experiments.grid import as_text
 from fleet.experiments.outcome import CONFIDENCE, CellOutcome, Comparison, Interval, Outcome, SearchOutcome
+from profiles.report.curves import COSTS, added_up, curve, mean_over_seeds
 from profiles.report.figures import svg
 from profiles.report.page import Grid, environment
 from profiles.report.terminal import table as new_table
@@ -19,7 +20,9 @@ from profiles.report.terminal import table as new_table
 COST_HEADINGS = (
     "method", "partition", "accuracy", "± devices", "by image", "down MB", "up MB", "GFLOP", "wall s", "memory MB",
 )  # fmt: skip
-COSTS = "bytes and FLOPs per device and round; wall seconds of a whole run; memory of its process, all devices in it"
+COST_UNITS = (
+    "bytes and FLOPs per device and round; wall seconds of a whole run; memory of its process, all devices in it"
+)
 DIFFERENCES = (
     f"mean over seeds of the difference on the same seed, and its {CONFIDENCE:.0%} interval (Student's t, paired),"
     " not corrected for the number of comparisons"
@@ -83,7 +86,7 @@ def terminal_report(outcome: Outcome) -> Group:
             progress.add_row(*map(Text, row))
         parts += [Text(), progress, Text(PROGRESS, style="dim")]
     parts += [Text(f"{search_title(search)}: {search_note(search)}") for search in outcome.searches]
-    parts += [Text(), costs, Text(COSTS, style="dim")]
+    parts += [Text(), costs, Text(COST_UNITS, style="dim")]
     if missing := unfinished(outcome):
         parts += [Text(), Text(missing, style="bold")]
     return Group(*parts)
@@ -114,7 +117,7 @@ def markdown_report(outcome: Outcome) -> str:
         parts += ["generic model", _markdown_table(("method", *outcome.partitions), generic_rows(outcome)), GENERIC]
     if progress_rows(outcome):
         parts += [_markdown_table(progress_headings(outcome), progress_rows(outcome)), PROGRESS]
-    parts += [_markdown_table(COST_HEADINGS, cost_rows(outcome)), COSTS]
+    parts += [_markdown_table(COST_HEADINGS, cost_rows(outcome)), COST_UNITS]
     for search in outcome.searches:
         parts += [
             f"{search_title(search)}: {search_note(search)}",
@@ -142,7 +145,7 @@ def html_report(outcome: Outcome) -> str:
             for method in outcome.methods
         ],
         cost_table=Grid(COST_HEADINGS, cost_rows(outcome), names=2),
-        costs=COSTS,
+        costs=COST_UNITS,
         difference_title=difference_title(outcome),
         difference_table=Grid(("method", *outcome.partitions), difference_rows(outcome)),
         differences=DIFFERENCES,
@@ -165,6 +168,7 @@ def html_report(outcome: Outcome) -> str:
             (
                 partition,
                 _curves(outcome, partition),
+                _against(outcome, partition),
                 _spread(outcome, partition),
                 _gain_picture(outcome, partition) if _gains_on(outcome, partition) else None,
             )
@@ -400,20 +404,53 @@ def _curves(outcome: Outcome, partition: str) -> str:
             if not by_round:
                 continue
             rounds = sorted(by_round)
-            style = ("-", "--", ":", "-.")[index // 10 % 4]
             means = [fmean(by_round[number]) for number in rounds]
-            axes.plot(
-                rounds, means, style, color=f"C{index % 10}", label=method, marker="." if len(rounds) < 40 else ""
-            )
+            axes.plot(rounds, means, **_style(index), label=method, marker="." if len(rounds) < 40 else "")
             low, high = ([extreme(by_round[number]) for number in rounds] for extreme in (min, max))
             axes.fill_between(rounds, low, high, color=f"C{index % 10}", alpha=0.15, linewidth=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("round")
         axes.set_ylabel("accuracy, mean over devices")
-        axes.set_ylim(0, 1)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
     return svg(draw, width=8, height=3.6)
+
+
+def _against(outcome: Outcome, partition: str) -> list[str]:
+    """Mean accuracy against each cost but rounds, a line per method; none of costs that no cell has."""
+    points = {
+        method: mean_over_seeds(
+            [
+                added_up(entry.point for entry in cell.result.rounds)
+                for cell in _cells(outcome, method, partition)
+                if cell.result
+            ]
+        )
+        for method in outcome.methods
+    }
+    drawn = []
+    for name, cost in COSTS.items():
+        curves = {method: curve(of, cost) for method, of in points.items()}
+        if name != "round" and any(at for of in curves.values() for at, _ in of):
+            drawn.append(_cost_curves(name, curves))
+    return drawn
+
+
+def _cost_curves(name: str, curves: Mapping[str, list[tuple[float, float]]]) -> str:
+    def draw(axes: Axes) -> None:
+        for index, (method, points) in enumerate(curves.items()):
+            if points:
+                spent, means = zip(*points, strict=True)
+                axes.plot(spent, means, **_style(index), label=method, marker="." if len(points) < 40 else "")
+        axes.set_xlabel(name)
+        axes.set_ylabel("accuracy, mean over devices")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+    return svg(draw, width=8, height=3.2)
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {"linestyle": ("-", "--", ":", "-.")[index // 10 % 4], "color": f"C{index % 10}"}
 
 
 def _spread(outcome: Outcome, partition: str) -> str:
@@ -453,9 +490,8 @@ def _gain_picture(outcome: Outcome, partition: str) -> str:
     def draw(axes: Axes) -> None:
         axes.axhline(0, color="0.6", linewidth=0.8)
         for index, (method, gains) in enumerate(_gains_on(outcome, partition).items()):
-            style = ("-", "--", ":", "-.")[index // 10 % 4]
             shares = [(number + 0.5) / len(gains) for number in range(len(gains))]
-            axes.plot(shares, gains, style, color=f"C{index % 10}", label=method, marker=".")
+            axes.plot(shares, gains, **_style(index), label=method, marker=".")
         axes.set_xlabel("share of devices with a lower gain")
         axes.set_ylabel(f"gain over {outcome.reference}")
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

@@ -204,6 +204,7 @@ class ClassAccuracy(Struct, frozen=True, kw_only=True):
     devices: int  # with test images of it
     images: int
     correct: int
+    wrong: dict[str, int] = {}  # by the class that was answered, the most frequent first; empty: not counted, or none
 
     @property
     def accuracy(self) -> float:

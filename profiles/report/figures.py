@@ -1,6 +1,8 @@
 """Curves as elements of a page, in the page's own colours."""
 
+import hashlib
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,4 +31,7 @@ def svg(draw: Callable[[Axes], None], *, width: float = 5.2, height: float = 3.0
         content = io.StringIO()
         figure.savefig(content, format="svg", metadata={"Date": None})
     text = content.getvalue()
+    # names within a page must differ, and those of matplotlib are the same in every figure
+    own = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>f{own}-", text)
     return text[text.index("<svg") :].replace(INK, "currentColor")

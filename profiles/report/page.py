@@ -5,7 +5,7 @@ width in percent and not drawings, so that their texts have the page's size on a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,13 +45,14 @@ class Chart:
     bars: tuple[Bar, ...]
     legend: tuple[Segment, ...] = ()
     limit_name: str = ""
+    least_scale: float = 0.0  # of charts that are compared, the largest scale of them
 
     @property
     def scale(self) -> float:
         """What the full width stands for. A limit is on it unless it would make the bars vanish."""
         longest = max((bar.total for bar in self.bars), default=0.0) or 1.0
         limits = [bar.limit for bar in self.bars if bar.limit is not None and bar.limit <= 2.5 * longest]
-        return 1.02 * max([longest, *limits])
+        return max(self.least_scale, 1.02 * max([longest, *limits]))
 
     def percent(self, value: float) -> str:
         return f"{100 * value / self.scale:.2f}%"
@@ -63,6 +64,12 @@ class Chart:
     @property
     def shows_limits(self) -> bool:
         return any(self.shows(bar) for bar in self.bars)
+
+
+def on_one_scale(charts: Sequence[Chart]) -> list[Chart]:
+    """The same charts, of which a bar of the same length stands for the same amount."""
+    largest = max((chart.scale for chart in charts), default=0.0)
+    return [replace(chart, least_scale=largest) for chart in charts]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,27 @@
 """The page on the predicted cost of a method's variants on devices."""
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 from fedvit.resources import Budget, BudgetKind
 from profiles.prediction import MemoryPhase, Prediction, ProgramCost
 from profiles.report.document import ProfiledDevice, ProfileDocument
-from profiles.report.page import Bar, Chart, Grid, Segment, count, duration, environment, percent, quantity, size
+from profiles.report.page import (
+    Bar,
+    Chart,
+    Grid,
+    Segment,
+    count,
+    duration,
+    environment,
+    on_one_scale,
+    percent,
+    quantity,
+    size,
+)
 from profiles.report.verdict import BUDGETS, crosscheck_words, device_name, profile_verdict
+
+T = TypeVar("T")
 
 FORWARD = Segment(0, "c0", "forward")
 BACKWARD = Segment(0, "c1", "backward")
@@ -15,7 +32,7 @@ MEMORY_PHASES = {"train": "training", "upload": "uploading", "evaluate": "testin
 
 def profile_page(document: ProfileDocument) -> str:
     """One page that needs no other file."""
-    page = environment().get_template("profile.html")
+    page, labels = environment().get_template("profile.html"), [variant.label for variant in document.variants]
     return page.render(
         document=document,
         limits=limits,
@@ -26,12 +43,12 @@ def profile_page(document: ProfileDocument) -> str:
         matrix=[(device, [_cell(prediction) for prediction in device.predictions]) for device in document.devices],
         flops=_flops_by_variant(document),
         bytes_=_bytes_by_variant(document),
-        blocks=[(variant.label, _flops_by_block(variant.cost)) for variant in document.variants],
-        times=[
-            (variant.label, _times(document, number), _energies(document, number))
-            for number, variant in enumerate(document.variants)
-        ],
-        memory=[(device, _memory(document, device)) for device in document.devices],
+        blocks=_compared(labels, [_flops_by_block(variant.cost) for variant in document.variants]),
+        times=_compared(labels, [_times(document, number) for number in range(len(labels))]),
+        energies=_compared(labels, [_energies(document, number) for number in range(len(labels))])
+        if any(prediction.energy_j is not None for device in document.devices for prediction in device.predictions)
+        else [],
+        memory=_compared(document.devices, [_memory(document, device) for device in document.devices]),
         variant_table=variant_table(document),
         prediction_table=prediction_table(document),
         memory_table=_memory_table(document),
@@ -87,6 +104,11 @@ def _span(values: list[int] | list[float], unit: str) -> str:
     if low == high:
         return low
     return f"{low.split()[0] if low.split()[1:] == high.split()[1:] else low} to {high}"
+
+
+def _compared(names: Sequence[T], charts: Sequence[Chart]) -> list[tuple[T, Chart]]:
+    """Charts of one kind, on one scale."""
+    return list(zip(names, on_one_scale(charts), strict=True))
 
 
 # --- pictures -------------------------------------------------------------------------------------------
@@ -167,8 +189,7 @@ def _times(document: ProfileDocument, variant: int) -> Chart:
     return Chart(tuple(bars), (Segment(0, "c0", "training"), Segment(0, "c4", "testing")), "time budget, of training")
 
 
-def _energies(document: ProfileDocument, variant: int) -> Chart | None:
-    """None where no device's power is known."""
+def _energies(document: ProfileDocument, variant: int) -> Chart:
     known = [(device, device.predictions[variant].energy_j) for device in document.devices]
     bars = tuple(
         Bar(
@@ -178,7 +199,7 @@ def _energies(document: ProfileDocument, variant: int) -> Chart | None:
         )
         for device, energy_j in known
     )
-    return Chart(bars) if any(energy_j is not None for _, energy_j in known) else None
+    return Chart(bars)
 
 
 def _memory(document: ProfileDocument, device: ProfiledDevice) -> Chart:

@@ -5,6 +5,7 @@ import math
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from profiles.report.confusion import confusion, taken_for
 from profiles.report.device_columns import device_table
 from profiles.report.document import DeviceRound, RunDevice, RunDocument
 from profiles.report.figures import svg
@@ -63,6 +64,7 @@ def run_page(document: RunDocument) -> str:
         distribution=_distribution(document),
         lowest=_lowest(document),
         class_table=_class_table(document),
+        confusion=confusion(document.classes),
         device_table=device_table(document),
         few=len(document.devices) <= MOST_DEVICES,
         most_devices=MOST_DEVICES,
@@ -268,9 +270,11 @@ def _class_table(document: RunDocument) -> Grid | None:
     """Accuracy by class, which can be sorted; None where no device counted."""
     if not document.classes:
         return None
-    values = [(entry.name, entry.accuracy, entry.images, entry.devices) for entry in document.classes]
-    rows = [(name, share(accuracy), str(images), str(devices)) for name, accuracy, images, devices in values]
-    return Grid(("class", "accuracy", "test images", "devices"), rows, values=values)
+    values = [(entry.name, entry.accuracy, entry.images, entry.devices, taken_for(entry)) for entry in document.classes]
+    rows = [
+        (name, share(accuracy), str(images), str(devices), wrong) for name, accuracy, images, devices, wrong in values
+    ]
+    return Grid(("class", "accuracy", "test images", "devices", "taken for"), rows, values=values)
 
 
 def _budgets(document: RunDocument) -> Grid | None:

@@ -55,8 +55,8 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "metrics", "pause", "quarantine", "report",
-        "rm", "runs", "serve", "show", "start", "status", "submit", "unpause",
+        "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "metrics", "pause", "plan", "quarantine",
+        "report", "rm", "runs", "serve", "show", "start", "status", "submit", "unpause",
     )),
     "fleet region", "fleet run",
 }  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from websockets.exceptions import InvalidStatus
@@ -17,13 +18,15 @@ from websockets.sync.client import connect
 from coordinator.cli import cli
 from coordinator.deployment.folder import Deployment, Settings
 from coordinator.deployment.registry import Certificate
+from coordinator.planning.forecast import BoardForecast, Forecast, write_forecast
 from coordinator.record.store import Store
 from fedvit.errors import FedvitError
-from fedvit.resources import ResourceUse
-from fedvit.wire.messages import Result
+from fedvit.resources import Budget, ResourceUse
+from fedvit.wire.messages import ClassCount, Result
 from tests.support.chromium import Browser, Tab, browsing
 from tests.support.dashboards import served
-from tests.support.records import FLEET_RUN, MARKUP, RUN, begun_run, fleet_run, write_status
+from tests.support.records import FLEET_RUN, MARKUP, RUN, begun_run, expected, fleet_run, write_status
+from tests.support.reports import experiment_outcome
 from tests.support.waiting import WAIT_S, wait_until
 
 OLD_RECORD = Path(__file__).parents[1] / "unit" / "coordinator" / "record" / "record-0.1.0.sql"
@@ -55,7 +58,12 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def address(record: Store) -> Iterator[str]:
-    with served(folder_of(record)) as address:
+    experiments = folder_of(record).parent / "experiments"
+    (experiments / "two").mkdir(parents=True)
+    (experiments / "two" / "results.json").write_bytes(msgspec.json.encode(experiment_outcome()))
+    (experiments / "broken").mkdir()
+    (experiments / "broken" / "results.json").write_text("no outcome")
+    with served(folder_of(record), "--experiments", str(experiments)) as address:
         yield address
 
 
@@ -195,13 +203,97 @@ def test_round_lists_what_was_refused_with_reasons(tab: Tab, address: str) -> No
 
 def test_runs_are_compared(tab: Tab, address: str) -> None:
     tab.go(f"{address}/compare")
-    tab.evaluate("document.querySelectorAll('input[type=checkbox]').forEach(box => box.click())")
+    tab.evaluate("document.querySelectorAll('input[name=run]').forEach(box => box.click())")
     tab.evaluate("document.querySelector('form button').click()")
     tab.until("document.querySelectorAll('.figure svg').length == 4")
     differing = {row[0]: row[1:] for row in tab.rows("#differing")}
     assert differing["method"] == ["fedavg", "eftvit"]
     assert differing["lr"] == ["0.5", "default"]
     assert ["rounds", "4 of 8", "2 of 3"] in tab.rows("#compared")
+
+
+def test_methods_of_an_experiment_are_compared_with_a_run(tab: Tab, address: str) -> None:
+    """Of each, three rounds of two devices, with 2 MB down and 1 MB up: 6 MB a round."""
+    tab.go(f"{address}/compare?run={RUN}")
+    names = tab.evaluate("[...document.querySelectorAll('input[name=method]')].map(box => box.value)")
+    methods = [
+        "two/fedavg/even",
+        "two/fedavg/dirichlet-0.1-over-twenty-devices",
+        "two/a-method-with-quite-a-long-name/even",
+    ]
+    assert names == methods, "those of which a seed is finished"
+    tab.evaluate("[...document.querySelectorAll('input[name=method]')].slice(0, 2).forEach(box => box.click())")
+    tab.evaluate("document.querySelector('form button').click()")
+    tab.until("document.querySelectorAll('#compared thead th').length == 4")
+    tab.until("document.querySelectorAll('.figure svg').length == 4")
+    rows = {row[0]: row[1:] for row in tab.rows("#compared")}
+    assert rows["status"] == ["running", "1 of 1 seeds", "1 of 1 seeds"]
+    assert rows["rounds"] == ["2 of 3", "3 of 3", "3 of 3"]
+    assert rows["accuracy"][1:] == ["0.900", "0.900"]
+    assert rows["sent down"][1:] == ["12.0 MB", "12.0 MB"]
+    assert rows["energy"][1:] == ["–", "–"]
+    differing = {row[0]: row[1:] for row in tab.rows("#differing")}
+    assert differing["partition.name"] == ["default", "even", "dirichlet-0.1-over-twenty-devices"]
+
+
+def test_experiment_that_is_gone_is_said_in_the_page(tab: Tab, address: str) -> None:
+    tab.go(f"{address}/compare?method=gone/fedavg/iid", "document.querySelector('[role=alert]')")
+    assert "no results of gone/fedavg/iid" in tab.text("[role=alert]")
+
+
+# --- before a run ---------------------------------------------------------------------------------------
+
+
+def test_queued_run_shows_plans_of_boards(browser: Browser, tmp_path: Path) -> None:
+    """First the command that makes them, then what it wrote, without a reload."""
+    folder = tmp_path / "runs"
+    with closing(Store.in_folder(folder)) as store:
+        store.submit_run("night", {"method": "fedavg", "model": "vit_tiny", "rounds": 4})
+    forecast = Forecast(
+        at="2026-11-22T09:00:00+00:00", images=500, test_images=100,
+        boards=[
+            BoardForecast(
+                board="rpi5-8", budget=Budget(memory_bytes=512_000_000), expected=expected("rpi5-8"), refused=None
+            ),
+            BoardForecast(
+                board="rpi-zero2w", budget=Budget(memory_bytes=10**6), expected=None, refused="<b>nothing</b> fits"
+            ),
+        ],
+    )  # fmt: skip
+    with served(folder) as address, browser.tab() as tab:
+        tab.go(f"{address}/run?run=night", "document.querySelector('#no-forecast')")
+        assert "coordinator plan --run night --device BOARD" in tab.text("#no-forecast")
+        write_forecast(folder / "night", forecast)
+        tab.until("document.querySelector('#forecast')")
+        fits, refused = tab.rows("#forecast")
+        assert fits == [
+            "rpi5-8", "as configured", "400 MB", "512 MB", "20.0 ms", "8.00 s", "1.00 GFLOP", "1.00 MB", "100 kB", "–",
+            "100 %",
+        ]  # fmt: skip
+        assert refused == ["rpi-zero2w", "Refused. <b>nothing</b> fits"]
+        tab.until("document.querySelectorAll('.figure svg').length == 5")
+        check_every_screen(tab, "queued run", "document.querySelectorAll('.figure svg').length == 5")
+        assert tab.complaints == []
+
+
+def test_run_shows_accuracy_by_class(browser: Browser, tmp_path: Path) -> None:
+    """The lowest first; 9 of 10 ants by one device, 12 of 20 bees by two; what was answered in the order of classes."""
+    folder = tmp_path / "runs"
+    with closing(begun_run(folder)) as store:
+        for name, by_class in (
+            ("a", (ClassCount(0, 9, 10, ((1, 1),)), ClassCount(1, 5, 10, ((0, 5),)))),
+            ("b", (ClassCount(1, 7, 10, ((0, 3),)),)),
+        ):
+            store.drop_result(RUN, 1, "evaluate", name)
+            samples, right = (sum(getattr(one, key) for one in by_class) for key in ("images", "correct"))
+            metrics = {"correct": float(right)}
+            store.add_result(name, Result(RUN, 1, "evaluate", samples, metrics, ResourceUse(), by_class=by_class))
+    with served(folder) as address, browser.tab() as tab:
+        tab.go(f"{address}/run?run={RUN}", "document.querySelector('#classes')")
+        assert tab.rows("#classes") == [["bee", "0.600", "20", "2", "ant 8"], ["ant", "0.900", "10", "1", "bee 1"]]
+        assert tab.rows(".confusion") == [["ant", "9", "1"], ["bee", "8", "12"]]
+        tab.until("document.querySelectorAll('.figure svg').length == 5")
+        check_every_screen(tab, "run with classes", "document.querySelector('#classes')")
 
 
 # --- every page, on every screen ------------------------------------------------------------------------
@@ -267,15 +359,15 @@ PAGES = {
     "fleet": (f"/fleet?run={FLEET_RUN}", f"{NAMES}.length > 5"),
     "device": (f"/device?run={FLEET_RUN}&device=pi-3", "document.querySelectorAll('.figure svg').length == 4"),
     "round": (f"/round?run={FLEET_RUN}&number=3", "document.querySelector('#timeline')"),
-    "compare": (f"/compare?run={FLEET_RUN}&run={RUN}", "document.querySelectorAll('.figure svg').length == 4"),
+    "compare": (
+        f"/compare?run={FLEET_RUN}&run={RUN}&method=two/fedavg/even",
+        "document.querySelectorAll('.figure svg').length == 4",
+    ),
 }
 WIDTHS = (1200, 768, 360)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_page_fits_every_screen_with_contrast_and_names(tab: Tab, address: str, page: str) -> None:
-    path, shown = PAGES[page]
-    tab.go(address + path, shown)
+def check_every_screen(tab: Tab, page: str, shown: str) -> None:
     for width in WIDTHS:
         for dark in (False, True):
             tab.resize(width, dark=dark)
@@ -292,6 +384,14 @@ def test_page_fits_every_screen_with_contrast_and_names(tab: Tab, address: str, 
     names = tab.accessible()
     assert [role for role, name in names if role in NAMED_ROLES and not name.strip()] == []
     assert [role for role, _ in names].count("main") == 1
+    assert tab.violations() == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_fits_every_screen_with_contrast_and_names(tab: Tab, address: str, page: str) -> None:
+    path, shown = PAGES[page]
+    tab.go(address + path, shown)
+    check_every_screen(tab, page, shown)
 
 
 def test_keyboard_reaches_the_content_and_the_links(tab: Tab, address: str) -> None:
@@ -443,11 +543,14 @@ def test_operator_with_the_password_acts_as_by_the_commands(browser: Browser, tm
     store.close()
 
 
-def test_nothing_is_shown_without_the_password(record: Store) -> None:
+def test_nothing_is_shown_without_the_password(browser: Browser, record: Store) -> None:
     with served(folder_of(record), password=PASSWORD) as address:
         with urllib.request.urlopen(f"{address}/fleet", timeout=WAIT_S) as answer:
             text = answer.read().decode()
         assert "Password of this dashboard" in text
+        with browser.tab() as tab:
+            tab.go(address, "document.querySelector('#password')")
+            assert tab.violations() == []
         assert "pi-1" not in text
         with pytest.raises(InvalidStatus, match="403"):
             connect(f"ws{address[4:]}/_nicegui_ws/socket.io/?EIO=4&transport=websocket").close()

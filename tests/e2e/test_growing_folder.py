@@ -43,10 +43,40 @@ def test_picture_counts_from_the_next_round_on_and_a_removed_one_does_not(stage:
     assert "Traceback" not in stage.log("device-0")
 
 
-def endless(stage: Stage) -> Forked:
+def test_pictures_of_a_virtual_device_count_from_the_next_round_on(stage: Stage) -> None:
+    """Of a host of two devices with the same folder."""
+    pictures = stage.folder / "parts" / "device-0"
+    shutil.copytree(stage.parts / "device-0", pictures)
+    before = sorted((pictures / "train").glob("*/*.png"))
+    coordinator = endless(stage, devices=2)
+    given = ["--broker", f"mqtt://127.0.0.1:{stage.port}", "--parts", str(pictures.parent), "--devices", "2"]
+    given += ["--state", str(stage.folder / "hosted")]
+    stage.keep(Forked("fleet.host", given, stage.log_path("host"), stage.environment))
+    wait_for(lambda: images_of(stage, 1) == [len(before)] * 2, "the first round")
+
+    shutil.copy(before[0], before[0].parent / "new.png")
+    wait_for(lambda: images_of(stage, max(rounds(stage)) - 1) == [len(before) + 1] * 2, "a round with the new picture")
+
+    coordinator.send_signal(signal.SIGINT)
+    assert stage.finish(coordinator, "coordinator") == 130
+    assert stage.query("select count(*) from refusals") == [(0,)]
+    assert "Traceback" not in stage.log("host")
+
+
+def images_of(stage: Stage, number: int) -> list[int]:
+    """Training images of the devices of a round."""
+    return [
+        samples
+        for _, samples in stage.query(
+            f"select device, samples from results where kind = 'train' and round = {number} order by device"
+        )
+    ]
+
+
+def endless(stage: Stage, devices: int = 1) -> Forked:
     """A coordinator whose run is not over before it is stopped."""
     config = stage.folder / "run.toml"
-    config.write_text(toml(RUN))
+    config.write_text(toml({**RUN, "devices": devices}))
     given = ["start", "--runs", str(stage.out), "--config", str(config), "--run", "run"]
     given += ["--broker", "mosquitto", "--broker.port", str(stage.port)]
     return stage.keep(Forked("coordinator.cli", given, stage.log_path("coordinator"), stage.environment))

@@ -11,7 +11,8 @@ from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-from tests.support.programs import Stage, free_port, wait_for
+from tests.support.forked import Forked
+from tests.support.programs import CONFIG, Stage, free_port, toml, wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
 SCRAPE_S = 0.5
@@ -124,3 +125,26 @@ def test_prometheus_scrapes_a_run(stage: Stage) -> None:
     done = [line for line in lines_of(stage.log("device-0")) if line["message"] == "task done"]
     assert {line["device"] for line in done} == {"device-0"}
     assert any(line["message"].startswith("finished;") for line in lines_of(stage.log("coordinator")))
+
+
+def test_device_without_logs_sends_none_with_its_failure(stage: Stage) -> None:
+    """Two devices whose training diverges: one sends its last lines, the other was started with --no-logs."""
+    config = stage.folder / "run.toml"
+    diverging = {"epochs": 4, "batch_size": 8, "lr": 1e6, "momentum": 0.9}
+    config.write_text(toml({**CONFIG, "variants": {}, "method": "fedavg", "devices": 2, "options": diverging}))
+    given = ["start", "--runs", str(stage.out), "--config", str(config), "--run", "run"]
+    given += ["--broker", "embedded", "--broker.port", str(stage.port)]
+    coordinator = stage.keep(Forked("coordinator.cli", given, stage.log_path("coordinator"), stage.environment))
+    stage.device("device-0")
+    stage.device("device-2", "--no-logs")
+
+    failed = "select distinct device from refusals where reason like '%diverged%' order by device"
+    wait_for(lambda: len(stage.query(failed)) == 2, "both failures")
+    wait_for(lambda: stage.query("select count(*) from logs") != [(0,)], "the lines of one of them")
+    coordinator.send_signal(signal.SIGINT)
+    stage.finish(coordinator, "coordinator")
+    [(device, lines)] = stage.query("select distinct device, lines from logs limit 1")
+    assert device == "device-0"
+    assert "diverged" in lines
+    assert stage.query("select count(*) from logs where device = 'device-2'") == [(0,)]
+    assert "diverged" in stage.log("device-2"), "its own log has them"

@@ -13,6 +13,7 @@ import pytest
 from fleet.experiments.report import html_report
 from profiles.report.profile_page import profile_page
 from profiles.report.run_page import run_page
+from tests.support.chromium import browsing
 from tests.support.reports import experiment_outcome, fleet_document, private_document, profile_document, run_document
 
 WAIT_S = 240
@@ -133,3 +134,14 @@ def test_nothing_overflows_and_nothing_is_complained_about(browser: str, tmp_pat
         # text and paper change places in the dark
         brightness = [sum(map(int, re.findall(r"\d+", seen[what])[:3])) for what in ("background", "ink")]
         assert (brightness[0] < brightness[1]) is dark, frame
+
+
+def test_page_is_accessible_by_the_rules_of_axe(tmp_path: Path) -> None:
+    with browsing(tmp_path / "profile") as chromium, chromium.tab() as tab:
+        tab.resize(WIDTHS[0])
+        for name, make in PAGES.items():
+            file = tmp_path / "page.html"
+            file.write_text(make())
+            tab.go(file.as_uri())
+            tab.evaluate("document.querySelectorAll('details').forEach(part => { part.open = true; })")
+            assert tab.violations() == [], name

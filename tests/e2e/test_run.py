@@ -51,6 +51,7 @@ def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: byt
         assert peak is not None
         assert peak < 160e6, name
     assert stage.finish(coordinator, "coordinator") == 0
+    assert f"next: coordinator report run --runs {stage.out}" in stage.log("coordinator")
     for name, process in devices.items():
         assert stage.finish(process, name) == 0, stage.log(name)
 

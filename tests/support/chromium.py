@@ -7,6 +7,7 @@ import subprocess
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from websockets.sync.client import connect
 from tests.support.waiting import WAIT_S, wait_until
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+ALIKE = "tbody tr:nth-child(n+12), .chart > :nth-child(n+37)"
+"""Rows of tables, and bars with their texts, after the first dozen."""
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -118,6 +121,22 @@ class Tab:
             for node in nodes
             if not node.get("ignored")
         ]
+
+    def violations(self) -> list[str]:
+        """What axe-core finds in the page: rules of WCAG 2.1 to level AA, and its best practices.
+
+        The later ones of many equal rows and bars are removed before: axe-core takes long for each of them. A
+        connection may be lost while it looks.
+        """
+        within = {"exclude": [[".nicegui-error-popup"]]}
+        rules = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]}
+        self.evaluate(f"document.querySelectorAll({json.dumps(ALIKE)}).forEach(one => one.remove())")
+        self.evaluate(files("axe_core_python").joinpath("axe.min.js").read_text())
+        found = self.evaluate(
+            f"axe.run({json.dumps(within)}, {json.dumps(rules)}).then(found => found.violations.flatMap("
+            "rule => rule.nodes.map(node => `${rule.id}: ${node.html.slice(0, 150)}`)))"
+        )
+        return list(found)
 
     def close(self) -> None:
         self._socket.close()

@@ -5,11 +5,12 @@ from typing import Any
 import msgspec
 
 from fedvit.resources import Budget, ResourceUse
-from fleet.experiments.cell import Accuracy, CellResult, RoundFigures
+from fleet.experiments.cell import CellResult
 from fleet.experiments.outcome import CellOutcome, Comparison, Outcome
 from profiles.catalogue import load
 from profiles.predict import predict
 from profiles.prediction import Expected, FlopShare, MemoryPhase, Prediction, ProductWork, ProgramCost, Work
+from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.document import (
     ClassAccuracy,
     DeviceRound,
@@ -244,8 +245,8 @@ def fleet_document(devices: int) -> RunDocument:
             for place in range(devices)
         ],
         classes=[
-            ClassAccuracy(name="ant", devices=300, images=400, correct=300),
-            ClassAccuracy(name="bee", devices=50, images=100, correct=90),
+            ClassAccuracy(name="ant", devices=300, images=400, correct=300, wrong={"bee": 80, "wasp": 20}),
+            ClassAccuracy(name="bee", devices=50, images=100, correct=90, wrong={"ant": 10}),
         ],
     )
 
@@ -262,8 +263,8 @@ def experiment_outcome() -> Outcome:
             bytes_up=1e6, flops=None, peak_rss_bytes=None, refusals=0,
             rounds=[
                 RoundFigures(
-                    round=number, cohort=1, accepted=1, accuracy=accuracy, train_loss=None, bytes_down=None,
-                    bytes_up=None, flops=None,
+                    round=number, cohort=2, accepted=2, accuracy=accuracy, train_loss=None, bytes_down=2e6,
+                    bytes_up=1e6, flops=None, took_s=2.0,
                 )
                 for number, accuracy in enumerate(accuracies, start=1)
             ],

@@ -356,6 +356,9 @@ def test_evaluation_answers_with_counts_and_nothing_else(world: World, fedavg: S
     assert result.by_class == evaluated.by_class
     assert sum(count.correct for count in result.by_class) == evaluated.correct
     assert sum(count.images for count in result.by_class) == 12
+    assert [sum(images for _, images in count.wrong) for count in result.by_class] == [
+        count.images - count.correct for count in result.by_class
+    ]
     assert result.upload is None
     assert device.vault.pending() == []
 

@@ -1,19 +1,33 @@
 import numpy as np
 import pytest
+from PIL import Image
 
 from fleet.partition_plot import bar_lines, draw_bubbles
+
+
+def blue_by_row(picture: Image.Image) -> list[int]:
+    """Pixels of discs in each row of them; the last row is the legend."""
+    blue = (np.asarray(picture) == (0x35, 0x67, 0xA6)).all(axis=2)
+    rows = np.flatnonzero(blue.any(axis=1))
+    return [int(blue[part].sum()) for part in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)]
 
 
 def test_the_area_of_a_disc_is_its_count() -> None:
     """400 and 100 of the same class: four times the pixels; nothing where the count is 0. Pixels at the edge of
     a disc of radius 19 are 3 % of it."""
-    picture = np.asarray(draw_bubbles("t", ["device-0", "device-1"], ["ant", "bee"], np.array([[400, 0], [100, 0]])))
-    blue = (picture == (0x35, 0x67, 0xA6)).all(axis=2)
-    rows = np.flatnonzero(blue.any(axis=1))
-    gap = int(np.argmax(np.diff(rows))) + 1
-    large, small = (int(blue[part].sum()) for part in (rows[:gap], rows[gap:]))
+    large, small, _ = blue_by_row(
+        draw_bubbles("t", ["device-0", "device-1"], ["ant", "bee"], np.array([[400, 0], [100, 0]]))
+    )
     assert large / small == pytest.approx(4, rel=0.15)
     assert large == pytest.approx(np.pi * (0.48 * 40) ** 2, rel=0.08)
+
+
+def test_legend_has_discs_of_the_largest_count_a_quarter_and_a_sixteenth() -> None:
+    """Whose areas are 1 + 1/4 + 1/16 = 1.3125 of the largest disc; of a largest count of 1 there is one disc."""
+    large, legend = blue_by_row(draw_bubbles("t", ["device-0"], ["ant", "bee"], np.array([[400, 0]])))
+    assert legend / large == pytest.approx(1.3125, rel=0.15)
+    one, legend = blue_by_row(draw_bubbles("t", ["device-0"], ["ant"], np.array([[1]])))
+    assert legend == pytest.approx(one, rel=0.05)
 
 
 @pytest.mark.parametrize(("devices", "classes"), [(1, 1), (20, 100), (3, 200), (300, 2)])

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from coordinator.cli import cli
+from coordinator.planning.forecast import read_forecast
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, FedvitError, OverBudget
@@ -114,6 +115,45 @@ def test_unsupported_profile_is_reported(quick: Path) -> None:
     assert "no power mode 'fast'" in refused(ConfigError, "profile", *TINY, "--device", "agx-orin-64@fast")
     assert "unknown method 'magic'" in refused(ConfigError, "profile", "--method", "magic", *TINY, *device)
     assert said("profile", *TINY).exit_code == 2  # no device
+
+
+# --- plan of a run ------------------------------------------------------------------------------------
+
+
+def test_plan_of_a_queued_run_is_kept_for_the_dashboard(quick: Path) -> None:
+    """With the run's own method, model and budget: 100 GFLOP a round for one board, too little memory for none."""
+    store = Store.in_folder(quick)
+    options = {"batch_size": 8, "epochs": 3, "mask": 0.5, "local_blocks": 1}
+    config = {"method": "eftvit", "model_options": MODEL, "options": options, "rounds": 5}
+    store.submit_run("night", {**config, "budget": {"flops_budget": "1TFLOP"}})
+    store.submit_run("small", {**config, "budget": {"memory_budget": "1MB"}})
+    store.close()
+    given = ["--runs", quick, "--device", "rpi5-8", "--device", "agx-orin-64@15W", "--images", 40]
+    result = said("plan", "--run", "night", *given, "--json")
+    assert result.exit_code == 0, result.output
+    chosen = json.loads(result.stdout)
+    forecast = read_forecast(quick / "night")
+    assert forecast is not None
+    assert (forecast.images, [board.board for board in forecast.boards]) == (40, ["rpi5-8", "agx-orin-64@15W"])
+    for board, choice in zip(forecast.boards, chosen, strict=True):
+        assert board.expected is not None
+        assert board.budget.flops_per_round == 10**12
+        assert board.expected.flops == choice["cost"]["flops_round"]
+        assert board.expected.prediction.peak_rss_bytes == choice["chosen"]["prediction"]["peak_rss_bytes"]
+        assert choice["cost"]["options"]["mask"] == 0.5
+    assert "rpi5-8" in refused(OverBudget, "plan", "--run", "small", *given)
+    small = read_forecast(quick / "small")
+    assert small is not None
+    assert [board.expected for board in small.boards] == [None, None]
+    assert "memory" in (small.boards[0].refused or "")
+
+
+def test_plan_of_a_run_takes_no_method(quick: Path) -> None:
+    Store.in_folder(quick).close()
+    device = ("--runs", quick, "--device", "rpi5-8")
+    why = refused(ConfigError, "plan", "--run", "night", "--method", "fedavg", "-o", "lr=1", *device)
+    assert why == "--run night has its own method and model: leave out --method, --option"
+    assert "'night'" in refused(ConfigError, "plan", "--run", "night", *device)
 
 
 # --- report -------------------------------------------------------------------------------------------

@@ -115,13 +115,15 @@ def test_report_warns_of_missing_measurements(store: Store) -> None:
 def test_answers_by_class_are_added_up(store: Store) -> None:
     """Of round 1, the newest evaluation; b has no test image of the second class, and c does not count."""
     assert run_document(store, RUN).classes == []
-    counts = {"a": (ClassCount(0, 4, 5), ClassCount(1, 5, 5)), "b": (ClassCount(0, 5, 10),), "c": ()}
+    counts = {
+        "a": (ClassCount(0, 4, 5, ((1, 1),)), ClassCount(1, 5, 5)), "b": (ClassCount(0, 5, 10, ((1, 5),)),), "c": (),
+    }  # fmt: skip
     for name, by_class in counts.items():
         store.drop_result(RUN, 1, "evaluate", name)
         right = float(sum(count.correct for count in by_class))
         store.add_result(name, Result(RUN, 1, "evaluate", 10, {"correct": right}, ResourceUse(), by_class=by_class))
     assert run_document(store, RUN).classes == [
-        ClassAccuracy(name="ant", devices=2, images=15, correct=9),
+        ClassAccuracy(name="ant", devices=2, images=15, correct=9, wrong={"bee": 6}),
         ClassAccuracy(name="bee", devices=1, images=5, correct=5),
     ]
 

@@ -180,6 +180,18 @@ def test_a_training_result_that_cannot_be_is_refused(program: Program, changed: 
         ({"by_class": (ClassCount(0, 5, 4), ClassCount(1, 0, 1))}, "more correct answers than images"),
         ({"by_class": (ClassCount(1, 2, 3), ClassCount(0, 2, 2))}, "of different classes below 3, in order"),
         ({"by_class": (ClassCount(0, 2, 3), ClassCount(3, 2, 2))}, "of different classes below 3, in order"),
+        (
+            {"by_class": (ClassCount(0, 2, 3, ((0, 1),)), ClassCount(2, 2, 2))},
+            "the wrong answers of a class must be different classes below 3, in order",
+        ),
+        (
+            {"by_class": (ClassCount(0, 1, 3, ((2, 1), (1, 1))), ClassCount(2, 2, 2))},
+            "the wrong answers of a class must be different classes below 3, in order",
+        ),
+        (
+            {"by_class": (ClassCount(0, 2, 3, ((1, 2),)), ClassCount(2, 2, 2))},
+            "a class has 1 wrong answers, 2 are listed",
+        ),
         ({"upload": Manifest(DIGEST, 100, 1024)}, "the evaluate result has an upload of 100 bytes, expected is none"),
     ],
 )
@@ -190,6 +202,7 @@ def test_an_evaluation_that_cannot_be_is_refused(changed: dict[str, Any], named:
 
 def test_counts_by_class_belong_to_an_evaluation() -> None:
     check_result(evaluated(by_class=(ClassCount(0, 2, 3), ClassCount(2, 2, 2))), AVERAGED, hello())
+    check_result(evaluated(by_class=(ClassCount(0, 2, 3, ((1, 1),)), ClassCount(2, 2, 2))), AVERAGED, hello())
     with pytest.raises(BadPayload, match="a train result has counts of 1 classes, expected is none"):
         check_result(result(by_class=(ClassCount(0, 2, 3),)), AVERAGED, hello())
 

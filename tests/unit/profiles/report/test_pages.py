@@ -5,9 +5,10 @@ import re
 import msgspec
 import pytest
 
+from profiles.report.confusion import confusion
 from profiles.report.device_columns import device_csv
-from profiles.report.document import Comparison
-from profiles.report.page import Bar, Chart, Segment
+from profiles.report.document import ClassAccuracy, Comparison
+from profiles.report.page import Bar, Chart, Segment, on_one_scale
 from profiles.report.profile_page import profile_page
 from profiles.report.run_page import MOST_ROWS, run_page
 from tests.support.reports import fleet_document, private_document, profile_document, run_document
@@ -193,7 +194,20 @@ class TestFleet:
     def test_classes_have_their_accuracy(self) -> None:
         assert "Accuracy by class" not in RUN
         classes = self.part("Accuracy by class")
-        assert re.findall("<td.*?>(.*?)</td>", classes) == ["ant", "0.750", "400", "300", "bee", "0.900", "100", "50"]
+        assert re.findall("<td.*?>(.*?)</td>", classes[: classes.index("Answers by class")]) == [
+            "ant", "0.750", "400", "300", "bee 80, wasp 20", "bee", "0.900", "100", "50", "ant 10",
+        ]  # fmt: skip
+
+    def test_answers_are_a_matrix_of_classes(self) -> None:
+        """Of two classes with test images and a third that was answered."""
+        matrix = self.PAGE[self.PAGE.index('<table class="confusion">') :]
+        matrix = matrix[: matrix.index("</table>")]
+        assert re.findall('<th scope="col">(.*?)</th>', matrix) == ["class / answer", "ant", "bee", "wasp"]
+        assert re.findall("<td.*?>(.*?)</td>", matrix) == ["300", "80", "20", "10", "90", ""]
+
+    def test_matrix_of_many_classes_is_left_out(self) -> None:
+        many = [ClassAccuracy(name=str(n), devices=1, images=2, correct=1, wrong={"0": 1}) for n in range(1, 30)]
+        assert confusion(many) is None
 
     def test_duration_is_that_of_the_rounds(self) -> None:
         assert "<b>90.0 min</b><span>from the first round to the last</span>" in self.PAGE
@@ -213,6 +227,11 @@ class TestChart:
         assert far.scale == pytest.approx(10.2)
         assert not far.shows_limits
         assert near.percent(10.2) == "50.00%"
+
+    def test_charts_on_one_scale_have_bars_that_can_be_compared(self) -> None:
+        """10 and 40 of the scale of the larger chart, 40.8."""
+        small, large = on_one_scale([Chart((self.bar(10, None),)), Chart((self.bar(40, None),))])
+        assert (small.percent(10), large.percent(40)) == ("24.51%", "98.04%")
 
     def test_nothing_at_all_has_a_scale(self) -> None:
         assert Chart((self.bar(0, None),)).percent(0) == "0.00%"

@@ -16,7 +16,7 @@ from edge_client.steps import PIECE_ELEMENTS
 from fedvit.blobs import BlobStore
 from fedvit.engine import open_session
 from fedvit.errors import ConfigError
-from fedvit.program import Program, decode_program
+from fedvit.program import SEEDS, Program, decode_program
 from fedvit.tensors import Tensors
 from profiles.probes.host import peak_rss_bytes
 
@@ -83,6 +83,7 @@ def whole_number_limits(program: Program) -> dict[str, tuple[int, int]]:
     """[low, high) of the inputs that are whole numbers."""
     classes = (0, len(program.classes))
     limits = {"batch/labels": classes, "gathered/labels": classes, "batch/kept": (0, program.batch.patches)}
+    limits["batch/seeds"] = (0, SEEDS)
     phases = (*program.train, *program.evaluate.adapt)
     return limits | {f"draw/{draw.name}": (draw.low, draw.high) for phase in phases for draw in phase.draws}
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedvit.data.folder import Flags, Split, TextSplit
 from fedvit.data.images import Indices, augment, draw_kept, normalise, select, unfold
-from fedvit.program import Batch, Program, Train
+from fedvit.program import SEEDS, Batch, Program, Train
 from fedvit.tensors import Array
 
 IMAGES_AT_ONCE = 4
@@ -121,6 +121,8 @@ def training_feeds(
     feeds: dict[str, Any] = {"batch/patches": patches}
     if kept is not None:
         feeds["batch/kept"] = _pad(kept, length)
+    if batch.sample_seeds:
+        feeds["batch/seeds"] = _pad(mask_rng.integers(0, SEEDS, len(rows)), length)
     feeds["batch/labels"] = _pad(images.labels[rows], length)
     feeds["batch/weight"] = _pad(readable.astype(np.float32), length)
     return feeds, readable

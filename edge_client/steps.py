@@ -141,7 +141,8 @@ class Steps(ABC):
     def _bind_fixed(self, trained: set[str]) -> None:
         """Raises BadPayload when the graph reads an input that is neither fixed nor trained."""
         fixed = {**self._fixed, **self._scalars}
-        batch = {"batch/patches", "batch/kept", "batch/tokens", "batch/labels", "batch/weight"}
+        kinds = ("patches", "kept", "seeds", "tokens", "labels", "weight")
+        batch = {f"batch/{kind}" for kind in kinds}
         self._bound.graph.require(fixed.keys() | trained | batch)
         for name, array in fixed.items():
             self._bound.read(name, array)

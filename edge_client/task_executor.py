@@ -155,7 +155,8 @@ class TaskExecutor:
             self._integrity.check([manifest.digest])  # checked here, not in the event loop that sends it
         guarded.upload_bytes = manifest.size if manifest else 0
         use = self._use(execution, guarded)
-        result = self._result(task, trained.samples, {"loss": trained.loss}, use, manifest)
+        metrics = {"loss": trained.loss} if program.train else {}
+        result = self._result(task, trained.samples, metrics, use, manifest)
         if execution.stop.is_set() or "upload" in use.broke:  # a result that must not be sent is not stored either
             raise Stopped("the task was stopped")
         self._vault.commit(result, kept, new_residual, residual)

@@ -50,6 +50,7 @@ _CALCULATED: dict[str, Callable[[Any, Any], Any]] = {
     "Greater": operator.gt,
     "Less": operator.lt,
     "Pow": operator.pow,
+    "Mod": operator.mod,
 }
 _NEUTRAL = {"Add": 0, "Sub": 0, "Mul": 1, "Div": 1}
 

@@ -126,6 +126,11 @@ def _power_of(graph: Graph, node: fx.Node, base: float, exponent: Value) -> Valu
     return graph.binary("Pow", number, exponent, exponent.shape, exponent.dtype)
 
 
+@_lowers(aten.remainder.Scalar)
+def _remainder(graph: Graph, node: fx.Node, value: Value, divisor: int) -> Value:
+    return graph.with_number("Mod", value, divisor)
+
+
 @_lowers(aten.clamp.default)
 def _clamp(graph: Graph, node: fx.Node, value: Value, low: float | None = None, high: float | None = None) -> Value:
     bounds = ["" if b is None else graph.constant(np.array(b, number_type(value.dtype))) for b in (low, high)]

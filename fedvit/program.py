@@ -11,6 +11,7 @@ Graph inputs and outputs are bound by name, so that graphs carry their own wirin
     anchor/NAME       the tensor's value at the start of the round
     batch/patches     (B, tokens, patch values) float32: normalised, unfolded, kept patches only
     batch/kept        (B, tokens) int64: which patch of the image each row is
+    batch/seeds       (B,) int64 random number of each sample, in [0, 2^31): what dropout drops of it
     batch/tokens      (B, context) int64: characters as indices into `Program.classes`; of text, instead of patches
     batch/labels      (B,) int64: index into `Program.classes`; of text (B, context): the character that follows each
     batch/weight      (B,) float32: 1 for a sample, 0 for padding of the last batch
@@ -50,7 +51,11 @@ PRIVATE_VERSION = 2
 """Version of Programs that ask for privacy: software that supports only the first version refuses them."""
 TEXT_VERSION = 3
 """Version of Programs for text, which earlier software cannot read."""
-VERSIONS = (PROGRAM_VERSION, PRIVATE_VERSION, TEXT_VERSION)
+SEEDED_VERSION = 4
+"""Version of Programs whose steps read a random number of each sample, which earlier software does not draw."""
+VERSIONS = (PROGRAM_VERSION, PRIVATE_VERSION, TEXT_VERSION, SEEDED_VERSION)
+SEEDS = 1 << 31
+"""Random numbers of samples are below this."""
 MAX_VALUES = 1 << 31
 """Numbers in one array that a device makes for a Program: batches, features, optimizer state. What a device can
 really hold is limited by its memory budget; larger values than this are invalid."""
@@ -109,6 +114,7 @@ class Batch(Struct, frozen=True, kw_only=True):
     mean: tuple[Channel, Channel, Channel] = (0.0, 0.0, 0.0)
     std: tuple[Deviation, Deviation, Deviation] = (1.0, 1.0, 1.0)
     mask_ratio: Share = 0.0  # share of patches dropped per sample and step, training only; [0, 1)
+    sample_seeds: bool = False  # training steps read a random number of each sample
     crop_padding: Annotated[int, Meta(ge=0, le=4096)] = (
         0  # random crop after reflecting this many pixels at each border
     )

@@ -5,6 +5,8 @@ from typing import Literal
 
 ProductPrecision = Literal["fp32", "tf32", "bf16"]
 """Of products on a server: tf32 rounds factors to 10 bits, bf16 computes in bfloat16. Weights are float32 always."""
+Novel = Literal["own", "generator"]
+"""What learns for novel devices: their own tensors and their embeddings on the server, or also its generator."""
 NONE = "none"
 """The codec that changes nothing."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+import numpy as np
 
 from coordinator.commands.flags import existing_store
 from coordinator.commands.start import usual_name
@@ -23,7 +24,7 @@ from fedvit.choices import known_are
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
 from fedvit.known_names import TEXT
-from fedvit.tensors import Tensors, mapped
+from fedvit.tensors import Array, Tensors, mapped
 from fedvit.wire.topics import check_name
 from fleet.devices import device_folders, virtual_devices
 from fleet.partition import deal
@@ -76,6 +77,20 @@ class FinishedRun:
             raise ConfigError(f"no device {device!r} in run {self.name!r}; its devices are: {', '.join(known)}")
         made = self.folder / "generated" / f"{device}.safetensors"
         return {**(mapped(made) if made.is_file() else {}), **self._kept_by(device)}
+
+    def embeddings(self) -> dict[str, Array]:
+        """The server's embedding of each device that trained, all its numbers in one vector.
+
+        Empty where the method has no embeddings. Raises StorageFailed and BadPayload for a file that is damaged.
+        """
+        from fedvit.methods.rules.generator_update import PERSONAL  # imports torch, which takes seconds
+
+        file = self.folder / "generator.safetensors"
+        held = mapped(file) if file.is_file() else {}
+        vectors: dict[str, list[Array]] = {}
+        for name in sorted(name for name in held if name.startswith(PERSONAL)):
+            vectors.setdefault(name.split("/")[1], []).append(held[name].ravel())
+        return {device: np.concatenate(parts) for device, parts in vectors.items()}
 
     def _kept_by(self, device: str) -> Tensors:
         vault = self.folder / "state" / device / "vault"

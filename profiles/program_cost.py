@@ -226,7 +226,7 @@ def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) ->
     weights = _size_bytes(_held(program, lambda role: not role.trained_on_device))
     updated = max((_moved_bytes(program, phase) for phase in program.train), default=0)
     copies = max((_copies(phase) for phase in program.train), default=0)
-    activations = int(ARENA_SLACK * max(graphs[phase.graph].activation_bytes for phase in program.train))
+    activations = int(ARENA_SLACK * max((graphs[phase.graph].activation_bytes for phase in program.train), default=0))
     answers = int(ARENA_SLACK * graphs[program.evaluate.graph].activation_bytes)
     image_bytes = 3 * batch.image_size**2
     patches = 4 * batch.patch_values

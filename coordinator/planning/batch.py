@@ -35,6 +35,7 @@ def method_batch(method: Method, vit: PatchViT, images: ImageConfig = UNCHANGED)
         mean=mean,
         std=std,
         mask_ratio=method.mask,
+        sample_seeds=method.dropout > 0,
         crop_padding=images.crop_padding,
         flip=images.flip,
         brightness=images.brightness,

@@ -28,6 +28,7 @@ from fedvit.choices import allowed
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method, method_class, method_names
 from fedvit.methods.base import Method
+from fedvit.methods.novel import phases_of
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
 
@@ -100,7 +101,7 @@ def catalogue(
             hint = "" if names else "; --method lists some methods alone"
             raise ConfigError(f"{error}{hint}") from None
         with torch.device("meta"):
-            added = method.model_patches()
+            added = method.all_patches()
             if added not in models:
                 models[added] = build_model(method, model, classes, seed=0, options=model_options)
             entries.append(_entry(name, method.in_round(1, 1), models[added]))
@@ -122,7 +123,7 @@ def _usable(warn: Callable[[str], None]) -> list[str]:
 def _entry(name: str, method: Method, vit: PatchViT) -> MethodEntry:
     tensors = method.tensors(vit)
     groups = {group: (role, names) for group, (role, names) in method.groups(vit).items() if names}
-    collected = [phase.collect for phase in method.phases(vit) if phase.collect]
+    collected = [phase.collect for phase in phases_of(method, vit) if phase.collect]
 
     def held(*roles: Role) -> list[str]:
         return [tensor for role, names in groups.values() if role in roles for tensor in names]

@@ -9,6 +9,7 @@ from coordinator.planning.batch import method_batch
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import ServerRule
+from fedvit.methods.novel import phases_of, server_rule_of
 from fedvit.models import SMALL, TEXT
 from fedvit.program import Role
 
@@ -65,17 +66,17 @@ def _check(config: RunConfig) -> None:
         )
         method_batch(method, vit, config.images)
         groups = method.groups(vit)
-        _check_late_results(config, method.server_rule(vit))
+        _check_late_results(config, server_rule_of(method, vit))
         roles = {role for role, names in groups.values() if names}
         config.robust.check(config.method, roles)
-        collects = any(phase.collect for phase in method.phases(vit))
+        collects = any(phase.collect for phase in phases_of(method, vit))
         config.privacy.check(config.method, roles, collects, config.robust)
         config.check_privacy_of_modes()
         for pattern, options in config.variants.items():
             try:
                 other = make_method(config.method, {**config.options, **options})
                 other.groups(vit)
-                if other.model_patches() != method.model_patches():
+                if other.all_patches() != method.all_patches():
                     raise ConfigError(f"{options} adds other tensors to the model than the run does")
             except ConfigError as error:
                 raise ConfigError(f"variants: {pattern!r}: {error}") from None

@@ -19,6 +19,7 @@ from coordinator.planning.planned_device import PlannedDevice
 from coordinator.planning.trade_offs import TradeOff, trade_offs
 from fedvit.errors import OverBudget
 from fedvit.methods.base import Method
+from fedvit.methods.novel import phases_of
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch
 from fedvit.quantities import format_bytes, format_flops, format_seconds
@@ -281,7 +282,7 @@ class ConfigurationSearch:
                 self.progress(f"pricing {_description(alike)}")
                 self.priced[alike] = self.price(alike)
             of_alike = self.priced[alike]
-            program = msgspec.structs.replace(of_alike.program, train=method.phases(self.vit))
+            program = msgspec.structs.replace(of_alike.program, train=phases_of(method, self.vit))
             self.priced[method] = PricedProgram(program, msgspec.to_builtins(method), of_alike.graphs)
         return self.priced[method]
 

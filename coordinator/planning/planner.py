@@ -22,12 +22,14 @@ from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Method, ServerRule, ServerState
+from fedvit.methods.novel import phases_of, server_rule_of
 from fedvit.methods.packed import as_sent
 from fedvit.models.vit import PatchViT
 from fedvit.precision import Compute, Precision
 from fedvit.program import (
     PRIVATE_VERSION,
     PROGRAM_VERSION,
+    SEEDED_VERSION,
     TEXT_VERSION,
     Batch,
     Evaluate,
@@ -233,15 +235,16 @@ class Plan:
             tensors |= {name: TensorSpec(value.shape, str(value.dtype), group) for name, value in members.items()}
         privacy = self.config.privacy
         private = privacy.noise_multiplier or privacy.feature_noise
+        plain = PRIVATE_VERSION if private else PROGRAM_VERSION
         return Program(
-            v=TEXT_VERSION if batch.text else PRIVATE_VERSION if private else PROGRAM_VERSION,
+            v=SEEDED_VERSION if batch.sample_seeds else TEXT_VERSION if batch.text else plain,
             method=self.config.method,
             model=self.config.model,
             classes=self.classes,
             groups=groups,
             tensors={name: tensors[name] for name in as_sent(method, self.vit, self.values) if name in tensors},
             graphs=graphs,
-            train=tuple(_private(self._with_codec(phase), privacy) for phase in method.phases(self.vit)),
+            train=tuple(_private(self._with_codec(phase), privacy) for phase in phases_of(method, self.vit)),
             evaluate=self._evaluate(method),
             batch=batch,
             clip_delta=privacy.clip if privacy.noise_multiplier else None,
@@ -337,7 +340,7 @@ def make_plan(
                 raise ConfigError(f"variants of method {config.method!r} disagree on what is in group {group!r}")
     if start is not None:
         values = _started(values, start)
-    rule = base.server_rule(vit)
+    rule = server_rule_of(base, vit)
     common = {name for names in groups.values() for name in names}
     tensors = {name: value for name, value in values.items() if name in common}
     memory = rule.begin(config.seed) | dict(start.memory if start is not None else {})

@@ -155,7 +155,7 @@ def largest_upload_bytes(program: Program, train_samples: int) -> int:
     """Largest size of a valid upload of this Program, in bytes."""
     expected = program.expected_upload()
     # a sample is collected at most once per epoch
-    most_rows = train_samples * max(phase.epochs for phase in program.train)
+    most_rows = train_samples * max((phase.epochs for phase in program.train), default=0)
     size = _largest_header_bytes(program)
     for shape, dtype in expected.values():
         lengths = [most_rows if length is None else length for length in shape]

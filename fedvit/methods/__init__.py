@@ -144,6 +144,6 @@ def build_model(
             f"{type(method).__name__} with these options trains on images, and model {model!r} reads text;"
             " text can be trained with fedavg, fedper, fedtp, local and other methods that leave the model as it is"
         )
-    for model_patches in method.model_patches():
-        model_patches.apply(vit, seed)
+    for patch in method.all_patches():
+        patch.apply(vit, seed)
     return vit

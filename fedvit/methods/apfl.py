@@ -70,17 +70,20 @@ class APFL(FedAvg):
         twin = _untwinned(tensors)
         shared = {name: tensors[name] for name in twin}
         learner = self._mixed(tensors) if self.form == "paper" else twin
-        grads, _ = self._gradients(calculus, vit, phase, shared, inputs)
+        learning = {name: value for name, value in shared.items() if name in updated}  # on a novel device: nothing
+        grads: dict[str, Tensor] = {}
+        if learning or self.form == "code":
+            grads, _ = self._gradients(calculus, vit, phase, shared, inputs)
         own, (loss, collected) = self._gradients(calculus, vit, phase, learner, inputs)
         share = self._share(tensors)
         by_twin = {name: share * grad for name, grad in own.items()} if self.form == "paper" else own
-        new = calculus.update({**shared, **_twin(twin)}, {**grads, **_twin(by_twin)})
+        new = calculus.update({**learning, **_twin(twin)}, {**grads, **_twin(by_twin)})
         if self.adaptive:
             if self.form == "paper":
                 slope = _product(tensors, own)
             else:  # at the new values, by the old gradients
                 both = {name: share * own[name] + (1 - share) * grads[name] for name in own}
-                slope = _product(new, both) + CODES_DECAY * share
+                slope = _product({**shared, **new}, both) + CODES_DECAY * share
             new |= calculus.update({ALPHA: tensors[ALPHA]}, {ALPHA: slope.reshape(1)})
             new[ALPHA] = new[ALPHA].clamp(0, 1)
         return StepResult(loss, new, collected)

@@ -21,10 +21,11 @@ from fedvit.errors import ConfigError
 from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
+from fedvit.models.dropout import Dropout
 from fedvit.models.vit import PatchViT
 from fedvit.precision import Compute, Precision
 from fedvit.program import Evaluate, Role, Train
-from fedvit.roles import ProductPrecision
+from fedvit.roles import Novel, ProductPrecision
 from fedvit.tensors import Array, Tensors
 
 PREDICT = "predict"
@@ -46,9 +47,11 @@ class Images(NamedTuple):
 
     patches: Tensor
     kept: Tensor | None
+    seeds: Tensor | None = None  # (B,) whole numbers from which dropout follows; None: nothing is dropped
 
     def rows(self, rows: slice) -> "Images":
-        return Images(self.patches[rows], None if self.kept is None else self.kept[rows])
+        kept, seeds = (None if value is None else value[rows] for value in (self.kept, self.seeds))
+        return Images(self.patches[rows], kept, seeds)
 
 
 class StepInputs(NamedTuple):
@@ -173,6 +176,10 @@ class ServerRule(ABC):
         made = [self.generate(state, device, seed) for device in devices]
         return {name: torch.from_numpy(np.stack([one[name] for one in made])).to(place) for name in made[0]}
 
+    def for_novel(self, learns: Novel) -> "ServerRule | None":
+        """The rule that is left when what devices share stands still; None if there is nothing left to learn."""
+        return None
+
     @abstractmethod
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
@@ -211,6 +218,7 @@ class Method(ABC):
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # sgd only
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     mask: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of patches that a training step drops, anew for each image
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of values that a training step drops, anew for each image
     recompute: bool = False  # on devices: less memory, a third more FLOPs
     frozen_precision: Precision = (
         "fp32"  # of tensors that a device does not train: saves half or three quarters of their bytes
@@ -219,11 +227,12 @@ class Method(ABC):
     clip_norm: Annotated[float, Meta(gt=0)] | None = None  # a step's gradient is scaled down to this norm
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
     warmup_rounds: Annotated[int, Meta(ge=0)] = 0
+    novel: Novel | None = None  # a run for devices that join after the training: what all share stands still
 
     @property
     def reads_text(self) -> bool:
         """Whether the method can train a model of text: it runs the model as it is, and changes nothing in it."""
-        return type(self).forward is Method.forward and not self.model_patches() and not self.mask
+        return type(self).forward is Method.forward and not self.all_patches() and not self.mask
 
     @property
     def sent_precision(self) -> Precision:
@@ -243,7 +252,12 @@ class Method(ABC):
         return Sgd(weight_decay=self.weight_decay)
 
     def lr_scale(self, round_number: int, rounds: int) -> float:
-        """The schedule's factor on `lr` in a round that counts from 1: linear warm-up, then the schedule."""
+        """The schedule's factor on `lr` in a round that counts from 1: linear warm-up, then the schedule.
+
+        It is that of the training: novel devices, which join after it, learn with the rate itself.
+        """
+        if self.novel:
+            return 1.0
         if round_number <= self.warmup_rounds:
             return round_number / (self.warmup_rounds + 1)
         if self.schedule == "constant":
@@ -268,6 +282,10 @@ class Method(ABC):
     def model_patches(self) -> tuple[ModelPatch, ...]:
         """Additions to the model, in this order."""
         return ()
+
+    def all_patches(self) -> tuple[ModelPatch, ...]:
+        """With what an option of every method adds."""
+        return (*((Dropout(rate=self.dropout),) if self.dropout else ()), *self.model_patches())
 
     def extra_tensors(self, vit: PatchViT) -> dict[str, Tensor]:
         """Tensors beside the model's: twins, scalars."""
@@ -352,7 +370,7 @@ class Method(ABC):
     def groups(self, vit: PatchViT) -> dict[str, tuple[Role, list[str]]]:
         """The groups: every tensor is in exactly one. Raises ConfigError for a name without a rule."""
         rules = self.rules(vit)
-        members: dict[str, tuple[Role, list[str]]] = {rule.group: (rule.role, []) for rule in rules}
+        members: dict[str, tuple[Role, list[str]]] = {rule.group: (self._role(rule), []) for rule in rules}
         for name in self.tensors(vit):
             for rule in rules:
                 if any(fnmatchcase(name, pattern) for pattern in rule.patterns):
@@ -361,6 +379,10 @@ class Method(ABC):
             else:
                 raise ConfigError(f"{type(self).__name__} has no rule for tensor {name!r} of model {vit.name!r}")
         return members
+
+    def _role(self, rule: GroupRule) -> Role:
+        own = (Role.LOCAL, Role.GENERATED)
+        return Role.FROZEN if self.novel and rule.role not in own else rule.role
 
     def names_in(self, vit: PatchViT, *groups: str) -> list[str]:
         """The tensors of some groups, in the model's order."""

@@ -44,12 +44,11 @@ class FedTP(Method):
     (`all_embeddings` moves them as the released code's dense table does). The paper's model has no bias of queries,
     keys and values and heads of width 64: model options `qkv_bias = false`, `head_width = 64`; a bias that the
     model has is shared. The paper's server descends with a rate of 0.01, which is the default; the released scripts
-    take 0.1 with momentum 0.9 and weight decay 1e-3. Differs from the released code: there is no dropout (0.1 there,
-    of embeddings and in MLPs), in training neither; positions and the class token begin as timm's do, near zero; there
-    they are standard normal: model option `position_std = 1`.
-    `head` and `knn_weight` are the paper's extensions by FedPer, FedRoD and kNN, `parts` its Table V. `novel` is its
-    study of devices that come later: the run's `start_from` brings the shared tensors, which stand still, and the
-    hypernetwork; the server learns the new devices' embeddings alone, or the hypernetwork with them.
+    take 0.1 with momentum 0.9 and weight decay 1e-3. Differs from the released code by default: no dropout (there
+    `dropout` is 0.1); positions and the class token begin as timm's do, near zero; there they are standard normal:
+    model option `position_std = 1`.
+    `head` and `knn_weight` are the paper's extensions by FedPer, FedRoD and kNN, `parts` its Table V. Its study of
+    novel devices is `novel`: "own" trains their embeddings alone, "generator" the hypernetwork with them.
     """
 
     source: ClassVar[str] = "FedTP, arXiv:2211.01572"
@@ -68,11 +67,10 @@ class FedTP(Method):
     server_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # released code: 0.9
     server_weight_decay: Annotated[float, Meta(ge=0)] = 0.0  # released code: 1e-3
     all_embeddings: bool = False
-    novel: Literal["embedding", "hypernetwork"] | None = None  # what the server learns for devices that come later
 
     @property
     def reads_text(self) -> bool:
-        return self.head != "rod" and not self.knn_weight
+        return self.head != "rod" and not self.knn_weight and not self.dropout
 
     def model_patches(self) -> tuple[ModelPatch, ...]:
         return (ExtraHead(name=PERSONAL_HEAD),) if self.head == "rod" else ()
@@ -82,7 +80,7 @@ class FedTP(Method):
         return (
             GroupRule("head", Role.LOCAL, local),
             GroupRule(self.parts, Role.GENERATED, PARTS[self.parts]),
-            GroupRule("shared", Role.FROZEN if self.novel else Role.SHARED, ("*",)),
+            GroupRule("shared", Role.SHARED, ("*",)),
         )
 
     def forward(self, vit: PatchViT, tensors: Named, images: Images) -> Forward:
@@ -94,7 +92,7 @@ class FedTP(Method):
     def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
         if self.head == "rod":
             return Objective(two_head_loss(two_heads(vit, tensors, inputs.images), inputs), {})
-        return Objective(super().objective(vit, phase, tensors, inputs).loss, {})
+        return super().objective(vit, phase, tensors, inputs)
 
     def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
         forward = self.forward(vit, tensors, images)
@@ -112,7 +110,6 @@ class FedTP(Method):
             ),
             optimizer=MomentumSgd(momentum=self.server_momentum, weight_decay=self.server_weight_decay),
             lr=self.server_lr,
-            trains="embeddings" if self.novel == "embedding" else "all",
             all_embeddings=self.all_embeddings,
         )
-        return learns if self.novel else Together((WeightedMean(), learns))
+        return Together((WeightedMean(), learns))

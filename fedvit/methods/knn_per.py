@@ -7,11 +7,11 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from fedvit.methods.base import PREDICT, Forward, Gathered, Images, StepInputs, run_model
-from fedvit.methods.calculus import Named, Objective
+from fedvit.methods.base import PREDICT, Forward, Gathered, Images, run_model
+from fedvit.methods.calculus import Named
 from fedvit.methods.fedavg import FedAvg
 from fedvit.models.vit import PatchViT
-from fedvit.program import Evaluate, Gather, Train
+from fedvit.program import Evaluate, Gather
 
 FEATURES = "features"
 
@@ -38,9 +38,6 @@ class KnnPer(FedAvg):
 
     def forward(self, vit: PatchViT, tensors: Named, images: Images) -> Forward:
         return with_features(vit, tensors, images)
-
-    def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
-        return Objective(super().objective(vit, phase, tensors, inputs).loss, {})
 
     def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
         assert gathered is not None  # `evaluate` asks for it

@@ -58,8 +58,8 @@ class PFedMe(FedAvg):
         self, calculus: Calculus, vit: PatchViT, phase: Train, updated: Named, fixed: Named, inputs: StepInputs
     ) -> StepResult:
         assert inputs.lr is not None
-        theta = _untwinned(updated)
-        shared = {name: updated[name] for name in theta}
+        theta, tensors = _untwinned(updated), {**fixed, **updated}
+        shared = {name: tensors[name] for name in theta}
         if self.start == "shared":
             begins = calculus.inputs["hyper/step"] == 1
             theta = {name: torch.where(begins, shared[name], value) for name, value in theta.items()}
@@ -72,7 +72,7 @@ class PFedMe(FedAvg):
         pull = inputs.lr * (self.lr / phase.lr * self.lam)
         if inputs.last is not None:
             pull = inputs.last * pull
-        shared = {name: value - pull * (value - theta[name]) for name, value in shared.items()}
+        shared = {name: w - pull * (w - theta[name]) for name, w in shared.items() if name in updated}
         return StepResult(loss, {**shared, **{f"{TWIN}{name}": value for name, value in theta.items()}}, collected)
 
     def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:

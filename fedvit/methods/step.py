@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fedvit.methods.base import PREDICT, Gathered, Images, Method, StepInputs, trained_names
 from fedvit.methods.calculus import Calculus, Named, Objective, TracedCalculus
+from fedvit.methods.novel import phases_of
 from fedvit.methods.optimizers import Optimizer
 from fedvit.methods.packed import as_sent, unpacked
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch, Gather, Train
+from fedvit.program import SEEDS, Batch, Gather, Train
 
 Step = Callable[[Named], dict[str, Tensor]]
 
@@ -50,8 +51,7 @@ def whole_step(method: Method, vit: PatchViT, phase: Train, calculus: Calculi = 
         updated = {name: fixed.pop(name) for name in names}
         with vit.recomputing(method.recompute):
             result = method.local_step(used, vit, phase, updated, fixed, _step_inputs(inputs))
-        outputs = {"metric/loss": result.loss}
-        outputs |= {f"collect/{name}": value for name, value in result.collected.items()}
+        outputs = {"metric/loss": result.loss, **_recorded(phase, result.collected)}
         for name in names:
             outputs[f"new/tensor/{name}"] = result.updated[name]
             outputs |= {f"new/slot/{slot}/{name}": used.slots[f"{slot}/{name}"] for slot in phase.slots}
@@ -79,11 +79,17 @@ def _gradient_step(method: Method, vit: PatchViT, phase: Train, calculus: Calcul
 
         with vit.recomputing(method.recompute):
             grads, (loss, collected) = used.gradients(objective, updated)
-        outputs = {"metric/loss": loss}
-        outputs |= {f"collect/{name}": value for name, value in collected.items()}
+        outputs = {"metric/loss": loss, **_recorded(phase, collected)}
         return outputs | {f"new/grad/{name}": inputs[f"grad/{name}"] + grads[name] for name in names}
 
     return step
+
+
+def _recorded(phase: Train, collected: Named) -> dict[str, Tensor]:
+    """The value that a phase records, of those that the method could."""
+    if phase.collect is None:
+        return {}
+    return {f"collect/{phase.collect.output}": collected[phase.collect.output]}
 
 
 def update_step(rule: Optimizer, calculus: Calculi = TracedCalculus) -> Step:
@@ -126,7 +132,7 @@ def steps_of(method: Method, vit: PatchViT) -> dict[str, Serves]:
     """Every graph of a method, and its purpose. Phases that name one graph share it."""
     evaluate = method.evaluate(vit)
     graphs: dict[str, Serves] = {}
-    for phase in (*method.phases(vit), *evaluate.adapt):
+    for phase in (*phases_of(method, vit), *evaluate.adapt):
         graphs.setdefault(phase.graph, phase)
         if phase.update:
             graphs[phase.update] = Update(method.optimizer_rule())
@@ -145,7 +151,7 @@ def _tensors(inputs: Named) -> dict[str, Tensor]:
 
 def _samples(inputs: Named) -> Images:
     read = inputs["batch/tokens"] if "batch/tokens" in inputs else inputs["batch/patches"]
-    return Images(read, inputs.get("batch/kept"))
+    return Images(read, inputs.get("batch/kept"), inputs.get("batch/seeds"))
 
 
 def _step_inputs(inputs: Named) -> StepInputs:
@@ -225,6 +231,8 @@ def example_inputs(method: Method, vit: PatchViT, batch: Batch, of: Serves, *, s
     if batch.kept_patches < batch.patches:
         rows = [torch.randperm(batch.patches, generator=draw)[: batch.kept_patches].sort().values for _ in range(size)]
         inputs["batch/kept"] = torch.stack(rows)
+    if batch.sample_seeds:
+        inputs["batch/seeds"] = torch.randint(0, SEEDS, (size,), generator=draw)
     inputs["batch/labels"] = torch.randint(0, classes, shape, generator=draw)
     inputs["batch/weight"] = (torch.arange(size) < max(1, size - size // 4)).float()
     inputs["fact/class_counts"] = torch.bincount(inputs["batch/labels"].flatten(), minlength=classes).float()

@@ -12,13 +12,24 @@ import torch
 from torch import Tensor, nn
 
 
-def recomputed(block: nn.Module, x_BND: Tensor) -> Tensor:
-    """What `block(x_BND)` gives."""
+class SampleSeeds:
+    """The random number of each sample of the batch that a model computes, for dropout; None: nothing is dropped."""
+
+    now: Tensor | None = None
+
+
+def recomputed(block: nn.Module, x_BND: Tensor, seeds: SampleSeeds) -> Tensor:
+    """What `block(x_BND)` gives; computed again, it drops the same values."""
+    first = seeds.now
     used = _Used(block)
     names, values = zip(*used.named_parameters(), strict=True)
 
     def run(x_BND: Tensor, *values: Tensor) -> Tensor:
-        return cast(Tensor, torch.func.functional_call(used, dict(zip(names, values, strict=True)), (x_BND,)))
+        before, seeds.now = seeds.now, first
+        try:
+            return cast(Tensor, torch.func.functional_call(used, dict(zip(names, values, strict=True)), (x_BND,)))
+        finally:
+            seeds.now = before
 
     class Recomputed(torch.autograd.Function):
         @staticmethod

@@ -15,6 +15,7 @@ from fedvit.errors import ConfigError
 from fedvit.models.attend import attend
 from fedvit.models.attention import OpenAttention
 from fedvit.models.options import check_switch, check_whole
+from fedvit.models.recompute import SampleSeeds
 from fedvit.models.vit import PatchViT, take_rows
 
 BEFORE = -1e9
@@ -68,6 +69,7 @@ class TextTransformer(PatchViT):
         self.name = name
         # methods read tensors, blocks, norm and head, which both have
         self.vit = cast(VisionTransformer, characters.eval())
+        self.seeds = SampleSeeds()
         self.recompute = False
 
     @property
@@ -75,8 +77,8 @@ class TextTransformer(PatchViT):
         """Characters of a sample."""
         return int(cast(Tensor, self.vit.pos_embed).shape[1])
 
-    def embed(self, tokens_BT: Tensor, kept_BN: Tensor | None = None) -> Tensor:
-        """(B, T, D) characters with their positions; `kept_BN` is None, as nothing is masked."""
+    def embed(self, tokens_BT: Tensor, kept_BN: Tensor | None = None, seeds_B: Tensor | None = None) -> Tensor:
+        """(B, T, D) characters with their positions; the others are None, as nothing is masked and nothing dropped."""
         table_CD = cast(_Characters, cast(nn.Module, self.vit)).token_embed.weight
         return take_rows(table_CD, tokens_BT) + cast(Tensor, self.vit.pos_embed)
 

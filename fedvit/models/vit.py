@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
 from fedvit.models.attend import attention_pool, class_token
-from fedvit.models.recompute import recomputed
+from fedvit.models.recompute import SampleSeeds, recomputed
 
 _POOLS = ("token", "avg", "map")
 """How a model makes one vector of its tokens: by the class token, their mean, or an attention with a learned query."""
@@ -43,6 +43,7 @@ class PatchViT(nn.Module):
         super().__init__()
         self.name = name
         self.vit = vit.eval()
+        self.seeds = SampleSeeds()  # for dropout, as `embed` got them
         self.recompute = False  # whether blocks keep only what enters them for their backward pass
         self._check_plain()
 
@@ -141,7 +142,10 @@ class PatchViT(nn.Module):
 
     def call(self, tensors: Mapping[str, Tensor], body: Callable[["PatchViT"], Any]) -> Any:
         """Run `body(self)` while every tensor has the value given in `tensors`."""
-        return torch.func.functional_call(self, {f"vit.{name}": value for name, value in tensors.items()}, (body,))
+        try:
+            return torch.func.functional_call(self, {f"vit.{name}": value for name, value in tensors.items()}, (body,))
+        finally:
+            self.seeds.now = None
 
     @contextmanager
     def recomputing(self, recompute: bool) -> Iterator[None]:
@@ -155,12 +159,14 @@ class PatchViT(nn.Module):
     def forward(self, body: Callable[["PatchViT"], Any]) -> Any:
         return body(self)
 
-    def embed(self, patches_BNP: Tensor, kept_BN: Tensor | None = None) -> Tensor:
+    def embed(self, patches_BNP: Tensor, kept_BN: Tensor | None = None, seeds_B: Tensor | None = None) -> Tensor:
         """Tokens of the kept patches, each with its own position, behind the prefix tokens.
 
-        `kept_BN` says which patch of the image each row is; None means all, in order.
+        `kept_BN` says which patch of the image each row is; None means all, in order. Of `seeds_B` follows what dropout
+        drops, here and in the blocks.
         """
         vit = self.vit
+        self.seeds.now = seeds_B
         assert vit.pos_embed is not None  # refused on construction
         projection = vit.patch_embed.proj
         x_BND = nn.functional.linear(patches_BNP, projection.weight.flatten(1), projection.bias)
@@ -184,7 +190,7 @@ class PatchViT(nn.Module):
         for index, block in enumerate(self.vit.blocks[first:last], start=first):
             for hooks in token_hooks:
                 x_BND = hooks.before_block(index, x_BND)
-            x_BND = recomputed(block, x_BND) if self.recompute else block(x_BND)
+            x_BND = recomputed(block, x_BND, self.seeds) if self.recompute else block(x_BND)
             for hooks in reversed(token_hooks):
                 x_BND = hooks.after_block(index, x_BND)
         return x_BND

@@ -63,7 +63,7 @@ class DeviceResult(NamedTuple):
 
     device: str
     samples: int
-    loss: float
+    loss: float | None  # None: nothing was trained
     flops: int
     received_bytes: int  # that a server would send in a round
     upload: Tensors
@@ -175,7 +175,10 @@ class Devices:
             program, method, program.train, values, [device.train for device in devices],
             [seed.generators(5) for seed in seeds], lr_scale,
         )  # fmt: skip
-        finite = torch.stack([value.flatten(1).isfinite().all(1) for value in trained.tensors.values()]).all(0).tolist()
+        finite = torch.ones(len(devices), dtype=torch.bool, device=self._accelerator)
+        for value in trained.tensors.values():
+            finite &= value.flatten(1).isfinite().all(1)
+        is_finite = finite.tolist()
         sent_back = program.with_role(*(role for role in Role if role.sent_back))
         back = [name for group in sent_back for name in program.names(group)]
         changed = {
@@ -195,7 +198,7 @@ class Devices:
         kept = {name: trained.tensors.get(name, values.of(name, len(devices))) for name in keep}
         results: list[DeviceResult] = []
         for index, (device, seed) in enumerate(zip(devices, seeds, strict=True)):
-            if not finite[index]:
+            if not is_finite[index]:
                 reason = f"training diverged in round {number}, nothing of it is kept"
                 results.append(DeviceResult(device.name, 0, 0.0, 0, received_bytes, {}, reason))
                 continue
@@ -207,7 +210,8 @@ class Devices:
                 continue
             device.kept = {name: value[index].clone() for name, value in kept.items()}
             device.kept_round = number
-            figures = trained.samples[index], trained.losses[index], trained.flops[index]
+            loss = trained.losses[index] if program.train else None
+            figures = trained.samples[index], loss, trained.flops[index]
             results.append(DeviceResult(device.name, *figures, received_bytes, upload))
         return results
 

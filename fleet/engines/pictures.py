@@ -18,7 +18,7 @@ from edge_client.batches import batch_rows
 from fedvit.data.folder import Flags, Split, TextSplit
 from fedvit.data.images import Indices, draw_kept, draw_variation
 from fedvit.errors import DataError
-from fedvit.program import Batch, Train
+from fedvit.program import SEEDS, Batch, Train
 from fedvit.tensors import Array
 
 
@@ -98,6 +98,7 @@ def draw_training(images: Images, batch: Batch, phase: Train, generators: Sequen
         kept = None
         if batch.kept_patches < batch.patches:
             kept = draw_kept(mask_rng, len(rows), batch.patches, batch.kept_patches)
+        seeds = mask_rng.integers(0, SEEDS, len(rows)) if batch.sample_seeds else None
         readable = images.readable[rows]
         if not readable.any():
             continue
@@ -106,6 +107,7 @@ def draw_training(images: Images, batch: Batch, phase: Train, generators: Sequen
             "labels": images.labels[rows],
             "weight": readable.astype(np.float32),
             "kept": kept,
+            "seeds": seeds,
             **variation._asdict(),
         }
         for name, values in given.items():

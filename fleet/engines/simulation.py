@@ -266,7 +266,8 @@ class TorchSimulation:
                 use = ResourceUse(
                     flops=one.flops, upload_bytes=sent_bytes, sent_bytes=sent_bytes, received_bytes=one.received_bytes
                 )
-                results.append((one.device, self._result(number, "train", one.samples, {"loss": one.loss}, use), None))
+                metrics = {} if one.loss is None else {"loss": one.loss}
+                results.append((one.device, self._result(number, "train", one.samples, metrics, use), None))
         accepted = store.add_results(results)
         store.close_round(run, number, saved, figures, chosen, times[1], accepted)
         if evaluations is not None:

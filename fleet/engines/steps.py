@@ -140,7 +140,7 @@ class Runner:
 def one_step(batched: BatchedStep, work: Work, pixels: Tensor, batch: Batch, step: Tensor) -> Named:
     """Make the batch of step number `step` (1,), and call the step on it."""
     fed = {name: array.index_select(0, step).squeeze(0) for name, array in work.arrays.items()}
-    given = {f"batch/{name}": fed[name] for name in ("labels", "weight", "kept") if name in fed}
+    given = {f"batch/{name}": fed[name] for name in ("labels", "weight", "kept", "seeds") if name in fed}
     given |= training_samples(pixels, fed, batch)
     scalars = {
         "hyper/lr": work.lr,

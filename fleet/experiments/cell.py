@@ -11,18 +11,20 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
 from coordinator.record.summary import RoundSummary, RunSummary, summarise
+from coordinator.run.cohort import select_uniform
 from coordinator.run.display import Display, View
 from fedvit.data.images import normalise, read_image, unfold
 from fedvit.data.layout import find_layout, read_tree
@@ -36,12 +38,15 @@ from fleet.simulate import simulate
 from profiles.probes.host import peak_rss_bytes
 from profiles.report.curves import Accuracy, RoundFigures
 
-RUN = "run"
+RUN, NOVEL_RUN = "run", "novel"
 CELL_FILE = "cell.json"
 PROGRESS_FILE = "progress.json"
 RESULT_FILE = "result.json"
 UNUSABLE_FILE = "unusable.json"
 LOG_FILE = "cell.log"
+
+NOVEL_DRAW = 2
+"""An independent draw: which devices join after the training."""
 
 AT_A_TIME = 128
 """Images of the global test."""
@@ -54,6 +59,25 @@ class Progress(Struct, frozen=True, kw_only=True):
     accuracy: float | None = None  # mean over devices, newest
     headline: str = ""
     wall_s: float = 0.0  # of all processes of the cell
+
+
+class EmbeddedDevice(Struct, frozen=True, kw_only=True):
+    """A device's embedding on the plane of t-SNE, whose axes mean nothing."""
+
+    device: str
+    kind: str  # the device's domain, or the class of which it has most training images
+    x: float
+    y: float
+    novel: bool = False  # it joined after the training
+
+
+class AttentionPicture(Struct, frozen=True, kw_only=True):
+    """A device's test image, and the share of its model's attention that each patch has by attention rollout."""
+
+    device: str
+    label: str
+    png: bytes
+    attention: list[list[float]]  # rows of patches from the top; all together 1
 
 
 class CellResult(Struct, frozen=True, kw_only=True):
@@ -74,6 +98,10 @@ class CellResult(Struct, frozen=True, kw_only=True):
     epsilon: float | None = None  # of devices' updates, over all rounds; None: no noise
     feature_epsilon: float | None = None  # of one device's features, over all rounds
     generic_accuracy: float | None = None  # of the server's model, on images that no device has; None: there is none
+    novel: Accuracy | None = None  # of devices that joined after the training; None: there are none
+    novel_by_device: dict[str, float] = {}
+    embeddings: list[EmbeddedDevice] = []  # where pictures are asked for
+    attention: list[AttentionPicture] = []
 
 
 class Unusable(Struct, frozen=True, kw_only=True):
@@ -193,24 +221,32 @@ def run_cell(
     """
     cell = msgspec.json.decode((folder / CELL_FILE).read_bytes(), type=Cell)
     out = folder / "runs"
-    values = {**cell.run, "metrics": msgspec.to_builtins(metrics or MetricsConfig())}
     begun = out.exists()
     watcher = ProgressWriter(folder)
+    first, later = _devices(cell, parts)
 
-    def attempt() -> RunSummary:
+    def simulated(run: str, folders: Sequence[Path], values: dict[str, Any], label: str) -> RunSummary:
+        values = {**values, "metrics": msgspec.to_builtins(metrics or MetricsConfig())}
         return simulate(
-            device_folders(parts, None), values, out=out, run=RUN, label=cell.path, at_once=at_once, display=watcher,
+            folders, values, out=out, run=run, label=label, at_once=at_once, display=watcher,
             graph_cache=graph_cache, resume=True, engine=cell.engine, precision=cell.precision,
         ).summary  # fmt: skip
 
+    def attempt() -> tuple[RunSummary, RunSummary | None]:
+        training = simulated(RUN, first, cell.run, cell.path)
+        if cell.novel is UNSET or cell.novel.run is None:
+            return training, None
+        values = {**cell.novel.run, "seed": cell.seed, "start_from": RUN}
+        return training, simulated(NOVEL_RUN, later, values, f"{cell.path}/{NOVEL_RUN}")
+
     try:
         try:
-            summary = attempt()
+            summary, novel = attempt()
         except (ConfigError, StorageFailed):
             if not begun:
                 raise
             shutil.rmtree(out)  # of another version of the software
-            summary = attempt()
+            summary, novel = attempt()
     except EmptyCohort as error:
         if cell.deal.validation_share is None:
             raise
@@ -221,10 +257,26 @@ def run_cell(
     tests_generic = cell.deal.global_test and cell.deal.validation_share is None
     generic = generic_accuracy(cell, out / RUN / "model.safetensors", parts) if tests_generic else None
     result = replace(cell_result(cell, summary, wall_s=watcher.wall_s), generic_accuracy=generic)
+    if novel:
+        last = novel.rounds[-1]
+        result = replace(result, novel=_round(last).accuracy, novel_by_device=last.accuracy)
+    if cell.pictures is not UNSET:
+        result = with_pictures(result, cell, cell.pictures, out, parts, summary, novel)
     atomic_write(folder / RESULT_FILE, msgspec.json.format(msgspec.json.encode(result), indent=2))
     if not keep:
-        for kept in ("state", "blobs"):
-            shutil.rmtree(out / RUN / kept)
+        for run in (RUN, NOVEL_RUN) if novel else (RUN,):
+            for kept in ("state", "blobs"):
+                if (out / run / kept).exists():  # a run in which the server has nothing makes no blobs
+                    shutil.rmtree(out / run / kept)
+
+
+def _devices(cell: Cell, parts: Path) -> tuple[list[Path], list[Path]]:
+    """The folders of the devices that train, and of the novel ones, which are the same for all methods of a seed."""
+    folders = device_folders(parts, None)
+    if cell.novel is UNSET:
+        return folders, []
+    novel = select_uniform([folder.name for folder in folders], cell.novel.devices, cell.seed, 0, NOVEL_DRAW)
+    return [one for one in folders if one.name not in novel], [one for one in folders if one.name in novel]
 
 
 def cell_result(cell: Cell, summary: RunSummary, *, wall_s: float) -> CellResult:
@@ -259,20 +311,11 @@ def generic_accuracy(cell: Cell, server: Path, parts: Path) -> float | None:
     import torch
 
     from coordinator.planning.batch import method_batch  # these import torch, which takes seconds
-    from fedvit.methods import build_model, make_method
     from fedvit.methods.base import Images
-    from fedvit.methods.packed import as_sent, unpacked
+    from fleet.experiments.pictures import served
 
     layout = find_layout(read_tree(parts / GLOBAL_TEST, 1), str(parts))
-    run, rounds = cell.run, cell.rounds
-    method = make_method(run["method"], run["options"]).in_round(rounds, rounds)
-    vit = build_model(
-        method, run["model"], len(layout.classes), seed=cell.seed, options=run["model_options"],
-        pretrained=run["pretrained"],
-    )  # fmt: skip
-    first = {name: value.numpy() for name, value in method.tensors(vit).items()}
-    sent = as_sent(method, vit, {**first, **mapped(server)})
-    tensors = unpacked({name: torch.tensor(value) for name, value in sent.items()})
+    method, vit, tensors = served(cell.run, len(layout.classes), cell.seed, mapped(server))
     batch = method_batch(method, vit)
     right = 0
     for begin in range(0, len(layout.train), AT_A_TIME):
@@ -285,6 +328,24 @@ def generic_accuracy(cell: Cell, server: Path, parts: Path) -> float | None:
             return None
         right += int((logits.argmax(dim=1).numpy() == np.array([label for _, label in some])).sum())
     return right / len(layout.train)
+
+
+def with_pictures(
+    result: CellResult, cell: Cell, count: int, out: Path, parts: Path, summary: RunSummary, novel: RunSummary | None
+) -> CellResult:
+    """The result with what the report draws: embeddings on a plane, and the attention of `count` devices' models."""
+    from fleet.api import FinishedRun
+    from fleet.experiments.pictures import attention_pictures, embedded_devices  # imports torch, which takes seconds
+
+    run = FinishedRun(RUN, out / RUN, 0.0, summary)
+    later = FinishedRun(NOVEL_RUN, out / NOVEL_RUN, 0.0, novel) if novel else None
+    trained = {device.device for device in summary.devices if device.rounds}
+    folders = [folder for folder in device_folders(parts, None) if folder.name in trained][:count]
+    return replace(
+        result,
+        embeddings=embedded_devices(run, parts, cell.seed, later),
+        attention=attention_pictures(run, cell.run, folders, cell.seed),
+    )
 
 
 def _round(entry: RoundSummary) -> RoundFigures:

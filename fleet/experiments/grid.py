@@ -20,7 +20,7 @@ from fedvit.blobs import digest_of
 from fedvit.choices import did_you_mean, known_are
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_names
-from fedvit.roles import ProductPrecision
+from fedvit.roles import Novel, ProductPrecision
 from fedvit.wire.topics import check_name
 from fleet.clusters.resources import RayTable
 from fleet.datasets import check_dataset
@@ -33,6 +33,12 @@ SCHEMA = 2
 RUN_KEYS = ("updates", "privacy", "robust", "model", "model_options", "cohort")
 """Keys of a method's table that are those of a run's configuration, in place of the experiment's: codecs, noise, robust
 aggregation, the model, and the devices of a round. `model_options` are over the experiment's, one by one."""
+
+NOVEL_RUN_KEYS = ("model", "model_options")
+"""Those of them that also hold for novel devices, whose run has no noise, no codecs and no robust aggregation."""
+
+NOVEL_KEYS = ("accelerator", "deadline_s", "server_precision")
+"""Likewise keys of the table [run]."""
 
 TUNE = "tune"
 """Key of a method's table: options, each with the values to try. A text is FedBABU's option of the same name."""
@@ -61,6 +67,17 @@ class TuningTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     keep: Annotated[float, Meta(gt=0, le=0.5)] | None = None  # share of points in the next rung; None: a third
 
 
+class NovelTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The table [novel]: devices that join after the training, and learn their own part alone."""
+
+    devices: Annotated[int, Meta(ge=1)]  # of the experiment's, left out of the training
+    rounds: Annotated[int, Meta(ge=1)] = 1  # in which all of them learn
+    learns: Novel = (
+        "own"  # in place of it, a method's own option `novel`; generator: it learns from them, if there is one
+    )
+    options: dict[str, Any] = field(default_factory=dict)  # in these rounds, of every method that has them
+
+
 class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of an experiment's file."""
 
@@ -80,6 +97,8 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     methods: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> method, its options, RUN_KEYS, TUNE
     common: dict[str, Any] = field(default_factory=dict)  # options of every method that has them
     tuning: TuningTable | None = None
+    novel: NovelTable | None = None
+    pictures: Annotated[int, Meta(ge=1)] | None = None  # devices of whose models the report shows the attention
     reference: str | None = None  # method to which differences are given; None: the first
     target_accuracy: Annotated[float, Meta(gt=0, le=1)] | None = None  # rounds until it is reached are reported
     late_rounds: Annotated[int, Meta(ge=1)] | None = None  # last rounds whose evaluations are averaged
@@ -108,6 +127,13 @@ class Deal(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return digest_of(msgspec.json.encode(self, order="deterministic"))
 
 
+class NovelDevices(Struct, frozen=True, kw_only=True):
+    """The devices that a cell leaves out of its run, and the run in which they learn their own part after it."""
+
+    devices: int
+    run: dict[str, Any] | None  # its whole configuration but for what the first run's end gives; None: of a search
+
+
 class Cell(Struct, frozen=True, kw_only=True):
     """One run of the grid, with all settings that its outcome depends on."""
 
@@ -120,6 +146,8 @@ class Cell(Struct, frozen=True, kw_only=True):
     engine: Engine = "onnx"
     precision: ProductPrecision = "fp32"
     tried: Values | UnsetType = UNSET  # of a search: the values that this cell tries
+    novel: NovelDevices | UnsetType = UNSET
+    pictures: int | UnsetType = UNSET  # devices of whose models the attention is drawn; embeddings are drawn, too
 
     @property
     def digest(self) -> str:
@@ -135,6 +163,13 @@ class Cell(Struct, frozen=True, kw_only=True):
     @property
     def rounds(self) -> int:
         return int(self.run["rounds"])
+
+
+class Runs(NamedTuple):
+    """Configurations of a cell's runs, without the seed."""
+
+    training: dict[str, Any]
+    novel: dict[str, Any] | None  # of novel devices, after it
 
 
 class Point(NamedTuple):
@@ -195,15 +230,21 @@ def read_grid(file: Path, dataset: str | None = None) -> Grid:
     if experiment.reference is not None and experiment.reference not in experiment.methods:
         hint = known_are(experiment.reference, list(experiment.methods), "methods are")
         raise ConfigError(f"{file}: reference = {experiment.reference!r} is no method of the file{hint}")
+    if experiment.novel and experiment.novel.devices >= experiment.devices:
+        raise ConfigError(
+            f"{file}: [novel]: devices = {experiment.novel.devices} leaves none of the experiment's"
+            f" {experiment.devices} devices for the training"
+        )
     experiment.ray.check(list(experiment.methods), list(experiment.partitions), str(file))
     methods = _methods(experiment, str(file))
     runs = {
         name: [
-            (values, _run(experiment, method, _run_keys(experiment.methods[name]), f"{file}: [methods.{name}]"))
+            (values, _runs(experiment, method, _run_keys(experiment.methods[name]), f"{file}: [methods.{name}]"))
             for values, method in points
         ]
         for name, points in methods.items()
     }
+    _check_novel_options(experiment, methods, str(file))
     rules = {name: _partition(name, table, str(file)) for name, table in experiment.partitions.items()}
     searched = {name for name, table in experiment.methods.items() if _tune(table)}
     return Grid(
@@ -229,9 +270,14 @@ def read_grid(file: Path, dataset: str | None = None) -> Grid:
 
 def _cell(
     experiment: Experiment, method: str, partition: str, rule: tuple[str, dict[str, Any]], seed: int,
-    run: dict[str, Any], *, tried: Values | UnsetType = UNSET, validation_share: float | None = None,
+    runs: Runs, *, tried: Values | UnsetType = UNSET, validation_share: float | None = None,
 ) -> Cell:  # fmt: skip
     kind, options = rule
+    novel: NovelDevices | UnsetType = UNSET
+    if experiment.novel:
+        later = runs.novel if tried is UNSET else None
+        novel = NovelDevices(devices=experiment.novel.devices, run=later)
+    pictures = experiment.pictures if tried is UNSET and seed == experiment.seeds[0] else None
     return Cell(
         schema=SCHEMA,
         method=method,
@@ -248,10 +294,12 @@ def _cell(
             validation_share=validation_share,
             global_test=experiment.global_test,
         ),
-        run={**run, "seed": seed},
+        run={**runs.training, "seed": seed},
         engine=experiment.engine,
         precision=experiment.precision,
         tried=tried,
+        novel=novel,
+        pictures=pictures or UNSET,
     )
 
 
@@ -261,12 +309,13 @@ def _search(
     method: str,
     partition: str,
     rule: tuple[str, dict[str, Any]],
-    points: list[tuple[Values, dict[str, Any]]],
+    points: list[tuple[Values, Runs]],
 ) -> Search:
     rungs = search_rungs(len(points), tuning, experiment.rounds)
 
-    def tries(values: Values, run: dict[str, Any], rounds: int) -> tuple[Cell, ...]:
-        once = {**run, "rounds": rounds, "evaluate_every": rounds}  # only the last accuracy is used
+    def tries(values: Values, runs: Runs, rounds: int) -> tuple[Cell, ...]:
+        # only the last accuracy is used
+        once = runs._replace(training={**runs.training, "rounds": rounds, "evaluate_every": rounds})
         share = tuning.validation_share
         return tuple(
             _cell(experiment, method, partition, rule, seed, once, tried=values, validation_share=share)
@@ -279,10 +328,10 @@ def _search(
         tuple(
             Point(
                 values,
-                tuple(tries(values, run, rung.rounds) for rung in rungs),
-                tuple(_cell(experiment, method, partition, rule, seed, run) for seed in experiment.seeds),
+                tuple(tries(values, runs, rung.rounds) for rung in rungs),
+                tuple(_cell(experiment, method, partition, rule, seed, runs) for seed in experiment.seeds),
             )
-            for values, run in points
+            for values, runs in points
         ),
         rungs,
     )
@@ -321,6 +370,7 @@ def _experiment(values: dict[str, Any], where: str) -> Experiment:
         (values, Experiment, ""),
         (values.get("model"), ModelTable, " [model]"),
         (values.get("tuning"), TuningTable, " [tuning]"),
+        (values.get("novel"), NovelTable, " [novel]"),
         (values.get("ray"), RayTable, " [ray]"),
     )
     for table, kind, at in tables:
@@ -451,29 +501,61 @@ def _model_options(experiment: Experiment, keys: dict[str, Any]) -> Any:
     return dict([_size(experiment)]) | {**general, **own} if isinstance(own, dict) else own
 
 
-def _run(experiment: Experiment, method: Mapping[str, Any], keys: dict[str, Any], where: str) -> dict[str, Any]:
-    """A run's whole configuration, but for the seed."""
-    own = {
+def _runs(experiment: Experiment, method: Mapping[str, Any], keys: dict[str, Any], where: str) -> Runs:
+    """Whole configurations of a cell's runs, but for the seed."""
+    options = {option: value for option, value in method.items() if option not in ("method", "novel")}
+    if method["novel"] and not experiment.novel:
+        raise ConfigError(f"{where}: novel = {method['novel']!r} needs a table [novel] with novel devices")
+    every = {
         "method": method["method"],
-        "options": {option: value for option, value in method.items() if option != "method"},
         "model": experiment.model.name,
         "pretrained": experiment.model.pretrained,
+        "images": msgspec.to_builtins(experiment.images),
+    }
+    novel = experiment.novel
+    own = {
+        **every,
+        "options": {**options, "novel": None},
         "rounds": experiment.rounds,
         "cohort": experiment.cohort,
-        "devices": experiment.devices,
+        "devices": experiment.devices - (novel.devices if novel else 0),
         "evaluate_every": experiment.evaluate_every,
-        "images": msgspec.to_builtins(experiment.images),
         **keys,
         "model_options": _model_options(experiment, keys),
     }
     if twice := sorted(experiment.run.keys() & {*own, "seed", "broker", "metrics"}):
         raise ConfigError(f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
+    training = _checked({**experiment.run, **own}, where)
+    if novel is None:
+        return Runs(training, None)
+    later = {
+        **{key: experiment.run[key] for key in NOVEL_KEYS if key in experiment.run},
+        **every,
+        "options": {**options, **{key: value for key, value in novel.options.items() if key in options}}
+        | {"novel": method["novel"] or novel.learns},
+        "rounds": novel.rounds,
+        "devices": novel.devices,
+        "evaluate_every": novel.rounds,
+        **{key: keys[key] for key in NOVEL_RUN_KEYS if key in keys},
+        "model_options": own["model_options"],
+    }
+    return Runs(training, _checked(later, f"{where}: [novel]"))
+
+
+def _checked(values: dict[str, Any], where: str) -> dict[str, Any]:
     from coordinator.planning.checks import (
         checked_config,  # imports torch, which takes seconds: after the check of keys
     )
 
-    config = checked_config({**DEFAULTS, **experiment.run, **own}, where).run
+    config = checked_config({**DEFAULTS, **values}, where).run
     return {key: value for key, value in msgspec.to_builtins(config).items() if key not in ("seed", "metrics")}
+
+
+def _check_novel_options(experiment: Experiment, methods: Mapping[str, list[tuple[Values, Any]]], where: str) -> None:
+    known = {option for points in methods.values() for _, method in points for option in method}
+    unused = sorted(experiment.novel.options.keys() - known) if experiment.novel else []
+    if unused:
+        raise ConfigError(f"{where}: [novel]: options: none of the methods has an option {unused[0]!r}")
 
 
 def _partition(name: str, table: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:

@@ -56,6 +56,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     rounds_to_target: float | None = None  # until an evaluation reached `target_accuracy`; None: not in every seed
     generic: float | None = None  # accuracy of the server's model on images that no device has; None: there is none
     generic_interval: Interval | None = None
+    novel: float | None = None  # accuracy of devices that joined after the training; None: there are none
+    novel_interval: Interval | None = None
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -307,6 +309,7 @@ def _compared(method: str, partition: str, finished: dict[int, CellResult], expe
     rounds_to_target = [number for number in reached if number is not None]
     means = [result.accuracy.mean for result in results]
     generic = [result.generic_accuracy for result in results if result.generic_accuracy is not None]
+    novel = [result.novel.mean for result in results if result.novel is not None]
     flops = [result.flops for result in results if result.flops is not None]
     peaks = [result.peak_rss_bytes for result in results if result.peak_rss_bytes is not None]
     return Comparison(
@@ -331,6 +334,8 @@ def _compared(method: str, partition: str, finished: dict[int, CellResult], expe
         rounds_to_target=fmean(rounds_to_target) if len(rounds_to_target) == len(results) else None,
         generic=fmean(generic) if generic else None,
         generic_interval=mean_interval(generic),
+        novel=fmean(novel) if novel else None,
+        novel_interval=mean_interval(novel),
     )
 
 

@@ -1,15 +1,19 @@
 """Reports of an experiment: tables for a terminal and in Markdown, and an HTML page with curves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fleet.experiments.cell import EmbeddedDevice
 from fleet.experiments.grid import as_text
 from fleet.experiments.outcome import CONFIDENCE, CellOutcome, Comparison, Interval, Outcome, SearchOutcome
 from profiles.report.curves import COSTS, added_up, curve, mean_over_seeds
@@ -39,6 +43,10 @@ GAIN_COLUMNS = ("mean", "lowest", "median", "highest", "ahead")
 GENERIC = (
     "accuracy of the server's one model on images that no device has, mean over seeds and its"
     f" {CONFIDENCE:.0%} interval; - where each device has a part of its own"
+)
+NOVEL = (
+    "accuracy of devices that joined after the training and learnt their own part alone, mean over them, then over"
+    f" seeds, and its {CONFIDENCE:.0%} interval; what all devices share stood still"
 )
 SEARCH_HEADINGS = ("values", "", "rounds", "validation accuracy")
 VALIDATION = (
@@ -80,6 +88,11 @@ def terminal_report(outcome: Outcome) -> Group:
         for row in generic_rows(outcome, before_interval="\n"):
             generic.add_row(*map(Text, row))
         parts += [Text(), generic, Text(GENERIC, style="dim")]
+    if novel_rows(outcome):
+        novel = _table("novel devices", ("method", *outcome.partitions))
+        for row in novel_rows(outcome, before_interval="\n"):
+            novel.add_row(*map(Text, row))
+        parts += [Text(), novel, Text(NOVEL, style="dim")]
     if progress_rows(outcome):
         progress = _table("progress", progress_headings(outcome))
         for row in progress_rows(outcome):
@@ -115,6 +128,8 @@ def markdown_report(outcome: Outcome) -> str:
         parts += [gain_title(outcome), _markdown_table(headings, gain_rows(outcome)), GAINS]
     if generic_rows(outcome):
         parts += ["generic model", _markdown_table(("method", *outcome.partitions), generic_rows(outcome)), GENERIC]
+    if novel_rows(outcome):
+        parts += ["novel devices", _markdown_table(("method", *outcome.partitions), novel_rows(outcome)), NOVEL]
     if progress_rows(outcome):
         parts += [_markdown_table(progress_headings(outcome), progress_rows(outcome)), PROGRESS]
     parts += [_markdown_table(COST_HEADINGS, cost_rows(outcome)), COST_UNITS]
@@ -154,6 +169,8 @@ def html_report(outcome: Outcome) -> str:
         gains=GAINS,
         generic_table=Grid(("method", *outcome.partitions), generic_rows(outcome)),
         generic=GENERIC,
+        novel_table=Grid(("method", *outcome.partitions), novel_rows(outcome)),
+        novel=NOVEL,
         progress_table=Grid(progress_headings(outcome), progress_rows(outcome), names=2),
         progress=PROGRESS,
         searches=[
@@ -171,6 +188,8 @@ def html_report(outcome: Outcome) -> str:
                 _against(outcome, partition),
                 _spread(outcome, partition),
                 _gain_picture(outcome, partition) if _gains_on(outcome, partition) else None,
+                _embedding_pictures(outcome, partition),
+                _attention_picture(outcome, partition),
             )
             for partition in dict.fromkeys(entry.partition for entry in outcome.comparisons)
         ],
@@ -207,19 +226,31 @@ def gain_rows(outcome: Outcome) -> list[tuple[str, ...]]:
 
 def generic_rows(outcome: Outcome, before_interval: str = " ") -> list[tuple[str, ...]]:
     """One row for each method with such a model, a column for each partition; none without a global test."""
+    return _mean_rows(outcome, lambda entry: (entry.generic, entry.generic_interval), before_interval)
+
+
+def novel_rows(outcome: Outcome, before_interval: str = " ") -> list[tuple[str, ...]]:
+    """One row for each method, a column for each partition; none without novel devices."""
+    return _mean_rows(outcome, lambda entry: (entry.novel, entry.novel_interval), before_interval)
+
+
+def _mean_rows(
+    outcome: Outcome, figure: Callable[[Comparison], tuple[float | None, Interval | None]], before_interval: str
+) -> list[tuple[str, ...]]:
+    """One row for each method that has the figure on any partition."""
     rows = []
     for method in outcome.methods:
         entries = [outcome.comparison(method, partition) for partition in outcome.partitions]
-        if any(entry and entry.generic is not None for entry in entries):
-            rows.append((method, *(_generic(entry, before_interval) for entry in entries)))
+        figures = [figure(entry) if entry else (None, None) for entry in entries]
+        if any(mean is not None for mean, _ in figures):
+            rows.append((method, *(_with_interval(mean, interval, before_interval) for mean, interval in figures)))
     return rows
 
 
-def _generic(entry: Comparison | None, before_interval: str) -> str:
-    if entry is None or entry.generic is None:
+def _with_interval(mean: float | None, interval: Interval | None, before_interval: str) -> str:
+    if mean is None:
         return "-"
-    interval = f"{before_interval}{_interval(entry.generic_interval)}" if entry.generic_interval else ""
-    return f"{entry.generic:.3f}{interval}"
+    return f"{mean:.3f}{f'{before_interval}{_interval(interval)}' if interval else ''}"
 
 
 def progress_headings(outcome: Outcome) -> tuple[str, ...]:
@@ -497,6 +528,63 @@ def _gain_picture(outcome: Outcome, partition: str) -> str:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
     return svg(draw, width=8, height=3.6)
+
+
+def _embedding_pictures(outcome: Outcome, partition: str) -> list[tuple[str, str]]:
+    """(method, picture) of each method whose server has an embedding for every device."""
+    cells = [cell for method in outcome.methods for cell in _cells(outcome, method, partition)]
+    return [(cell.method, _plane(cell.result.embeddings)) for cell in cells if cell.result and cell.result.embeddings]
+
+
+def _plane(devices: Sequence[EmbeddedDevice]) -> str:
+    kinds = {kind: f"C{number % 10}" for number, kind in enumerate(sorted({entry.kind for entry in devices}))}
+
+    def draw(axes: Axes) -> None:
+        for kind, colour in kinds.items():
+            for novel, marker in ((False, "o"), (True, "*")):
+                chosen = [entry for entry in devices if (entry.kind, entry.novel) == (kind, novel)]
+                label = f"{kind}{', novel' if novel else ''}"
+                if chosen:
+                    place = [entry.x for entry in chosen], [entry.y for entry in chosen]
+                    axes.plot(*place, marker, color=colour, label=label, alpha=0.8)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+    return svg(draw, width=6, height=3.6)
+
+
+def _attention_picture(outcome: Outcome, partition: str) -> str | None:
+    """The test images in a row, and below them a row for each method: the same images under its models' attention."""
+    shown = {
+        method: cell.result.attention
+        for method in outcome.methods
+        for cell in _cells(outcome, method, partition)
+        if cell.result and cell.result.attention
+    }
+    if not shown:
+        return None
+    pictures = list({(one.device, one.png): one for row in shown.values() for one in row}.values())
+
+    def draw(axes: Axes) -> None:
+        for column, picture in enumerate(pictures):
+            pixels = np.asarray(Image.open(BytesIO(picture.png)))
+            for row, method in enumerate([None, *shown]):
+                place = (column, column + 0.94, row + 0.94, row)
+                axes.imshow(pixels, extent=place)
+                for one in shown[method] if method else ():
+                    if one.device == picture.device:
+                        heat = np.array(one.attention)
+                        axes.imshow(heat, extent=place, cmap="inferno", alpha=0.65, interpolation="bilinear")
+        axes.set_xlim(0, len(pictures))
+        axes.set_ylim(len(shown) + 1, 0)
+        axes.set_yticks([row + 0.5 for row in range(len(shown) + 1)], ["image", *shown])
+        axes.set_xticks([column + 0.5 for column in range(len(pictures))], [one.label for one in pictures])
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+
+    return svg(draw, width=1.5 + 1.1 * len(pictures), height=0.4 + 1.1 * (len(shown) + 1))
 
 
 def _cells(outcome: Outcome, method: str, partition: str) -> list[CellOutcome]:

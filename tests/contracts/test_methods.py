@@ -60,6 +60,7 @@ SHARED_FILES = {
     "aggregators",
     "base",
     "calculus",
+    "novel",
     "optimizers",
     "packed",
     "parts",
@@ -116,6 +117,19 @@ def _cases() -> list[Case]:
 
 
 CASES = _cases()
+NOVEL = [
+    Case("apfl-novel", "apfl", {"novel": "own"}),
+    Case("apfl-code-novel", "apfl", {"form": "code", "novel": "own"}),
+    Case("eftvit-novel", "eftvit", {"local_blocks": 1, "novel": "own"}),
+    Case("pfedme-novel", "pfedme", {"novel": "own"}),
+]
+"""On novel devices, whose shared tensors stand still: methods of which a step or a phase is another then."""
+DROPPING = [
+    Case("fedtp-dropout", "fedtp", {"dropout": 0.3}),
+    Case("fedavg-dropout-recompute", "fedavg", {"dropout": 0.3, "mask": 0.5, "recompute": True}),
+    Case("per-fedavg-dropout", "per_fedavg", {"dropout": 0.3}),
+]
+"""Steps that draw masks from a number for each sample."""
 each_method = pytest.mark.parametrize("name", METHODS)
 each_case = pytest.mark.parametrize("case", CASES, ids=repr)
 
@@ -233,7 +247,7 @@ def test_a_batch_is_worked_off_in_parts_where_a_step_is_one_gradient(case: Case,
 
 
 @pytest.mark.parametrize("real", ["full batch", "5 of 8", "1 of 8"])
-@each_case
+@pytest.mark.parametrize("case", [*CASES, *NOVEL, *DROPPING], ids=repr)
 def test_the_graph_trains_what_torch_trains(case: Case, real: str, tiny: Any) -> None:
     """Loss, what is collected, and every update, from slots in the middle of a phase: gradients added up over the
     batch's parts and then one update are the step on the whole batch. Padding is zeros, as a device fills up its last
@@ -261,7 +275,7 @@ def test_the_graph_trains_what_torch_trains(case: Case, real: str, tiny: Any) ->
                 assert_agree(got[key], value, start, key)
 
 
-@each_case
+@pytest.mark.parametrize("case", [*CASES, *DROPPING], ids=repr)
 def test_padding_is_as_if_it_were_not_there(case: Case, tiny: Any) -> None:
     """Six samples, and behind them zeros for the rest of the batch, give the loss and the updates of the six alone,
     which eager torch computes without padding."""
@@ -444,7 +458,7 @@ def test_a_run_asks_everybody_and_hears_everybody(case: Case, recorded: Record) 
     assert run.summary.protocol
 
 
-@each_case
+@pytest.mark.parametrize("case", [*CASES, *DROPPING[:2]], ids=repr)
 def test_torch_engine_makes_the_same_run(
     case: Case, recorded: Record, device_folders: list[Path], graph_cache: Path, tmp_path: Path
 ) -> None:
@@ -781,7 +795,7 @@ def test_devices_that_come_later_learn_an_embedding(
     is made for it."""
     plain = Case("first", "fedtp", {"server_lr": 0.5})
     simulate(device_folders[:2], settings(plain, 0), out=tmp_path, run="first", graph_cache=graph_cache)
-    novel = Case("later", "fedtp", {"server_lr": 0.5, "novel": "embedding"})
+    novel = Case("later", "fedtp", {"server_lr": 0.5, "novel": "own"})
     values = {**settings(novel, 0), "start_from": "first"}
     later = simulate(device_folders[2:], values, out=tmp_path, run="later", graph_cache=graph_cache)
     store = Store.in_folder(tmp_path)

@@ -18,8 +18,8 @@ from fedvit.program import Gather, Train
 Run = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 NAMES = re.compile(
-    r"tensor/.+|slot/[^/]+/.+|grad/.+|anchor/.+|batch/(patches|kept|labels|weight|share)|hyper/(lr|step|last)"  # read
-    r"|fact/class_counts|draw/.+|gathered/.+"
+    r"tensor/.+|slot/[^/]+/.+|grad/.+|anchor/.+|batch/(patches|kept|seeds|labels|weight|share)"  # read
+    r"|hyper/(lr|step|last)|fact/class_counts|draw/.+|gathered/.+"
     r"|new/tensor/.+|new/slot/[^/]+/.+|new/grad/.+|metric/loss|collect/.+|logits"  # written
     r"|value|grad|slot/[^/]+|new/value|new/slot/[^/]+"  # of an update
 )

@@ -16,6 +16,7 @@ from fedvit.methods.products import products_in
 from fedvit.methods.rules.memory import tensor_of, with_tensors
 from fedvit.methods.rules.optimizer_state import restore, saved
 from fedvit.methods.rules.weighted_mean import cohort_weights
+from fedvit.roles import Novel
 from fedvit.tensors import Array, Tensors
 
 AT_ONCE_BYTES = 64 << 20
@@ -54,6 +55,9 @@ class GeneratorUpdate(ServerRule):
     def is_divided(self) -> bool:
         """Each process takes some devices' updates."""
         return True
+
+    def for_novel(self, learns: Novel) -> "GeneratorUpdate":
+        return replace(self, trains="embeddings" if learns == "own" else "all")
 
     def begin(self, seed: int) -> Tensors:
         first = self.generator.shared(drawing(seed, "shared"))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
+from fedvit.roles import Novel
 from fedvit.tensors import Tensors
 
 
@@ -31,6 +32,10 @@ class Together(ServerRule):
     @property
     def is_divided(self) -> bool:
         return any(rule.is_divided for rule in self.rules)
+
+    def for_novel(self, learns: Novel) -> ServerRule | None:
+        left = tuple(own for rule in self.rules if (own := rule.for_novel(learns)))
+        return Together(left) if left else None
 
     def begin(self, seed: int) -> Tensors:
         return {name: value for rule in self.rules for name, value in rule.begin(seed).items()}

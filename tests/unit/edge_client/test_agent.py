@@ -930,8 +930,8 @@ def test_only_uploads_are_served(world: World, fedavg: Setting) -> None:
 
 def test_a_program_of_another_version_is_named(world: World, fedavg: Setting) -> None:
     world.device()
-    newer = msgspec.structs.replace(fedavg.program, v=4)
-    assert world.failure(fedavg, program=newer) == "program version 4, this software knows versions 1, 2, 3"
+    newer = msgspec.structs.replace(fedavg.program, v=5)
+    assert world.failure(fedavg, program=newer) == "program version 5, this software knows versions 1, 2, 3, 4"
     assert world.result(fedavg, round=2).round == 2
 
 

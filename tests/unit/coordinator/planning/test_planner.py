@@ -27,7 +27,7 @@ from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch, Evaluate, Role, Train, decode_program
+from fedvit.program import PROGRAM_VERSION, SEEDED_VERSION, Batch, Evaluate, Role, Train, decode_program
 from fedvit.resources import Budget, ProductKind, ProductRate, Speed, image_cache_bytes
 from fedvit.tensors import Tensors, unpack
 from profiles.cost import GraphCost, graph_cost
@@ -162,6 +162,13 @@ def test_the_program_says_what_was_configured(plan: Callable[..., Plan]) -> None
     assert (batch.image_size, batch.patch_size, batch.batch_size, batch.mask_ratio) == (32, 8, 8, 0.5)
     assert (batch.crop_padding, batch.flip, batch.brightness) == (2, True, 0.25)
     assert made.expected_upload() == {"features.1": ((None, 9, 32), "float32"), "labels": ((None,), "int64")}
+
+
+def test_older_devices_refuse_a_program_with_dropout(plan: Callable[..., Plan]) -> None:
+    """By its version: they would not draw the numbers that its steps read."""
+    plain, dropping = (plan(method="fedavg", options=options).first.program for options in ({}, {"dropout": 0.1}))
+    assert (plain.v, plain.batch.sample_seeds) == (PROGRAM_VERSION, False)
+    assert (dropping.v, dropping.batch.sample_seeds) == (SEEDED_VERSION, True)
 
 
 def test_the_price_of_a_graph_is_counted(plan: Callable[..., Plan]) -> None:

@@ -10,6 +10,7 @@ from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Gathered, Images, Method, RoundContext, ServerState, Upload
 from fedvit.methods.generators.hypernetwork import Hypernetwork
 from fedvit.methods.knn_per import mixture
+from fedvit.methods.novel import phases_of, server_rule_of
 from fedvit.methods.optimizers import MomentumSgd
 from fedvit.methods.rules.generator_update import GeneratorUpdate
 from fedvit.methods.rules.together import Together
@@ -148,14 +149,18 @@ def test_what_the_server_optimises_with() -> None:
     assert rule.optimizer == MomentumSgd(momentum=0.9, weight_decay=1e-3)
 
 
-@pytest.mark.parametrize(("novel", "trains"), [("embedding", "embeddings"), ("hypernetwork", "all")])
+@pytest.mark.parametrize(("novel", "trains"), [("own", "embeddings"), ("generator", "all")])
 def test_for_devices_that_come_later_the_shared_tensors_stand_still(novel: str, trains: str) -> None:
     method, vit = pair({"novel": novel})
+    rule = server_rule_of(method, vit)
+    assert isinstance(rule, Together)
+    [learns] = rule.rules
+    assert isinstance(learns, GeneratorUpdate)
     generated = {f"blocks.{block}.attn.qkv.weight" for block in range(2)}
     assert names(method, vit, Role.FROZEN) == set(vit.tensors()) - generated
     assert not names(method, vit, Role.SHARED)
-    assert [phase.groups for phase in method.phases(vit)] == [("attention",)]
-    assert update_of(method, vit).trains == trains
+    assert [phase.groups for phase in phases_of(method, vit)] == [("attention",)]
+    assert learns.trains == trains
 
 
 def test_a_round_moves_the_mean_and_the_generator() -> None:

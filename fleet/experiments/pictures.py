@@ -1,0 +1,156 @@
+"""What the report draws of a finished run: the server's embeddings on a plane, and what trained models attend to."""
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from coordinator.planning.batch import method_batch
+from fedvit.data.folder import DeviceData
+from fedvit.data.images import normalise, read_image, unfold
+from fedvit.methods import build_model, make_method
+from fedvit.methods.base import Images, Method
+from fedvit.methods.calculus import Named
+from fedvit.methods.packed import as_sent, unpacked
+from fedvit.models.prompts import Prompts
+from fedvit.models.text import TextTransformer
+from fedvit.models.vit import PatchViT
+from fedvit.tensors import Array, Tensors
+from fleet.api import FinishedRun
+from fleet.experiments.cell import AttentionPicture, EmbeddedDevice
+from fleet.partition import SUMMARY_FILE, PartitionSummary
+
+LEAST_DEVICES = 4
+"""A plane of fewer embeddings shows nothing."""
+PERPLEXITY = 30.0
+"""Of t-SNE, as scikit-learn has it; with few devices a third of the others."""
+
+
+def served(run: Mapping[str, Any], classes: int, seed: int, tensors: Tensors) -> tuple[Method, PatchViT, Named]:
+    """The method and model of a run's configuration after its last round, and the values of all tensors: those of
+    `tensors`, and first values of those that it lacks.
+    """
+    rounds = int(run["rounds"])
+    method = make_method(run["method"], run["options"]).in_round(rounds, rounds)
+    vit = build_model(
+        method, run["model"], classes, seed=seed, options=run["model_options"], pretrained=run["pretrained"]
+    )
+    first = {name: value.numpy() for name, value in method.tensors(vit).items()}
+    sent = as_sent(method, vit, {**first, **tensors})
+    return method, vit, unpacked({name: torch.tensor(value) for name, value in sent.items()})
+
+
+# --- embeddings ---------------------------------------------------------------------------------------
+
+
+def embedded_devices(
+    run: FinishedRun, parts: Path, seed: int, novel: FinishedRun | None = None
+) -> list[EmbeddedDevice]:
+    """The devices that have an embedding on the server, novel ones among them; none if there are few, or no embeddings.
+
+    By t-SNE (van der Maaten and Hinton, 2008) of scikit-learn, which begins with the principal components.
+    """
+    known = run.embeddings()
+    vectors = {**known, **(novel.embeddings() if novel else {})}
+    if len(vectors) < LEAST_DEVICES:
+        return []
+    from sklearn.manifold import TSNE  # takes seconds to import
+
+    perplexity = min(PERPLEXITY, (len(vectors) - 1) / 3)
+    plane = TSNE(perplexity=perplexity, init="random", random_state=seed).fit_transform(np.stack([*vectors.values()]))
+    kinds = kinds_of(msgspec.json.decode((parts / SUMMARY_FILE).read_bytes(), type=PartitionSummary))
+    return [
+        EmbeddedDevice(device=device, kind=kinds[device], x=float(x), y=float(y), novel=device not in known)
+        for device, (x, y) in zip(vectors, plane, strict=True)
+    ]
+
+
+def kinds_of(summary: PartitionSummary) -> dict[str, str]:
+    """The domain of every device, where domains were dealt out; else the class of which it has most training images."""
+    if summary.domains:
+        each = int(summary.options["per_domain"])
+        return {entry.name: summary.domains[number // each] for number, entry in enumerate(summary.devices)}
+    return {entry.name: max(entry.train, key=entry.train.__getitem__) for entry in summary.devices}
+
+
+# --- attention ----------------------------------------------------------------------------------------
+
+
+def attention_pictures(
+    run: FinishedRun, config: Mapping[str, Any], folders: Sequence[Path], seed: int
+) -> list[AttentionPicture]:
+    """The first test image of each device in `folders`, and what that device's own model attends to in it.
+
+    None for models of text, and for prompts that change from block to block, whose attention has no rollout. Methods
+    that tune a copy before a test are shown without the tuning.
+    """
+    pictures, classes = [], run.summary.classes
+    for folder in folders:
+        own = {**run.tensors(), **run.tensors(folder.name)}
+        method, vit, tensors = served(config, len(classes), seed, own)
+        if isinstance(vit, TextTransformer) or _changes_tokens(method):
+            return []
+        test = DeviceData.open(folder).relabelled(classes).test
+        if not len(test):
+            continue
+        batch = method_batch(method, vit)
+        pixels = read_image(test.paths[0], batch.image_size)
+        patches = torch.from_numpy(unfold(normalise(pixels[None], batch), batch.patch_size))
+        shares = attention_rollout(method, vit, tensors, Images(patches, None))[0]
+        side = vit.image_size // vit.patch_size
+        pictures.append(
+            AttentionPicture(
+                device=folder.name,
+                label=classes[int(test.labels[0])],
+                png=_png(pixels),
+                attention=shares.reshape(side, side).tolist(),
+            )
+        )
+    return pictures
+
+
+def attention_rollout(method: Method, vit: PatchViT, tensors: Named, images: Images) -> Tensor:
+    """(B, patches) how much of what the head reads comes from each patch, as shares of their sum.
+
+    In each block the heads' attention is averaged and, for the path around it, mixed half and half with the identity;
+    the product over blocks says what flows from every token to the class token, or to the mean of all tokens where
+    the head reads these. Source: Abnar and Zuidema, "Quantifying Attention Flow in Transformers", arXiv:2005.00928.
+    Attention to prefixes, which come from no token, is left out. Letters: B images, Q query tokens, N tokens.
+    """
+    seen: list[Tensor] = []
+    blocks = [cast(Any, block).attn.attn_drop for block in vit.vit.blocks]
+    hooks = [drop.register_forward_hook(lambda _, __, weights: seen.append(weights)) for drop in blocks]
+    try:
+        with torch.no_grad():
+            if method.evaluate(vit).gather:
+                method.forward(vit, tensors, images)
+            else:
+                method.predict(vit, tensors, images, None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    flow_BNN = torch.eye(seen[0].shape[2]).expand(len(images.patches), -1, -1)
+    for weights in seen:
+        queries, tokens = weights.shape[2], flow_BNN.shape[2]
+        mean_BQN = weights.mean(dim=1)[..., -tokens:]
+        mean_BQN = mean_BQN / mean_BQN.sum(dim=-1, keepdim=True)
+        flow_BNN = (0.5 * mean_BQN + 0.5 * torch.eye(tokens)[:queries]) @ flow_BNN
+    read_BN = flow_BNN[:, 0] if vit.pools_class_token else flow_BNN.mean(dim=1)
+    shares = read_BN[:, -vit.patches :]
+    return shares / shares.sum(dim=-1, keepdim=True)
+
+
+def _changes_tokens(method: Method) -> bool:
+    return any(isinstance(patch, Prompts) and patch.placement != "shallow" for patch in method.model_patches())
+
+
+def _png(pixels: Array) -> bytes:
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, format="PNG")
+    return file.getvalue()

@@ -355,7 +355,8 @@ class TestReports:
             assert shown in page
             assert shown in table
             assert f"{entry['bytes_up'] / 1e6:.3f}" in page
-        assert page.count("<svg") == 4  # curves and spread of two partitions
+        assert page.count("<svg") == 10  # curves by round and against three costs, and spread, of two partitions
+        assert page.count("MB down and up, all devices") == page.count("seconds of rounds") == 2
         assert "Two methods, two partitions." in page
         assert "single seed" in page
         assert not re.search(r'(src|href)="(?!#|data:)', page)  # it needs no other file

@@ -102,3 +102,18 @@ def test_model_drops_behind_the_embedding_and_twice_in_every_mlp() -> None:
     vit.seeds.now = None
     for values in (embedded, hidden):
         assert 0.4 < float((values == 0).double().mean()) < 0.6
+
+
+def test_recomputed_block_drops_the_same_values_again() -> None:
+    """The gradients are those of blocks that keep their activations."""
+    vit, patches = made()
+    grads = []
+    for recompute in (False, True):
+        leaves = {name: value.clone().requires_grad_() for name, value in vit.tensors().items()}
+        with vit.recomputing(recompute):
+            vit.call(
+                leaves, lambda vit: vit.classify(vit.run_to_class(vit.embed(patches, None, seeds(3)), 0))
+            ).square().sum().backward()
+        grads.append({name: value.grad for name, value in leaves.items()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad)

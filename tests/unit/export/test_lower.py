@@ -143,6 +143,7 @@ OPERATORS: dict[str, Function] = {
     "pow of a half": lambda i: i["p"] ** 0.5,
     "pow of less than nothing": lambda i: i["p"] ** -1.5,
     "a number to the power": lambda i: 0.9 ** i["p"],
+    "remainder of large whole numbers": lambda i: ((i["i"] + 2**30) * (2**31 - 1 - i["i"])) % 2_147_483_629,
     "clamp": lambda i: i["a"].t().clamp(-0.5, 0.5),
     "clamp from below": lambda i: i["a"].clamp(min=0.1),
     "clamp from above": lambda i: i["a"].clamp(max=0.1),

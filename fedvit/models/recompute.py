@@ -6,12 +6,14 @@ arXiv:1604.06174. Written for traced steps, in which torch's own checkpointing d
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 
+@dataclass(eq=False)
 class SampleSeeds:
     """The random number of each sample of the batch that a model computes, for dropout; None: nothing is dropped."""
 

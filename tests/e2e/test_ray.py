@@ -152,7 +152,8 @@ def fleet(stage: Stage, *arguments: str, module: str = "fleet.cli", **environmen
 
 
 def learned(figures: RoundFigures) -> dict[str, Any]:
-    return {key: value for key, value in to_builtins(figures).items() if key not in ("bytes_down", "bytes_up")}
+    beside = ("bytes_down", "bytes_up", "took_s")
+    return {key: value for key, value in to_builtins(figures).items() if key not in beside}
 
 
 def test_a_cell_resumes_when_its_node_is_gone_and_another_is_killed(

@@ -172,7 +172,7 @@ def test_cells_of_the_first_seed_have_pictures(done: tuple[Path, ExperimentRun])
 def test_page_shows_pictures_of_cells_that_have_them(done: tuple[Path, ExperimentRun]) -> None:
     _, (outcome, _, _) = done
     page = html_report(outcome)
-    assert page.count("<svg") == 4  # curves, spread, FedTP's embeddings, attention
+    assert page.count("<svg") == 7  # curves, three costs, spread, FedTP's embeddings, attention
     assert "<h3>fedtp: embeddings of devices</h3>" in page
     assert "<h3>Attention</h3>" in page
     assert not re.search(r'(src|href)="(?!#|data:)', page)  # it needs no other file

@@ -178,7 +178,7 @@ def test_page_shows_pictures_of_cells_that_have_them(done: tuple[Path, Experimen
     assert not re.search(r'(src|href)="(?!#|data:)', page)  # it needs no other file
     assert html_report(outcome) == page
     without = msgspec.structs.replace(outcome, cells=[cell for cell in outcome.cells if cell.seed == 1])
-    assert html_report(without).count("<svg") == 2
+    assert html_report(without).count("<svg") == 5
 
 
 def test_saved_hypernetwork_makes_the_same_tensors_again(done: tuple[Path, ExperimentRun]) -> None:

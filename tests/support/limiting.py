@@ -94,7 +94,7 @@ class LimitingProxy:
     def __init__(self, brokers: Sequence[Address], limits: BrokerLimits, retains: bool = True) -> None:
         self.address = Address("127.0.0.1", claim_port("127.0.0.1", 0))
         self.broken: list[str] = []
-        self.refuse = 0  # so many answers to subscriptions say that they are refused
+        self.refuse = 0  # number of further subscriptions that are refused
         self._brokers = brokers
         self._limits = limits
         self._retains = retains

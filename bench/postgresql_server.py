@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 
-from fleet.run import free_port
+from coordinator.broker.process import claim_port
 
 START_S = 120.0
 USER, PASSWORD = "fedvit", "known-to-the-record-alone"
@@ -34,7 +34,7 @@ class Postgresql:
         self.folder = Path(tempfile.mkdtemp(prefix="fedvit-postgresql-", dir="/tmp"))  # pytest's are closed to others
         if self._as:
             shutil.chown(self.folder, "postgres", "postgres")
-        self.port = free_port()
+        self.port = claim_port()
         self._schemas = 0
         self._data = self.folder / "data"
         self._run("initdb", "-D", str(self._data), "-U", USER, "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")

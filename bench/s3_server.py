@@ -24,7 +24,7 @@ class S3Server:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "s3"
-        self.port = claim_port("127.0.0.1", 0)
+        self.port = claim_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._log = folder / "s3.log"
         self._process: subprocess.Popen[bytes] | None = None

@@ -210,7 +210,7 @@ class _Bench:
             "content": str(content),
             "size": size,
             "receivers": receivers,
-            "port": claim_port("127.0.0.1", 0),
+            "port": claim_port(),
             "broker": _url(self.big),
         }
         with _sides() as sides:
@@ -437,7 +437,7 @@ def _mosquitto_for_big_messages(folder: Path) -> Broker:
     if program_path is None:
         raise FedvitError("mosquitto was not found on this machine")
     folder.mkdir(parents=True)
-    address = Address("127.0.0.1", claim_port("127.0.0.1", 0))
+    address = Address("127.0.0.1", claim_port())
     lines = configuration("127.0.0.1", address, folder / "none").splitlines()
     limits = ("max_packet_size", "max_queued_bytes", "max_qos")
     config = folder / "mosquitto.conf"

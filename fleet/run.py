@@ -2,11 +2,10 @@
 
 import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
@@ -14,7 +13,7 @@ from urllib.parse import quote
 import click
 import msgspec
 
-from coordinator.broker import FLEET_USER
+from coordinator.broker.process import FLEET_USER, claim_port
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import runs_flag
 from coordinator.commands.show import print_summary
@@ -47,17 +46,6 @@ class FleetOutcome(msgspec.Struct, frozen=True):
     summary: "RunSummary"
     seconds: float
     folder: Path
-
-
-def free_port() -> int:
-    """A port for a server that is started soon.
-
-    It is below those that systems give to outgoing connections, so that none of these has it by then.
-    """
-    while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
-            return int(probe.getsockname()[1])
 
 
 def _answers(host: str, port: int) -> bool:
@@ -145,7 +133,7 @@ def _run_on_nodes(
 ) -> FleetOutcome:
     from fleet.clusters.hosts import HostsOnRay, broker_for_nodes
 
-    port = config.broker.port or free_port()
+    port = config.broker.port or claim_port()
     address = None
     if _is_own(config):
         address = _own_broker(config.broker, broker_for_nodes(cluster, config.broker), port)
@@ -201,7 +189,7 @@ def _run_processes(
     from coordinator.record.summary import summarise
 
     own = _is_own(config)
-    port = config.broker.port or free_port()
+    port = config.broker.port or claim_port()
     home = out / check_name(run, "run")
     home.mkdir(parents=True, exist_ok=True)
     file = home / "run.toml"

@@ -16,9 +16,9 @@ import psutil
 
 from bench.chaos.network import Links, Network
 from bench.chaos.schedule import BROKER, COORDINATOR, Fault
+from coordinator.broker.process import claim_port
 from fedvit.errors import FedvitError, LinkDown
 from fleet.processes import last_line
-from fleet.run import free_port
 
 BROKER_MARKS = ("mosquitto", "coordinator.broker.embedded")
 CLOCK_RIGHT_AFTER_S = 5.0
@@ -62,7 +62,7 @@ class Federation:
         self.folders = {folder.name: folder for folder in folders}
         self.values = values
         self.run = ""
-        self.port = free_port()
+        self.port = claim_port()
         self.links = Links(self.port, network, seed)
         self.processes: dict[str, Process] = {}
         self._start = start

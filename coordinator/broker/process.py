@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -36,6 +37,8 @@ LAST_RETRY_S = 60.0
 STOP_S = 3.0
 MOST_LOG_BYTES = 16 * 1024 * 1024
 """A larger log is rotated to one old file: a client that reconnects again and again must not fill the disk."""
+PICKED_PORTS = range(20_000, 32_000)
+MOST_PICKS = 100
 _PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
@@ -181,30 +184,50 @@ class Broker:
             socket.create_connection((self.address.host, self.address.port), 1.0).close()
         except OSError:
             return False
+        if not self._listens():
+            return False
         self.up, self._pause_s = True, FIRST_RETRY_S
         return True
+
+    def _listens(self) -> bool:
+        """Whether it is our process that listens at the port, and not one that took it since it was claimed."""
+        try:
+            sockets = psutil.Process(self.pid).net_connections("tcp")
+        except psutil.NoSuchProcess:
+            return False
+        except psutil.AccessDenied:  # macOS shows them to root alone
+            return True
+        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == self.address.port for one in sockets)
 
     def _last_log_line(self) -> str:
         lines = self.log_file.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "its log is empty"
 
 
-def claim_port(listen: str, port: int) -> int:
-    """Check that `port` is free; 0 picks a free one. Raises ConfigError, naming the port."""
+def claim_port(listen: str = "127.0.0.1", port: int = 0) -> int:
+    """Check that `port` is free; 0 picks a free one. Raises ConfigError, naming the port.
+
+    A picked port is below those that systems give to outgoing connections and to servers that leave the choice to
+    them, so that none of these has it before our server listens.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(listen, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            chosen: int = probe.getsockname()[1]
-            return chosen
+        for pick in [port] if port else secrets.SystemRandom().sample(PICKED_PORTS, MOST_PICKS):
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((address[0], pick, *address[2:]))
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                else:
+                    return pick
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} on {listen} is in use by another program; "
-                "choose another with --broker.port (0: a free one), or use that broker with --broker mqtt://HOST:PORT"
-            ) from error
         raise ConfigError(f"cannot listen on port {port} of {listen}: {error.strerror or error}") from error
+    raise ConfigError(
+        f"port {port} on {listen} is in use by another program; "
+        "choose another with --broker.port (0: a free one), or use that broker with --broker mqtt://HOST:PORT"
+    )
 
 
 def _spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:

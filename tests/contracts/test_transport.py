@@ -379,7 +379,7 @@ def test_small_messages_are_not_held_back(mqtt_world: MqttWorld) -> None:
 
 @pytest.fixture
 def unused_port() -> int:
-    return claim_port("127.0.0.1", 0)
+    return claim_port()
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def tls_broker(tmp_path: Path) -> Iterator[Broker]:
     )
     program = find_mosquitto()
     assert program is not None
-    address = Address("localhost", claim_port("127.0.0.1", 0), tls=True, ca_file=certificate)
+    address = Address("localhost", claim_port(), tls=True, ca_file=certificate)
     config = tmp_path / "mosquitto.conf"
     tls_lines = f"certfile {certificate}\nkeyfile {key}\n"
     config.write_text(configuration("127.0.0.1", address, tmp_path / "none") + tls_lines)

@@ -55,7 +55,7 @@ def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> No
     """Killed twice, and started by the unit's own line, then by hand with a line that says nothing of a broker: the
     broker is recorded with the run. Once more there is nothing to do."""
     folder = str(stage.folder / "deployment")
-    ports = [str(claim_port("127.0.0.1", 0)) for _ in range(2)]
+    ports = [str(claim_port()) for _ in range(2)]
 
     def said(module: str, *arguments: str) -> str:
         command = [*program(module), *arguments]

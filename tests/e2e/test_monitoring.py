@@ -11,8 +11,9 @@ from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
+from coordinator.broker.process import claim_port
 from tests.support.forked import Forked
-from tests.support.programs import CONFIG, Stage, free_port, toml, wait_for
+from tests.support.programs import CONFIG, Stage, toml, wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
 SCRAPE_S = 0.5
@@ -30,7 +31,7 @@ class Prometheus:
     """A Prometheus that scrapes these ports, by job."""
 
     def __init__(self, stage: Stage, jobs: dict[str, list[int]]) -> None:
-        self._address = f"127.0.0.1:{free_port()}"
+        self._address = f"127.0.0.1:{claim_port('127.0.0.1', 0)}"
         config = {
             "global": {"scrape_interval": f"{SCRAPE_S * 1000:.0f}ms", "evaluation_interval": "1s"},
             "rule_files": [str(DEPLOY / "fedvit.rules.yml")],
@@ -86,7 +87,7 @@ def lines_of(text: str) -> list[dict[str, Any]]:
 
 def test_prometheus_scrapes_a_run(stage: Stage) -> None:
     """A coordinator and two devices; one device is held at work until Prometheus has seen the run. All log JSON."""
-    ports = [free_port() for _ in range(3)]
+    ports = [claim_port() for _ in range(3)]
     plain = stage.environment
     systemd = Systemd(stage, "coordinator"), Systemd(stage, "device")
     prometheus = Prometheus(stage, {"fedvit-coordinator": ports[:1], "fedvit-edge": ports[1:]})

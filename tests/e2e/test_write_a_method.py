@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from fleet.run import free_port
+from coordinator.broker.process import claim_port
 from tests.support.programs import WAIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ class Clone:
 
 def test_page_leads_from_an_empty_file_to_a_table(tmp_path: Path, cache: Path) -> None:
     clone = Clone(tmp_path, cache)
-    port, printed, runs = str(free_port()), "", ""
+    port, printed, runs = str(claim_port()), "", ""
     for before, language, shown in blocks():
         text = shown.replace(PORT, port)
         if language in ("python", "toml", "ini"):

@@ -21,7 +21,7 @@ def mosquitto(folder: Path, *lines: str, password: str | None = None, tls: bool 
     program = find_mosquitto()
     assert program is not None, "the tests need mosquitto"
     folder.mkdir(parents=True, exist_ok=True)
-    port = claim_port("127.0.0.1", 0)
+    port = claim_port()
     user = FLEET_USER if password else None
     address = Address("localhost", port, user, password, tls, folder / "cert.pem" if tls else None)
     (folder / "passwords").write_text(password_line(FLEET_USER, password) + "\n" if password else "")

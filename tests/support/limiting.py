@@ -92,7 +92,7 @@ class LimitingProxy:
     """See above. `broken` lists the limits that clients broke."""
 
     def __init__(self, brokers: Sequence[Address], limits: BrokerLimits, retains: bool = True) -> None:
-        self.address = Address("127.0.0.1", claim_port("127.0.0.1", 0))
+        self.address = Address("127.0.0.1", claim_port())
         self.broken: list[str] = []
         self.refuse = 0  # number of further subscriptions that are refused
         self._brokers = brokers

@@ -96,7 +96,7 @@ def start_rabbitmq(
 
 
 def _port() -> int:
-    return claim_port("127.0.0.1", 0)
+    return claim_port()
 
 
 def _started(kind: str, port: int, command: list[str], environment: dict[str, str], folder: Path) -> Broker:

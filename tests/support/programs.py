@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import paho.mqtt.client as paho
 
+from coordinator.broker.process import claim_port
 from fedvit.errors import FedvitError
 from fedvit.wire.messages import AnyMessage, decode
-from fleet.run import free_port
 from tests.support.forked import Forked
 from tests.support.waiting import wait_until
 
@@ -137,7 +137,7 @@ class Stage:
         self.folder = folder
         self.parts = parts
         self.out = folder / "runs"
-        self.port = free_port()
+        self.port = claim_port()
         self.environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_WAIT_POLICY": "PASSIVE"}
         self._processes: list[subprocess.Popen[bytes] | Forked] = []
         self._observer: Observer | None = None

@@ -39,7 +39,7 @@ class AzureServer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "azurite"
         self.folder.mkdir(parents=True)
-        self.port = claim_port("127.0.0.1", 0)
+        self.port = claim_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.prefix = "fleet"
         self._process: subprocess.Popen[bytes] | None = None

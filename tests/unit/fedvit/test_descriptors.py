@@ -43,13 +43,13 @@ from queue import SimpleQueue
 from fedvit.transport.base import Disconnected
 from fedvit.transport.address import Address
 from fedvit.transport.mqtt import MqttTransport
-from fleet.run import free_port
+from coordinator.broker.process import claim_port
 
 def reasons():
     event = transport.inbox.get(timeout=60)
     return event.reason if isinstance(event, Disconnected) else ""
 
-transport = MqttTransport(SimpleQueue(), Address("127.0.0.1", free_port()), client_id="c")
+transport = MqttTransport(SimpleQueue(), Address("127.0.0.1", claim_port()), client_id="c")
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
 transport.open()

@@ -185,7 +185,7 @@ def test_a_slow_broker_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     wait = f"while [ ! -e {gate} ]; do sleep 0.02; done"
     slow.write_text(f'#!/bin/sh\n[ "$1" = -h ] || {{ {wait}; }}\nexec {find_mosquitto()} "$@"\n')
     slow.chmod(0o755)
-    address = Address("127.0.0.1", claim_port("127.0.0.1", 0))
+    address = Address("127.0.0.1", claim_port())
     config = tmp_path / "mosquitto.conf"
     config.write_text(configuration("127.0.0.1", address, tmp_path / "none"))
     said: list[str] = []
@@ -212,6 +212,28 @@ def test_a_slow_broker_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert first_event(address) == Connected()
     finally:
         broker.stop()
+
+
+def test_another_program_that_took_the_port_since_is_not_mistaken_for_the_broker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(process, "SLOW_S", 0.1)
+    address, gate, others = Address("127.0.0.1", claim_port()), tmp_path / "gate", list[socket.socket]()
+    config = tmp_path / "mosquitto.conf"
+    config.write_text(configuration("127.0.0.1", address, tmp_path / "none"))
+
+    def take_port(_slow: str) -> None:
+        others.append(socket.create_server((address.host, address.port)))
+        gate.touch()
+
+    waiting = f"while [ ! -e {gate} ]; do sleep 0.02; done; sleep 0.2; exec {find_mosquitto()} -c {config}"
+    with pytest.raises(ConfigError, match=r"mosquitto ended at once: .*[Aa]ddress already in use"):
+        Broker("mosquitto", address, ["/bin/sh", "-c", waiting], {}, tmp_path / "log", operator_log=take_port)
+    others[0].close()
+
+
+def test_ports_that_are_picked_are_below_those_of_outgoing_connections() -> None:
+    assert {claim_port() in range(20_000, 32_000) for _ in range(100)} == {True}
 
 
 def test_a_broker_that_ends_at_once_when_it_is_started_again_is_tried_anew(

@@ -10,6 +10,7 @@ import psycopg
 import pytest
 from click.testing import CliRunner
 
+from coordinator.broker.process import claim_port
 from coordinator.cli import cli
 from coordinator.commands import submit as submit_module
 from coordinator.compute.engine import Engine
@@ -17,7 +18,6 @@ from coordinator.config import RunConfig
 from coordinator.record.store import Store, use_database
 from coordinator.service.status import MemberStatus, write_service_status
 from fedvit.errors import ConfigError, DatabaseGone
-from fleet.run import free_port
 from tests.support.forked import ForkedWorker
 from tests.support.postgresql import Postgresql
 
@@ -220,7 +220,7 @@ def test_standby_refuses_a_record_of_a_newer_version_and_a_database_that_is_away
         connection.execute("update alembic_version set version_num = '9999'")
     command = ("serve", "--standby", "--runs", out, "--broker", "mqtt://127.0.0.1:1")
     assert "has schema 9999, and fedvit" in refused(*command)
-    (out / "record.url").write_text(f"postgresql://u:secret@127.0.0.1:{free_port()}/d")
+    (out / "record.url").write_text(f"postgresql://u:secret@127.0.0.1:{claim_port('127.0.0.1', 0)}/d")
     result = CliRunner().invoke(cli, list(map(str, command)))
     assert isinstance(result.exception, DatabaseGone)
     assert "secret" not in str(result.exception)

@@ -8,12 +8,12 @@ from typing import Any
 import psycopg
 import pytest
 
+from coordinator.broker.process import claim_port
 from coordinator.record.leadership import Leadership, ServiceHost
 from coordinator.record.store import Store, use_database
 from fedvit.errors import ConfigError, DatabaseGone, LeadershipLost
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
-from fleet.run import free_port
 from tests.support.postgresql import Postgresql
 from tests.support.waiting import wait_until
 
@@ -208,7 +208,7 @@ def test_standby_waits_for_a_database_that_went_away() -> None:
 
 def test_leadership_of_a_database_that_does_not_answer_is_an_error() -> None:
     with pytest.raises(DatabaseGone, match=r"database postgresql.*refused"):
-        Leadership(f"postgresql://u:p@127.0.0.1:{free_port()}/d").try_to_lead()
+        Leadership(f"postgresql://u:p@127.0.0.1:{claim_port('127.0.0.1', 0)}/d").try_to_lead()
 
 
 def test_leadership_of_a_newer_record_is_refused(database: Database) -> None:

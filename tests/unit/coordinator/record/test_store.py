@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from coordinator.broker.process import claim_port
 from coordinator.record.backups import Backups, Struck
 from coordinator.record.store import Store, use_database
 from coordinator.record.tables import Asked, ResultRecord, SavedState, TaskRecord, TaskTimes
 from fedvit.errors import ConfigError, DatabaseGone, StorageFailed
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Manifest, Result
-from fleet.run import free_port
 from profiles.prediction import Expected, MemoryPhase, Prediction
 from tests.support.postgresql import PASSWORD, Postgresql
 
@@ -434,7 +434,7 @@ class TestUseDatabase:
             use_database(tmp_path, url)
 
     def test_server_that_does_not_answer_is_named(self, tmp_path: Path) -> None:
-        port = free_port()
+        port = claim_port()
         with pytest.raises(
             DatabaseGone, match=rf"database postgresql\+psycopg://u:\*\*\*@127\.0\.0\.1:{port}/d: .*refused"
         ):

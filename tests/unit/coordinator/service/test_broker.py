@@ -20,7 +20,7 @@ from coordinator.service.broker import broker_endpoint
 def test_operator_sees_the_command_for_devices(
     tmp_path: Path, settings: dict[str, str], federation: str, device: str
 ) -> None:
-    port, said = claim_port("127.0.0.1", 0), list[str]()
+    port, said = claim_port(), list[str]()
     config = BrokerConfig(broker="mosquitto", port=port, **settings)
     with broker_endpoint(config, federation, tmp_path, said.append):
         pass
@@ -31,7 +31,7 @@ def test_operator_sees_the_command_for_devices(
 
 def test_broker_that_listens_everywhere_is_named_by_what_it_listens_on(tmp_path: Path) -> None:
     said = list[str]()
-    port = claim_port("127.0.0.1", 0)
+    port = claim_port()
     config = BrokerConfig(broker="mosquitto", listen="0.0.0.0", port=port, password="secret")
     with broker_endpoint(config, "home", tmp_path, said.append):
         pass

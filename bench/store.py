@@ -19,7 +19,8 @@ from rich.table import Table
 
 from coordinator.config import RunConfig
 from coordinator.record.backups import NOTED_SHARE, Accepted, Backups, Closed, Note
-from coordinator.record.store import COPIES, Store
+from coordinator.record.copies import COPIES
+from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, SavedState, TaskRecord
 from coordinator.run.round_line import round_line
 from fedvit.errors import FedvitError

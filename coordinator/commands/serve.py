@@ -76,7 +76,7 @@ def serve(
         )
     notifier = Notifier.from_environment()
     if url is not None:
-        from coordinator.record.store import use_database
+        from coordinator.record.database import use_database
 
         use_database(folder, url)
     stop = threading.Event()
@@ -143,9 +143,9 @@ def _leadership(folder: Path, *, standby: bool, stack: ExitStack) -> "Leadership
     """The leadership of the services of a record in PostgreSQL; with a record in a file this process locks the folder.
 
     Raises ConfigError if it is locked, or has no standby."""
+    from coordinator.record.database import address_in
     from coordinator.record.leadership import Leadership
     from coordinator.record.retention import lock_service
-    from coordinator.record.store import address_in
 
     if (url := address_in(folder)) is not None:
         leadership = Leadership(url)

@@ -272,14 +272,14 @@ def opened_store(folder: Path, stack: ExitStack) -> "Store":
 
 
 def _use_database(folder: Path, url: str) -> None:
-    from coordinator.record.store import use_database  # imports SQLAlchemy, for which a usual run need not wait
+    from coordinator.record.database import use_database  # imports SQLAlchemy, for which a usual run need not wait
 
     use_database(folder, url)
 
 
 def _remove_unused(folder: Path) -> None:
     """Remove a folder that holds nothing but the address of its record: its first run was refused."""
-    from coordinator.record.store import ADDRESS_FILE
+    from coordinator.record.database import ADDRESS_FILE
 
     if folder.is_dir() and [path.name for path in folder.iterdir()] == [ADDRESS_FILE]:
         shutil.rmtree(folder)

@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from coordinator.record.store import COPIES, Store, is_whole
+from coordinator.record.copies import COPIES, is_whole
+from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.blobs import digest_of
 from fedvit.files import WRITING, atomic_write, make_folder, storage_failed, sync_file, sync_folder

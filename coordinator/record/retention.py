@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from coordinator.record.store import COPIES, Store
+from coordinator.record.copies import COPIES
+from coordinator.record.store import Store
 from coordinator.record.tables import ENDED, RunRecord
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError

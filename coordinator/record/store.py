@@ -6,49 +6,38 @@ devices and not on that of earlier rounds: totals of rounds and devices are comp
 evaluated.
 """
 
-import shutil
-import sqlite3
-import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import quote
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Struct
-from sqlalchemy import (
-    JSON,
-    ColumnElement,
-    Select,
-    Table,
-    Text,
-    and_,
-    bindparam,
-    case,
-    cast,
-    create_engine,
-    delete,
-    event,
-    func,
-    inspect,
-    select,
-    text,
-    type_coerce,
-    update,
-)
-from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import JSON, ColumnElement, and_, bindparam, case, cast, delete, func, select, type_coerce, update
+from sqlalchemy.engine import Connection
 
-from coordinator.record import totals
-from coordinator.record.leadership import ServiceHost, check_term, fence, services_of
-from coordinator.record.postgresql import address_of, engine_of, failure_of
-from coordinator.record.schema import is_newer, other_version, version_of
+from coordinator.record.closing import (
+    add_broken,
+    asked_in,
+    devices_of,
+    results_of,
+    sum_up_evaluation,
+    sum_up_training,
+    this_round,
+)
+from coordinator.record.copies import newest_copy
+from coordinator.record.database import Database
+from coordinator.record.leadership import check_term
+from coordinator.record.rows import (
+    filled_fields,
+    insert,
+    read_records,
+    read_rows,
+    record_of,
+    replace,
+    seal,
+    without_infinite,
+    write,
+)
 from coordinator.record.tables import (
     DEVICES,
     ENDED,
@@ -60,12 +49,9 @@ from coordinator.record.tables import (
     RESULTS,
     ROUNDS,
     RUNS,
-    SCHEMA,
-    SEAL,
     STRIKES,
     TABLES,
     TASKS,
-    VERSION,
     Asked,
     DeviceLog,
     DeviceRecord,
@@ -81,28 +67,16 @@ from coordinator.record.tables import (
     StrikeRecord,
     TaskRecord,
     TaskTimes,
-    from_json,
-    to_json,
 )
 from fedvit.blobs import digest_of
 from fedvit.choices import did_you_mean
-from fedvit.descriptors import are_used_up, how_many
-from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
-from fedvit.files import atomic_write, storage_failed
+from fedvit.errors import ConfigError
 from fedvit.resources import BudgetKind, ResourceUse
-from fedvit.timings import Timings
 from fedvit.wire.messages import Result, TaskKind
 from profiles.prediction import Expected
 
 LOGS_KEPT = 20
 """Logs of one device in one run that are kept: more would let the device fill the disk."""
-COPIES = "backups"
-"""In a run's folder: copies of the database."""
-
-DATABASE_FILE, ADDRESS_FILE = "fedvit.db", "record.url"
-"""In the folder of all runs: the database of SQLite, or the address of another one."""
-
-_R = TypeVar("_R", bound=Struct)
 
 
 class ClosedRound(NamedTuple):
@@ -150,286 +124,27 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-_SORTING_ENCODER = msgspec.json.Encoder(order="sorted")
-
-_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
-"""Errors of SQLite when a write finds no space; the second also for a limit on file sizes."""
-
-
-_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_IOERR_CORRUPTFS")
-"""Prefixes of SQLite's error names for a damaged file."""
-
-_MIGRATING = 7_329_118_101
-"""Key of the lock of PostgreSQL that a process holds while it makes or migrates tables."""
-
-_FOREIGN = ("Could not decode to UTF-8", "no such table", "no such column")
-"""Prefixes of SQLite's messages that also mean a damaged file."""
-
-
-def use_database(folder: Path, url: str) -> None:
-    """Keep the record of a folder of runs in a PostgreSQL database, whose address is written into the folder.
-
-    Raises ConfigError if the folder's record is elsewhere already, or if the address is none of PostgreSQL;
-    StorageFailed if the database does not answer.
-    """
-    address = address_of(url, "--record")
-    shown = address.render_as_string()
-    if (folder / DATABASE_FILE).exists():
-        raise ConfigError(
-            f"--record {shown}: {folder} has its record in {DATABASE_FILE}; use another folder with --runs, or leave "
-            "out --record"
-        )
-    file = folder / ADDRESS_FILE
-    if file.exists():
-        known = address_of(_address_in(file), str(file))
-        if known == address:
-            return
-        if known.set(password=None) != address.set(password=None):
-            raise ConfigError(
-                f"--record {shown}: the record of {folder} is in {known.render_as_string()}; use another folder with "
-                "--runs"
-            )
-    Store(url, check=False).close()
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, f"{url}\n".encode(), private=True)
-
-
-def address_in(folder: Path) -> str | None:
-    """The address of the database with the record of a folder; None if it is a file. Raises StorageFailed."""
-    file = folder / ADDRESS_FILE
-    return _address_in(file) if file.exists() else None
-
-
-def _address_in(file: Path) -> str:
-    """Raises StorageFailed if the file cannot be read."""
-    try:
-        return file.read_text().strip()
-    except OSError as error:
-        raise storage_failed(f"cannot read {file}", error) from error
-
-
-class Store:
-    """Raises StorageFailed if the database cannot be read or written, NoRoom if disk space or descriptors are used up,
-    or the database's server does not answer, Damaged, with what to do, if its content is damaged, ConfigError if a
-    newer version of this software wrote it.
-
-    A database of an older version is migrated. With `check` false the whole database is not verified first: for
-    commands that only show it, and for those that call `check` themselves. With `reads_only` nothing is ever written:
-    a database of an older version raises ConfigError, too.
-    """
+class Store(Database):
+    """What the coordinator asks of the record and writes into it."""
 
     def __init__(self, url: str, *, check: bool = True, reads_only: bool = False) -> None:
-        self._copied: TemporaryDirectory[str] | None = None
-        if url.startswith("sqlite:"):
-            self._engine: Engine = create_engine(url, json_serializer=to_json, json_deserializer=from_json)
-            self._file: Path | None = Path(self._engine.url.database or "")
-        else:
-            self._engine, self._file = engine_of(address_of(url, "record"), pool_pre_ping=True), None
-        self._term = 0  # 0: it need not lead to write
-        self._joined = threading.local()
-        self.commits = Timings()  # of transactions that wrote
-        if self._file:
-            event.listen(self._engine, "connect", _prepare_reading if reads_only else _prepare_sqlite)
-            self._check_file(self._file, whole=check)
-        with self._transaction() as connection:
-            if (schema := version_of(connection)) != SCHEMA:
-                if reads_only:
-                    raise other_version(self._engine.url, schema)
-                self._bring_up_to_date(connection)
+        super().__init__(url, check=check, reads_only=reads_only)
         # SQLite does not notice a lost journal
         if self._file and not self.runs() and newest_copy(self._file):
             raise self.damaged("it holds no run")
-
-    def _bring_up_to_date(self, connection: Connection) -> None:
-        """Create the tables, or migrate those of an older version, in one transaction."""
-        if self._file:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")  # otherwise SQLite would commit each change of a table
-        else:
-            connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
-        schema = version_of(connection)
-        if schema is None and not inspect(connection).has_table(RUNS.name):
-            TABLES.create_all(connection)
-            VERSION.create(connection)
-            connection.execute(VERSION.insert().values(version_num=SCHEMA))
-            return
-        if is_newer(schema):
-            raise other_version(self._engine.url, schema)
-        if schema == SCHEMA:  # another process has migrated it
-            return
-        from coordinator.record.migrations import migrate  # imports Alembic, which is rarely needed
-
-        migrate(connection)
-        if schema is not None and schema >= "0002":  # it has totals
-            return
-        closed = select(ROUNDS.c.run, ROUNDS.c.round, ROUNDS.c.evaluated).where(ROUNDS.c.closed_at.is_not(None))
-        for run, number, evaluated in connection.execute(closed.order_by(ROUNDS.c.run, ROUNDS.c.round)).all():
-            self._sum_up_training(connection, run, number)
-            if evaluated:
-                self._sum_up_evaluation(connection, run, number)
-        broke = select(REFUSALS.c.run, REFUSALS.c.device, REFUSALS.c.broke).where(REFUSALS.c.broke.is_not(None))
-        for run, device, kind in connection.execute(broke).all():
-            self._add_broken(connection, run, device, kind)
-
-    def _check_file(self, file: Path, *, whole: bool) -> None:
-        """Check the file before it is used; `whole`: read all of it."""
-        if not file.is_file():
-            return
-        if not file.stat().st_size:
-            if newest_copy(file):  # otherwise a process was killed before it wrote anything
-                raise self.damaged("it is empty")
-            return
-        if whole:
-            self.check()
-
-    def check(self) -> None:
-        """Verify the whole database, in time proportional to its size. Raises Damaged. May run in its own thread."""
-        if self._file:
-            with self._transaction() as connection:
-                found = connection.execute(text("PRAGMA integrity_check(1)")).scalar()
-                if found != "ok":
-                    raise self.damaged(str(found))
-
-    @classmethod
-    def in_folder(cls, folder: Path, *, check: bool = True) -> "Store":
-        """The record of a folder of runs; made if there is none."""
-        if (file := folder / ADDRESS_FILE).exists():
-            return cls(_address_in(file), check=check)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"run folder {folder} cannot be made: {error.strerror}") from error
-        return cls(f"sqlite:///{folder / DATABASE_FILE}", check=check)
-
-    @classmethod
-    def to_read(cls, folder: Path) -> "Store":
-        """The existing record of a folder, for a process that never writes it."""
-        if (file := folder / ADDRESS_FILE).exists():
-            return cls(_address_in(file), check=False, reads_only=True)
-        return cls(f"sqlite:///{folder / DATABASE_FILE}", check=False, reads_only=True)
-
-    @classmethod
-    def copy_of(cls, folder: Path) -> "Store":
-        """A temporary copy of the record of a folder that this user cannot write: SQLite writes beside the database.
-
-        Raises StorageFailed if the record cannot be read.
-        """
-        copied = TemporaryDirectory(prefix="fedvit-")
-        try:
-            for file in (folder / DATABASE_FILE, folder / f"{DATABASE_FILE}-wal"):
-                if file.exists():
-                    shutil.copyfile(file, Path(copied.name) / file.name)
-        except OSError as error:
-            raise storage_failed(f"cannot read {folder / DATABASE_FILE}", error) from error
-        store = cls.in_folder(Path(copied.name), check=False)
-        store._copied = copied
-        return store
-
-    def close(self) -> None:
-        self._engine.dispose()
-        if self._copied:
-            self._copied.cleanup()
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Everything that this thread writes within the block is one transaction."""
-        with self._transaction() as connection:
-            self._joined.connection = connection
-            try:
-                yield
-            finally:
-                del self._joined.connection
-
-    @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
-        if joined := getattr(self._joined, "connection", None):
-            yield joined
-            return
-        try:
-            with self._engine.begin() as connection:
-                yield connection
-                wrote = getattr(connection.connection.driver_connection, "in_transaction", True)
-                began = time.perf_counter()
-            if wrote:
-                self.commits.add(time.perf_counter() - began)
-        except (SQLAlchemyError, sqlite3.Error) as error:
-            cause = getattr(error, "orig", None) or error
-            if not self._file and isinstance(error, SQLAlchemyError) and (gone := failure_of(error, self._engine.url)):
-                raise gone from error
-            name = getattr(cause, "sqlite_errorname", None) or ""
-            if self._file and (name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN)):
-                raise self.damaged(str(cause)) from error
-            if are_used_up():  # SQLite only reports that it cannot open a file
-                raise TooManyOpenFiles(f"database {self._engine.url}: {cause}; {how_many()}") from error
-            kind = DiskFull if name in _FULL else StorageFailed
-            raise kind(f"database {self._engine.url}: {cause}") from error
-        except (ValueError, msgspec.MsgspecError) as error:
-            raise self.damaged(f"a value cannot be read ({error})") from error
-
-    def damaged(self, what: str, run: str = "*") -> Damaged:
-        """The error of a damaged record, with what to do: names the newest copy of any run, or of `run`."""
-        return Damaged(
-            remedy(self._file, what, run) if self._file else f"database {self._engine.url} is damaged: {what}"
-        )
-
-    def _records(
-        self, connection: Connection, kind: type[_R], table: Table, query: Select[Any] | None = None
-    ) -> Iterator[_R]:
-        """The rows of a query as records. Raises Damaged if a row's seal does not match."""
-        for row in _rows(connection, select(table) if query is None else query):
-            if row.get(SEAL) not in (None, _seal_of(table, row)):  # older versions wrote no seals
-                raise self.damaged(f"the seal of a row of table {table.name!r} is broken")
-            yield _record(kind, row)
-
-    def lead_in(self, term: int) -> None:
-        """From now on raise LeadershipLost, and write nothing, when another process has taken over from the leader of
-        this term."""
-        self._term = term
-        fence(self._engine, term)
-
-    def check_leads(self) -> None:
-        """Raises LeadershipLost if another process has taken over from this one, which led."""
-        if self._term:
-            with self._transaction() as connection:
-                check_term(connection, self._term)
-
-    def services(self) -> list[ServiceHost]:
-        """Services that are connected to the database now, the leader first; none if it is a file."""
-        if self._file:
-            return []
-        with self._transaction() as connection:
-            return services_of(connection)
-
-    def check_reachable(self) -> None:
-        """Raises DatabaseGone if the database's server does not answer."""
-        with self._transaction() as connection:
-            connection.execute(select(1))
-
-    @property
-    def is_file(self) -> bool:
-        """Whether the database is a file, of which there are copies in the folders of runs."""
-        return self._file is not None
-
-    def back_up(self, file: Path) -> None:
-        """Write a verified copy of the database, which is a file, to `file`, which must not exist. It is not synced."""
-        with self._transaction() as connection:
-            raw: Any = connection.connection.driver_connection
-            with closing(sqlite3.connect(file)) as copy:
-                raw.backup(copy)
-        if not is_whole(file):
-            raise self.damaged("a copy of it is not intact")
 
     # --- runs -----------------------------------------------------------------------------------------
 
     def create_run(self, run: str, config: dict[str, Any], broker: dict[str, Any] | None = None) -> None:
         """Add a run that begins now."""
         with self._transaction() as connection:
-            _insert(connection, RUNS, [RunRecord(run, now(), "waiting", config, broker=broker or {})])
+            insert(connection, RUNS, [RunRecord(run, now(), "waiting", config, broker=broker or {})])
 
     def submit_run(self, run: str, config: dict[str, Any]) -> None:
         """Add a run to the queue of a service."""
         at = now()
         with self._transaction() as connection:
-            _insert(connection, RUNS, [RunRecord(run, at, "queued", config, submitted_at=at)])
+            insert(connection, RUNS, [RunRecord(run, at, "queued", config, submitted_at=at)])
 
     def submitted(self) -> list[RunRecord]:
         """Runs of a service that have not ended: those that have begun, then the queue, in order of submission."""
@@ -438,7 +153,7 @@ class Store:
         )
         order = (RUNS.c.status == "queued", RUNS.c.submitted_at, RUNS.c.id)
         with self._transaction() as connection:
-            return list(self._records(connection, RunRecord, RUNS, waiting.order_by(*order)))
+            return list(read_records(connection, RunRecord, RUNS, waiting.order_by(*order)))
 
     def take_from_queue(self, run: str, config: dict[str, Any], broker: dict[str, Any]) -> bool:
         """Begin a queued run with this configuration; False if it is no longer queued."""
@@ -446,7 +161,7 @@ class Store:
             queued = (RUNS.c.id == run, RUNS.c.status == "queued")
             values = {"status": "waiting", "config": config, "broker": broker}
             taken = connection.execute(update(RUNS).where(*queued).values(**values)).rowcount == 1
-            _seal(connection, RUNS, RUNS.c.id == run)
+            seal(connection, RUNS, RUNS.c.id == run)
             return taken
 
     def cancel_run(self, run: str) -> None:
@@ -455,7 +170,7 @@ class Store:
             queued = (RUNS.c.id == run, RUNS.c.status == "queued")
             connection.execute(update(RUNS).where(*queued).values(status="cancelled"))
             connection.execute(update(RUNS).where(RUNS.c.id == run).values(cancelled_at=now()))
-            _seal(connection, RUNS, RUNS.c.id == run)
+            seal(connection, RUNS, RUNS.c.id == run)
 
     def is_cancelled(self, run: str) -> bool:
         """Whether the operator requested the run's end."""
@@ -467,7 +182,7 @@ class Store:
         with self._transaction() as connection:
             at = func.coalesce(RUNS.c.paused_at, now()) if paused else None
             connection.execute(update(RUNS).where(RUNS.c.id == run).values(paused_at=at))
-            _seal(connection, RUNS, RUNS.c.id == run)
+            seal(connection, RUNS, RUNS.c.id == run)
 
     def is_paused(self, run: str) -> bool:
         """Whether the operator paused the run."""
@@ -478,13 +193,13 @@ class Store:
         """Set status, config, broker, classes, program, protocol, reason or corrections."""
         with self._transaction() as connection:
             connection.execute(update(RUNS).where(RUNS.c.id == run).values(**values))
-            _seal(connection, RUNS, RUNS.c.id == run)
+            seal(connection, RUNS, RUNS.c.id == run)
 
     def runs(self) -> list[RunRecord]:
         """All runs, newest first."""
         with self._transaction() as connection:
             query = select(RUNS).order_by(RUNS.c.created_at.desc(), RUNS.c.id.desc())
-            return list(self._records(connection, RunRecord, RUNS, query))
+            return list(read_records(connection, RunRecord, RUNS, query))
 
     def count_runs(self) -> dict[RunStatus, int]:
         """Number of runs by status."""
@@ -495,7 +210,7 @@ class Store:
     def run(self, run: str) -> RunRecord:
         """Raises ConfigError if there is no such run, naming existing runs."""
         with self._transaction() as connection:
-            found = self._records(connection, RunRecord, RUNS, select(RUNS).where(RUNS.c.id == run))
+            found = read_records(connection, RunRecord, RUNS, select(RUNS).where(RUNS.c.id == run))
             if (record := next(found, None)) is not None:
                 return record
         if self._file and newest_copy(self._file, run):
@@ -522,13 +237,13 @@ class Store:
         self, run: str, number: int, cohort: list[str], needed: int | None = None, at: str | None = None
     ) -> None:
         """Open a round, now or at a time (ISO 8601, UTC); or give an open round another cohort."""
-        this = _this_round(run, number)
+        this = this_round(run, number)
         with self._transaction() as connection:
             if connection.execute(select(ROUNDS.c.round).where(this)).first():
                 connection.execute(update(ROUNDS).where(this).values(cohort=cohort, needed=needed))
-                _seal(connection, ROUNDS, this)
+                seal(connection, ROUNDS, this)
             else:
-                _insert(connection, ROUNDS, [RoundRecord(run, number, cohort, at or now(), needed=needed)])
+                insert(connection, ROUNDS, [RoundRecord(run, number, cohort, at or now(), needed=needed)])
 
     def close_round(
         self,
@@ -545,70 +260,34 @@ class Store:
         `state`: None if it is lost; `asked`: devices with a task, `results`: those that its server step used; by
         default the tasks and results in the record."""
         with self._transaction() as connection:
-            this = _this_round(run, number)
+            this = this_round(run, number)
             values = {"closed_at": at or now(), "state": msgspec.to_builtins(state), "figures": figures}
             connection.execute(update(ROUNDS).where(this).values(**values))
-            self._sum_up_training(connection, run, number, asked, results)
+            sum_up_training(connection, run, number, asked, results)
 
     def round_evaluated(self, run: str, number: int, results: Sequence[ResultRecord] | None = None) -> None:
         """Close the evaluation of a round, with these results; by default those in the record."""
         with self._transaction() as connection:
-            this = _this_round(run, number)
+            this = this_round(run, number)
             connection.execute(update(ROUNDS).where(this).values(evaluated=True))
-            self._sum_up_evaluation(connection, run, number, results)
+            sum_up_evaluation(connection, run, number, results)
 
     def asked_in(self, run: str, number: int) -> list[str]:
         """Devices with a training task in a round."""
         with self._transaction() as connection:
-            return _asked_in(connection, run, number)
-
-    def _sum_up_training(
-        self,
-        connection: Connection,
-        run: str,
-        number: int,
-        asked: Sequence[str] | None = None,
-        results: Sequence[ResultRecord] | None = None,
-    ) -> None:
-        """Compute the totals of a closed round, and update those of its devices."""
-        this = _this_round(run, number)
-        row = connection.execute(select(ROUNDS.c.cohort, ROUNDS.c.figures, ROUNDS.c.totals).where(this)).one()
-        if results is None:
-            results = self._used_in(connection, run, number, "train")
-        if row.totals is None:  # otherwise its devices were counted already
-            asked = _asked_in(connection, run, number) if asked is None else asked
-            _add_to_devices(connection, run, number, results, asked)
-        cohort = int(
-            (row.figures or {}).get("cohort", len(row.cohort))
-        )  # in mode buffered including devices of earlier rounds
-        made = totals.trained(RoundTotals(cohort=cohort), results)
-        connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made)))
-        _seal(connection, ROUNDS, this)
-
-    def _sum_up_evaluation(
-        self, connection: Connection, run: str, number: int, results: Sequence[ResultRecord] | None = None
-    ) -> None:
-        this = _this_round(run, number)
-        row = connection.execute(select(ROUNDS.c.totals, ROUNDS.c.accuracy).where(this)).one()
-        if row.totals is not None and row.accuracy is None:  # otherwise it is open, or was summed up already
-            if results is None:
-                results = self._used_in(connection, run, number, "evaluate")
-            _add_to_devices(connection, run, number, results, ())
-            made, accuracy = totals.evaluated(msgspec.convert(row.totals, RoundTotals), results)
-            connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made), accuracy=accuracy))
-        _seal(connection, ROUNDS, this)
+            return asked_in(connection, run, number)
 
     def rounds(self, run: str) -> list[RoundRecord]:
         """All rounds with their details; the cost grows with the run."""
         with self._transaction() as connection:
             query = select(ROUNDS).where(ROUNDS.c.run == run).order_by(ROUNDS.c.round)
-            return list(self._records(connection, RoundRecord, ROUNDS, query))
+            return list(read_records(connection, RoundRecord, ROUNDS, query))
 
     def round(self, run: str, number: int) -> RoundRecord | None:
         """One round; None if it was never opened."""
         with self._transaction() as connection:
-            query = select(ROUNDS).where(_this_round(run, number))
-            return next(self._records(connection, RoundRecord, ROUNDS, query), None)
+            query = select(ROUNDS).where(this_round(run, number))
+            return next(read_records(connection, RoundRecord, ROUNDS, query), None)
 
     def newest_closed(self, run: str, before: int | None = None) -> RoundRecord | None:
         """The newest closed round, or the newest before round `before`; None if there is none."""
@@ -617,13 +296,13 @@ class Store:
             query = query.where(ROUNDS.c.round < before)
         with self._transaction() as connection:
             query = query.order_by(ROUNDS.c.round.desc()).limit(1)
-            return next(self._records(connection, RoundRecord, ROUNDS, query), None)
+            return next(read_records(connection, RoundRecord, ROUNDS, query), None)
 
     def open_rounds(self, run: str) -> list[RoundRecord]:
         """Open rounds: at most one, unless an older copy of the record was restored."""
         with self._transaction() as connection:
             query = select(ROUNDS).where(ROUNDS.c.run == run, ROUNDS.c.closed_at.is_(None)).order_by(ROUNDS.c.round)
-            return list(self._records(connection, RoundRecord, ROUNDS, query))
+            return list(read_records(connection, RoundRecord, ROUNDS, query))
 
     def last_round(self, run: str) -> int:
         """Number of the newest round, 0 if there is none."""
@@ -674,7 +353,7 @@ class Store:
 
     def figure_counts(self, run: str, names: Sequence[str]) -> dict[tuple[float | None, ...], int]:
         """Number of closed rounds by the values of these figures; None: the round lacks the figure."""
-        finite = _without_infinite(ROUNDS.c.figures)
+        finite = without_infinite(ROUNDS.c.figures)
         figures: ColumnElement[Any] = type_coerce(finite, JSON) if self._file else cast(finite, JSON)
         values = [figures[name].as_float().label(name) for name in names]
         query = select(*values, func.count()).where(ROUNDS.c.run == run, ROUNDS.c.closed_at.is_not(None))
@@ -695,7 +374,7 @@ class Store:
             before, opened_at = oldest
             old = and_(ROUNDS.c.run == run, ROUNDS.c.round >= thinned, ROUNDS.c.round < before)
             connection.execute(update(ROUNDS).where(old).values(cohort=[], state=None, accuracy=None))
-            _seal(connection, ROUNDS, old)
+            seal(connection, ROUNDS, old)
             for gone in (
                 delete(RESULTS).where(RESULTS.c.run == run, RESULTS.c.used_in < before),
                 delete(TASKS).where(TASKS.c.run == run, TASKS.c.round < before, TASKS.c.outcome.is_not(None)),
@@ -710,13 +389,7 @@ class Store:
             ):
                 connection.execute(gone)
             connection.execute(update(RUNS).where(RUNS.c.id == run).values(thinned=before))
-            _seal(connection, RUNS, RUNS.c.id == run)
-
-    def compact(self) -> None:
-        """Shrink the file by its unused space."""
-        if self._file:
-            with self._transaction() as connection:
-                connection.exec_driver_sql("VACUUM")
+            seal(connection, RUNS, RUNS.c.id == run)
 
     # --- tasks ----------------------------------------------------------------------------------------
 
@@ -741,7 +414,7 @@ class Store:
             ]
             if fresh:
                 connection.execute(EXPECTATIONS.insert(), fresh)
-            _replace(connection, TASKS, rows)
+            replace(connection, TASKS, rows)
 
     def end_tasks(
         self,
@@ -771,7 +444,7 @@ class Store:
         if round_number is not None:
             query = query.where(TASKS.c.round == round_number)
         with self._transaction() as connection:
-            return [_record(TaskRecord, row) for row in _rows(connection, query)]
+            return [record_of(TaskRecord, row) for row in read_rows(connection, query)]
 
     def expected(self, run: str) -> dict[tuple[int, str], Expected]:
         """The predicted cost of each training task, by (round, device)."""
@@ -809,7 +482,7 @@ class Store:
                         "use": row["use"] and msgspec.convert(row["use"], ResourceUse),
                     },
                 )
-                for row in _rows(connection, query.order_by(TASKS.c.round, TASKS.c.device))
+                for row in read_rows(connection, query.order_by(TASKS.c.round, TASKS.c.device))
             ]
 
     def asked(self, run: str) -> dict[str, Asked]:
@@ -821,17 +494,14 @@ class Store:
 
     # --- results --------------------------------------------------------------------------------------
 
-    def add_result(self, device: str, result: Result, used_in: int | None = None) -> None:
-        """Store an accepted result for the server step of its round or a later one; an existing one is not changed."""
-        self.add_results([(device, result, used_in)])
-
     def add_results(
         self,
         results: Sequence[tuple[str, Result, int | None]],
         times: Mapping[str, TaskTimes] = MappingProxyType({}),
     ) -> list[ResultRecord]:
-        """Store accepted results, as `add_result` does, and end their tasks, in one transaction. `times`: of the tasks,
-        by device. Returns the results as the record has them, unless it had one already."""
+        """Store accepted results (device, result, round whose server step uses it; None: its own), and end their tasks,
+        in one transaction. An existing result is not changed. `times`: of the tasks, by device. Returns the results as
+        the record has them, unless it had one already."""
         if not results:
             return []
         with self._transaction() as connection:
@@ -850,7 +520,7 @@ class Store:
             rows = [
                 {
                     **msgspec.structs.asdict(record),
-                    "use": _measured(record.use),
+                    "use": filled_fields(record.use),
                     "by_class": record.by_class or None,
                     "received_at": at,
                 }
@@ -860,7 +530,7 @@ class Store:
                 there = _existing(connection, [result for _, result, _ in results], [device for device, *_ in results])
                 rows = [row for row in rows if (row["run"], row["round"], row["kind"], row["device"]) not in there]
             if rows:
-                _write(connection, RESULTS, rows, "IGNORE")
+                write(connection, RESULTS, rows, "IGNORE")
             return records
 
     def drop_result(self, run: str, number: int, kind: TaskKind, device: str) -> None:
@@ -880,7 +550,7 @@ class Store:
             RESULTS.c.run == run, RESULTS.c.round.in_(rounds), RESULTS.c.device == device, RESULTS.c.kind == "evaluate"
         )
         with self._transaction() as connection:
-            return list(self._records(connection, ResultRecord, RESULTS, query.order_by(RESULTS.c.round)))
+            return list(read_records(connection, ResultRecord, RESULTS, query.order_by(RESULTS.c.round)))
 
     def results(self, run: str, round_number: int | None = None, kind: TaskKind | None = None) -> list[ResultRecord]:
         """Results sorted by round and device; for a whole run the cost grows with the run."""
@@ -891,19 +561,12 @@ class Store:
             query = query.where(RESULTS.c.kind == kind)
         with self._transaction() as connection:
             query = query.order_by(RESULTS.c.round, RESULTS.c.device)
-            return list(self._records(connection, ResultRecord, RESULTS, query))
+            return list(read_records(connection, ResultRecord, RESULTS, query))
 
     def used_in(self, run: str, number: int, kind: TaskKind = "train") -> list[ResultRecord]:
         """Results that the server step, or the evaluation, of a round uses, including late ones."""
         with self._transaction() as connection:
-            return self._used_in(connection, run, number, kind)
-
-    def _used_in(self, connection: Connection, run: str, number: int, kind: TaskKind) -> list[ResultRecord]:
-        query = select(RESULTS).where(RESULTS.c.run == run, RESULTS.c.used_in == number, RESULTS.c.kind == kind)
-        found = self._records(connection, ResultRecord, RESULTS, query)
-        return sorted(
-            found, key=lambda result: (result.round, result.device)
-        )  # sorting in SQLite would scan all results
+            return results_of(connection, run, number, kind)
 
     def answered(self, run: str, number: int, kind: TaskKind) -> set[str]:
         """Devices with a result of a round, whichever round it counts in."""
@@ -930,22 +593,22 @@ class Store:
     def device(self, run: str, device: str) -> DeviceRecord:
         """Totals of one device from closed rounds; of an unknown device they are empty."""
         with self._transaction() as connection:
-            return _devices(connection, run, [device])[device]
+            return devices_of(connection, run, [device])[device]
 
     def devices(self, run: str) -> list[DeviceRecord]:
         """Totals of all devices from closed rounds, by name."""
         query = select(DEVICES).where(DEVICES.c.run == run).order_by(DEVICES.c.device)
         with self._transaction() as connection:
-            return list(self._records(connection, DeviceRecord, DEVICES, query))
+            return list(read_records(connection, DeviceRecord, DEVICES, query))
 
     def note_software(self, run: str, versions: Mapping[str, str]) -> None:
         """Store the software versions of devices."""
         if not versions:
             return
         with self._transaction() as connection:
-            known = _devices(connection, run, versions)
+            known = devices_of(connection, run, versions)
             changed = [msgspec.structs.replace(known[name], software=version) for name, version in versions.items()]
-            _replace(connection, DEVICES, [msgspec.to_builtins(record) for record in changed])
+            replace(connection, DEVICES, [msgspec.to_builtins(record) for record in changed])
 
     def set_label(self, device: str, name: str, value: str | None) -> None:
         """Set a label of a device in all runs; None: its own is used again."""
@@ -969,7 +632,7 @@ class Store:
         """Store the log of a device; of its logs in this run the newest LOGS_KEPT stay."""
         mine = (LOGS.c.run == log.run, LOGS.c.device == log.device)
         with self._transaction() as connection:
-            _insert(connection, LOGS, [log])
+            insert(connection, LOGS, [log])
             newest = select(LOGS.c.id).where(*mine).order_by(LOGS.c.id.desc()).limit(LOGS_KEPT)
             connection.execute(delete(LOGS).where(*mine, LOGS.c.id.not_in(newest)))
 
@@ -979,7 +642,7 @@ class Store:
         if run is not None:
             query = query.where(LOGS.c.run == run)
         with self._transaction() as connection:
-            return list(self._records(connection, DeviceLog, LOGS, query))
+            return list(read_records(connection, DeviceLog, LOGS, query))
 
     def device_totals(self, run: str) -> dict[str, DeviceTotals]:
         """The totals of `devices` by name, without a check of their seals: for display."""
@@ -1001,14 +664,9 @@ class Store:
         """Store a refusal, or with `lost` something that never arrived. `broke`: the budget that stopped the device."""
         refusal = RefusalRecord(round_number, device, kind, reason, now(), broke, lost)
         with self._transaction() as connection:
-            _insert(connection, REFUSALS, [refusal], run=run)
+            insert(connection, REFUSALS, [refusal], run=run)
             if broke:
-                self._add_broken(connection, run, device, broke)
-
-    def _add_broken(self, connection: Connection, run: str, device: str, kind: BudgetKind) -> None:
-        known = _devices(connection, run, [device])[device]
-        changed = msgspec.structs.replace(known, totals=totals.with_broken(known.totals, (kind,)))
-        _replace(connection, DEVICES, [msgspec.to_builtins(changed)])
+                add_broken(connection, run, device, broke)
 
     def refusals(
         self, run: str, newest: int | None = None, *, round_number: int | None = None, device: str | None = None
@@ -1021,7 +679,7 @@ class Store:
             query = query.where(REFUSALS.c.device == device)
         with self._transaction() as connection:
             query = query.order_by(REFUSALS.c.id) if newest is None else query.order_by(REFUSALS.c.id.desc())
-            found = list(self._records(connection, RefusalRecord, REFUSALS, query.limit(newest)))
+            found = list(read_records(connection, RefusalRecord, REFUSALS, query.limit(newest)))
             return found if newest is None else found[::-1]
 
     def refusal_counts(self, run: str, most: int) -> list[RefusalCount]:
@@ -1040,14 +698,14 @@ class Store:
         mine = (STRIKES.c.run == run, STRIKES.c.device == device)
         with self._transaction() as connection:
             if not connection.execute(select(STRIKES.c.id).where(*mine, STRIKES.c.round == round_number)).first():
-                _insert(connection, STRIKES, [StrikeRecord(round_number, device, reason, now(), False)], run=run)
-                _seal(connection, STRIKES, *mine)  # the seal covers the id, too
+                insert(connection, STRIKES, [StrikeRecord(round_number, device, reason, now(), False)], run=run)
+                seal(connection, STRIKES, *mine)  # the seal covers the id, too
             return len(connection.execute(select(STRIKES.c.id).where(*mine, STRIKES.c.spent.is_(False))).all())
 
     def strikes(self, run: str) -> list[StrikeRecord]:
         with self._transaction() as connection:
             query = select(STRIKES).where(STRIKES.c.run == run).order_by(STRIKES.c.id)
-            return list(self._records(connection, StrikeRecord, STRIKES, query))
+            return list(read_records(connection, StrikeRecord, STRIKES, query))
 
     def strike_counts(self, run: str) -> dict[str, StrikeCount]:
         """By device, its strikes, counted by the database."""
@@ -1060,15 +718,15 @@ class Store:
         """Store a quarantine; the device's strikes are counted from 0 again."""
         with self._transaction() as connection:
             made = QuarantineRecord(device, round_number, until_round, reason, now(), None)
-            _insert(connection, QUARANTINES, [made], run=run)
-            _seal(connection, QUARANTINES, QUARANTINES.c.run == run, QUARANTINES.c.device == device)
+            insert(connection, QUARANTINES, [made], run=run)
+            seal(connection, QUARANTINES, QUARANTINES.c.run == run, QUARANTINES.c.device == device)
             _spend_strikes(connection, run, device)
 
     def quarantines(self, run: str) -> list[QuarantineRecord]:
         """All quarantines, including ended ones."""
         with self._transaction() as connection:
             query = select(QUARANTINES).where(QUARANTINES.c.run == run).order_by(QUARANTINES.c.id)
-            return list(self._records(connection, QuarantineRecord, QUARANTINES, query))
+            return list(read_records(connection, QuarantineRecord, QUARANTINES, query))
 
     def quarantined(self, run: str, round_number: int) -> dict[str, QuarantineRecord]:
         """By device, the quarantines that hold in a round."""
@@ -1079,176 +737,13 @@ class Store:
         held = (QUARANTINES.c.run == run, QUARANTINES.c.device == device, QUARANTINES.c.released_at.is_(None))
         with self._transaction() as connection:
             ended = connection.execute(update(QUARANTINES).where(*held).values(released_at=now()))
-            _seal(connection, QUARANTINES, *held[:2])
+            seal(connection, QUARANTINES, *held[:2])
             return ended.rowcount + _spend_strikes(connection, run, device) > 0
-
-
-# --- damage and copies ----------------------------------------------------------------------------------
-
-
-def is_whole(file: Path) -> bool:
-    """Whether a copy of the database, which no process writes, is intact."""
-    address = f"file:{quote(str(file))}?mode=ro&immutable=1"
-    engine = create_engine("sqlite://", creator=lambda: sqlite3.connect(address, uri=True))
-    try:
-        with engine.connect() as connection:
-            if connection.execute(text("PRAGMA integrity_check(1)")).scalar() != "ok":
-                return False
-            for table in TABLES.sorted_tables:
-                if not inspect(connection).has_table(table.name):  # a copy of an older version
-                    continue
-                there = {column["name"] for column in inspect(connection).get_columns(table.name)}
-                if SEAL not in table.columns or SEAL not in there:
-                    continue
-                rows = _rows(connection, select(*(column for column in table.columns if column.name in there)))
-                if not all(row[SEAL] in (None, _seal_of(table, row)) for row in rows):
-                    return False
-            return True
-    except (SQLAlchemyError, ValueError):
-        return False
-    finally:
-        engine.dispose()
-
-
-def newest_copy(database: Path, run: str = "*") -> Path | None:
-    """The newest intact copy of a damaged database, of any run or of one; see `coordinator.record.backups`."""
-    made = {file: file.stat().st_mtime_ns for file in database.parent.glob(f"{run}/{COPIES}/round-*.db")}
-    return next((file for file in sorted(made, key=lambda file: made[file], reverse=True) if is_whole(file)), None)
-
-
-def remedy(database: Path, why: str, of_run: str = "*") -> str:
-    """The error message for a damaged database: names the newest intact copy and the commands that restore it."""
-    damaged = f"{database} is damaged: {why}"
-    copy = newest_copy(database, of_run)
-    if copy is None:
-        return (
-            f"{damaged}. There is no good copy of it in {database.parent}/RUN/{COPIES}: restore your own backup, or "
-            f"move it away and start over (tensors of finished runs are in {database.parent}/RUN/model.safetensors)"
-        )
-    run, number = copy.parent.parent.name, copy.stem.partition("-")[2]
-    return (
-        f"{damaged}. The newest good copy is {copy}, made after round {number} of run {run}. While no coordinator "
-        f"serves this folder, put it back: mv {database} {database}.damaged; rm -f {database}-wal {database}-shm; "
-        f"cp {copy} {database}; then: coordinator start --resume {run} --runs {database.parent}"
-    )
-
-
-# --- rows -----------------------------------------------------------------------------------------------
-
-
-def _rows(connection: Connection, query: Select[Any]) -> Iterator[dict[str, Any]]:
-    found = connection.execute(query)
-    names = list(found.keys())
-    for row in found:
-        yield dict(zip(names, row, strict=True))
-
-
-@cache
-def _fields(kind: type[Struct]) -> list[tuple[str, bool]]:
-    """The fields of a record class, and whether they have a default."""
-    return [(field.name, not field.required) for field in msgspec.structs.fields(kind)]
-
-
-def _record(kind: type[_R], row: dict[str, Any]) -> _R:
-    """A row as a record; empty or missing columns get the field's default."""
-    values = {
-        name: value for name, has_default in _fields(kind) if (value := row.get(name)) is not None or not has_default
-    }
-    return msgspec.convert(values, kind)
-
-
-def _measured(values: Struct) -> dict[str, Any]:
-    """The fields that are not None, which is the default of all that may be."""
-    return {name: value for name, value in msgspec.structs.asdict(values).items() if value is not None}
-
-
-def _insert(connection: Connection, table: Table, records: Iterable[Struct], **more: Any) -> None:
-    """Insert rows; `more` are further columns."""
-    rows = [{**msgspec.to_builtins(record), **more} for record in records]
-    _write(connection, table, rows)
-
-
-def _replace(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
-    """Insert rows, replacing those with the same keys."""
-    if connection.dialect.name != "sqlite":
-        keys = [column.name for column in table.primary_key]
-        this = [table.c[name] == bindparam(f"this_{name}") for name in keys]
-        connection.execute(delete(table).where(*this), [{f"this_{name}": row[name] for name in keys} for row in rows])
-    _write(connection, table, rows, "REPLACE")
-
-
-def _write(connection: Connection, table: Table, rows: list[dict[str, Any]], on_conflict: str = "ABORT") -> None:
-    """Insert sealed rows; `on_conflict` says what SQLite does with an existing row."""
-    if connection.dialect.name != "sqlite":
-        connection.execute(table.insert(), _sealed(table, [_without_zero_bytes(row) for row in rows]))
-        return
-    rows = _sealed(table, rows)
-    # the same statement as SQLAlchemy's, without its processing of each value
-    names = list(rows[0])
-    held = [isinstance(table.c[name].type, JSON) for name in names]
-    values = [
-        tuple(
-            to_json(value) if as_json and value is not None else value
-            for as_json, value in zip(held, row.values(), strict=True)
-        )
-        for row in rows
-    ]
-    marks = ", ".join("?" * len(names))
-    connection.exec_driver_sql(
-        f"INSERT OR {on_conflict} INTO {table.name} ({', '.join(names)}) VALUES ({marks})", values
-    )
-
-
-def _without_zero_bytes(row: dict[str, Any]) -> dict[str, Any]:
-    """PostgreSQL refuses texts with a byte of 0, which a device's message may have."""
-    return {name: value.replace("\0", "\ufffd") if isinstance(value, str) else value for name, value in row.items()}
-
-
-def _without_infinite(figures: ColumnElement[Any]) -> ColumnElement[Any]:
-    """JSON as text with null in place of numbers that are not finite, which databases refuse in JSON."""
-    held: ColumnElement[Any] = cast(figures, Text)
-    for number in ("NaN", "-Infinity", "Infinity"):
-        held = func.replace(held, number, "null")
-    return held
-
-
-def _sealed(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row | {SEAL: _seal_of(table, row)} for row in rows] if SEAL in table.columns else rows
-
-
-def _seal(connection: Connection, table: Table, *where: ColumnElement[bool]) -> None:
-    """Update the seals of rows that were changed."""
-    for row in list(_rows(connection, select(table).where(*where))):
-        this = [column == row[column.name] for column in table.primary_key]
-        connection.execute(update(table).where(*this).values(seal=_seal_of(table, row)))
-
-
-@cache
-def _sealed_columns(table: Table) -> list[str]:
-    return [column.name for column in table.columns if column.name != SEAL]
-
-
-def _seal_of(table: Table, row: Mapping[str, Any]) -> str:
-    """The digest of a row's non-empty columns, so that a new column does not change existing seals."""
-    held = {name: value for name in _sealed_columns(table) if (value := row.get(name)) is not None}
-    return digest_of(_SORTING_ENCODER.encode(held))
-
-
-def _this_round(run: str, number: int) -> ColumnElement[bool]:
-    return and_(ROUNDS.c.run == run, ROUNDS.c.round == number)
 
 
 def _this_result(run: str, number: int, kind: TaskKind, device: str) -> ColumnElement[bool]:
     key = (RESULTS.c.run == run, RESULTS.c.round == number, RESULTS.c.device == device, RESULTS.c.kind == kind)
     return and_(*key)
-
-
-def _devices(connection: Connection, run: str, names: Iterable[str]) -> dict[str, DeviceRecord]:
-    """The records of these devices; new ones for unknown devices."""
-    known = {name: DeviceRecord(run, name) for name in names}
-    for row in _rows(connection, select(DEVICES).where(DEVICES.c.run == run, DEVICES.c.device.in_(list(known)))):
-        known[row["device"]] = _record(DeviceRecord, row)
-    return known
 
 
 def _end_tasks(
@@ -1271,32 +766,10 @@ def _end_tasks(
         connection.execute(query, keys)
 
 
-def _asked_in(connection: Connection, run: str, number: int) -> list[str]:
-    query = select(TASKS.c.device).where(TASKS.c.run == run, TASKS.c.round == number)
-    return list(connection.execute(query).scalars())
-
-
-def _add_to_devices(
-    connection: Connection, run: str, number: int, results: Sequence[ResultRecord], asked: Iterable[str]
-) -> None:
-    """Add a round's results and asked devices to the totals of its devices."""
-    asked = set(asked)
-    known = _devices(connection, run, asked | {result.device for result in results})
-    for name in asked:
-        last, times = max(known[name].last_asked, number), known[name].times_asked + 1
-        known[name] = msgspec.structs.replace(known[name], last_asked=last, times_asked=times)
-    for result in results:
-        before = known[result.device]
-        known[result.device] = msgspec.structs.replace(before, totals=totals.with_result(before.totals, result))
-    if known:
-        rows = [{**msgspec.structs.asdict(record), "totals": _measured(record.totals)} for record in known.values()]
-        _replace(connection, DEVICES, rows)
-
-
 def _spend_strikes(connection: Connection, run: str, device: str) -> int:
     mine = (STRIKES.c.run == run, STRIKES.c.device == device, STRIKES.c.spent.is_(False))
     spent = connection.execute(update(STRIKES).where(*mine).values(spent=True)).rowcount
-    _seal(connection, STRIKES, *mine[:2])
+    seal(connection, STRIKES, *mine[:2])
     return spent
 
 
@@ -1309,19 +782,3 @@ def _existing(connection: Connection, results: Sequence[Result], devices: Sequen
         RESULTS.c.device.in_(devices),
     )
     return {tuple(row) for row in connection.execute(query)}
-
-
-def _prepare_reading(connection: Any, _record: Any) -> None:
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA query_only=ON")
-    cursor.execute("PRAGMA busy_timeout=5000")
-    cursor.close()
-
-
-def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=FULL")  # a round that devices know of must survive a power cut
-    cursor.execute("PRAGMA busy_timeout=5000")
-    cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.close()

@@ -25,7 +25,7 @@ from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
 from tests.support.chromium import Browser, Tab, browsing
 from tests.support.dashboards import served
-from tests.support.records import FLEET_RUN, MARKUP, RUN, begun_run, expected, fleet_run, write_status
+from tests.support.records import FLEET_RUN, MARKUP, RUN, add_result, begun_run, expected, fleet_run, write_status
 from tests.support.reports import experiment_outcome
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -104,7 +104,7 @@ def test_run_follows_the_record_without_reload(tab: Tab, address: str, record: S
     tab.go(f"{address}/run?run={RUN}", "document.querySelector('#rounds')")
     tab.evaluate("window.same = true")
     assert tab.rows("#rounds")[0][:2] == ["round 2", "1 of 2"]
-    record.add_result("b", Result(RUN, 2, "train", 10, {"loss": 1.0}, ResourceUse(train_s=0.5)))
+    add_result(record, "b", Result(RUN, 2, "train", 10, {"loss": 1.0}, ResourceUse(train_s=0.5)))
     tab.until("document.querySelector('#rounds tbody tr').cells[1].innerText == '2 of 2'")
     assert tab.evaluate("window.same") is True
 
@@ -287,7 +287,7 @@ def test_run_shows_accuracy_by_class(browser: Browser, tmp_path: Path) -> None:
             store.drop_result(RUN, 1, "evaluate", name)
             samples, right = (sum(getattr(one, key) for one in by_class) for key in ("images", "correct"))
             metrics = {"correct": float(right)}
-            store.add_result(name, Result(RUN, 1, "evaluate", samples, metrics, ResourceUse(), by_class=by_class))
+            add_result(store, name, Result(RUN, 1, "evaluate", samples, metrics, ResourceUse(), by_class=by_class))
     with served(folder) as address, browser.tab() as tab:
         tab.go(f"{address}/run?run={RUN}", "document.querySelector('#classes')")
         assert tab.rows("#classes") == [["bee", "0.600", "20", "2", "ant 8"], ["ant", "0.900", "10", "1", "bee 1"]]

@@ -19,13 +19,18 @@ RUN = "20261121-034500-eftvit-ab12"
 PROTOCOL = "tested as the planner said"
 
 
+def add_result(store: Store, device: str, result: Result, used_in: int | None = None) -> None:
+    """Store one accepted result."""
+    store.add_results([(device, result, used_in)])
+
+
 def trained(store: Store, number: int, device: str, samples: int = 10, loss: float = 1.0, **use: Any) -> None:
-    store.add_result(device, Result(RUN, number, "train", samples, {"loss": loss}, ResourceUse(**use)))
+    add_result(store, device, Result(RUN, number, "train", samples, {"loss": loss}, ResourceUse(**use)))
 
 
 def evaluated(store: Store, number: int, device: str, right: int, samples: int, **use: Any) -> None:
     metrics = {"correct": float(right)}
-    store.add_result(device, Result(RUN, number, "evaluate", samples, metrics, ResourceUse(**use)))
+    add_result(store, device, Result(RUN, number, "evaluate", samples, metrics, ResourceUse(**use)))
 
 
 def begun_run(folder: Path) -> Store:

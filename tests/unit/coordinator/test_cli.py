@@ -29,6 +29,7 @@ from fedvit.resources import ResourceUse
 from fedvit.wire import messages
 from tests.support.event_files import scalars
 from tests.support.forked import ForkedWorker
+from tests.support.records import add_result
 
 PROGRAM = [sys.executable, "-c", "from coordinator.cli import main; main()"]
 WAIT_S = 120
@@ -46,8 +47,8 @@ def out(tmp_path: Path) -> Iterator[Path]:
     store.open_round("done", 1, ["pi-1", "pi-2"])
     for device, right in (("pi-1", 4.0), ("pi-2", 3.0)):
         use = ResourceUse(step_s=0.01, flops=10**9, peak_rss_bytes=10**8, received_bytes=10**6, sent_bytes=10**5)
-        store.add_result(device, messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
-        store.add_result(device, messages.Result("done", 1, "evaluate", 5, {"correct": right}, ResourceUse()))
+        add_result(store, device, messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
+        add_result(store, device, messages.Result("done", 1, "evaluate", 5, {"correct": right}, ResourceUse()))
     store.close_round("done", 1, SavedState({}, None, {}), {})
     store.round_evaluated("done", 1)
     store.add_refusal("done", 1, "pi-3", "train", "'head.bias' holds [3] values that are NaN")

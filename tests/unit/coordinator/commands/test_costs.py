@@ -14,6 +14,7 @@ from fedvit.errors import ConfigError, FedvitError, OverBudget
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages
 from profiles.report.document import ProfileDocument, RunDocument, decode
+from tests.support.records import add_result
 from tests.unit.coordinator.conftest import MODEL
 
 TINY = [f"--model-option={key}={value}" for key, value in MODEL.items()]
@@ -166,8 +167,8 @@ def runs(tmp_path: Path) -> Path:
     store.update_run("done", status="finished", protocol="p")
     store.open_round("done", 1, ["pi"])
     use = ResourceUse(step_s=2.0, train_s=60.0, peak_rss_bytes=10**8, received_bytes=10**6, sent_bytes=10**5)
-    store.add_result("pi", messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
-    store.add_result("pi", messages.Result("done", 1, "evaluate", 5, {"correct": 4.0}, ResourceUse()))
+    add_result(store, "pi", messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
+    add_result(store, "pi", messages.Result("done", 1, "evaluate", 5, {"correct": 4.0}, ResourceUse()))
     store.close_round("done", 1, SavedState({}, None, {}), {})
     store.close()
     return tmp_path / "runs"

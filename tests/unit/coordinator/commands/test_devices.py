@@ -14,6 +14,7 @@ from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
+from tests.support.records import add_result
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     store.create_run("r", {})
     store.open_round("r", 1, ["a", "b"])
     for name, use in (("a", ResourceUse(battery_percent=81, charging=True)), ("b", ResourceUse())):
-        store.add_result(name, Result("r", 1, "train", 5, {"loss": 1.0}, use))
+        add_result(store, name, Result("r", 1, "train", 5, {"loss": 1.0}, use))
     store.close_round("r", 1, SavedState({}, None, {}), {})
     store.note_software("r", {"a": "0.9.1"})
     store.close()

@@ -15,7 +15,8 @@ from coordinator.cli import cli
 from coordinator.commands import submit as submit_module
 from coordinator.compute.engine import Engine
 from coordinator.config import RunConfig
-from coordinator.record.store import Store, use_database
+from coordinator.record.database import use_database
+from coordinator.record.store import Store
 from coordinator.service.status import MemberStatus, write_service_status
 from fedvit.errors import ConfigError, DatabaseGone
 from tests.support.forked import ForkedWorker

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.record.store import use_database
+from coordinator.record.database import use_database
 from tests.support.postgresql import Postgresql
 
 

@@ -12,7 +12,8 @@ from bench.store import RUN, one_round
 from coordinator.config import RobustConfig
 from coordinator.record import backups as module
 from coordinator.record.backups import NOTED_SHARE, Backups, Struck
-from coordinator.record.store import Store, is_whole
+from coordinator.record.copies import is_whole
+from coordinator.record.store import Store
 from coordinator.record.tables import DeviceRecord, ResultRecord
 from coordinator.run.quarantine import Quarantine
 

@@ -9,8 +9,9 @@ import psycopg
 import pytest
 
 from coordinator.broker.process import claim_port
+from coordinator.record.database import use_database
 from coordinator.record.leadership import Leadership, ServiceHost
-from coordinator.record.store import Store, use_database
+from coordinator.record.store import Store
 from fedvit.errors import ConfigError, DatabaseGone, LeadershipLost
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result

@@ -16,9 +16,10 @@ from click.testing import CliRunner
 from sqlalchemy import create_engine
 
 from coordinator.cli import cli
+from coordinator.record.copies import is_whole, newest_copy
 from coordinator.record.migrations import alembic_config
 from coordinator.record.reporting import run_document
-from coordinator.record.store import Store, is_whole, newest_copy
+from coordinator.record.store import Store
 from coordinator.record.summary import summarise
 from coordinator.record.tables import SCHEMA, TABLES, Asked
 from fedvit.errors import ConfigError, Damaged

@@ -17,6 +17,7 @@ from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
 from profiles.prediction import Expected
 from profiles.report.document import ClassAccuracy, RunDevice, RunDocument, RunPrivacy, decode, encode
+from tests.support.records import add_result
 from tests.support.reports import cost, prediction
 
 RUN = "20261122-eftvit"
@@ -30,13 +31,13 @@ def store(runs: Path) -> Iterator[Store]:
     made.update_run(RUN, status="running", classes=["ant", "bee"], protocol="p")
 
     def trained(number: int, device: str, **use: Any) -> None:
-        made.add_result(device, Result(RUN, number, "train", 20, {"loss": 1.5}, ResourceUse(**use)))
+        add_result(made, device, Result(RUN, number, "train", 20, {"loss": 1.5}, ResourceUse(**use)))
 
     made.open_round(RUN, 1, ["a", "b", "c"])
     trained(1, "a", step_s=2.0, train_s=20.0, energy_j=90.0, energy_source="INA3221", peak_rss_bytes=5 * 10**8)
     trained(1, "b", step_s=4.0, train_s=40.0, throttled=True, broke=("time",))
-    made.add_result("a", Result(RUN, 1, "evaluate", 10, {"correct": 9.0}, ResourceUse()))
-    made.add_result("b", Result(RUN, 1, "evaluate", 10, {"correct": 5.0}, ResourceUse()))
+    add_result(made, "a", Result(RUN, 1, "evaluate", 10, {"correct": 9.0}, ResourceUse()))
+    add_result(made, "b", Result(RUN, 1, "evaluate", 10, {"correct": 5.0}, ResourceUse()))
     made.add_refusal(RUN, 1, "c", "train", "no result: deadline", lost=True)
     made.add_refusal(RUN, 1, "c", "evaluate", "no result: offline", lost=True)
     made.close_round(RUN, 1, SavedState({}, None, {}), {"devices_s": 41.0, "server_s": 2.0})
@@ -121,7 +122,7 @@ def test_answers_by_class_are_added_up(store: Store) -> None:
     for name, by_class in counts.items():
         store.drop_result(RUN, 1, "evaluate", name)
         right = float(sum(count.correct for count in by_class))
-        store.add_result(name, Result(RUN, 1, "evaluate", 10, {"correct": right}, ResourceUse(), by_class=by_class))
+        add_result(store, name, Result(RUN, 1, "evaluate", 10, {"correct": right}, ResourceUse(), by_class=by_class))
     assert run_document(store, RUN).classes == [
         ClassAccuracy(name="ant", devices=2, images=15, correct=9, wrong={"bee": 6}),
         ClassAccuracy(name="bee", devices=1, images=5, correct=5),

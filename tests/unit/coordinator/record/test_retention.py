@@ -21,6 +21,7 @@ from fedvit.files import WRITING
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
 from fedvit.wire.messages import Manifest, Result
+from tests.support.records import add_result
 from tests.support.runs import Stage, assert_moved_by
 
 pytestmark = pytest.mark.usefixtures("known")
@@ -41,13 +42,13 @@ def played(store: Store, run: str, rounds: int, results: dict[tuple[int, str], i
                 continue
             use = ResourceUse(step_s=0.5 * number, flops=number, received_bytes=7, sent_bytes=number)
             made = Result(run, number, "train", 10, {"loss": 1 / number}, use, Manifest(DIGEST, 5, 65536))
-            store.add_result(name, made, number + late)
+            add_result(store, name, made, number + late)
             store.end_tasks(run, [(number, name)], "accepted")
         if number > rounds:
             return
         figures = {"dp_noise_multiplier": 1.0 + number % 2, "dp_population": 4.0}
         store.close_round(run, number, SavedState({"g": f"blake3:{number:064x}"}, None, {}), figures)
-        store.add_result("a", Result(run, number, "evaluate", 4, {"correct": float(number % 5)}, ResourceUse()))
+        add_result(store, "a", Result(run, number, "evaluate", 4, {"correct": float(number % 5)}, ResourceUse()))
         store.round_evaluated(run, number)
         store.add_strike(run, number, "b", "NaN")
 

@@ -15,13 +15,15 @@ import pytest
 
 from coordinator.broker.process import claim_port
 from coordinator.record.backups import Backups, Struck
-from coordinator.record.store import Store, use_database
+from coordinator.record.database import use_database
+from coordinator.record.store import Store
 from coordinator.record.tables import Asked, ResultRecord, SavedState, TaskRecord, TaskTimes
 from fedvit.errors import ConfigError, DatabaseGone, StorageFailed
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Manifest, Result
 from profiles.prediction import Expected, MemoryPhase, Prediction
 from tests.support.postgresql import PASSWORD, Postgresql
+from tests.support.records import add_result
 
 DIGEST = "blake3:" + "5" * 64
 CONFIG: dict[str, Any] = {"method": "fedavg", "options": {"lr": 0.5}, "cohort": 1.0, "devices": 1, "classes": ["a"]}
@@ -40,7 +42,7 @@ for number in range(1, 1_000_000):
     store.open_round("r", number, ["a", "b"])
     print("open", number, flush=True)
     for device in ("a", "b"):
-        store.add_result(device, Result("r", number, "train", number, {"loss": 0.5}, ResourceUse()))
+        store.add_results([(device, Result("r", number, "train", number, {"loss": 0.5}, ResourceUse()), None)])
         print("result", number, flush=True)
     store.close_round("r", number, SavedState({"g": f"state {number}"}, None, {}), {"took": number})
     print("close", number, flush=True)
@@ -135,10 +137,10 @@ def test_a_round_of_no_run_cannot_be_opened(store: Store) -> None:
 
 
 def test_results_come_back_sorted(store: Store, tmp_path: Path) -> None:
-    store.add_result("b", result())
-    store.add_result("a", result(upload=None, use=ResourceUse()))
-    store.add_result("a", result(kind="evaluate", samples=5, metrics={"correct": 4.0}, upload=None))
-    store.add_result("c", result(2))
+    add_result(store, "b", result())
+    add_result(store, "a", result(upload=None, use=ResourceUse()))
+    add_result(store, "a", result(kind="evaluate", samples=5, metrics={"correct": 4.0}, upload=None))
+    add_result(store, "c", result(2))
     again = reopened(store, tmp_path)
     first = result()
     assert [(entry.round, entry.device) for entry in again.results("r")] == [(1, "a"), (1, "a"), (1, "b"), (2, "c")]
@@ -155,13 +157,13 @@ def test_results_come_back_sorted(store: Store, tmp_path: Path) -> None:
 
 def test_a_result_counts_once(store: Store) -> None:
     """By run, round, device and kind; the first one stands."""
-    store.add_result("a", result(samples=20))
-    store.add_result("a", result(samples=7, upload=None))
+    add_result(store, "a", result(samples=20))
+    add_result(store, "a", result(samples=7, upload=None))
     [kept] = store.results("r")
     assert (kept.samples, kept.upload) == (20, DIGEST)
-    store.add_result("a", result(2))
-    store.add_result("a", result(kind="evaluate"))
-    store.add_result("b", result())
+    add_result(store, "a", result(2))
+    add_result(store, "a", result(kind="evaluate"))
+    add_result(store, "b", result())
     assert len(store.results("r")) == 4
 
 
@@ -296,11 +298,11 @@ def test_what_is_expected_anew_stands(store: Store) -> None:
 
 def test_a_late_result_counts_in_the_round_it_was_taken_for(store: Store, tmp_path: Path) -> None:
     """Made for round 1 by b, used in round 3; said again for another round it stays there."""
-    store.add_result("a", result(), 1)
-    store.add_result("b", result(), 3)
-    store.add_result("b", result(), 4)
-    store.add_result("c", result(3))
-    store.add_result("c", result(3, kind="evaluate", samples=5, metrics={"correct": 4.0}, upload=None), 3)
+    add_result(store, "a", result(), 1)
+    add_result(store, "b", result(), 3)
+    add_result(store, "b", result(), 4)
+    add_result(store, "c", result(3))
+    add_result(store, "c", result(3, kind="evaluate", samples=5, metrics={"correct": 4.0}, upload=None), 3)
     again = reopened(store, tmp_path)
     found = [(entry.device, entry.round, entry.used_in) for entry in again.used_in("r", 3)]
     assert found == [("b", 1, 3), ("c", 3, 3)]

@@ -14,7 +14,7 @@ from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
-from tests.support.records import PROTOCOL, RUN, begun_run, evaluated, line, trained
+from tests.support.records import PROTOCOL, RUN, add_result, begun_run, evaluated, line, trained
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_devices_are_in_the_order_of_their_numbers(store: Store) -> None:
     store.create_run("numbered", {})
     store.open_round("numbered", 1, names)
     for name in names:
-        store.add_result(name, Result("numbered", 1, "train", 1, {}, ResourceUse()))
+        add_result(store, name, Result("numbered", 1, "train", 1, {}, ResourceUse()))
     in_order = ["2-a", "device-1", "device-9", "device-9b", "device-10", "device-٣", "pi"]
     assert [device.device for device in summarise(store, "numbered").devices] == in_order
     assert [device.device for device in run_document(store, "numbered").devices] == in_order

@@ -16,8 +16,9 @@ from click.testing import CliRunner
 
 import fedvit.blobs
 from coordinator.cli import cli
+from coordinator.record.copies import is_whole
 from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
-from coordinator.record.store import Store, is_whole
+from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.errors import Damaged

@@ -20,6 +20,7 @@ from fedvit.models import SMALL, build_vit
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, delta
 from fedvit.wire.messages import Manifest, Result
+from tests.support.records import add_result
 from tests.support.uploads import upload
 
 VIT = build_vit(SMALL, 4, seed=0, options={"image_size": 16, "patch_size": 8, "width": 8, "depth": 2, "heads": 2})
@@ -168,7 +169,7 @@ def test_the_order_of_arrival_cannot_change_a_bit(store: Store) -> None:
         store.open_round(run, 1, order)
         for device in order:
             manifest = Manifest(f"blake3:{device}", 1, 4096)
-            store.add_result(device, Result(run, 1, "train", samples[device], {}, ResourceUse(), manifest))
+            add_result(store, device, Result(run, 1, "train", samples[device], {}, ResourceUse(), manifest))
         uploads = [
             upload(result.device, result.samples, tensors[result.device]) for result in store.results(run, 1, "train")
         ]
